@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import math
 import statistics
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 from ronde import ArgumentError
 from ronde.plan import Plan
-from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs, LinearCost, Unit
-from ronde.predict.datasheets import Device, cluster_of, device_named, unit_seconds
+from ronde.predict.datasheets import Device, cluster_of, device_named, pass_seconds
 from ronde.predict.predict import predict
 from ronde.predict.prediction import Prediction
 
@@ -32,105 +33,178 @@ DATA = Path(__file__).parent / "data" / "published_runs.csv"
 HALF = {"fp16", "bf16", "amp_bf16"}
 
 
-def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
-    """A decoder by its sizes: embedding, blocks, head. Mixed precision: fp32 weights and states,
-    16-bit activations.
+@dataclass(frozen=True)
+class Runtime:
+    """How a framework stores, sends and runs a model.
+
+    Attributes:
+        weight, gradient, optimizer: bytes per parameter.
+        gather_ratio, reduce_ratio: bytes sent per byte of them.
+        fused: whether attention is one causal kernel.
+        operators: dispatched in a block's forward pass.
+        shared, divided: 16-bit values read and written, per token and hidden unit, by operators
+            that tensor parallelism leaves whole (norms, dropout, residuals) and divides.
+        scores: the same per attention score, where attention is not fused.
+        logits: bytes read and written per logit.
+        slower: than FlashAttention 2 its fused attention is.
+        sends: whether tensor-parallel workers send a part each to the next stage.
     """
+
+    weight: float
+    gradient: float
+    optimizer: float
+    gather_ratio: float
+    reduce_ratio: float
+    fused: bool
+    operators: int
+    shared: float
+    divided: float
+    scores: float
+    logits: float
+    slower: float = 1.0
+    sends: bool = False
+
+
+MEGATRON = Runtime(2, 2, 12, 1.0, 1.0, False, 100, 11, 10, 6.5, 20)
+RUNTIMES = {
+    "Megatron-LM": dataclasses.replace(MEGATRON, sends=True),
+    # ZeRO-1 keeps its part of the gradients in fp32 too.
+    "Megatron-DeepSpeed": dataclasses.replace(MEGATRON, optimizer=16),
+    "Composer": Runtime(4, 4, 8, 0.5, 0.5, True, 60, 15, 12, 0, 14, slower=1.5),
+    "torchtitan": Runtime(4, 4, 8, 0.5, 1.0, True, 60, 10, 12, 0, 14),
+}
+
+
+def runtime_of(row: dict[str, str]) -> Runtime:
+    name = next((n for n in RUNTIMES if row["framework"].startswith(n)), "Megatron-LM")
+    found = RUNTIMES[name]
+    return dataclasses.replace(found, fused=True, scores=0.0) if row.get("fused") else found
+
+
+def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
+    """A decoder by its sizes, as a model's own units would be counted: embedding, blocks, head."""
     layers, hidden, heads, sequence = (
         int(row[k]) for k in ("layers", "hidden", "heads", "seq_len")
     )
+    runs = runtime_of(row)
     llama = "llama" in row["model"].lower()
-    vocabulary = 128_256 if llama else 50_368 if "MPT" in row["model"] else 51_200
+    untied = llama or bool(row.get("untied"))
+    vocabulary = int(row.get("vocab") or 0) or (
+        128_256 if llama else 50_368 if "MPT" in row["model"] else 51_200
+    )
     parameters = float(row["params_b"]) * 1e9
-    block = (parameters - vocabulary * hidden * (2 if llama else 1)) / layers
+    block = (parameters - vocabulary * hidden * (2 if untied else 1)) / layers
     if not 4 * hidden * hidden < block < 40 * hidden * hidden:
         block = 12.0 * hidden * hidden
-    dense = 2 * block * sequence
-    attention = 4 * sequence * sequence * hidden
-    # causal, without the square of scores
-    fused = row["framework"].startswith(("Composer", "torchtitan", "Megatron-Bridge"))
-    attention *= 0.5 if fused else 1.0
-    saved = sequence * hidden * (34 + (0 if fused else 5 * heads * sequence / hidden))
-    fixed = unit_seconds(device, 0.0)
-
-    def seconds(flops: float, moved: float, passes: float) -> LinearCost:
-        return LinearCost(passes * fixed, passes * (unit_seconds(device, flops, moved) - fixed))
-
-    # Attention's two products run at half the rate of the others; element-wise work moves 70 bytes
-    # a token and hidden unit.
-    moved = 70.0 * sequence * hidden + (0.0 if fused else 10.0 * heads * sequence * sequence)
-    work = dense + 2 * attention
+    tokens = sequence * hidden  # values of one sample
+    scores = heads * sequence * sequence
+    attention = 4.0 * sequence * tokens * (0.5 * runs.slower if runs.fused else 1.0)
+    # 16-bit products need sizes that are multiples of 8.
+    aligned = runs.fused or hidden // heads % 8 == 0
+    shared, divided = 2.0 * runs.shared * tokens, 2.0 * runs.divided * tokens
+    divided += 2.0 * runs.scores * scores
+    kept = 10.0 * tokens, 24.0 * tokens + (0.0 if runs.fused else 5.0 * scores)
     # Selective recomputation: Korthikanti et al. 2022 keep all but the attention's core; torchtitan
     # keeps attention's result and every second matrix product's, and computes the rest again.
     per_op = row["framework"].startswith("torchtitan")
-    kept = (15.0 if per_op else 34.0) * sequence * hidden
     again = (
-        unit_seconds(device, 0.5 * dense, moved) - fixed
+        pass_seconds(device, block * sequence, shared + divided)
         if per_op
-        else unit_seconds(device, 2 * attention) - fixed
+        else pass_seconds(device, attention, 2.0 * runs.scores * scores)
     )
-    message = LinearCost(0, 2.0 * sequence * hidden)
-    bytes_each = 4  # fp32 weights, gradients; Adam's two moments
+    message = LinearCost(0, 2.0 * tokens)
     units = [
         Unit(
             f"layers.{i}",
-            seconds(work, moved, 1),
-            seconds(work, moved, 2),
-            int(bytes_each * block),
-            int(bytes_each * block),
-            int(2 * bytes_each * block),
-            0,
-            LinearCost(0, saved),
-            LinearCost(0, 8.0 * sequence * hidden),
-            message,
-            message,
-            flops=work,
+            parameter_bytes=int(runs.weight * block),
+            trainable_bytes=int(runs.gradient * block),
+            optimizer_bytes=int(runs.optimizer * block),
+            saved_bytes=LinearCost(0, sum(kept)),
+            transient_bytes=LinearCost(0, 8.0 * tokens),
+            forward_transient_bytes=LinearCost(0, 8.0 * tokens),
+            backward_transient_bytes=LinearCost(0, 8.0 * tokens),
+            crossing_bytes=message,
+            crossing_grad_bytes=message,
+            flops=2 * block * sequence + attention,
+            attention_flops=attention if runs.fused else 0.0,
+            vector_flops=0.0 if aligned else attention,
+            moved_bytes=LinearCost(0, shared + divided),
+            operations=runs.operators,
+            tensors=12,
             tensor=1.0,
-            tensor_reduce_bytes=LinearCost(0, 4.0 * sequence * hidden),
-            selective_saved_bytes=LinearCost(0, kept),
+            tensor_reduce_bytes=LinearCost(0, 4.0 * tokens),
+            tensor_reduces=2,
+            tensor_moved_bytes=LinearCost(0, shared + divided / 2),
+            tensor_saved_bytes=LinearCost(0, kept[0] + kept[1] / 2),
+            tensor_forward_bytes=LinearCost(0, 6.0 * tokens),
+            tensor_backward_bytes=LinearCost(0, 6.0 * tokens),
+            selective_saved_bytes=LinearCost(0, (15.0 if per_op else 34.0) * tokens),
             selective_seconds=LinearCost(0, again),
         )
         for i in range(layers)
     ]
-    table = bytes_each * vocabulary * hidden
-    head = 2.0 * vocabulary * hidden * sequence
+    table = vocabulary * hidden
+    logits = sequence * vocabulary
     embed = Unit(
         "embed",
-        parameter_bytes=table,
-        trainable_bytes=table,
-        optimizer_bytes=2 * table,
+        parameter_bytes=int(runs.weight * table),
+        trainable_bytes=int(runs.gradient * table),
+        optimizer_bytes=int(runs.optimizer * table),
         saved_bytes=message,
+        tensor_saved_bytes=message,
         crossing_bytes=message,
         crossing_grad_bytes=message,
+        moved_bytes=LinearCost(0, 8.0 * tokens),
+        tensor_moved_bytes=LinearCost(0, 8.0 * tokens),
+        operations=10,
         tensor=1.0,
+        tensor_reduce_bytes=message,
+        tied=() if untied else ("table",),
+        tied_bytes=0 if untied else int(runs.weight * table),
     )
-    own = table if llama else 0
+    own = int(table) if untied else 0
     last = Unit(
         "head",
-        seconds(head, 10.0 * sequence * vocabulary, 1),
-        seconds(head, 10.0 * sequence * vocabulary, 2),
-        own,
-        own,
-        2 * own,
-        0,
-        LinearCost(0, 6.0 * sequence * vocabulary),
-        flops=head,
+        parameter_bytes=int(runs.weight * own),
+        trainable_bytes=int(runs.gradient * own),
+        optimizer_bytes=int(runs.optimizer * own),
+        saved_bytes=LinearCost(0, 6.0 * logits),
+        tensor_saved_bytes=LinearCost(0, 3.0 * logits),
+        forward_transient_bytes=LinearCost(0, 4.0 * logits),
+        backward_transient_bytes=LinearCost(0, 4.0 * logits),
+        tensor_forward_bytes=LinearCost(0, 2.0 * logits),
+        tensor_backward_bytes=LinearCost(0, 2.0 * logits),
+        flops=2.0 * table * sequence,
+        moved_bytes=LinearCost(0, runs.logits * logits),
+        tensor_moved_bytes=LinearCost(0, runs.logits * logits / 2),
+        operations=40,
         tensor=1.0,
+        tied=() if untied else ("table",),
+        tied_bytes=0 if untied else int(runs.weight * table),
     )
-    total = layers * block * bytes_each + table + own
     return Costs(
         (embed, *units, last),
         batch,
-        optimizer_seconds=7
-        * total
-        / device.memory_bytes_per_second
-        / 0.8,  # reads and writes of Adam
         optimizer="AdamW",
         sequence=sequence,
-        base_bytes=2e9,
-        device=device.name,
         measured_samples=(int(float(row["micro_batch"] or 1)),),
+        tensor_measured=True,
+        optimizer_transient_bytes=1.0,  # fused
+        gather_ratio=runs.gather_ratio,
+        reduce_ratio=runs.reduce_ratio,
+        sends_block=True,
+        send_ratio=1.0 / int(row["tp"] or 1) if runs.sends else 1.0,
     )
+
+
+def starts_of(layers: int, stages: int) -> tuple[str, ...]:
+    """Where published pipelines are cut: equal numbers of blocks; where those do not divide,
+    embedding and head count as blocks.
+    """
+    extra = layers % stages != 0 and (layers + 2) % stages == 0
+    slots = ["embed"] if extra else []
+    slots += [f"layers.{i}" for i in range(layers)] + (["head"] if extra else [])
+    return tuple(slots[s * len(slots) // stages] for s in range(1, stages))
 
 
 def plan_of(row: dict[str, str], batch: int) -> Plan:
@@ -158,28 +232,11 @@ def plan_of(row: dict[str, str], batch: int) -> Plan:
         pipeline=pipeline,
         virtual=virtual,
         schedule="interleaved" if virtual > 1 else "1f1b",
+        split_at=starts_of(int(row["layers"]), pipeline * virtual) if pipeline > 1 else (),
         tensor=tensor,
+        sequence_parallel=tensor > 1 and "sequence" in row["act_ckpt"],
         recompute=recompute,
     )
-
-
-def halved(cluster: Cluster, row: dict[str, str]) -> Cluster:
-    """16-bit messages: weights are gathered in bf16, and gradients reduced so too but by
-    torchtitan, which reduces in fp32.
-    """
-    import dataclasses
-
-    kinds = {"all_gather", "broadcast"} | (
-        set() if row["framework"].startswith("torchtitan") else {"all_reduce", "reduce_scatter"}
-    )
-    links = {
-        kind: {
-            s: dataclasses.replace(f, beta=f.beta * 2) if kind in kinds else f
-            for s, f in by.items()
-        }
-        for kind, by in cluster.links.items()
-    }
-    return dataclasses.replace(cluster, links=links)
 
 
 def measured_seconds(row: dict[str, str], batch: int) -> float | None:
@@ -227,7 +284,8 @@ def predicted(row: dict[str, str]) -> tuple[Prediction, float | None] | str:
     count = int(row["gpu_count"])
     per_node = int(row["gpus_per_node"]) if row["gpus_per_node"].isdigit() else device.per_node
     per_node = min(per_node, count)
-    cluster = halved(cluster_of(device.name, math.ceil(count / per_node), per_node), row)
+    nodes = math.ceil(count / per_node)
+    cluster = cluster_of(device.name, nodes, per_node, network=float(row.get("net") or 0))
     try:
         return predict(
             plan_of(row, batch), transformer(row, device, batch), cluster

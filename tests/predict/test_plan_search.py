@@ -35,7 +35,6 @@ from ronde.predict.cluster import Added, Cluster, LinkFit
 from ronde.predict.collectives import Group, collective, groups, scaled
 from ronde.predict.corrections import corrected, corrections_file, factors, record
 from ronde.predict.costs import Costs, LinearCost, Unit
-from ronde.predict.datasheets import cluster_of, device_named, speed_of
 from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.prediction import KINDS, TERMS
@@ -1029,27 +1028,6 @@ def test_plans_that_cannot_be_predicted_are_refused():
     ):
         with pytest.raises(ArgumentError, match=match):
             predict(plan, costs, Cluster())
-
-
-def test_a_device_that_is_not_at_hand_is_estimated_and_said_to_be():
-    assert (
-        device_named("NVIDIA A100-SXM4-40GB").name == "A100-40GB"
-        and device_named("NVIDIA H100 80GB HBM3").name == "H100-80GB"
-    )
-    with pytest.raises(ArgumentError, match="is not known"):
-        device_named("abacus")
-    costs = Costs((unit("a", 1.0, 2.0, 10, flops=1e12),), 8, measured_samples=(2,))
-    cluster = cluster_of("H100", 2, costs=costs)
-    # A second each of two samples, against 2e12 operations at 60 % of 989e12 and 20 µs.
-    assert (
-        cluster.speed == pytest.approx(2.0 / (2e12 / (0.6 * 989e12) + 20e-6))
-        and cluster.speed_is_estimate
-    )
-    notes = " ".join(predict(Plan(16, 64), costs, cluster).notes)
-    assert "an estimate" in notes and "data sheet" in notes
-    with pytest.raises(ArgumentError, match="operations are not known"):
-        speed_of(device_named("H100"), Costs((unit("a"),), 8))
-    assert cluster.links["all_reduce"]["node"].beta == pytest.approx(0.8 * 450e9 / (2 * 7 / 8))
 
 
 # -- the search ------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ronde.measure.flops import Flops
 from ronde.measure.model_units import ModelUnit, UnitProbe, find_chain
 from ronde.measure.stand_in import refers_to, standing_in, tensor_maker, untouched
 from ronde.measure.storage_ledger import Ledger, bytes_of, storages
+from ronde.measure.unit_work import UnitWork, WorkCounter
 from ronde.parallel.recompute import applied, large_children, repeated_blocks
 from ronde.predict import LinearCost
 from ronde.world.tensors import tensors_in
@@ -66,6 +67,7 @@ class MemoryAccount:
         recomputed: names of the blocks that are recomputed.
         blocks: names of the blocks that are gathered or recomputed as a whole.
         calls: calls of each block in a forward pass.
+        work: micro-batch size -> one entry per unit.
     """
 
     chain: list[ModelUnit]
@@ -80,6 +82,14 @@ class MemoryAccount:
     recomputed: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
     calls: dict[str, int] = field(default_factory=dict)
+    work: dict[int, list[UnitWork]] = field(default_factory=dict)
+
+    def moved(self) -> list[LinearCost]:
+        """A fit per unit of the bytes that its forward pass moves."""
+        return [
+            line([(b, units[i].moved) for b, units in self.work.items()])
+            for i in range(len(self.chain))
+        ]
 
     def lines(self, kind: str, level: str = "none") -> list[LinearCost]:
         """A fit per unit of ``saved``, ``forward_transient``, … at a level of recomputation."""
@@ -180,9 +190,14 @@ def _account(
         memory.parameters, memory.shared = _owners(stand_in, units, ledger, order)
         memory.buffers = _buffers(stand_in, units)
         middle = sizes[-2:][0]
-        counts = _count_flops(stand_in, units, compute, micro[middle])
-        for unit, flops in zip(memory.sizes[middle], counts, strict=True):
-            unit.flops = flops
+        counts, work = _count_work(stand_in, units, compute, micro[middle], autocast)
+        for unit, flops, done in zip(memory.sizes[middle], counts, work, strict=True):
+            unit.flops = max(0.0, flops - done.masked)
+        memory.work[middle] = work
+        if sizes[0] != middle:
+            memory.work[sizes[0]] = _count_work(
+                stand_in, units, compute, micro[sizes[0]], autocast
+            )[1]
     return memory
 
 
@@ -341,27 +356,44 @@ def _buffers(model: nn.Module, chain: Sequence[ModelUnit]) -> list[int]:
     return sizes
 
 
-def _count_flops(
-    model: nn.Module, chain: list[ModelUnit], compute: Any, batch: Any, grad: bool = False
-) -> list[float]:
-    flops = Flops(model, chain)
+def _count_work(
+    model: nn.Module,
+    chain: list[ModelUnit],
+    compute: Any,
+    batch: Any,
+    autocast: Autocast,
+    grad: bool = False,
+) -> tuple[list[float], list[UnitWork]]:
+    """Floating-point operations of each unit's forward pass, and its other work."""
+    flops, work = Flops(model, chain), WorkCounter(len(chain))
+
+    def enter(unit: int) -> None:
+        flops.enter(unit)
+        work.unit = unit
 
     def mark(unit: int, event: str) -> None:
         if event == "in":
-            flops.enter(unit)
+            enter(unit)
 
     probe = UnitProbe(model, chain, mark)
     try:
         # torch 2.13 does not count the fused attention kernels of CPUs, so use the plain one.
-        with torch.set_grad_enabled(grad), sdpa_kernel(SDPBackend.MATH), flops:
+        with (
+            torch.set_grad_enabled(grad),
+            sdpa_kernel(SDPBackend.MATH),
+            flops,
+            work,
+            autocast(),
+        ):
             values = compute.arguments(model, batch)
-            flops.enter(len(chain) - 1)
+            enter(len(chain) - 1)
             compute.loss(*values)
-            flops.enter(len(chain) - 1)
+            enter(len(chain) - 1)
     except RuntimeError:
         if grad:
             raise
-        return _count_flops(model, chain, compute, batch, True)  # its forward pass needs gradients
+        # its forward pass needs gradients
+        return _count_work(model, chain, compute, batch, autocast, True)
     finally:
         probe.close()
-    return flops.counts
+    return flops.counts, work.units

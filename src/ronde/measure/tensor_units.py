@@ -70,6 +70,7 @@ def _by_parameters(costs: Costs, work: Work, blocks: Sequence[Block]) -> Costs:
         return max(owners, key=lambda i: len(costs.units[i].name), default=-1)
 
     divided, reduced = [0] * len(costs.units), [0.0] * len(costs.units)
+    messages = [0] * len(costs.units)
     between: set[int] = set()
     seen: set[str] = set()
     for block in blocks:
@@ -82,6 +83,7 @@ def _by_parameters(costs: Costs, work: Work, blocks: Sequence[Block]) -> Costs:
             places.append(at)
         end = unit_of(f"{block.row}.weight")
         reduced[end] += block.reduced_bytes / 2  # the all-reduce comes at the block's end
+        messages[end] += 1
         between.update(range(min(places, default=end) + 1, end))
     units = []
     for i, unit in enumerate(costs.units):
@@ -89,7 +91,15 @@ def _by_parameters(costs: Costs, work: Work, blocks: Sequence[Block]) -> Costs:
         # A unit without parameters between a block's columns and its row works on divided tensors.
         share = divided[i] / whole if whole else float(i in between)
         reduce_bytes = LinearCost(0.0, reduced[i])
-        units.append(replace(unit, tensor=min(1.0, share), tensor_reduce_bytes=reduce_bytes))
+        tensor = min(1.0, share)
+        units.append(
+            replace(
+                unit,
+                tensor=tensor,
+                tensor_reduce_bytes=reduce_bytes,
+                tensor_reduces=max(1, messages[i]),
+            )
+        )
     heads = [n for block in blocks for n in (block.heads, block.kv_heads) if n]
     divides = math.gcd(*heads) if heads else costs.tensor_divides
     return replace(costs, units=tuple(units), tensor_divides=divides)
@@ -119,6 +129,7 @@ def _by_measurement(
     )
     kinds = ("saved", "forward_transient", "backward_transient")
     saved, forward, backward = (part.lines(kind) for kind in kinds)
+    moved = part.moved()
     factor = 1.0
     if timed:
         batch = work.sample(sizes[-1])
@@ -138,6 +149,7 @@ def _by_measurement(
             tensor_saved_bytes=saved[i],
             tensor_forward_bytes=forward[i],
             tensor_backward_bytes=backward[i],
+            tensor_moved_bytes=moved[i],
         )
         for i, u in enumerate(costs.units)
     )

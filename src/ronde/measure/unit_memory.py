@@ -93,6 +93,7 @@ def _units(
         for name, kind in {"saved": "saved", **_TRANSIENTS}.items()
     }
     units = []
+    moved, work = memory.moved(), memory.work[flops_size]
     for i, link in enumerate(memory.chain):
         own = [parameters[name] for name in memory.parameters[i]]
         bytes_at = {b: units_[i] for b, units_ in memory.sizes.items()}
@@ -111,6 +112,10 @@ def _units(
                 why_not=link.why_not or ("the loss is the end" if link.name == LOSS else ""),
                 alike=link.alike,
                 flops=bytes_at[flops_size].flops / flops_size,
+                operations=work[i].operations,
+                attention_flops=work[i].attention / flops_size,
+                vector_flops=work[i].vector / flops_size,
+                moved_bytes=moved[i],
                 tied=tuple(sorted(memory.shared[i])),
                 tied_bytes=sum(bytes_of(parameters[name]) for name in memory.shared[i]),
                 tied_grad_bytes=bytes_at[flops_size].late_gradient,

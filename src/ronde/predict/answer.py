@@ -541,9 +541,9 @@ def find_flip(
 
 def stretched(costs: Costs, factor: float) -> Costs:
     """The model with sequences ``factor`` times as long: activations, messages and sample times
-    scale linearly.
+    scale linearly, and fused attention's work with the square.
 
-    Full attention grows faster, so this is a lower bound for long sequences.
+    Attention that is not fused grows faster, so this is a lower bound for it.
     """
 
     def unit(one: Unit) -> Unit:
@@ -552,7 +552,15 @@ def stretched(costs: Costs, factor: float) -> Costs:
             for name, value in vars(one).items()
             if isinstance(value, LinearCost)
         }
-        return dataclasses.replace(one, flops=one.flops * factor, **changed)
+        # A fused attention's work grows with the square.
+        square = one.attention_flops * factor * (factor - 1.0)
+        return dataclasses.replace(
+            one,
+            flops=one.flops * factor + square,
+            attention_flops=one.attention_flops * factor + square,
+            vector_flops=one.vector_flops * factor,
+            **changed,
+        )
 
     return dataclasses.replace(
         costs,

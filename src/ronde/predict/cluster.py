@@ -32,6 +32,8 @@ class LinkFit:
         ranks: group size it was measured at. Other sizes are scaled by the ring's formula.
         residual: relative error of the fit over its own points.
         assumed: whether it comes from a data sheet or a formula instead of a measurement.
+        hop: seconds of a ring's step, where ``alpha`` has none in it and holds for groups of any
+            size; 0 where ``alpha`` was measured and grows with the group.
     """
 
     alpha: float
@@ -39,6 +41,7 @@ class LinkFit:
     ranks: int = 2
     residual: float = 0.0
     assumed: bool = False
+    hop: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,9 @@ class Cluster:
             micro-batch in a pipeline (``"action"``), and a step of one (``"pipeline"``), to an
             all-reduce within a divided block (``"tensor"``). Empty where it runs beside the
             device's work.
+        launch_seconds: host time per operator, below which no pass can be; 0 where the costs were
+            measured on this device.
+        reserved: memory that the allocator holds beside a step's tensors, as a share of them.
     """
 
     name: str = "this machine"
@@ -117,6 +123,8 @@ class Cluster:
     host_bytes_per_second: float = 0.0
     noise: float = 0.0
     added: dict[str, Added] = field(default_factory=dict)
+    launch_seconds: float = 0.0
+    reserved: float = 0.0
 
     @property
     def devices(self) -> int:
@@ -295,6 +303,7 @@ _FIT: dict[str, fields.Reader] = {
     "ranks": fields.read_whole(2),
     "residual": _RATIO,
     "assumed": fields.read_flag,
+    "hop": _SECONDS,
 }
 _FIELDS: dict[str, fields.Reader] = {
     "name": fields.read_text,
@@ -315,4 +324,6 @@ _FIELDS: dict[str, fields.Reader] = {
     "host_bytes_per_second": fields.read_number("a number of bytes a second, 0 or more"),
     "noise": _RATIO,
     "added": _added,
+    "launch_seconds": _SECONDS,
+    "reserved": _SHARE,
 }

@@ -2,8 +2,9 @@
 
 A fit is scaled to another group size by the ring formula (Patarasu and Yuan 2009; Thakur et al.
 2005): n − 1 hops, and (n − 1)/n of the tensor over each link (twice both for an all-reduce, which
-cancels in the ratio). On GPUs, hops grow as log2 n if that is less, because NCCL uses trees for
-small messages. A broadcast's hops grow as log2 n.
+cancels in the ratio). On GPUs, an all-reduce's hops grow as log2 n if that is less, because NCCL
+uses trees for small messages; gathers and scatters have no trees. A broadcast's hops grow as log2
+n. A data sheet's fit has its hops apart (``LinkFit.hop``): those inside nodes are cheaper.
 
 Fits across nodes are for groups with every device of each node. Groups with fewer members per node
 share the node's link with groups that exchange at the same time, so their bytes take proportionally
@@ -71,9 +72,11 @@ def scaled(
     if kind == "broadcast":
         return CollectiveCost(fit.alpha * logarithmic, per_byte, fit.assumed)
     hops = (ranks - 1) / (measured - 1)
-    if device != "cpu" and ranks > measured:
+    if device != "cpu" and ranks > measured and kind == "all_reduce":
         hops = min(hops, logarithmic)
     volume = ((ranks - 1) / ranks) / ((measured - 1) / measured)
+    if fit.hop:
+        hops = 1.0
     return CollectiveCost(fit.alpha * hops, per_byte * volume, fit.assumed)
 
 
@@ -98,10 +101,24 @@ def collective(cluster: Cluster, kind: Collective, group: Group) -> CollectiveCo
     sharing = float(group.sisters) if group.scope == "cluster" else 1.0
     link = scaled(fit, kind, group.ranks, cluster.device, sharing)
     return CollectiveCost(
-        link.alpha * factor,
+        link.alpha * factor + _hop_seconds(by_scope, kind, group),
         link.seconds_per_byte * factor,
         link.assumed or factor != 1.0 or not cluster.links.get(kind),
     )
+
+
+def _hop_seconds(by_scope: dict[str, LinkFit], kind: Collective, group: Group) -> float:
+    """Seconds of a ring's steps, where the fits have them apart.
+
+    Between nodes an all-reduce goes up and down a tree, whose depth is logarithmic.
+    """
+    near, far = (by_scope[s].hop if s in by_scope else 0.0 for s in ("node", "cluster"))
+    nodes = math.ceil(group.ranks / group.per_node) if group.scope == "cluster" else 1
+    if kind == "all_reduce":
+        return 2.0 * math.ceil(math.log2(nodes)) * far
+    if kind in ("all_gather", "reduce_scatter"):
+        return (nodes - 1) * far + (group.ranks - nodes) * near
+    return 0.0
 
 
 def groups(layout: Layout, cluster: Cluster, shard_within: int | None = None) -> dict[str, Group]:

@@ -40,6 +40,11 @@ class LinearCost:
             self.fixed, self.per_sample * factor, tuple((f, p * factor) for f, p in self.bends)
         )
 
+    def times(self, factor: float) -> LinearCost:
+        """All of it times ``factor``."""
+        bends = tuple((f * factor, p * factor) for f, p in self.bends)
+        return LinearCost(self.fixed * factor, self.per_sample * factor, bends)
+
     def __add__(self, other: LinearCost) -> LinearCost:
         first, *bends = ((f + g, p + q) for f, p in self.pieces for g, q in other.pieces)
         return LinearCost(*first, tuple(bends))
@@ -79,7 +84,7 @@ class Unit:
         tensor: share (0 to 1) of its parameters, work and activations that tensor parallelism can
             divide; 0 where it has no recognised attention or MLP block.
         tensor_reduce_bytes: bytes all-reduced per forward pass of one micro-batch if it is tensor
-            parallel; as much backward.
+            parallel; as much backward. tensor_reduces: in how many messages.
         batchnorm: whether it normalises over the batch.
         forward_transient_bytes, backward_transient_bytes: ``transient_bytes`` of each pass; the
             gradients that the backward pass leaves behind are not in it.
@@ -104,6 +109,13 @@ class Unit:
             ``""`` where ``Costs.blocks`` is not set or it is in none.
         recomputed: whether recomputation runs it again.
         block_calls: how often a forward pass calls ``block``.
+        operations: operators that a forward pass of one micro-batch dispatches; 0 where not known.
+        attention_flops: the part of ``flops`` in fused attention; where it is causal, the half that
+            its kernels compute.
+        vector_flops: the part of ``flops`` in products that tensor cores cannot run: in fp32, or in
+            16 bits with a size that is no multiple of 8.
+        moved_bytes: read and written by all other operators in a forward pass.
+        tensor_moved_bytes: ``moved_bytes`` with the unit's blocks divided by two.
     """
 
     name: str
@@ -146,6 +158,12 @@ class Unit:
     block: str = ""
     recomputed: bool = False
     block_calls: int = 1
+    operations: int = 0
+    attention_flops: float = 0.0
+    vector_flops: float = 0.0
+    moved_bytes: LinearCost = LinearCost()
+    tensor_moved_bytes: LinearCost = LinearCost()
+    tensor_reduces: int = 1
 
 
 @dataclass(frozen=True)
@@ -232,6 +250,10 @@ class Costs:
     clip_seconds: float = 0.0
     clip_fixed_seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
+    gather_ratio: float = 1.0
+    reduce_ratio: float = 1.0
+    send_ratio: float = 1.0
+    sends_block: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -1,23 +1,32 @@
-"""Devices known from data sheets only, and the rule that scales computation to them.
+"""Devices known from data sheets only, and the rules that put a model's work on them.
 
-Everything derived from here is an estimate, and marked as one. Peaks are dense bf16; bandwidths are
-per device and direction.
+Everything derived from here is an estimate, and marked as one. Peaks are dense; bandwidths are per
+device and direction. The rules are applied unit by unit, and to each micro-batch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
 from ronde.predict.cluster import Cluster, LinkFit
-from ronde.predict.costs import Costs
+from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.world import ArgumentError
 
 LINK_SHARE = 0.8
 """Part of a link's data-sheet bandwidth that a collective reaches, assumed."""
-_MEMORY_SHARE = 0.8  # the same of its memory's bandwidth
-_WARM_SECONDS = 20e-6  # of each unit, whatever its size: launches, small matrices
-_ALPHA_NODE, _ALPHA_WIDE = 15e-6, 40e-6
+LAUNCH_SECONDS = 8e-6
+"""Host time to dispatch and launch one operator from Python, assumed: no pass is faster."""
+_MEMORY_SHARE = 0.8  # of the memory's bandwidth
+_VECTOR_SHARE = 0.5  # of the peak without tensor cores
+_ALPHA_NODE, _ALPHA_WIDE = 55e-6, 60e-6  # launch and meet: 45-70 us for groups of 2 to 8
+_SEND_NODE, _SEND_WIDE = 30e-6, 50e-6
+_HOP_NODE, _HOP_WIDE = 3.4e-6, 14e-6  # of a ring, NCCL's own figures for its simple protocol
+_BASE_BYTES, _RESERVED = 4e9, 0.06  # context, NCCL's buffers; the allocator's fragments
+_BACKWARD = 2.0  # times the forward pass: work, traffic, and operators
+_ATTENTION_BACKWARD = 2.5  # fused attention computes its scores again
+_ADAM_WORDS = 7.0  # fp32 words read and written for each parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,8 @@ class Device:
         per_node: devices of a node, in that system.
         reached: part of the peak that large matrix products reach inside of a training step:
             assumed, per generation.
+        attention: the same of fused attention.
+        vector_flops_per_second: fp32 peak without tensor cores.
     """
 
     name: str
@@ -45,17 +56,19 @@ class Device:
     network_bytes_per_second: float
     per_node: int
     reached: float
+    attention: float
+    vector_flops_per_second: float
 
 
 DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
-        Device("A100-40GB", 312e12, 40 * 2**30, 1.555e12, 300e9, 25e9, 8, 0.70),
-        Device("A100-80GB", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, 0.70),
-        Device("H100-80GB", 989e12, 80 * 2**30, 3.35e12, 450e9, 50e9, 8, 0.60),
-        Device("H200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 8, 0.60),
-        Device("B200", 2250e12, 180e9, 8.0e12, 900e9, 50e9, 8, 0.55),
-        Device("GB200", 2500e12, 186e9, 8.0e12, 900e9, 50e9, 72, 0.55),
+        Device("A100-40GB", 312e12, 40 * 2**30, 1.555e12, 300e9, 25e9, 8, 0.70, 0.5, 19.5e12),
+        Device("A100-80GB", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, 0.70, 0.5, 19.5e12),
+        Device("H100-80GB", 989e12, 80 * 2**30, 3.35e12, 450e9, 50e9, 8, 0.60, 0.28, 67e12),
+        Device("H200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 8, 0.60, 0.28, 67e12),
+        Device("B200", 2250e12, 180e9, 8.0e12, 900e9, 50e9, 8, 0.55, 0.28, 80e12),
+        Device("GB200", 2500e12, 186e9, 8.0e12, 900e9, 50e9, 72, 0.55, 0.28, 80e12),
     )
 }
 """By name. Sources: NVIDIA's data sheets of A100, H100, H200, B200 and GB200 NVL72, and of DGX
@@ -84,66 +97,119 @@ def device_named(name: str) -> Device:
     )
 
 
-def unit_seconds(device: Device, flops: float, moved_bytes: float = 0.0) -> float:
-    """Estimate a unit's forward time: products at ``reached`` of peak, memory traffic at 80 %, and
-    20 µs.
+def pass_seconds(
+    device: Device,
+    flops: float,
+    moved_bytes: float = 0.0,
+    attention_flops: float = 0.0,
+    vector_flops: float = 0.0,
+) -> float:
+    """Estimate a forward pass's time on the device: products, attention and memory traffic, each at
+    its own rate.
 
-    The two add up, because elementwise work mostly runs in separate kernels.
-    """
-    products = flops / (device.flops_per_second * device.reached)
-    return products + moved_bytes / (device.memory_bytes_per_second * _MEMORY_SHARE) + _WARM_SECONDS
-
-
-def efficiency(device: Device, flops: float, moved_bytes: float = 0.0) -> float:
-    """Fraction of peak that a unit reaches under :func:`unit_seconds`.
+    They add up, because they mostly run in separate kernels. ``attention_flops`` and
+    ``vector_flops`` are parts of ``flops``.
 
     Example:
-        >>> round(efficiency(DEVICES["H100-80GB"], 1e13),
-        ...     2), round(efficiency(DEVICES["H100-80GB"], 1e9), 2)
-        (0.6, 0.05)
+        >>> round(pass_seconds(DEVICES["H100-80GB"], 1e12) * 1e3, 2)
+        1.69
     """
-    return flops / device.flops_per_second / unit_seconds(device, flops, moved_bytes)
+    products = (flops - attention_flops - vector_flops) / device.reached
+    return (
+        (products + attention_flops / device.attention) / device.flops_per_second
+        + vector_flops / (device.vector_flops_per_second * _VECTOR_SHARE)
+        + moved_bytes / (device.memory_bytes_per_second * _MEMORY_SHARE)
+    )
 
 
-def speed_of(device: Device, costs: Costs, samples: int = 0) -> float:
-    """Estimate how much faster ``device`` runs a measured model than the measured device:
-    :attr:`Cluster.speed`.
+def costs_on(costs: Costs, device: Device) -> Costs:
+    """The costs of a model as the device would have them, from its counted work.
 
     Args:
+        costs: counted or measured elsewhere.
         device: which.
-        costs: measured, with ``flops`` in their units.
-        samples: micro-batch to compare at; 0 for the largest one measured.
 
     Raises:
         ArgumentError: no unit's operations are known.
     """
-    at = samples or max(costs.measured_samples, default=1)
-    seconds = there = 0.0
-    for unit in costs.units:
-        work = unit.flops * at
-        if work > 0:
-            seconds += unit.forward_seconds.at(at)
-            # what is kept was written, and read by the next
-            there += unit_seconds(device, work, 2.0 * unit.saved_bytes.at(at))
-    if seconds <= 0 or there <= 0:
+    if not any(unit.flops > 0 for unit in costs.units):
         raise ArgumentError(
             "the model's floating-point operations are not known, so its speed on another "
             "device cannot be estimated."
         )
-    return seconds / there
+    at = max(costs.measured_samples, default=1)
+    here = sum(u.forward_seconds.at(at) for u in costs.units)
+    units = tuple(_unit_on(unit, device) for unit in costs.units)
+    there = sum(u.forward_seconds.at(at) for u in units)
+    faster = there / here if here > 0 else 1.0
+
+    def scaled(line: LinearCost) -> LinearCost:
+        return LinearCost(line.fixed * faster, line.per_sample * faster)
+
+    size = sum(u.trainable_bytes + 0.5 * u.optimizer_bytes for u in costs.units)
+    rate = device.memory_bytes_per_second * _MEMORY_SHARE
+    return dataclasses.replace(
+        costs,
+        units=units,
+        optimizer_seconds=size / 2.0 * _ADAM_WORDS / rate,
+        optimizer_fixed_seconds=0.0,
+        clip_seconds=0.0,
+        clip_fixed_seconds=0.0,
+        accumulate_seconds=3.0 * sum(u.trainable_bytes for u in costs.units) / rate,
+        again_seconds={
+            level: scaled(line) for level, line in costs.again_seconds.items() if level != "full"
+        },
+        split_seconds=scaled(costs.split_seconds),
+        contention=1.0,
+        lockstep=1.0,
+        action_seconds=0.0,
+        noise=0.0,
+        device=device.name,
+    )
 
 
-def cluster_of(name: str, nodes: int = 1, per_node: int = 0, costs: Costs | None = None) -> Cluster:
+def _unit_on(unit: Unit, device: Device) -> Unit:
+    """A unit with its passes' seconds on a device, and the share of them that tensor parallelism
+    divides.
+    """
+    moved = unit.moved_bytes if unit.operations else unit.saved_bytes.times(2.0)
+    work = pass_seconds(device, unit.flops, 0.0, unit.attention_flops, unit.vector_flops)
+    traffic = pass_seconds(device, 0.0, 1.0)
+    forward = LinearCost(moved.fixed * traffic, moved.per_sample * traffic + work)
+    again = pass_seconds(device, unit.attention_flops, 0.0, unit.attention_flops)
+    again *= _ATTENTION_BACKWARD - _BACKWARD
+    divided = unit.tensor * work
+    halves = unit.tensor_moved_bytes.per_sample
+    # What half a block less moves is what two workers share.
+    shared = 2.0 * (moved.per_sample - halves) if halves else unit.tensor * moved.per_sample
+    divided += min(moved.per_sample, max(0.0, shared)) * traffic
+    return dataclasses.replace(
+        unit,
+        forward_seconds=forward,
+        backward_seconds=forward.times(_BACKWARD) + LinearCost(0.0, again),
+        tensor_time=divided / forward.per_sample if forward.per_sample else 0.0,
+    )
+
+
+def cluster_of(
+    name: str,
+    nodes: int = 1,
+    per_node: int = 0,
+    costs: Costs | None = None,
+    network: float = 0.0,
+) -> Cluster:
     """A cluster of devices known from a data sheet.
 
     Args:
         name: of the device.
         nodes: how many.
         per_node: devices of each; 0 for the maker's reference system.
-        costs: measured elsewhere, to be scaled; None where they are of this device already.
+        costs: of the model to plan, to be refused where its work is not known.
+        network: bytes per second and device of the network between nodes; 0 for the maker's
+            reference system.
 
     Raises:
-        ArgumentError: the device is not known.
+        ArgumentError: the device is not known, or the model's work is not.
 
     Example:
         >>> made = cluster_of("H100", nodes=4)
@@ -151,11 +217,12 @@ def cluster_of(name: str, nodes: int = 1, per_node: int = 0, costs: Costs | None
         (32, True)
     """
     device = device_named(name)
+    if costs is not None:
+        costs_on(costs, device)
     per_node = per_node or device.per_node
+    network = network or device.network_bytes_per_second
     near = device.link_bytes_per_second * LINK_SHARE
-    wide = (
-        min(device.link_bytes_per_second, per_node * device.network_bytes_per_second) * LINK_SHARE
-    )
+    wide = min(device.link_bytes_per_second, per_node * network) * LINK_SHARE
     links: dict[str, dict[str, LinkFit]] = {}
     for kind, passes in (
         ("all_reduce", 2.0),
@@ -164,17 +231,15 @@ def cluster_of(name: str, nodes: int = 1, per_node: int = 0, costs: Costs | None
         ("broadcast", 1.0),
     ):
         links[kind] = {}
-        for scope, ranks, rate, alpha in (
-            ("node", max(2, per_node), near, _ALPHA_NODE),
-            ("cluster", 2 * per_node, wide, _ALPHA_WIDE),
+        for scope, ranks, rate, alpha, hop in (
+            ("node", max(2, per_node), near, _ALPHA_NODE, _HOP_NODE),
+            ("cluster", 2 * per_node, wide, _ALPHA_WIDE, _HOP_WIDE),
         ):
             volume = passes * (ranks - 1) / ranks if kind != "broadcast" else 1.0
-            links[kind][scope] = LinkFit(alpha, rate / volume, ranks, assumed=True)
+            links[kind][scope] = LinkFit(alpha, rate / volume, ranks, assumed=True, hop=hop)
     links["send"] = {
-        "node": LinkFit(_ALPHA_NODE, near, 2, assumed=True),
-        "cluster": LinkFit(
-            _ALPHA_WIDE, device.network_bytes_per_second * LINK_SHARE, 2, assumed=True
-        ),
+        "node": LinkFit(_SEND_NODE, near, 2, assumed=True),
+        "cluster": LinkFit(_SEND_WIDE, network * LINK_SHARE, 2, assumed=True),
     }
     return Cluster(
         name=f"{device.name} (data sheet)",
@@ -182,13 +247,14 @@ def cluster_of(name: str, nodes: int = 1, per_node: int = 0, costs: Costs | None
         devices_per_node=per_node,
         device=device.name,
         memory_bytes=device.memory_bytes,
-        speed=speed_of(device, costs) if costs is not None else 1.0,
         speed_is_estimate=True,
         links=links,
         overlap=0.9,
         interference=1.15,
         action_seconds=50e-6,
-        base_bytes=2e9,
+        base_bytes=_BASE_BYTES,
+        reserved=_RESERVED,
         source="data sheet, links at 80 %",
         host_bytes_per_second=20e9,
+        launch_seconds=LAUNCH_SECONDS,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 import numpy as np
@@ -340,6 +341,9 @@ class PeakMemory:
         """Peak by kind of the fullest pipeline worker, and a row per stage."""
         plan, workers = self.setup.plan, self.setup.plan.pipeline
         stages = stage_arrays(self.setup.peak, bounds, plan)
+        if self.setup.costs.sends_block:  # nothing that was sent or received is held twice
+            none = np.zeros(len(stages.worker))
+            stages = dataclasses.replace(stages, send_bytes=none, back_bytes=none)
         flight = np.array(
             in_flight(plan.schedule, workers, plan.virtual, self.setup.micro_batches), dtype=float
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
 from ronde.plan.plan import Plan
-from ronde.predict.cluster import Added, Cluster
+from ronde.predict.cluster import Added, Cluster, Collective
 from ronde.predict.collectives import CollectiveCost, Group, collective
 from ronde.predict.costs import Costs
 from ronde.predict.partition import HeldShare
@@ -82,11 +83,17 @@ class PlanSetup:
         of_fsdp = 1 / parts if level >= 2 else 1.0
         self.held = HeldShare(of_fsdp, of_fsdp, 1 / parts if level else 1.0)
         self.fsdp = level >= 2 and parts > 1
-        self.all_reduce = collective(self.cluster, "all_reduce", groups["replicas"])
-        self.copies = collective(self.cluster, "all_reduce", groups["copies"])
-        self.gather = collective(self.cluster, "all_gather", groups["shard"])
-        self.broadcast = collective(self.cluster, "broadcast", groups["replicas"])
-        self.scatter = collective(self.cluster, "reduce_scatter", groups["shard"])
+        reduced, gathered = self.costs.reduce_ratio, self.costs.gather_ratio
+
+        def wire(kind: Collective, group: str, ratio: float) -> CollectiveCost:
+            found = collective(self.cluster, kind, groups[group])
+            return dataclasses.replace(found, seconds_per_byte=found.seconds_per_byte * ratio)
+
+        self.all_reduce = wire("all_reduce", "replicas", reduced)
+        self.copies = wire("all_reduce", "copies", reduced)
+        self.gather = wire("all_gather", "shard", gathered)
+        self.broadcast = wire("broadcast", "replicas", gathered)
+        self.scatter = wire("reduce_scatter", "shard", reduced)
         self.added = owner.added
         self.made = owner.chain_of(plan, share / micro_batches, groups["tensor"])
         self.peak = self.made

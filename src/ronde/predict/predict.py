@@ -43,6 +43,7 @@ from ronde.plan.schedules import allowed, bubble, in_flight, micro_batches_of, w
 from ronde.predict.cluster import Added, Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective, groups
 from ronde.predict.costs import Costs
+from ronde.predict.datasheets import DEVICES, costs_on
 from ronde.predict.partition import Cut, HeldShare, cut_at, cut_chain
 from ronde.predict.plan_setup import PlanSetup
 from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
@@ -89,6 +90,12 @@ class Predictor:
     """
 
     def __init__(self, costs: Costs, cluster: Cluster) -> None:
+        if (
+            cluster.device in DEVICES
+            and cluster.speed_is_estimate
+            and costs.device != cluster.device
+        ):
+            costs = costs_on(costs, DEVICES[cluster.device])
         self.costs = costs
         self.cluster = cluster
         self._chains: dict[tuple[Any, ...], Chain] = {}
@@ -211,7 +218,7 @@ class Predictor:
 
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
         """The units' costs under a plan."""
-        key = (samples, plan.tensor, plan.recompute, group)
+        key = (samples, plan.tensor, plan.recompute, group, plan.sequence_parallel)
         found = self._chains.get(key)
         if found is None:
             if len(self._chains) > 2048:
@@ -228,6 +235,8 @@ class Predictor:
                 recompute=plan.recompute,
                 speed=self.cluster.speed,
                 reduce_seconds=reduce_seconds if plan.tensor > 1 else None,
+                sequence_parallel=plan.sequence_parallel,
+                launch_seconds=self.cluster.launch_seconds,
             )
             self._chains[key] = found
         return found
@@ -306,7 +315,14 @@ class Predictor:
     def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
         """Estimates and assumptions in a prediction."""
         notes = []
-        if self.cluster.speed_is_estimate:
+        device = DEVICES.get(self.cluster.device)
+        if self.cluster.speed_is_estimate and device is not None:
+            notes.append(
+                f"times are from the data sheet of {device.name}, an estimate: products at "
+                f"{device.reached:.0%} of peak, attention at {device.attention:.0%}, "
+                f"{self.cluster.launch_seconds * 1e6:.0f} µs per operator"
+            )
+        elif self.cluster.speed_is_estimate:
             notes.append(
                 f"computation is scaled by {self.cluster.speed:.3g} to "
                 f"{self.cluster.device}: an estimate"

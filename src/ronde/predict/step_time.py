@@ -238,7 +238,8 @@ class StepPrediction:
 
         def seconds(size: float, one: int, other: int) -> float:
             ends = int(stages.worker[one]), int(stages.worker[other])
-            return (far if boundary_crosses(plan.layout, setup.cluster, *ends) else near)(size)
+            wire = far if boundary_crosses(plan.layout, setup.cluster, *ends) else near
+            return wire(size * setup.costs.send_ratio)
 
         send, back = (
             [seconds(float(b), s, s + way) if b else 0.0 for s, b in enumerate(sizes)]
@@ -258,7 +259,12 @@ class StepPrediction:
         further = (setup.micro_batches - 1) / setup.micro_batches
         added = [further * self._accumulated(float(t)) for t in stages.trainable]
         backward = tuple((passes + added).tolist())
-        return Times(tuple(stages.forward.tolist()), backward, tuple(send), tuple(back), inputs)
+        forward = tuple(stages.forward.tolist())
+        if setup.costs.sends_block:
+            forward = tuple(map(sum, zip(forward, send, strict=True)))
+            backward = tuple(map(sum, zip(backward, back, strict=True)))
+            send = back = [0.0] * len(forward)
+        return Times(forward, backward, tuple(send), tuple(back), inputs)
 
     def _timelines(
         self, stages: Stages, times: Times, quick: bool, split_waits: bool
@@ -357,6 +363,8 @@ class StepPrediction:
         extrapolated: bool = False,
     ) -> Prediction:
         plan = self.setup.plan
+        base = memory["base"]
+        memory["base"] += self.setup.cluster.reserved * (sum(memory.values()) - base)
         notes = () if not simulated else tuple(self.setup.owner.notes(plan, self.setup.groups))
         if extrapolated:
             notes = (*notes, "simulated with fewer micro-batches and extrapolated linearly")

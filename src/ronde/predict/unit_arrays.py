@@ -162,6 +162,8 @@ def chain(
     recompute: Recompute = "none",
     speed: float = 1.0,
     reduce_seconds: Callable[[float], float] | None = None,
+    sequence_parallel: bool = False,
+    launch_seconds: float = 0.0,
 ) -> Chain:
     """The units' costs at ``samples`` at once.
 
@@ -175,6 +177,9 @@ def chain(
         speed: of the device against the one the costs were measured on.
         reduce_seconds: bytes -> seconds of one all-reduce over the tensor-parallel workers; None
             for nothing.
+        sequence_parallel: whether these workers divide the activations between the layers too.
+        launch_seconds: host time per operator: neither tensor parallelism nor a faster device
+            makes a pass shorter than that of all its operators.
 
     Raises:
         ArgumentError: the model has no unit.
@@ -188,19 +193,21 @@ def chain(
 
     share = tables.flat["tensor"]
     rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
-    in_time = (
-        1.0 - tables.flat["tensor_time"] * (1.0 - 1.0 / tensor) if costs.tensor_measured else rest
-    )
-    forward = line("forward_seconds") * in_time / speed
-    backward = line("backward_seconds") * in_time / speed
+    known_time = costs.tensor_measured or launch_seconds
+    in_time = 1.0 - tables.flat["tensor_time"] * (1.0 - 1.0 / tensor) if known_time else rest
+    between = tensor > 1 and sequence_parallel
+    if between:
+        in_time = np.where(share > 0, 1.0 / tensor, 1.0)
+    launch = tables.flat["operations"] * launch_seconds
+    forward = np.maximum(line("forward_seconds") * in_time / speed, launch)
+    backward = np.maximum(line("backward_seconds") * in_time / speed, 2.0 * launch)
     saved = line("saved_bytes")
     whole_saved = saved
+    undivided = np.zeros(len(saved)) if between else 2.0 * line("tensor_reduce_bytes")
     if tensor > 1 and not costs.tensor_measured:
         # What a divided block is given and what it ends with, each as large as what it all-reduces,
         # every worker has whole.
-        saved = saved - np.maximum(0.0, share * saved - 2.0 * line("tensor_reduce_bytes")) * (
-            1.0 - 1.0 / tensor
-        )
+        saved = saved - np.maximum(0.0, share * saved - undivided) * (1.0 - 1.0 / tensor)
     # Of each pass, where that is known.
     transients = [
         line(name) * rest
@@ -222,11 +229,15 @@ def chain(
             )
             for name in ("forward", "backward")
         )
+    if between:
+        saved = whole_saved * np.where(share > 0, 1.0 / tensor, 1.0)
     crossing = line("crossing_bytes")
     reduce_bytes = line("tensor_reduce_bytes") if tensor > 1 else np.zeros(len(forward))
     reduce = np.zeros(len(forward))
     if tensor > 1 and reduce_seconds is not None:
-        reduce = np.array([reduce_seconds(float(b)) if b else 0.0 for b in reduce_bytes])
+        messages = np.maximum(1.0, tables.flat["tensor_reduces"])
+        sizes = zip(reduce_bytes.tolist(), messages.tolist(), strict=True)
+        reduce = np.array([n * reduce_seconds(b / n) if b else 0.0 for b, n in sizes])
     again = np.zeros(len(forward))
     transient_backward = backward_transient
     # all-reduces of activations: forward, backward, and once more if the forward pass runs again
@@ -237,11 +248,7 @@ def chain(
         before = whole - kept  # what every worker would compute again if nothing were divided
         whole, kept = (
             saved,
-            kept
-            - (
-                np.maximum(0.0, share * kept - 2.0 * line("tensor_reduce_bytes"))
-                * (1.0 - 1.0 / tensor)
-            ),
+            kept - (np.maximum(0.0, share * kept - undivided) * (1.0 - 1.0 / tensor)),
         )
         transient = line(f"{recompute}_forward_bytes") * rest
         transient_backward = line(f"{recompute}_backward_bytes")
@@ -257,7 +264,7 @@ def chain(
         )
         ways = 3.0 if recompute == "full" else 2.0
     elif recompute == "full":
-        before = np.concatenate([[0.0], crossing[:-1]])
+        before = np.concatenate([[0.0], crossing[:-1]]) / (tensor if between else 1)
         again = np.where(inside, forward, 0.0)
         kept = np.where(inside, 0.0, saved)
         transient_backward = backward_transient.copy()
@@ -322,8 +329,14 @@ def chain(
         else tuple(
             c for c in tables.cuts if tables.blocks[c] != tables.blocks[c - 1] or not inside[c]
         ),
-        ties=tables.ties,
+        ties=tuple(_divided(tie, float(rest[tie.units[0]])) for tie in tables.ties),
     )
+
+
+def _divided(tie: Tie, part: float) -> Tie:
+    """What one of the tensor-parallel workers has of shared parameters."""
+    sizes = tie.parameter_bytes * part, tie.trainable_bytes * part, tie.optimizer_bytes * part
+    return Tie(tie.units, *sizes)
 
 
 def _tables(costs: Costs) -> _Tables:

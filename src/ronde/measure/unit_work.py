@@ -1,0 +1,113 @@
+"""Count what decides a unit's time on another device beside its operations: operators, memory
+traffic, attention, and products that tensor cores cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ronde.measure.storage_ledger import bytes_of
+from ronde.world.tensors import tensors_in
+
+_TILE = 8  # 16-bit values: tensor cores need rows of 16 bytes
+_BATCHED = ("bmm", "baddbmm")  # their results are as large as attention's scores
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class UnitWork:
+    """One unit's forward pass at one micro-batch size.
+
+    Attributes:
+        operations: operators dispatched.
+        moved: bytes read and written by all that are not matrix products.
+        attention: operations of fused attention, without the half that a causal mask leaves out.
+        vector: operations of products outside tensor cores.
+        masked: operations of attention that a causal mask leaves out.
+    """
+
+    operations: int = 0
+    moved: float = 0.0
+    attention: float = 0.0
+    vector: float = 0.0
+    masked: float = 0.0
+
+
+class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the work of each unit.
+
+    ``torch.nn.functional.scaled_dot_product_attention`` counts as one fused kernel, as it is on a
+    GPU, whatever the CPU makes of it.
+    """
+
+    def __init__(self, units: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.units = [UnitWork() for _ in range(units)]
+        self.unit = 0
+        self._inside = False
+        self._single = torch.get_float32_matmul_precision() == "highest"
+        plain = F.scaled_dot_product_attention
+        fused = mock.patch.object(
+            F, "scaled_dot_product_attention", lambda *a, **k: self._attend(plain, *a, **k)
+        )
+        self._patch = fused
+
+    def __enter__(self) -> WorkCounter:
+        self._patch.start()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._patch.stop()
+
+    def _attend(
+        self, plain: Callable[..., Any], query: Any, key: Any, value: Any, *rest: Any, **named: Any
+    ) -> Any:
+        work = self.units[self.unit]
+        causal = bool(named.get("is_causal") or (len(rest) > 2 and rest[2]))
+        pairs = float(query.numel() // query.shape[-1] * key.shape[-2])
+        whole = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
+        done = whole / 2.0 if causal else whole
+        work.operations += 1
+        work.masked += whole - done
+        if query.dtype in _HALF or torch.is_autocast_enabled(query.device.type):
+            work.attention += done
+        elif self._single:
+            work.vector += done
+        self._inside = True
+        try:
+            return plain(query, key, value, *rest, **named)
+        finally:
+            self._inside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._inside and getattr(func, "namespace", "") != "prim":
+            self._count(func, args, kwargs or {}, result)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        work = self.units[self.unit]
+        work.operations += 1
+        packet = getattr(func, "_overloadpacket", None)
+        name = getattr(packet, "__name__", "")
+        if packet in flop_registry:
+            given = [a for a in args if isinstance(a, torch.Tensor)]
+            single = given[-1].dtype not in _HALF and self._single
+            sides = (given[-2].shape[-1], given[-1].shape[-1]) if name.endswith("mm") else ()
+            if single or any(side % _TILE for side in sides):
+                work.vector += float(flop_registry[packet](*args, **kwargs, out_val=result))
+            if name not in _BATCHED:
+                return
+        unmoved = getattr(func, "is_view", False) or name.startswith(("empty", "_unsafe_view"))
+        if not unmoved:
+            work.moved += sum(bytes_of(t) for t in tensors_in((args, kwargs, result)))

@@ -1,0 +1,244 @@
+"""Devices known from data sheets: what a model's work would take there, unit by unit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ronde import ArgumentError
+from ronde.measure.unit_memory import weigh
+from ronde.plan import Plan
+from ronde.predict.accuracy import error_range
+from ronde.predict.cluster import Cluster, LinkFit
+from ronde.predict.collectives import Group, collective
+from ronde.predict.costs import Costs, LinearCost, Unit
+from ronde.predict.datasheets import DEVICES, cluster_of, costs_on, device_named, pass_seconds
+from ronde.predict.predict import Predictor, predict
+from ronde.predict.unit_arrays import chain
+from ronde.run.losses import LossCall
+
+H100 = DEVICES["H100-80GB"]
+
+
+def block(name, flops, operations=100, moved=0.0, **more):
+    return Unit(
+        name,
+        flops=flops,
+        operations=operations,
+        moved_bytes=LinearCost(0, moved),
+        tensor=1.0,
+        **more,
+    )
+
+
+def passes(costs, workers=1, **more):
+    """Forward seconds of each unit on H100s, without messages."""
+    cluster = cluster_of("H100")
+    plan = Plan(workers, costs.batch_size, tensor=workers, **more)
+    found = Predictor(costs, cluster).chain_of(plan, 1, Group(workers, "node", workers, 1))
+    return found.forward - found.reduce / 2
+
+
+def test_devices_are_found_by_name_and_unknown_work_is_refused():
+    assert device_named("NVIDIA A100-SXM4-40GB").name == "A100-40GB"
+    assert device_named("NVIDIA H100 80GB HBM3").name == "H100-80GB"
+    with pytest.raises(ArgumentError, match="is not known"):
+        device_named("abacus")
+    with pytest.raises(ArgumentError, match="operations are not known"):
+        cluster_of("H100", costs=Costs((Unit("a", LinearCost(0, 1.0)),), 8))
+
+
+def test_a_pass_is_never_shorter_than_the_launch_of_its_operators():
+    small, large = block("small", 1e6), block("large", 1e13)
+    costs = Costs((small, large), 8)
+    one, eight = passes(costs), passes(costs, 8)
+    # 100 operators of 8 µs, whatever the number of tensor-parallel workers.
+    assert one[0] == pytest.approx(100 * 8e-6) and eight[0] == one[0]
+    assert eight[1] == pytest.approx(one[1] / 8)
+    # Unit by unit: three small ones take three times as long as one.
+    assert passes(Costs((small,) * 3, 8)).sum() == pytest.approx(3 * one[0])
+    # Micro-batch by micro-batch: four take four times as long, where launches decide.
+    cluster = cluster_of("H100")
+    whole = predict(Plan(1, 8), Costs((small,), 8), cluster).terms["compute"]
+    parts = predict(Plan(1, 8, micro_batch=2), Costs((small,), 8), cluster).terms["compute"]
+    assert parts == pytest.approx(4 * whole)
+
+
+def test_products_attention_and_traffic_have_their_own_rates():
+    peak, memory = H100.flops_per_second, H100.memory_bytes_per_second
+    assert pass_seconds(H100, 1e12) == pytest.approx(1e12 / (0.60 * peak))
+    assert pass_seconds(H100, 1e12, 0, 1e12) == pytest.approx(1e12 / (0.28 * peak))
+    assert pass_seconds(H100, 1e12, 0, 0, 1e12) == pytest.approx(1e12 / (0.5 * 67e12))
+    assert pass_seconds(H100, 0, 1e9) == pytest.approx(1e9 / (0.8 * memory))
+    unit = costs_on(Costs((block("a", 1e12, attention_flops=1e12),), 8), H100).units[0]
+    # Fused attention computes its scores again in the backward pass.
+    assert unit.backward_seconds.at(1) == pytest.approx(2.5 * unit.forward_seconds.at(1))
+
+
+def test_norms_and_residuals_stay_whole_without_sequence_parallelism():
+    # 6 of 10 GB are moved by operators that are not divided: two halves move 6 + 2.
+    unit = block("a", 1e9, 0, 10e9, tensor_moved_bytes=LinearCost(0, 8e9))
+    unit = dataclasses.replace(unit, operations=1)
+    costs = Costs((unit,), 8)
+    whole, plain, sequence = (
+        float(passes(costs, n, **more).sum())
+        for n, more in ((1, {}), (4, {}), (4, {"sequence_parallel": True}))
+    )
+    assert plain == pytest.approx(0.7 * whole, rel=1e-3)
+    assert sequence == pytest.approx(whole / 4, rel=1e-3)
+    kept = dataclasses.replace(
+        unit,
+        saved_bytes=LinearCost(0, 100.0),
+        tensor_reduce_bytes=LinearCost(0, 20.0),
+        crossing_bytes=LinearCost(0, 10.0),
+    )
+    costs = Costs(tuple(dataclasses.replace(kept, name=f"layers.{i}") for i in range(2)), 8)
+    saved = [
+        chain(costs, 1, tensor=n, sequence_parallel=s).saved[1]
+        for n, s in ((1, False), (4, False), (4, True))
+    ]
+    assert saved == [100, 100 - 60 * 0.75, 25]
+    recomputed = chain(costs, 1, tensor=4, sequence_parallel=True, recompute="full")
+    assert recomputed.saved[1] == pytest.approx(10 / 4)
+
+
+def test_activations_are_sent_as_wide_as_they_are_and_gradients_as_they_are_stored():
+    unit = block("a", 1e9, 1, parameter_bytes=400, trainable_bytes=int(4e8))
+    unit = dataclasses.replace(unit, tensor_reduce_bytes=LinearCost(0, 1e9), tensor_reduces=2)
+    cluster = cluster_of("H100")
+    costs = Costs((unit,), 8, reduce_ratio=0.5, gather_ratio=0.5)
+    messages = [
+        predict(Plan(2, 1, tensor=2), c, cluster).terms["tensor"]
+        for c in (costs, dataclasses.replace(costs, reduce_ratio=1.0))
+    ]
+    near = cluster.links["all_reduce"]["node"]
+    wire = collective(cluster, "all_reduce", Group(2, "node", 2, 1))
+    # Two messages in each direction; half-width gradients do not make activations narrower.
+    assert messages[0] == messages[1] == pytest.approx(2 * 2 * wire(5e8))
+    assert 45e-6 <= near.alpha <= 70e-6
+    assert wire.alpha == collective(cluster, "all_reduce", Group(8, "node", 8, 1)).alpha
+    sent = [
+        predict(Plan(8, 8), c, cluster)
+        for c in (costs, dataclasses.replace(costs, reduce_ratio=1.0))
+    ]
+    total = [p.terms["exchange"] + p.hidden_seconds for p in sent]
+    assert total[0] < 0.6 * total[1]
+
+
+def test_gathers_over_many_ranks_take_a_hop_for_each():
+    cluster = cluster_of("A100", nodes=192)
+    few, many = (
+        collective(cluster, kind, Group(ranks, "cluster", 8, 1)).alpha
+        for kind, ranks in (("all_gather", 192), ("all_gather", 1536))
+    )
+    assert many > 7 * (few - 60e-6) and many > 5e-3
+    tree = collective(cluster, "all_reduce", Group(1536, "cluster", 8, 1)).alpha
+    assert tree < 1e-3  # a tree's depth
+    # Measured links too: only an all-reduce has trees.
+    fit = {"cluster": LinkFit(1e-4, 1e9, 16)}
+    measured = Cluster(device="some GPU", links=dict.fromkeys(("all_gather", "all_reduce"), fit))
+    gather, reduce = (
+        collective(measured, kind, Group(1501, "cluster", 8, 1)).alpha
+        for kind in ("all_gather", "all_reduce")
+    )
+    assert gather == pytest.approx(1e-2) and reduce < 3e-4
+
+
+def test_shared_weights_are_divided_by_tensor_parallelism():
+    tied = {"parameter_bytes": 800, "trainable_bytes": 800, "tied": ("w",), "tied_bytes": 800}
+    costs = Costs((block("embed", 1e9, **tied), block("head", 1e9, tied=("w",))), 8)
+    (tie,) = chain(costs, 1, tensor=4).ties
+    assert (tie.parameter_bytes, tie.trainable_bytes) == (200, 200)
+
+
+def test_sends_that_block_cost_time_and_hold_nothing():
+    message = LinearCost(0, 1e8)
+    unit = block("a", 1e12, 1, crossing_bytes=message, crossing_grad_bytes=message)
+    units = tuple(dataclasses.replace(unit, name=f"layers.{i}") for i in range(4))
+    free = Costs(units, 32, optimizer="SGD")
+    plan = Plan(2, 32, pipeline=2, micro_batch=1, schedule="1f1b")
+    cluster = cluster_of("H100", nodes=2, per_node=1)
+    beside, blocking = (
+        predict(plan, dataclasses.replace(free, sends_block=b), cluster) for b in (False, True)
+    )
+    assert blocking.raw_step_seconds > beside.raw_step_seconds
+    assert blocking.memory["communication"] < beside.memory["communication"]
+    parts = dataclasses.replace(free, sends_block=True, send_ratio=0.125)
+    assert predict(plan, parts, cluster).raw_step_seconds < blocking.raw_step_seconds
+
+
+def test_three_dimensions_are_predicted_with_interleaved_stages():
+    message = LinearCost(0, 1e7)
+    more = {"crossing_bytes": message, "crossing_grad_bytes": message}
+    more |= {"tensor_reduce_bytes": message, "parameter_bytes": 10**8, "trainable_bytes": 10**8}
+    units = tuple(block(f"layers.{i}", 1e12, 50, 1e8, **more) for i in range(16))
+    costs, cluster = Costs(units, 256), cluster_of("H100", nodes=8)
+    common = {"pipeline": 4, "tensor": 4, "micro_batch": 1}
+    plain, interleaved, sharded = (
+        predict(Plan(64, 256, **common, **kinds), costs, cluster)
+        for kinds in (
+            {"schedule": "1f1b"},
+            {"schedule": "interleaved", "virtual": 2},
+            {"schedule": "1f1b", "shard": "optimizer"},
+        )
+    )
+    assert plain.terms["tensor"] > 0 and plain.terms["exchange"] > 0
+    assert interleaved.bubble < plain.bubble
+    assert sharded.placement["replicas"] == "4 across nodes, 2 in each"
+    assert any("8 µs per operator" in note for note in plain.notes)
+    # A quarter of a quarter of the weights, and the optimizer's part of a replica.
+    assert plain.memory["parameters"] == pytest.approx(16 * 1e8 / 16)
+
+
+class Attention(nn.Module):
+    def __init__(self, hidden=64, heads=8, causal=True):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.norm, self.heads, self.causal = nn.LayerNorm(hidden), heads, causal
+
+    def forward(self, x):
+        parts = self.qkv(self.norm(x)).chunk(3, -1)
+        q, k, v = (p.view(*x.shape[:2], self.heads, -1).transpose(1, 2) for p in parts)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return x + self.out(found.transpose(1, 2).reshape(x.shape))
+
+
+def counted(model, precision=torch.bfloat16, sequence=32, hidden=64):
+    def batches(count):
+        return torch.randn(count, sequence, hidden), torch.randn(count, sequence, hidden)
+
+    def autocast():
+        return torch.autocast("cpu", precision, enabled=precision != torch.float32)
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return weigh(model, optimizer, LossCall(F.mse_loss, None), batches, 4, autocast=autocast)
+
+
+def test_work_is_counted_by_its_kinds():
+    hidden, sequence = 64, 32
+    model = nn.Sequential(Attention(), Attention())
+    unit = counted(model).units[0]
+    scores = 4 * sequence * sequence * hidden
+    dense = 8 * sequence * hidden * hidden
+    assert unit.attention_flops == scores / 2 and unit.flops == dense + scores / 2
+    assert unit.vector_flops == 0 and 10 <= unit.operations <= 60
+    # Norm, residual and casts of 2 to 4 bytes: some tens of bytes per value.
+    assert 15 <= unit.moved_bytes.per_sample / (sequence * hidden) <= 120
+    whole = counted(nn.Sequential(Attention(causal=False), Attention(causal=False))).units[0]
+    assert whole.attention_flops == scores and whole.flops == dense + scores
+    # Without tensor cores: all products in fp32, and those of odd sizes in 16 bits.
+    single = counted(model, torch.float32).units[0]
+    assert single.vector_flops == single.flops and single.attention_flops == 0
+    odd = counted(nn.Sequential(nn.Linear(64, 60), nn.Linear(60, 64))).units[0]
+    assert odd.vector_flops == odd.flops == 2 * sequence * 64 * 60
+    again = Costs.from_dict(counted(model).to_dict()).units[0]
+    assert again == unit
+
+
+def test_error_ranges_are_shares():
+    kinds = ("sheet time", "sheet memory", "measured time", "measured memory")
+    assert all(0 < error_range(kind) < 0.5 for kind in kinds)
