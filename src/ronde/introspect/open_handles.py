@@ -8,6 +8,7 @@ import functools
 import io
 import random
 from collections.abc import Callable, Iterator
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,19 @@ def describe_open(dataset: Any) -> str | None:
                 )
                 return f"{place} ({type(value).__name__})"
     return None
+
+
+def shares_within(dataset: Any) -> bool:
+    """Whether a worker's loaders share something that other workers have for themselves: a lock, a
+    queue, or a server of ``multiprocessing``, in the dataset or in a module of the script.
+    """
+    modules = (value for module in user_modules() for value in list(vars(module).values()))
+    return any(
+        type(one).__module__.partition(".")[0] in ("multiprocessing", "_multiprocessing")
+        and not isinstance(one, type)
+        for one in (*walk(dataset), *modules)
+        if not isinstance(one, BaseContext)
+    )
 
 
 def detached_copy(dataset: Any) -> Any:

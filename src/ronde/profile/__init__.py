@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from ronde.profile.page_cache import cached_share, storage_sweep
     from ronde.profile.probe import Probe, read_files
     from ronde.profile.replay import deep_copy, same_bits, size_of
-    from ronde.profile.shared_counters import StageTimes, read_board, read_notes
+    from ronde.profile.shared_counters import (
+        StageTimes,
+        read_board,
+        read_durations,
+        read_notes,
+    )
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
@@ -25,6 +30,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.profile.page_cache": "cached_share storage_sweep",
             "ronde.profile.probe": "Probe read_files",
             "ronde.profile.replay": "deep_copy same_bits size_of",
-            "ronde.profile.shared_counters": "StageTimes read_board read_notes",
+            "ronde.profile.shared_counters": "StageTimes read_board read_durations read_notes",
         },
     )

@@ -15,6 +15,7 @@ import numpy as np
 
 from ronde.profile.page_cache import in_cache
 from ronde.profile.replay import MISSING
+from ronde.profile.shared_counters import BLOCK, FUNCTION
 from ronde.profile.stage_timer import StageTimer, current_timer, local
 
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
@@ -29,11 +30,15 @@ def suffix_of(path: Any) -> str:
     return type(path).__name__
 
 
-def timed_function(original: Callable[..., Any], stage: str, first: str) -> Callable[..., Any]:
+def timed_function(
+    original: Callable[..., Any], stage: str, first: str, library: str = ""
+) -> Callable[..., Any]:
     """Make a replacement for a function that reads, decodes, or augments.
 
     Args:
-        first: the kind of its first argument: ``path``, ``name``, ``count``, or anything else.
+        first: the kind of its first argument: ``path``, ``name``, ``count``, or anything else;
+            ``keep`` and ``wait`` are never replayed.
+        library: its name for the reader, where it reads.
     """
 
     @functools.wraps(original)
@@ -43,11 +48,15 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
             return original(*args, **kwargs)
         number = account.slot.stage(stage)
         if account.current == number:
-            return original(*args, **kwargs)
+            return account.run_library(library, number, FUNCTION, original, args, kwargs)
         # Reading and decoding count everywhere. Augmentation counts only outside of named stages,
         # and inside reading: the user's ``read_image`` may do all of it.
         if stage == "augment" and account.current not in (account.python, account.read):
             return original(*args, **kwargs)
+        if stage == "subprocess" and account.current != account.python:
+            return original(*args, **kwargs)  # a program that reads or decodes
+        if first == "wait":
+            return account.run_library(library, number, BLOCK, original, args, kwargs)
         probe = account.probe
         place = None
         if stage in probe.remove and first != "keep":
@@ -58,7 +67,7 @@ def timed_function(original: Callable[..., Any], stage: str, first: str) -> Call
                     # taking out the decoding leaves the reading
                     read_for(args[0] if args else None)
                 return found
-        value = account.run(number, original, *args, **kwargs)
+        value = account.run_library(library, number, FUNCTION, original, args, kwargs)
         if stage == "read":
             if first == "count":
                 account.count_bytes(len(value))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
@@ -50,6 +51,7 @@ from ronde.profile.shared_counters import (
     read_board,
     read_notes,
 )
+from ronde.profile.sqlite_hooks import ObservedQueries, timed_connect
 from ronde.profile.stage_timer import StageTimer, local
 from ronde.profile.thread_limit import ThreadLimit
 from ronde.world import ArgumentError, RondeError
@@ -253,6 +255,9 @@ class Probe:
                         # an object that does not let itself be changed keeps what it has
                         with suppress(Exception):
                             self._name(owner, name, stage)
+                for owner, name, value in found.find_connections(dataset):
+                    with suppress(Exception):
+                        self._set(owner, name, ObservedQueries(value))
                 for owner, name, value in list(stored_functions(dataset)):
                     where = self._named.get(id(value))
                     if where is not None and where[0] is value:
@@ -290,9 +295,11 @@ class Probe:
             if (id(builtins), "open") not in self._patched:
                 for module in (builtins, io):
                     self._replace(module, "open", opener, replaced)
-            for owner, name, stage, first in found.find_functions():
-                timed = functools.partial(timed_function, stage=stage, first=first)
+            for owner, name, stage, first, library in found.find_functions():
+                timed = functools.partial(timed_function, stage=stage, first=first, library=library)
                 self._replace(owner, name, timed, replaced)
+            if "sqlite3" in sys.modules:
+                self._replace(sys.modules["sqlite3"], "connect", timed_connect, replaced)
             if "cv2" in sys.modules:
                 self._replace(sys.modules["cv2"], "imread", split_imread, replaced)
             if "PIL.Image" in sys.modules:
@@ -544,6 +551,7 @@ class Probe:
         if account.current < 0:
             account.replayed.clear()
         account.begin(n, self._turns(n))
+        start = perf_counter_ns()
         account.enter(account.python, 0)
         try:
             if "sample" not in self.remove:
@@ -557,6 +565,8 @@ class Probe:
             return made
         finally:
             account.leave()
+            if account.sample > 1:  # the first one opens files and connections
+                account.slot.sample(perf_counter_ns() - start, n)
             account.settle()
             account.size = outer
 

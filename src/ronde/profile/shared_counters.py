@@ -10,7 +10,8 @@ import fcntl
 import mmap
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 _SLOT = 8192
@@ -24,6 +25,10 @@ INSIDE = 2  # from this bit on FLAGS says which stages began while this one ran
 _NAME_AT = 2048
 _NAME = 64
 _NOTE_AT = _NAME_AT + STAGES * _NAME
+_OCTAVES = 40  # of a sample's nanoseconds
+_HISTOGRAM_AT = _SLOT - _OCTAVES * 16  # for each octave, a count and nanoseconds
+THROUGH = "read through "
+"""Begins the name under which a slot counts a library's share of the stage ``read``."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +38,15 @@ class StageTimes:
     Attributes:
         calls: times that it was done.
         samples: samples that it was done for.
-        cpu_seconds: CPU time of the reading threads themselves; threads that a library starts are
-            not in it.
+        cpu_seconds: CPU time of the reading process, with the threads that a library starts in it;
+            with loading threads, of the reading threads alone.
         wall_seconds: time on the clock, summed over the threads; waiting for storage or for
             Python's lock is in it.
         bytes: that were read, where that is known.
         removable: it was seen as a call, which can be replayed; a block of lines cannot.
         contains: stages that were done inside it: their time is theirs, but they go when this one
             is taken out.
+        through: library -> seconds of ``wall_seconds`` in its calls.
     """
 
     calls: int = 0
@@ -50,6 +56,7 @@ class StageTimes:
     bytes: int = 0
     removable: bool = False
     contains: frozenset[str] = frozenset()
+    through: Mapping[str, float] = field(default_factory=dict)
 
     def __add__(self, other: StageTimes) -> StageTimes:
         return StageTimes(
@@ -60,6 +67,7 @@ class StageTimes:
             self.bytes + other.bytes,
             self.removable or other.removable,
             self.contains | other.contains,
+            _add(self.through, other.through, 1),
         )
 
     def __sub__(self, before: StageTimes) -> StageTimes:
@@ -72,7 +80,12 @@ class StageTimes:
             self.bytes - before.bytes,
             self.removable,
             self.contains,
+            _add(self.through, before.through, -1),
         )
+
+
+def _add(one: Mapping[str, float], other: Mapping[str, float], sign: int) -> dict[str, float]:
+    return {n: one.get(n, 0.0) + sign * other.get(n, 0.0) for n in {**one, **other}}
 
 
 def _lives(pid: int, tid: int) -> bool:
@@ -90,6 +103,7 @@ class Slot:
         whole = memoryview(mmap.mmap(-1, _SLOT)) if path is None else self._claim(path)
         self._head = whole[: _HEAD * 8].cast("q")
         self.values = whole[_HEAD * 8 : (_HEAD + STAGES * FIELDS) * 8].cast("q")
+        self.durations = whole[_HISTOGRAM_AT:_SLOT].cast("q")
         self._whole = whole
         self.index: dict[str, int] = {}
         for i in range(self._head[_NAMES]):
@@ -132,12 +146,18 @@ class Slot:
             self.index[name] = number
         return number
 
+    def sample(self, nanoseconds: int, count: int = 1) -> None:
+        """Count the time that samples took."""
+        at = 2 * min(max(nanoseconds // count, 0).bit_length(), _OCTAVES - 1)
+        self.durations[at] += count
+        self.durations[at + 1] += nanoseconds
+
     def note(self, text: str) -> None:
         """Write a message for readers, once."""
         line = text.replace("\n", " ").encode()[:500] + b"\n"
         used = self._head[_NOTES]
         at = _NOTE_AT + used
-        if at + len(line) <= _SLOT and line not in bytes(self._whole[_NOTE_AT:at]):
+        if at + len(line) <= _HISTOGRAM_AT and line not in bytes(self._whole[_NOTE_AT:at]):
             self._whole[at : at + len(line)] = line
             self._head[_NOTES] = used + len(line)
 
@@ -180,6 +200,13 @@ def _times(whole: memoryview) -> dict[str, StageTimes]:
             bool(flags & FUNCTION) and not flags & BLOCK,
             contains,
         )
+    through = {
+        name.removeprefix(THROUGH): found.pop(name).wall_seconds
+        for name in names
+        if name.startswith(THROUGH)
+    }
+    if through and "read" in found:
+        found["read"] = replace(found["read"], through=through)
     return found
 
 
@@ -213,6 +240,18 @@ def read_board(path: Path) -> dict[str, StageTimes]:
         for name, times in _times(slot).items():
             total[name] = total.get(name, StageTimes()) + times
     return total
+
+
+Durations = Sequence[tuple[int, float]]
+"""For each octave of time: how many samples took so long, and their seconds."""
+
+
+def read_durations(path: Path) -> Durations:
+    """How long single samples took so far, over all threads and processes of a board."""
+    total = [0] * (2 * _OCTAVES)
+    for slot in _slots(path):
+        total = [a + b for a, b in zip(total, slot[_HISTOGRAM_AT:].cast("q"), strict=True)]
+    return tuple((total[i], total[i + 1] / 1e9) for i in range(0, len(total), 2))
 
 
 def read_notes(path: Path) -> list[str]:

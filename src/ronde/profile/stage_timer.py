@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from time import perf_counter_ns, thread_time_ns
+from time import perf_counter_ns, process_time_ns, thread_time_ns
 from typing import Any, Protocol
 
 from ronde.profile.shared_counters import (
@@ -18,6 +18,7 @@ from ronde.profile.shared_counters import (
     INSIDE,
     SAMPLES,
     STAGES,
+    THROUGH,
     WALL,
     Slot,
 )
@@ -60,13 +61,14 @@ class StageTimer:
         turn: samples that this process had made before these.
         real: nothing is replayed now.
         replayed: stages of which results were given again since the batch began.
+        in_library: a library's call is being counted.
     """
 
     # fmt: off
     __slots__ = (
-        "counts", "cpu", "current", "decode", "files", "last", "opened", "pending", "probe",
-        "python", "read", "real", "replayed", "sample", "size", "slot", "stack", "token", "turn",
-        "values", "wall",
+        "clock", "counts", "cpu", "current", "decode", "files", "in_library", "last", "opened",
+        "pending", "probe", "python", "read", "real", "replayed", "sample", "size", "slot", "stack",
+        "token", "turn", "values", "wall",
     )
     # fmt: on
 
@@ -76,6 +78,10 @@ class StageTimer:
         self.token = token
         self.values = slot.values
         self.python, self.read, self.decode = map(slot.stage, ("python", "read", "decode"))
+        # Where one thread reads, the process's time has the threads of Arrow, OpenCV or BLAS in it.
+        alone = threading.current_thread() is threading.main_thread()
+        self.clock = process_time_ns if alone else thread_time_ns
+        self.in_library = False
         self.stack: list[int] = []
         self.current = -1
         self.wall = self.cpu = 0
@@ -106,7 +112,7 @@ class StageTimer:
 
     def enter(self, number: int, how: int = FUNCTION) -> None:
         """Enter a stage; -1 counts for none."""
-        wall, cpu = perf_counter_ns(), thread_time_ns()
+        wall, cpu = perf_counter_ns(), self.clock()
         values, current = self.values, self.current
         if current >= 0:
             at = current * FIELDS
@@ -127,7 +133,7 @@ class StageTimer:
 
     def leave(self) -> None:
         """Leave the innermost stage."""
-        wall, cpu = perf_counter_ns(), thread_time_ns()
+        wall, cpu = perf_counter_ns(), self.clock()
         current = self.current
         if current >= 0:
             values = self.values
@@ -140,6 +146,30 @@ class StageTimer:
     def run(self, number: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function as part of a stage."""
         self.enter(number)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.leave()
+
+    def run_library(
+        self, name: str, number: int, how: int, function: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Call a library's function as part of a stage, and count its share of ``read``."""
+        if self.in_library or not name:
+            return self.run_as(number, how, function, args, kwargs)
+        self.in_library, start = True, perf_counter_ns()
+        try:
+            return self.run_as(number, how, function, args, kwargs)
+        finally:
+            self.in_library = False
+            at = self.slot.stage(THROUGH + name) * FIELDS
+            self.values[at + WALL] += perf_counter_ns() - start
+
+    def run_as(self, number: int, how: int, function: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function as part of a stage, unless that is the current one."""
+        if self.current == number:
+            return function(*args, **kwargs)
+        self.enter(number, how)
         try:
             return function(*args, **kwargs)
         finally:
