@@ -274,3 +274,18 @@ def test_sizes_that_cannot_be_are_refused():
         from_runs([])
     with pytest.raises(ArgumentError, match="above 0"):
         from_runs([Measured(1, 0.0, 1.0)])
+
+
+def test_no_capacity_is_below_a_rate_that_was_measured():
+    # CPU seconds that were measured with a timer say 2 cores give 800; 950 were seen
+    stages = (StageCapacity("decode", 0.0025),)
+    run = Measured(1, 1000.0, 950.0, cpu_seconds=0.0025)
+    found = from_runs([run], stages=stages, sweep=[(1, 700.0), (2, 710.0)], cores_per_node=2.0)
+    here = predict(found, 1)
+    assert here.gap == pytest.approx(0.05, abs=0.06) and here.low <= 0.05 + 1e-9
+    assert found.cores_per_node / found.input_cpu_seconds >= 950 - 1e-6
+    assert found.storage_samples_per_second >= 950
+    # one that lost nothing met no limit
+    run = Measured(1, 1000.0, 990.0, cpu_seconds=0.0025)
+    found = from_runs([run], stages=stages, cores_per_node=2.0)
+    assert [w.devices for w in walls(found, 8, 1)] == [2]

@@ -24,7 +24,7 @@ import numpy as np
 
 from ronde.world import ArgumentError
 
-Limit = Literal["loaders", "cores", "storage", "copy", "shared"]
+Limit = Literal["loaders", "cores", "storage", "copy", "shared", "unknown"]
 
 # how much N buffers of their own waver more than one, in cv² · E[max of N] / K: fitted to simulated
 # queues, ± 10 %
@@ -192,7 +192,8 @@ class Predicted:
         rate: real samples per second of all devices.
         gap: ``1 - rate / ceiling``; ``low`` and ``high`` its interval.
         wall: the stage that limits, None where the devices do.
-        limit: what of it is scarce: ``loaders``, ``cores``, ``storage``, ``copy`` or ``shared``.
+        limit: what of it is scarce: ``loaders``, ``cores``, ``storage``, ``copy`` or ``shared``;
+            ``unknown`` where it may be the loaders' or shared.
     """
 
     devices: int
@@ -577,7 +578,42 @@ def from_runs(
         devices_per_node=devices_per_node,
         step_cpu_seconds=step_cpu,
     )
-    return _explained(c, ordered)
+    return at_least(_explained(at_least(c, ordered), ordered), ordered)
+
+
+def _fed(run: Measured) -> float:
+    """A rate that no limit is below: one that lost next to nothing met none."""
+    return run.real if gap(run.real, run.synthetic) > _STARVED else run.synthetic
+
+
+def at_least(c: Capacities, runs: Sequence[Measured]) -> Capacities:
+    """The capacities, none below a rate that was measured."""
+    # One device's loaders may be slower than another's, and all wait for it.
+    each = min(_fed(r) / r.devices for r in runs)
+    for r in runs:
+        nodes, cores = r.nodes, c.cores_per_node * r.nodes
+        step, cost = min(c.step_cpu_seconds, cores / r.synthetic), c.input_cpu_seconds
+        rate = _fed(r)
+        room = max(0.0, cores / rate - step)
+        cheaper = min(1.0, room / cost) if cost > 0 else 1.0
+        stages = tuple(
+            replace(
+                s,
+                cpu_seconds=s.cpu_seconds * cheaper,
+                samples_per_second=max(s.samples_per_second, each),
+            )
+            for s in c.stages
+        )
+        reads = rate * (1.0 - c.cached) / (1 if c.storage_shared else nodes)
+        c = replace(
+            c,
+            stages=stages,
+            step_cpu_seconds=step,
+            storage_samples_per_second=max(c.storage_samples_per_second, reads),
+            copy_samples_per_second=max(c.copy_samples_per_second, each),
+            shared_samples_per_second=max(c.shared_samples_per_second, rate),
+        )
+    return c
 
 
 def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
@@ -587,13 +623,13 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
     own = min((r.loading / r.devices for r in runs if r.loading is not None), default=None)
     if first.loading is not None and c.serial:
         # it counts however fast they are: nothing hides it
-        c = _own_limit(c, first.loading / first.devices)
+        c = own_limit(c, first.loading / first.devices)
     elif first.loading is not None and first.loading < first.devices * c.step_rate * 1.5:
         # Seen not far above what the device wants: the loaders' own limit, if nothing that is known
         # explains it.
         known = min([math.inf, *(limit for limit, _, _ in _limits(c, first.devices, first.nodes))])
         if first.loading < known * 0.9:
-            c = _own_limit(c, first.loading / first.devices)
+            c = own_limit(c, first.loading / first.devices)
     left = lost[0] - predict(c, first.devices, first.nodes).gap
     if (
         left > _SLOW
@@ -602,14 +638,14 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
         and lost[-1] < lost[0] + _STARVED
     ):
         # one is starved as much as two: its own loaders are too slow
-        c = _own_limit(c, first.real / first.devices)
+        c = own_limit(c, first.real / first.devices)
         c = replace(c, variation=min(c.variation, _seen_variation(c, first, last)))
     elif left > 0.005:
         c = replace(c, overhead=min(left, 0.9))
     slow = last.slowest_loading
     if last.uneven and slow is not None and slow < 1.5 * c.step_rate:
         # That is no thing that all share, and all wait for it at any size.
-        return _own_limit(c, slow)
+        return own_limit(c, slow)
     if last.devices > first.devices:
         expected = predict(c, last.devices, last.nodes)
         if lost[-1] > expected.high + _STARVED:
@@ -649,8 +685,8 @@ def _seen_variation(c: Capacities, first: Measured, last: Measured) -> float:
     return math.sqrt(slower * c.buffer_batches / (_SLOWEST * apart))
 
 
-def _own_limit(c: Capacities, rate: float) -> Capacities:
-    """Add a limit of each device's own loaders."""
+def own_limit(c: Capacities, rate: float) -> Capacities:
+    """Add a limit of each device's own loaders, in samples per second."""
     if not c.stages:
         return replace(c, stages=(StageCapacity("input", 0.0, rate),))
     heaviest = max(
