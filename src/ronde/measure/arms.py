@@ -25,6 +25,7 @@ class Arm:
         threads: compute threads inside loading processes; None leaves them alone.
         settings: settings file to read with.
         timed: time each stage, at a cost of some microseconds per call.
+        first_only: of ``loading``: only rank 0's loaders run.
     """
 
     kind: str = "real"
@@ -33,6 +34,7 @@ class Arm:
     threads: int | None = None
     settings: FeedSettings | None = None
     timed: bool = False
+    first_only: bool = False
 
     @property
     def loads(self) -> bool:
@@ -42,8 +44,8 @@ class Arm:
 
 @dataclass(frozen=True)
 class Timed:
-    """Cost of a stage per sample: time and bytes read, whether it can be taken out, and the stages
-    that ran inside it.
+    """Cost of a stage per sample: time and bytes read, whether it can be taken out, the stages
+    that ran inside it, and the library that most of its time is spent in.
     """
 
     cpu_seconds: float
@@ -51,6 +53,7 @@ class Timed:
     bytes: float = 0.0
     removable: bool = True
     contains: tuple[str, ...] = ()
+    through: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,8 @@ class ArmResult:
         cpu_seconds: per sample, in the training processes.
         other_threads: share of the loaders' CPU time spent outside their main threads.
         queued: seconds that reading threads waited for a core, per second on a core.
+        durations: per octave of time, the number of samples that took so long to make and their
+            seconds; empty unless timed.
         notes: problems that the readers reported.
     """
 
@@ -89,4 +94,5 @@ class ArmResult:
     cpu_seconds: float = 0.0
     other_threads: float = 0.0
     queued: float = 0.0
+    durations: tuple[tuple[int, float], ...] = ()
     notes: tuple[str, ...] = ()

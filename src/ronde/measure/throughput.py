@@ -33,7 +33,7 @@ from ronde.measure.loader_threads import Drain, ThreadTimes, stop_openmp_threads
 from ronde.measure.step_stages import StepStages
 from ronde.measure.study import refuse_batches
 from ronde.plan import Share, shares
-from ronde.profile import StageTimes, read_board, read_notes
+from ronde.profile import StageTimes, read_board, read_durations, read_notes
 from ronde.run.evaluation import on_device
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.tensors import tensors_in
@@ -50,6 +50,7 @@ _LEARN_SHARE = 5.0  # of a window, for loaders to read the samples that they the
 _LEARN_SAMPLES = 17  # samples that a loader reads before it replays them, see ronde.profile.replay
 _LEARN_BATCHES = 5
 _ATTEMPTS = 3
+_AT_ONCE = 0.5  # of an epoch's draw, before its first index
 _PATIENCE_SECONDS, _PATIENCE = 15.0, 20.0  # timeout of a batch: seconds, plus times the first
 
 
@@ -64,6 +65,7 @@ class Bench:
         files: files that samples were read from in this rank's last timed window.
         patience: seconds for reading the recycled batches.
         draw_seconds: time in which the script's own sampler draws an epoch; None without one.
+        drawn_at_once: most of that time passes before its first index.
 
     Example:
         >>> with Bench(run) as bench:  # doctest: +SKIP
@@ -78,6 +80,7 @@ class Bench:
         self.in_step = StepStages()
         self.patience = 10.0
         self.draw_seconds: float | None = None
+        self.drawn_at_once = False
         self.files: list[str] = []
         self._recycled: list[tuple[Share, list[Any]]] = []
         self._step_seconds: dict[Arm, float] = {}
@@ -210,6 +213,7 @@ class Bench:
         start = time.perf_counter()
         self._orders[epoch - self.run.state.epoch] = np.asarray(list(draw(epoch)), dtype=np.int64)
         self.draw_seconds = min(self.draw_seconds or float("inf"), time.perf_counter() - start)
+        self.drawn_at_once = getattr(draw, "first_share", 0.0) > _AT_ONCE
 
     def _load_recycled(self) -> None:
         """Load the batches to recycle: eight, more if small, fewer where reading is slow."""
@@ -277,6 +281,8 @@ class Bench:
         """Measure an arm once, for about so many seconds after its warm-up. A collective."""
         if not self._recycled:
             self._load_recycled()
+        if arm.first_only and self.run.rank:
+            return self._stand_by(arm, seconds)
         return self._measure_loaders(arm, seconds) if arm.loads else self._recycle(arm, seconds)
 
     def _agreed_steps(self, seconds: float, estimate: float, multiple: int = 1) -> int:
@@ -314,6 +320,22 @@ class Bench:
         self.in_step.clear()
         moments, cpu = self._clock(step, steps)
         return self._result(arm, moments, [0.0] * steps, cpu)
+
+    def _stand_by(self, arm: Arm, seconds: float) -> ArmResult:
+        """Take part in a window in which only rank 0 loads."""
+        waits: list[float] = []
+
+        def step() -> None:
+            waits.append(0.0)
+
+        estimate = self._settle(arm, seconds, self._recycled[0][0], step)
+        multiple = self._depth(arm)[1]
+        steps = self._agreed_steps(seconds, self._step_seconds.get(arm, estimate), multiple)
+        self._barrier()
+        waits.clear()
+        self.in_step.clear()
+        moments, cpu = self._clock(step, steps)
+        return self._result(arm, moments, waits, cpu)
 
     def _measure_loaders(self, arm: Arm, seconds: float) -> ArmResult:
         """A window in which loaders run."""
@@ -356,6 +378,8 @@ class Bench:
                 extra["notes"] = list(read_notes(board))
                 if arm.timed:
                     from ronde.profile import read_files
+
+                    extra["durations"] = read_durations(board)
 
                     self.files = [file.path for file in read_files(board)]
             if threads is not None:
@@ -466,6 +490,7 @@ class Bench:
             },
         }
         defaults = {"first": 0.0, "stages": {}, "others": 0.0, "queued": 0.0, "notes": []}
+        defaults["durations"] = []
         everyone = gather_json(self.port.world, {**mine, **defaults, **extra})
         self._step_seconds[arm] = max(e["seconds"] for e in everyone) / steps
         return self._merge(everyone, steps)
@@ -478,7 +503,10 @@ class Bench:
                 if name not in in_step or wall > in_step[name].wall_seconds:
                     in_step[name] = Timed(cpu, wall, removable=not block)
         by_rank = tuple(
-            {n: Timed(c, w, b, r, tuple(inside)) for n, (c, w, b, r, inside) in e["stages"].items()}
+            {
+                n: Timed(c, w, b, r, tuple(inside), through)
+                for n, (c, w, b, r, inside, through) in e["stages"].items()
+            }
             for e in everyone
         )
         samples, seconds = ([e[key] for e in everyone] for key in ("samples", "seconds"))
@@ -496,6 +524,10 @@ class Bench:
             cpu_seconds=sum(e["cpu"] for e in everyone) / (self.batch_samples * steps),
             other_threads=max(e["others"] for e in everyone),
             queued=statistics.fmean(e["queued"] for e in everyone),
+            durations=tuple(
+                (sum(n for n, _ in same), sum(s for _, s in same))
+                for same in zip(*(e["durations"] for e in everyone if e["durations"]), strict=True)
+            ),
             notes=tuple(dict.fromkeys(n for e in everyone for n in e["notes"])),
         )
 
@@ -532,6 +564,7 @@ def _timed(before: Mapping[str, StageTimes], after: Mapping[str, StageTimes]) ->
             t.bytes / samples,
             t.removable,
             tuple(sorted(t.contains)),
+            next((lib for lib, s in t.through.items() if s > 0.5 * t.wall_seconds), ""),
         )
         for name, t in since.items()
         if t.calls
