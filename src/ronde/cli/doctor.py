@@ -29,6 +29,7 @@ from ronde.cli.script import (
 )
 from ronde.cli.spinner import Doing
 from ronde.cli.spinner import console as terminal
+from ronde.doctor.prescribe import is_between_workers
 from ronde.world import ArgumentError
 
 _EXAMPLES = """
@@ -229,7 +230,7 @@ def screen(values: dict[str, Any], width: int = 100, verbose: bool = False) -> l
         seconds, share = values["order"]["seconds"], values["order"]["share"]
         text = (
             f"the sampler takes {seconds:.1f} s to draw an epoch's order, {100 * share:.0f} % "
-            "of each epoch: draw it at once, not one by one"
+            "of each epoch"
         )
         first, *others = textwrap.wrap(text, max(20, width - 14))
         top.append([("  EACH EPOCH  ", "bold yellow"), first])
@@ -281,23 +282,20 @@ def _gap(values: dict[str, Any], gap: float, half: float) -> Line:
     """The gap and its uncertainty; no number if it cannot be told from zero."""
     if gap <= half and not values["refused"]:
         return [("no measurable gap", "bold green"), f" (± {half:.1f} %)"]
-    outside = _is_between_workers(values["cause"]) or _is_script(values["cause"])
+    cause = values["cause"]
+    outside = is_between_workers(cause) or _is_script(cause) or _is_sampler(cause)
     blames_input = not values["healthy"] and not outside
     return [(f"GAP {gap:.0f} %", "bold red" if blames_input else "bold green"), f" (± {half:.1f})"]
-
-
-def _is_between_workers(cause: dict[str, Any] | None) -> bool:
-    """Whether the loss is in the steps, between workers, not in the input."""
-    return (
-        cause is not None
-        and cause["stage"] in ("exchange", "straggler")
-        and cause.get("within") in (None, "step")
-    )
 
 
 def _is_script(cause: dict[str, Any] | None) -> bool:
     """Whether the loss is in the script's own loop, which neither rate has."""
     return cause is not None and cause["stage"] == "script"
+
+
+def _is_sampler(cause: dict[str, Any] | None) -> bool:
+    """Whether the loss is before the first batch of an epoch, which neither rate has."""
+    return cause is not None and cause["stage"] == "sampler"
 
 
 def _headline(values: dict[str, Any]) -> Line:
@@ -310,12 +308,19 @@ def _headline(values: dict[str, Any]) -> Line:
             text += f"; the first batch takes {values['startup_seconds']:.1f} s"
         return [("  healthy", "bold green"), text]
     name = _NAMES.get(cause["stage"], cause["stage"])
+    row: dict[str, Any] = next((r for r in values["stages"] if r["name"] == cause["stage"]), {})
+    if row.get("through"):
+        name = f"reading through {row['through']}"
+    if row.get("tail"):
+        name += ": few slow samples"
     name += f", in {cause['within']}" if cause.get("within") else ""
     name += f", rank {cause['rank']}" if "rank" in cause else ""
     text = f": {cause['points']:.0f} of {100 * values['gap']:.0f} points"
     if _is_script(cause):
         text = f": {cause['points']:.0f} points, beside the gap"
-    if _is_between_workers(cause):
+    if _is_sampler(cause):
+        text = f": {cause['points']:.0f} % of each epoch, before its first batch"
+    if is_between_workers(cause):
         # Not a part of the gap: synthetic steps lose it too.
         text = f": {cause['points']:.0f} % of what the workers reach without it"
         alone = values["samples_per_second"].get("alone")
@@ -326,6 +331,8 @@ def _headline(values: dict[str, Any]) -> Line:
 _NAMES = {
     "read": "storage read",
     "python": "Python in the data set",
+    "subprocess": "child processes (subprocess)",
+    "sampler": "the sampler",
     "transport": "the way between processes",
     "copy": "the copy to the device",
     "neighbour": "noisy neighbour: loaders slow the step down",
@@ -389,14 +396,24 @@ def _scale(values: dict[str, Any]) -> list[Line]:
     rows = values["scale"]
     if len(rows) < 2 or values["refused"]:
         return []
-    told = "   ".join(f"{r['devices']}: {r['gap']:.0%}" for r in rows)
+    told = "   ".join(f"{r['devices']}: {_gap_at(r)}" for r in rows)
     here, most = values["workers"], rows[-1]["devices"]
     met_here = [w for w in values["walls"] if w["devices"] <= here][:1]
     further = [w for w in values["walls"] if here < w["devices"] <= most][:1]
     walls = [f"{w['stage']} wall here already" for w in met_here]
-    walls += [f"{w['stage']} wall at {w['devices']}" for w in further]
+    walls += [
+        f"{w['stage']} wall at {w['devices']}"
+        + (", if workers share it: unknown" if w["limit"] == "unknown" else "")
+        for w in further
+    ]
     met = f"   <- {', '.join(walls)}" if walls else ""
     return [["  gap at N devices   ", told, (met, "yellow")]]
+
+
+def _gap_at(row: dict[str, Any]) -> str:
+    """A predicted gap, or the two between which one worker cannot tell."""
+    shared = row.get("shared_gap")
+    return f"{row['gap']:.0%}" if shared is None else f"{row['gap']:.0%} or {shared:.0%}"
 
 
 def _prescribed(values: dict[str, Any]) -> list[Line]:
@@ -409,6 +426,8 @@ def _prescribed(values: dict[str, Any]) -> list[Line]:
     lines: list[Line] = [[("  PRESCRIBE", "bold"), (gaps, "dim")]]
     for p in found[:5]:
         gap = f"~{p['gain_here_points']:.0f} points"  # of something that is no part of the gap
+        if p["id"] == "sampler":
+            gap = f"saves up to {p['gain_here_points']:.0f} % of each epoch"
         if p["gap_here"] is not None:
             gap = f"{'' if p['tried'] else '~'}{p['gap_here']:.0%} / ~{p['gap_largest']:.0%}"
         text = f"  {p['text']}  ({p['label']})  "

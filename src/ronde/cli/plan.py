@@ -226,8 +226,7 @@ def _measure(
 
     def failed(error: str) -> str:
         if "NoisyMachine" in error:
-            said = error.partition(": ")[2].removesuffix(".")
-            return f"{said}, or plan with these times: --accept-noise."
+            return f"{error.partition(': ')[2]} Or plan with these times: --accept-noise."
         return f"the script failed before its model was measured: {error}"
 
     threads = threads_on(target)

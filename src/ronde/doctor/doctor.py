@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import statistics
 import sys
@@ -24,10 +25,12 @@ from ronde.data import Pipeline
 from ronde.doctor.loop_trial import LoopTrial, with_script_loop
 from ronde.doctor.prescribe import Facts, Remedy, is_crowded, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_shares, judge
-from ronde.introspect import describe_open, preserve_state
+from ronde.introspect import describe_open, preserve_state, shares_within
 from ronde.loader import FeedSettings
 from ronde.measure import Arm, ArmResult, Bench
+from ronde.measure.quiet_gate import busy
 from ronde.measure.study import load_study, report_progress, study_target, write_study
+from ronde.predict.ordered_loading import Tail, find_tail, ordered_rate
 from ronde.run import hooks
 from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
@@ -47,6 +50,8 @@ _OTHER_THREADS = 0.10
 _WAITS = 0.3  # share of a sample's time off the CPU above which storage may be the limit
 _READ_NOTHING = ("augment", "collate")  # whatever these wait for, it is not storage
 _MOST_LOADERS = 64  # of all workers together
+_SLOW_SAMPLES = 20  # that a window should meet
+_MORE = 1.3  # times the rate of threads, with which processes have shown that a lock limited them
 _ORDER_ABOVE = 0.02  # share of an epoch above which drawing its order is reported
 
 
@@ -167,6 +172,10 @@ class _Study:
         # (loaders of all workers, samples per second), without training
         self.sweep: list[tuple[int, float]] = []
         self.sweep_ended = True  # it reached the wanted rate, or a limit
+        self.machine = [0.0, 0.0, 0.0]  # CPU seconds of all programs, of this one, and in all
+        self.scope = "shared"  # of the limit that the sweep ended at
+        self.tail: Tail | None = None
+        self.stretch = 1.0  # of windows in which loaders run, so that slow samples meet all alike
         self.storage: dict[int, tuple[float, float]] = {}  # readers -> files and bytes per s, cold
 
     # -- measuring ---------------------------------------------------------------------
@@ -174,7 +183,9 @@ class _Study:
     def measure(self, name: str, arm: Arm, into: dict[str, float] | None) -> ArmResult:
         """Measure one window, and how long that took."""
         before = self.clock.passed()
-        result = self.bench.window(arm, self.window)
+        began = _machine()
+        result = self.bench.window(arm, self.window * (self.stretch if arm.loads else 1.0))
+        self.machine = [a + b - c for a, b, c in zip(self.machine, _machine(), began, strict=True)]
         self.costs[name] = self.clock.passed() - before
         self.results.setdefault(name, []).append(result)
         if into is not None:
@@ -200,6 +211,13 @@ class _Study:
         """Time each stage once, where samples are read."""
         self.tell("timing the stages")
         self.timed = self.measure("timed", Arm("real", timed=True), None)
+        self.tail = find_tail(self.timed.durations)
+        if self.tail is not None:
+            slow = self.tail.share * self.timed.samples_per_second  # samples per second
+            wanted = min(_SLOW_SAMPLES / slow, self.clock.seconds / 8)
+            self.stretch = max(1.0, wanted / self.window)
+            self.timed = self.measure("timed", Arm("real", timed=True), None)
+            self.tail = find_tail(self.timed.durations)
 
     def basic_arms(self) -> dict[str, Arm]:
         """Measure the ceiling and the real rate."""
@@ -262,6 +280,7 @@ class _Study:
                     statistics.fmean(t.bytes for t in times),
                     all(t.removable for t in times),
                     frozenset(n for t in times for n in t.contains),
+                    next((t.through for t in times if t.through), ""),
                 )
             )
         names = {s.name for s in stages}
@@ -332,6 +351,10 @@ class _Study:
             startup_seconds=statistics.median(r.first_batch_seconds for r in real),
             block_seconds=self.blocks(),
             order=self.order(),
+            tail=self.tail,
+            ordered=self.ordered(),
+            queued=self.timed.queued,
+            others=self.others(),
             notes=tuple(self.notes),
         )
 
@@ -342,7 +365,30 @@ class _Study:
             return None
         rate = statistics.median(r.samples_per_second for r in self.results["real"])
         share = draws / (draws + self.run.port.data.order.epoch_samples / rate)
-        return {"seconds": draws, "share": share} if share >= _ORDER_ABOVE else None
+        if share < _ORDER_ABOVE:
+            return None
+        return {"seconds": draws, "share": share, "at_once": self.bench.drawn_at_once}
+
+    def others(self) -> float | None:
+        """Share of the cores that other programs took; None if they cannot be told apart."""
+        world = self.run.port.world
+        own = sum(gather_json(world, self.machine[1]))
+        worked, _, total = broadcast_json(world, self.machine)
+        if world.size != world.local_size or psutil.cpu_count() != usable_cores() or not total:
+            return None
+        share: float = max(0.0, worked - own) / total
+        return share
+
+    def ordered(self) -> float:
+        """Samples per second that the loaders of all workers hand over in order."""
+        if self.tail is None or self.timed is None or not self.bench.loaders:
+            return 0.0
+        workers, settings = self.run.world_size, self.run.port.data.settings
+        ahead = settings.prefetch or int(settings.options.get("prefetch_factor") or 2)
+        batch = max(1, self.bench.batch_samples // workers)
+        step = statistics.median(r.step_seconds for r in self.results["synthetic"])
+        rate = ordered_rate(self.timed.durations, batch, self.bench.loaders, ahead, step)
+        return workers * rate
 
     def reach_verdict(self) -> Diagnosis:
         """Measure until the result is clear or the time is over."""
@@ -417,7 +463,7 @@ class _Study:
             sweep = [(n, r / facts.sample_bytes) for n, (_, r) in self.storage.items() if r > 0]
             facts = dataclasses.replace(facts, storage_sweep=tuple(sweep))
         values = broadcast_json(self.run.port.world, dataclasses.asdict(facts))
-        for sweep_name in ("storage_sweep", "loading_sweep"):
+        for sweep_name in ("storage_sweep", "loading_sweep", "durations"):
             values[sweep_name] = tuple((int(n), float(r)) for n, r in values[sweep_name])
         return Facts(**values)
 
@@ -447,6 +493,9 @@ class _Study:
             step_cpu_seconds=statistics.median(r.cpu_seconds for r in self.results["synthetic"]),
             queued=self.timed.queued if self.timed is not None else 0.0,
             loading_sweep=tuple(self.sweep),
+            scope=self.scope,
+            durations=tuple(self.timed.durations) if self.tail and self.timed else (),
+            batch=max(1, self.bench.batch_samples // run.world_size),
             stream=stream,
             held="" if stream else describe_open(taken.dataset) or "",
         )
@@ -521,7 +570,8 @@ class _Study:
         Two well-fed devices say nothing about storage that sixteen will share. If samples never
         wait, the cores decide, which follows from the CPU time per sample.
         """
-        if not self._may_wait_for_storage():
+        # In order, the loaders wait for slow samples: more of them say nothing of the storage.
+        if self.tail is not None or not self._may_wait_for_storage():
             return
         workers, loaders = self.run.world_size, self.bench.loaders
         wanted = 1.1 * to * values["samples_per_second"]["synthetic"] / workers
@@ -541,9 +591,37 @@ class _Study:
             self.sweep.append((workers * more, now))
             if now < 1.1 * rate:
                 self.sweep_ended = not is_crowded(self.sweep)
+                if self.sweep_ended:
+                    self.scope = self._whose_limit(more, max(rate, now))
                 return
             rate, more = now, 2 * more
         self.sweep_ended = rate >= wanted
+
+    def _whose_limit(self, loaders: int, rate: float) -> str:
+        """Whose limit so many loaders of each worker met: all workers' (``shared``), each worker's
+        ``own``, or ``unknown``.
+
+        With two workers or more, those of rank 0 load alone: what is shared is theirs then. Threads
+        of one worker may wait for its lock, which processes do not.
+        """
+        workers = self.run.world_size
+        settings = FeedSettings(workers=loaders)
+        if workers > 1:
+            self.tell("loading alone, the first worker only")
+            arm = Arm("loading", settings=settings, first_only=True)
+            alone = self.measure("loading one", arm, None).samples_per_second
+            return "shared" if alone > math.sqrt(workers) * rate else "own"
+        shares = shares_within(self.run.port.data.dataset)
+        if self.bench.executor == "processes":
+            return "unknown" if shares else "shared"
+        settings = FeedSettings(workers=loaders, executor="processes")
+        if any(self._refusals(settings)):
+            return "unknown"
+        self.tell("loading alone, in processes")
+        processes = self.measure("loading processes", Arm("loading", settings=settings), None)
+        if processes.samples_per_second > _MORE * rate:
+            return "own"
+        return "unknown" if shares else "shared"
 
     def _may_wait_for_storage(self) -> bool:
         """Whether samples wait for anything that more readers could share, other than cores."""
@@ -607,6 +685,13 @@ class _Study:
             return None
         rate = min(statistics.median(rates), values["samples_per_second"]["synthetic"])
         return dataclasses.replace(remedy, rate=rate, tried=True)
+
+
+def _machine() -> list[float]:
+    """CPU seconds of all programs, of this process with its ended loaders, and in all."""
+    worked, own, total = busy()
+    ended = os.times()
+    return [worked, own + ended.children_user + ended.children_system, total]
 
 
 def _files_in(folder: str, most: int) -> int:
@@ -700,6 +785,11 @@ def _notes(run: RunView, study: _Study, values: Mapping[str, Any]) -> list[str]:
         notes.append(
             f"{readers} loaders without training gave {rate:,.0f} samples/s. Shared storage was "
             "not asked for more, so its limit is not known."
+        )
+    if study.scope == "unknown":
+        notes.append(
+            "more loaders of this worker gave no more samples. One worker cannot tell whether "
+            "others would share that limit or bring their own: ask with --workers 2."
         )
     if run.world_size > 1 and not study.bench.can_be_alone:
         notes.append(

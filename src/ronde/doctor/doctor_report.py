@@ -66,6 +66,7 @@ def _headline(values: Values) -> str:
         return f"The devices are idle for {gap} of what they could do."
     stage, lost = str(cause.get("stage")), html.points(cause.get("points"))
     name = {
+        "subprocess": "child processes",
         "exchange": "the exchange of gradients",
         "straggler": f"a straggler, rank {cause.get('rank')}",
         "neighbour": "a step that loaders slow down",
@@ -74,6 +75,8 @@ def _headline(values: Values) -> str:
     }.get(stage, stage)
     if stage == "script":
         return f"{lost} points are lost to the script's own loop; the input costs {gap}."
+    if stage == "sampler":
+        return f"{lost} % of each epoch pass while the sampler draws; the input costs {gap}."
     if stage in ("exchange", "straggler") and cause.get("within") in (None, "step"):
         # Lost between the workers, not to the input.
         return f"{lost} points are lost to {name}; the input costs {gap}."

@@ -18,7 +18,8 @@ from ronde.data import DECODERS
 from ronde.doctor.verdict import HEALTHY_POINTS
 from ronde.loader import FeedSettings
 from ronde.predict import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, walls
-from ronde.predict.input_capacity import predict
+from ronde.predict.input_capacity import own_limit, predict
+from ronde.predict.ordered_loading import ordered_rate
 
 NAMES = (
     "loaders",
@@ -34,11 +35,13 @@ NAMES = (
     "cache-decode",
     "device-augment",
     "echo",
+    "sampler",
 )
 """Every remedy that may be prescribed."""
 
 LABELS = ("same bits", "same distribution", "changes the training")
 _AS_IS: Mapping[str, float] = {}
+_APART = 0.03  # gaps that differ by more are told apart
 _WORTH = 1.0  # points that a remedy must gain, here or at the largest size
 _MOST_LOADERS = 64
 _IDLE = (
@@ -46,6 +49,7 @@ _IDLE = (
 )
 # of the best rate that fewer loaders gave, below which the last ones are in each other's way
 _CROWDED = 0.85
+_FED = 0.97  # of the synthetic rate, from which on more loaders are not asked for
 _MAKING = 3.0  # points lost in making samples, from which on more loaders may help
 
 
@@ -80,6 +84,11 @@ class Facts:
         loading_sweep: ``(concurrent loaders, samples per second)`` without training.
         storage_sweep: ``(concurrent readers, samples per second)`` of uncached files; empty
             without ``--cold``.
+        scope: whose limit ``loading_sweep`` ended at: ``shared`` by all workers, each worker's
+            ``own``, or ``unknown``, which one worker cannot tell.
+        durations: how long samples take, for :func:`~ronde.predict.ordered_loading.ordered_rate`;
+            empty without a tail.
+        batch: samples of a batch of one worker.
     """
 
     workers: int
@@ -110,6 +119,9 @@ class Facts:
     held: str = ""
     loading_sweep: tuple[tuple[int, float], ...] = ()
     storage_sweep: tuple[tuple[int, float], ...] = ()
+    scope: str = "shared"
+    durations: tuple[tuple[int, float], ...] = ()
+    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -192,11 +204,36 @@ def _case(values: Mapping[str, Any], facts: Facts) -> _Case:
 
 def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     """List the remedies that fit the cause, before any prediction."""
-    if values["healthy"] or values["refused"]:
+    cause = values["cause"]
+    if values["healthy"] or values["refused"] or is_between_workers(cause):
         return []
     case = _case(values, facts)
+    sampler = list(_of_sampler(case))
+    if cause is not None and cause["stage"] == "sampler" and 100 * values["gap"] <= HEALTHY_POINTS:
+        return sampler
     kinds = (_of_threads, _of_loaders, _of_device, _of_decoding, _of_storage, _of_repetition)
-    return [remedy for kind in kinds for remedy in kind(case)]
+    return sampler + [remedy for kind in kinds for remedy in kind(case)]
+
+
+def is_between_workers(cause: Mapping[str, Any] | None) -> bool:
+    """Whether the loss is in the steps, between workers, so that no input cures it."""
+    return (
+        cause is not None
+        and cause["stage"] in ("exchange", "straggler")
+        and cause.get("within") in (None, "step")
+    )
+
+
+def _of_sampler(case: _Case) -> Iterator[Remedy]:
+    order = case.values.get("order")
+    if order is None or 100 * order["share"] < HEALTHY_POINTS:
+        return
+    text = f"the sampler takes {order['seconds']:.1f} s to draw an epoch's order: "
+    if order.get("at_once"):
+        text += "compute it less often (keep what does not change) or with NumPy or torch"
+    else:
+        text += "draw all indices at once (NumPy, torch.randperm), not one by one"
+    yield _by_hand("sampler", text, "same distribution", _AS_IS)
 
 
 def _of_threads(case: _Case) -> Iterator[Remedy]:
@@ -221,6 +258,8 @@ def _of_loaders(case: _Case) -> Iterator[Remedy]:
             each = max(1, facts.cores // facts.workers)
             most = min(_MOST_LOADERS, max(each, math.ceil(each / max(1.0 - case.idle, 0.05))))
             n = min(math.ceil(loaders * case.ratio), most, 4 * loaders)
+            if facts.durations:
+                n = _for_the_tail(case, min(most, 4 * loaders))
             if n > loaders and case.making >= _MAKING and not case.interferes:
                 text = f"{n} {what} for each worker instead of {loaders}"
                 settings, times = FeedSettings(workers=n), n / loaders
@@ -246,6 +285,18 @@ def _of_loaders(case: _Case) -> Iterator[Remedy]:
                 "and they take fewer of its cores"
             )
             yield Remedy("fewer-loaders", text, FeedSettings(workers=enough), "same bits")
+
+
+def _for_the_tail(case: _Case, most: int) -> int:
+    """The fewest loaders that keep the device fed past slow samples, or as many as are allowed."""
+    facts, ceiling = case.facts, float(case.values["samples_per_second"]["synthetic"])
+    wanted = ceiling / facts.workers
+    step = facts.batch / wanted
+    for n in range(facts.loaders + 1, most):
+        rate = ordered_rate(facts.durations, facts.batch, n, facts.prefetch, step)
+        if rate >= _FED * wanted:
+            return n
+    return most
 
 
 def _first_loaders(case: _Case) -> Iterator[Remedy]:
@@ -365,8 +416,13 @@ def is_crowded(sweep: Sequence[tuple[int, float]]) -> bool:
     return len(sweep) > 1 and max(sweep)[1] < _CROWDED * max(rate for _, rate in sweep)
 
 
-def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
-    """The measurements as capacities, from which any number of devices is predicted."""
+def capacities_of(values: Mapping[str, Any], facts: Facts, scope: str | None = None) -> Capacities:
+    """The measurements as capacities, from which any number of devices is predicted.
+
+    Args:
+        scope: whose limit the loaders met, if not ``facts.scope``.
+    """
+    scope = scope or facts.scope
     rates = values["samples_per_second"]
     rows = _loading(values)
     cpu = _milliseconds(rows, "cpu") / 1e3
@@ -386,6 +442,7 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
     # Loaders that were asked for more at once and gave no more, with cores to spare: they wait for
     # something that all share.
     sweep: Sequence[tuple[int, float]] = facts.storage_sweep
+    own = math.inf
     if not sweep and len(facts.loading_sweep) > 1:
         best, ended = plateau(facts.loading_sweep)
         ended = ended and not is_crowded(facts.loading_sweep)
@@ -393,14 +450,19 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
         # share.
         cores = facts.workers if facts.executor == "threads" else facts.cores
         if ended and cpu * best < _IDLE * min(cores, facts.cores):
-            sweep = facts.loading_sweep
+            if scope == "shared":
+                sweep = facts.loading_sweep
+            else:
+                own = best / facts.workers
     busy = min(1.0, float(rates["real"]) * (cpu + facts.step_cpu_seconds) / facts.cores)
     loading = values.get("loading_samples_per_second")
+    if loading is not None:
+        loading = max(float(loading), float(rates["real"]))
     run = Measured(
         facts.workers,
         float(rates["synthetic"]),
         min(float(rates["real"]), float(rates["synthetic"])),
-        None if loading is None else float(loading),
+        loading,
         cpu,
         0.0 if facts.cuda else facts.step_cpu_seconds,
         busy,
@@ -421,6 +483,8 @@ def capacities_of(values: Mapping[str, Any], facts: Facts) -> Capacities:
             serial=facts.executor == "none",
         ),
     )
+    if math.isfinite(own):
+        c = own_limit(c, max(own, run.real / facts.workers))
     if facts.stream:
         # Every worker reads the whole stream and keeps its part: together they make no more
         # samples than one of them.
@@ -477,20 +541,28 @@ def outlook(
         nodes: that the largest size fills; None as many as it takes.
 
     Returns:
-        tuple: rows ``{devices, nodes, gap, low, high, wall}``, and ``{stage, devices, limit}``.
+        tuple: rows ``{devices, nodes, gap, low, high, wall, shared_gap}``, and ``{stage, devices,
+            limit}``. ``shared_gap`` and the limit ``unknown`` are of a limit that workers may
+            share, or not, which one worker cannot tell.
     """
     c = _on_nodes(capacities_of(values, facts), to, nodes)
+    worst = c
+    if facts.scope == "unknown":  # then it may be each worker's own, or all may share it
+        worst = _on_nodes(capacities_of(values, facts, "shared"), to, nodes)
     rows = []
     for n in _sizes(facts.workers, to):
-        p = predict(c, n)
-        row = {"devices": n, "nodes": p.nodes, "gap": p.gap, "low": p.low, "high": p.high}
-        rows.append({**row, "wall": p.wall})
+        p, shared = predict(c, n), predict(worst, n)
+        row: dict[str, Any] = {"devices": n, "nodes": p.nodes, "gap": p.gap, "low": p.low}
+        row |= {"high": max(p.high, shared.high), "wall": p.wall}
+        rows.append({**row, "shared_gap": shared.gap if shared.gap > p.gap + _APART else None})
     # The first size is this one, which was measured.
     rows[0].update(gap=values["gap"], low=values["gap_low"], high=values["gap_high"])
-    return rows, [
-        {"stage": w.stage, "devices": w.devices, "limit": w.limit}
-        for w in walls(c, max(to, facts.workers))
-    ]
+    rows[0]["shared_gap"] = None
+    met = walls(c, max(to, facts.workers))
+    more = [w._replace(limit="unknown") for w in walls(worst, max(to, facts.workers))]
+    more = [w for w in more if worst is not c and w.devices > facts.workers and w not in met]
+    found = sorted([*met, *more], key=lambda w: w.devices)
+    return rows, [{"stage": w.stage, "devices": w.devices, "limit": w.limit} for w in found]
 
 
 def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capacities:
@@ -559,6 +631,22 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
     return max(real, min(rate, synthetic, max(busy, real), storage))
 
 
+def _in_each_epoch(remedy: Remedy, values: Mapping[str, Any]) -> tuple[int, float, dict[str, Any]]:
+    """A remedy for what happens once an epoch, which is no part of the gap."""
+    points = 100 * float(values["order"]["share"])
+    row = {
+        "id": remedy.id,
+        "text": remedy.text,
+        "settings": None,
+        "label": remedy.label,
+        "gap_here": None,
+        "gap_largest": None,
+        "gain_here_points": points,
+        "tried": False,
+    }
+    return 1, -points, row
+
+
 def prescriptions(
     values: Mapping[str, Any],
     facts: Facts,
@@ -581,6 +669,9 @@ def prescriptions(
     listed: list[tuple[int, float, dict[str, Any]]] = []
     noise = 100 * float(values.get("noise", 0.0))
     for remedy in found:
+        if remedy.id == "sampler":
+            listed.append(_in_each_epoch(remedy, values))
+            continue
         rate = remedy.rate if remedy.rate is not None else _modelled(values, facts, remedy)
         gap_here = max(0.0, 1.0 - rate / synthetic)
         if remedy.tried and not remedy.faster and remedy.loaders == 1 and remedy.echo == 1:

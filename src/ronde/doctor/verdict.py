@@ -9,6 +9,7 @@ times.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from ronde.predict.ordered_loading import Tail
 
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
@@ -30,6 +33,9 @@ _STRAGGLER_POINTS = 5.0
 _EXPLAINED = 0.7  # share of the lost time that stage times must explain before they divide it
 _UNCLEAR = 0.10  # halves of one arm that differ by more say nothing; nor does a wider interval
 _NAMED = 0.2  # share of the gap below which a stage is not its cause while most is unexplained
+_WAITS = 0.5  # share of a stage's time off the CPU from which on it is said to wait
+_WAITS_SECONDS = 0.0003  # of a sample, below which waiting is not worth a word
+_OTHERS = 0.08  # share of the cores in other programs, above which the machine is disturbed
 _PRIOR = 2  # degrees of freedom granted to the noise of all arms, beside that of the two compared
 
 # Two-sided 95 % of Student's t, by degrees of freedom.
@@ -62,6 +68,7 @@ class TimedStage:
         bytes: read per sample.
         removable: it can be removed.
         contains: stages that are removed with it.
+        through: the library that most of its time is spent in.
     """
 
     name: str
@@ -72,6 +79,7 @@ class TimedStage:
     bytes: float = 0.0
     removable: bool = True
     contains: frozenset[str] = frozenset()
+    through: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,12 @@ class Measurements:
         block_seconds: per step, by ``with stage(…)`` block in the training process; blocks cannot
             be removed.
         cold: storage measurements, with ``--cold``.
-        order: ``seconds`` to draw an epoch's order, and their ``share`` of it; None if small.
+        order: ``seconds`` to draw an epoch's order, their ``share`` of it, and whether it is drawn
+            ``at_once``; None if small.
+        tail: few slow samples that take most of the loading time; None if there are none.
+        ordered: samples per second that the loaders hand over in order, with such a tail.
+        queued: seconds that loaders waited for a core, per second on one.
+        others: share of the cores that other programs took meanwhile; None if not known.
         notes: for the reader.
     """
 
@@ -118,7 +131,11 @@ class Measurements:
     startup_seconds: float = 0.0
     block_seconds: Mapping[str, float] = field(default_factory=dict)
     cold: Mapping[str, Any] | None = None
-    order: Mapping[str, float] | None = None
+    order: Mapping[str, Any] | None = None
+    tail: Tail | None = None
+    ordered: float = 0.0
+    queued: float = 0.0
+    others: float | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -217,6 +234,7 @@ class _Judge:
         step = seen.batch / real
         self.unwaited = seen.batch / max(step - waited, 0.01 * step)
         self.half = self._half(paired)
+        self.shown = self.ceiling * (1.0 - max(0.0, self.gap))  # the real rate of the report
 
     def _half(self, differences: Sequence[float]) -> float:
         """Half of the 95 % interval of the mean difference within rounds.
@@ -288,17 +306,37 @@ class _Judge:
                 stage.name, alone, min(max(lift.low, 0.0), gap), min(max(lift.high, 0.0), gap)
             )
             if stage.wall_seconds > 0:
-                row["capacity_samples_per_second"] = each / stage.wall_seconds
+                # Timing costs something too: a stage lets through what was measured with it.
+                row["capacity_samples_per_second"] = max(each / stage.wall_seconds, self.shown)
+                worked = stage.cpu_seconds * (1.0 + seen.queued)
+                row["waits"] = max(0.0, 1.0 - worked / stage.wall_seconds)
             row["cpu_ms_per_sample"] = 1e3 * stage.cpu_seconds
             row["wall_ms_per_sample"] = 1e3 * stage.wall_seconds
             row["bytes_per_sample"] = stage.bytes
             row["where"] = stage.where
             row["measured"] = measured
+            row["through"] = stage.through
             if not measured and alone >= 1:
                 by_time = "by its share of the time"
                 row["note"] = by_time if stage.removable else "timed; it cannot be removed"
+            if alone >= 1 and row["waits"] > _WAITS and stage.wall_seconds > _WAITS_SECONDS:
+                _add_note(row, f"waits {100 * row['waits']:.0f} % of its time")
             rows.append(row)
+        self.tail(rows)
         return rows
+
+    def tail(self, rows: list[dict[str, Any]]) -> None:
+        """Tell the stage that has most of the loaders' time of its few slow samples."""
+        tail, loading = self.seen.tail, [r for r in rows if r["where"] == "loading"]
+        if tail is None or not loading:
+            return
+        row = max(loading, key=lambda r: r["wall_ms_per_sample"] or 0.0)
+        if self.seen.ordered and row["capacity_samples_per_second"]:
+            # the mean time of a sample would do; in order, the loaders give no more than this
+            most = min(row["capacity_samples_per_second"], self.seen.ordered)
+            row["capacity_samples_per_second"] = max(most, self.shown)
+        _add_note(row, f"1 sample in {1 / tail.share:.0f} takes {1e3 * tail.seconds:.0f} ms")
+        row["tail"] = True
 
     def _python(self, stage: TimedStage, by_time: float) -> float:
         """Sample making itself cannot be removed: it gets what other stages do not explain."""
@@ -441,7 +479,14 @@ def _row(name: str, points: float, low: float, high: float, note: str = "") -> d
         "high": high,
         "measured": True,
         "note": note,
+        "through": "",
+        "waits": 0.0,
+        "tail": False,
     }
+
+
+def _add_note(row: dict[str, Any], note: str) -> None:
+    row["note"] = f"{row['note']}; {note}" if row["note"] else note
 
 
 def _settle_overlaps(rows: list[dict[str, Any]], gap: float) -> None:
@@ -455,8 +500,7 @@ def _settle_overlaps(rows: list[dict[str, Any]], gap: float) -> None:
         if others > left:
             row["lost_points"] = max(0.0, row["alone_points"] * max(0.0, left) / others)
         if row["alone_points"] - row["lost_points"] > 3:
-            note = f"{row['alone_points']:.0f} if it alone were free"
-            row["note"] = f"{row['note']}; {note}" if row["note"] else note
+            _add_note(row, f"{row['alone_points']:.0f} if it alone were free")
             row["high"] = max(row["high"], row["alone_points"])
         row["low"] = min(row["low"], row["lost_points"])
 
@@ -540,6 +584,7 @@ def judge(seen: Measurements) -> Diagnosis:
     cause = _or_unexplained(cause, rows, 100 * gap, neighbour)
     claimed = max(gap if not healthy_input else 0.0, (cause["points"] / 100 if cause else 0.0))
     refused = _refused(seen, j, claimed) or _undecided(j, gap, healthy_input)
+    cause = _or_sampler(seen, cause)
     healthy = healthy_input and cause is None and refused is None
     rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else 2.5)
     # The gap is the median over rounds, each with both rates. The real rate follows from it: on a
@@ -567,6 +612,8 @@ def judge(seen: Measurements) -> Diagnosis:
             "neighbour": neighbour,
             "startup_seconds": seen.startup_seconds,
             "order": dict(seen.order) if seen.order else None,
+            "tail": dataclasses.asdict(seen.tail) if seen.tail else None,
+            "others": seen.others,
             "cold": dict(seen.cold) if seen.cold else None,
             "notes": list(seen.notes),
         }
@@ -599,6 +646,14 @@ def _between_workers(
     if exchange >= _EXCHANGE_POINTS:
         return {"stage": "exchange", "points": exchange}
     return cause
+
+
+def _or_sampler(seen: Measurements, cause: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The cause, unless drawing the order takes more of an epoch. No window has that."""
+    points = 100 * seen.order["share"] if seen.order else 0.0
+    if points <= HEALTHY_POINTS or (cause is not None and cause["points"] >= points):
+        return cause
+    return {"stage": "sampler", "points": points}
 
 
 def _or_unexplained(
@@ -699,9 +754,16 @@ def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
         return None
     return (
         f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too uncertain to "
-        f"call it {'healthy' if healthy else 'a gap'}. The machine is disturbed, or more rounds "
-        "are needed (--rounds, --seconds)"
+        f"call it {'healthy' if healthy else 'a gap'}. {_disturbed(j.seen)}more rounds "
+        "may settle it (--rounds, --seconds)"
     )
+
+
+def _disturbed(seen: Measurements) -> str:
+    """That other programs disturb the machine, if they do."""
+    if seen.others is None or seen.others < _OTHERS:
+        return "The windows differ by themselves: "
+    return f"Other programs take {seen.others:.0%} of the cores: stop them, or "
 
 
 def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
@@ -727,6 +789,6 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
             "start, later ones as at the end. --seconds 240 shows more of the end"
         )
     return (
-        f"the {arm} arm differs from itself by {100 * differs[arm]:.0f} points, {what}: the "
-        "machine is disturbed, or samples differ too much"
+        f"the {arm} arm differs from itself by {100 * differs[arm]:.0f} points, {what}. "
+        f"{_disturbed(seen)}more rounds may settle it (--rounds, --seconds)"
     )
