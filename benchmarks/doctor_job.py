@@ -8,16 +8,23 @@ SPEC is JSON: see :class:`Spec`.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import fcntl
+import http.server
 import io
 import itertools
 import json
 import multiprocessing
 import os
 import queue
+import socket
+import sqlite3
+import subprocess
 import sys
 import threading
 import time
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,7 +54,10 @@ class Spec:
         step_ms: of the accelerator, for a step; ``busy_ms`` of it on the CPU.
         batch: samples of each worker and step.
         workers: training processes.
-        kind: of data set: ``named`` (stages by name), ``plain`` (nothing is named).
+        kind: of data set: ``named`` (stages by name), ``plain`` (nothing is named), ``real``
+            (nothing is named, and the fault is a real SQLite table, HTTP server, Parquet file,
+            child process, lock, …, see :class:`Real`).
+        samples: in the data set.
     """
 
     fault: str = ""
@@ -62,6 +72,7 @@ class Spec:
     kind: str = "named"
     threads: int = 4
     payload: int = 0
+    samples: int = 4096
 
 
 def burn(seconds: float) -> None:
@@ -146,11 +157,11 @@ class Slow:
 class Named(Dataset):
     """Its stages have names."""
 
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
+    def __init__(self, fault: Fault, samples: int) -> None:
+        self.fault, self.samples = fault, samples
 
     def __len__(self) -> int:
-        return 4096
+        return self.samples
 
     @stage("read")
     def load(self, i: int) -> np.ndarray:
@@ -219,6 +230,148 @@ def write_images(folder: str, size: int) -> None:
         Image.fromarray(small).resize((size, size), Image.Resampling.BICUBIC).save(
             f"{folder}/{k}.jpg", quality=90
         )
+
+
+class Real(Dataset):
+    """Samples from where real data sets have them. The fault is how they are fetched."""
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        self.spec, self.fault = spec, spec.fault
+        self.folder = Path(os.environ["DOCTOR_FOLDER"])
+        self.seconds = spec.ms / 1e3
+        if self.fault == "own_lock":  # for the loaders of this worker
+            self.lock = multiprocessing.get_context("fork").Lock()
+        if self.fault == "parquet":
+            self.file = str(self.folder / "table.parquet")
+
+    def __len__(self) -> int:
+        return self.spec.samples
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        value = float(i % 251)
+        if self.fault not in ("", "sampler"):
+            getattr(self, self.fault)(i)
+        return torch.full((256,), value / 255), torch.tensor([0.5])
+
+    def sqlite(self, i: int) -> None:
+        """A query that has to look at every row, as where an index is missing."""
+        if not hasattr(self, "connection"):
+            self.connection = sqlite3.connect(self.folder / "table.sqlite")
+        query = "SELECT COUNT(*) FROM samples WHERE text LIKE ? AND id < ?"
+        self.connection.execute(query, (f"%{i}%", int(self.spec.ms * 1e4))).fetchone()
+
+    def http(self, i: int) -> None:
+        with urllib.request.urlopen(f"{os.environ['DOCTOR_HTTP']}/{self.spec.ms}") as reply:
+            reply.read()
+
+    def connection_kept(self, i: int) -> None:
+        """A protocol of one's own over a socket that stays open."""
+        if not hasattr(self, "server"):
+            host, port = os.environ["DOCTOR_HTTP"].removeprefix("http://").split(":")
+            self.server = socket.create_connection((host, int(port)))
+        self.server.sendall(f"GET /{self.spec.ms} HTTP/1.1\r\nHost: a\r\n\r\n".encode())
+        left = b""
+        while not left.endswith(b"done"):
+            left += self.server.recv(4096)
+
+    def parquet(self, i: int) -> None:
+        """Decoded by Arrow's own threads."""
+        import pyarrow.parquet as pq
+
+        pq.read_table(self.file, columns=[f"c{k}" for k in range(int(self.spec.ms))])
+
+    def pool(self, i: int) -> None:
+        """A library that computes in threads of its own, as OpenCV and BLAS do."""
+        if not hasattr(self, "workers"):
+            self.workers = concurrent.futures.ThreadPoolExecutor(2)
+        for done in [self.workers.submit(burn, self.seconds / 2) for _ in range(2)]:
+            done.result()
+
+    def child(self, i: int) -> None:
+        subprocess.run(["sleep", f"{self.seconds:.4f}"], check=True)
+
+    def wait(self, i: int) -> None:
+        """Waits for something that has no name, with a little work."""
+        hold(self.seconds / 12)
+        threading.Event().wait(self.seconds)
+
+    def own_lock(self, i: int) -> None:
+        with self.lock:
+            time.sleep(self.seconds)
+
+    def shared_lock(self, i: int) -> None:
+        """One at a time on this machine."""
+        with open(self.folder / "lock", "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            time.sleep(self.seconds)
+
+    def tail(self, i: int) -> None:
+        """One sample in fifty takes long."""
+        if i % 50 == 7:
+            time.sleep(self.seconds)
+
+    def tail_read(self, i: int) -> None:
+        if i % 50 == 7:
+            with urllib.request.urlopen(f"{os.environ['DOCTOR_HTTP']}/{self.spec.ms}") as reply:
+                reply.read()
+
+
+class Computing(torch.utils.data.Sampler):
+    """Draws an epoch's order with so much work for each sample, one by one or all at once."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def __len__(self) -> int:
+        return self.spec.samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(len(self)).tolist()
+        each = self.spec.ms / 1e3
+        if self.spec.where == "at_once":
+            hold(each * len(order))
+        for i in order:
+            if self.spec.where != "at_once":
+                hold(each)
+            yield i
+
+
+def write_real(folder: str) -> None:
+    """The table of SQLite and the file of Parquet."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with contextlib.closing(sqlite3.connect(f"{folder}/table.sqlite")) as table:
+        table.execute("CREATE TABLE IF NOT EXISTS samples (id INTEGER, text TEXT)")
+        rows = ((k, f"row number {k} of the table") for k in range(200_000))
+        table.executemany("INSERT INTO samples VALUES (?, ?)", rows)
+        table.commit()
+    rng = np.random.default_rng(0)
+    columns = {f"c{k}": rng.integers(0, 1000, 50_000) for k in range(40)}
+    pq.write_table(pa.table(columns), f"{folder}/table.parquet", compression="zstd")
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    """Answers after as many milliseconds as the path says."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        time.sleep(float(self.path[1:]) / 1e3)
+        self.send_response(200)
+        self.send_header("Content-Length", "4")
+        self.end_headers()
+        self.wfile.write(b"done")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def serve() -> None:
+    """A local HTTP server, whose port is printed."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
 
 
 class Collate:
@@ -306,16 +459,20 @@ def plant_exchange(spec: Spec) -> None:
 
 def made(spec: Spec, rank: int) -> tuple[Fault, Dataset, Collate]:
     fault = Fault(spec, rank)
+    if spec.kind == "real":
+        return fault, Real(spec, rank), Collate(fault)
     if spec.kind == "plain":
         size = int(spec.ms) if spec.fault == "images" else 64
         folder = f"{os.environ['DOCTOR_FOLDER']}/images-{size}"
         return fault, Plain(fault, folder), Collate(fault)
-    return fault, Named(fault), Collate(fault)
+    return fault, Named(fault, spec.samples), Collate(fault)
 
 
 def loader_of(
     spec: Spec, dataset: Dataset, collate: Collate, batch: int, sampler: object = None
 ) -> DataLoader:
+    if spec.fault == "sampler":
+        sampler = Computing(spec)
     return DataLoader(
         dataset,
         batch_size=batch,
@@ -350,6 +507,24 @@ def ahead(loader: DataLoader, stop: threading.Event) -> Iterator[object]:
     finally:
         stop.set()
         thread.join()
+
+
+def by_epochs(spec: Spec, loader: DataLoader, step: object) -> float:
+    """Samples per second over whole epochs, whose order is drawn before each."""
+    began, epochs, samples = time.perf_counter(), 3, spec.samples
+    order = loader.sampler
+    for _ in range(epochs):
+        fixed = list(order)
+        each = DataLoader(
+            loader.dataset,
+            batch_size=spec.batch,
+            sampler=fixed,
+            num_workers=spec.loaders,
+            collate_fn=loader.collate_fn,
+        )
+        for batch in each:
+            step(batch)
+    return epochs * samples / (time.perf_counter() - began)
 
 
 def plain(spec: Spec, seconds: float) -> None:
@@ -399,7 +574,10 @@ def plain(spec: Spec, seconds: float) -> None:
         return (steps + 1) * spec.batch * size / (time.perf_counter() - began)
 
     reader = endless()
-    real = timed(reader, 14)
+    if spec.fault == "sampler":
+        real = by_epochs(spec, loader, step)
+    else:
+        real = timed(reader, 14)
     held = [next(reader) for _ in range(4)]
     reader.close()
     synthetic = timed(itertools.cycle(held), 4)
@@ -429,6 +607,8 @@ def with_ronde(spec: Spec) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "serve":
+        serve()
     given = Spec(**json.loads(sys.argv[2]))
     # on a machine that others use too: in a scheduling group of its own
     if os.environ.get("DOCTOR_FAVOURED"):

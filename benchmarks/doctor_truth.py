@@ -15,6 +15,7 @@ The doctor sees the faulty script only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,10 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from doctor_job import Spec, write_images
+from doctor_job import Spec, write_images, write_real
 from ronde.world.cores import openmp_waits, threads_per_worker
 
 _HERE = Path(__file__).parent
@@ -174,6 +176,27 @@ def cases() -> dict[str, tuple[Spec, str]]:
         loaders=1,
         workers=2,
     )
+    for name, stage, ms in (
+        ("sqlite", "read", 6),  # thousands of rows to look at
+        ("http", "read", 7),
+        ("connection_kept", "read", 7),
+        ("parquet", "read", 30),  # columns
+        ("child", "subprocess", 6),
+        ("wait", "python", 6),
+        ("own_lock", "python", 3.5),
+        ("shared_lock", "python", 3.5),
+        ("tail", "python", 250),
+        ("tail_read", "read", 250),
+        ("pool", "python", 6),
+    ):
+        add(f"real-{name}", stage, kind="real", fault=name, where=name, ms=ms)
+    for name, stage, ms in (("http", "read", 4), ("wait", "python", 4)):
+        few = {"loaders": 1, "workers": 2}
+        add(f"real-two-{name}", stage, kind="real", fault=name, where=name, ms=ms, **few)
+    add("real-inside-http", "read", kind="real", fault="http", where="http", ms=2, loaders=0)
+    for where in ("one_by_one", "at_once"):
+        spec = {"kind": "real", "fault": "sampler", "where": where, "samples": 1024}
+        add(f"sampler-{where}", "sampler", ms=1.0, **spec)
     add("healthy", "", loaders=2)
     add("healthy-inside", "", loaders=0)
     add("healthy-plain", "", kind="plain", loaders=2)
@@ -260,11 +283,42 @@ def diagnose(spec: Spec, folder: str, seconds: float) -> dict[str, Any]:
     )
     if not out.exists():
         return {"error": f"{done.stdout}\n{done.stderr}"}
-    return json.loads(out.read_text())
+    values = json.loads(out.read_text())
+    cause = (values["cause"] or {}).get("stage", "")
+    shown = done.stdout
+    values["agrees"] = (
+        ("NO VERDICT" in shown) == bool(values["refused"])
+        and ("  healthy" in shown) == values["healthy"]
+        and (not cause or values["refused"] or f"{values['cause']['points']:.0f}" in shown)
+        and bool(values["prescriptions"]) == ("PRESCRIBE" in shown)
+        # what the exchange or a straggler loses is not for the input to mend
+        and not (cause == "exchange" and values["prescriptions"])
+        and all(
+            (r["capacity_samples_per_second"] or 1e99)
+            >= values["samples_per_second"]["real"] * 0.99
+            for r in values["stages"]
+        )
+    )
+    return values
+
+
+@contextlib.contextmanager
+def server() -> Iterator[None]:
+    """A local HTTP server in a process of its own, as the cases find it."""
+    command = [sys.executable, str(_JOB), "serve", "{}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        os.environ["DOCTOR_HTTP"] = f"http://127.0.0.1:{process.stdout.readline().strip()}"
+        try:
+            yield
+        finally:
+            process.terminate()
 
 
 def points_of(values: dict[str, Any], stage: str) -> float:
     """Lost points that the doctor gives a stage."""
+    if stage == "sampler":
+        return 100 * float((values["order"] or {}).get("share", 0.0))
     if stage == "exchange":
         return float(values["exchange_points"])
     if stage == "straggler":
@@ -328,9 +382,13 @@ def main() -> None:
             for i in range(options.sample)
         }
     rows = []
-    with tempfile.TemporaryDirectory(prefix="doctor-truth-") as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="doctor-truth-"))
         for size in {64, *(int(s.ms) for s, _ in chosen.values() if s.fault == "images")}:
             write_images(str(Path(folder) / f"images-{size}"), size)
+        if any(s.kind == "real" for s, _ in chosen.values()):
+            write_real(folder)
+            stack.enter_context(server())
         for name, (spec, stage) in chosen.items():
             start = time.monotonic()
             found = truth(spec, folder)
@@ -343,7 +401,8 @@ def main() -> None:
                 said = "refused" if values["refused"] else "" if values["healthy"] else cause
                 row |= {
                     "said": said,
-                    "right": said == stage,
+                    "right": said == stage and values["agrees"],
+                    "agrees": values["agrees"],
                     "points": points_of(values, stage) if stage else 100 * values["gap"],
                     "gap": values["gap"],
                     "refused": values["refused"],
