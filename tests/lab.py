@@ -124,6 +124,17 @@ class Lab:
         """Pull the cable."""
         _do("ip", "link", "set", f"{self.tag}v{name.rpartition('-')[2]}", "down")
 
+    def rate(self, name: str, rate: str | None) -> None:
+        """Shape both ways of a host's link; None takes the limit away."""
+        end = f"{self.tag}v{name.rpartition('-')[2]}"
+        for where in (["tc", "-n", name, "qdisc"], ["tc", "qdisc"]):
+            device = "eth0" if "-n" in where else end
+            if rate is None:
+                _do(*where, "del", "dev", device, "root")
+            else:
+                limit = ["tbf", "rate", rate, "burst", "64kb", "latency", "50ms"]
+                _do(*where, "replace", "dev", device, "root", *limit)
+
     def heal(self, name: str) -> None:
         """Put the cable back."""
         _do("ip", "link", "set", f"{self.tag}v{name.rpartition('-')[2]}", "up")

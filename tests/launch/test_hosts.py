@@ -17,6 +17,8 @@ from safetensors.torch import load_file
 
 from lab import lab, missing, no_slurm, slurm
 from processes import child, ronde, ronde_run
+from ronde.cli.check import slow_links
+from ronde.measure.pair_links import rounds
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -270,6 +272,47 @@ def test_errors_name_the_host_and_the_cure(hosts, place):
     hosts.cut(second)
     refused(hosts, place, ["--hosts", both, *train], f"{second}: it does not answer")
     hosts.heal(second)
+
+
+def test_check_before_a_job(hosts, place):
+    first, second = hosts.names
+    words = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first},{second}"]
+    done = ronde_run(["check", *words], place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{first}" in done.stdout and "MB/s" in done.stdout and "µs" in done.stdout
+    assert "the hosts are alike" in done.stdout
+    hosts.rate(second, "100mbit")
+    try:
+        done = ronde_run(["check", "--json", *words], place)
+    finally:
+        hosts.rate(second, None)
+    told = json.loads(done.stdout)
+    assert set(told["hosts"]) == {first, second}
+    assert told["hosts"][second]["torch"] == torch.__version__
+    (link,) = told["links"]
+    assert (link["a"], link["b"]) == (first, second)
+    assert 5e6 < link["bandwidth"] < 13e6  # 12.5 MB/s
+
+
+def test_slow_links_are_named():
+    def pairs(slow):
+        every = [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
+        return [
+            {"a": a, "b": b, "latency": 1e-5, "bandwidth": 1e7 if (a, b) in slow else 1e9}
+            for a, b in every
+        ]
+
+    names = ["a", "b", "c", "d"]
+    assert slow_links(names, pairs([])) == []
+    assert slow_links(names, pairs([(1, 2)])) == [
+        "the link between b and c is slow: 10 MB/s, where 1,000 MB/s are usual here"
+    ]
+    (told,) = slow_links(names, pairs([(0, 3), (1, 3), (2, 3)]))
+    assert told.startswith("every link of d is slow: at most 10 MB/s")
+    for size in range(2, 8):
+        met = [p for each in rounds(size) for p in each]
+        assert sorted(met) == [(a, b) for a in range(size) for b in range(a + 1, size)]
+        assert all(len({r for p in each for r in p}) == 2 * len(each) for each in rounds(size))
 
 
 def test_a_failing_rank_is_named_with_its_host(hosts, place):

@@ -1,0 +1,151 @@
+"""``ronde check``: what hosts are and have, and the links between them, before a job."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.hosts import (
+    EnvOption,
+    HostfileOption,
+    HostsOption,
+    MpiOption,
+    PythonOption,
+    SlurmOption,
+    SshConfigOption,
+    chosen,
+)
+from ronde.world import ArgumentError, WorldError
+
+__all__ = ["register", "slow_links"]
+
+_EXAMPLES = """
+Examples:
+
+  ronde check --hosts gpu1:8,gpu2:8          over ssh
+
+  ronde check --hostfile hosts --json        as JSON
+
+  salloc -N 4 ronde check --slurm            all nodes of an allocation
+"""
+_SLOW = 0.5  # of the median
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "check",
+        help="Before a job: what hosts have, what differs, and the links between them, in seconds."
+        "\n" + _EXAMPLES,
+        no_args_is_help=True,
+    )
+    def check(
+        hosts: HostsOption = None,
+        hostfile: HostfileOption = None,
+        slurm: SlurmOption = False,
+        mpi: MpiOption = False,
+        ssh_config: SshConfigOption = None,
+        env: EnvOption = None,
+        python: PythonOption = None,
+        as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+    ) -> None:
+        from ronde.launch import Fleet, Job, Output, notes
+
+        places = chosen(hosts, hostfile, slurm, mpi, ssh_config, env or [], python)
+        if places is None:
+            raise ArgumentError("name the hosts: --hosts a,b, --hostfile FILE, or --slurm.")
+        names = [h.name for h in places.hosts]
+        command = ["-m", "ronde.measure.pair_links"]
+        pairs: list[dict[str, Any]] = []
+        with Fleet(places.hosts, places.engine, places.python) as fleet:
+            facts = fleet.ask(command, places.environment, None)
+            said = notes(facts, {h.name: h.slots or f["devices"] for h, f in _each(places, facts)})
+            if len(names) > 1:
+                lines: list[bytes] = []
+                output = Output(
+                    len(names), None, lines.append, lambda m: pairs.extend(m.get("pairs", ()))
+                )
+                job = Job(command, len(names), None, {"RONDE_PROGRESS": "quiet"})
+                outcome = fleet.run(job, [1] * len(names), output)
+                output.close()
+                if outcome.interrupted:
+                    raise typer.Exit(outcome.status)
+                if outcome.status:
+                    raise WorldError(f"the links could not be measured: {outcome.error}")
+        said += slow_links(names, pairs)
+        if as_json:
+            told = [{**p, "a": names[p["a"]], "b": names[p["b"]]} for p in pairs]
+            print(json.dumps({"hosts": facts, "links": told, "notes": said}, indent=2))
+            return
+        _show(names, facts, pairs, said)
+
+
+def _each(places: Any, facts: Any) -> list[tuple[Any, Any]]:
+    return [(h, facts[h.name]) for h in places.hosts]
+
+
+def slow_links(names: list[str], pairs: list[dict[str, Any]]) -> list[str]:
+    """Sentences about links of less than half the median bandwidth; a host all of whose links are
+    slow is named once.
+    """
+    if len(pairs) < 3:  # of two hosts, nobody can say which one is slow
+        return []
+    usual = statistics.median(p["bandwidth"] for p in pairs)
+    slow = [p for p in pairs if p["bandwidth"] < _SLOW * usual]
+    said = []
+    for place, name in enumerate(names):
+        own = [p for p in pairs if place in (p["a"], p["b"])]
+        if own and all(p in slow for p in own):
+            best = max(p["bandwidth"] for p in own)
+            said.append(
+                f"every link of {name} is slow: at most {best / 1e6:,.0f} MB/s, where "
+                f"{usual / 1e6:,.0f} MB/s are usual here"
+            )
+            slow = [p for p in slow if p not in own]
+    for p in slow:
+        said.append(
+            f"the link between {names[p['a']]} and {names[p['b']]} is slow: "
+            f"{p['bandwidth'] / 1e6:,.0f} MB/s, where {usual / 1e6:,.0f} MB/s are usual here"
+        )
+    return said
+
+
+def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(title="hosts", title_justify="left")
+    for name in ("host", "devices", "cores", "memory", "disk", "/dev/shm", "torch", "Python"):
+        table.add_column(name, justify="left" if name in ("host", "devices") else "right")
+    for name in names:
+        found = facts[name]
+        gib = [f"{found[k] / 2**30:.1f} GiB" for k in ("memory", "disk", "shared_memory")]
+        kind = "GPUs" if found["kind"] == "cuda" else "CPU"
+        devices = f"{found['devices']} {kind}" if kind == "GPUs" else kind
+        versions = (found["torch"], found["python"])
+        table.add_row(name, devices, str(found["cores"]), *gib, *versions)
+    console.print(table)
+    if pairs:
+        links = Table(title="links", title_justify="left")
+        for name in ("between", "and"):
+            links.add_column(name)
+        for name in ("latency", "bandwidth"):
+            links.add_column(name, justify="right")
+        for p in pairs:
+            links.add_row(
+                names[p["a"]],
+                names[p["b"]],
+                f"{p['latency'] * 1e6:,.0f} µs",
+                f"{p['bandwidth'] / 1e6:,.0f} MB/s",
+            )
+        console.print(links)
+    for line in said:
+        console.print(Text(f"note: {line}", style="yellow"), soft_wrap=True)
+    if not said:
+        console.print("the hosts are alike, and nothing stands in the way", highlight=False)

@@ -1,0 +1,92 @@
+"""Latency and bandwidth between every two hosts: ``python -m ronde.measure.pair_links``.
+
+One worker a host. In each round of a tournament, every host has another partner, so that all pairs
+are measured in as many rounds as there are hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from ronde.watch import MARK
+from ronde.world import World
+from ronde.world.connect import connect
+from ronde.world.consensus import gather_json
+
+__all__ = ["measure_pairs", "rounds"]
+
+_SMALL, _LARGE = 8, 8 << 20
+_PINGS, _SENDS = 30, 3
+
+
+def rounds(size: int) -> list[list[tuple[int, int]]]:
+    """The rounds of a tournament: each pair once, nobody twice in a round (circle method).
+
+    Example:
+        >>> rounds(3)
+        [[(1, 2)], [(0, 2)], [(0, 1)]]
+    """
+    places: list[int | None] = [*range(size)] + ([None] if size % 2 else [])
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        round_ = [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
+        found.append(sorted(round_))
+        places = [places[0], places[-1], *places[1:-1]]
+    return sorted(found, reverse=True)
+
+
+def _echo(first: bool, other: int, data: torch.Tensor, times: int) -> list[float]:
+    """Seconds of each way there and back."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        if first:
+            dist.send(data, other)
+            dist.recv(data, other)
+        else:
+            dist.recv(data, other)
+            dist.send(data, other)
+        if data.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measure_pairs(me: World) -> list[dict[str, float]]:
+    """Every pair: ``a``, ``b``, ``latency`` of one way in seconds, ``bandwidth`` in bytes/s. A
+    collective.
+    """
+    small = torch.zeros(_SMALL, dtype=torch.uint8, device=me.device)
+    large = torch.zeros(_LARGE, dtype=torch.uint8, device=me.device)
+    mine = []
+    for number in rounds(me.size):
+        for pair in number:
+            if me.rank in pair:
+                first, other = me.rank == pair[0], pair[me.rank == pair[0]]
+                _echo(first, other, small, 3)  # connections are made by the first
+                latency = statistics.median(_echo(first, other, small, _PINGS)) / 2
+                took = min(_echo(first, other, large, _SENDS)) / 2
+                if first:
+                    bandwidth = _LARGE / max(took - latency, 1e-9)
+                    found = {"a": pair[0], "b": pair[1], "latency": latency}
+                    mine.append({**found, "bandwidth": bandwidth})
+        dist.barrier()
+    return sorted(
+        (p for each in gather_json(me, mine) for p in each), key=lambda p: (p["a"], p["b"])
+    )
+
+
+if __name__ == "__main__":
+    here = connect(60.0)
+    pairs = measure_pairs(here)
+    if here.is_main:
+        sys.stdout.write(MARK + json.dumps({"pairs": pairs}) + "\n")
+        sys.stdout.flush()
