@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -362,6 +364,77 @@ def test_inside_an_allocation_of_slurm(hosts, place, one):
     done = launched(["--slurm", "train.py", "x.st", "1"], place)
     assert done.returncode == 2
     assert "this is not inside an allocation of Slurm" in done.stderr
+
+
+BOX = """
+import argparse, os
+import torch
+from torch import nn
+import ronde
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int)
+parser.add_argument("--layers")
+parser.add_argument("--text")
+options = parser.parse_args()
+if options.text == "fail" and ronde.world().rank == 3:
+    raise ValueError("on purpose")
+"""
+
+
+def test_as_the_entry_point_of_containers(hosts, place, one):
+    """Two hosts of SageMaker's contract: files say who takes part; typed hyperparameters become
+    arguments; a second start resumes; the first failure is where the service looks for it.
+    """
+    base = place / "private" / "ml"
+    body = TRAIN[TRAIN.index("torch.set_default") :]
+    body = body.replace("int(sys.argv[2])", "options.epochs").replace(
+        "sys.argv[3:]", "vars(options)"
+    )
+    body = body.replace('if vars(options)[:1] == ["forever"]', "if False").replace(
+        "sys.argv[1]", "os.path.join(os.environ['SM_MODEL_DIR'], 'model.st')"
+    )
+    body = body.replace('    if sys.argv[3:4] == ["forever"]:', "    if False:")
+    (place / "box.py").write_text(BOX + body)
+
+    def start(epochs: int, text: str) -> list[subprocess.CompletedProcess[str]]:
+        running = []
+        for name in hosts.names:
+            values = {"epochs": str(epochs), "layers": "[1, 2]", "text": json.dumps(text)}
+            config = {"current_host": name, "hosts": [*reversed(hosts.names)]}
+            config["network_interface_name"] = "eth0"
+            files = {"resourceconfig": config, "hyperparameters": values}
+            files["hyperparameters"]["sagemaker_program"] = "box.py"
+            files["inputdataconfig"] = {"train": {}}
+            write = "".join(
+                f"echo {shlex.quote(json.dumps(v))} > {base}/input/config/{k}.json; "
+                for k, v in files.items()
+            )
+            command = (
+                f"mkdir -p {base}/input/config {base}/checkpoints {base}/model; {write}"
+                f"cd {place}; OMP_NUM_THREADS=1 RONDE_DEVICE=cpu SAGEMAKER_BASE_DIR={base} "
+                f"{shlex.join(ronde('run', '-n', '2', 'box.py'))}"
+            )
+            words = ["ssh", "-F", str(hosts.ssh_config), name, command]
+            running.append(
+                subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+        told = [(p, *p.communicate(timeout=90)) for p in running]
+        return [subprocess.CompletedProcess(p.args, p.returncode, out, err) for p, out, err in told]
+
+    first, second = start(2, "two words")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "'layers': '[1, 2]', 'text': 'two words'" in first.stdout
+    first, second = start(4, "more")
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert "resumed" in first.stdout
+    hosts.ssh(hosts.names[0], f"cp {base}/model/model.st {place}/box.st")
+    equal(place / "box.st", one)
+    assert not hosts.ssh(hosts.names[1], f"find {base}/model {base}/checkpoints -type f")
+    first, second = start(5, "fail")
+    assert first.returncode and second.returncode
+    reason = hosts.ssh(hosts.names[1], f"cat {base}/output/failure")
+    assert reason.startswith("rank 3: Traceback") and "ValueError: on purpose" in reason
 
 
 @pytest.mark.parametrize("which", ["mpirun.openmpi", "mpirun.mpich"])

@@ -291,17 +291,49 @@ def test_nothing_is_saved_where_nothing_fits(tmp_path):
     assert not (tmp_path / "plan.yaml").exists() and not (tmp_path / "schedule.svg").exists()
 
 
-def test_a_gap_below_the_noise_of_measurement_decides_nothing():
+def test_a_gap_below_what_predictions_are_off_decides_nothing():
     costs, cluster = chain_of(*[1e-3] * 8), wired(devices_per_node=4)
     found = search(costs, cluster, 4)
-    gap = found.runner_up.step_seconds / found.best.step_seconds - 1.0
-    assert gap > 0
+    best, second = found.best, found.runner_up
 
-    def answer(noise):
+    def answer(gap, noise=0.0, where=cluster):
+        slower = dataclasses.replace(second, raw_step_seconds=best.step_seconds * (1 + gap))
+        families = {best.plan.family: best, second.plan.family: slower}
+        asked = dataclasses.replace(found, families=families)
         noisy = dataclasses.replace(costs, noise=noise)
-        return explain(found, noisy, cluster, with_flips=False)
+        return explain(asked, noisy, where, with_flips=False)
 
-    below, above = answer(0.9 * gap), answer(1.1 * gap)
-    assert "nothing measurable" not in below.decided and " slower: " in below.runner_up
-    assert above.decided.startswith("nothing measurable: step times differ by")
-    assert "cannot be told apart" in above.runner_up
+    # the error of predictions on a measured cluster, 5.2 %; more if the measurement was disturbed
+    for gap, noise in ((0.06, 0.0), (0.2, 0.1)):
+        told = answer(gap, noise)
+        assert not told.decided.startswith("nothing") and " slower: " in told.runner_up
+    for gap, noise, said in ((0.04, 0.0, "5 %"), (0.2, 0.25, "25 %")):
+        told = answer(gap, noise)
+        assert told.decided.startswith("nothing: ") and f"off by {said}" in told.decided
+        assert "cannot be told apart" in told.runner_up
+    # links from a data sheet: 15 %
+    links = {
+        kind: {s: dataclasses.replace(f, assumed=True) for s, f in by.items()}
+        for kind, by in cluster.links.items()
+    }
+    sheet = dataclasses.replace(cluster, links=links)
+    told = answer(0.1, where=sheet)
+    assert told.decided.startswith("nothing: ") and "≈ " in told.sentence
+    values = told.to_dict()
+    assert values["estimate"] and values["error_range"]["step_seconds"] == 0.15
+    assert any(a["unit"] == "B/s" and a["value"] > 0 for a in values["assumed"])
+    assert "Assumed" in answer_text(told) and "≈ " not in answer(0.1).sentence
+    assert not answer(0.1).to_dict()["estimate"]
+
+
+def test_a_term_that_a_plan_does_not_have_is_none_and_not_zero():
+    costs, cluster = chain_of(*[1e-3] * 8), wired(devices_per_node=4)
+    found = search(costs, cluster, 4)
+    slower = dataclasses.replace(
+        found.runner_up,
+        raw_step_seconds=2 * found.best.step_seconds,
+        terms={**found.best.terms, "gather": 1.0},
+    )
+    families = {found.best.plan.family: found.best, slower.plan.family: slower}
+    told = explain(dataclasses.replace(found, families=families), costs, cluster, with_flips=False)
+    assert "none in replicate" in told.decided and "0 µs" not in told.decided

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +187,7 @@ class Gathered:
 @contextlib.contextmanager
 def gathered(
     places: Places | None,
+    box: Any,
     command: list[str],
     workers: str,
     runs: Path | None,
@@ -194,6 +196,7 @@ def gathered(
     """Check what is there, on this machine or on hosts, before anything starts.
 
     Args:
+        box: the SageMaker container that this is; None elsewhere.
         workers: ``auto`` or how many.
         runs: the folder of runs; None where nothing is kept.
         say: called with a line about each phase.
@@ -203,6 +206,17 @@ def gathered(
     if places is None:
         count = resolve_workers(workers)
         check_workers(count)
+        if box is not None and len(box.hosts) > 1:
+            nodes, all_of = box.nodes(), count * len(box.hosts)
+
+            def in_container(job: Any, show: Any, message: Any, names: Any = None) -> Any:
+                here = dataclasses.replace(job, workers=count)
+                here.environment["RONDE_RUN_DIR_SHARED"] = "0"
+                return run_here(here, show, message, names, nodes)
+
+            names = [f"[{box.hosts[r // count]} {r}] " for r in range(all_of)]
+            yield Gathered(all_of, f" on {len(box.hosts)} hosts", names, [], in_container)
+            return
         yield Gathered(count, "", [f"[{r}] " for r in range(count)], [], run_here)
         return
     if runs is not None:

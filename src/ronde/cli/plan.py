@@ -226,7 +226,8 @@ def _measure(
 
     def failed(error: str) -> str:
         if "NoisyMachine" in error:
-            return f"{error.partition(': ')[2]} Or plan with these times: --accept-noise."
+            said = error.partition(": ")[2].removesuffix(".")
+            return f"{said}, or plan with these times: --accept-noise."
         return f"the script failed before its model was measured: {error}"
 
     threads = threads_on(target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -145,8 +146,17 @@ def register(app: typer.Typer) -> None:
         env: EnvOption = None,
         python: PythonOption = None,
     ) -> None:
-        from ronde.launch import Job
+        from ronde.launch import Job, container
 
+        box = None if hosts or hostfile or slurm else container()
+        if box is not None:
+            arguments = [*(arguments or []), *box.arguments]
+            os.environ.update(box.environment)
+            name = name or script_stem(module or arguments[0])
+            runs = box.checkpoints or runs
+            resume = resume or (runs / name / "checkpoints").is_dir()
+            if box.rank > 0:  # rank 0 writes; the service may join the folders of all hosts
+                runs, name, resume, quiet = Path("none"), None, False, True
         command = command_of(module, arguments or [])
         if name is not None:
             check_name(name)
@@ -163,7 +173,7 @@ def register(app: typer.Typer) -> None:
         terminal = console.is_terminal and not quiet
         bar = Bar(console) if terminal else None
         kept = None if temporary else runs
-        with gathered(places, command, workers, kept, bar.begin if bar else _ignore) as group:
+        with gathered(places, box, command, workers, kept, bar.begin if bar else _ignore) as group:
             count = group.workers
             planned = None if plan is None else _plan(plan, count)
             directory = claim_run_dir(
@@ -208,6 +218,8 @@ def register(app: typer.Typer) -> None:
                 bar.close()
                 show(b"")
         if outcome.status:
+            if box is not None and outcome.rank is not None:
+                box.tell(f"rank {outcome.rank}: {outcome.traceback or outcome.error}")
             _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
             _tell_failure(outcome, directory, kept=temporary is None)
             if outcome.exited and (hint := hint_after_exit(command)):

@@ -11,6 +11,7 @@ from typing import Any
 
 from ronde.launch.agent import Job, Outcome
 from ronde.launch.console import Output
+from ronde.launch.container import Container, container
 from ronde.launch.engine import parse_hostfile, parse_hosts
 from ronde.launch.facts import notes, share
 from ronde.launch.fleet import Fleet, environment_for
@@ -20,6 +21,8 @@ from ronde.launch.slurm import Slurm, allocation
 from ronde.launch.ssh import Ssh
 
 __all__ = [
+    "Container",
+    "container",
     "Fleet",
     "Job",
     "Mpi",

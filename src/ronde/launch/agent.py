@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from ronde.world import openmp_waits, threads_per_worker, usable_cores
 __all__ = ["Job", "Nodes", "Outcome", "adopt_orphans", "devices", "reap", "run_workers"]
 
 _SHUTDOWN_SECONDS = 10
+_PEERS_SECONDS = 1.0
+_FAILED = "ronde/failed"
 
 # Errors a rank raises because another one is gone: consequences, not causes.
 _CONSEQUENCES = (
@@ -70,6 +73,8 @@ class Nodes:
         port: port of that store; on node 0 the one that ``listener`` is bound to.
         listener: node 0's bound socket.
         interface: the interface of this node that leads to the others.
+        patience: how long to wait for node 0, in seconds.
+        tells: whether nodes tell each other when one fails; else their launcher does.
     """
 
     rank: int = 0
@@ -78,6 +83,8 @@ class Nodes:
     port: int = 0
     listener: socket.socket | None = None
     interface: str = "lo"
+    patience: float = 60.0
+    tells: bool = False
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,7 @@ def _register_rendezvous(nodes: Nodes) -> str:
     class Known(RendezvousHandler):
         def __init__(self, parameters: RendezvousParameters) -> None:
             self._run_id = parameters.run_id
-            limit = datetime.timedelta(seconds=60)
+            limit = datetime.timedelta(seconds=nodes.patience)
             if nodes.rank == 0:
                 listener = nodes.listener or socket.create_server((nodes.address, 0))
                 self._port = int(listener.getsockname()[1])
@@ -335,6 +342,49 @@ def _free_caches() -> None:
             time.sleep(0.05)
 
 
+class _Peers:
+    """Nodes that no launcher leads: one that fails says so in node 0's store, and the others end.
+
+    Without it they would wait for a lost rank until their collectives time out.
+    """
+
+    def __init__(self, nodes: Nodes) -> None:
+        self._nodes = nodes
+        self._port = nodes.listener.getsockname()[1] if nodes.listener else nodes.port
+        self._store: Any = None
+        self._over = threading.Event()
+        self.failed = False
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        from torch._C._distributed_c10d import TCPStore
+
+        limit = datetime.timedelta(seconds=self._nodes.patience)
+        try:
+            self._store = TCPStore(
+                self._nodes.address, self._port, None, False, limit, wait_for_workers=False
+            )
+            while not self._over.wait(_PEERS_SECONDS):
+                if self._store.check([_FAILED]):
+                    break
+        except RuntimeError:
+            self._over.wait(2 * _PEERS_SECONDS)  # node 0 may have ended because all is done
+        if not self._over.is_set():
+            self.failed = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def close(self, failed: bool) -> None:
+        """Stop watching; tell the others if this node failed."""
+        self._over.set()
+        if failed and not self.failed and self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_FAILED, str(self._nodes.rank))
+            if self._nodes.rank == 0:
+                time.sleep(2 * _PEERS_SECONDS)  # the store ends with this process
+        self._thread.join(2 * _PEERS_SECONDS)
+
+
 def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
     """Start this node's workers, watch them, and return when all have ended; closes the router.
 
@@ -360,6 +410,7 @@ def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
         s: signal.getsignal(s)
         for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     }
+    peers, failed = None, False
     try:
         config = LaunchConfig(
             min_nodes=nodes.count,
@@ -374,12 +425,14 @@ def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
             shutdown_timeout=_SHUTDOWN_SECONDS,
             local_addr=nodes.address if nodes.rank == 0 else "127.0.0.1",
         )
+        peers = _Peers(nodes) if nodes.tells else None
         elastic_launch(config, sys.executable)(
             "-u", str(Path(__file__).with_name("worker.py")), *job.command
         )
         left = _noted(router.error_folder, "left")
         return Outcome(0, left=left, seconds=time.monotonic() - start)
     except ChildFailedError as error:
+        failed = True
         rank, text, trace, code, exited, consequence, gone = _first_failure(
             error.failures, router.error_folder
         )
@@ -395,6 +448,10 @@ def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
             seconds=time.monotonic() - start,
         )
     except (SignalException, KeyboardInterrupt) as error:
+        if peers is not None and peers.failed:
+            told = "a worker of another host failed first; that host's output says why"
+            return Outcome(1, error=told, seconds=time.monotonic() - start)
+        failed = True
         number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         return Outcome(
             128 + int(number),
@@ -408,6 +465,8 @@ def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
         reap()
         _free_caches()
         router.close()
+        if peers is not None:
+            peers.close(failed)
         for s, handler in handlers.items():
             signal.signal(s, handler)
         for key, value in before.items():

@@ -74,13 +74,12 @@ class Output:
         names: list[str] | None = None,
     ) -> None:
         self._show, self._message, self._names = show, message, names
-        self._files: list[BinaryIO] = []
+        self._logs = logs
+        self._files: dict[int, BinaryIO] = {}
         self._lines = [b""] * workers
         self._lock = threading.Lock()  # nodes write at the same time
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-            for rank in range(workers):
-                self._files.append((logs / f"rank-{rank}.log").open("ab", buffering=0))
 
     def out(self, rank: int, data: bytes) -> None:
         """Log bytes that a worker printed, and show them if they are to be seen."""
@@ -96,9 +95,12 @@ class Output:
 
     def log(self, rank: int, data: bytes) -> None:
         """Append bytes to a worker's log."""
-        if self._files:
-            with contextlib.suppress(OSError):  # a full disk must not stop the training
-                self._files[rank].write(data)
+        if self._logs is None:
+            return
+        with contextlib.suppress(OSError):  # a full disk must not stop the training
+            if rank not in self._files:
+                self._files[rank] = (self._logs / f"rank-{rank}.log").open("ab", buffering=0)
+            self._files[rank].write(data)
 
     def message(self, rank: int, message: dict[str, Any]) -> None:
         """Hand over a progress message of rank 0; those of others are dropped."""
@@ -110,7 +112,7 @@ class Output:
         for rank, rest in enumerate(self._lines):
             if rest and self._names is not None:
                 self._show(self._names[rank].encode() + rest + b"\n")
-        for file in self._files:
+        for file in self._files.values():
             file.close()
 
 

@@ -57,6 +57,7 @@ def run_here(
     show: Callable[[bytes], None],
     message: Callable[[dict[str, Any]], None],
     names: list[str] | None = None,
+    nodes: Nodes | None = None,
 ) -> Outcome:
     """Start workers on this machine, watch them, and return when all have ended.
 
@@ -64,11 +65,15 @@ def run_here(
         show: called with bytes that rank 0 printed.
         message: called with progress messages of rank 0.
         names: a prefix for each rank's lines; then those of all ranks are shown.
+        nodes: this machine among others on which the same is started; each has as many workers.
     """
     if shutil.which(sys.executable) is None:
         raise ArgumentError(f"this Python ({sys.executable}) cannot be started again")
-    output = Output(job.workers, job.directory and job.directory / "logs", show, message, names)
+    nodes, alone = nodes or Nodes(), nodes is None
+    total, first = job.workers * nodes.count, job.workers * nodes.rank
+    output = Output(total, job.directory and job.directory / "logs", show, message, names)
+    run_id = uuid.uuid4().hex if alone else "ronde"
     try:
-        return run_workers(job, Router(job.workers, output), Nodes(), uuid.uuid4().hex)
+        return run_workers(job, Router(job.workers, output, first), nodes, run_id)
     finally:
         output.close()

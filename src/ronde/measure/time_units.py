@@ -151,7 +151,7 @@ def measure(
             error = gate.error("these times", repeats, too_few)
             if on_noise == "error":
                 raise error
-            notes.append(str(error))
+            notes.append(str(error).partition(" Stop other programs")[0])
             noise = error.level
         timed_units, factor, fit_error = _fit(costs.units, best, timed.one_thread)
         return replace(

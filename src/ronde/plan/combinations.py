@@ -9,11 +9,12 @@ def not_carried_out(plan: Plan) -> str | None:
     """Why no strategy carries out a plan's combination, or None. The planner offers only others.
 
     Example:
-        >>> not_carried_out(Plan(pipeline=2, tensor=2))
-        'pipeline and tensor do not combine'
+        >>> not_carried_out(Plan(tensor=2, shard="optimizer"))
+        'tensor goes with shard=gradients or parameters, or with a pipeline'
+        >>> not_carried_out(Plan(pipeline=2, tensor=2, shard="optimizer"))
     """
-    if plan.pipeline > 1 and plan.tensor > 1:
-        return "pipeline and tensor do not combine"
     if plan.sequence_parallel:
         return "sequence_parallel can be planned, and is not carried out yet"
+    if plan.tensor > 1 and plan.pipeline == 1 and plan.shard == "optimizer":
+        return "tensor goes with shard=gradients or parameters, or with a pipeline"
     return None

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ronde.predict import answer_tables
 from ronde.predict.answer_tables import format_bytes, format_seconds
+from ronde.predict.assumptions import Precision
 from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.prediction import TERMS, Prediction
@@ -83,6 +84,7 @@ class Explanation:
         found: the search.
         calibration: where the numbers come from.
         workers, batch_size: of the question.
+        precision: how sure the predictions are.
     """
 
     sentence: str
@@ -93,6 +95,7 @@ class Explanation:
     calibration: tuple[str, ...]
     workers: int
     batch_size: int
+    precision: Precision
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -104,6 +107,7 @@ class Explanation:
             "calibration": list(self.calibration),
             "workers": self.workers,
             "batch_size": self.batch_size,
+            **self.precision.to_dict(),
             **self.found.to_dict(),
         }
 
@@ -134,36 +138,37 @@ def explain(
             families=nearest.families,
         )
         best = found.best
-    noise = max(costs.noise, cluster.noise)
+    sure = Precision.of(costs, cluster)
     slow = found.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER
-    sentence = _sentence(found, cluster)
+    sentence = _sentence(found, cluster, sure)
     if slow:
         one = search(costs, cluster, 1, optimize=found.optimize, simulate=0, like=found.like)
-        sentence = _beside_one(found, sentence, one.best)
+        sentence = _beside_one(found, sentence, one.best, sure)
     return Explanation(
         sentence=sentence,
-        decided=_decided(found, noise),
-        runner_up=_lost(found, noise),
+        decided=_decided(found, sure),
+        runner_up=_lost(found, sure),
         flips=flips(found, costs, cluster, tell) if with_flips else (),
         found=found,
         calibration=_calibration(best, costs, cluster),
         workers=found.workers,
         batch_size=costs.batch_size,
+        precision=sure,
     )
 
 
 # The answer.
 
 
-def _sentence(found: SearchResult, cluster: Cluster) -> str:
+def _sentence(found: SearchResult, cluster: Cluster, sure: Precision) -> str:
     best, plan = found.best, found.best.plan
     room = f" of {format_bytes(cluster.memory_bytes)}" if cluster.memory_bytes else ""
-    needs = f"{format_bytes(best.memory_bytes)}{room}"
+    needs = f"{sure.size(best.memory_bytes)}{room}"
     if best.verdict == "does not fit":
         least = _least(found)
         return (
             f"Nothing fits {found.workers} workers of {format_bytes(cluster.memory_bytes)}: the "
-            f"least is {format_bytes(least.memory_bytes)}, by {least.plan.spec}. Use more devices, "
+            f"least is {sure.size(least.memory_bytes)}, by {least.plan.spec}. Use more devices, "
             "devices with more memory, or a smaller model."
         )
     if found.workers == 1:
@@ -171,8 +176,9 @@ def _sentence(found: SearchResult, cluster: Cluster) -> str:
         if best.micro_batches > 1:
             extra.append(f"in {best.micro_batches} micro-batches")
         how = f", {', '.join(extra)}," if extra else ""
-        return f"One device: the model{how} needs {needs} and trains {_rate(best)}."
-    reach = f"reach {best.speedup:.1f}×"
+        rate = f"{sure.about}{_rate(best)}, {sure.step(best.step_seconds)}"
+        return f"One device: the model{how} needs {needs} and trains {rate}."
+    reach = f"take {sure.step(best.step_seconds)}, {sure.about}{best.speedup:.1f}× one device"
     tail = _tail(best)
     with_recompute = f", with {_WORDS[plan.recompute]}" if plan.recompute != "none" else ""
     if best.micro_batches > 1 and plan.pipeline == 1:
@@ -220,7 +226,7 @@ def _of_capacity(prediction: Prediction) -> str:
     return f"{format_bytes(prediction.memory_bytes)} of {format_bytes(prediction.capacity_bytes)}"
 
 
-def _beside_one(found: SearchResult, answer: str, alone: Prediction) -> str:
+def _beside_one(found: SearchResult, answer: str, alone: Prediction, sure: Precision) -> str:
     """The answer when the workers are hardly faster than one device, or slower."""
     best, one = found.best, alone.plan
     # The speed-up of the table, but where one device needs another way to fit. What it is corrected
@@ -230,7 +236,8 @@ def _beside_one(found: SearchResult, answer: str, alone: Prediction) -> str:
     if alone.verdict in ("risky", "does not fit"):
         speed = "" if best.speedup > 1 / _NO_FASTER else f"{1 / best.speedup:.1f}× "
         return (
-            f"{answer} One device alone would be {speed}as fast, but needs {_of_capacity(alone)} "
+            f"{answer} One device alone would be {speed}as fast, but needs "
+            f"{sure.about}{_of_capacity(alone)} "
             f"({alone.verdict}): {found.workers} are worth it for the memory only."
         )
     if times > _NO_FASTER:
@@ -238,7 +245,7 @@ def _beside_one(found: SearchResult, answer: str, alone: Prediction) -> str:
     reach = f"are no faster ({times:.2f}×)"
     if times < 1 / _NO_FASTER:
         reach = f"reach only {times:.2g}× of it"
-    memory = f", if its memory has room for {format_bytes(alone.memory_bytes)}"
+    memory = f", if its memory has room for {sure.size(alone.memory_bytes)}"
     memory = "" if alone.capacity_bytes else memory
     return (
         f"Use one device{memory}: {found.workers} {reach}, since {_why_slow(best, alone)}. For "
@@ -303,58 +310,66 @@ def _tail(best: Prediction) -> str:
     return f"{100 * wire:.0f} % of the step is exchange that does not hide"
 
 
-def _decided(found: SearchResult, noise: float) -> str:
+def _decided(found: SearchResult, sure: Precision) -> str:
     """The number that decided."""
     best, second = found.best, found.runner_up
     if best.verdict == "does not fit":
-        least = format_bytes(_least(found).memory_bytes)
+        least = sure.size(_least(found).memory_bytes)
         return f"memory: {least} of {format_bytes(best.capacity_bytes)} at best"
     if second is None:
-        memory = f"memory: {_of_capacity(best)}, " if best.capacity_bytes else ""
+        memory = f"memory: {sure.about}{_of_capacity(best)}, " if best.capacity_bytes else ""
         return f"{memory}the only family of plans there is"
     other = second.plan.family
     if _verdict_decided(best, second):
         # As the sentence has it: the one of its family that needs least.
         of_family = (p for p in found.plans if p.plan.family == other)
         smallest = min(of_family, key=lambda p: p.memory_bytes)
-        return f"memory: {other} needs {_of_capacity(smallest)} at least ({smallest.verdict})"
+        needs = f"{sure.about}{_of_capacity(smallest)}"
+        return f"memory: {other} needs {needs} at least ({smallest.verdict})"
+    if (gap := _within(found, second, sure)) is not None:
+        what = "memory" if found.optimize == "memory" else "step time"
+        return f"nothing: {best.plan.family} and {other} differ in {what} by {gap}"
     if found.optimize == "memory":
-        here, there = format_bytes(best.memory_bytes), format_bytes(second.memory_bytes)
+        here, there = sure.size(best.memory_bytes), sure.size(second.memory_bytes)
         return f"memory: {here} against {there} of {other}"
-    slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else math.inf
-    if slower <= 0:
-        return f"step time is equal within {-100 * slower:.1f} %: the simpler plan"
-    if _indistinguishable(best, second, noise):
-        return (
-            f"nothing measurable: step times differ by {100 * slower:.1f} %, and the measurements "
-            f"vary by {100 * noise:.0f} %"
-        )
     name = max(TERMS, key=lambda k: second.terms[k] - best.terms[k])
-    here, there = format_seconds(best.terms[name]), format_seconds(second.terms[name])
-    return f"{_TERM_WORDS[name]}: {there} a step in {other}, {here} in {best.plan.family}"
+    here, there = (
+        f"{sure.seconds(p.terms[name])} a step" if p.terms[name] else "none" for p in (best, second)
+    )
+    return f"{_TERM_WORDS[name]}: {there} in {other}, {here} in {best.plan.family}"
 
 
-def _lost(found: SearchResult, noise: float) -> str:
+def _within(found: SearchResult, second: Prediction, sure: Precision) -> str | None:
+    """How far two plans are apart, if that is too little to tell them apart; else None."""
+    best = found.best
+    here, there, spread = best.step_seconds, second.step_seconds, sure.spread
+    if found.optimize == "memory":
+        here, there, spread = best.memory_bytes, second.memory_bytes, sure.memory
+    gap = abs(there / here - 1.0) if here else math.inf
+    if gap > spread:
+        return None
+    return f"{100 * gap:.1f} %, and such predictions are off by {100 * spread:.0f} %"
+
+
+def _lost(found: SearchResult, sure: Precision) -> str:
     best, second = found.best, found.runner_up
     if second is None:
         return "There is no other family of plans for these workers and this batch."
     name = f"{second.plan.family} ({second.plan.spec})"
     if _verdict_decided(best, second):
-        return f"{name} {_VERDICT_WORDS[second.verdict]}: {_memory_words(second)}."
+        return f"{name} {_VERDICT_WORDS[second.verdict]}: {sure.about}{_memory_words(second)}."
     if best.verdict == "does not fit":
-        return f"{name} needs {_memory_words(second)}: it does not fit either."
+        return f"{name} needs {sure.about}{_memory_words(second)}: it does not fit either."
     slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else 0.0
     if found.optimize == "memory" and second.memory_bytes > best.memory_bytes:
         faster = "faster, but" if slower < 0 else "slower, and"
-        needs = f"{_memory_words(second)}; here {format_bytes(best.memory_bytes)}"
-        return f"{name} is {100 * abs(slower):.0f} % {faster} needs {needs}."
+        needs = f"{sure.about}{_memory_words(second)}; here {sure.size(best.memory_bytes)}"
+        return f"{name} is {sure.about}{100 * abs(slower):.0f} % {faster} needs {needs}."
+    if found.optimize == "speed" and (gap := _within(found, second, sure)) is not None:
+        simpler = " It is less simple." if slower <= 0 else ""
+        return f"{name} cannot be told apart from it: they differ by {gap}.{simpler}"
     if slower <= 0:
         return f"{name} is as fast within {-100 * slower:.1f} %, and less simple."
-    if found.optimize == "speed" and _indistinguishable(best, second, noise):
-        return (
-            f"{name} cannot be told apart from it: {100 * slower:.1f} % slower, less than the "
-            f"measurements vary ({100 * noise:.0f} %)."
-        )
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
     much = 0.1 * (second.step_seconds - best.step_seconds)
     up = [(d, k) for d, k in differences if d > much][:3]
@@ -368,17 +383,12 @@ def _lost(found: SearchResult, noise: float) -> str:
         less.append(f"the rest −{format_seconds(-rest)}")
     gains = f"; it gains {', '.join(less)}" if less else ""
     costs = ", ".join(more) or "a little of everything"
-    return f"{name} is {100 * slower:.0f} % slower: {costs}{gains}."
+    return f"{name} is {sure.about}{100 * slower:.0f} % slower: {costs}{gains}."
 
 
 def _verdict_decided(best: Prediction, second: Prediction) -> bool:
     order = ("fits", "unknown", "risky", "does not fit")
     return order.index(second.verdict) > max(1, order.index(best.verdict))
-
-
-def _indistinguishable(best: Prediction, second: Prediction, noise: float) -> bool:
-    # a difference below the measurements' own spread decides nothing
-    return best.step_seconds < second.step_seconds < best.step_seconds * (1.0 + noise)
 
 
 def _memory_words(prediction: Prediction) -> str:
@@ -388,7 +398,9 @@ def _memory_words(prediction: Prediction) -> str:
 
 def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str, ...]:
     rows = ["layers: estimated"]
-    if costs.device:
+    if cluster.speed_is_estimate:
+        rows = [f"layers: their work counted here, times from the data sheet of {cluster.device}"]
+    elif costs.device:
         samples = ", ".join(map(str, costs.measured_samples))
         sizes = f" at {samples} samples" if samples else ""
         noise = f"disturbance {100 * costs.noise:.0f} %"
@@ -591,8 +603,14 @@ def render_answer(
         Text(),
         Text.assemble(("Decided by  ", "dim"), explanation.decided),
         Text.assemble(("Runner-up   ", "dim"), explanation.runner_up),
+    ]
+    sure = explanation.precision
+    if sure.assumed:
+        assumed = ", ".join(a.sentence() for a in sure.assumed)
+        parts.append(Text.assemble(("Assumed     ", "dim"), assumed))
+    parts += [
         Text(),
-        answer_tables.times(found),
+        answer_tables.times(found, sure.about),
         Text(),
         answer_tables.memory(found),
     ]

@@ -115,14 +115,18 @@ def format_seconds(value: float) -> str:
     return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
 
 
-def times(found: SearchResult) -> Fitted:
-    """The best plan of each family: its time, and whether it fits."""
+def times(found: SearchResult, about: str = "") -> Fitted:
+    """The best plan of each family: its time, and whether it fits.
+
+    Args:
+        about: what stands before a predicted time.
+    """
     rows = []
     for p in found.families.values():
         rate, sent = p.samples_per_second, p.exchanged_bytes
         cells = {
             "plan": p.plan.spec.replace(",", ", "),
-            "step": format_seconds(p.step_seconds),
+            "step": f"{about}{format_seconds(p.step_seconds)}",
             "samples/s": f"{rate:,.4g}" if rate < 1e4 else f"{rate:,.0f}",
             "speed-up": f"{p.speedup:.1f}×",
             "eff.": f"{100 * p.efficiency:.0f} %",

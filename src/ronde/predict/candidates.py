@@ -57,8 +57,6 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
         return "shard_within goes with shard=gradients or parameters alone"
     if plan.shard_within and plan.replicas % plan.shard_within:
         return f"shard_within={plan.shard_within} does not divide {plan.replicas} replicas"
-    if plan.tensor > 1 and plan.shard == "optimizer":
-        return "tensor goes with shard=gradients or parameters"
     if plan.tensor > 1 and not any(u.tensor for u in costs.units):
         return "no attention or MLP block was recognised"
     if plan.tensor > 1 and costs.tensor_divides and costs.tensor_divides % plan.tensor:
@@ -100,6 +98,8 @@ def _ways(plan: Plan) -> Iterator[str]:
     if plan.pipeline > 1:
         yield "pipeline"
         yield "zero-bubble" if plan.schedule == "zbv" else plan.schedule
+    if plan.pipeline > 1 and plan.tensor > 1:
+        yield "pipeline × tensor"
 
 
 def candidates(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:

@@ -1,0 +1,184 @@
+"""SageMaker's container contract: ``ronde run`` as the entry point on every host.
+
+Nothing starts agents here: the service starts this same command on each host, and files say who
+takes part. Sources: the documentation of training and processing containers, and the files that
+its toolkit reads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ronde.launch.agent import Nodes
+from ronde.launch.facts import addresses
+from ronde.world import WorldError
+
+__all__ = ["Container", "container"]
+
+_PORT = 7777
+_RESOLVE_SECONDS = 900.0
+_FAILURE = 1024  # characters that the service keeps
+
+
+@dataclass(frozen=True)
+class Container:
+    """What the files of the container say.
+
+    Attributes:
+        hosts: all of them, ``algo-2`` before ``algo-10``.
+        current: this one.
+        interface: the network interface that leads to the others.
+        arguments: hyperparameters as arguments of the script.
+        environment: folders and channels under the names that scripts know (``SM_MODEL_DIR``, …).
+        checkpoints: a folder that the service keeps; None where there is none.
+        failure: the file for the reason of a failure.
+    """
+
+    hosts: tuple[str, ...]
+    current: str
+    interface: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    checkpoints: Path | None
+    failure: Path
+
+    @property
+    def rank(self) -> int:
+        """Place of this host among the hosts."""
+        return self.hosts.index(self.current)
+
+    def nodes(self) -> Nodes:
+        """Where this host's workers meet those of the others. Waits for the first host's name.
+
+        Raises:
+            WorldError: the first host's name does not resolve, or the port is taken.
+        """
+        if len(self.hosts) == 1:
+            return Nodes()
+        port = int(os.environ.get("SM_MASTER_PORT") or os.environ.get("MASTER_PORT") or _PORT)
+        address = _resolved(self.hosts[0])
+        listener = None
+        if self.rank == 0:
+            own = dict(addresses()).get(self.interface, address)
+            try:
+                listener = socket.create_server((own, port))
+            except OSError as error:
+                raise WorldError(
+                    f"port {port} of {self.current} cannot be opened ({error.strerror}): another "
+                    "program has it. Set SM_MASTER_PORT to a free one on all hosts."
+                ) from None
+            address = own
+        return Nodes(
+            self.rank,
+            len(self.hosts),
+            address,
+            port,
+            listener,
+            self.interface,
+            patience=_RESOLVE_SECONDS,
+            tells=True,
+        )
+
+    def tell(self, text: str) -> None:
+        """Write the reason of a failure where the service looks for it."""
+        self.failure.parent.mkdir(parents=True, exist_ok=True)
+        self.failure.write_text(text[:_FAILURE])
+
+
+def _resolved(host: str) -> str:
+    """The address of a host; names of a new cluster come late."""
+    limit, pause = time.monotonic() + _RESOLVE_SECONDS, 0.1
+    while True:
+        try:
+            return socket.gethostbyname(host)
+        except OSError as error:
+            if time.monotonic() > limit:
+                raise WorldError(f"the name of host {host} does not resolve: {error}") from None
+            time.sleep(pause)
+            pause = min(2 * pause, 10.0)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise WorldError(f"{path} cannot be read: {error}") from None
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    parts = re.split(r"(\d+)", name)
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in parts if p]
+
+
+def _value(text: Any) -> Any:
+    """A hyperparameter: JSON in a string, where it is JSON."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError):
+        return text
+
+
+def _arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
+    found: list[str] = []
+    for name, text in values.items():
+        value = _value(text)
+        if not name.startswith(("sagemaker_", "_tuning_")):
+            found += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+    return tuple(found)
+
+
+def container(env: Mapping[str, str] = os.environ) -> Container | None:
+    """Read the container's files; None outside one.
+
+    Raises:
+        WorldError: a file is damaged, or this host is not among the hosts.
+    """
+    base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+    inputs = base / "input"
+    config = _json(inputs / "config" / "resourceconfig.json")
+    processing = config is None
+    if processing:  # a processing job has its files elsewhere
+        config = _json(base / "config" / "resourceconfig.json")
+    if config is None:
+        return None
+    hosts = tuple(sorted(map(str, config.get("hosts") or ()), key=_natural))
+    current = str(config.get("current_host") or "")
+    if current not in hosts:
+        raise WorldError(
+            f"resourceconfig.json says that this host is {current!r}, which is not among its hosts "
+            f"{list(hosts)}: the file is not the one of this container."
+        )
+    told = {
+        "SM_HOSTS": json.dumps(list(hosts)),
+        "SM_CURRENT_HOST": current,
+        "SM_MODEL_DIR": str(base / "model"),
+        "SM_OUTPUT_DATA_DIR": str(base / "output" / "data"),
+    }
+    data = inputs / "data"
+    channels = _json(inputs / "config" / "inputdataconfig.json") or {}
+    for name in channels:
+        told[f"SM_CHANNEL_{str(name).upper()}"] = str(data / name)
+    kept = _json(inputs / "config" / "checkpointconfig.json")
+    checkpoints = base / "checkpoints"
+    if kept:
+        checkpoints = Path(kept.get("LocalPath") or checkpoints)
+    failure = base / "output" / ("message" if processing else "failure")
+    return Container(
+        hosts,
+        current,
+        str(config.get("network_interface_name") or "eth0"),
+        _arguments(_json(inputs / "config" / "hyperparameters.json") or {}),
+        {k: v for k, v in told.items() if not env.get(k)},
+        checkpoints if kept or checkpoints.is_dir() else None,
+        failure,
+    )
