@@ -113,7 +113,7 @@ def main() -> None:
                 shuffle=False,
                 plan=f"{plan[0] if plan else f'pipeline={stages}'},micro_batch={micro}",
             )
-        except ronde.ArgumentError as error:
+        except (ronde.ArgumentError, ronde.PlanError) as error:
             file.with_suffix(".error").write_text(str(error))
             continue
         for _ in run.epochs(SOME_STEPS if plan else STEPS):
@@ -124,7 +124,8 @@ def main() -> None:
             for k, v in built.model.state_dict().items()
             if run.port.strategy.owns(k)
         }
-        table = [row["begins"] for row in run.port.strategy.table()]
+        rows = run.port.strategy.table() if hasattr(run.port.strategy, "table") else []
+        table = [row["begins"] for row in rows]
         save_file(
             held,
             file.with_suffix(".safetensors"),

@@ -30,6 +30,7 @@ from tiny_models import (
     Handed,
     Joined,
     Masked,
+    Mixing,
     Mixture,
     Odd,
     Rescaled,
@@ -52,6 +53,7 @@ MODELS = {
         Odd,
         Frozen,
         Masked,
+        Mixing,
         Tables,
         Mixture,
         Dropping,
@@ -67,18 +69,18 @@ MODELS = {
 }
 
 
-def data(kind: str, n: int) -> Dataset[Any]:
+def data(kind: str, n: int, length: int = LENGTH) -> Dataset[Any]:
     g = torch.Generator().manual_seed(n)
     if kind in ("Residual", "UNet"):
         x: torch.Tensor = torch.randn(n, 1, 6, 6, generator=g, dtype=torch.float64)
-    elif kind in ("GPT", "LSTM", "EncoderDecoder", "Masked"):
-        x = torch.randint(VOCABULARY, (n, LENGTH), generator=g)
+    elif kind in ("GPT", "LSTM", "EncoderDecoder", "Masked", "Mixing"):
+        x = torch.randint(VOCABULARY, (n, length), generator=g)
     else:
         x = torch.randn(n, 6, generator=g, dtype=torch.float64)
-    if kind == "GPT":
+    if kind in ("GPT", "Mixing"):
         return TensorDataset(x, x.roll(-1, 1))
     if kind == "EncoderDecoder":
-        return TensorDataset(x, torch.randint(VOCABULARY, (n, LENGTH + 1), generator=g))
+        return TensorDataset(x, torch.randint(VOCABULARY, (n, length + 1), generator=g))
     return TensorDataset(x, torch.randint(5, (n,), generator=g))
 
 
@@ -127,7 +129,11 @@ def plain(case: dict) -> dict[str, torch.Tensor]:
     """
     model, optimizer, scheduler = build(case)
     averaged = [p.detach().clone() for p in model.parameters()]
-    samples, size, losses = data(case["kind"], case["n"]), case["batch"], []
+    samples, size, losses = (
+        data(case["kind"], case["n"], case.get("length", LENGTH)),
+        case["batch"],
+        [],
+    )
     loss = weighted_loss if case.get("weighted") else mean_loss
     while len(losses) < case["steps"]:
         for start in range(0, case["n"], size):
@@ -169,7 +175,7 @@ def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
     run = ronde.distribute(
         model,
         optimizer,
-        data(case["kind"], case["n"]),
+        data(case["kind"], case["n"], case.get("length", LENGTH)),
         loss=weighted_loss if case.get("weighted") else mean_loss,
         forward=forward,
         batch_size=case["batch"],
@@ -189,11 +195,13 @@ def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
                 break
         if len(losses) == case["steps"]:
             break
-    evaluated = run.evaluate(data(case["kind"], case["n"]))["loss"]
+    evaluated = run.evaluate(data(case["kind"], case["n"], case.get("length", LENGTH)))["loss"]
     held = {}
     if average is not None:
         with average.applied():
-            value = run.evaluate(data(case["kind"], case["n"]), name="averaged")["loss"]
+            value = run.evaluate(
+                data(case["kind"], case["n"], case.get("length", LENGTH)), name="averaged"
+            )["loss"]
             held["averaged"] = torch.tensor(value, dtype=torch.float64)
         with run.whole_model() as whole:
             held |= {k: v.detach().clone() for k, v in whole.state_dict().items()}

@@ -31,6 +31,7 @@ FOUR = [
     case("MLP", GRID, n=21),
 ]
 EIGHT = [
+    case("GPT", f"{GRID},sequence_parallel", length=6, weighted=True, clip=0.05),
     case("EncoderDecoder", f"{GRID},shard=parameters,schedule=interleaved", clip=0.05),
     case("GPT", f"{GRID},shard=optimizer", average=True),
     case("GPT", GRID, clip=0.05, n=21),
@@ -47,7 +48,7 @@ REFUSED = [
     case("GPT", f"{GRID},schedule=zero-bubble,shard=parameters"),
 ]
 if not ALL:
-    FOUR, EIGHT = FOUR[:3], EIGHT[:3]
+    FOUR, EIGHT = FOUR[:3], EIGHT[:4]
 
 
 def launch(worker: str, workers: int, cases: list, folder: Path, *imports: str) -> Path:

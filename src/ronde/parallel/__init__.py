@@ -16,7 +16,7 @@ from ronde.parallel.own_calls import own_calls
 from ronde.parallel.single import Single
 from ronde.parallel.strategy import Compute, Part, Strategy, Work
 from ronde.plan import Plan
-from ronde.world import PlanError, World
+from ronde.world import World
 from ronde.world.meshes import group_of
 
 __all__ = [
@@ -71,11 +71,6 @@ STRATEGIES: dict[str, Callable[[Plan, Work, World], Strategy]] = {
 
 def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
     """Create a plan's strategy on this worker's copy of the model."""
-    if plan.sequence_parallel:
-        raise PlanError(
-            f"plan={plan.spec!r}: sequence_parallel can be planned, and not carried out yet. Use "
-            f"tensor={plan.tensor} without it."
-        )
     recompute.apply(work.model, plan.recompute)
     offload.apply(plan, work, me)
     if me.size == 1:

@@ -35,7 +35,7 @@ from ronde.parallel.tensor_layers import (
     split_dims,
 )
 
-__all__ = ["DivisibleBlocks", "quiet", "recognise"]
+__all__ = ["DivisibleBlocks", "common_path", "quiet", "recognise"]
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _heads(nodes: Iterable[Any], samples: int) -> tuple[int, int]:
     return 0, 0
 
 
-def _common(names: Sequence[str]) -> str:
+def common_path(names: Sequence[str]) -> str:
     """The smallest module around all of these."""
     levels = zip(*(n.split(".")[:-1] for n in names), strict=False)
     return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
@@ -318,7 +318,9 @@ class _Search:
         if not attention and any(_NOT_BY_FEATURE.search(o) for o in ops):
             return None
         layers = (*columns, name)
-        block = Block(_common(layers), "attention" if attention else "mlp", tuple(columns), name)
+        block = Block(
+            common_path(layers), "attention" if attention else "mlp", tuple(columns), name
+        )
         shared = next((n for n in layers if n in self.users), None)
         if shared is not None:
             why = f"{self.users[shared]!r} uses {shared!r} as well"

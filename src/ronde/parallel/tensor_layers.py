@@ -193,10 +193,16 @@ class Region:
         self._pairs.append((x, entered))
         return entered
 
+    def gather(self, x: torch.Tensor, training: bool) -> torch.Tensor:
+        """What the columns will enter with; code before them reads its shape."""
+        entered = self.enter(x, training, "")
+        self._pairs.append((entered, entered))
+        return entered
+
     def stand_in(self, x: torch.Tensor, training: bool) -> torch.Tensor:
         """A narrower tensor instead of ``x``; a column that gets it takes ``x``."""
         entered = self.enter(x, training, "")
-        narrower = x.detach().narrow(-1, 0, x.shape[-1] // self.runtime.tensor)
+        narrower = entered.detach().narrow(-1, 0, x.shape[-1] // self.runtime.tensor)
         self._pairs.append((narrower, entered))
         return narrower
 
@@ -324,7 +330,7 @@ def install_layers(
     block: Block,
     runtime: BlockRuntime,
     done: set[tuple[str, str]],
-) -> None:
+) -> Region:
     """Let a block run as one of ``runtime.tensor`` parts until ``stack`` closes.
 
     ``done``: attributes that are divided already, because another block reads them too.
@@ -337,7 +343,7 @@ def install_layers(
             if isinstance(module, nn.TransformerEncoderLayer) and is_around:
                 # Turns its fused kernel for inference off, which would compute with all heads.
                 replace_attribute(stack, module, "activation_relu_or_gelu", 0)
-        return
+        return region
     for name, pieces in zip(block.column, block.pieces, strict=True):
         column = model.get_submodule(name)
         replace_attribute(stack, column, "forward", _column(name, region, pieces))
@@ -358,6 +364,7 @@ def install_layers(
         # A recomputed block runs twice: narrow each pass, not the input that it keeps for both.
         name = "_forward_once" if recomputes(container) else "forward"
         replace_attribute(stack, container, name, _narrowed(vars(container).get(name), region))
+    return region
 
 
 _Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]

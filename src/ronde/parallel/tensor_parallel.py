@@ -45,6 +45,7 @@ from ronde.parallel.fsdp import (
     shard_width,
 )
 from ronde.parallel.own_calls import OwnCalls
+from ronde.parallel.sequence_parallel import DividedSequence
 from ronde.parallel.strategy import (
     Compute,
     Flags,
@@ -60,13 +61,14 @@ from ronde.parallel.tensor_blocks import DivisibleBlocks, quiet, recognise
 from ronde.parallel.tensor_layers import (
     Block,
     BlockRuntime,
+    Region,
     install_layers,
     linear,
     piece,
     split_dims,
 )
 from ronde.plan import Plan
-from ronde.world import ArgumentError, World
+from ronde.world import ArgumentError, PlanError, World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.meshes import group_of, mesh_of
 from ronde.world.tensors import tensors_in
@@ -136,6 +138,7 @@ class _WorkerRuntime(BlockRuntime):
 
     group: dist.ProcessGroup | None
     own_calls: OwnCalls | None = None
+    sequence: DividedSequence | None = None
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group()
@@ -152,13 +155,19 @@ class _WorkerRuntime(BlockRuntime):
         return piece(value, dim, pieces, self.place, self.tensor)
 
     def enter(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        if self.sequence is not None and self.sequence.divides(x, name):
+            return self.sequence.gather(x)
         return _Enter.apply(x, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
     def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
         dim = 1 if isinstance(row, nn.Linear) else 0
         weight = self.local(row, "weight", dim, 1)
         assert weight is not None
-        total = self.total(linear(row, x, weight, None))
+        mine = linear(row, x, weight, None)
+        if self.sequence is not None and self.sequence.running:
+            total = self.sequence.scatter(mine)
+        else:
+            total = self.total(mine)
         bias = row.bias
         return total if bias is None else total + bias.to(total.dtype)  # type: ignore[union-attr, operator]
 
@@ -168,18 +177,27 @@ class _WorkerRuntime(BlockRuntime):
     def begin(self, block: Block, training: bool) -> None:
         if self.own_calls is not None:
             self.own_calls.enter(block.path)
-        if not training or following():
-            return
+        if training:
+            self._kept = self.start_draws()
+
+    def start_draws(self) -> _Kept | None:
+        """Let this worker draw other random numbers than the others; None in a followed pass."""
+        if following():
+            return None
         before = torch.default_generator.get_state()
         drawn = int(torch.empty((), dtype=torch.int64).random_())
         cuda = torch.cuda.get_rng_state() if self._cuda else None
         after, seed = torch.default_generator.get_state(), drawn + 1 + self.place
         self._seed(seed)
-        self._kept = _Kept(seed, before, after, self._states(), cuda)
+        return _Kept(seed, before, after, self._states(), cuda)
 
     def end(self, block: Block) -> None:
-        # If a recomputation ended before the row, the seed is already another: leave it.
         kept, self._kept = self._kept, None
+        self.finish_draws(kept)
+
+    def finish_draws(self, kept: _Kept | None) -> None:
+        """Let all workers draw the same again."""
+        # If a recomputation ended before the row, the seed is already another: leave it.
         if kept is not None and torch.default_generator.initial_seed() == kept.seed:
             # A block that draws nothing leaves the script's numbers as one process has them.
             drew = any(
@@ -258,6 +276,7 @@ class Divided:
         note: what to tell the user, or nothing.
         runtime: how the blocks communicate; None if torch's ``parallelize_module`` divided them.
         whole: the parameters before they were divided, by name.
+        layers: modules within which the sequence is divided.
     """
 
     mesh: DeviceMesh
@@ -266,6 +285,7 @@ class Divided:
     note: str = ""
     runtime: _WorkerRuntime | None = None
     whole: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
+    layers: tuple[str, ...] = ()
 
 
 def _put(model: nn.Module, name: str, value: nn.Parameter) -> None:
@@ -279,11 +299,12 @@ Changes = dict[str, tuple[nn.Parameter, nn.Parameter]]
 
 def _install(
     model: nn.Module, blocks: tuple[Block, ...], mesh: DeviceMesh
-) -> tuple[ExitStack, Changes, _WorkerRuntime]:
+) -> tuple[ExitStack, Changes, _WorkerRuntime, list[Region]]:
     """Divide blocks. The stack undoes it."""
     stack = ExitStack()
     changed: Changes = {}
     runtime = _WorkerRuntime(mesh)
+    regions: list[Region] = []
     done: set[tuple[str, str]] = set()
     for block in blocks:
         for name, dim in split_dims(model, block)[0].items():
@@ -297,8 +318,8 @@ def _install(
             changed[name] = (whole, divided)
             _put(model, name, divided)
             stack.callback(_put, model, name, whole)
-        install_layers(stack, model, block, runtime, done)
-    return stack, changed, runtime
+        regions.append(install_layers(stack, model, block, runtime, done))
+    return stack, changed, runtime, regions
 
 
 class _DirectReads(TorchFunctionMode):
@@ -412,11 +433,25 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
         ArgumentError: nothing can.
     """
     if work.tensor_plan is not None:
+        if plan.sequence_parallel:
+            raise ArgumentError(
+                "sequence_parallel divides what Ronde finds, and tensor_plan says by itself what "
+                "is divided: give one of them (torch's SequenceParallel is a style for "
+                "tensor_plan)."
+            )
         return _divide_by_plan(plan, work, work.tensor_plan, mesh)
     model, sample = work.model, work.sample(2)
+    returned: list[list[tuple[int, ...]]] = []
 
     def run() -> torch.Tensor:
-        return work.compute(sample)[0]
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            returned.append([tuple(t.shape) for t in tensors_in(output, attributes=True)])
+
+        handle = model.register_forward_hook(note)
+        try:
+            return work.compute(sample)[0]
+        finally:
+            handle.remove()
 
     try:
         whole = recognise(model, run, plan.tensor, gradients=True)
@@ -431,7 +466,7 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
     blocks = tuple(_block(b) for b in verdict)
     refused = list(whole.refused)
     while blocks:
-        stack, changed, runtime = _install(model, blocks, mesh)
+        stack, changed, runtime, regions = _install(model, blocks, mesh)
         partials = frozenset(n for b in blocks for n in (*b.inside, *split_dims(model, b)[1]))
         verdicts = gather_json(me, _verdict(work, run, whole, mesh, partials))
         wrong = _wrong_blocks(plan, model, blocks, verdicts)
@@ -442,6 +477,20 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
         blocks = tuple(b for b in blocks if all(b is not w for w, _ in wrong))
     else:
         raise _nothing_divisible(plan, refused, model)
+    layers: tuple[str, ...] = ()
+    if plan.sequence_parallel:
+        runtime.sequence = DividedSequence(plan.spec, runtime, plan.pipeline == 1)
+        try:
+            shapes = returned[-1]
+            partials |= runtime.sequence.install(stack, model, regions)
+            layers = tuple(runtime.sequence.layers)
+            verdict = _verdict(work, run, whole, mesh, partials)
+            if returned[-1] != shapes:
+                verdict["error"] = f"it returns tensors of {returned[-1]}, not {shapes}"
+            _refuse_wrong_sequence(plan, gather_json(me, verdict))
+        except PlanError:
+            stack.close()
+            raise
     refuse_hooks({name: old for name, (old, _) in changed.items()}, f"tensor={plan.tensor}")
     adopt(work.optimizer, dict(changed.values()))
     note = ""
@@ -451,7 +500,24 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
             f"every worker: {_reasons(refused, model)}"
         )
     whole_parameters = {name: old for name, (old, _) in changed.items()}
-    return Divided(mesh, blocks, partials, note, runtime, whole_parameters)
+    return Divided(mesh, blocks, partials, note, runtime, whole_parameters, layers)
+
+
+def _refuse_wrong_sequence(plan: Plan, verdicts: Sequence[Mapping[str, Any]]) -> None:
+    for verdict in verdicts:
+        why = verdict.get("error")
+        if why is None and verdict["bad"]:
+            name = verdict["bad"][-1]
+            why = f"the gradient of {name!r} differs" if name else "the loss differs"
+        if why and why.startswith("PlanError: "):
+            raise PlanError(why.removeprefix("PlanError: "))
+        if why:
+            raise PlanError(
+                f"plan={plan.spec!r}: with the tokens between divided blocks divided as well, a "
+                f"forward and backward pass over two samples is not that of the model ({why}). A "
+                "layer mixes tokens, or reads how many there are, outside of its split blocks. Use "
+                "the plan without sequence_parallel."
+            )
 
 
 def _wrong_blocks(
