@@ -47,6 +47,25 @@ def test_options_that_are_mistyped(folder):
         assert text in done.stderr and "Traceback" not in done.stderr, done
 
 
+def test_a_network_is_a_speed_and_goes_with_devices_that_are_not_here(folder):
+    speed = "expected the speed of a node's link to the others, such as 100Gbit, 400Gb/s or 25GB/s."
+    lines = {
+        "plan --device H100 --network 100 strict.py": f"--network 100: {speed}",
+        "plan --device H100 --network fast strict.py": speed,
+        "plan --device H100 --network 0Gbit strict.py": speed,
+        "plan --device H100 --network 100G strict.py": speed,
+        "plan --network 100Gbit strict.py": "--network describes devices that are not here: add",
+        "plan --per-node 4 strict.py": "--per-node describes devices that are not here",
+        "plan --device H100 --per-node 0 strict.py": "--per-node 0 must be 1 or more.",
+        "plan --device H100 --devices 12 --per-node 8 strict.py": "nodes of 8 H100-80GB.",
+    }
+    for done, text in zip(
+        ronde_batch([line.split() for line in lines], folder), lines.values(), strict=True
+    ):
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done
+        assert text in done.stderr, done
+
+
 def test_scripts_that_are_none(folder):
     (folder / "empty").mkdir()
     (folder / "full").mkdir()

@@ -337,3 +337,53 @@ def test_a_term_that_a_plan_does_not_have_is_none_and_not_zero():
     families = {found.best.plan.family: found.best, slower.plan.family: slower}
     told = explain(dataclasses.replace(found, families=families), costs, cluster, with_flips=False)
     assert "none in replicate" in told.decided and "0 µs" not in told.decided
+
+
+DECODER = """
+import torch, ronde
+from torch import nn
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        layer = lambda: nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        self.head = nn.Linear(32, 64)
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).transpose(1, 2)
+tokens = torch.randint(64, (256, 16))
+data = torch.utils.data.TensorDataset(tokens, tokens)
+model = Model()
+run = ronde.distribute(
+    model, torch.optim.AdamW(model.parameters()), data, batch_size=64,
+    loss=nn.functional.cross_entropy,
+)
+"""
+
+
+def test_devices_that_are_not_here_are_planned_for_at_once_and_said_to_be_assumed(tmp_path):
+    (tmp_path / "train.py").write_text(DECODER)
+    args = ["plan", "--device", "H100", "--devices", "16", "--per-node", "4"]
+    args += ["--network", "100Gbit", "--json", "answer.json", "train.py"]
+    done = ronde_run(args, tmp_path, 150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    phases = [line.split("s  ")[1] for line in done.stderr.splitlines() if " …" in line]
+    assert phases[0] == "starting train.py …" and "searching plans …" in phases
+    assert "looking for when the answer would flip …" in phases
+    assert "timing layers" not in done.stderr  # so that a busy machine disturbs nothing
+    text = " ".join(done.stdout.split())
+    assert "≈ " in text.partition("Decided by")[0] and "a step (± 15 %)" in text
+    assert "predictions like these were off by 15 % in time" in text
+    # of a node's link a quarter for each device, and 80 % of that
+    assert "Assumed" in text and "2.5 GB/s per device between nodes" in text
+    assert "60 % of it in matrix products" in text and " 0 µs" not in text
+    values = json.loads((tmp_path / "answer.json").read_text())
+    assert values["cluster"]["nodes"] == 4 and values["estimate"]
+    assumed = {a["name"]: (a["value"], a["unit"]) for a in values["assumed"]}
+    assert assumed["cluster_bytes_per_second"] == (pytest.approx(2.5e9), "B/s")
+    assert assumed["cluster_alpha_seconds"][1] == "s" and assumed["products_share"][0] == 0.6
+    families = {p["family"] for p in values["plans"]}
+    assert any(family.startswith("pipeline × tensor") for family in families)

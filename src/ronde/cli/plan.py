@@ -29,8 +29,9 @@ from ronde.world import ArgumentError, usable_cores
 
 _EXAMPLES = """
 The script runs up to ronde.distribute on this machine. Its model is measured there, layer
-by layer, at its real shapes. Every way to split it over the devices is then predicted, and
-the best are shown, with what decided and when the answer would flip.
+by layer, at its real shapes; for devices that are not here, its work is counted. Every way
+to split it over the devices is then predicted, and the best are shown, with what decided
+and when the answer would flip.
 
 Examples:
 
@@ -39,6 +40,8 @@ Examples:
   ronde plan --devices 8 --memory 32GiB train.py --lr 0.1
 
   ronde plan --device H100 --devices 64 train.py   devices that are not here: an estimate
+
+  ronde plan --device H100 --devices 64 --network 100Gbit train.py
 
   ronde plan --cluster cluster.yaml train.py       a file from 'ronde bench cluster'
 
@@ -56,6 +59,19 @@ def parse_bytes(text: str) -> float:
     if not size:
         raise ArgumentError(f"--memory {text}: expected a size such as 32GiB, 80GB or 512MiB.")
     return size
+
+
+def _parse_network(text: str) -> float:
+    """``"100Gbit"`` -> 12500000000.0 bytes per second."""
+    from ronde.plan.fields import parse_rate
+
+    rate = parse_rate(text)
+    if not rate:
+        raise ArgumentError(
+            f"--network {text}: expected the speed of a node's link to the others, such as "
+            "100Gbit, 400Gb/s or 25GB/s."
+        )
+    return rate
 
 
 def register(app: typer.Typer) -> None:
@@ -86,6 +102,21 @@ def register(app: typer.Typer) -> None:
                 "--device",
                 "Plan for devices that are not here, such as H100: an estimate from data sheets.",
                 "KIND",
+            ),
+        ] = None,
+        network: Annotated[
+            str | None,
+            option(
+                "--network",
+                "With --device: speed of a node's link to the others, such as 100Gbit or 25GB/s. "
+                "Default: as in the maker's reference system.",
+                "SPEED",
+            ),
+        ] = None,
+        per_node: Annotated[
+            int | None,
+            option(
+                "--per-node", "With --device: devices of a node. Default: 8, 72 for GB200.", "N"
             ),
         ] = None,
         memory: Annotated[
@@ -121,11 +152,22 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError(
                 "--device and --cluster both name the devices to plan for: give one of them."
             )
+        if device is None and (network is not None or per_node is not None):
+            asked = "--network" if network is not None else "--per-node"
+            raise ArgumentError(
+                f"{asked} describes devices that are not here: add --device KIND. A cluster file "
+                "has links and nodes of its own."
+            )
+        if per_node is not None and per_node < 1:
+            raise ArgumentError(f"--per-node {per_node} must be 1 or more.")
+        link = _parse_network(network) if network is not None else 0.0
         console = terminal()
         with Doing(console, lines=True) as say:
             say(f"starting {command[0] if command[0] != '-m' else command[1]}")
             if device is not None:
-                target, costs, like = _estimate(command, device, devices, accept_noise, say)
+                target, costs, like = _estimate(
+                    command, device, devices, per_node, link, accept_noise, say
+                )
             else:
                 target = _target(cluster, devices)
                 costs, like = _measure(command, target, target.devices, accept_noise, say)
@@ -170,20 +212,25 @@ def register(app: typer.Typer) -> None:
 
 
 def _estimate(
-    command: list[str], device: str, devices: int | None, accept_noise: bool, say: Any
+    command: list[str],
+    device: str,
+    devices: int | None,
+    per_node: int | None,
+    network: float,
+    accept_noise: bool,
+    say: Any,
 ) -> tuple[Any, Any, Any]:
-    """Measure here, on all cores, and scale to a device by its data sheet."""
+    """Count the model's work here, and put it on devices known from their data sheet."""
     from ronde.predict import Cluster, cluster_of, device_named
 
     kind = device_named(device)
-    count = devices or kind.per_node
-    per_node = min(count, kind.per_node)
-    if count % per_node:
-        raise ArgumentError(
-            f"--devices {count} does not divide into nodes of {per_node} {kind.name}."
-        )
-    costs, like = _measure(command, Cluster(), count, accept_noise, say)
-    return cluster_of(device, count // per_node, per_node, costs), costs, like
+    count = devices or per_node or kind.per_node
+    each = min(count, per_node or kind.per_node)
+    if count % each:
+        raise ArgumentError(f"--devices {count} does not divide into nodes of {each} {kind.name}.")
+    costs, like = _measure(command, Cluster(), count, accept_noise, say, counted=True)
+    cluster = cluster_of(device, count // each, each, costs, network / each)
+    return cluster, costs, like
 
 
 def _target(file: Path | None, devices: int | None) -> Any:
@@ -224,12 +271,6 @@ def _measure(
     """
     from ronde.measure import load_costs, threads_on
 
-    def failed(error: str) -> str:
-        if "NoisyMachine" in error:
-            said = error.partition(": ")[2].removesuffix(".")
-            return f"{said}, or plan with these times: --accept-noise."
-        return f"the script failed before its model was measured: {error}"
-
     threads = threads_on(target)
     environment = {"RONDE_PLAN": "replicate"}
     if threads:
@@ -243,8 +284,21 @@ def _measure(
     with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
         place = Path(folder)
         return load_costs(
-            examine("plan", command, workers, place, options, say, failed, environment)
+            examine("plan", command, workers, place, options, say, explain_failure, environment)
         )
+
+
+def explain_failure(error: str) -> str:
+    """The sentence for a script that ended before its model was measured.
+
+    Example:
+        >>> explain_failure("NoisyMachine: the machine is busy. Stop others and try again.")
+        'the machine is busy. Stop others and try again, or plan with these times: --accept-noise.'
+    """
+    if "NoisyMachine" in error:
+        said = error.partition(": ")[2].removesuffix(".")
+        return f"{said}, or plan with these times: --accept-noise."
+    return f"the script failed before its model was measured: {error}"
 
 
 def _best_pipeline(explanation: Any, costs: Any, target: Any) -> tuple[str, Any]:

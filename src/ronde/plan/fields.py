@@ -40,6 +40,23 @@ def parse_bytes(written: str) -> float | None:
     return float(found.group(1)) * _UNITS[unit] if found is not None and unit in _UNITS else None
 
 
+def parse_rate(written: str) -> float | None:
+    """Parse a link's speed into bytes per second; None if it is not one. ``b`` and ``bit`` are
+    bits, ``B`` bytes.
+
+    Example:
+        >>> parse_rate("100Gbit"), parse_rate("25 GB/s"), parse_rate("400Gb/s"), parse_rate("100G")
+        (12500000000.0, 25000000000.0, 50000000000.0, None)
+    """
+    found = re.fullmatch(
+        r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)(bit|bit/s|bits/s|bps|b/s|B/s|Bps)\s*", written
+    )
+    if found is None:
+        return None
+    scale = _UNITS[f"{found.group(2).lower()}b"]
+    return float(found.group(1)) * scale / (1 if "B" in found.group(3) else 8)
+
+
 def _number(value: Any) -> float | None:
     """Parse a number; YAML 1.1 reads ``1e9``, without point and sign, as text."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):

@@ -192,9 +192,12 @@ def _sentence(found: SearchResult, cluster: Cluster, sure: Precision) -> str:
         if plan.replicas > 1:
             shape += f" × {plan.replicas} replicas"
             shape += ", which share out their states," if plan.shard != "none" else ""
+        if plan.tensor > 1:
+            shape += f" × {plan.tensor} workers a layer"
+        several = "es" if best.micro_batches > 1 else ""
         return (
             f"Split the model: {why}; {shape} ({plan.schedule}, {best.micro_batches} "
-            f"micro-batches{with_recompute}) need {needs} and {reach}; {tail}."
+            f"micro-batch{several}{with_recompute}) need {needs} and {reach}; {tail}."
         )
     if plan.tensor > 1:
         parts = "shards" if plan.shard != "none" else "replicas"
@@ -293,7 +296,7 @@ def _too_big(found: SearchResult, what: str) -> str:
         how = f" even with {_WORDS[least.plan.recompute]}" if least.plan.recompute in _WORDS else ""
         return f"{what} needs {_of_capacity(least)}{how}"
     if not whole and found.workers > found.best.plan.batch_size:
-        return f"{found.workers} replicas would share {found.best.plan.batch_size} samples"
+        return f"{found.workers} replicas would share a batch of {found.best.plan.batch_size}"
     return ""
 
 
@@ -365,9 +368,9 @@ def _lost(found: SearchResult, sure: Precision) -> str:
         faster = "faster, but" if slower < 0 else "slower, and"
         needs = f"{sure.about}{_memory_words(second)}; here {sure.size(best.memory_bytes)}"
         return f"{name} is {sure.about}{100 * abs(slower):.0f} % {faster} needs {needs}."
-    if found.optimize == "speed" and (gap := _within(found, second, sure)) is not None:
+    if found.optimize == "speed" and _within(found, second, sure) is not None:
         simpler = " It is less simple." if slower <= 0 else ""
-        return f"{name} cannot be told apart from it: they differ by {gap}.{simpler}"
+        return f"{name} cannot be told apart from it.{simpler}"
     if slower <= 0:
         return f"{name} is as fast within {-100 * slower:.1f} %, and less simple."
     differences = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
@@ -408,7 +411,7 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
     if cluster.links:
         worst = max((f.residual for by in cluster.links.values() for f in by.values()), default=0.0)
         assumed = all(f.assumed for by in cluster.links.values() for f in by.values())
-        how = "data sheet" if assumed else f"measured, fits within {100 * worst:.0f} %"
+        how = "assumed" if assumed else f"measured, fits within {100 * worst:.0f} %"
         if not assumed and not worst and not cluster.source:
             how = "as the cluster file says"
         rows.append(f"links: {how} ({cluster.source or cluster.name})")
@@ -605,8 +608,14 @@ def render_answer(
         Text.assemble(("Runner-up   ", "dim"), explanation.runner_up),
     ]
     sure = explanation.precision
+    kind = "published" if sure.estimate else "real"
+    error = (
+        f"predictions like these were off by {100 * sure.time:.0f} % in time and "
+        f"{100 * sure.memory:.0f} % in memory, on average over {kind} runs"
+    )
+    parts.append(Text.assemble(("Error       ", "dim"), error))
     if sure.assumed:
-        assumed = ", ".join(a.sentence() for a in sure.assumed)
+        assumed = "; ".join(a.sentence() for a in sure.assumed)
         parts.append(Text.assemble(("Assumed     ", "dim"), assumed))
     parts += [
         Text(),
@@ -621,6 +630,9 @@ def render_answer(
         parts.extend([Text(), answer_tables.stages(found.best, stages)])
     if explanation.flips:
         parts.extend([Text(), Text("The answer would flip", style="bold")])
+        if explanation.decided.startswith("nothing"):
+            told = "  (the two best cannot be told apart: a flip between them means little)"
+            parts.append(Text(told, style="dim"))
         for variable, both in groupby(explanation.flips, lambda flip: flip.variable):
             directions = list(both)
             found_one = any(flip.at is not None for flip in directions)

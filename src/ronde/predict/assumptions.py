@@ -10,7 +10,6 @@ from ronde.predict.accuracy import error_range
 from ronde.predict.answer_tables import format_bytes, format_seconds
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs
-from ronde.world import ArgumentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +17,25 @@ class Assumption:
     """A number that was not measured.
 
     Attributes:
-        name: what it is.
-        value, unit: the number: in seconds, bytes per second, or a share from 0 to 1.
+        name: what it is, with its unit.
+        value: the number, in ``unit``.
+        unit: ``"s"``, ``"B/s"``, ``"FLOP/s"``, or ``"share"`` from 0 to 1.
+        text: what it is, in words, with ``{}`` for the number.
     """
 
     name: str
     value: float
     unit: str
+    text: str
 
     def sentence(self) -> str:
         """The assumption in words.
 
         Example:
-            >>> Assumption("network, of one device", 5e10, "B/s").sentence()
-            'network, of one device 50 GB/s'
+            >>> Assumption("node_link", 5e10, "B/s", "{} per device inside a node").sentence()
+            '50 GB/s per device inside a node'
         """
-        shown = f"{self.value:g}"
+        shown = f"{self.value:.3g}"
         if self.unit == "s":
             shown = format_seconds(self.value)
         elif self.unit == "B/s":
@@ -43,7 +45,7 @@ class Assumption:
             shown = f"{self.value / 1e12:.3g} TFLOP/s"
         elif self.unit == "share":
             shown = f"{100 * self.value:.0f} %"
-        return f"{self.name} {shown}"
+        return self.text.format(shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,22 +110,25 @@ def assumptions(cluster: Cluster) -> tuple[Assumption, ...]:
     for scope, where in places.items():
         send = cluster.links.get("send", {}).get(scope)
         if there[scope] and send is not None and send.assumed:
-            found.append(Assumption(f"links {where}, per device:", send.beta, "B/s"))
+            text = f"{{}} per device {where}"
+            found.append(Assumption(f"{scope}_bytes_per_second", send.beta, "B/s", text))
         fit = cluster.links.get("all_reduce", {}).get(scope)
         if there[scope] and fit is not None and fit.assumed:
-            found.append(Assumption(f"start of a collective {where}:", fit.alpha, "s"))
+            text = f"{{}} until an all-reduce {where} starts"
+            found.append(Assumption(f"{scope}_alpha_seconds", fit.alpha, "s", text))
     if not cluster.speed_is_estimate:
         return tuple(found)
-    try:
-        device = datasheets.device_named(cluster.device)
-    except ArgumentError:
-        return (*found, Assumption("speed against the measured device:", cluster.speed, "factor"))
-    found.append(Assumption("16-bit peak:", device.flops_per_second, "FLOP/s"))
-    found.append(Assumption("of it, matrix products reach", device.reached, "share"))
-    if attention := getattr(device, "attention", 0.0):
-        found.append(Assumption("and fused attention", attention, "share"))
-    found.append(Assumption("device memory:", device.memory_bytes_per_second, "B/s"))
-    if launch := getattr(cluster, "launch_seconds", 0.0):
-        found.append(Assumption("launch of an operation:", launch, "s"))
-    found.append(Assumption("exchange that can hide:", cluster.overlap, "share"))
-    return tuple(found)
+    device = datasheets.DEVICES.get(cluster.device)
+    if device is None:
+        text = "{} × the speed of the measured device"
+        return (*found, Assumption("speed", cluster.speed, "factor", text))
+    peak, memory = device.flops_per_second, device.memory_bytes_per_second
+    return (
+        *found,
+        Assumption("peak_flops_per_second", peak, "FLOP/s", "{} at 16 bits at most"),
+        Assumption("products_share", device.reached, "share", "{} of it in matrix products"),
+        Assumption("attention_share", device.attention, "share", "{} in fused attention"),
+        Assumption("memory_bytes_per_second", memory, "B/s", "{} of device memory"),
+        Assumption("launch_seconds", cluster.launch_seconds, "s", "{} to launch an operation"),
+        Assumption("overlap", cluster.overlap, "share", "{} of an exchange can hide"),
+    )

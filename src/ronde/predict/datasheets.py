@@ -26,6 +26,7 @@ _HOP_NODE, _HOP_WIDE = 3.4e-6, 14e-6  # of a ring, NCCL's own figures for its si
 _BASE_BYTES, _RESERVED = 4e9, 0.06  # context, NCCL's buffers; the allocator's fragments
 _BACKWARD = 2.0  # times the forward pass: work, traffic, and operators
 _ATTENTION_BACKWARD = 2.5  # fused attention computes its scores again
+_SPLIT_SHARE = 0.07  # of a backward pass, for running it in two parts: measured on a CPU
 _ADAM_WORDS = 7.0  # fp32 words read and written for each parameter
 
 
@@ -146,6 +147,9 @@ def costs_on(costs: Costs, device: Device) -> Costs:
     def scaled(line: LinearCost) -> LinearCost:
         return LinearCost(line.fixed * faster, line.per_sample * faster)
 
+    apart = LinearCost()
+    for unit in units:
+        apart += unit.backward_seconds.times(_SPLIT_SHARE)
     size = sum(u.trainable_bytes + 0.5 * u.optimizer_bytes for u in costs.units)
     rate = device.memory_bytes_per_second * _MEMORY_SHARE
     return dataclasses.replace(
@@ -159,7 +163,7 @@ def costs_on(costs: Costs, device: Device) -> Costs:
         again_seconds={
             level: scaled(line) for level, line in costs.again_seconds.items() if level != "full"
         },
-        split_seconds=scaled(costs.split_seconds),
+        split_seconds=scaled(costs.split_seconds) if here > 0 else apart,
         contention=1.0,
         lockstep=1.0,
         action_seconds=0.0,
