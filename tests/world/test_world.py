@@ -343,6 +343,22 @@ def test_world_of_plain_python(tmp_path):
     assert wrong.returncode == 1 and "WORLD_SIZE missing" in wrong.stderr.splitlines()[-1]
 
 
+def test_distribute_imports_what_a_training_needs(tmp_path):
+    script = """
+import sys, torch
+before = set(sys.modules)
+import ronde
+ronde.distribute
+new = {name for name in set(sys.modules) - before}
+rooms = {name.split(".")[1] for name in new if name.startswith("ronde.")}
+others = {name for name in new if "." not in name}
+print(sorted(rooms & {"cli", "doctor", "launch", "measure", "predict", "prove", "scale"}))
+print(sorted(others & {"statistics", "fractions", "psutil", "rich", "yaml", "pandas"}))
+"""
+    done = python(["-c", script], tmp_path)
+    assert done.stdout.splitlines() == ["[]", "[]"], done.stdout + done.stderr
+
+
 def tree(root, files):
     for name, text in files.items():
         path = root / name

@@ -8,7 +8,6 @@ more is counted than the device is idle.
 
 from __future__ import annotations
 
-import statistics
 import sys
 import threading
 from collections.abc import Callable
@@ -236,11 +235,11 @@ class ScriptTime:
             return None
         # The difference of two long times would be mostly noise: sampled rests count as they are.
         before, after = (
-            statistics.fmean(rests) if trains else spent / self._steps
+            _mean(rests) if trains else spent / self._steps
             for spent, trains, rests in zip(self._spent, self._trains, self._rests, strict=True)
         )
         if self.event is not None and before + after > 0:
-            share = min(1.0, statistics.fmean(self._idle) / (before + after))
+            share = min(1.0, _mean(self._idle) / (before + after))
             before, after = before * share, after * share
         return {
             "steps": self._steps,
@@ -248,6 +247,10 @@ class ScriptTime:
             "after_seconds": after,
             "period_seconds": self._period / self._steps,
         }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
 def _compiles() -> bool:
