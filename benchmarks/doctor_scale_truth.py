@@ -16,6 +16,11 @@ It is written down before 4, 8 and 16 are run.
 
     python benchmarks/doctor_scale_truth.py            # about 15 minutes, nearly all of it asleep
     python benchmarks/doctor_scale_truth.py --quick    # 3 cases
+    python benchmarks/doctor_scale_truth.py --doctor   # `ronde doctor` itself, some 15 minutes
+
+``--doctor`` asks the command: it sees one worker, and two, of a script whose loaders wait for a
+lock of their own process, or compute in threads of a library. Plain torch loops with 4 and 8
+workers are the truth.
 """
 
 from __future__ import annotations
@@ -30,11 +35,14 @@ import os
 import queue
 import random
 import statistics
+import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from doctor_job import Spec
+from doctor_truth import diagnose, plain
 from ronde.predict.input_capacity import Capacities, Measured, StageCapacity, from_runs, predict
 
 STEP = 0.1  # seconds a step of a device
@@ -405,9 +413,46 @@ def judge(case: Case, seconds: float) -> dict:
     return {"case": case.name, "runs": [asdict(r) for r in runs], "sweep": swept, "rows": rows}
 
 
+DOCTOR = {
+    # a lock of each worker that is faster than its device: more workers bring their own
+    "own lock, fast enough": Spec("own_lock", ms=1.3, kind="real"),
+    "own lock, too slow": Spec("own_lock", ms=3.5, kind="real"),
+    "own waits of each loader": Spec("wait", ms=6, kind="real"),
+    "threads of a library": Spec("pool", ms=1.2, kind="real"),
+}
+
+
+def ask_doctor(only: str, seconds: float, sizes: tuple[int, ...] = (4, 8)) -> None:
+    """Gaps that `ronde doctor` predicts from 1 and from 2 workers, beside plain loops."""
+    with tempfile.TemporaryDirectory(prefix="doctor-scale-") as folder:
+        for name, spec in DOCTOR.items():
+            if only not in name:
+                continue
+            print(name, flush=True)
+            real = {}
+            for n in sizes:
+                rates = plain(replace(spec, workers=n), folder)
+                real[n] = 1 - rates["real"] / rates["synthetic"]
+            for workers in (1, 2):
+                values = diagnose(replace(spec, workers=workers), folder, seconds, to=max(sizes))
+                rows = {r["devices"]: r for r in values.get("scale", [])}
+                for n in [n for n in sizes if n in rows]:
+                    gap, shared = rows[n]["gap"], rows[n]["shared_gap"]
+                    unknown = shared is not None
+                    right = abs(gap - real[n]) <= 0.1 or (unknown and gap <= real[n] <= shared)
+                    told = f"{100 * gap:.0f} %" + (f" or {100 * shared:.0f} %" if unknown else "")
+                    print(
+                        f"   {'ok ' if right else 'OFF'} {n} from {workers}: predicted {told}, "
+                        f"measured {100 * real[n]:.0f} %",
+                        flush=True,
+                    )
+                print(f"       walls {values.get('walls', values.get('error'))}", flush=True)
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--quick", action="store_true")
+    arguments.add_argument("--doctor", action="store_true", help="ask ronde doctor itself")
     arguments.add_argument("--seconds", type=float, default=8.0, help="of one measurement")
     arguments.add_argument(
         "--jobs", type=int, default=3, help="cases at a time: nearly all of it is sleep"
@@ -415,6 +460,9 @@ def main() -> None:
     arguments.add_argument("--only", default="", help="cases whose name contains this")
     arguments.add_argument("--json", type=Path)
     asked = arguments.parse_args()
+    if asked.doctor:
+        ask_doctor(asked.only, 2 * asked.seconds)
+        return
     context = mp.get_context("fork")
     cases = [c for c in CASES if asked.only in c.name]
     if asked.quick:

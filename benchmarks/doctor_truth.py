@@ -239,7 +239,10 @@ def plain(spec: Spec, folder: str) -> dict[str, float]:
 
 def truth(spec: Spec, folder: str) -> dict[str, float]:
     """Rates with the fault and without it, one right after the other, and what it took."""
-    sound = plain(dataclasses.replace(spec, fault="", where="", ms=0.0, rank=-1, payload=0), folder)
+    none = dataclasses.replace(spec, fault="", where="", ms=0.0, rank=-1, payload=0)
+    if spec.fault == "sampler":  # whole epochs, with a sampler that does not compute
+        none = dataclasses.replace(spec, ms=0.0)
+    sound = plain(none, folder)
     # Threads that wait for the same cores find a pace, and in another process another one: the
     # middle of three.
     times = 3 if spec.fault == "threads" else 1
@@ -248,7 +251,8 @@ def truth(spec: Spec, folder: str) -> dict[str, float]:
         if spec.fault
         else sound
     )
-    ceiling = sound["synthetic"]
+    # what a sampler takes is told as a share of each epoch
+    ceiling = sound["real"] if spec.fault == "sampler" else sound["synthetic"]
     return {
         "with": faulty["real"],
         "without": sound["real"],
@@ -257,8 +261,8 @@ def truth(spec: Spec, folder: str) -> dict[str, float]:
     }
 
 
-def diagnose(spec: Spec, folder: str, seconds: float) -> dict[str, Any]:
-    """What the doctor says."""
+def diagnose(spec: Spec, folder: str, seconds: float, to: int = 32) -> dict[str, Any]:
+    """What the doctor says, for up to so many devices on this node."""
     out = Path(folder) / "doctor.json"
     out.unlink(missing_ok=True)
     command = [
@@ -270,6 +274,7 @@ def diagnose(spec: Spec, folder: str, seconds: float) -> dict[str, Any]:
         str(spec.workers),
         "--seconds",
         str(seconds),
+        *("--to", str(to), "--nodes", "1"),
         "--json",
         str(out),
         str(_JOB),
