@@ -289,3 +289,25 @@ def test_no_capacity_is_below_a_rate_that_was_measured():
     run = Measured(1, 1000.0, 990.0, cpu_seconds=0.0025)
     found = from_runs([run], stages=stages, cores_per_node=2.0)
     assert [w.devices for w in walls(found, 8, 1)] == [2]
+
+
+@pytest.mark.parametrize("loading", [(178.0, 350.0), (178.0, 300.0), (None, None)])
+def test_a_limit_of_each_process_multiplies_with_workers(loading):
+    """A lock of each process: one gives 175, two gave 300 on a busy machine, four give 700."""
+    one, two = (
+        Measured(n, 400.0 * n, real, most, 0.0005, 0.001)
+        for n, real, most in zip((1, 2), (175.0, 300.0), loading, strict=True)
+    )
+    found = from_runs([one, two], cores_per_node=2, devices_per_node=2)
+    four = predict(found, 4, 2)
+    assert found.shared_samples_per_second == math.inf and four.limit == "loaders"
+    assert four.rate == pytest.approx(700, rel=0.05)
+    assert four.ceiling * (1 - four.high) < 700 < four.ceiling * (1 - four.low)
+    wide = four.high - four.low
+    assert wide > 0.25 if loading[1] != 350.0 else wide < 0.25  # where the loaders do not tell
+
+    # What all share gives two no more than one.
+    shared = from_runs([one, replace(two, real=176.0, loading=178.0)], cores_per_node=2)
+    assert predict(shared, 4, 1).rate == pytest.approx(176, rel=0.05)
+    late = [replace(one, real=390.0, loading=600.0), replace(two, real=610.0, loading=620.0)]
+    assert predict(from_runs(late, cores_per_node=2), 4, 1).rate == pytest.approx(610, rel=0.05)

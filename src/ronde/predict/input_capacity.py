@@ -37,6 +37,10 @@ _UNEVEN = 0.7
 # a gap above this, the same at any size, is of loaders that are too slow; a smaller one may be time
 # that nothing hides
 _SLOW = 0.10
+# a starved device more brings at least this of the first: each has a limit of its own
+_GROWS = 0.5
+_OWN = 0.85  # and so much of each one's loaders without training, to be sure of it
+_UNKNOWN = 1.0  # relative half width where that is not known
 
 
 @dataclass(frozen=True)
@@ -648,6 +652,19 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
         return own_limit(c, slow)
     if last.devices > first.devices:
         expected = predict(c, last.devices, last.nodes)
+        if lost[0] > _SLOW and _multiplies(first, last):
+            # Starved alone, and more give more: each has a limit of its own. What is missing to
+            # twice as much is noise, or a wall further on: the interval has both.
+            apart = expected.rate / last.real - 1.0
+            known = (
+                first.loading is not None
+                and last.loading is not None
+                and last.loading / last.devices >= _OWN * first.loading / first.devices
+            )
+            unsure = _UNKNOWN if apart > _DEARER - 1.0 and not known else 0.0
+            if first.loading is None:
+                c = replace(own_limit(c, first.real / first.devices), overhead=0.0)
+            return replace(c, uncertainty=max(c.uncertainty, apart, unsure))
         if lost[-1] > expected.high + _STARVED:
             # More is lost than all that is known can say: they share something else, and it gave
             # what it had.
@@ -676,6 +693,14 @@ def _explained(c: Capacities, runs: Sequence[Measured]) -> Capacities:
                     c, shared_samples_per_second=min(c.shared_samples_per_second, last.loading)
                 )
     return c
+
+
+def _multiplies(first: Measured, last: Measured) -> bool:
+    """Whether more devices give nearly as many times more, as a limit of each process does. What
+    all share gives the same to any number.
+    """
+    alone = first.real / first.devices
+    return last.real >= (first.devices + _GROWS * (last.devices - first.devices)) * alone
 
 
 def _seen_variation(c: Capacities, first: Measured, last: Measured) -> float:
