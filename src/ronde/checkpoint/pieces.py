@@ -154,17 +154,15 @@ def piece_of(tensor: torch.Tensor, name: str = "tensor") -> Piece:
 
 
 def shard_like(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Wrap a worker's own part as a DTensor, sharded like ``target``."""
+    """Wrap a worker's own part as a DTensor, sharded like ``target``, where it is."""
     if not is_sharded(target):
         return tensor
-    return type(target).from_local(
-        tensor,
-        target.device_mesh,
-        target.placements,
-        run_check=False,
-        shape=target.shape,
-        stride=target.stride(),
-    )
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    # DTensor.from_local would move a part that waits in the host's memory to the mesh's device.
+    meta = TensorMeta(target.shape, target.stride(), tensor.dtype)
+    spec = DTensorSpec(target.device_mesh, target.placements, tensor_meta=meta)
+    return type(target)(tensor.detach(), spec, requires_grad=False)  # type: ignore[call-arg]
 
 
 def replicated(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -238,7 +238,7 @@ class Replicate(Strategy):
         if start is None:
             if len(self._factors) > 64:
                 self._factors.clear()
-            start = torch.tensor(factor, dtype=value.dtype, device=value.device)
+            start = torch.full((), factor, dtype=value.dtype, device=value.device)
             self._factors[factor, value.dtype] = start
         backward((value,), (start if scale is None else scale(start),))
 
@@ -264,7 +264,8 @@ class Replicate(Strategy):
         if unused:
             summed = self._carrier.grad
             assert summed is not None
-            nobody = summed[_UNUSED:] > 1 - 0.5 / self.me.size  # the mean of ones
+            # the mean of ones; read at once, as a GPU is waited for each time
+            nobody = (summed[_UNUSED:] > 1 - 0.5 / self.me.size).tolist()
             for i in unused:
                 if nobody[i]:
                     self.parameters[i].grad = None
@@ -276,7 +277,7 @@ class Replicate(Strategy):
         if self._seen is not None:
             self._choose_buffers(self._seen)
         if self._scaled:
-            size = torch.tensor(float(self.me.size), device=self.me.device)
+            size = torch.full((), float(self.me.size), device=self.me.device)
             scale_gradients(self.parameters, size)
         self.local_loss = self._loss_slot
         self._begun = False

@@ -507,7 +507,7 @@ class Shard(Replicate):
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         self._flags = Flags(self.model)
-        self._scalars = [p for p in self.sharded.whole if p.requires_grad]
+        self._scalars = [p for p in self.sharded.whole if p.requires_grad and p.numel()]
         size, dtype = _UNUSED + len(named) + len(self._scalars), payload_dtype(self.parameters)
         self._payload = torch.zeros(size, dtype=dtype, device=self.me.device)
         self._loss_slot, self._weight_slot = self._payload[_LOSS], self._payload[_WEIGHT]
@@ -697,7 +697,8 @@ class Shard(Replicate):
         for i, p in enumerate(self._scalars, _UNUSED + n):
             if p.grad is not None:
                 payload[i] = p.grad
-        payload[_CALLS], payload[_LEFT_OUT] = self._call_hash, self._left_out
+        payload[_CALLS].fill_(self._call_hash)  # payload[i] = x waits for a GPU
+        payload[_LEFT_OUT].fill_(self._left_out)
         self.sharded.all_reduce(payload)
         # Reading a GPU's numbers means waiting for it.
         if self.me.device.type == "cpu" or self._steps % _CHECK_EVERY == 1:

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from ronde.checkpoint import shard_like
+
 __all__ = [
     "ELEMENTWISE",
     "KeepContainers",
@@ -105,8 +107,10 @@ def exchange_unused(module: FSDPModule) -> None:
 
 
 def split_scalars(parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-    """Parameters without dimensions, which FSDP2 refuses (#130810): every worker holds them."""
-    return {p for p in parameters if p.dim() == 0}
+    """Parameters without dimensions, which FSDP2 refuses (#130810), or without elements, which its
+    exchange refuses: every worker holds them.
+    """
+    return {p for p in parameters if p.dim() == 0 or p.numel() == 0}
 
 
 class KeepContainers:
@@ -242,7 +246,7 @@ class _LocalStep:
                 if isinstance(v, torch.Tensor) and v.dim() and v.shape == part.shape:
                     old = outer.get(k) if outer else None
                     kept = isinstance(old, DTensor) and old._local_tensor is v
-                    inner[k] = old if kept else part_of(p, v)
+                    inner[k] = old if kept else shard_like(v, p)
             state[p] = inner
 
 
@@ -251,11 +255,3 @@ def _matches_gradient(p: torch.Tensor) -> bool:
     if not isinstance(p, DTensor) or g is None:
         return True
     return isinstance(g, DTensor) and g.placements == p.placements
-
-
-def part_of(like: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor of this worker's part ``local``, sharded and shaped as another one."""
-    mesh, shape, stride = like.device_mesh, like.shape, like.stride()
-    return DTensor.from_local(
-        local, mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )

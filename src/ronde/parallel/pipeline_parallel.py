@@ -277,7 +277,7 @@ class PipelineParallel(Strategy):
             assert value is not None
             if not value.requires_grad:
                 return [], []
-            start = torch.tensor(flight.factor, dtype=value.dtype, device=value.device)
+            start = torch.full((), flight.factor, dtype=value.dtype, device=value.device)
             return [value], [start if scale is None else scale(start)]
         values = [v for v in flight.program.gradients[stage] if flight.sent[v].requires_grad]
         return [flight.sent[v] for v in values], [gradients[v] for v in values]
@@ -372,8 +372,9 @@ class PipelineParallel(Strategy):
         else:
             dist.all_reduce(mine)
         loss, weight = mine[0], mine[1]
-        if bool(weight != 0):
-            factor = self._samples / weight
+        # Reading a GPU's numbers means waiting for it: there, an unweighted loss is scaled by 1.
+        if self.me.device.type != "cpu" or bool(weight != 0):
+            factor = torch.where(weight != 0, self._samples / weight, 1)
             self._scale_gradients(factor)
             loss = loss * factor
         return loss
@@ -389,10 +390,14 @@ class PipelineParallel(Strategy):
         if not parameters:
             return
         present = [p.grad is not None for p in parameters]
-        has = torch.tensor(present, dtype=torch.uint8, device=self.me.device)
+        has = torch.ones(len(parameters), dtype=torch.uint8, device=self.me.device)
+        for i, own in enumerate(present):
+            if not own:
+                has[i].zero_()
         dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
+        # Who has all of them need not ask the device which ones others have.
         buckets: dict[torch.dtype, list[nn.Parameter]] = {}
-        for p, used in zip(parameters, has.tolist(), strict=True):
+        for p, used in zip(parameters, present if all(present) else has.tolist(), strict=True):
             if not used:
                 continue
             if p.grad is None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -164,26 +165,49 @@ class _Again:
     pass that keeps its graph may run it many times.
     """
 
-    def __init__(self, kept: _Kept, inner: AbstractContextManager[Any] | None = None) -> None:
-        self.kept, self.inner = kept, inner or nullcontext()
+    def __init__(self, kept: _Kept, results: _Results | None = None) -> None:
+        self.kept, self.results = kept, results
         self._now: list[list[tuple[nn.Module, str, torch.Tensor | None]]] = []
+        self._inner: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         self._now.append([(m, key, m._buffers[key]) for (_, key), (m, _) in self.kept.items()])
         for (_, key), (m, value) in self.kept.items():
             m._buffers[key] = value.clone()
-        self.inner.__enter__()
+        self._inner.append(self.results.again() if self.results else nullcontext())
+        self._inner[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
+        self._inner.pop().__exit__(*error)
         for m, key, buffer in self._now.pop():
             m._buffers[key] = buffer
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Results:
+    """What selective recomputation keeps of a first pass: the next pass takes it, where it can."""
+
+    def __init__(self, policy: Callable[..., CheckpointPolicy]) -> None:
+        self._first, self._again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+        self._usable = False
+
+    @contextmanager
+    def first(self, buffers: AbstractContextManager[Any]) -> Iterator[None]:
+        """The first pass. One that is not over, with a gradient inside, cannot be taken up."""
+        with buffers, self._first:
+            yield
+        self._usable = True
+
+    def again(self) -> AbstractContextManager[Any]:
+        """Another pass: once with what was kept, unless it has been written into since
+        (``scores += bias``); else with nothing.
+        """
+        usable, self._usable = self._usable and self._intact(), False
+        return self._again if usable else nullcontext()
+
+    def _intact(self) -> bool:
+        kept = tree_leaves([list(each.values()) for each in self._first.storage.values()])
+        versions = [(v.val, v.version) for v in kept if getattr(v, "version", None) is not None]
+        return all(tensor._version == version for tensor, version in versions)
 
 
 def _kept_ops() -> list[Any]:
@@ -270,8 +294,8 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
         def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if op in known else CheckpointPolicy.PREFER_RECOMPUTE
 
-        caching, cached = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-        return _both(first, caching), _Again(kept, cached)
+        results = _Results(policy)
+        return results.first(first), _Again(kept, results)
 
     known = set(ops)
 
@@ -285,16 +309,25 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
         # must not see or repeat that.
         as_given = _copied((args, kwargs))
         first = True
+        after: list[tuple[torch.Tensor, int]] = []
 
         def run(values: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-            nonlocal first
+            nonlocal first, after
             if not first:
+                if any(t._version != version for t, version in after):
+                    raise PlanError(
+                        f"recompute: a tensor that block {name!r} was given has been changed since "
+                        "(x += block(x)), so its forward pass cannot be repeated. Make a new one "
+                        "(x = x + block(x)), or use recompute='none'."
+                    )
                 args, kwargs = _copied(as_given)
                 return once(*args, **kwargs)
             first = False
             arguments = _Arguments(name, self, values, as_given)
             result = once(*values[0], **values[1])
             arguments.check()
+            tensors = tensors_in(values)
+            after = [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter)]
             return result
 
         # All arguments in one: torch searches it for the devices whose random state it saves.

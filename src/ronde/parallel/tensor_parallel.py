@@ -735,7 +735,8 @@ class Tensor(Replicate):
         if unused:
             payload[_UNUSED:][unused] = 1
         dist.all_reduce(payload, group=self._replicas.get_group())
-        nobody = (payload[_UNUSED:] > self._replicas.size() - 0.5).tolist()
+        flags = payload[_UNUSED:] > self._replicas.size() - 0.5
+        nobody = flags.tolist() if unused else [False] * len(flags)  # reading waits for a GPU
         dense = []
         for p, is_unused in zip(self.parameters, nobody, strict=True):
             if is_unused:

@@ -86,7 +86,7 @@ class LossCall:
         if pair and isinstance(value[0], torch.Tensor) and value[0].numel() == 1:
             total, weight = value
             if not isinstance(weight, torch.Tensor):
-                weight = torch.tensor(float(weight), device=total.device)
+                weight = torch.full((), float(weight), device=total.device)
             if weight.numel() == 1:
                 dtype = torch.promote_types(total.dtype, torch.float32)
                 return total.reshape(()), weight.detach().reshape(()).to(dtype)

@@ -125,8 +125,10 @@ class _Copy:
         elif isinstance(value, list | tuple | set | deque | dict):
             before = [(k, v.back()) for k, v in kept]
             if isinstance(value, dict):
-                value.clear()
-                value.update(before)
+                # diffusers' configuration is a dict that refuses to be written
+                if [(k, id(v)) for k, v in value.items()] != [(k, id(v)) for k, v in before]:
+                    value.clear()
+                    value.update(before)
             elif not isinstance(value, tuple):
                 value.clear()
                 (value.update if isinstance(value, set) else value.extend)(v for _, v in before)
