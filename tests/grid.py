@@ -51,6 +51,7 @@ PLANS = {
         "pipeline=2,shard=parameters,micro_batch=1",
         "pipeline=2,shard=parameters,recompute=full,micro_batch=2",
         "tensor=2",
+        "pipeline=2,tensor=2,micro_batch=2",
         "tensor=2,shard=gradients,micro_batch=2",
         "tensor=2,shard=parameters",
         "shard=parameters,shard_within=2",

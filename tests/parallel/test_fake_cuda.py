@@ -20,7 +20,6 @@ from sampling import ALL
 
 CASES = [
     "1/replicate/bf16",
-    "1/replicate/fp16",
     "1/recompute=selective/bf16",
     "1/offload=optimizer/fp32",
     "2/replicate,micro_batch=2/fp32",
@@ -34,13 +33,15 @@ CASES = [
     "2/tensor=2/bf16",
     "2/pipeline=2,virtual=2,schedule=interleaved,micro_batch=2/fp32",
     "2/pipeline=2,recompute=full,micro_batch=2/bf16",
-    "4/pipeline=2,micro_batch=2/fp32",
     "4/pipeline=2,shard=parameters,micro_batch=2/fp32",
     "4/tensor=2/fp32",
+    "4/pipeline=2,tensor=2,micro_batch=2/fp32",
     "4/shard=parameters,shard_within=2/fp32",
 ]
 MORE = [
     "1/replicate/fp32",
+    "1/replicate/fp16",
+    "4/pipeline=2,micro_batch=2/fp32",
     "2/replicate/bf16",
     "2/shard=parameters/fp32",
     "2/shard=parameters/fp16",
@@ -55,7 +56,7 @@ MORE = [
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles the device with g++")
-@pytest.mark.timeout(900 if ALL else 300)
+@pytest.mark.timeout(900 if ALL else 420)
 def test_every_plan_on_a_device_that_must_not_be_waited_for(tmp_path):
     fake_cuda.build(tmp_path / "device.so")
     cases = [*CASES, *(MORE if ALL else [])]
@@ -73,7 +74,7 @@ def test_every_plan_on_a_device_that_must_not_be_waited_for(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=800 if ALL else 200,
+        timeout=800 if ALL else 300,
     )
     assert done.returncode == 0, done.stderr
     told = [json.loads(line) for line in out.read_text().splitlines()]
@@ -84,8 +85,9 @@ def test_every_plan_on_a_device_that_must_not_be_waited_for(tmp_path):
         for rank in ranks:
             assert "error" not in rank, rank.get("trace")
             assert rank["apart"] <= (1e-10 if precision == "fp32" else 0.02), rank
-            on_host = "offload=parameters" in plan
-            assert rank["weights"] == (["cpu"] if on_host else ["cuda"]), rank
+            # buffers stay on the device
+            on_host = ["cpu"] if "offload=parameters" in plan else []
+            assert rank["weights"] == [*on_host, "cuda"], rank
             assert rank["activations"] == ["cuda"], rank
             types = {"fp32": "torch.float64", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
             assert rank["types"] == [types[precision]], rank
