@@ -78,6 +78,10 @@ if not ALL:
             (a, _MODEL[(i + step) % len(_MODEL)]) for i, a in enumerate(_MODEL) for step in (1, 3)
         ],
     }
+else:  # eight processes on two cores are slow
+    PLANS["three"] = (8, "pipeline=2,tensor=2,shard=parameters")
+    PLANS["three-zero1"] = (8, "pipeline=2,tensor=2,shard=optimizer")
+    MATRICES["model"] += [("three", "single"), ("zero3", "three"), ("three-zero1", "three")]
 STOP, END = 3, 6
 
 

@@ -24,7 +24,16 @@ _HYBRIDS = (
     "pipeline=2,tensor=2",
 )
 # settings belong to the plan before them
-_SETTINGS = ("schedule", "virtual", "micro_batch", "split_at", "optimize", "shard_within")
+_SETTINGS = (
+    "schedule",
+    "virtual",
+    "micro_batch",
+    "split_at",
+    "optimize",
+    "shard_within",
+    "sequence",
+    "sequence_parallel",
+)
 
 
 def chosen_plans(plans: str | Sequence[str], workers: int) -> list[str]:
