@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from processes import ronde_run
 from ronde.cli.doctor import screen
+from ronde.doctor.doctor import with_library_threads
 from ronde.doctor.prescribe import Facts, capacities_of, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Measurements, TimedStage, judge
 from ronde.introspect import shares_within
@@ -177,6 +178,11 @@ def test_threads_of_a_library_meet_the_cores_and_not_a_storage():
     assert found["walls"][0] == {"stage": "read", "devices": 2, "limit": "cores"}
     assert capacities_of(values, facts).storage_samples_per_second == float("inf")
     assert found["stages"][0]["waits"] == 0.0
+    # loading threads have a clock each: what their process took beyond them is the library's
+    stages = [replace(READ[0], cpu_seconds=0.0002), TimedStage("python", "loading", 1e-4, 1e-4)]
+    read, python = with_library_threads(stages, 0.0065, 0.001)
+    assert read.cpu_seconds == pytest.approx(0.0064) and python == stages[1]
+    assert with_library_threads(stages, 0.0005, 0.001) == stages  # the steps vary by as much
 
 
 def test_a_lock_of_the_loaders_is_seen():
