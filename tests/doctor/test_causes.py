@@ -234,11 +234,35 @@ def test_one_worker_and_two_do_not_contradict_each_other(tmp_path, workers):
     command = ["doctor", "--workers", workers, "--seconds", "8", "--json", str(out), "train.py"]
     done = ronde_run(command, tmp_path, timeout=150)
     values = json.loads(out.read_text())
-    arms, shown = values["arms"], done.stdout + done.stderr
+    shown = done.stdout + done.stderr
     if workers == "1":
         assert any("One worker cannot tell" in note for note in values["notes"]), shown
         assert all(w["limit"] == "unknown" for w in values["walls"]), values["walls"]
     else:
-        assert "loading one" in arms, shown
         assert not [w for w in values["walls"] if w["limit"] == "storage"], values["walls"]
         assert values["scale"][-1]["gap"] < values["gap"] + 0.2
+
+
+def test_while_the_first_worker_loads_alone_the_others_read_nothing(tmp_path):
+    script = JOB.replace("time.sleep(0.004)", "pass").replace("num_workers=1", "num_workers=0")
+    script = script.replace(
+        "            pass\n", "            self.made = getattr(self, 'made', 0) + 1\n"
+    )
+    head, _, _ = script.partition("for batch in")
+    script = (
+        head
+        + """
+from ronde.measure import Arm, Bench
+with Bench(run) as bench:
+    before = run.port.data.dataset.made if bench.batches else 0
+    alone = bench.window(Arm("loading", first_only=True), 0.2)
+    mine = run.port.data.dataset.made - before
+    together = bench.window(Arm("loading"), 0.2)
+print("rank", run.rank, "read", mine > 0, alone.steps > 0, together.steps > 0, flush=True)
+"""
+    )
+    (tmp_path / "train.py").write_text(script)
+    command = ["run", "--workers", "2", "--runs", "none", "--output", "all", "train.py"]
+    done = ronde_run(command, tmp_path, timeout=90)
+    assert "rank 0 read True True True" in done.stdout, done.stdout + done.stderr
+    assert "rank 1 read False True True" in done.stdout, done.stdout + done.stderr

@@ -782,7 +782,7 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
     values = _column(seen, arm)
     half = len(values) // 2
     early, late = statistics.median(values[:half]), statistics.median(values[-half:])
-    if arm == "real" and late > _WARMED * early:
+    if arm == "real" and late > _WARMED * early and (seen.others or 0.0) < _OTHERS:
         return (
             f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was measured, "
             f"{what}. The usual reason is a cache that fills: the first epoch runs as at the "
