@@ -24,6 +24,7 @@ _ALPHA_NODE, _ALPHA_WIDE = 55e-6, 60e-6  # launch and meet: 45-70 us for groups 
 _SEND_NODE, _SEND_WIDE = 30e-6, 50e-6
 _HOP_NODE, _HOP_WIDE = 3.4e-6, 14e-6  # of a ring, NCCL's own figures for its simple protocol
 _BASE_BYTES, _RESERVED = 4e9, 0.06  # context, NCCL's buffers; the allocator's fragments
+_HALF_ROWS = 400.0  # of a product that reaches half as much as a very tall one
 _BACKWARD = 2.0  # times the forward pass: work, traffic, and operators
 _ATTENTION_BACKWARD = 2.5  # fused attention computes its scores again
 _SPLIT_SHARE = 0.07  # of a backward pass, for running it in two parts: measured on a CPU
@@ -64,12 +65,12 @@ class Device:
 DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
-        Device("A100-40GB", 312e12, 40 * 2**30, 1.555e12, 300e9, 25e9, 8, 0.70, 0.5, 19.5e12),
-        Device("A100-80GB", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, 0.70, 0.5, 19.5e12),
-        Device("H100-80GB", 989e12, 80 * 2**30, 3.35e12, 450e9, 50e9, 8, 0.60, 0.28, 67e12),
-        Device("H200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 8, 0.60, 0.28, 67e12),
-        Device("B200", 2250e12, 180e9, 8.0e12, 900e9, 50e9, 8, 0.55, 0.28, 80e12),
-        Device("GB200", 2500e12, 186e9, 8.0e12, 900e9, 50e9, 72, 0.55, 0.28, 80e12),
+        Device("A100-40GB", 312e12, 40 * 2**30, 1.555e12, 300e9, 25e9, 8, 0.75, 0.5, 19.5e12),
+        Device("A100-80GB", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, 0.75, 0.5, 19.5e12),
+        Device("H100-80GB", 989e12, 80 * 2**30, 3.35e12, 450e9, 50e9, 8, 0.62, 0.28, 67e12),
+        Device("H200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 8, 0.62, 0.28, 67e12),
+        Device("B200", 2250e12, 180e9, 8.0e12, 900e9, 50e9, 8, 0.57, 0.28, 80e12),
+        Device("GB200", 2500e12, 186e9, 8.0e12, 900e9, 50e9, 72, 0.57, 0.28, 80e12),
     )
 }
 """By name. Sources: NVIDIA's data sheets of A100, H100, H200, B200 and GB200 NVL72, and of DGX
@@ -113,7 +114,7 @@ def pass_seconds(
 
     Example:
         >>> round(pass_seconds(DEVICES["H100-80GB"], 1e12) * 1e3, 2)
-        1.69
+        1.63
     """
     products = (flops - attention_flops - vector_flops) / device.reached
     return (
@@ -179,7 +180,9 @@ def _unit_on(unit: Unit, device: Device) -> Unit:
     moved = unit.moved_bytes if unit.operations else unit.saved_bytes.times(2.0)
     work = pass_seconds(device, unit.flops, 0.0, unit.attention_flops, unit.vector_flops)
     traffic = pass_seconds(device, 0.0, 1.0)
-    forward = LinearCost(moved.fixed * traffic, moved.per_sample * traffic + work)
+    # Short products fill the device badly, and read their weights all the same.
+    short = pass_seconds(device, unit.row_flops) * _HALF_ROWS
+    forward = LinearCost(moved.fixed * traffic + short, moved.per_sample * traffic + work)
     again = pass_seconds(device, unit.attention_flops, 0.0, unit.attention_flops)
     again *= _ATTENTION_BACKWARD - _BACKWARD
     divided = unit.tensor * work
