@@ -74,10 +74,13 @@ def test_products_attention_and_traffic_have_their_own_rates():
     assert pass_seconds(H100, 1e12, 0, 1e12) == pytest.approx(1e12 / (0.28 * peak))
     assert pass_seconds(H100, 1e12, 0, 0, 1e12) == pytest.approx(1e12 / (0.5 * 67e12))
     assert pass_seconds(H100, 0, 1e9) == pytest.approx(1e9 / (0.8 * memory))
-    # As long as 400 more rows, which few samples feel and many do not.
-    rows = costs_on(Costs((block("a", 1e12, row_flops=1e9),), 8), H100).units[0].forward_seconds
-    assert rows.fixed == pytest.approx(400 * 1e9 / (0.62 * peak))
+    # The last wave of tiles is partly filled, of few samples' products and of many's.
+    unit = block("a", 1e12, 1, inner=1000.0)
+    rows = costs_on(Costs((unit,), 8), H100).units[0].forward_seconds
+    assert rows.fixed == pytest.approx(2 * 1000 * 2.1e6 / (0.62 * peak))
     assert rows.per_sample == pytest.approx(1e12 / (0.62 * peak))
+    one, four = (float(passes(Costs((unit,), 8), n).sum()) for n in (1, 4))
+    assert four == pytest.approx(one / 4 + rows.fixed * 0.75 * 2 / 7)
     unit = costs_on(Costs((block("a", 1e12, attention_flops=1e12),), 8), H100).units[0]
     # Fused attention computes its scores again in the backward pass.
     assert unit.backward_seconds.at(1) == pytest.approx(2.5 * unit.forward_seconds.at(1))
@@ -229,7 +232,7 @@ def test_work_is_counted_by_its_kinds():
     scores = 4 * sequence * sequence * hidden
     dense = 8 * sequence * hidden * hidden
     assert unit.attention_flops == scores / 2 and unit.flops == dense + scores / 2
-    assert unit.row_flops == 2 * 4 * hidden * hidden
+    assert unit.inner == 2 * hidden
     assert unit.vector_flops == 0 and 10 <= unit.operations <= 60
     # Norm, residual and casts of 2 to 4 bytes: some tens of bytes per value.
     assert 15 <= unit.moved_bytes.per_sample / (sequence * hidden) <= 120

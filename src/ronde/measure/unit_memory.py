@@ -115,7 +115,7 @@ def _units(
                 operations=work[i].operations,
                 attention_flops=work[i].attention / flops_size,
                 vector_flops=work[i].vector / flops_size,
-                row_flops=work[i].rows,
+                inner=work[i].inner,
                 moved_bytes=moved[i],
                 tied=tuple(sorted(memory.shared[i])),
                 tied_bytes=sum(bytes_of(parameters[name]) for name in memory.shared[i]),

@@ -31,7 +31,7 @@ class UnitWork:
         moved: bytes read and written by all that are not matrix products.
         attention: operations of fused attention, without the half that a causal mask leaves out.
         vector: operations of products outside tensor cores.
-        rows: operations of products with weights, for one row of their input.
+        inner: sum of the inner sizes of products with weights.
         masked: operations of attention that a causal mask leaves out.
     """
 
@@ -39,7 +39,7 @@ class UnitWork:
     moved: float = 0.0
     attention: float = 0.0
     vector: float = 0.0
-    rows: float = 0.0
+    inner: float = 0.0
     masked: float = 0.0
 
 
@@ -110,7 +110,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 work.vector += float(flop_registry[packet](*args, **kwargs, out_val=result))
             if name not in _BATCHED:
                 weight = args[1] if name == "convolution" else given[-1]
-                work.rows += 2.0 * weight.numel()
+                columns = weight.shape[0] if name == "convolution" else weight.shape[-1]
+                work.inner += weight.numel() / max(1, columns)
                 return
         unmoved = getattr(func, "is_view", False) or name.startswith(("empty", "_unsafe_view"))
         if not unmoved:

@@ -114,8 +114,9 @@ class Unit:
             its kernels compute.
         vector_flops: the part of ``flops`` in products that tensor cores cannot run: in fp32, or in
             16 bits with a size that is no multiple of 8.
-        row_flops: operations of its matrix products and convolutions for one row of their input
-            (one token, one pixel): twice the size of their weights.
+        inner: sum of the inner sizes of its products with weights: input features, or channels
+            times kernel. ``wave_seconds`` is what their last, partly filled waves of tiles take of
+            ``forward_seconds``.
         moved_bytes: read and written by all other operators in a forward pass.
         tensor_moved_bytes: ``moved_bytes`` with the unit's blocks divided by two.
     """
@@ -163,7 +164,8 @@ class Unit:
     operations: int = 0
     attention_flops: float = 0.0
     vector_flops: float = 0.0
-    row_flops: float = 0.0
+    inner: float = 0.0
+    wave_seconds: float = 0.0
     moved_bytes: LinearCost = LinearCost()
     tensor_moved_bytes: LinearCost = LinearCost()
     tensor_reduces: int = 1

@@ -24,7 +24,7 @@ _ALPHA_NODE, _ALPHA_WIDE = 55e-6, 60e-6  # launch and meet: 45-70 us for groups 
 _SEND_NODE, _SEND_WIDE = 30e-6, 50e-6
 _HOP_NODE, _HOP_WIDE = 3.4e-6, 14e-6  # of a ring, NCCL's own figures for its simple protocol
 _BASE_BYTES, _RESERVED = 4e9, 0.06  # context, NCCL's buffers; the allocator's fragments
-_HALF_ROWS = 400.0  # of a product that reaches half as much as a very tall one
+_WAVE = 2.1e6  # results that last waves lack: 0.6 × 108 processors × tiles of 128 × 256
 _BACKWARD = 2.0  # times the forward pass: work, traffic, and operators
 _ATTENTION_BACKWARD = 2.5  # fused attention computes its scores again
 _SPLIT_SHARE = 0.07  # of a backward pass, for running it in two parts: measured on a CPU
@@ -65,8 +65,8 @@ class Device:
 DEVICES: dict[str, Device] = {
     d.name: d
     for d in (
-        Device("A100-40GB", 312e12, 40 * 2**30, 1.555e12, 300e9, 25e9, 8, 0.75, 0.5, 19.5e12),
-        Device("A100-80GB", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, 0.75, 0.5, 19.5e12),
+        Device("A100-40GB", 312e12, 40 * 2**30, 1.555e12, 300e9, 25e9, 8, 0.74, 0.5, 19.5e12),
+        Device("A100-80GB", 312e12, 80 * 2**30, 2.039e12, 300e9, 25e9, 8, 0.74, 0.5, 19.5e12),
         Device("H100-80GB", 989e12, 80 * 2**30, 3.35e12, 450e9, 50e9, 8, 0.62, 0.28, 67e12),
         Device("H200", 989e12, 141e9, 4.8e12, 450e9, 50e9, 8, 0.62, 0.28, 67e12),
         Device("B200", 2250e12, 180e9, 8.0e12, 900e9, 50e9, 8, 0.57, 0.28, 80e12),
@@ -180,9 +180,8 @@ def _unit_on(unit: Unit, device: Device) -> Unit:
     moved = unit.moved_bytes if unit.operations else unit.saved_bytes.times(2.0)
     work = pass_seconds(device, unit.flops, 0.0, unit.attention_flops, unit.vector_flops)
     traffic = pass_seconds(device, 0.0, 1.0)
-    # Short products fill the device badly, and read their weights all the same.
-    short = pass_seconds(device, unit.row_flops) * _HALF_ROWS
-    forward = LinearCost(moved.fixed * traffic + short, moved.per_sample * traffic + work)
+    wave = pass_seconds(device, 2.0 * unit.inner * _WAVE)
+    forward = LinearCost(moved.fixed * traffic + wave, moved.per_sample * traffic + work)
     again = pass_seconds(device, unit.attention_flops, 0.0, unit.attention_flops)
     again *= _ATTENTION_BACKWARD - _BACKWARD
     divided = unit.tensor * work
@@ -194,6 +193,7 @@ def _unit_on(unit: Unit, device: Device) -> Unit:
         unit,
         forward_seconds=forward,
         backward_seconds=forward.times(_BACKWARD) + LinearCost(0.0, again),
+        wave_seconds=wave,
         tensor_time=divided / forward.per_sample if forward.per_sample else 0.0,
     )
 

@@ -22,6 +22,10 @@ SELECTIVE_SAVED = 0.5
 """Share of its activations that a unit keeps under ``"selective"``, where not measured."""
 SELECTIVE_SECONDS = 0.15
 """What that adds to its backward pass, as a share of its forward pass."""
+WHOLE_INNER = 2.0 / 7.0
+"""Share of its products' inner sizes that a tensor-parallel block does not divide: attention's and
+the MLP's first product have a hidden size each, of 7 in all.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +202,11 @@ def chain(
     between = tensor > 1 and sequence_parallel
     if between:
         in_time = np.where(share > 0, 1.0 / tensor, 1.0)
+    # Of a block's products, those that divide their columns keep their inner size.
+    wave = tables.flat["wave_seconds"] * share * (1.0 - 1.0 / tensor) * WHOLE_INNER
     launch = tables.flat["operations"] * launch_seconds
-    forward = np.maximum(line("forward_seconds") * in_time / speed, launch)
-    backward = np.maximum(line("backward_seconds") * in_time / speed, 2.0 * launch)
+    forward = np.maximum(line("forward_seconds") * in_time / speed + wave, launch)
+    backward = np.maximum(line("backward_seconds") * in_time / speed + 2.0 * wave, 2.0 * launch)
     saved = line("saved_bytes")
     whole_saved = saved
     undivided = np.zeros(len(saved)) if between else 2.0 * line("tensor_reduce_bytes")
