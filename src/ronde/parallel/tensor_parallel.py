@@ -488,9 +488,10 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
             if returned[-1] != shapes:
                 verdict["error"] = f"it returns tensors of {returned[-1]}, not {shapes}"
             _refuse_wrong_sequence(plan, gather_json(me, verdict))
-        except PlanError:
+        except PlanError as error:
             stack.close()
-            raise
+            whole_ones = f" Blocks that stay whole: {_reasons(refused, model)}." if refused else ""
+            raise PlanError(f"{error}{whole_ones}") from None
     refuse_hooks({name: old for name, (old, _) in changed.items()}, f"tensor={plan.tensor}")
     adopt(work.optimizer, dict(changed.values()))
     note = ""
