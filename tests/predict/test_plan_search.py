@@ -1463,7 +1463,7 @@ def test_longer_sequences_stretch_in_a_line():
             even(8, batch=2, parameters=10**6),
             4,
             0.0,
-            "Split the model: 4 replicas would share 2 samples",
+            "Split the model: 4 replicas would share a batch of 2",
         ),
     ],
 )
