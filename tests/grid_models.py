@@ -517,6 +517,27 @@ def written_scores():
     return trunk(*(WrittenScores() for _ in range(3))), rows()
 
 
+class GroupNorms(nn.Module):
+    """In channels_last, as diffusers' attention leaves pictures."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 8, 1), nn.Linear(8, 5)
+        self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 1) for _ in range(4))
+
+    def forward(self, x):
+        h = self.first(x.view(-1, 2, 2, 2))
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            h = h + layer(torch.tanh(norm(h.contiguous(memory_format=torch.channels_last))))
+        return self.last(h.mean((2, 3)))
+
+
+@own
+def group_norms():
+    return GroupNorms(), rows()
+
+
 class Empty(nn.Module):
     """A weight without elements, as in MobileBert where two widths are the same."""
 

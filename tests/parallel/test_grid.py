@@ -22,6 +22,7 @@ from sampling import ALL
 SAMPLE = {
     "own_implicit_energy": {2: ["recompute=selective,micro_batch=2", "tensor=2"]},
     "own_in_place_residual": {2: ["recompute=full", "recompute=selective,micro_batch=2"]},
+    "own_group_norms": {2: ["pipeline=2,schedule=zbv,virtual=2,micro_batch=2"]},
     "own_empty": {2: ["shard=parameters", "shard=gradients,micro_batch=2"]},
     "own_written_scores": {2: ["recompute=selective,micro_batch=2"]},
     "own_moe_switch": {

@@ -317,7 +317,11 @@ class PipelineParallel(Strategy):
         _, flight.groups = stage_backward_input(Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
         grouped = {edge for group in flight.groups for edge in group["params"]}
         several = any(len(group["intermediates"]) > 1 for group in flight.groups)
-        if several or _is_bypassed(roots, flight.groups):
+        # The gradient of a group normalization's weights alone: torch 2.13 writes the input's as
+        # well where the CPU's input is channels_last, through a null pointer.
+        on_cpu = self.me.device.type == "cpu"
+        norms = on_cpu and any(_normalizes_groups(group) for group in flight.groups)
+        if several or norms or _is_bypassed(roots, flight.groups):
             # A weight used in several places: torch 2.13 may count it twice, or not at all if a use
             # lies off the path to an input. This stage's backward is never split again.
             flight.groups, grouped = None, set()
@@ -329,10 +333,11 @@ class PipelineParallel(Strategy):
             if self.owner.key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in grouped
         ]
         if ungrouped:
+            # with the inputs', see above
             gradients_of = torch.autograd.grad(
-                roots, ungrouped, starts, retain_graph=True, allow_unused=True
+                roots, [*ungrouped, *inputs], starts, retain_graph=True, allow_unused=True
             )
-            for w, g in zip(ungrouped, gradients_of, strict=True):
+            for w, g in zip(ungrouped, gradients_of, strict=False):
                 if g is not None:
                     _add_gradient(w, g)
         for tensor in inputs:
@@ -553,6 +558,10 @@ def _add_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     """A received tensor's gradient, or zeros if the backward did not reach it."""
     return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+
+
+def _normalizes_groups(group: dict[str, Any]) -> bool:
+    return any("GroupNorm" in node.name() for node in group["intermediates"])
 
 
 def _is_bypassed(roots: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> bool:
