@@ -351,7 +351,9 @@ def _within(found: SearchResult, second: Prediction, sure: Precision) -> str | N
     gap = abs(there / here - 1.0) if here else math.inf
     if gap > spread:
         return None
-    return f"{100 * gap:.1f} %, and such predictions are off by {100 * spread:.0f} %"
+    disturbed = found.optimize == "speed" and spread > sure.time
+    what = "the measurements vary" if disturbed else "such predictions are off"
+    return f"{100 * gap:.1f} %, and {what} by {100 * spread:.0f} %"
 
 
 def _lost(found: SearchResult, sure: Precision) -> str:
