@@ -1062,9 +1062,16 @@ def test_the_search_offers_only_what_is_carried_out():
 
 
 def test_what_is_not_carried_out_is_named():
-    costs, cluster = transformer(), machines()
+    costs, cluster = transformer(sequence=2056), machines()
+    for name, plan in (
+        ("pipeline × tensor", Plan(16, 512, pipeline=2, tensor=2)),
+        ("sequence_parallel", Plan(16, 512, tensor=2, sequence_parallel=True)),
+    ):
+        assert unsupported(plan, costs, cluster) is None
+        refusing = dataclasses.replace(costs, refused={name: "no"})
+        assert unsupported(plan, refusing, cluster) == "no"
     for plan, match in (
-        (Plan(16, 512, tensor=2, sequence_parallel=True), "not carried out yet"),
+        (Plan(32, 512, tensor=16, sequence_parallel=True), "a sequence of 2056"),
         (Plan(1, 512, shard="parameters"), "two replicas"),
         (Plan(1024, 512), "less than one sample"),
         (Plan(8, 512, tensor=3, shard="gradients"), "do not divide"),
@@ -1359,6 +1366,7 @@ def test_three_dimensions_are_searched():
     assert made.plan.pipeline * made.plan.tensor * made.plan.replicas == 512
     assert made.plan.tensor <= 8  # inside a node
     assert any(p.plan.tensor > 1 and p.plan.virtual > 1 for p in found.plans)
+    assert any(p.plan.sequence_parallel for p in found.plans)
     assert found.considered > 2000
 
 

@@ -117,8 +117,8 @@ def gauge(
     )
     costs = replace(costs, script_bytes=script_bytes)
     costs = _with_real_cuts(_with_fixed_costs(costs, work, plan), work, plan)
-    costs = divisible(under_load(costs, work, plan, calls), work, calls, plan.precision)
-    return _with_refusals(costs, work)
+    costs = under_load(costs, work, plan, calls)
+    return divisible(costs, work, calls, plan.precision)
 
 
 def count(work: Work, plan: Plan, calls: Any, tell: Callable[[str], None]) -> Costs:
@@ -137,14 +137,7 @@ def count(work: Work, plan: Plan, calls: Any, tell: Callable[[str], None]) -> Co
     tell("looking for places to cut the model")
     costs = _with_real_cuts(_with_tensors(costs, model), work, plan)
     tell("counting one worker's part of divided layers")
-    return _with_refusals(divisible(costs, work, calls, plan.precision, timed=False), work)
-
-
-def _with_refusals(costs: Costs, work: Work) -> Costs:
-    if work.tensor_plan is None:
-        return costs
-    why = "tensor_plan does not go with a pipeline"
-    return replace(costs, refused={**costs.refused, "pipeline × tensor": why})
+    return divisible(costs, work, calls, plan.precision, timed=False)
 
 
 def _host_bytes(work: Work) -> float:

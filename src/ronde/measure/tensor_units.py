@@ -20,6 +20,7 @@ from ronde.measure.stand_in import untouched
 from ronde.measure.time_units import autocast_of
 from ronde.measure.timed_model import TimedModel
 from ronde.parallel import Work
+from ronde.parallel.sequence_parallel import layer_lists
 from ronde.parallel.tensor_blocks import recognise
 from ronde.parallel.tensor_layers import Block, split_dims
 from ronde.parallel.tensor_parallel import one_part
@@ -49,7 +50,7 @@ def divisible(
         return costs  # a model that cannot be analyzed is not divided
     if not blocks:
         return costs
-    costs = _by_parameters(costs, work, blocks)
+    costs = _with_refusals(_by_parameters(costs, work, blocks), work, blocks)
     if calls is None or not costs.measured_samples:
         return costs
     try:
@@ -60,6 +61,22 @@ def divisible(
             f"({type(error).__name__}: {error})"
         )
         return replace(costs, notes=(*costs.notes, note))
+
+
+def _with_refusals(costs: Costs, work: Work, blocks: Sequence[Block]) -> Costs:
+    """The costs, with what tensor parallelism does not combine with for this model."""
+    refused = dict(costs.refused)
+    if work.tensor_plan is not None:
+        refused["pipeline × tensor"] = "tensor_plan does not go with a pipeline"
+        refused["sequence_parallel"] = "tensor_plan says by itself what is divided"
+    elif not layer_lists(work.model, blocks):
+        refused["sequence_parallel"] = "no list of layers holds a divided attention in each"
+    for block in blocks:
+        names = [*split_dims(work.model, block)[0], f"{block.row}.weight"]
+        units = [i for i, u in enumerate(costs.units) for name in names if _inside(name, u.name)]
+        if any(u.cut_after for u in costs.units[min(units, default=0) : max(units, default=0)]):
+            refused["pipeline × tensor"] = f"block {block.path!r} spans several units"
+    return replace(costs, refused=refused)
 
 
 def _by_parameters(costs: Costs, work: Work, blocks: Sequence[Block]) -> Costs:

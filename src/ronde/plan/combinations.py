@@ -13,8 +13,6 @@ def not_carried_out(plan: Plan) -> str | None:
         'tensor goes with shard=gradients or parameters, or with a pipeline'
         >>> not_carried_out(Plan(pipeline=2, tensor=2, shard="optimizer"))
     """
-    if plan.sequence_parallel:
-        return "sequence_parallel can be planned, and is not carried out yet"
     if plan.tensor > 1 and plan.pipeline == 1 and plan.shard == "optimizer":
         return "tensor goes with shard=gradients or parameters, or with a pipeline"
     return None

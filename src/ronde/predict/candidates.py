@@ -95,6 +95,8 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
 def _ways(plan: Plan) -> Iterator[str]:
     if plan.tensor > 1:
         yield "tensor"
+        if plan.sequence_parallel:
+            yield "sequence_parallel"
     if plan.pipeline > 1:
         yield "pipeline"
         yield "zero-bubble" if plan.schedule == "zbv" else plan.schedule
