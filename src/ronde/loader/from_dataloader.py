@@ -26,6 +26,7 @@ from torch.utils.data import (
 from ronde.data import BatchOrder, Order, Source, key_of
 from ronde.introspect import restore_states, seed_all, states
 from ronde.loader.batch_sampler import order_of_batches
+from ronde.loader.draw_ahead import DrawAhead
 from ronde.loader.reader import pipeline_in
 from ronde.loader.settings import LoaderSettings
 from ronde.world import ArgumentError, threads_per_worker, world
@@ -173,7 +174,8 @@ def _order_of(
             f"the sampler of {argument} ({type(sampler).__name__}) has no length: give it "
             "a __len__."
         )
-    draw, name = _sampler_order(sampler, seed), type(sampler).__qualname__
+    name = type(sampler).__qualname__
+    draw = DrawAhead(sampler, _sampler_order(sampler, seed))
     return Order(n, seed, True, draw=draw, length=len(sampler), sampler=name), []
 
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.data import key_of
-from ronde.loader import Feed, TakenOver
+from ronde.data import Order, key_of
+from ronde.loader import DrawAhead, Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work, own_calls
 from ronde.parallel.first_steps import CHECKED_STEPS, check_step
 from ronde.plan import Plan, Share, epoch_steps, shares
@@ -963,6 +963,7 @@ class Run:
         ends = order.ends(epoch)
         if order.draw is not None:
             checks.check_draw(self._me, order, epoch, "run.batches")
+            self._draw_ahead(order, epoch + 1)
         share_args = (
             order.samples_in(epoch),
             plan.batch_size,
@@ -1010,6 +1011,12 @@ class Run:
             self._warn(f"epoch {epoch + 1}: {report}")
         if plan.drop_last and self._share is None:
             state.epoch_samples = order.epoch_samples  # the rest of the epoch is dropped
+
+    def _draw_ahead(self, order: Order, epoch: int) -> None:
+        more = self._in_epochs and epoch < (self._watcher.epochs or 0)
+        if isinstance(order.draw, DrawAhead) and more and not hooks.observed():
+            order.ids(epoch - 1, 0, 1)  # this epoch's draw comes first
+            order.draw.begin(epoch)
 
     @counted("run.batches()")
     def _hand_out(self, share: Share, micros: list[Any]) -> list[Any]:
@@ -1092,6 +1099,8 @@ class Run:
                 return
             reading.close()
         self._looping = False
+        if isinstance(self._taken.order.draw, DrawAhead):
+            self._taken.order.draw.close()
         self._feed.close()
         for evaluation in self._evaluations.values():
             evaluation.feed.close()
