@@ -26,6 +26,7 @@ from ronde.introspect.fingerprint import digest
 _WORTH_SECONDS = 0.2  # shorter draws are not worth a process
 _COSTLY = 0.25  # share of a draw that looking at the sampler may take
 _PATIENCE = 2.0  # times the first draw, for an answer that is late
+_DRAWS = 2.2  # the child draws twice, and looks
 _AUDITED = ("open", "socket.", "subprocess.", "os.", "ctypes.", "mmap.", "sqlite3.", "urllib.")
 
 
@@ -62,6 +63,7 @@ class DrawAhead:
         self._off = hasattr(sampler, "set_epoch") or isinstance(
             getattr(sampler, "generator", None), torch.Generator
         )
+        self._begun = 0.0
         self._child: tuple[int, int, int, str] | None = None  # epoch, process, pipe, what it saw
 
     def __call__(self, epoch: int) -> Any:
@@ -82,6 +84,7 @@ class DrawAhead:
         if seen is None or time.perf_counter() - start > _COSTLY * self._seconds:
             self._off = True
             return
+        self._begun = time.monotonic()
         reader, writer = os.pipe()
         parent = os.getpid()
         sys.stdout.flush()
@@ -132,7 +135,12 @@ class DrawAhead:
         self._child = None
         try:
             found = None
-            if begun == epoch and self._look() == seen:
+            # Where the epoch is too short for two draws, another one here takes less time.
+            left = _DRAWS * self._seconds - (time.monotonic() - self._begun)
+            ready = left < 0.5 * self._seconds or select.select([reader], [], [], 0)[0]
+            if begun == epoch and not ready:
+                self._off = True
+            elif begun == epoch and self._look() == seen:
                 found = self._answer(reader)
                 self._off = found is None
         finally:
