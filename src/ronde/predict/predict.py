@@ -32,13 +32,14 @@ et al. 2024: 454 runs, none below 80 % failed).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from ronde.plan.plan import Plan
+from ronde.plan.plan import Plan, Schedule
 from ronde.plan.schedules import allowed, bubble, in_flight, micro_batches_of, worker_of
 from ronde.predict.cluster import Added, Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective, groups
@@ -205,13 +206,8 @@ class Predictor:
         whole = part if plan.shard in ("gradients", "parameters") else 1.0
         states = float(made.optimizer.sum()) * (part if plan.shard != "none" else 1.0)
         states += float(made.parameters.sum()) * whole + float(made.buffers.sum())
-        flights = in_flight(plan.schedule, plan.pipeline, plan.virtual, count)
-        least = [plan.accumulation] * plan.pipeline
-        for stage, held in enumerate(flights):
-            worker = worker_of(stage, plan.pipeline, plan.schedule)
-            least[worker] = min(least[worker], held)
-        per_flight = sum(1.0 / f for f in least)
-        activations = (float(made.saved.sum()) + states / max(least)) / per_flight
+        per_flight, most = _flights(plan.schedule, plan.pipeline, plan.virtual, count)
+        activations = (float(made.saved.sum()) + states / most) / per_flight
         end = states + float(made.trainable.sum()) * whole
         fixed = self.base_bytes + self.costs.input_bytes * share
         return fixed + max(activations, end / plan.pipeline)
@@ -345,3 +341,15 @@ class Predictor:
         if plan.offload != "none" and not self.cluster.host_bytes_per_second:
             notes.append("12 GB/s to the host's memory is assumed")
         return notes
+
+
+@functools.lru_cache(maxsize=4096)
+def _flights(
+    schedule: Schedule, workers: int, virtual: int, micro_batches: int
+) -> tuple[float, int]:
+    """Of the fewest micro-batches that a stage of each worker holds: sum of 1 / f, and the most."""
+    least = [micro_batches] * workers
+    for stage, held in enumerate(in_flight(schedule, workers, virtual, micro_batches)):
+        worker = worker_of(stage, workers, schedule)
+        least[worker] = min(least[worker], held)
+    return sum(1.0 / f for f in least), max(least)

@@ -298,6 +298,7 @@ class _Looked:
         # A family of which nothing fits is there with what comes nearest.
         families = {family for family, _ in self.kept}
         for family in too_big.keys() - families if not (self.prune and self._best) else ():
+            self.left_out["memory"] -= 1  # it is counted again
             next(filter(None, (self._quick(plan) for *_, plan in sorted(too_big[family]))), None)
 
 
