@@ -20,7 +20,10 @@ from sampling import ALL
 
 # Cells that failed before, and one plan of each kind on models of each kind.
 SAMPLE = {
-    "own_implicit_energy": {2: ["recompute=selective,micro_batch=2", "tensor=2"]},
+    "own_implicit_energy": {
+        2: ["recompute=selective,micro_batch=2", "tensor=2"],
+        4: ["pipeline=2,shard=parameters,recompute=full,micro_batch=2"],
+    },
     "own_in_place_residual": {2: ["recompute=full", "recompute=selective,micro_batch=2"]},
     "own_group_norms": {2: ["pipeline=2,schedule=zbv,virtual=2,micro_batch=2"]},
     "own_empty": {2: ["shard=parameters", "shard=gradients,micro_batch=2"]},

@@ -84,7 +84,7 @@ def _follow(
             if recorder is not None:
                 recorder.restore()
             kept = before.restore()
-    reached, seen = _reached(result, recorder.nodes)
+    reached, doubtful, seen = _reached(result, recorder.nodes)
     for index, node in recorder.makers.items():
         recorder.values[index].reached = node in seen
     bare = pytree.tree_map_only(
@@ -97,6 +97,7 @@ def _follow(
         fake is not None,
         bare,
         reached,
+        doubtful,
         tuple(kept),
     )
 
@@ -114,9 +115,12 @@ def _quiet() -> Iterator[None]:
 
 def _reached(
     result: Any, nodes: Mapping[Any, tuple[nn.Parameter, ...]]
-) -> tuple[set[int], set[Any]]:
-    """Identities of the parameters that a gradient of ``result`` reaches, and its graph nodes."""
+) -> tuple[set[int], set[int], set[Any]]:
+    """Identities of the parameters that a gradient of ``result`` reaches, those of them that it may
+    not reach, and its graph nodes.
+    """
     parameters: set[int] = set()
+    inside: set[int] = set()  # of operations with a backward pass of their own
     seen: set[Any] = set()
     stack = [t.grad_fn for t in tensors_in(result) if t.grad_fn is not None]
     while stack:
@@ -126,6 +130,6 @@ def _reached(
         seen.add(node)
         if hasattr(node, "variable"):
             parameters.add(id(node.variable))
-        parameters.update(id(p) for p in nodes.get(node, ()) if p.requires_grad)
+        inside.update(id(p) for p in nodes.get(node, ()) if p.requires_grad)
         stack += [after for after, _ in node.next_functions if after is not None]
-    return parameters, seen
+    return parameters | inside, inside - parameters, seen

@@ -137,6 +137,8 @@ class Trace:
     faked: bool  # activations were fake; otherwise the pass really ran
     result: Any = None  # of the pass, without its graph
     reached: set[int] = field(default_factory=set)  # parameters that the loss's gradient reaches
+    # those of them that only an operation with a backward pass of its own reaches: maybe never
+    doubtful: set[int] = field(default_factory=set)
     kept: tuple[tuple[nn.Module, str], ...] = ()  # (module, attribute) that outlives the pass
     # paths of modules that one stage must run together, the last of them at the end
     together: tuple[tuple[str, ...], ...] = ()

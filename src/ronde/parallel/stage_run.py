@@ -157,7 +157,9 @@ def program(trace: Trace, bounds: Sequence[int]) -> Program:
 
 
 def _partial(trace: Trace, events: list[TraceEvent]) -> frozenset[int]:
-    """Modules that run whole and used only some of their parameters, or may do so another time."""
+    """Modules that run whole and used only some of their parameters, or may do so another time; or
+    whose backward pass, which is their own, may leave some out.
+    """
     used: dict[int, set[int]] = {}
     for call in trace.calls:
         inner = trace.events[call.start : call.stop]
@@ -168,6 +170,7 @@ def _partial(trace: Trace, events: list[TraceEvent]) -> frozenset[int]:
         if e.module is not None
         and (
             e.erratic
+            or not trace.doubtful.isdisjoint(map(id, e.parameters))
             or not {id(p) for p in e.parameters if p.requires_grad} <= used.get(id(e.module), set())
         )
     )
