@@ -215,9 +215,12 @@ def test_mpirun(script, plain, tmp_path):
     version = subprocess.run(
         ["mpirun", "--version"], capture_output=True, text=True, timeout=20
     ).stdout
-    root = ["--allow-run-as-root", "--oversubscribe"] if "Open MPI" in version else []
+    is_open = "Open MPI" in version or "OpenRTE" in version
+    root = ["--allow-run-as-root", "--oversubscribe"] if is_open else []
     with child(
-        ["mpirun", *root, "-n", "2", sys.executable, str(script), "out.safetensors"], tmp_path
+        ["mpirun", *root, "-n", "2", sys.executable, str(script), "out.safetensors"],
+        tmp_path,
+        {"TMPDIR": str(tmp_path)},
     ) as started:
         done = started.done(90)
     assert done.returncode == 0, done.stdout + done.stderr

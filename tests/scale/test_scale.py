@@ -525,9 +525,7 @@ def test_a_narrow_terminal_goes_without_columns_and_cuts_no_number():
         console = Console(width=width, record=True, file=io.StringIO())
         show(console, answer)
         table, _, after = console.export_text().partition("~ extrapolated")
-        assert "…" not in table.replace("27,276…31,500", "").replace("16,745…31,500", "").replace(
-            "8,742…21,002", ""
-        ).replace("4,384…12,012", "")
+        assert "…" not in re.sub(r"\d…\d", "", table)  # intervals
         for r in answer.rows:
             row = next(
                 line for line in table.splitlines() if re.match(rf"(workers)? *{r.workers}\b", line)

@@ -118,7 +118,7 @@ EVERY = [
     Checkpointed(step=4, path="checkpoints/step-000000004", bytes=10, seconds=0.1, time=6.0),
     BestFound(step=4, epoch=0, metric="loss", value=0.5, path="checkpoints/best", time=6.5),
     Warned(text="careful", time=7.0),
-    ScriptLoop(step=20, steps=17, before_seconds=0.01, after_seconds=0.03, period_seconds=0.5),
+    ScriptLoop(step=2, steps=17, before_seconds=0.01, after_seconds=0.03, period_seconds=0.5),
     LossChecked(step=1, kind="mean", time=7.5),
     resumed(4, 1),
     ended(9.0, "failed", "boom"),

@@ -34,7 +34,8 @@ class Mpi:
             )
         self._mpirun = found
         told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20)
-        self._open = "open mpi" in (told.stdout + told.stderr).lower()
+        said = (told.stdout + told.stderr).lower()
+        self._open = any(name in said for name in ("open mpi", "openrte", "prrte"))
         if not self._open and not any(n in told.stdout.lower() for n in ("hydra", "intel")):
             raise ArgumentError(
                 f"{found} is none of Open MPI, MPICH and Intel MPI, as far as its --version tells."
