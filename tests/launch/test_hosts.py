@@ -320,10 +320,11 @@ def test_slow_links_are_named():
 
 def test_a_failing_rank_is_named_with_its_host(hosts, place):
     (place / "fails.py").write_text(
-        TRAIN.replace("run.export", "if run.rank == 2: raise ValueError('on purpose')\nrun.export")
+        TRAIN + "if run.rank == 2: time.sleep(1); raise ValueError('on purpose')\n"
     )
+    begun = time.monotonic()
     done = launched([*on(hosts), "fails.py", "x.st", "1"], place)
-    assert done.returncode == 1
+    assert done.returncode == 1 and time.monotonic() - begun < 50  # others have ended well by then
     assert "rank 2 failed first" in done.stderr
     assert "ValueError: on purpose" in done.stderr
 
@@ -368,7 +369,7 @@ def test_inside_an_allocation_of_slurm(hosts, place, one):
 
 
 BOX = """
-import argparse, os
+import argparse, os, time
 import torch
 from torch import nn
 import ronde
@@ -378,7 +379,10 @@ parser.add_argument("--epochs", type=int)
 parser.add_argument("--layers")
 parser.add_argument("--text")
 options = parser.parse_args()
-if options.text == "fail" and ronde.world().rank == 3:
+"""
+FAILS = """
+if options.text == "fail" and me.rank == 3:
+    time.sleep(2)  # rank 0 has written the model
     raise ValueError("on purpose")
 """
 
@@ -396,7 +400,7 @@ def test_as_the_entry_point_of_containers(hosts, place, one):
         "sys.argv[1]", "os.path.join(os.environ['SM_MODEL_DIR'], 'model.st')"
     )
     body = body.replace('    if sys.argv[3:4] == ["forever"]:', "    if False:")
-    (place / "box.py").write_text(BOX + body)
+    (place / "box.py").write_text(BOX + body + FAILS)
 
     def start(epochs: int, text: str) -> list[subprocess.CompletedProcess[str]]:
         running = []
@@ -426,14 +430,12 @@ def test_as_the_entry_point_of_containers(hosts, place, one):
     first, second = start(2, "two words")
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert "'layers': '[1, 2]', 'text': 'two words'" in first.stdout
-    first, second = start(4, "more")
-    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    first, second = start(4, "fail")
+    assert first.returncode and second.returncode
     assert "resumed" in first.stdout
     hosts.ssh(hosts.names[0], f"cp {base}/model/model.st {place}/box.st")
     equal(place / "box.st", one)
     assert not hosts.ssh(hosts.names[1], f"find {base}/model {base}/checkpoints -type f")
-    first, second = start(5, "fail")
-    assert first.returncode and second.returncode
     reason = hosts.ssh(hosts.names[1], f"cat {base}/output/failure")
     assert reason.startswith("rank 3: Traceback") and "ValueError: on purpose" in reason
 

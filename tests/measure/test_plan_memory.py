@@ -249,6 +249,7 @@ def test_one_device_takes_what_the_chain_says_of_own_checkpoints_and_of_repeated
 
 
 @LINUX
+@long
 @pytest.mark.parametrize(
     ("name", "family"),
     some(

@@ -19,26 +19,26 @@ from processes import PATHS, TESTS
 from sampling import ALL
 
 CASES = [
-    "1/replicate/bf16",
-    "1/recompute=selective/bf16",
     "1/offload=optimizer/fp32",
     "2/replicate,micro_batch=2/fp32",
     "2/replicate/fp16",
-    "2/shard=optimizer/fp32",
     "2/shard=optimizer,offload=optimizer/fp32",
-    "2/shard=gradients/fp32",
     "2/shard=parameters,recompute=full/bf16",
     "2/shard=parameters,offload=parameters/fp32",
-    "2/shard=parameters,offload=optimizer/fp32",
     "2/tensor=2/bf16",
     "2/pipeline=2,virtual=2,schedule=interleaved,micro_batch=2/fp32",
     "2/pipeline=2,recompute=full,micro_batch=2/bf16",
     "4/pipeline=2,shard=parameters,micro_batch=2/fp32",
-    "4/tensor=2/fp32",
     "4/pipeline=2,tensor=2,micro_batch=2/fp32",
-    "4/shard=parameters,shard_within=2/fp32",
 ]
 MORE = [
+    "1/recompute=selective/bf16",
+    "2/shard=optimizer/fp32",
+    "2/shard=gradients/fp32",
+    "4/tensor=2/fp32",
+    "2/shard=parameters,offload=optimizer/fp32",
+    "1/replicate/bf16",
+    "4/shard=parameters,shard_within=2/fp32",
     "1/replicate/fp32",
     "1/replicate/fp16",
     "4/pipeline=2,micro_batch=2/fp32",

@@ -616,9 +616,9 @@ if not ALL:
     some = [HALF[0], HALF[3], HALF[4], HALF[7], DROPOUT[0], DROPOUT[2]]
     others = [case for case in CASES[2][len(COMMON) : -13] if case not in (*HALF, *DROPOUT)]
     CASES = {
-        2: [*COMMON, *others[::3], *some, *CASES[2][-13::4]],
+        2: [*COMMON, *others[::5], *some, *CASES[2][-13::6]],
         3: CASES[3][1::2],
-        4: CASES[4][::3],
+        4: CASES[4][::5],
     }
 
 

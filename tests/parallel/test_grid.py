@@ -16,7 +16,7 @@ import grid
 import grid_models
 import zygote
 from processes import PATHS, TESTS
-from sampling import ALL
+from sampling import ALL, long
 
 # Cells that failed before, and one plan of each kind on models of each kind.
 SAMPLE = {
@@ -68,7 +68,9 @@ def cells(loaded: list[str]) -> list[tuple[str, int, list[str]]]:
 
 @pytest.mark.timeout(4 * 3600 if ALL else 300)
 @pytest.mark.parametrize(
-    "packages", [[], ["transformers", "diffusers", "monai"]], ids=["own", "foreign"]
+    "packages",
+    [[], pytest.param(["transformers", "diffusers", "monai"], marks=long)],
+    ids=["own", "foreign"],
 )
 def test_the_same_training_or_refused_by_name(packages, tmp_path):
     for package in packages:

@@ -17,7 +17,7 @@ from pipeline_cases import largest_difference, plain
 from processes import PATHS, TESTS, forked
 from ronde.parallel.sequence_parallel import layer_lists
 from ronde.parallel.tensor_layers import Block
-from sampling import ALL
+from sampling import ALL, long
 
 SEQUENCE = "tensor=2,sequence_parallel"
 EXACT = [
@@ -53,6 +53,7 @@ def test_a_divided_sequence_is_the_same_training_or_refused(tmp_path):
             assert said in text, (values, text)
 
 
+@long
 def test_models_nobody_here_wrote_with_a_divided_sequence(tmp_path):
     names = ("gpt2", "t5", "bart", "bert") if ALL else ("gpt2", "bart")
     check_foreign(2, [(name, SEQUENCE) for name in names], tmp_path)

@@ -102,6 +102,7 @@ def test_models_nobody_here_wrote_in_three_dimensions(tmp_path):
     check_foreign(8, [("gpt2", f"{GRID},shard=gradients"), ("t5", GRID)], tmp_path)
 
 
+@long
 def test_models_nobody_here_wrote_in_two_of_them(tmp_path):
     check_foreign(4, [("gpt2", GRID), ("t5", f"{GRID},schedule=interleaved")], tmp_path)
 

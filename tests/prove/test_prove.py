@@ -101,7 +101,7 @@ def pool():
 
 @pytest.mark.parametrize(
     "name",
-    [*some(SAMPLE, 4), *some([f.fault for f in HIDDEN], 8), *some([f.fault for f in BEHIND], 3)],
+    [*some(SAMPLE, 6), *some([f.fault for f in HIDDEN], 12), *some([f.fault for f in BEHIND], 4)],
 )
 def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
     case = CASES[name]
@@ -110,7 +110,7 @@ def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
     assert found and named, said
 
 
-@pytest.mark.parametrize("name", some(SOUND, 2))
+@pytest.mark.parametrize("name", some(SOUND, 3))
 def test_a_sound_model_is_not_blamed(pool: Pool, name: str) -> None:
     verdict = Study(pool, healthy_command(name), 6, 120).verdict(["replicate"])
     assert verdict.status == "equal" and verdict.exit_status == 0, verdict

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,10 @@ def _worker_environment(job: Job, nodes: Nodes) -> dict[str, str]:
     return found
 
 
+_stores: list[Any] = []
+"""The newest run's store: other nodes may need node 0's after its own agent has ended."""
+
+
 def _register_rendezvous(nodes: Nodes) -> str:
     """Register a rendezvous of known nodes on the listener; torch's own listens on every address,
     and counts nodes by their coming.
@@ -190,6 +195,7 @@ def _register_rendezvous(nodes: Nodes) -> str:
                 self._store = TCPStore(
                     nodes.address, nodes.port, None, False, limit, wait_for_workers=False
                 )
+            _stores[:] = [self._store]
             self._round = 0
 
         def get_backend(self) -> str:
@@ -374,6 +380,17 @@ class _Peers:
             self.failed = True
             os.kill(os.getpid(), signal.SIGINT)
 
+    def finish(self) -> None:
+        """Say that this node's workers have ended well. Node 0, which holds the store, waits for
+        the others, where a signal reaches it.
+        """
+        while self._store is None:
+            time.sleep(0.05)
+        self._store.set(f"ronde/done/{self._nodes.rank}", "")
+        others = [f"ronde/done/{rank}" for rank in range(self._nodes.count)]
+        while self._nodes.rank == 0 and not self._store.check(others):
+            time.sleep(0.1)
+
     def close(self, failed: bool) -> None:
         """Stop watching; tell the others if this node failed."""
         self._over.set()
@@ -383,6 +400,20 @@ class _Peers:
             if self._nodes.rank == 0:
                 time.sleep(2 * _PEERS_SECONDS)  # the store ends with this process
         self._thread.join(2 * _PEERS_SECONDS)
+
+
+@contextlib.contextmanager
+def _no_exit_barrier() -> Iterator[None]:
+    """Leave out torch's wait for the agents of other nodes: it takes up to five minutes after one
+    of them has failed, and no signal ends it.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    LocalElasticAgent._exit_barrier = lambda _: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del LocalElasticAgent._exit_barrier
 
 
 def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
@@ -426,9 +457,12 @@ def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
             local_addr=nodes.address if nodes.rank == 0 else "127.0.0.1",
         )
         peers = _Peers(nodes) if nodes.tells else None
-        elastic_launch(config, sys.executable)(
-            "-u", str(Path(__file__).with_name("worker.py")), *job.command
-        )
+        with _no_exit_barrier():
+            elastic_launch(config, sys.executable)(
+                "-u", str(Path(__file__).with_name("worker.py")), *job.command
+            )
+        if peers is not None:
+            peers.finish()
         left = _noted(router.error_folder, "left")
         return Outcome(0, left=left, seconds=time.monotonic() - start)
     except ChildFailedError as error:
