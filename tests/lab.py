@@ -26,8 +26,11 @@ def missing() -> str:
     absent = [t for t in TOOLS if shutil.which(t) is None]
     if absent:
         return f"{', '.join(absent)} not found: hosts need iproute2, openssh and util-linux"
-    tried = subprocess.run(["unshare", "-n", "-m", "-p", "-f", "-u", "true"], capture_output=True)
-    return "" if tried.returncode == 0 else "this machine makes no namespaces"
+    alone = ["unshare", "-n", "-m", "-p", "-f", "-u"]
+    for words in (["true"], ["ip", "link", "add", "b0", "type", "bridge"]):
+        if subprocess.run([*alone, *words], capture_output=True).returncode:
+            return "this machine makes no namespaces, or no bridges in them"
+    return ""
 
 
 def _do(*words: str) -> None:
