@@ -204,7 +204,7 @@ def _where(process: psutil.Process, end: str) -> str:
 
 
 def refused(hosts, place, words: list[str], *told: str) -> None:
-    begun = time.monotonic()
+    begun, had = time.monotonic(), (place / "runs").exists()
     before = sorted((place / "runs").iterdir()) if (place / "runs").exists() else []
     done = launched(["--ssh-config", str(hosts.ssh_config), *words], place)
     assert done.returncode != 0
@@ -214,6 +214,7 @@ def refused(hosts, place, words: list[str], *told: str) -> None:
     assert "Traceback" not in said
     assert time.monotonic() - begun < 30
     assert before == (sorted((place / "runs").iterdir()) if (place / "runs").exists() else [])
+    assert before or not (place / "runs").exists() or had
 
 
 def test_errors_name_the_host_and_the_cure(hosts, place):
@@ -240,6 +241,7 @@ def test_errors_name_the_host_and_the_cure(hosts, place):
     )
     refused(hosts, place, ["--hosts", both, "--env", "NO_SUCH", *train], "it is not set here")
     refused(hosts, place, ["--hosts", "a:x", *train], "'x' is not a number of workers")
+    refused(hosts, place, ["--hosts", both, "-n", "x", *train], "expected a whole number above 0")
     file = place / "hostfile"
     file.write_text(f"# two\n{first} slots=1\n{second} slots=none\n")
     refused(hosts, place, ["--hostfile", str(file), *train], "line 3", "'none'")

@@ -219,29 +219,37 @@ def gathered(
             return
         yield Gathered(count, "", [f"[{r}] " for r in range(count)], [], run_here)
         return
+    if workers != "auto":
+        resolve_workers(workers)
+    made = runs is not None and not runs.exists()
     if runs is not None:
         runs.mkdir(parents=True, exist_ok=True)
-    with Fleet(places.hosts, places.engine, places.python, say) as fleet:
-        facts = fleet.ask(command, places.environment, runs)
-        counts = share(places.hosts, facts, workers)
-        used = [h.name for h, n in zip(places.hosts, counts, strict=True) if n]
-        counts = counts[: len(used)]
-        said = notes(facts, dict(zip(used, counts, strict=True)))
-        if len(used) < len(places.hosts):
-            spare = ", ".join(h.name for h in places.hosts[len(used) :])
-            said.append(f"{', '.join(used)} has slots enough: {spare} is not used")
-            fleet.keep(len(used))
+    try:
+        with Fleet(places.hosts, places.engine, places.python, say) as fleet:
+            facts = fleet.ask(command, places.environment, runs)
+            counts = share(places.hosts, facts, workers)
+            used = [h.name for h, n in zip(places.hosts, counts, strict=True) if n]
+            counts = counts[: len(used)]
+            said = notes(facts, dict(zip(used, counts, strict=True)))
+            if len(used) < len(places.hosts):
+                spare = ", ".join(h.name for h in places.hosts[len(used) :])
+                said.append(f"{', '.join(used)} has slots enough: {spare} is not used")
+                fleet.keep(len(used))
 
-        def on_hosts(job: Any, show: Any, message: Any, names: Any = None) -> Any:
-            output = Output(
-                job.workers, job.directory and job.directory / "logs", show, message, names
-            )
-            try:
-                return fleet.run(job, counts, output)
-            finally:
-                output.close()
+            def on_hosts(job: Any, show: Any, message: Any, names: Any = None) -> Any:
+                output = Output(
+                    job.workers, job.directory and job.directory / "logs", show, message, names
+                )
+                try:
+                    return fleet.run(job, counts, output)
+                finally:
+                    output.close()
 
-        hosts = [host for host, n in zip(used, counts, strict=True) for _ in range(n)]
-        names = [f"[{host} {rank}] " for rank, host in enumerate(hosts)]
-        where = " on " + ", ".join(f"{h}:{n}" for h, n in zip(used, counts, strict=True))
-        yield Gathered(sum(counts), where, names, said, on_hosts)
+            hosts = [host for host, n in zip(used, counts, strict=True) for _ in range(n)]
+            names = [f"[{host} {rank}] " for rank, host in enumerate(hosts)]
+            where = " on " + ", ".join(f"{h}:{n}" for h, n in zip(used, counts, strict=True))
+            yield Gathered(sum(counts), where, names, said, on_hosts)
+    finally:
+        if made and runs is not None:
+            with contextlib.suppress(OSError):
+                runs.rmdir()  # nothing came of it

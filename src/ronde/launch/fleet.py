@@ -128,7 +128,7 @@ class _Link:
             self.process.wait()
 
 
-class _Interrupted(Exception):
+class _Interrupted(KeyboardInterrupt):
     def __init__(self, number: int) -> None:
         self.number = number
 
@@ -161,6 +161,7 @@ class Fleet:
         self._frames: queue.Queue[tuple[_Link, dict[str, Any], bytes]] = queue.Queue()
         self._links: list[_Link] = []
         self._token: Path | None = None
+        self._receiver: Mirrored | None = None
         self._handlers: dict[int, Any] = {}
         self._done = threading.Event()
         self.facts: dict[str, Facts] = {}
@@ -188,6 +189,8 @@ class Fleet:
             link.close(max(0.1, limit - time.monotonic()))
         if self._token is not None:
             self._token.unlink(missing_ok=True)
+        if self._receiver is not None:
+            self._receiver.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -351,13 +354,12 @@ class Fleet:
                 environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hosts need no names
             if job.directory is not None and not shared:
                 environment["RONDE_RUN_DIR_SHARED"] = "0"
-            receiver = None
             first, run_id = 0, uuid.uuid4().hex
             for node, (link, count) in enumerate(zip(self._links, counts, strict=True)):
                 sees = bool(self.facts[link.host.name]["sees"])
                 mirrored = node == 0 and job.directory is not None and not sees
                 if mirrored and job.directory is not None:
-                    receiver = Mirrored(job.directory)
+                    self._receiver = Mirrored(job.directory)
                     self._send_directory(link, job.directory)
                 link.order(
                     "run",
@@ -375,7 +377,7 @@ class Fleet:
                     environment=environment,
                 )
                 first += count
-            return self._watch(output, receiver, start)
+            return self._watch(output, start)
         except _Interrupted as caught:
             return self._stop(caught.number, output, start)
 
@@ -394,9 +396,8 @@ class Fleet:
         frame: dict[str, Any],
         data: bytes,
         output: Output,
-        receiver: Mirrored | None,
     ) -> None:
-        kind = frame["kind"]
+        kind, receiver = frame["kind"], self._receiver
         if kind == "out":
             output.out(frame["rank"], data)
         elif kind == "log":
@@ -411,7 +412,7 @@ class Fleet:
             elif kind == "settled":
                 receiver.settled()
 
-    def _watch(self, output: Output, receiver: Mirrored | None, start: float) -> Outcome:
+    def _watch(self, output: Output, start: float) -> Outcome:
         """Pass on what comes until every node has ended; the first that fails ends the others."""
         ended: dict[str, Outcome] = {}
         while len(ended) < len(self._links):
@@ -427,15 +428,13 @@ class Fleet:
                 )
                 outcome = Outcome(1, error=f"host {name} is lost: {why}")
             else:
-                self._take(frame, data, output, receiver)
+                self._take(frame, data, output)
                 continue
             if outcome.status and not any(o.status for o in ended.values()):
                 for other in self._links:
                     if other is not link:
                         other.order("stop")
             ended.setdefault(name, outcome)
-        if receiver is not None:
-            receiver.close()
         failed = [o for o in ended.values() if o.status and not o.interrupted]
         if not failed:
             failed = [o for o in ended.values() if o.status]
@@ -466,7 +465,7 @@ class Fleet:
                     if frame["kind"] in ("outcome", "closed", "refused"):
                         open_ones.discard(link.host.name)
                     else:
-                        self._take(frame, data, output, None)
+                        self._take(frame, data, output)
         except _Interrupted:
             pass
         return told
