@@ -124,7 +124,8 @@ class _Link:
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self.process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # mpirun starts others
             self.process.wait()
 
 
