@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -18,13 +19,15 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from processes import child, marked, python, ronde, ronde_batch, ronde_run
 from ronde import distribute
+from ronde.adapt import dataset_facts
 from ronde.cli.doctor import screen
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable
 from ronde.doctor import prescribe
-from ronde.doctor.doctor import _files_in
+from ronde.doctor.doctor import _files_in, attributes_kept
 from ronde.doctor.prescribe import Facts, Remedy, capacities_of, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Measurements, TimedStage, judge
 from ronde.feed import FeedSettings
@@ -736,6 +739,28 @@ def text_of(lines):
     return "\n".join(
         "".join(part if isinstance(part, str) else part[0] for part in line) for line in lines
     )
+
+
+class OpensPool(Dataset):
+    """Makes threads of its own with its first sample, as libraries do."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        if not hasattr(self, "pool"):
+            self.pool = ThreadPoolExecutor(1)
+        return self.pool.submit(float, i).result()
+
+
+def test_processes_forked_after_a_look_at_samples_do_not_wait_for_threads_left_behind():
+    data = OpensPool()
+    wrapped = Subset(data, range(4))
+    with attributes_kept(wrapped):
+        assert not dataset_facts(wrapped, 2).error
+        assert "pool" in vars(data)
+    loader = DataLoader(wrapped, num_workers=1, timeout=20)
+    assert [float(x) for x in loader] == [0.0, 1.0, 2.0, 3.0]
 
 
 # -- the script itself -----------------------------------------------------------------

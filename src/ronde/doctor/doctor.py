@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -511,7 +512,8 @@ class _Study:
         self.tell("looking at what the data set does")
         taken = self.run.port.data
         each = sum(s.wall_seconds for s in self.stages() if s.where == "loading")
-        seen = dataset_facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
+        with attributes_kept(taken.dataset):
+            seen = dataset_facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
         if seen.error:
             return facts
         decoded = seen.decoded_bytes if seen.pipeline or (seen.images and seen.draws) else 0.0
@@ -644,17 +646,25 @@ class _Study:
         return [e for e in gather_json(self.run.port.world, self.bench.refuses(settings)) if e]
 
     def try_remedies(self, values: Mapping[str, Any], proposed: list[Remedy]) -> list[Remedy]:
-        """Try each quick remedy for a moment, except those the dataset rules out."""
-        usable = []
-        for remedy in proposed:
+        """Try each quick remedy for a moment, except those the dataset rules out.
+
+        Those that read in this process come last: what samples open here, such as a pool of
+        threads, would be of no use in processes forked later.
+        """
+        usable: dict[int, Remedy] = {}
+        here = ("threads", "none")
+        for place, remedy in sorted(
+            enumerate(proposed),
+            key=lambda r: r[1].settings is not None and r[1].settings.executor in here,
+        ):
             if not all(gather_json(self.run.port.world, self._applies(remedy))):
                 continue
             result: Remedy | None = remedy
             if remedy.can_try and remedy.settings is not None:
                 result = self._try(values, remedy, remedy.settings)
             if result is not None:
-                usable.append(result)
-        return usable
+                usable[place] = result
+        return [usable[place] for place in sorted(usable)]
 
     def _applies(self, remedy: Remedy) -> bool:
         if remedy.settings is not None:
@@ -707,6 +717,24 @@ def with_library_threads(stages: list[TimedStage], spent: float, steps: float) -
     waits = max(stages, key=lambda s: s.wall_seconds - s.cpu_seconds)
     longer = dataclasses.replace(waits, cpu_seconds=waits.cpu_seconds + more)
     return [longer if s is waits else s for s in stages]
+
+
+@contextlib.contextmanager
+def attributes_kept(dataset: Any) -> Iterator[None]:
+    """Undo what reading a sample here adds to a data set, and to those that it wraps.
+
+    A pool of threads that it opens with its first sample would hang every process forked later.
+    """
+    found: list[tuple[Any, dict[str, Any]]] = []
+    while hasattr(dataset, "__dict__") and all(dataset is not d for d, _ in found):
+        found.append((dataset, dict(vars(dataset))))
+        dataset = vars(dataset).get("dataset")
+    try:
+        yield
+    finally:
+        for each, attributes in found:
+            vars(each).clear()
+            vars(each).update(attributes)
 
 
 def _machine() -> list[float]:

@@ -49,9 +49,9 @@ _WARM_SHARE = 1.0  # of a window, for the queues to settle
 _LEARN_SHARE = 5.0  # of a window, for loaders to read the samples that they then replay
 _LEARN_SAMPLES = 17  # samples that a loader reads before it replays them, see ronde.profile.replay
 _LEARN_BATCHES = 5
-_ATTEMPTS = 3
+_ATTEMPTS = 2
 _AT_ONCE = 0.5  # of an epoch's draw, before its first index
-_PATIENCE_SECONDS, _PATIENCE = 15.0, 20.0  # timeout of a batch: seconds, plus times the first
+_PATIENCE_SECONDS, _PATIENCE = 15.0, 8.0  # timeout of a batch: seconds, plus times the first
 
 
 class Bench:
@@ -184,7 +184,7 @@ class Bench:
                 settings = dataclasses.replace(settings, probe=probe)
             # Loaders end with the window, so nothing need check whether they may stay.
             options = {"persistent_workers": False, **settings.options}
-            if self._slowest_first and "timeout" not in options and not self.is_stream:
+            if self._slowest_first and not options.get("timeout") and not self.is_stream:
                 options["timeout"] = _PATIENCE_SECONDS + _PATIENCE * self._slowest_first
             settings = dataclasses.replace(settings, options=options)
             stop_openmp_threads()
