@@ -24,7 +24,16 @@ import psutil
 from ronde.launch.console import Router
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
 
-__all__ = ["Job", "Nodes", "Outcome", "adopt_orphans", "devices", "reap", "run_workers"]
+__all__ = [
+    "Job",
+    "Nodes",
+    "Outcome",
+    "adopt_orphans",
+    "devices",
+    "reap",
+    "run_workers",
+    "warn_workers",
+]
 
 _SHUTDOWN_SECONDS = 10
 _PEERS_SECONDS = 1.0
@@ -322,6 +331,16 @@ def reap() -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(left, timeout=3)
+
+
+def warn_workers() -> None:
+    """Send SIGUSR1, a scheduler's warning, to the workers that handle it; others it would end."""
+    for process in psutil.Process().children():
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            caught = int(next(x for x in lines if x.startswith("SigCgt")).split()[1], 16)
+            if caught >> (signal.SIGUSR1 - 1) & 1:
+                process.send_signal(signal.SIGUSR1)
 
 
 def adopt_orphans() -> None:

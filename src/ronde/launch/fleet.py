@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
+import io
 import json
 import os
 import queue
@@ -27,19 +29,20 @@ from ronde.launch.agent import Job, Outcome
 from ronde.launch.console import Output
 from ronde.launch.engine import Engine, Host
 from ronde.launch.facts import Facts, differences
-from ronde.launch.frames import MARKER, receive
+from ronde.launch.frames import MARKER, Pipe, Silence, receive
 from ronde.launch.mirror import Mirrored, folder_files
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["Fleet", "environment_for"]
 
 _ANSWER_SECONDS = 25.0
-_SILENCE_SECONDS = 30.0
+_SILENCE_SECONDS = 10.0
 _PING_SECONDS = 1.0
 _STOP_SECONDS = 2.5
 _LINES = 20
 _PART = 3 << 20
 
+_SENT = ("RONDE_PLAN", "RONDE_FEED")  # variables that may name a file here
 _PASSED = re.compile(
     r"(RONDE|TORCH|TORCHINDUCTOR|PYTORCH|NCCL|GLOO|OMP|MKL|CUDA|HF|TRANSFORMERS|TOKENIZERS|FI)_\w+"
     r"|PYTHON(PATH|HASHSEED|WARNINGS|OPTIMIZE)|LANG|LC_\w+|TZ"
@@ -74,6 +77,8 @@ class _Link:
         self._arrived = arrived
         self.printed: list[str] = []
         self.up = False
+        self.silent = ""
+        self._silence: Silence | None = None
         try:
             self.process = subprocess.Popen(
                 argv,
@@ -102,8 +107,9 @@ class _Link:
             self.printed = [*self.printed[-_LINES:], line.decode(errors="replace").rstrip()]
 
     def _read(self) -> None:
-        stream = self.process.stdout
-        assert stream is not None
+        assert self.process.stdout is not None
+        pipe = Pipe(self.process.stdout.fileno(), closefd=False)
+        stream = io.BufferedReader(pipe)
         seen = b""
         while not seen.endswith(MARKER) and (byte := stream.read(1)):
             seen += byte
@@ -111,10 +117,36 @@ class _Link:
         if not self.up:
             self.printed += seen.decode(errors="replace").splitlines()[-_LINES:]
         while self.up and (frame := receive(stream)) is not None:
-            self._arrived(self, *frame)
+            if frame[0]["kind"] != "alive":
+                self._arrived(self, *frame)
+            elif self._silence is None:  # from now on it shows that it lives, each second
+                self._silence = Silence(pipe)
         self._errors.join(2.0)
         status = self.process.wait()
         self._arrived(self, {"kind": "closed", "status": status}, b"")
+
+    def ping(self) -> None:
+        """Show that the launcher lives, unless an order is on its way: then that does."""
+        assert self.process.stdin is not None
+        if self._lock.acquire(blocking=False):
+            with contextlib.suppress(OSError, ValueError):
+                self.process.stdin.write(b'{"order": "ping"}\n')
+                self.process.stdin.flush()
+            self._lock.release()
+
+    def look(self) -> None:
+        """Give the agent up if nothing has come from it for long."""
+        if self._silence is None or self.silent or self._silence.seconds() < _SILENCE_SECONDS:
+            return
+        self.silent = (
+            f"nothing came from it for {_SILENCE_SECONDS:.0f} s. Its network or the machine itself "
+            "is down, or it is too busy to answer"
+        )
+        self._kill()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # mpirun starts others
 
     def close(self, seconds: float) -> None:
         """End the process, by force after some seconds."""
@@ -124,8 +156,7 @@ class _Link:
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)  # mpirun starts others
+            self._kill()
             self.process.wait()
 
 
@@ -165,11 +196,15 @@ class Fleet:
         self._receiver: Mirrored | None = None
         self._handlers: dict[int, Any] = {}
         self._done = threading.Event()
+        self._warned = threading.Event()
         self.facts: dict[str, Facts] = {}
 
     def __enter__(self) -> Fleet:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._handlers[number] = signal.signal(number, self._interrupt)
+        # a scheduler's warning; the pinging thread passes it on, as this one may hold a link's lock
+        warned = signal.signal(signal.SIGUSR1, lambda *_: self._warned.set())
+        self._handlers[signal.SIGUSR1] = warned
         agent = [self._python, "-P", "-u", "-m", "ronde.launch.node"]
         try:
             for host in self._hosts:
@@ -200,8 +235,13 @@ class Fleet:
 
     def _ping(self) -> None:
         while not self._done.wait(_PING_SECONDS):
+            if warned := self._warned.is_set():
+                self._warned.clear()
             for link in self._links:
-                link.order("ping")
+                link.ping()
+                link.look()
+                if warned:
+                    link.order("warn")
 
     def _answers(self, kind: str) -> dict[str, dict[str, Any]]:
         """One frame of a kind from each host that is asked; all problems at once.
@@ -236,6 +276,8 @@ class Fleet:
         return found
 
     def _why(self, link: _Link, status: int) -> str:
+        if link.silent:
+            return link.silent
         printed = "\n".join(line for line in link.printed if line.strip())
         if meant := self._engine.meaning(link.host, status, printed):
             return meant
@@ -376,6 +418,7 @@ class Fleet:
                     directory=None if job.directory is None else str(job.directory.absolute()),
                     mirror=mirrored,
                     environment=environment,
+                    files=_contents(environment),
                 )
                 first += count
             return self._watch(output, start)
@@ -469,10 +512,25 @@ class Fleet:
                         self._take(frame, data, output)
         except _Interrupted:
             pass
+        if number == signal.SIGTERM and (why := self._reason()):
+            return dataclasses.replace(told, error=f"{told.error}: {why}")
         return told
+
+    def _reason(self) -> str:
+        """Why the engine ends its commands, where they said so: a time limit, say."""
+        told = (self._engine.meaning(each.host, 0, "\n".join(each.printed)) for each in self._links)
+        return next(filter(None, told), "")
+
+
+def _contents(environment: Mapping[str, str]) -> dict[str, list[str]]:
+    """Variable -> name and text of the file here that it means."""
+    found = {}
+    for name in _SENT:
+        path = Path(environment.get(name) or "none")
+        if path.is_absolute() and path.is_file():
+            found[name] = [path.name, path.read_text()]
+    return found
 
 
 def _with_seconds(outcome: Outcome, seconds: float) -> Outcome:
-    import dataclasses
-
     return dataclasses.replace(outcome, seconds=seconds)

@@ -2,19 +2,59 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import select
 import struct
 import threading
+import time
 from typing import IO, Any
 
-__all__ = ["MARKER", "receive", "Sender"]
+__all__ = ["MARKER", "Pipe", "Sender", "Silence", "receive"]
 
 MARKER = b"\x1eronde agent\n"
 """What an agent writes first: whatever a login shell prints before it is not a frame."""
 
 _SIZES = struct.Struct(">II")
 _LARGEST = 1 << 28
+_LONGEST_LOOK = 1.0
+
+
+class Pipe(io.FileIO):
+    """The reading end of a pipe; counts what comes, parts of frames too."""
+
+    reads = 0
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read as ``FileIO`` does."""
+        count = super().readinto(buffer)
+        self.reads += 1
+        return count
+
+
+class Silence:
+    """How long nothing has come through a pipe, in seconds for which this process was awake.
+
+    A process that gets no CPU wakes late, and finds unread what came meanwhile: it must not take
+    its own sleep for the other side's silence.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe, self._reads, self._seconds = pipe, pipe.reads, 0.0
+        self._poll = select.poll()
+        self._poll.register(pipe, select.POLLIN)
+        self._looked = time.monotonic()
+
+    def seconds(self) -> float:
+        """Look at the pipe once; to be called every second, or more often."""
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        if self._poll.poll(0) or self._pipe.reads != self._reads:
+            self._reads, self._seconds = self._pipe.reads, 0.0
+        else:
+            self._seconds += min(passed, _LONGEST_LOOK)
+        return self._seconds
 
 
 class Sender:

@@ -7,6 +7,8 @@ when its input does: a launcher or a connection that is gone leaves nothing behi
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import json
 import os
 import queue
@@ -18,16 +20,25 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ronde.launch.agent import Job, Nodes, Outcome, adopt_orphans, reap, run_workers
+from ronde.launch.agent import (
+    Job,
+    Nodes,
+    Outcome,
+    adopt_orphans,
+    reap,
+    run_workers,
+    warn_workers,
+)
 from ronde.launch.console import Router
 from ronde.launch.facts import addresses, collect
-from ronde.launch.frames import MARKER, Sender
+from ronde.launch.frames import MARKER, Pipe, Sender, Silence
 from ronde.launch.mirror import Mirror, unpack
 
 __all__ = ["main"]
 
 _PROBE_SECONDS = 3.0
 _STOP_SECONDS = 1.5
+_ALIVE_SECONDS = 1.0
 
 
 class _Frames:
@@ -51,27 +62,30 @@ class _Orders:
     """What the launcher says, read by a thread: orders to wait for, and those to end."""
 
     def __init__(self, descriptor: int) -> None:
-        self._file = os.fdopen(descriptor, "rb")
+        self._pipe = Pipe(descriptor)
         self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._last = time.monotonic()
         self.silence = 60.0
         self.stopping = False
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _read(self) -> None:
-        for line in self._file:
-            self._last = time.monotonic()
+        for line in io.BufferedReader(self._pipe):
             order = json.loads(line)
             if order["order"] == "stop":
                 threading.Thread(target=self._stop, daemon=True).start()
+            elif order["order"] == "warn":
+                warn_workers()
             elif order["order"] != "ping":
                 self._orders.put(order)
         self._end()
 
     def _watch(self) -> None:
-        while time.monotonic() - self._last < self.silence:
+        silence = Silence(self._pipe)
+        while silence.seconds() < self.silence:
             time.sleep(0.5)
+        told = f"nothing came from the launcher for {self.silence:.0f} s: this node ends its part"
+        print(f"ronde: {told}", file=sys.stderr, flush=True)
         self._end()
 
     def _stop(self) -> None:
@@ -130,6 +144,21 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     return {k: getattr(outcome, k) for k in outcome.__dataclass_fields__}
 
 
+def _show_life(sender: Sender) -> None:
+    """Let the launcher know that this node is there, each second.
+
+    Only from when everything is imported: the loading of a library can hold the interpreter's lock
+    for long.
+    """
+    importlib.import_module("torch.distributed.launcher.api")
+
+    def show() -> None:
+        while sender.send("alive"):
+            time.sleep(_ALIVE_SECONDS)
+
+    threading.Thread(target=show, daemon=True).start()
+
+
 def _serve(orders: _Orders, sender: Sender) -> None:
     hello = orders.take("hello")
     orders.silence = float(hello["silence"])
@@ -175,10 +204,14 @@ def _serve(orders: _Orders, sender: Sender) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         mirror = Mirror(folder, sender) if run["mirror"] else None
     job = Job(run["command"], run["workers"], folder, run["environment"])
+    router = Router(job.workers, _Frames(sender), run["first"])
+    for variable, (name, text) in run["files"].items():  # of the launcher's machine
+        file = router.error_folder / f"{variable}-{Path(name).name}"
+        file.write_text(text)
+        job.environment[variable] = str(file)
+    _show_life(sender)
     try:
-        outcome = run_workers(
-            job, Router(job.workers, _Frames(sender), run["first"]), nodes, run["id"]
-        )
+        outcome = run_workers(job, router, nodes, run["id"])
     finally:
         if mirror is not None:
             mirror.close()
