@@ -46,10 +46,24 @@ def _root(
 
 
 def _verbs() -> None:
-    from ronde.cli import bench, check, doctor, pack, plan, prove, run, runs, scale, show, submit
+    from ronde.cli import (
+        bench,
+        check,
+        doctor,
+        horovodrun,
+        pack,
+        plan,
+        prove,
+        run,
+        runs,
+        scale,
+        show,
+        submit,
+    )
 
     for verb in (run, plan, prove, doctor, bench, check, pack, runs, scale, show, submit):
         verb.register(app)
+    horovodrun.register(app)
     tidy(app)
 
 

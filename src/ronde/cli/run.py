@@ -131,6 +131,13 @@ def register(app: typer.Typer) -> None:
         tensorboard: Annotated[
             bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
         ] = False,
+        horovod: Annotated[
+            bool,
+            typer.Option(
+                "--horovod",
+                help="The script uses Horovod: let 'import horovod.torch' find Ronde's bridge.",
+            ),
+        ] = False,
         output: OutputOption = "main",
         quiet: Annotated[
             bool,
@@ -191,6 +198,8 @@ def register(app: typer.Typer) -> None:
             }
             if tensorboard:
                 environment["RONDE_TENSORBOARD"] = "1"
+            if horovod:
+                environment["RONDE_HOROVOD"] = "1"
             if planned is not None:
                 environment["RONDE_PLAN"] = planned
             if not quiet:

@@ -167,6 +167,10 @@ def main() -> None:
 
             module, install = _STUDIES[os.environ["RONDE_STUDY"]]
             getattr(importlib.import_module(module), install)()
+        if os.environ.get("RONDE_HOROVOD"):
+            import importlib
+
+            importlib.import_module("ronde.horovod.alias").install()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if arguments[0] == "-m":
             import runpy

@@ -17,7 +17,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["absent", "batchnorms", "converted", "set_present", "spectral_norms", "synchronise"]
+__all__ = [
+    "absent",
+    "batchnorms",
+    "converted",
+    "normalize_over",
+    "set_present",
+    "spectral_norms",
+    "synchronise",
+]
 
 _present = [True]
 
@@ -94,7 +102,16 @@ def spectral_norms(model: nn.Module) -> list[str]:
     return names
 
 
-def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def normalize_over(
+    self: Any, x: torch.Tensor, total_of: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Run a batch normalization's forward pass with statistics over all workers.
+
+    Args:
+        self: the module.
+        x: its input.
+        total_of: a differentiable sum of a tensor over the workers.
+    """
     # evaluation exchanges nothing: a worker whose share is empty does not take part
     if not self.training:
         return type(self).forward(self, x)  # type: ignore[no-any-return]
@@ -104,11 +121,11 @@ def _forward(self: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     weight = 1.0 if _present[0] else 0.0
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     count = torch.full((1,), weight * x.numel() / x.size(1), dtype=wide.dtype, device=x.device)
-    total = _all_reduce(torch.cat([wide.sum(axes) * weight, count]), group)
+    total = total_of(torch.cat([wide.sum(axes) * weight, count]))
     n = total[-1].detach()
     mean = total[:-1] / n
     centred = wide - mean.view(shape)
-    var = _all_reduce((centred * centred).sum(axes) * weight, group) / n
+    var = total_of((centred * centred).sum(axes) * weight) / n
     if self.training and self.track_running_stats and self.running_mean is not None:
         self.num_batches_tracked.add_(1)
         rate = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
@@ -134,6 +151,6 @@ def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
                 module.__class__ = _Converted  # type: ignore[assignment]  # DistributedDataParallel refuses the other one
 
             def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-                return _forward(self, x, group)
+                return normalize_over(self, x, lambda part: _all_reduce(part, group))
 
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]

@@ -1,0 +1,118 @@
+"""Makes ``import horovod.torch`` find Ronde's bridge, and sets Horovod's variables."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from ronde.world import world
+
+__all__ = ["install"]
+
+_MODULES = {
+    "horovod": "ronde.horovod",
+    "horovod.torch": "ronde.horovod.torch",
+    "horovod.torch.elastic": "ronde.horovod.elastic",
+    "horovod.torch.elastic.sampler": "ronde.horovod.elastic",
+    "horovod.torch.elastic.state": "ronde.horovod.elastic",
+    "horovod.torch.mpi_ops": "ronde.horovod.torch",
+    "horovod.torch.functions": "ronde.horovod.torch",
+    "horovod.torch.optimizer": "ronde.horovod.torch",
+    "horovod.torch.sync_batch_norm": "ronde.horovod.torch",
+    "horovod.torch.compression": "ronde.horovod.compression",
+    "horovod.common.process_sets": "ronde.horovod.lifecycle",
+    "horovod.common.elastic": "ronde.horovod.elastic",
+}
+
+
+def install() -> None:
+    """Let the names of Horovod's modules mean Ronde's, and set ``HOROVOD_RANK`` and the like."""
+    for name, target in _MODULES.items():
+        sys.modules[name] = importlib.import_module(target)
+    for name, content in _helpers().items():
+        module = ModuleType(name, "A few names of Horovod's, for scripts that use them.")
+        vars(module).update(content)
+        module.__path__ = []
+        sys.modules[name] = module
+    me = world()
+    nodes = me.size // me.local_size
+    os.environ.update(
+        HOROVOD_RANK=str(me.rank),
+        HOROVOD_SIZE=str(me.size),
+        HOROVOD_LOCAL_RANK=str(me.local_rank),
+        HOROVOD_LOCAL_SIZE=str(me.local_size),
+        HOROVOD_CROSS_RANK=str(me.node),
+        HOROVOD_CROSS_SIZE=str(nodes),
+        HOROVOD_HOSTNAME=me.host,
+        HOROVOD_CONTROLLER="gloo",
+        HOROVOD_CPU_OPERATIONS="gloo",
+    )
+
+
+def _helpers() -> dict[str, dict[str, Any]]:
+    """Modules of Horovod's own helpers that scripts and its tests import."""
+    from ronde.horovod import elastic, lifecycle
+    from ronde.horovod.bridge import HorovodInternalError
+
+    built = {
+        name: functools.partial(_built, getattr(lifecycle, name))
+        for name in ("gloo_built", "mpi_built", "nccl_built", "ddl_built", "ccl_built")
+    }
+    return {
+        "horovod.common": {},
+        "horovod.common.exceptions": {
+            "HorovodInternalError": HorovodInternalError,
+            "HostsUpdatedInterrupt": elastic.HostsUpdatedInterrupt,
+        },
+        "horovod.common.util": {
+            **built,
+            "extension_available": lambda name, verbose=False: name == "torch",
+            "_cache": functools.cache,
+            "env": _environment,
+        },
+        "horovod.runner": {"run": sys.modules["horovod"].run},
+        "horovod.runner.util": {},
+        "horovod.runner.util.threads": {"in_thread": _in_thread},
+    }
+
+
+def _built(function: Callable[[], Any], verbose: bool = False) -> Any:
+    return function()
+
+
+@contextlib.contextmanager
+def _environment(**values: str | None) -> Iterator[None]:
+    """Set environment variables within the block; None removes one."""
+    before = {name: os.environ.get(name) for name in values}
+
+    def put(wanted: dict[str, str | None]) -> None:
+        for name, value in wanted.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    put(values)
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def _in_thread(
+    target: Callable[..., Any],
+    args: Any = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    thread = threading.Thread(target=target, args=tuple(args), name=name, daemon=daemon)
+    thread.start()
+    return thread

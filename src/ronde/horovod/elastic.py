@@ -1,0 +1,323 @@
+"""``hvd.elastic``: state that is committed, rolled back after a failure, and shared by all ranks.
+
+A failure that all ranks see (they disagree, an operation stalled) is undone inside the processes:
+the state goes back to the last commit, the ranks connect again, and the function is called again.
+When a process has died, only a restart of the run brings it back.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import os
+import queue
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ronde.horovod.bridge import HorovodInternalError
+from ronde.horovod.lifecycle import init, rank, shutdown, size
+from ronde.horovod.objects import (
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+
+__all__ = [
+    "ElasticSampler",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "TorchState",
+    "get_handler_registry",
+    "run",
+    "set_handler_registry",
+]
+
+_RESETS = 3  # without a commit between them: what fails each time would go on forever
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Hosts came or went. ``skip_sync`` says that the state need not be shared again."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts have changed")
+        self.skip_sync = skip_sync
+
+
+class ObjectState:
+    """Values that are committed, restored and shared together, as attributes.
+
+    Args:
+        kwargs: name -> first value; see :func:`ronde.horovod.objects.broadcast_object` for what can
+            be shared.
+
+    Example:
+        >>> state = ObjectState(epoch=0)
+        >>> state.epoch = 3
+        >>> state.restore()
+        >>> state.epoch
+        0
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._saved_state = dict(kwargs)
+        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self.commits = 0
+        self._set_attributes()
+
+    def _set_attributes(self) -> None:
+        for name, value in self._saved_state.items():
+            setattr(self, name, value)
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
+        """Call these after each reset, for example to scale the learning rate anew."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """What happens after a reset: :meth:`reset`, and the callbacks."""
+        self._host_messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update: int) -> None:
+        """Note that hosts have changed: the next commit raises :class:`HostsUpdatedInterrupt`."""
+        self._host_messages.put((timestamp, update))
+
+    def commit(self) -> None:
+        """Save the state in memory, and look for changed hosts."""
+        self.save()
+        self.commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise on all ranks if hosts have changed, as rank 0 sees it. A collective.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts have changed.
+        """
+        found = []
+        while not self._host_messages.empty():
+            found.append(self._host_messages.get())
+        updates = broadcast_object([update for _, update in found])
+        if updates:
+            raise HostsUpdatedInterrupt(all(update == 1 for update in updates))
+
+    def save(self) -> None:
+        """Save the attributes."""
+        self._saved_state = {name: getattr(self, name) for name in self._saved_state}
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        self._set_attributes()
+
+    def sync(self) -> None:
+        """Take rank 0's attributes on all ranks."""
+        if self._saved_state:
+            self._saved_state = broadcast_object(self._saved_state)
+            self._set_attributes()
+
+    def reset(self) -> None:
+        """Prepare for other ranks; for classes of your own."""
+
+
+class _Held:
+    """A value with a state dictionary, and the last copy of it."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+    def save(self) -> None:
+        self.saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        self.value.load_state_dict(copy.deepcopy(self.saved))
+
+    def sync(self) -> None:
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        self.value = value
+        self.save()
+
+
+class _HeldModel(_Held):
+    def sync(self) -> None:
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+        self.save()
+
+
+class _HeldOptimizer(_Held):
+    def sync(self) -> None:
+        broadcast_optimizer_state(self.value, root_rank=0)
+        self.save()
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Divides a data set among the ranks, and divides what is left of it after a reset.
+
+    Call :meth:`record_batch` after each batch, and :meth:`set_epoch` at the end of each epoch.
+
+    Args:
+        dataset: of constant size.
+        shuffle: whether each epoch has an order of its own.
+        seed: of the order, the same on all ranks.
+    """
+
+    def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch with all samples."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Count a batch of each rank as processed."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the epoch stands."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on where the epoch stood, on the ranks that there are now."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide what is left of the epoch among the ranks."""
+        self.num_replicas, self.rank = size(), rank()
+        indices = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(indices)
+        self.remaining_indices = indices[self.processed_num :]
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        indices = self.remaining_indices
+        indices = indices + indices[: self.total_size - len(indices)]
+        return iter(indices[self.rank : self.total_size : self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+class _HeldSampler(_Held):
+    def sync(self) -> None:
+        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+        self.save()
+
+
+_registry: list[tuple[type, type]] = [
+    (torch.nn.Module, _HeldModel),
+    (torch.optim.Optimizer, _HeldOptimizer),
+    (ElasticSampler, _HeldSampler),
+]
+
+
+def get_handler_registry() -> list[tuple[type, type]]:
+    """Pairs of a type, and the class that saves, restores and shares its values."""
+    return _registry
+
+
+def set_handler_registry(registry: list[tuple[type, type]]) -> None:
+    """Replace the pairs of :func:`get_handler_registry`."""
+    global _registry
+    _registry = registry
+
+
+class TorchState(ObjectState):
+    """State of a training: models, optimizers, samplers, and plain values.
+
+    Args:
+        model: optional.
+        optimizer: optional.
+        kwargs: further models, optimizers, samplers and values, by name.
+
+    Example:
+        >>> state = hvd.elastic.TorchState(model, optimizer, epoch=0)  # doctest: +SKIP
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
+        self._handlers: dict[str, Any] = {}
+        plain = {}
+        for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items():
+            found = next((held for kind, held in _registry if isinstance(value, kind)), None)
+            if found is None:
+                plain[name] = value
+            else:
+                self._handlers[name] = found(value)
+        for name, handler in self._handlers.items():
+            object.__setattr__(self, name, handler.value)
+        super().__init__(**plain)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_handlers", ()):
+            self._handlers[name].set_value(value)
+        super().__setattr__(name, value)
+
+    def save(self) -> None:
+        """Copy models, optimizers and samplers, and save the values."""
+        for handler in self._handlers.values():
+            handler.save()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        for handler in self._handlers.values():
+            handler.restore()
+        super().restore()
+
+    def sync(self) -> None:
+        """Take rank 0's state on all ranks."""
+        for handler in self._handlers.values():
+            handler.sync()
+        super().sync()
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a training function so that it goes on after a failure that all ranks survive.
+
+    The function's first argument is a state. It is shared before each call, and rolled back to its
+    last commit when an operation fails. After 3 failures without a commit between them, or
+    ``HOROVOD_ELASTIC_RESET_LIMIT``, the error is raised.
+
+    Example:
+        >>> @hvd.elastic.run  # doctest: +SKIP
+        ... def train(state): ...
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+        limit = int(os.environ.get("HOROVOD_ELASTIC_RESET_LIMIT", "") or _RESETS)
+        resets, committed, skip_sync = 0, -1, False
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return function(state, *args, **kwargs)
+            except HorovodInternalError:
+                commits = getattr(state, "commits", 0)
+                resets = 1 if commits != committed else resets + 1
+                committed = commits
+                if resets > limit:
+                    raise
+                state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
+            shutdown()
+            init()
+            state.on_reset()
+
+    return wrapper

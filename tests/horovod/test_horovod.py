@@ -1,0 +1,86 @@
+"""Horovod scripts under the bridge: every operation on three ranks, trainings on two."""
+
+from __future__ import annotations
+
+import pytest
+
+from processes import TESTS, ronde_run
+from ronde.cli.horovodrun import translate
+from ronde.world import ArgumentError
+
+NO_FILES = {"RONDE_RUNS": "none"}
+
+
+def test_every_operation_and_every_refusal_on_three_ranks(tmp_path):
+    command = ["run", "--horovod", "--workers", "3", "--output", "all", "-m", "pytest"]
+    checks = ["-q", "-p", "no:cacheprovider", "--noconftest", str(TESTS / "horovod_checks.py")]
+    done = ronde_run([*command, *checks], tmp_path, 150, NO_FILES)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+def test_trainings_are_those_of_one_process(tmp_path):
+    command = ["horovodrun", "-np", "2", "--cycle-time-ms", "3", "python", "-u"]
+    done = ronde_run([*command, str(TESTS / "horovod_training.py")], tmp_path, 150, NO_FILES)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "note: no meaning here, ignored: --cycle-time-ms" in done.stderr
+    assert {f"rank {r}: training is the same" in done.stdout for r in range(2)} == {True}
+
+
+def test_one_process_needs_no_launcher(tmp_path):
+    script = tmp_path / "one.py"
+    script.write_text(
+        "import torch, ronde.horovod.torch as hvd\n"
+        "hvd.init()\n"
+        "p = torch.nn.Parameter(torch.ones(2))\n"
+        "opt = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0))\n"
+        "hvd.broadcast_parameters({'p': p}, 0)\n"
+        "hvd.broadcast_optimizer_state(opt, 0)\n"
+        "p.sum().backward(); opt.step()\n"
+        "x = torch.ones(3, dtype=torch.bfloat16)\n"
+        "for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter):\n"
+        "    assert torch.equal(call(x), x)\n"
+        "assert hvd.broadcast_object('x') == 'x' and hvd.join() == 0 and hvd.size() == 1\n"
+        "hvd.barrier(); hvd.shutdown(); print(p.tolist())\n"
+    )
+    done = ronde_run(["run", "--workers", "1", str(script)], tmp_path, 60, NO_FILES)
+    assert done.returncode == 0 and "[0.0, 0.0]" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("-np 4 python -u train.py --lr 1", "--workers 4 train.py --lr 1"),
+        ("-H localhost:2,127.0.0.1 python3 train.py", "--workers 3 train.py"),
+        ("-np 4 -H a:2,b:2 -m", None),
+        ("--hostfile hosts python -m pkg.train x", "--hostfile hosts -m pkg.train x"),
+        ("-np 2 pytest -v tests", "--workers 2 -m pytest -v tests"),
+        ("--min-np 2 --max-np 4 ./train.py", "--workers 2 ./train.py"),
+        ("-np 2 --gloo --verbose -- python t.py", "--workers 2 t.py"),
+    ],
+)
+def test_horovodrun_words(words, expected):
+    if expected is None:
+        with pytest.raises(ArgumentError, match="horovodrun"):
+            translate(words.split())
+    else:
+        assert translate(words.split())[0] == f"--horovod --output all {expected}".split()
+
+
+def test_horovodrun_settings():
+    words = "-np 2 -H a:1,b:1 --timeline-filename /t.json --timeline-mark-cycles -x SEED=3 "
+    words += "--stall-check-shutdown-time-seconds 9 --fusion-threshold-mb 2 --autotune python t.py"
+    arguments, variables, ignored = translate(words.split())
+    assert variables == {
+        "HOROVOD_TIMELINE": "/t.json",
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "9",
+        "HOROVOD_FUSION_THRESHOLD": "2097152",
+        "SEED": "3",
+    }
+    assert ignored == ["--autotune"] and arguments[:6] == (
+        ["--horovod", "--output", "all", "--workers", "2", "--hosts"]
+    )
+    assert arguments.count("--env") == len(variables)
+    for wrong in ("--config-file x python t.py", "-np 2 ./a.out", "--nonsense 1 python t.py", ""):
+        with pytest.raises(ArgumentError, match="horovodrun"):
+            translate(wrong.split())
