@@ -1,4 +1,4 @@
-"""``ronde bench cluster``: measure the links between workers, for plans."""
+"""``ronde bench``: measure the links between workers for plans, and the reducers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.bench_exchange import register_exchange
 from ronde.cli.help_layout import Group, option
 from ronde.world import ArgumentError, RondeError
 
@@ -36,6 +37,8 @@ def register(app: typer.Typer) -> None:
     @bench.callback()
     def _root() -> None:
         pass
+
+    register_exchange(bench)
 
     @bench.command(
         "cluster",

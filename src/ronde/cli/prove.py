@@ -169,7 +169,7 @@ def _plan_line(plan: PlanVerdict) -> list[str | tuple[str, str]]:
         ]
     if plan.status == "differs" and plan.difference is not None:
         return [("differs", "red"), f"  {describe(plan.difference)[0]}"]
-    word = "failed" if plan.status == "failed" else "cannot"
+    word = plan.status if plan.status in ("failed", "lossy") else "cannot"
     return [(word, "yellow"), f"   {plan.error.splitlines()[0] if plan.error else ''}"]
 
 

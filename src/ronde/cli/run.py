@@ -23,6 +23,7 @@ from ronde.cli.hosts import (
     chosen,
     gathered,
 )
+from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
 from ronde.cli.script import (
     ArgumentsOption,
     FeedOption,
@@ -65,6 +66,8 @@ Examples:
   ronde run --feed none train.py                ignore train.feed.yaml
 
   ronde run --hosts gpu1:8,gpu2:8 train.py      on two machines, over ssh
+
+  ronde run --reducer hierarchical train.py     average gradients inside nodes first
 """
 
 _MEASURE_SECONDS = 10.0
@@ -111,6 +114,8 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ] = None,
+        reducer: ReducerOption = None,
+        servers: ServersOption = None,
         feed: FeedOption = None,
         runs: Annotated[
             Path,
@@ -180,7 +185,11 @@ def register(app: typer.Typer) -> None:
         terminal = console.is_terminal and not quiet
         bar = Bar(console) if terminal else None
         kept = None if temporary else runs
-        with gathered(places, box, command, workers, kept, bar.begin if bar else _ignore) as group:
+        reducer = check_reducer(reducer, servers, planned_by=plan)
+        with (
+            servers_of(servers, places) as addresses,
+            gathered(places, box, command, workers, kept, bar.begin if bar else _ignore) as group,
+        ):
             count = group.workers
             planned = None if plan is None else _plan(plan, count)
             directory = claim_run_dir(
@@ -202,6 +211,9 @@ def register(app: typer.Typer) -> None:
                 environment["RONDE_HOROVOD"] = "1"
             if planned is not None:
                 environment["RONDE_PLAN"] = planned
+            if reducer is not None:
+                environment["RONDE_REDUCER"] = reducer
+            environment |= addresses
             if not quiet:
                 shown = " ".join(command)
                 from rich.text import Text
@@ -504,6 +516,8 @@ def print_summary(
             )
     if sentence := summary.script_sentence():
         row("own loop", sentence, "yellow")
+    if sentence := summary.noise_sentence():
+        row("noise", sentence)
     if summary.loss is not None:
         first = summary.curve[0][1]
         row("loss", f"{first:.4f} → {summary.loss:.4f}")

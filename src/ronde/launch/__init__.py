@@ -17,6 +17,7 @@ from ronde.launch.facts import notes, share
 from ronde.launch.fleet import Fleet, environment_for
 from ronde.launch.local import check_workers, resolve_workers, run_here
 from ronde.launch.mpi import Mpi
+from ronde.launch.reduction_servers import reduction_servers
 from ronde.launch.slurm import Slurm, allocation
 from ronde.launch.ssh import Ssh
 
@@ -36,6 +37,7 @@ __all__ = [
     "notes",
     "parse_hostfile",
     "parse_hosts",
+    "reduction_servers",
     "resolve_workers",
     "run_here",
     "share",

@@ -61,8 +61,8 @@ def _checked(hosts: list[Host], where: str) -> list[Host]:
     return hosts
 
 
-def parse_hosts(text: str) -> list[Host]:
-    """Read ``a:8,b:8``; a host without slots has one per device.
+def parse_hosts(text: str, option: str = "--hosts") -> list[Host]:
+    """Read ``a:8,b:8`` of a command line's option; a host without slots has one per device.
 
     Raises:
         ArgumentError: what is wrong with which host.
@@ -70,8 +70,8 @@ def parse_hosts(text: str) -> list[Host]:
     hosts = []
     for part in text.split(","):
         name, colon, slots = part.strip().partition(":")
-        hosts.append(Host(name, _slots(slots, f"--hosts {part.strip()}") if colon else None))
-    return _checked(hosts, f"--hosts {text}")
+        hosts.append(Host(name, _slots(slots, f"{option} {part.strip()}") if colon else None))
+    return _checked(hosts, f"{option} {text}")
 
 
 def parse_hostfile(path: Path) -> list[Host]:

@@ -39,7 +39,8 @@ def _replicate(plan: Plan, work: Work, me: World) -> Strategy:
     if plan.sync_batchnorm:
         # A group of its own: its exchanges in the backward pass never queue among DDP's.
         synchronise(work.model, group_of("batchnorm"))
-    return Replicate(work.model, me, run_empty=plan.sync_batchnorm and bool(batchnorms(work.model)))
+    run_empty = plan.sync_batchnorm and bool(batchnorms(work.model))
+    return Replicate(work.model, me, run_empty, plan.reducer, work.optimizer)
 
 
 def _shard(plan: Plan, work: Work, me: World) -> Strategy:

@@ -24,7 +24,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from ronde.exchange import Exchange, Members, NoiseScale, build_reducer, choose_reducer
+from ronde.exchange.noise_scale import squared_norm
 from ronde.parallel.batchnorm import absent, set_present
 from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.strategy import (
@@ -39,12 +42,17 @@ from ronde.parallel.strategy import (
     scale_gradients,
     trainable,
 )
-from ronde.world import World, WorldError
+from ronde.plan import parse_reducer
+from ronde.world import PlanError, World, WorldError
 from ronde.world.consensus import broadcast_json, gather_json
 
 __all__ = ["Replicate"]
 
-_LOSS, _WEIGHT, _UNUSED = 0, 1, 2
+_LOSS, _WEIGHT, _NORM, _INVERSE, _COUNT, _UNUSED = range(6)
+
+# Steps from one measurement of the gradient noise to the next, by whether the model is small: less
+# than a hundredth of a step on average.
+_MEASURE_EVERY, _SMALL_BYTES = {False: 50, True: 64}, 256 << 10
 
 # Buffers are exchanged by before_batch and sync_buffers, not by DDP. torch 2.13 renamed the option.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
@@ -93,12 +101,24 @@ class Replicate(Strategy):
         me: this worker.
         run_empty: an empty share runs the forward pass too (batch normalization over all workers
             needs it).
+        reducer: how gradients are averaged, as in :class:`ronde.Plan`.
+        optimizer: the script's own; for reducers that keep its state.
     """
 
-    def __init__(self, model: nn.Module, me: World, run_empty: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        me: World,
+        run_empty: bool = False,
+        reducer: str = "ring",
+        optimizer: Optimizer | None = None,
+    ) -> None:
         self.model = model
         self.me = me
         self.run_empty = run_empty
+        self._choose_reducer(reducer)
+        if self.exchange is not None and optimizer is not None:
+            self.exchange.reducer.bind(dict(trainable(model)), optimizer)
         self._changing: list[str] = []  # buffers that a step changes and the next one reads
         self._steps = 0
         self._seen: dict[str, tuple[int, int]] | None = None
@@ -109,7 +129,31 @@ class Replicate(Strategy):
         self._weighted: bool | None = None
         self._reached: set[int] | None = None
         self._hooks: list[Any] = []
+        self._measures = False  # whether this step's gradient noise is measured
+        self._noted = False  # whether the payload holds a norm
+        self._samples = self._global_samples = 0  # of the step under way
         self._build()
+
+    def _choose_reducer(self, text: str) -> None:
+        choice = parse_reducer(text)
+        self._bucket_mib = 25.0
+        if choice.name == "auto":
+            members = Members.of(self.me)
+            size = sum(p.nbytes for _, p in trainable(self.model))
+            name, self.note = choose_reducer(self.me, members, size, build_reducer)
+            choice = parse_reducer(name)
+        if choice.name == "ring":  # DDP's own path, without a hook
+            self._bucket_mib = choice.values[0]
+            return
+        if sparse := _sparse_parameters(self.model):
+            names = [n for n, p in self.model.named_parameters() if p in sparse]
+            raise PlanError(
+                f"reducer={text!r} averages dense gradients, and {names[0]!r} has sparse ones "
+                "(sparse=True of its embedding). Use reducer='ring', or sparse=False."
+            )
+        reducer = build_reducer(choice, Members.of(self.me))
+        self._bucket_mib = reducer.bucket_mib
+        self.exchange = Exchange(reducer)
 
     def _build(self) -> None:
         named = trainable(self.model)
@@ -122,6 +166,11 @@ class Replicate(Strategy):
         self._loss_slot, self._weight_slot = self._payload[_LOSS], self._payload[_WEIGHT]
         self._flagged = False  # whether the payload holds unused flags
         self._sparse = _sparse_parameters(self.model)
+        self.noise = self.noise or NoiseScale()
+        size = sum(p.nbytes for p in (self._carrier, *self.parameters))
+        one_type = {p.dtype for p in self.parameters} == {dtype}
+        self._one_bucket = one_type and size < self._bucket_mib * 2**20
+        self._measure_every = _MEASURE_EVERY[self._one_bucket and size < _SMALL_BYTES]
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -130,8 +179,10 @@ class Replicate(Strategy):
             _Wrapped(self.model, self._carrier),
             **_NO_BUFFERS,
             gradient_as_bucket_view=not self._sparse,
-            bucket_cap_mb=25.0,  # DDP's default, without its small first bucket
+            bucket_cap_mb=self._bucket_mib,  # 25 is DDP's default, without its small first bucket
         )
+        if self.exchange is not None:
+            self.exchange.attach(self._ddp, {id(p): n for n, p in named}, self._carrier)
         self.sync_buffers()
         self._check_equal()
 
@@ -185,6 +236,9 @@ class Replicate(Strategy):
         if not self._begun:
             self._before_first()
             self._scaled = scale is not None
+            self._measures = self._can_measure(part)
+        self._samples += part.samples
+        self._global_samples = part.global_samples
         if not part.last:
             if self._reached is None:
                 self._watch_reached()
@@ -195,17 +249,52 @@ class Replicate(Strategy):
             return
         if self._reached is not None:
             self._reached.clear()
-        if part.samples or self.run_empty:
+        late = self._measures and not self._one_bucket and part.samples > 0
+        if late:
+            # The exchange begins after the norms of this worker's own gradients are known.
+            with ddp.no_sync():
+                self._forward_backward(compute, part, scale)
+            part_gradients(self.parameters)
+            ddp(_nothing)
+        elif part.samples or self.run_empty:
             self._forward_backward(compute, part, scale)
         else:
             ddp(_nothing)
-        self._exchange()
+        self._complete(late)
+
+    def _can_measure(self, part: Part) -> bool:
+        """Whether the gradient noise is measured in the step that begins with ``part``."""
+        assert self.noise is not None
+        self.noise.steps += 1
+        exact = self.exchange is None or self.exchange.reducer.exact
+        mean = self._weighted is False and not part.summed and not self._scaled
+        large = part.global_samples >= 2 * self.me.size
+        return (
+            self.noise.steps % self._measure_every == 0
+            and (exact and mean and large)
+            and not self._sparse
+            and bool(self.parameters)
+        )
+
+    def _note_norm(self) -> None:
+        """Put the norm of this worker's own mean gradient into the payload."""
+        self._payload[_NORM:_UNUSED] = 0
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if not self._measures or not self._samples or not grads:
+            return
+        # In a bucket of its own, DDP has divided already what waits for its exchange.
+        divided = self.me.size if self._one_bucket and self.exchange is None else 1
+        factor = divided * self._global_samples / (self.me.size * self._samples)
+        self._payload[_NORM] = squared_norm(grads) * factor**2
+        self._payload[_INVERSE], self._payload[_COUNT] = 1.0 / self._samples, 1.0
+        self._noted = True
 
     def _before_first(self) -> None:
         for p in self.parameters:
             p.grad = None
         self._carrier.grad = None
         self._begun = True
+        self._samples = 0
         self._loss_slot.zero_()
         if self._weighted is not False:
             self._weight_slot.zero_()
@@ -242,9 +331,17 @@ class Replicate(Strategy):
             self._factors[factor, value.dtype] = start
         backward((value,), (start if scale is None else scale(start),))
 
-    def _exchange(self) -> None:
-        """Give DDP what it still waits for: the carrier, and zeros for unreached parameters."""
-        if self._reached is None:
+    def _complete(self, late: bool) -> None:
+        """Give DDP what it still waits for: the carrier, and zeros for unreached parameters.
+        ``late``: it waits for all, whose gradients are there already.
+        """
+        if self._measures or self._noted:
+            self._noted = False
+            self._note_norm()
+        if late:
+            missing = list(range(len(self.parameters)))
+            unused = [i for i in missing if self.parameters[i].grad is None]
+        elif self._reached is None:
             missing = unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
         else:
             missing = [i for i in range(len(self.parameters)) if i not in self._reached]
@@ -259,8 +356,15 @@ class Replicate(Strategy):
         for i in missing:
             p = self.parameters[i]
             roots.append(p)
-            grads.append(_sparse_zeros(p) if p in self._sparse else torch.zeros_like(p))
+            if p in self._sparse:
+                grads.append(_sparse_zeros(p))
+            elif p.grad is not None:  # zeros without memory
+                grads.append(p.new_zeros(()).expand_as(p))
+            else:
+                grads.append(torch.zeros_like(p))
         backward(tuple(roots), tuple(grads))
+        if self.exchange is not None:
+            self.exchange.check()
         if unused:
             summed = self._carrier.grad
             assert summed is not None
@@ -286,6 +390,10 @@ class Replicate(Strategy):
         if bool(summed[_WEIGHT] != 0) if self._weighted is None else self._weighted:
             scale_gradients(self.parameters, 1.0 / summed[_WEIGHT])
             return loss / summed[_WEIGHT]
+        if self._measures and self.noise is not None:
+            square = squared_norm(p.grad for p in self.parameters if p.grad is not None)
+            local, inverse, count = summed[_NORM:_UNUSED].double().unbind()
+            self.noise.add(local / count, inverse / count, square, self._global_samples)
         return loss.clone()  # the bucket behind it is written again by the next step
 
     def _marks(self) -> dict[str, tuple[int, int]]:
@@ -332,6 +440,11 @@ class Replicate(Strategy):
 
     def _broadcast(self, buffers: list[torch.Tensor]) -> None:
         exchange_packed(buffers, lambda f: dist.broadcast(f.view(torch.uint8), 0), self.me.device)
+
+    def updated(self) -> None:
+        """See :meth:`Strategy.updated`."""
+        if self.exchange is not None:
+            self.exchange.stepped()
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from ronde.exchange import Exchange, NoiseScale
 from ronde.parallel.own_calls import OwnCalls
 
 __all__ = [
@@ -97,6 +98,9 @@ class Strategy:
             stand-in, because its layers gather everyone's parameters.
         whole_step: whether a step is one call for all micro-batches (a pipeline), so that the
             script cannot write its own loop.
+        exchange: what averages gradients in another way than the backend's all-reduce; else None.
+        note: a sentence about how it was chosen, or empty.
+        noise: measures the gradient noise scale, where that costs nothing; else None.
     """
 
     model: nn.Module
@@ -106,6 +110,14 @@ class Strategy:
     counts: bool = True
     run_empty_inference: bool = False
     whole_step: bool = False
+    exchange: Exchange | None = None
+    note: str = ""
+    noise: NoiseScale | None = None
+
+    @property
+    def drifts(self) -> bool:
+        """Whether workers that hold the same part have other weights now."""
+        return self.exchange is not None and self.exchange.reducer.drifts
 
     def step(
         self,

@@ -98,7 +98,7 @@ class Zero1(Replicate):
     ) -> None:
         self.parts = OptimizerParts(work.optimizer, group)
         run_empty = plan.sync_batchnorm and bool(batchnorms(work.model))
-        super().__init__(work.model, me, run_empty)
+        super().__init__(work.model, me, run_empty, plan.reducer)
 
     def refresh(self) -> bool:
         """See :meth:`Strategy.refresh`."""
@@ -111,6 +111,7 @@ class Zero1(Replicate):
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""
         self.parts.exchange()
+        super().updated()
 
     def loaded(self) -> None:
         """See :meth:`Strategy.loaded`."""

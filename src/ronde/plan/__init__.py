@@ -1,11 +1,23 @@
 """What a run does, as data: :class:`Plan`, the batch contract as arithmetic, and pipeline
 schedules.
 
-Imports neither numpy nor torch. Offers :class:`Plan`, :func:`shares` and :func:`epoch_steps`; the
-schedules are in :mod:`ronde.plan.schedules`.
+Imports neither numpy nor torch. Offers :class:`Plan`, :data:`REDUCERS`, :func:`shares` and
+:func:`epoch_steps`; the schedules are in :mod:`ronde.plan.schedules`.
 """
 
 from ronde.plan.batch import Share, epoch_steps, shares, split
 from ronde.plan.plan import SPLIT_FIELDS, Layout, Place, Plan
+from ronde.plan.reducers import REDUCERS, parse_reducer
 
-__all__ = ["SPLIT_FIELDS", "Layout", "Place", "Plan", "Share", "epoch_steps", "shares", "split"]
+__all__ = [
+    "REDUCERS",
+    "SPLIT_FIELDS",
+    "Layout",
+    "Place",
+    "Plan",
+    "Share",
+    "epoch_steps",
+    "parse_reducer",
+    "shares",
+    "split",
+]

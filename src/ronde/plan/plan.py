@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ronde.plan.reducers import parse_reducer
 from ronde.world import ArgumentError
 
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
@@ -123,6 +124,9 @@ class Plan:
             ``"full"``.
         offload: what waits in the host's memory: ``"none"``, ``"optimizer"`` (its state) or
             ``"parameters"`` (both).
+        reducer: how gradients are averaged over the replicas of ``"replicate"`` and
+            ``shard="optimizer"``: ``"ring"``, ``"hierarchical"``, ``"servers"``, ``"auto"``,
+            ``"topk:0.01"``, … (see :func:`parse_reducer`).
 
     Example:
         >>> plan = Plan(workers=4, batch_size=64, pipeline=2, shard="parameters")
@@ -158,6 +162,7 @@ class Plan:
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "optimizer", "parameters"] = "none"
+    reducer: str = "ring"
 
     @property
     def replicas(self) -> int:
@@ -194,6 +199,8 @@ class Plan:
         for name in ("recompute", "offload"):
             if getattr(self, name) != "none":
                 parts.append(f"{name}={getattr(self, name)}")
+        if self.reducer != "ring":
+            parts = [*(parts or ["replicate"]), f"reducer={self.reducer}"]
         if self.micro_batch:
             parts = [*(parts or ["replicate"]), f"micro_batch={self.micro_batch}"]
         return ",".join(parts) or "replicate"
@@ -241,7 +248,7 @@ class Plan:
                     "shard=optimizer|gradients|parameters, shard_within=N, pipeline=N, "
                     f"virtual=N, schedule={'|'.join(get_args(Schedule))}, "
                     "tensor=N, sequence_parallel, recompute=selective|full, "
-                    "offload=optimizer|parameters, micro_batch=N."
+                    "offload=optimizer|parameters, reducer=NAME, micro_batch=N."
                 )
             if name in values:
                 raise ArgumentError(f"plan={text!r}: {name} is given twice.")
@@ -298,6 +305,28 @@ class Plan:
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
+        self._check_reducer()
+
+    def _check_reducer(self) -> None:
+        choice = parse_reducer(self.reducer)
+        if choice.name == "ring" and choice == parse_reducer("ring"):
+            return
+        if self.pipeline > 1 or self.tensor > 1 or self.shard in ("gradients", "parameters"):
+            raise ArgumentError(
+                f"plan={self.spec!r}: a reducer averages whole gradients, and this plan divides "
+                "them. Use it with replicate or shard=optimizer."
+            )
+        if choice.kind.local and self.shard != "none":
+            raise ArgumentError(
+                f"plan={self.spec!r}: with shard=optimizer, each parameter is updated by one "
+                f"worker, so workers cannot train alone as {choice.name} does. Use replicate."
+            )
+        if self.precision == "fp16" and (choice.feedback or choice.kind.local):
+            raise ArgumentError(
+                f"plan={self.spec!r}: precision='fp16' changes the scale of gradients from step "
+                f"to step, which the state of {choice.name} does not follow. Use "
+                "precision='bf16'."
+            )
 
     def check_workers(self, workers: int) -> None:
         """Raise ArgumentError if so many workers do not fit the plan."""
@@ -452,6 +481,7 @@ _SPLITS = (
     "tensor",
     "sequence_parallel",
     "split_at",
+    "reducer",
     "micro_batch",
 )
 
@@ -467,5 +497,6 @@ SPLIT_FIELDS = (
     "sequence_parallel",
     "recompute",
     "offload",
+    "reducer",
 )
 """What of a plan says how the work is split; the rest is the batch contract."""

@@ -12,6 +12,7 @@ from ronde.predict.collectives import CollectiveCost, Group, collective
 from ronde.predict.costs import Costs
 from ronde.predict.partition import HeldShare
 from ronde.predict.prediction import Verdict
+from ronde.predict.reducer_costs import reducer_cost
 from ronde.predict.simulate import Timeline
 from ronde.predict.unit_arrays import Array, Chain, Gradients
 
@@ -89,7 +90,8 @@ class PlanSetup:
             found = collective(self.cluster, kind, groups[group])
             return dataclasses.replace(found, seconds_per_byte=found.seconds_per_byte * ratio)
 
-        self.all_reduce = wire("all_reduce", "replicas", reduced)
+        ring = wire("all_reduce", "replicas", reduced)
+        self.all_reduce = reducer_cost(plan.reducer, ring, self.cluster, groups["replicas"])
         self.copies = wire("all_reduce", "copies", reduced)
         self.gather = wire("all_gather", "shard", gathered)
         self.broadcast = wire("broadcast", "replicas", gathered)

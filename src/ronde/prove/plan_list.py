@@ -33,6 +33,7 @@ _SETTINGS = (
     "shard_within",
     "sequence",
     "sequence_parallel",
+    "reducer",
 )
 
 
@@ -48,6 +49,8 @@ def chosen_plans(plans: str | Sequence[str], workers: int) -> list[str]:
         ['replicate', 'shard=optimizer', 'pipeline=2,shard=parameters']
         >>> chosen_plans("replicate,pipeline=2,schedule=zbv,shard=parameters", 2)
         ['replicate', 'pipeline=2,schedule=zbv,shard=parameters']
+        >>> chosen_plans("replicate,reducer=bf16,shard=optimizer", 2)
+        ['replicate,reducer=bf16', 'shard=optimizer']
     """
     if plans == "all":
         return [*ALL_PLANS, *(_HYBRIDS if workers >= 4 else ())]

@@ -11,7 +11,7 @@ from ronde.prove.compare import Comparison, Difference
 
 __all__ = ["PlanVerdict", "Status", "Verdict", "verdict_of"]
 
-Status = Literal["equal", "differs", "refused", "failed", "cannot"]
+Status = Literal["equal", "differs", "refused", "failed", "cannot", "lossy"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,13 @@ class PlanVerdict:
     Attributes:
         plan: as :meth:`Plan.parse` reads it.
         status: ``"equal"``, ``"differs"``, ``"refused"`` (the plan says that it cannot run this
-            model), ``"failed"``, or ``"cannot"`` (rounding alone changes the training as much).
+            model), ``"failed"``, ``"cannot"`` (rounding alone changes the training as much), or
+            ``"lossy"`` (its reducer does not average all gradients exactly, and is not run).
         difference: the first.
         cause: why.
         largest, where: largest relative difference that is rounding, and its name.
         aside: parameters whose gradient is zero in exact arithmetic.
-        error: why it was refused or failed.
+        error: why it was refused or failed, or what its reducer does.
     """
 
     plan: str

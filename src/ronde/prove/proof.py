@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ronde.plan import Plan
+from ronde.plan import Plan, parse_reducer
 from ronde.prove.catalogue import cause
 from ronde.prove.compare import Difference, compare, lost_from
 from ronde.prove.diagnose import diagnose
@@ -350,6 +350,10 @@ class Study:
     def _prove_plan(
         self, plan: str, one: RunTrace, rounded: RunTrace, before: list[PlanVerdict]
     ) -> PlanVerdict:
+        kind = parse_reducer(Plan.parse(plan).reducer).kind
+        if not kind.exact:
+            told = f"not the same training by design: {kind.effect}. Compare its loss curve instead"
+            return PlanVerdict(plan, "lossy", error=told)
         if not one.steps()[0]["calls_loss"] and Plan.parse(plan).pipeline > 1:
             error = "the script owns its loop (run.backward), a pipeline needs run.step(batch)"
             return PlanVerdict(plan, "refused", error=error)
@@ -506,7 +510,7 @@ class Study:
 
 def _conclude(verdict: Verdict, explicit: bool) -> None:
     """The script's status from its plans."""
-    unproved = [p for p in verdict.plans if p.status in ("failed", "cannot", "refused")]
+    unproved = [p for p in verdict.plans if p.status in ("failed", "cannot", "refused", "lossy")]
     refused = {p.status for p in verdict.plans} == {"refused"} or explicit
     if verdict.difference is not None:
         verdict.status = "differs"

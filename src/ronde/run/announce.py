@@ -12,6 +12,7 @@ import torch
 
 from ronde.data import BatchOrder
 from ronde.parallel import batchnorms, spectral_norms
+from ronde.plan import parse_reducer
 from ronde.run.run import Run
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
 from ronde.world import ArgumentError, World
@@ -51,7 +52,19 @@ def announce(run: Run, left_out: list[str]) -> None:
             f"{len(left_out)} trainable parameters are not in the optimizer and are not trained: "
             f"{shown}"
         )
+    _explain_reducer(run)
     _warn_of_norms(run)
+
+
+def _explain_reducer(run: Run) -> None:
+    kind = parse_reducer(run.plan.reducer).kind
+    if run._strategy.note:
+        run._watcher.say(run._strategy.note)
+    elif not kind.exact and run.world_size > 1:
+        run._warn(
+            f"reducer {run.plan.reducer!r} is lossy: {kind.effect}, so this is not the same "
+            "training as on one device"
+        )
 
 
 def _explain_growth(run: Run) -> None:

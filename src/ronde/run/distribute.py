@@ -23,7 +23,7 @@ from ronde.loader import Feed, FeedSettings, TakenOver, take_over
 from ronde.parallel import Work, carry_out, converted
 from ronde.parallel.meta_init import FILL_THEMSELVES, Init
 from ronde.plan import SPLIT_FIELDS, Plan, Share
-from ronde.run import checks, hooks, lr_rules
+from ronde.run import checks, exchange_state, hooks, lr_rules
 from ronde.run.announce import announce, scalar_writer
 from ronde.run.best import split_metric
 from ronde.run.check_prediction import Forecast, PredictionCheck
@@ -293,6 +293,7 @@ def distribute(
         skeleton.note(run.model)
         run._skeleton = skeleton
     refuse_save_pretrained(run.model, chosen)
+    exchange_state.check_save_every(run, save_every)
     announce(run, left_out)
     _begin(run, forecast, group.resumes)
     return run
@@ -356,6 +357,7 @@ def _plan(
         drop_last=taken.drop_last,
         sync_batchnorm=opening.sync_batchnorm,
     )
+    chosen.check()
     # Before anything else is exchanged: gloo adds tensors of different shapes without an error.
     facts = checks.run_facts(chosen, taken, opening.model, opening.optimizer, opening.scheduler)
     agree(me, facts, "ronde.distribute")

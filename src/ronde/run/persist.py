@@ -11,6 +11,7 @@ import torch
 from ronde import checkpoint
 from ronde.run import lr_rules
 from ronde.run.average import average_wants
+from ronde.run.exchange_state import exchange_pieces, exchange_values, has_state
 from ronde.world import CheckpointError
 from ronde.world.consensus import gather_json
 
@@ -89,7 +90,8 @@ def save(
         runs: part name -> run; the first one's is empty.
         step: optimizer steps of all of them.
     """
-    if any(not holds_all(run) or run._registry.items for run in runs.values()):
+    stateful = any(has_state(run) for run in runs.values())
+    if stateful or any(not holds_all(run) or run._registry.items for run in runs.values()):
         runs[""]._rendezvous.meet("run.save()")
     own: dict[str, Tensors] = {}
     more: dict[str, dict[str, Any]] = {}
@@ -101,7 +103,11 @@ def save(
         averages, averaged[part] = run._averages.pack()
         best = run._best.to_dict()
         more[part] = {"registered": registered, "averages": averages, "best": best}
-    if not all(map(holds_all, runs.values())):
+        if (values := exchange_values(run)) is not None:
+            more[part]["exchange"] = values
+        if run._schedule is not None:
+            more[part]["batch_schedule"] = run._schedule.to_dict(run)
+    if stateful or not all(map(holds_all, runs.values())):
         return _save_together(runs, folder, step, keep, more, own, averaged)
     if not runs[""].is_main:
         return None
@@ -158,6 +164,8 @@ def _save_together(
             parts |= {f"{prefix}model": weights, f"{prefix}optimizer": moments}
             if run._averages.items:
                 parts[f"{prefix}average"] = averaged[part]
+            if has_state(run):
+                parts[f"{prefix}exchange"] = exchange_pieces(run)
             states[part] = {**_values(run, work.tied, {}, randomness), **more[part]}
     except CheckpointError as caught:
         error = f"rank {first.rank}: {caught}"
@@ -250,6 +258,7 @@ def _settle(
         run._warn(note)
     run._averages.loaded(saved.get("averages", {}), averages)
     run._registry.loaded(run, found, registered, run.plan.lr_factor / factor)
+    run._saved_schedule = saved.get("batch_schedule")
     run._last_saved_step = run._watcher.steps_at_start = run.state.step
     run._strategy.loaded()
 

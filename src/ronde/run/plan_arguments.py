@@ -30,6 +30,8 @@ def asked_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[s
     if chosen.schedule in ("interleaved", "looped", "zbv") and chosen.virtual == 1:
         chosen = dataclasses.replace(chosen, virtual=2)
     chosen = dataclasses.replace(chosen, workers=me.size)
+    if reducer := os.environ.get("RONDE_REDUCER"):
+        chosen = dataclasses.replace(chosen, reducer=reducer)
     chosen.check()
     chosen.check_workers(me.size)
     return chosen

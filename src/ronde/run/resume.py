@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ronde import checkpoint
+from ronde.run.exchange_state import restore_exchange
 from ronde.run.group import Choice
 from ronde.run.persist import file_prefix, holds_all, restore, restore_pieces
 from ronde.run.run import Run
@@ -110,6 +111,7 @@ def _restore(
         restore(run, state, tensors)
     else:
         _restore_pieces(run, me, newest, answer, state, prefix)
+    restore_exchange(run, me, newest, answer, state, prefix)
 
 
 def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

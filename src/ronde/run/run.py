@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,17 @@ from ronde.loader import DrawAhead, Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work, own_calls
 from ronde.parallel.first_steps import CHECKED_STEPS, check_step
 from ronde.plan import Plan, Share, epoch_steps, shares
-from ronde.run import checks, hooks, lr_rules, persist, script_collectives, whole_model
+from ronde.run import (
+    checks,
+    exchange_state,
+    hooks,
+    lr_rules,
+    persist,
+    script_collectives,
+    whole_model,
+)
 from ronde.run.average import Averages, Decay, WeightAverage
+from ronde.run.batch_schedule import BatchSchedule, schedule_of
 from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
@@ -49,6 +58,7 @@ from ronde.watch import (
     Epoch,
     Evaluated,
     Logged,
+    NoiseMeasured,
     RunDir,
     ScriptLoop,
     Warned,
@@ -165,6 +175,8 @@ class Run:
         self._looping = False
         self._reading: weakref.ref[Generator[Any, None, None]] | None = None  # the last batches()
         self._evaluations: dict[int, Evaluation] = {}
+        self._schedule: BatchSchedule | None = None
+        self._saved_schedule: dict[str, Any] | None = None  # of the checkpoint, not yet taken over
         self._registry = Registry()
         self._averages = Averages()
         claim(self.optimizer, self.scheduler)
@@ -499,6 +511,7 @@ class Run:
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"run.evaluate(…, name={name!r}): expected a text, as 'test'.")
         self._rendezvous.meet("run.evaluate(data)")
+        exchange_state.check_settled(self, "run.evaluate(data)")
         self._watcher.rate.pause()
         paused = self._script_time.pause()
         evaluation = evaluation_of(self, data, self._weak_reporter())
@@ -764,7 +777,45 @@ class Run:
             >>> with average.applied():  # doctest: +SKIP
             ...     run.evaluate(test_set)
         """
+        exchange_state.check_can_average(self)
         return self._averages.add(self, name, decay, start, every)
+
+    def grow_batch(
+        self,
+        at: Mapping[int, int] | None = None,
+        *,
+        largest: int | None = None,
+        lr_rule: Literal["linear", "sqrt", "none"] | None = None,
+    ) -> None:
+        """Grow the global batch in the middle of the run. Call it on every worker, before the first
+        step, and with the same arguments before a resume. Checkpoints keep it.
+
+        Args:
+            at: optimizer steps done -> global samples per step from then on.
+            largest: grow by the measured gradient noise scale instead: at the start of an epoch,
+                the batch doubles as often as it stays below the noise scale and ``largest``.
+            lr_rule: how the learning rate follows a batch that is k times as large: ``"linear"``
+                (× k), ``"sqrt"`` (× √k), or ``"none"``; None chooses by the optimizer, as for
+                ``batch="grow"``.
+
+        Raises:
+            ArgumentError: an argument cannot be used.
+            PlanError: the run cannot change its batch.
+            CheckpointError: the checkpoint's run had other arguments.
+
+        Example:
+            >>> run.grow_batch({1000: 512, 4000: 1024})  # doctest: +SKIP
+        """
+        alone = self._group.alone and self._source is None and not self._followers
+        schedule = schedule_of(self, at, largest, lr_rule, alone)
+        if self._saved_schedule is not None:
+            schedule.load(self, self._saved_schedule)
+        elif self.state.step:
+            raise CheckpointError(
+                "the checkpoint cannot be continued with run.grow_batch(), which its run did not "
+                "call. Leave it out, or start a new run."
+            )
+        self._schedule, self._saved_schedule = schedule, None
 
     def save(self) -> Path | None:
         """Write a checkpoint now: weights, optimizer, scheduler, what is registered, and the place
@@ -791,6 +842,8 @@ class Run:
                 "run.save() was called between run.backward() and run.update(): the gradients "
                 "would be lost. Call it after update()."
             )
+        for run in runs.values():
+            exchange_state.check_settled(run, "run.save()")
         group.due = False
         for run in runs.values():
             run._last_saved_step = run.state.step
@@ -826,6 +879,7 @@ class Run:
         Raises:
             CheckpointError: it could not be written.
         """
+        exchange_state.check_settled(self, f"run.export({str(path)!r})")
         with average.applied() if average is not None else nullcontext():
             persist.export_weights(self, Path(path))
 
@@ -904,8 +958,12 @@ class Run:
         hooks.observer.after_update(self, share)
         samples = share.global_samples
         state.step += 1
+        if self._schedule is not None:
+            self._schedule.after_step(self)
         state.samples += samples
         state.epoch_samples = share.stop
+        if self._strategy.drifts and self._strategy.exchange and self._epoch_is_over():
+            self._strategy.exchange.stepped(settle=True)
         if self._source is not None:
             state.epoch = share.epoch
             self._needs_batch, self._backwards = True, 0
@@ -937,7 +995,7 @@ class Run:
         else:
             self.optimizer.step()
         self._strategy.updated()
-        if self._unchecked_steps and not hooks.observed():
+        if self._unchecked_steps and not hooks.observed() and not self._strategy.drifts:
             self._unchecked_steps -= 1
             check_step(self._strategy, self._work.tied, self.plan, self._me)
 
@@ -960,7 +1018,16 @@ class Run:
         with self._rendezvous.call("run.batches()"):
             self._strategy.start_epoch()
         hooks.observer.on_epoch_start(self)
-        ends = order.ends(epoch)
+        if self._saved_schedule is not None:
+            raise CheckpointError(
+                "the checkpoint's run has called run.grow_batch(): call it before run.batches(), "
+                "with the same arguments."
+            )
+        ends: Sequence[int] | None = order.ends(epoch)
+        if self._schedule is not None:
+            if not state.epoch_samples:
+                self._schedule.begin_epoch(self)
+            ends = self._schedule.ends(order.epoch_samples)
         if order.draw is not None:
             checks.check_draw(self._me, order, epoch, "run.batches")
             self._draw_ahead(order, epoch + 1)
@@ -1090,6 +1157,17 @@ class Run:
         cost = self._script_time.cost() if not self._part else None
         if cost is not None:
             self._watcher.event(ScriptLoop(step=self.state.step, **cost))
+        noise = self._strategy.noise
+        if noise is not None and noise.value and not self._gathers and self.is_main:
+            square, trace = noise.read() or (1.0, 0.0)
+            self._watcher.event(
+                NoiseMeasured(
+                    step=self.state.step,
+                    noise_scale=trace / square,
+                    gradient_square=square,
+                    measurements=noise.count,
+                )
+            )
 
     def _end_loading(self) -> None:
         """End loading threads and processes. They start again at the next read."""

@@ -52,7 +52,7 @@ def _complaints(run: RunParts, saved: Mapping[str, Any]) -> Iterator[str]:
     missing = [n for n in _DICTS if not isinstance(saved.get(n), dict)]
     for name in missing:
         yield f"{name} is {_shown(saved.get(name))}, expected a mapping"
-    for name in ("registered", "averages", "best"):
+    for name in ("registered", "averages", "best", "exchange", "batch_schedule"):
         if not isinstance(saved.get(name, {}), dict | None):
             yield f"{name} is {_shown(saved[name])}, expected a mapping"
     if missing:

@@ -322,6 +322,12 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             cast("dict[int, Any]", hooks).update(before)
 
 
+def _of_exchange(strategy: Strategy, weights: Collection[int]) -> list[_Attributes]:
+    exchange = strategy.exchange
+    parts = () if exchange is None else (exchange, exchange.reducer)
+    return [_Attributes(part, elsewhere=weights) for part in parts]
+
+
 class Snapshot:
     """A copy of weights, gradients, optimizer, scheduler, randomness, and the place in the data.
 
@@ -348,6 +354,7 @@ class Snapshot:
         weights = {id(p) for p in run.model.parameters()}
         self._attributes = [
             _Attributes(strategy, elsewhere=weights),
+            *_of_exchange(strategy, weights),
             *(_Attributes(part, _MOST_BYTES) for part in walk(dataset, _inner, most=_MOST_PARTS)),
         ]
         functions = (loss.loss, loss.forward)

@@ -97,6 +97,8 @@ class RunParts(RunView, Protocol):
     _in_epochs: bool
     _readings: int
     _registry: Any
+    _schedule: Any
+    _saved_schedule: dict[str, Any] | None
     _averages: Any
     _averaging: bool
     _script_time: ScriptTime

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Event,
         Logged,
         LossChecked,
+        NoiseMeasured,
         Record,
         Resumed,
         ScriptLoop,
@@ -62,6 +63,7 @@ __all__ = [
     "Lines",
     "Logged",
     "LossChecked",
+    "NoiseMeasured",
     "Rate",
     "Record",
     "Resumed",
@@ -96,8 +98,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
             "Stream choose_display clock",
             "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
-            "Logged LossChecked Record Resumed SCHEMA_VERSION ScriptLoop Started StepRecorded "
-            "Warned read",
+            "Logged LossChecked NoiseMeasured Record Resumed SCHEMA_VERSION ScriptLoop "
+            "Started StepRecorded Warned read",
             "ronde.watch.run_lock": "lock_run",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",

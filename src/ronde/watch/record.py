@@ -173,6 +173,19 @@ class ScriptLoop(Event):
 
 
 @dataclass(frozen=True)
+class NoiseMeasured(Event):
+    """The gradient noise scale so far, ``noise_scale`` in samples: tr(Σ) / |G|² (McCandlish et al.
+    2018), from ``measurements`` steps; ``gradient_square`` is |G|².
+    """
+
+    type: ClassVar[str] = "noise_scale"
+    step: int
+    noise_scale: float
+    gradient_square: float
+    measurements: int
+
+
+@dataclass(frozen=True)
 class Ended(Event):
     """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
     ``rank``) or ``interrupted``.
@@ -203,6 +216,7 @@ EVENTS: dict[str, type[Event]] = {
         Warned,
         LossChecked,
         ScriptLoop,
+        NoiseMeasured,
         Ended,
     )
 }
@@ -265,7 +279,7 @@ def _is_void(event: Event, resumed: Resumed) -> bool:
     """Whether a run trains an earlier event again after it has resumed."""
     if isinstance(event, Epoch) and event.epoch >= resumed.epoch:
         return True
-    kinds = StepRecorded | Evaluated | Logged | Epoch | BestFound | ScriptLoop
+    kinds = StepRecorded | Evaluated | Logged | Epoch | BestFound | ScriptLoop | NoiseMeasured
     return isinstance(event, kinds) and event.step > resumed.step
 
 

@@ -15,6 +15,7 @@ from ronde.watch.record import (
     Evaluated,
     Event,
     LossChecked,
+    NoiseMeasured,
     ScriptLoop,
     Started,
     StepRecorded,
@@ -54,6 +55,17 @@ class Summary:
     written: float = 0.0
     parts: dict[str, Summary] = field(default_factory=dict)
     script_loop: ScriptLoop | None = None
+    noise: NoiseMeasured | None = None
+
+    def noise_sentence(self) -> str:
+        """From which global batch on more devices stop paying, if that was measured; else empty."""
+        if self.noise is None or self.loss_kind not in ("mean", "unknown"):
+            return ""
+        about = float(f"{self.noise.noise_scale:.2g}")
+        return (
+            f"beyond a global batch of about {about:,.0f}, more devices stop paying (gradient "
+            "noise scale)"
+        )
 
     @property
     def script_share(self) -> float | None:
@@ -96,6 +108,7 @@ class Summary:
             "best": dataclasses.asdict(self.best) if self.best else None,
             "checkpoints": self.checkpoints,
             "error": self.error,
+            "noise_scale": self.noise.noise_scale if self.noise else None,
             "script_loop": None
             if (loop := self.script_loop) is None
             else {
@@ -175,4 +188,5 @@ def _summarise(
         written=written,
         parts=parts or {},
         script_loop=_last(events, ScriptLoop),
+        noise=_last(events, NoiseMeasured),
     )

@@ -1,0 +1,59 @@
+"""Options of ``ronde run`` that say how gradients are averaged."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Annotated, Any
+
+import typer
+
+from ronde.world import ArgumentError
+
+__all__ = ["ReducerOption", "ServersOption", "check_reducer", "servers_of"]
+
+ReducerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--reducer",
+        metavar="NAME",
+        help="How to average gradients: ring, hierarchical, servers, auto, bf16, topk:0.01, … "
+        "Overrides the plan's.",
+        show_default=False,
+    ),
+]
+ServersOption = Annotated[
+    str | None,
+    typer.Option(
+        "--servers",
+        metavar="N|a,b",
+        help="Start servers that sum gradients: N on this machine, or one on each of these hosts. "
+        "Implies --reducer servers.",
+        show_default=False,
+    ),
+]
+
+
+def check_reducer(reducer: str | None, servers: str | None, planned_by: str | None) -> str | None:
+    """Check ``--reducer`` before anything starts. Returns it, or what ``--servers`` implies."""
+    from ronde.plan import parse_reducer
+
+    if reducer is not None:
+        reducer = str(parse_reducer(reducer))
+    elif servers is not None and "reducer=" not in (planned_by or ""):
+        reducer = "servers"
+    if servers and reducer is not None and reducer.split(":")[0] not in ("servers", "auto"):
+        raise ArgumentError(
+            f"--servers starts servers that --reducer {reducer} does not use: give --reducer "
+            "servers or auto."
+        )
+    return reducer
+
+
+def servers_of(servers: str | None, places: Any) -> AbstractContextManager[dict[str, str]]:
+    """The servers that ``--servers`` asks for, while workers run; yields workers' variables."""
+    from ronde.launch import reduction_servers
+
+    away = places is not None
+    return reduction_servers(
+        servers, places.engine if away else None, places.python if away else None, away
+    )

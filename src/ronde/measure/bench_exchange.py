@@ -1,0 +1,152 @@
+"""Benchmark the reducers between workers: latency and bus bandwidth over sizes.
+
+``ronde bench exchange`` starts workers that run ``python -m ronde.measure.bench_exchange``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ronde.exchange import Exchange, Members, build_reducer
+from ronde.measure.bench_links import fit_link
+from ronde.plan import REDUCERS, parse_reducer
+from ronde.watch import MARK
+from ronde.world import World
+from ronde.world.consensus import gather_json
+
+__all__ = ["default_reducers", "measure_reducers", "parse_sizes"]
+
+_SMALL = 512 << 10  # below this, several are timed together
+_SECONDS = 1.0  # a case is repeated for about so long
+_MOST = 9
+
+
+def default_reducers() -> list[str]:
+    """The reducers that exchange in every step."""
+    return [name for name, kind in REDUCERS.items() if not kind.local and name != "auto"]
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Read ``4KiB,1MiB,16MiB``, or a range ``4KiB-256MiB`` in steps of four.
+
+    Raises:
+        ArgumentError: a size that cannot be read.
+
+    Example:
+        >>> parse_sizes("4KiB-64KiB"), parse_sizes("1MiB")
+        ([4096, 16384, 65536], [1048576])
+    """
+    from ronde.plan.fields import parse_bytes
+    from ronde.world import ArgumentError
+
+    def size(word: str) -> int:
+        found = parse_bytes(word)
+        if found is None or not 4 <= found <= 4 << 30:
+            raise ArgumentError(f"--sizes {text}: {word!r} is no size from 4 bytes to 4 GiB.")
+        return int(found) // 4 * 4
+
+    sizes: list[int] = []
+    for part in text.split(","):
+        low, dash, high = part.partition("-")
+        now, last = size(low), size(high if dash else low)
+        while now <= last:
+            sizes.append(now)
+            now *= 4
+    return sorted(set(sizes))
+
+
+def measure_reducers(me: World, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+    """Time reducers in turns. A collective: every rank gets the same answer.
+
+    Returns:
+        dict: ``workers``, ``hosts``, ``rows`` of reducer, bytes, seconds, and bus bandwidth, and
+        ``fits``, the line through each reducer's times.
+    """
+    members = Members.of(me)
+    rows: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    for size in sizes:
+        exchanges: dict[str, Exchange] = {}
+        for name in names:
+            try:
+                exchanges[name] = Exchange(build_reducer(parse_reducer(name), members))
+            except Exception as error:  # the same on all ranks: hierarchical on uneven nodes
+                skipped[name] = str(error)
+        flat = torch.ones(size // 4, device=me.device)
+        times: dict[str, list[float]] = {name: [] for name in exchanges}
+        repeats = 1
+        for turn in range(_MOST + 1):
+            for name, exchange in exchanges.items():
+                seconds = _seconds(exchange, flat, repeats)
+                if turn:
+                    times[name].append(seconds)
+            slowest = max(gather_json(me, max((t[-1] for t in times.values() if t), default=0.0)))
+            if not turn:
+                repeats = 8 if size < _SMALL else 1
+            elif slowest * repeats * len(exchanges) * turn > _SECONDS * len(exchanges):
+                break
+        for name, values in times.items():
+            seconds = max(gather_json(me, statistics.median(values)))
+            bus = 2 * (me.size - 1) / me.size * size / seconds
+            rows.append(
+                {"reducer": name, "bytes": size, "seconds": seconds, "bus_bytes_per_second": bus}
+            )
+        for exchange in exchanges.values():
+            exchange.reducer.close()
+    fits = {}
+    for name in dict.fromkeys(row["reducer"] for row in rows):
+        points = [(float(r["bytes"]), r["seconds"]) for r in rows if r["reducer"] == name]
+        if len(points) > 1:
+            fit = fit_link(points, me.size)
+            fits[name] = {"alpha": fit.alpha, "beta": fit.beta, "residual": fit.residual}
+    return {
+        "workers": me.size,
+        "hosts": list(dict.fromkeys(members.hosts)),
+        "backend": dist.get_backend(),
+        "rows": rows,
+        "fits": fits,
+        "skipped": skipped,
+    }
+
+
+def _seconds(exchange: Exchange, flat: torch.Tensor, times: int) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        exchange.average(flat).wait()
+    if flat.is_cuda:
+        torch.cuda.synchronize(flat.device)
+    exchange.check()
+    return (time.perf_counter() - start) / times
+
+
+def run_exchange_bench(arguments: Sequence[str] | None = None) -> None:
+    """Run one worker of ``ronde bench exchange``."""
+    parser = argparse.ArgumentParser(prog="python -m ronde.measure.bench_exchange")
+    parser.add_argument("--reducers", default=",".join(default_reducers()))
+    parser.add_argument("--sizes", default="4KiB-256MiB")
+    parser.add_argument("--output", help="file for the answer as JSON; rank 0 writes")
+    options = parser.parse_args(arguments)
+    from ronde.world.connect import connect
+
+    me = connect()
+    answer = measure_reducers(me, options.reducers.split(","), parse_sizes(options.sizes))
+    if me.is_main and options.output:
+        with open(options.output, "w") as file:
+            json.dump(answer, file)
+    elif me.is_main and os.environ.get("RONDE_LAUNCHER_PID"):
+        print(MARK + json.dumps({"exchange": answer}), flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    run_exchange_bench()

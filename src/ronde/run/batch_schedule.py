@@ -1,0 +1,136 @@
+"""Grows the global batch in the middle of a run, and the learning rate with it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ronde.run import lr_rules
+from ronde.run.checks import is_whole
+from ronde.world import ArgumentError, CheckpointError, PlanError
+from ronde.world.consensus import agree, broadcast_json
+
+if TYPE_CHECKING:
+    from ronde.run.step_port import RunParts
+
+__all__ = ["BatchSchedule", "schedule_of"]
+
+
+class BatchSchedule:
+    """Which global batch each step has.
+
+    Args:
+        at: optimizer steps done -> the size from then on; None: by the noise scale.
+        largest: where growth by the noise scale ends.
+        rule: how the learning rate follows, of :data:`lr_rules.RULES`.
+    """
+
+    def __init__(self, at: Mapping[int, int] | None, largest: int, rule: str, base: int) -> None:
+        self._by_noise = at is None
+        self._largest, self._rule = largest, rule
+        self.sizes: list[list[int]] = [[0, base], *map(list, sorted((at or {}).items()))]
+        self.epoch_step = 0  # optimizer steps done before this epoch
+
+    def size(self, step: int) -> int:
+        """Samples of the batch after ``step`` optimizer steps."""
+        return next(size for first, size in reversed(self.sizes) if first <= step)
+
+    def ends(self, samples: int) -> list[int]:
+        """The position after each batch of this epoch."""
+        found, step = [0], self.epoch_step
+        while found[-1] < samples:
+            found.append(min(samples, found[-1] + self.size(step)))
+            step += 1
+        return found[1:]
+
+    def begin_epoch(self, run: RunParts) -> None:
+        """Called before an epoch's first batch is taken. A collective."""
+        self.epoch_step = step = run.state.step
+        noise = run._strategy.noise
+        if not self._by_noise or noise is None:
+            return
+        now = self.size(step)
+        told = broadcast_json(run._me, noise.value)
+        if told is not None and told >= 2 * now and 2 * now <= self._largest:
+            times = 2 ** int(math.log2(min(told, self._largest) / now))
+            self.sizes.append([step, now * times])
+            self._follow(run, now, now * times, f"; the gradient noise scale is about {told:,.0f}")
+
+    def after_step(self, run: RunParts) -> None:
+        """Let the learning rate follow a change that begins with the next batch."""
+        for (_, before), (first, size) in itertools.pairwise(self.sizes):
+            if first == run.state.step and not self._by_noise:
+                self._follow(run, before, size, "")
+
+    def _follow(self, run: RunParts, before: int, size: int, why: str) -> None:
+        factor = {"linear": size / before, "sqrt": math.sqrt(size / before), "none": 1.0}
+        lr_rules.scale_rates(run.optimizer, run.scheduler, factor[self._rule])
+        run._watcher.say(
+            f"global batch {before} -> {size} from step {run.state.step} on, learning rate × "
+            f"{factor[self._rule]:g} ({self._rule}){why}"
+        )
+
+    def to_dict(self, run: RunParts) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        noise = run._strategy.noise
+        return {
+            "sizes": self.sizes,
+            "epoch_step": self.epoch_step,
+            "by_noise": self._by_noise,
+            "rule": self._rule,
+            "noise": noise.to_list() if noise is not None and self._by_noise else None,
+        }
+
+    def load(self, run: RunParts, saved: Mapping[str, Any]) -> None:
+        """Continue as the checkpoint's run would have.
+
+        Raises:
+            CheckpointError: it had another schedule.
+        """
+        same = saved["by_noise"] == self._by_noise and saved["rule"] == self._rule
+        if not same or (not self._by_noise and saved["sizes"] != self.sizes):
+            raise CheckpointError(
+                "the checkpoint cannot be continued: its run.grow_batch() had other arguments "
+                f"(batches {saved['sizes']}, {saved['rule']}). Give the same."
+            )
+        self.sizes, self.epoch_step = saved["sizes"], saved["epoch_step"]
+        if saved["noise"] is not None and run._strategy.noise is not None:
+            run._strategy.noise.load(saved["noise"])
+
+
+def schedule_of(
+    run: RunParts,
+    at: Mapping[int, int] | None,
+    largest: int | None,
+    lr_rule: str | None,
+    alone: bool,
+) -> BatchSchedule:
+    """Check the arguments of ``run.grow_batch``. A collective."""
+    plan, call = run.plan, "run.grow_batch()"
+    if (at is None) == (largest is None):
+        raise ArgumentError(f"{call}: give at={{step: samples}}, or largest=samples.")
+    steps = dict(at or {})
+    for step, size in (*steps.items(), *([] if largest is None else [(1, largest)])):
+        if not is_whole(step) or not is_whole(size) or step < 1 or size < 1:
+            raise ArgumentError(
+                f"{call}: {step!r}: {size!r} is no step and no batch, both whole numbers above 0."
+            )
+    if lr_rule not in (None, *lr_rules.RULES):
+        raise ArgumentError(f"{call}: lr_rule={lr_rule!r}: expected one of {lr_rules.RULES}.")
+    if run.state.step != run._watcher.steps_at_start:
+        raise ArgumentError(f"{call} was called after a step: call it before the first.")
+    refused = (
+        (plan.pipeline > 1, "a pipeline's micro-batches are fixed"),
+        (plan.drop_last, "drop_last=True leaves out the end of an epoch"),
+        (run._taken.order.ends(0) is not None, "a batch_sampler decides on each batch"),
+        (not alone, "other runs share its batches"),
+        (largest is not None and run._strategy.noise is None, "this plan measures no noise scale"),
+    )
+    for applies, why in refused:
+        if applies:
+            raise PlanError(f"{call} does not go with this run: {why}.")
+    rule = lr_rules.choose_rule(run.optimizer, lr_rule)
+    agree(run._me, {"steps": sorted(steps.items()), "largest": largest, "rule": rule}, call)
+    return BatchSchedule(at, largest or 0, rule, plan.batch_size)

@@ -1,0 +1,200 @@
+"""Run by every rank: trains under each reducer and compares with one plain process."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+os.environ["RONDE_RUNS"] = "none"
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if SIZE == 4:  # two nodes with two workers each
+    os.environ |= {"GROUP_RANK": str(RANK // 2), "LOCAL_RANK": str(RANK % 2)}
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+import ronde  # noqa: E402
+from ronde.exchange import collective  # noqa: E402
+from ronde.plan import Plan  # noqa: E402
+
+collective.SHARD_BYTES = 0  # so that servers have several buckets in flight too
+
+SAMPLES, BATCH, EPOCHS = 37, 6, 2  # the last batch has one sample: shares are uneven and empty
+
+
+def model(dtype=torch.float64):
+    torch.manual_seed(1)
+    made = nn.Sequential(
+        nn.Linear(5, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3)
+    )
+    return made.to(dtype)
+
+
+def rows(n=SAMPLES, dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 5, generator=g, dtype=torch.float64)
+    return TensorDataset(x.to(dtype), (x @ torch.randn(5, 3, generator=g).double()).argmax(1))
+
+
+def weighted(output, target):
+    """A sum and its weight, which differ from batch to batch."""
+    weight = target.to(output.dtype) + 1
+    return (F.cross_entropy(output, target, reduction="none") * weight).sum(), weight.sum()
+
+
+def optimizer_of(one):
+    return torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+
+
+def plain(loss=F.cross_entropy):
+    one, data = model(), rows()
+    optimizer, losses = optimizer_of(one), []
+    for _ in range(EPOCHS):
+        for i in range(0, SAMPLES, BATCH):
+            x, y = data[i : i + BATCH]
+            value = loss(one(x), y)
+            value = value[0] / value[1] if isinstance(value, tuple) else value
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+            losses.append(float(value))
+    return one, losses
+
+
+def train(
+    reducer,
+    loss=F.cross_entropy,
+    epochs=EPOCHS,
+    shard="none",
+    dtype=torch.float64,
+    n=SAMPLES,
+    lr=None,
+):
+    one = model(dtype)
+    optimizer = optimizer_of(one)
+    if lr:
+        optimizer.param_groups[0]["lr"] = lr
+    plan = Plan(workers=SIZE, reducer=reducer, shard=shard)
+    run = ronde.distribute(
+        one, optimizer, rows(n, dtype), loss=loss, batch_size=BATCH, shuffle=False, plan=plan
+    )
+    losses = []
+    for _ in run.epochs(epochs):
+        for batch in run.batches():
+            losses.append(float(run.step(batch)))
+    return one, losses, run
+
+
+def apart(a, b):
+    return max(
+        float((p - q).abs().max()) / max(1.0, float(q.abs().max()))
+        for p, q in zip(a.parameters(), b.parameters(), strict=True)
+    )
+
+
+def same_everywhere(one, what):
+    flat = torch.cat([p.detach().reshape(-1) for p in one.parameters()])
+    other = flat.clone()
+    torch.distributed.broadcast(other, 0)
+    assert torch.equal(flat, other), f"{what}: rank {RANK} has other weights than rank 0"
+
+
+def falls(losses):
+    half = len(losses) // 2
+    return sum(losses[half:]) < 0.95 * sum(losses[:half])
+
+
+def exact():
+    # small buckets, so that several are in flight
+    names = ["ring:0.001", "hierarchical:0.001", "servers:0.001", "auto"]
+    for loss in (F.cross_entropy, weighted):
+        reference, expected = plain(loss)
+        for name in names:
+            one, losses, run = train(name, loss)
+            gap = apart(one, reference)
+            assert gap <= 1e-10, f"{name}: {gap}"
+            assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-10, name
+            same_everywhere(one, name)
+            if name == "auto":
+                assert run._strategy.note.startswith("reducer auto: "), run._strategy.note
+    one, losses, _ = train("servers:0.001", shard="optimizer")
+    assert apart(one, plain()[0]) <= 1e-10
+
+
+def lossy():
+    """The loss that rides with the gradients is exact: the first one is that of one process."""
+    first = plain()[1][0]
+    for name in ("fp16:0.001", "bf16:0.001", "int8", "topk:0.05", "randomk:0.1", "powersgd:2"):
+        one, losses, _ = train(name)
+        assert abs(losses[0] - first) <= 1e-12, (name, losses[0], first)
+        same_everywhere(one, name)
+        assert falls(losses), (name, losses)
+        if name.startswith(("fp16", "bf16")):
+            bound = 2e-3 if name.startswith("fp16") else 2e-2
+            assert apart(one, plain()[0]) <= bound, (name, apart(one, plain()[0]))
+        one, _, _ = train(name, dtype=torch.bfloat16)  # sums are in float32
+        same_everywhere(one, f"{name} in bfloat16")
+    for name in ("local:3", "post-local:3:4", "diloco:3"):
+        one, losses, _run = train(name)
+        same_everywhere(one, name)  # at the end of an epoch
+        assert falls(losses), (name, losses)
+    # one step alone, then the mean: the mean of gradients under SGD without momentum
+    one, _, _ = train("local:1")
+    same_everywhere(one, "local:1")
+
+
+def feedback():
+    """Error feedback makes a lossy reducer train as the exact one; without it, it trails."""
+
+    def final(name, lr):
+        _one, losses, _ = train(name, epochs=60, n=36, lr=lr)
+        return sum(losses[-6:]) / 6
+
+    target = final("ring", 0.02)
+    for name in ("topk:0.02", "randomk:0.05", "powersgd:1"):
+        on, off = final(name, 0.02), final(f"{name}:no-feedback", 0.02)
+        print(f"{name}: ring {target:.4f}, with feedback {on:.4f}, without {off:.4f}", flush=True)
+        assert target < off and on - target < 0.25 * (off - target), (name, target, on, off)
+
+
+def noise():
+    """The noise scale is that of per-sample gradients; a bucket more or less changes nothing."""
+    from ronde.parallel import ddp
+
+    ddp._MEASURE_EVERY = {False: 1, True: 1}
+    n, batch = 2048, 32
+    one, data = model(), rows(n)
+    inputs, targets = data.tensors
+    named = dict(one.named_parameters())
+
+    def loss_of(values, x, y):
+        output = torch.func.functional_call(one, values, (x[None],))
+        return F.cross_entropy(output, y[None])
+
+    each = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(named, inputs, targets)
+    flat = torch.cat([g.reshape(n, -1) for g in each.values()], 1)
+    mean = flat.mean(0)
+    direct = float((flat - mean).square().sum(1).mean() / mean.square().sum())
+    for reducer in ("ring", "ring:0.001", "servers:0.001"):
+        one = model()
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
+        plan = Plan(workers=SIZE, reducer=reducer)
+        run = ronde.distribute(
+            one, optimizer, data, loss=F.cross_entropy, batch_size=batch, plan=plan
+        )
+        for _ in run.epochs(4):
+            for taken in run.batches():
+                run.step(taken)
+        measured = run._strategy.noise.value
+        print(f"noise scale {measured:.1f} under {reducer}, {direct:.1f} directly", flush=True)
+        assert abs(measured / direct - 1) < 0.1, (reducer, measured, direct)
+
+
+if __name__ == "__main__":
+    for part in sys.argv[1:]:
+        globals()[part]()
+    if RANK == 0:
+        print("DONE", flush=True)
