@@ -126,7 +126,7 @@ def test_servers_of_their_own(tmp_path):
     )
     ring, two = weights(tmp_path, "ring"), weights(tmp_path, "two")
     assert all((ring[k] - two[k]).abs().max() <= 1e-6 for k in ring)
-    for victim, named in (("reduction_server", "reduction server"), ("launch.worker", "rank 1")):
+    for victim, named in (("reduction_server", "reduction server"), ("launch/worker", "rank 1")):
         command = [
             "run",
             "--runs",
@@ -143,14 +143,14 @@ def test_servers_of_their_own(tmp_path):
         with child(ronde(*command), tmp_path) as running:
             running.wait_for("TRAINING", 90)
             found = [p for p in marked(running.mark) if victim in " ".join(p.cmdline())]
-            if victim == "launch.worker":
+            if victim == "launch/worker":
                 found = [p for p in found if p.environ().get("RANK") == "1"]
             found[0].send_signal(signal.SIGKILL)
             done = running.done(60)
         assert done.returncode != 0
         said = done.stdout + done.stderr
         assert named in said, said
-        if victim == "launch.worker":
+        if victim == "launch/worker":
             assert "killed" in said and "is gone: it closed" not in said, said
 
 
