@@ -77,7 +77,7 @@ def measure(name: str, rounds: int, steps: int) -> dict[str, object]:
             times[way].append(some_steps(way))
     ratios = [d / b for d, b in zip(times["ddp"], times["bridge"], strict=True)]
     exact = zip(ours.parameters(), theirs.parameters(), strict=True)
-    difference = max(float((p - q).abs().max()) for p, q in exact)
+    difference = max(float((p - q).detach().abs().max()) for p, q in exact)
     hvd.shutdown()
     return {
         "model": name,

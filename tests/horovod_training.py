@@ -261,6 +261,8 @@ momenta = torch.cat([s["exp_avg"].flatten() for s in opt.state_dict()["state"].v
 both = hvd.allgather(momenta[None])
 assert torch.equal(both[0], both[1]) and both.abs().sum() > 0
 
+hvd.shutdown()
+hvd.init()  # the next optimizer is the first: it has a process group of its own
 mine, single = net(), net()
 opt, other = hvd.DistributedOptimizer(sgd(mine), mine.named_parameters()), sgd(single)
 for epoch in range(2):
@@ -278,4 +280,30 @@ for epoch in range(2):
         sum(loss_of(single, r, step) / N for r in ranks).backward()
         other.step()
 same(mine, single)
+for step in range(2):
+    opt.zero_grad()
+    loss_of(mine, R, step).backward()
+    opt.step()
+
+# one rank steps, the other waits elsewhere: both are told; new process groups after a new start
+opt.zero_grad()
+try:
+    if R == 0:
+        loss_of(mine, R, 0).backward()
+        opt.step()
+    else:
+        hvd.barrier()
+except hvd.HorovodInternalError as error:
+    assert "rank 0 for step 'optimizer" in str(error) and "rank 1 for barrier" in str(error), error
+else:
+    raise AssertionError("no error")
+if R == 0:
+    try:
+        hvd.allreduce(torch.ones(1))
+    except hvd.HorovodInternalError as error:
+        assert "can no longer exchange" in str(error)
+hvd.shutdown()
+hvd.init()
+opt.load_state_dict(opt.state_dict())
+same(train(), one)
 print(f"rank {R}: training is the same", flush=True)

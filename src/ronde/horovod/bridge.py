@@ -6,11 +6,12 @@ on while the script computes.
 
 from __future__ import annotations
 
+import contextlib
 import json
-import queue
 import socket
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,8 @@ from ronde.world.meshes import group_of
 
 __all__ = ["Bridge", "Handle", "HorovodInternalError"]
 
+_POLL_SECONDS = 0.0005
+_CLOSE_SECONDS = 10.0
 _BLOCKED_SECONDS = 2.0  # a rank that waits longer says so: the coordinator looks for a deadlock
 
 
@@ -53,7 +56,11 @@ class Bridge:
         device: of this worker.
         connection: a socket to the coordinator that has said hello; None with one rank.
         trace: of the timeline, on rank 0.
+        generation: of the process groups: one on which an exchange was left unfinished is not used
+            again.
     """
+
+    poisoned = 0  # the generation that this process can no longer use
 
     def __init__(
         self,
@@ -62,12 +69,15 @@ class Bridge:
         device: torch.device,
         connection: socket.socket | None,
         trace: ChromeTrace,
+        generation: int = 1,
     ) -> None:
         self.rank, self.size, self.device, self.trace = rank, size, device, trace
+        self.generation = generation
+        self.lanes: dict[int, Any] = {}  # of optimizers, by number
         self.joins = 0  # how often all ranks have joined
         self.optimizers = 0
         everyone = tuple(range(size))
-        group = group_of("horovod") if size > 1 else None
+        group = self.group() if size > 1 else None
         self.teams: dict[int, Team] = {0: Team(everyone, rank, group)}
         self._connection = connection
         self._lock = threading.Lock()
@@ -75,11 +85,13 @@ class Bridge:
         self._counts: dict[tuple[int, str], int] = {}
         self._join: Handle | None = None
         self._broken: str | None = None
-        self._closing = False
-        self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         if connection is not None:
             self._thread = threading.Thread(target=self._serve, name="horovod", daemon=True)
             self._thread.start()
+
+    def group(self, ranks: Sequence[int] | None = None, purpose: str = "") -> Any:
+        """A process group that only the bridge uses. A collective over all ranks."""
+        return group_of(f"horovod {self.generation}{purpose}", ranks)
 
     # ------------------------------------------------------------------ the script's side
 
@@ -141,37 +153,67 @@ class Bridge:
     def wait(self, handle: Handle) -> Any:
         """Wait for an operation; return its result or raise its error."""
         if not handle.done.wait(_BLOCKED_SECONDS):
-            with self._lock:
-                if self._broken is None:
-                    self._send({"waits": handle.key})
+            self.say_waiting(handle.key)
             handle.done.wait()
         if handle.error is not None:
             raise handle.error
         return handle.result
 
+    def say_waiting(self, key: Key) -> None:
+        """Tell the coordinator that this rank does nothing but wait for an operation."""
+        with self._lock:
+            if self._broken is None:
+                self._send({"waits": key})
+
+    def retract(self, key: Key) -> None:
+        """Take an announcement back."""
+        with self._lock:
+            if self._flying.pop(key, None) is not None and self._broken is None:
+                self._send({"retracts": key})
+
     def join(self) -> int:
         """Contribute zeros to the others' reductions until all ranks have joined."""
         if self._connection is None:
             return self.rank
+        if any(lane.sending for lane in self.lanes.values()):
+            raise ValueError(
+                "hvd.join() was called between loss.backward() and optimizer.step(). Call step() "
+                "first: the other ranks wait for this one's gradients."
+            )
         handle = Handle((0, "join", ""), lambda _: None)
         with self._lock:
             self._check()
             self._join = handle
             self._send({"join": True})
+        for lane in self.lanes.values():
+            lane.join()
+        open_lanes = list(self.lanes.values())
+        while open_lanes := [lane for lane in open_lanes if not lane.joined_all()]:
+            if handle.error is not None:
+                self.poison(str(handle.error))
+                raise handle.error
+            time.sleep(_POLL_SECONDS)
         handle.done.wait()
         if handle.error is not None:
             raise handle.error
         return int(handle.result)
 
+    def poison(self, why: str) -> None:
+        """Make this bridge unusable, and its process groups too: an exchange is unfinished."""
+        Bridge.poisoned = max(Bridge.poisoned, self.generation)
+        self._break(why)
+
     def close(self) -> None:
         """Leave. What is in flight here and cannot complete fails."""
         if self._connection is None:
             return
-        with self._lock:
-            self._closing = True
-            if self._broken is None:
-                self._send({"bye": True})
-        self._thread.join()
+        if any(lane.sending for lane in self.lanes.values()):
+            self.poison("hvd.shutdown() was called")
+        with contextlib.suppress(HorovodInternalError), self._lock:
+            self._send({"bye": True})
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():  # in an exchange that another rank has not begun
+            self.poison("hvd.shutdown() was called")
         self._break("hvd.shutdown() was called")
 
     def _check(self) -> None:
@@ -229,17 +271,19 @@ class Bridge:
             try:
                 contribute_zeros(self.teams[number], message["meta"], self.device)
             except Exception as error:
-                self._break(f"{describe(key)} failed on rank {self.rank}: {error}")
+                self.poison(f"{describe(key)} failed on rank {self.rank}: {error}")
             return
         with self._lock:
-            handle = self._flying.pop(key)
+            handle = self._flying.pop(key, None)
+        if handle is None:  # retracted meanwhile
+            return
         if "error" in message:
             handle.error = HorovodInternalError(message["error"])
             handle.done.set()
             return
         self._carry_out(handle, message)
         if handle.error is not None:
-            self._break(str(handle.error))
+            self.poison(str(handle.error))
 
     def _carry_out(self, handle: Handle, order: dict[str, Any]) -> None:
         label = f"{handle.key[1]}.{handle.key[2]}"

@@ -28,6 +28,7 @@ Key = tuple[int, str, str]
 
 _RAGGED = ("allgather", "alltoall")  # kinds whose first dimension may differ among ranks
 _LONGEST_HELLO = 4096
+_CERTAIN_SECONDS = 2.0  # a rank's word that it waits no longer may be under way
 _WORDS = {
     "shape": "shape",
     "dtype": "data type",
@@ -87,6 +88,8 @@ class Coordinator(threading.Thread):
         self._next_set = 1
         self._pending: dict[Key, _Pending] = {}
         self._waits: dict[int, Key] = {}
+        self._blocked: dict[int, Key] = {}  # what each rank waits for, once all do
+        self._blocked_since = 0.0
         self._joined: list[int] = []
         self._left: dict[int, str] = {}  # rank -> why
         self._aborted: dict[Key, tuple[str, set[int]]] = {}
@@ -106,6 +109,7 @@ class Coordinator(threading.Thread):
                 if mask & selectors.EVENT_READ:
                     self._receive(sock)
             self._look_for_stalls()
+            self._look_for_deadlock()
         for sock in self._incoming:
             sock.setblocking(True)
             sock.settimeout(1.0)
@@ -201,13 +205,14 @@ class Coordinator(threading.Thread):
             number, kind, name = message["waits"]
             if (number, kind, name) in self._pending:
                 self._waits[rank] = (number, kind, name)
-                self._look_for_deadlock()
+        elif "retracts" in message:
+            number, kind, name = message["retracts"]
+            self._retract(rank, (number, kind, name))
         elif "join" in message:
             self._joined.append(rank)
             for key in list(self._pending):
                 self._settle(key)
             self._end_join()
-            self._look_for_deadlock()
         elif "bye" in message:
             self._leave(rank, "has shut down")
             self._send(rank, {"bye": True})
@@ -226,6 +231,14 @@ class Coordinator(threading.Thread):
             self._trace.begin(f"{key[1]}.{key[2]}", f"NEGOTIATE_{key[1].upper()}")
         self._pending[key].metas[rank] = meta
         self._settle(key)
+
+    def _retract(self, rank: int, key: Key) -> None:
+        if key in self._pending:
+            self._pending[key].metas.pop(rank, None)
+            if not self._pending[key].metas:
+                self._drop(key)
+        if self._waits.get(rank) == key:
+            del self._waits[rank]
 
     def _members(self, key: Key) -> tuple[int, ...]:
         return self._sets.get(key[0], ())
@@ -291,7 +304,7 @@ class Coordinator(threading.Thread):
             return _disagreement(key, name, values, metas[ranks[0]].get("names"))
         if not absent:
             return None
-        if key[1] == "layout":
+        if key[1] in ("layout", "step"):
             return None
         if key[1] != "allreduce":
             return (
@@ -314,10 +327,8 @@ class Coordinator(threading.Thread):
         self._waits.pop(rank, None)
         if rank in self._joined:
             self._joined.remove(rank)
-        for key in [k for k, p in self._pending.items() if rank in p.metas]:
-            self._pending[key].metas.pop(rank)
-            if not self._pending[key].metas:
-                self._drop(key)
+        for key in list(self._pending):
+            self._retract(rank, key)
         for key in list(self._pending):
             self._settle(key)
         for r in self._joined:
@@ -335,7 +346,12 @@ class Coordinator(threading.Thread):
         """Fail when each rank waits for an operation that another one has not announced."""
         blocked = {r: k for r, k in self._waits.items() if k in self._pending}
         here = [r for r in range(self._size) if r not in self._left]
+        now = time.monotonic()
         if not blocked or any(r not in blocked and r not in self._joined for r in here):
+            blocked = {}
+        if blocked != self._blocked:
+            self._blocked, self._blocked_since = blocked, now
+        if not blocked or now - self._blocked_since < _CERTAIN_SECONDS:
             return
         said = "; ".join(f"rank {r} for {describe(k)}" for r, k in sorted(blocked.items()))
         joined = f"; {ranks_text(sorted(self._joined))} joined" if self._joined else ""

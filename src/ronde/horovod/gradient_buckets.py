@@ -25,13 +25,16 @@ from ronde.horovod.collectives_api import (
     synchronize,
 )
 from ronde.horovod.compression import Compression, Compressor
-from ronde.horovod.lifecycle import ProcessSet, bridge, global_process_set, size, team_of
+from ronde.horovod.fast_lane import FastLane
+from ronde.horovod.lifecycle import ProcessSet, bridge, global_process_set, size
 from ronde.horovod.transfers import Reduction, dtype_name
 
 __all__ = ["distributed_optimizer"]
 
 Tensor = torch.Tensor
 
+_LANES = 8  # optimizers with a process group of their own; each costs a thread
+_NATIVE = (torch.float16, torch.float32, torch.float64)  # types that gloo sums
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # the sizes of DDP's buckets
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -49,6 +52,7 @@ class _Bucket:
     flat: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     waiting: int = 0
+    place: int | None = None  # in the fast lane
     handle: Any = None
     contexts: list[Any] = field(default_factory=list)
 
@@ -79,7 +83,11 @@ class _Gradients:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[Tensor, _Bucket] = {}
         self._agreed: tuple[Bridge, int] | None = None
+        self._home: Bridge | None = None
         self._number = 0  # of this optimizer among those of its rank
+        self._lane: FastLane | None = None
+        self._lane_order: list[_Bucket] = []
+        self._next = 0  # bucket of the lane
         self._watch()
 
     def _active(self) -> bool:
@@ -104,14 +112,20 @@ class _Gradients:
 
     def reset(self) -> None:
         """Forget what has arrived."""
+        if self._lane is not None and self._lane.sending and self._home is not None:
+            self._home.poison("gradients were dropped while they were sent")
+        self._clear()
+
+    def _clear(self) -> None:
         self._left = dict.fromkeys(self._left, self.passes)
         self._order.clear()
         self.pending = self.synchronized = False
+        self._next = 0
         for bucket in self._buckets:
             bucket.handle, bucket.waiting = None, len(bucket.params)
 
     def _arrived(self, p: Tensor) -> None:
-        if not self._active():
+        if self._agreed is None and not self._active():
             return
         left = self._left[p] = self._left[p] - 1
         if left < 0:
@@ -128,7 +142,15 @@ class _Gradients:
         if bucket is not None:
             bucket.waiting -= 1
             if bucket.waiting == 0 and self._is_current():
-                self._send(bucket)
+                self._send_ready(bucket)
+
+    def _send_ready(self, bucket: _Bucket) -> None:
+        if bucket.place is None:
+            self._send(bucket)
+            return
+        lane = self._lane_order
+        while self._next < len(lane) and lane[self._next].waiting == 0:
+            self._send(lane[self._next])
 
     def _is_current(self) -> bool:
         here = bridge()
@@ -138,10 +160,10 @@ class _Gradients:
 
     def _agree(self) -> None:
         """Compare the parameters of all ranks, and fill buckets in rank 0's order."""
-        here, team = bridge(), team_of(self.process_set)
-        if self._agreed is None or self._agreed[0] is not here:
+        here = bridge()
+        if self._home is not here:
             here.optimizers += 1
-            self._number = here.optimizers
+            self._home, self._number = here, here.optimizers
         params = list(self._left)
         place = {p: i for i, p in enumerate(params)}
         sparse = [i for i, p in enumerate(params) if p.grad is not None and p.grad.is_sparse]
@@ -157,16 +179,30 @@ class _Gradients:
         }
         number = self.process_set.process_set_id or 0
         key = (number, "layout", f"optimizer {self._number}")
-        each = here.wait(here.submit(key, meta, lambda order: order["each"]))
+        fast = (
+            here.device.type == "cpu"
+            and number == 0
+            and self._number <= _LANES
+            and self.op in (Reduction.Average, Reduction.Sum)
+            and self.predivide == 1.0
+        )
+
+        def run(order: dict[str, Any]) -> Any:
+            whole = fast and None not in order["each"]  # a rank that joined makes no group
+            return order["each"], here.group(None, f" {self._number}") if whole else None
+
+        each, lane = here.wait(here.submit(key, meta, run))
         said = [e for e in each if e is not None]
         order: list[int] = next((e[0] for e in said if e[0]), [])
         arrived = set(order)
         order += [i for i in reversed(range(len(params))) if i not in arrived]
         apart = set() if self.sparse_as_dense else {i for e in said for i in e[1]}
-        self._fill(params, order, apart, team.size)
+        self._fill(params, order, apart)
         self._agreed = (here, here.joins)
+        if lane is not None:
+            self._open_lane(here, lane)
 
-    def _fill(self, params: list[Tensor], order: list[int], apart: set[int], size: int) -> None:
+    def _fill(self, params: list[Tensor], order: list[int], apart: set[int]) -> None:
         dense = [params[i] for i in order if i not in apart]
         chunks: list[list[Tensor]] = []
         if isinstance(self.groups, int) and self.groups > 0:
@@ -193,12 +229,22 @@ class _Gradients:
         self._buckets = buckets
         self._bucket_of = {p: b for b in buckets for p in b.params}
 
+    def _open_lane(self, here: Bridge, group: Any) -> None:
+        chosen = [b for b in self._buckets if b.flat is not None and b.flat.dtype in _NATIVE]
+        for i, bucket in enumerate(chosen):
+            bucket.place = i
+        self._lane_order, self._lane, self._next = chosen, None, 0
+        if chosen:
+            flats = [b.flat for b in chosen if b.flat is not None]
+            self._lane = here.lanes[self._number] = FastLane(here, self._number, group, flats)
+
     def _allocate(self, bucket: _Bucket) -> None:
         first = bucket.params[0]
         dtype = self.compression.compress(first.new_empty(0))[0].dtype
         sizes = [p.numel() for p in bucket.params]
-        bucket.flat = torch.empty(sum(sizes), dtype=dtype, device=first.device)
-        parts = torch.split(bucket.flat, sizes)
+        # one element more, for the count of a fast lane
+        bucket.flat = torch.zeros(sum(sizes) + 1, dtype=dtype, device=first.device)
+        parts = torch.split(bucket.flat[:-1], sizes)
         bucket.views = [v.view(p.shape) for v, p in zip(parts, bucket.params, strict=True)]
 
     # ------------------------------------------------------------------ a step
@@ -220,6 +266,11 @@ class _Gradients:
         scales = (1.0 / self.predivide, self.predivide)
         if bucket.flat is not None:
             torch._foreach_copy_(bucket.views, gradients)
+            bucket.flat[-1] = 1.0
+            if bucket.place is not None and self._lane is not None:
+                self._lane.send(bucket.place)
+                bucket.handle, self._next = self._lane, bucket.place + 1
+                return
             bucket.handle = allreduce_async_(
                 bucket.flat, None, bucket.name, self.op, *scales, self.process_set
             )
@@ -239,7 +290,12 @@ class _Gradients:
         return gradient.to_dense() if gradient.is_sparse else gradient
 
     def _receive(self, bucket: _Bucket) -> None:
-        result = synchronize(bucket.handle)
+        if bucket.place is not None and self._lane is not None and bucket.flat is not None:
+            self._lane.receive(bucket.place)
+            if self.op == Reduction.Average:
+                bucket.flat.div_(size())
+        else:
+            result = synchronize(bucket.handle)
         bucket.handle, bucket.waiting = None, len(bucket.params)
         if bucket.sparse:
             p = bucket.params[0]
@@ -279,7 +335,7 @@ class _Gradients:
                 self._send(rest)
                 self._receive(rest)
                 self._agreed = None
-            self.reset()
+            self._clear()
         self.synchronized = True
 
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:

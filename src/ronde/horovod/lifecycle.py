@@ -22,7 +22,6 @@ from ronde.horovod.transfers import Team
 from ronde.world import World, identify, world
 from ronde.world.connect import connect
 from ronde.world.consensus import broadcast_json, gather_json
-from ronde.world.meshes import group_of
 
 __all__ = [
     "ProcessSet",
@@ -176,7 +175,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
     def run(order: dict[str, Any]) -> int:
         number = int(order["id"])
-        group = group_of("horovod", ranks) if len(ranks) > 1 else None
+        group = here.group(ranks) if len(ranks) > 1 else None
         place = ranks.index(here.rank) if here.rank in ranks else -1
         here.teams[number] = Team(ranks, place, group)
         return number
@@ -229,12 +228,15 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         )
     connect()
     me = world()
-    places = gather_json(me, [me.node, me.host, me.local_rank, os.environ.get("LOCAL_RANK")])
+    mine = [me.node, me.host, os.environ.get("LOCAL_RANK"), Bridge.poisoned]
+    places = gather_json(me, mine)
+    generation = 1 + max(place[3] for place in places)
     trace = ChromeTrace()
     path = os.environ.get("HOROVOD_TIMELINE", "")
     if me.is_main and path not in ("", "DYNAMIC"):  # before any rank can announce something
         trace.start(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
-    here = Bridge(me.rank, me.size, me.device, _connect(me, places, trace), trace)
+    connection = _connect(me, places, trace)
+    here = Bridge(me.rank, me.size, me.device, connection, trace, generation)
     _here = _placed(here, places)
     global_process_set.ranks = list(range(me.size))
     for each in process_sets if isinstance(process_sets, list | tuple) else ():
@@ -244,7 +246,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 def _placed(here: Bridge, places: list[Any]) -> _Here:
     """Ranks within nodes, and nodes: from the launcher, or by the names of the machines."""
     machines = [tuple(place[:2]) for place in places]
-    if any(place[3] is None for place in places):
+    if any(place[2] is None for place in places):
         machines = [(0, place[1]) for place in places]
     mine = machines[here.rank]
     local = sum(m == mine for m in machines[: here.rank])
