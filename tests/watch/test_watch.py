@@ -27,6 +27,7 @@ from ronde.watch import (
     Lines,
     Logged,
     LossChecked,
+    NoiseMeasured,
     Record,
     Resumed,
     RunDir,
@@ -120,6 +121,7 @@ EVERY = [
     Warned(text="careful", time=7.0),
     ScriptLoop(step=2, steps=17, before_seconds=0.01, after_seconds=0.03, period_seconds=0.5),
     LossChecked(step=1, kind="mean", time=7.5),
+    NoiseMeasured(step=2, noise_scale=12.5, gradient_square=0.25, measurements=16, time=7.6),
     resumed(4, 1),
     ended(9.0, "failed", "boom"),
 ]
