@@ -95,6 +95,20 @@ same(
     plain(optimizer=lambda m: torch.optim.AdamW(m.parameters())),
 )
 same(train(op=hvd.Sum), plain(total=1.0))
+
+
+class Nested(torch.optim.SGD):
+    """Its own step calls its parent's, to which torch gives hooks as well."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def nested(model):
+    return Nested(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+same(train(op=hvd.Sum, optimizer=nested), plain(total=1.0))
 same(train(passes=3), plain(passes=3))
 close = apart(train(compression=hvd.Compression.fp16), one)
 assert 0.0 < close < 1e-2, close
@@ -172,6 +186,22 @@ other = sgd(single)
 for steps in (range(4), range(4, 6)):
     other.zero_grad()
     sum(loss_of(single, r, s) / N for r in range(N) for s in steps).backward()
+    other.step()
+same(mine, single)
+
+mine, single = net(), net()
+opt, other = hvd.DistributedOptimizer(nested(mine), op=hvd.Sum), sgd(single)
+for step in range(2):
+
+    def both_hooks(step=step):
+        opt.zero_grad()
+        loss = loss_of(mine, R, step)
+        loss.backward()
+        return loss
+
+    opt.step(both_hooks)
+    other.zero_grad()
+    sum(loss_of(single, r, step) for r in range(N)).backward()
     other.step()
 same(mine, single)
 

@@ -51,6 +51,7 @@ def _verbs() -> None:
         check,
         doctor,
         horovodrun,
+        migrate,
         pack,
         plan,
         prove,
@@ -64,6 +65,7 @@ def _verbs() -> None:
     for verb in (run, plan, prove, doctor, bench, check, pack, runs, scale, show, submit):
         verb.register(app)
     horovodrun.register(app)
+    migrate.register(app)
     tidy(app)
 
 

@@ -7,11 +7,13 @@ fill buckets in it; from the second step on, a bucket is sent as soon as its las
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,6 +42,26 @@ _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
     "optimizer.synchronize(): wrap step in 'with optimizer.skip_synchronize():'."
 )
+
+
+# torch puts this function around step() of every optimizer class that has an instance.
+_STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
+
+
+def _outermost(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook of step() that runs once where a class's own step() calls its parent's, which torch
+    gives hooks too.
+    """
+
+    def once(self: Any, optimizer: Any, *rest: Any) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        steps = 0
+        while frame is not None:
+            steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+            frame = frame.f_back
+        return hook(self, optimizer, *rest) if steps <= 1 else None
+
+    return once
 
 
 @dataclass(eq=False)
@@ -338,6 +360,7 @@ class _Gradients:
             self._clear()
         self.synchronized = True
 
+    @_outermost
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Exchange gradients before ``step``, or after the closure that computes them."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -354,7 +377,7 @@ class _Gradients:
 
             return (optimizer, exchanged), {}
         if self.synchronized:
-            warnings.warn(_TWICE, stacklevel=4)
+            warnings.warn(_TWICE, stacklevel=5)
         if not self.synchronized or self.pending:
             self.synchronize()
         self.synchronized = False
@@ -395,10 +418,12 @@ class _Adasum:
         groups = self.optimizer.param_groups
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
+    @_outermost
     def before_step(self, *_: Any) -> None:
         """Remember the parameters."""
         self._starts = [p.detach().clone() for p in self._params()]
 
+    @_outermost
     def after_step(self, *_: Any) -> None:
         """Combine the changes of all ranks."""
         if size() == 1:
