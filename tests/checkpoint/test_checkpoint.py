@@ -271,7 +271,7 @@ folder, rounds = Path(sys.argv[1]), int(sys.argv[2])
 draw = random.Random(1)
 tensors = {"model.safetensors": {"x": torch.arange(60_000.0)}, "optimizer.safetensors": {"x": torch.ones(60_000)}}
 write(folder, 1, tensors, {"n": 1})
-torn, last, report = 0, 1, []
+torn, last, longest = 0, 1, 0.06
 for _ in range(rounds):
     pid = os.fork()
     if pid == 0:
@@ -279,7 +279,7 @@ for _ in range(rounds):
         while True:
             step += 1
             write(folder, step, tensors, {"n": step}, keep=3)
-    time.sleep(draw.uniform(0.0, 0.06))
+    time.sleep(draw.uniform(0.0, longest))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     torn += any(folder.glob(".writing-*"))
@@ -288,6 +288,7 @@ for _ in range(rounds):
     found, refused = find_valid(folder)
     assert not refused and found.step == found.state["n"] >= last, (found, refused, last)
     assert torch.equal(found.load("model.safetensors")["x"], tensors["model.safetensors"]["x"])
+    longest *= 1.3 if found.step == last else 0.9  # a busy machine writes slowly
     last = found.step
 write(folder, last + 1, tensors, {})
 print(json.dumps({"torn": torn, "last": last, "left": sorted(p.name for p in folder.iterdir())}))
@@ -717,6 +718,8 @@ def dangers(source: str) -> list[str]:
 def test_nothing_in_the_source_unpickles_or_starts_a_shell():
     # which is what they are for
     allowed = {
+        # objects of other ranks, only where HOROVOD_PICKLE_OBJECTS=1 allows it
+        ("horovod/objects.py", "pickle.loads"),
         ("launch/worker.py", "exec"),
         # a call of ronde.launch and its results, in the private folder of one process
         ("launch/call.py", "pickle.load"),

@@ -35,6 +35,8 @@ class Net(nn.Module):
             self.passes += 1
         elif kind == "replaced":
             self.passes = self.passes + 1
+        elif kind == "largest" and self.training:
+            self.passes.copy_(torch.maximum(self.passes, x.max()))
         elif self.table is None:
             self.table = torch.arange(4.0)
         return self.net(x + (self.table if self.table is not None else 0))
@@ -49,7 +51,7 @@ for epoch in run.epochs(1):
         if loop == "step":
             run.step(batch)
             continue
-        for x, y in batch:
+        for x, y in batch if run.plan.accumulation > 1 else [batch]:
             run.backward(nn.functional.mse_loss(model(x), y))
         run.update()
 """
@@ -89,6 +91,21 @@ def test_under_a_pipeline_and_in_the_summary(tmp_path):
         "the same training whatever" not in said
         and "not the same training as on one device, see the warnings" in said
     )
+
+
+@pytest.mark.parametrize("plan", some(["replicate", "shard=parameters", "shard=optimizer"], 3))
+@pytest.mark.parametrize("loop", ["step", "own"])
+def test_a_buffer_that_follows_one_worker_s_samples_is_named(loop, plan, tmp_path):
+    (tmp_path / "train.py").write_text(COUNTING)
+    said = {}
+    for kind in ("largest", "counter"):
+        asked = ["run", "--workers", "2", "--plan", plan, "train.py", kind, loop]
+        done = ronde_run(asked, tmp_path)
+        said[kind] = " ".join((done.stdout + done.stderr).replace("│", " ").split())
+        assert done.returncode == 0, said[kind]
+    named = "the forward pass changes the buffer 'passes' by the samples that it sees"
+    assert said["largest"].count(named) >= 1 and named not in said["counter"]
+    assert "not the same training as on one device, see the warnings" in said["largest"]
 
 
 BATCHES = """

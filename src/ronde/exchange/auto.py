@@ -6,12 +6,12 @@ import contextlib
 import hashlib
 import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -111,7 +111,7 @@ def _measure(me: World, members: Members, total: int, build: Build) -> dict[str,
                 times[name].append(seconds)
     for exchange in exchanges.values():
         exchange.reducer.close()
-    return {name: statistics.median(values) for name, values in times.items()}
+    return {name: float(np.median(values)) for name, values in times.items()}
 
 
 def _decide(seconds: dict[str, float], total: int, source: str) -> tuple[str, str]:

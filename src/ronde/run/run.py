@@ -46,7 +46,7 @@ from ronde.run.group import RunGroup
 from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
 from ronde.run.non_finite import NAN_EVERY, refuse_loss
-from ronde.run.per_pass_buffers import Passes
+from ronde.run.per_pass_buffers import OwnSamples, Passes
 from ronde.run.registered import Registered, Registry
 from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.run.script_time import timing_event
@@ -123,6 +123,7 @@ class Run:
         self._stepping = False  # inside step(), which decides who runs the loss
         self._evaluated: tuple[int, int] | None = None  # samples and micro-batches of its batch
         self._passes = Passes(self.model, plan, me)
+        self._own_samples = OwnSamples(self.model, plan, me)
         self._rendezvous = rendezvous(me)
         self._own_calls = own_calls(self.model, plan, self._rendezvous)
         if self._own_calls is not None:
@@ -928,6 +929,8 @@ class Run:
             self._warn(report)
 
     def _update(self, share: Share) -> torch.Tensor:
+        if report := self._own_samples.end():
+            self._warn(report)
         loss = self._strategy.finish()
         if self._comparison is not None:
             self._comparison.end_passes()
@@ -1097,6 +1100,7 @@ class Run:
             seed_step(self.device, key)
         low, high = share.micro[0]
         self._strategy.before_batch(high > low)
+        self._own_samples.begin()
         for ref in self._followers:
             if (follower := ref()) is not None:
                 follower._follow(share)
@@ -1127,6 +1131,7 @@ class Run:
         if self._needs_batch:
             self._needs_batch = False
             self._strategy.before_batch(high > low)
+            self._own_samples.begin()
         else:
             self._strategy.refresh()
 
