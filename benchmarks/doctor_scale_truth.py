@@ -414,7 +414,7 @@ def judge(case: Case, seconds: float) -> dict:
     return {"case": case.name, "runs": [asdict(r) for r in runs], "sweep": swept, "rows": rows}
 
 
-# Devices that take 120 ms for a step: eight workers that take 30 ms, each with two loaders, keep two
+# Devices that take 120 ms for a step: with 30 ms, eight workers and their loaders keep two
 # cores busy with what a step costs besides, and that is then what the plain loops measure.
 _real = functools.partial(Spec, kind="real", step_ms=120.0)
 DOCTOR = {
