@@ -148,7 +148,7 @@ def test_a_run(place, whole):
     assert "12 steps, 96 samples, 4 epochs" in out and "loss" in out
     assert sorted(curve_of(place, "whole")) == list(range(1, 13))
     kept = sorted(p.name for p in (place / "runs" / "whole").iterdir())
-    assert kept == [".lock", "checkpoints", "logs", "plan.yaml", "record.jsonl"]
+    assert kept == [".generation", ".lock", "checkpoints", "logs", "plan.yaml", "record.jsonl"]
 
 
 def test_a_module_quietly_with_variables_of_ones_own(place):

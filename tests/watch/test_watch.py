@@ -29,6 +29,7 @@ from ronde.watch import (
     LossChecked,
     NoiseMeasured,
     Record,
+    Restarted,
     Resumed,
     RunDir,
     ScriptLoop,
@@ -122,6 +123,7 @@ EVERY = [
     ScriptLoop(step=2, steps=17, before_seconds=0.01, after_seconds=0.03, period_seconds=0.5),
     LossChecked(step=1, kind="mean", time=7.5),
     NoiseMeasured(step=2, noise_scale=12.5, gradient_square=0.25, measurements=16, time=7.6),
+    Restarted(generation=1, reason="rank 1: killed", rank=1, time=7.7),
     resumed(4, 1),
     ended(9.0, "failed", "boom"),
 ]

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from ronde.checkpoint.pieces import Box, PieceEntry, PieceSource, sharding_info
 from ronde.world import CheckpointError
+from ronde.world.fence import refuse_fenced
 
 __all__ = ["Checkpoint", "export", "find_valid", "list_checkpoints", "trust", "verify", "write"]
 
@@ -115,6 +116,7 @@ def begin(folder: Path, step: int) -> tuple[Path, bool]:
     """The folder to write the checkpoint of ``step`` to: ``(folder, False)``, or ``(path, True)``
     if it exists already.
     """
+    refuse_fenced()
     target = folder / f"step-{step:09d}"
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob(f"{_TEMPORARY}*"):
@@ -177,6 +179,7 @@ def finish(
     manifest.write_text(_manifest_text(body), encoding="utf-8")
     sync(manifest)
     sync(temporary)
+    refuse_fenced()
     temporary.rename(target)
     sync(folder)
     if keep is not None:

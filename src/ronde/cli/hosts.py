@@ -209,7 +209,9 @@ def gathered(
         if box is not None and len(box.hosts) > 1:
             nodes, all_of = box.nodes(), count * len(box.hosts)
 
-            def in_container(job: Any, show: Any, message: Any, names: Any = None) -> Any:
+            def in_container(
+                job: Any, show: Any, message: Any, names: Any = None, restarts: Any = None
+            ) -> Any:
                 here = dataclasses.replace(job, workers=count)
                 here.environment["RONDE_RUN_DIR_SHARED"] = "0"
                 return run_here(here, show, message, names, nodes)
@@ -236,7 +238,14 @@ def gathered(
                 said.append(f"{', '.join(used)} has slots enough: {spare} is not used")
                 fleet.keep(len(used))
 
-            def on_hosts(job: Any, show: Any, message: Any, names: Any = None) -> Any:
+            def on_hosts(
+                job: Any, show: Any, message: Any, names: Any = None, restarts: Any = None
+            ) -> Any:
+                if restarts is not None and restarts.most:
+                    raise ArgumentError(
+                        "--restarts is for the workers of this machine. On several hosts, start "
+                        "the run again with --resume."
+                    )
                 output = Output(
                     job.workers, job.directory and job.directory / "logs", show, message, names
                 )

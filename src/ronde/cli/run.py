@@ -23,6 +23,7 @@ from ronde.cli.hosts import (
     chosen,
     gathered,
 )
+from ronde.cli.leaving import Limit, parse_duration, requeue
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
 from ronde.cli.script import (
     ArgumentsOption,
@@ -136,6 +137,35 @@ def register(app: typer.Typer) -> None:
         tensorboard: Annotated[
             bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
         ] = False,
+        restarts: Annotated[
+            int | None,
+            typer.Option(
+                "--restarts",
+                metavar="K",
+                min=0,
+                help="Start the workers again after a failure, at most K times; each time they go "
+                "on from the newest checkpoint.",
+                show_default=False,
+            ),
+        ] = None,
+        time_limit: Annotated[
+            str | None,
+            typer.Option(
+                "--time-limit",
+                metavar="TIME",
+                help="Save and leave after this time, as 27d, 20h, or 90m, with status 75. Slurm "
+                "starts a job again that it may requeue.",
+                show_default=False,
+            ),
+        ] = None,
+        spares: Annotated[
+            bool,
+            typer.Option(
+                "--spares/--no-spares",
+                help="With --restarts: fork workers of one process that has imported torch, so "
+                "that a restart does not wait for that.",
+            ),
+        ] = True,
         horovod: Annotated[
             bool,
             typer.Option(
@@ -158,7 +188,7 @@ def register(app: typer.Typer) -> None:
         env: EnvOption = None,
         python: PythonOption = None,
     ) -> None:
-        from ronde.launch import Job, container
+        from ronde.launch import Job, Restarts, container
 
         box = None if hosts or hostfile or slurm else container()
         if box is not None:
@@ -179,6 +209,14 @@ def register(app: typer.Typer) -> None:
         temporary = (
             tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
         )
+        if box is not None and len(box.hosts) > 1 and (restarts or time_limit):
+            raise ArgumentError(
+                "--restarts and --time-limit are not for containers of several hosts: the service "
+                "starts and ends them together. Started again by it, a job resumes by itself."
+            )
+        if temporary and restarts is not None:
+            raise ArgumentError("--restarts goes on from checkpoints, and --runs none keeps none.")
+        seconds = None if time_limit is None else parse_duration(time_limit)
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
         console = _console()
@@ -205,6 +243,8 @@ def register(app: typer.Typer) -> None:
                 "RONDE_RESUME": "1" if resume else "0",
                 "RONDE_FEED": fetched,
             }
+            if restarts is not None or seconds is not None:
+                environment["RONDE_LEAVE"] = "1"
             if tensorboard:
                 environment["RONDE_TENSORBOARD"] = "1"
             if horovod:
@@ -229,15 +269,27 @@ def register(app: typer.Typer) -> None:
                         console.print(Text(told), soft_wrap=True)
             if bar:
                 bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
-            outcome = group.launch(
-                Job(command, count, directory.path, environment),
-                show,
-                bar.update if bar else _ignore,
-                group.names if output == "all" else None,
-            )
+
+            def told_restart(text: str) -> None:
+                if bar:
+                    bar.settle()
+                typer.echo(f"ronde: {text}", err=True)
+
+            again = Restarts(restarts or 0, directory.path, told_restart, spares)
+            with Limit(seconds) as limit:
+                outcome = group.launch(
+                    Job(command, count, directory.path, environment, bool(restarts)),
+                    show,
+                    bar.update if bar else _ignore,
+                    group.names if output == "all" else None,
+                    restarts=again,
+                )
             if bar:
                 bar.close()
                 show(b"")
+        if outcome.again:
+            _tell_left(outcome, directory, limit, kept=temporary is None)
+            raise typer.Exit(outcome.status)
         if outcome.status:
             if box is not None and outcome.rank is not None:
                 box.tell(f"rank {outcome.rank}: {outcome.traceback or outcome.error}")
@@ -346,6 +398,16 @@ def _note_failure(directory: RunDir, error: str, rank: int | None, seconds: floa
         )
     )
     record.close()
+
+
+def _tell_left(outcome: Any, directory: RunDir, limit: Limit, kept: bool) -> None:
+    """Tell that the run was asked to leave, and let a scheduler start it again."""
+    why = "the time limit is reached" if limit.reached else outcome.error
+    step = summarise(directory).step
+    again = f". Go on with: ronde run --resume --name {directory.name} …" if kept else ""
+    if limit.reached or "SIGUSR1" in outcome.error:
+        again = requeue() or again
+    typer.echo(f"{why}: it has left after step {step}{again}", err=True)
 
 
 def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:

@@ -1,8 +1,8 @@
 """Start workers and watch them. Offers :func:`run_here`, :class:`Fleet`, its engines, and
 :func:`ronde.launch`.
 
-TorchElastic's agent starts, watches and stops the processes. Ronde gives it a rendezvous on
-loopback, routes the workers' output, and names the rank that failed first.
+Workers meet on loopback or on the interface that leads to the other hosts. Their output is routed,
+the rank that failed first is named, and after a failure they may be started again.
 """
 
 import sys
@@ -18,6 +18,7 @@ from ronde.launch.fleet import Fleet, environment_for
 from ronde.launch.local import check_workers, resolve_workers, run_here
 from ronde.launch.mpi import Mpi
 from ronde.launch.reduction_servers import reduction_servers
+from ronde.launch.restarts import Restarts
 from ronde.launch.slurm import Slurm, allocation
 from ronde.launch.ssh import Ssh
 
@@ -31,6 +32,7 @@ __all__ = [
     "allocation",
     "Outcome",
     "Output",
+    "Restarts",
     "Ssh",
     "check_workers",
     "environment_for",

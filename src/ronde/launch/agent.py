@@ -1,11 +1,10 @@
-"""Run the workers of one node under TorchElastic's agent, and tell how they ended."""
+"""Run the workers of one node, and tell how they ended."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import json
-import logging
 import math
 import os
 import signal
@@ -13,8 +12,7 @@ import socket
 import sys
 import threading
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,9 @@ from typing import Any
 import psutil
 
 from ronde.launch.console import Router
+from ronde.launch.supervise import Starter, WorkerFailure, Workers
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
+from ronde.world.fence import AGAIN
 
 __all__ = [
     "Job",
@@ -33,6 +33,7 @@ __all__ = [
     "reap",
     "run_workers",
     "warn_workers",
+    "worker_environment",
 ]
 
 _SHUTDOWN_SECONDS = 10
@@ -64,12 +65,19 @@ class Job:
         workers: how many.
         directory: the run directory; None leaves nothing behind.
         environment: further variables for the workers.
+        restarts: whether others follow when one fails: then all are ended at once.
     """
 
     command: list[str]
     workers: int
     directory: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
+    restarts: bool = False
+
+    @property
+    def leaves(self) -> bool:
+        """Whether workers save and leave when they are asked to."""
+        return self.environment.get("RONDE_LEAVE") == "1"
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,8 @@ class Nodes:
         interface: the interface of this node that leads to the others.
         patience: how long to wait for node 0, in seconds.
         tells: whether nodes tell each other when one fails; else their launcher does.
+        first: global rank of this node's first worker; None where all nodes have as many.
+        total: workers of all nodes; None likewise.
     """
 
     rank: int = 0
@@ -95,6 +105,8 @@ class Nodes:
     interface: str = "lo"
     patience: float = 60.0
     tells: bool = False
+    first: int | None = None
+    total: int | None = None
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,7 @@ class Outcome:
         traceback: its traceback, empty where it was killed or ended by itself.
         exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
         consequence: whether it is only that another rank was gone, as far as its words tell.
+        again: whether the workers were asked to leave, so that the run can be resumed.
         left: ranks that called ``os._exit(0)``, where no rank failed: ``rank 0``; else empty.
         interrupted: whether a signal to the launcher ended it.
     """
@@ -123,6 +136,7 @@ class Outcome:
     before: str = ""
     consequence: bool = False
     left: str = ""
+    again: bool = False
     seconds: float = 0.0
 
 
@@ -136,7 +150,7 @@ def devices() -> tuple[int, str]:
     return usable_cores(), "cpu"
 
 
-def _worker_environment(job: Job, nodes: Nodes) -> dict[str, str]:
+def worker_environment(job: Job, nodes: Nodes) -> dict[str, str]:
     """Environment variables for the workers; what the user set is kept."""
     _, kind = devices()
     wanted = {"OMP_NUM_THREADS": str(threads_per_worker(job.workers))}
@@ -167,102 +181,60 @@ _stores: list[Any] = []
 """The newest run's store: other nodes may need node 0's after its own agent has ended."""
 
 
-def _register_rendezvous(nodes: Nodes) -> str:
-    """Register a rendezvous of known nodes on the listener; torch's own listens on every address,
-    and counts nodes by their coming.
-    """
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousParameters,
-        RendezvousStoreInfo,
-    )
-    from torch.distributed.elastic.rendezvous.registry import handler_registry  # type: ignore[attr-defined]
+def _meeting_port(nodes: Nodes) -> int:
+    """The port at which workers meet; node 0 opens its store there."""
+    if nodes.rank > 0:
+        return nodes.port
+    from torch._C._distributed_c10d import TCPStore
 
-    name = f"ronde-{uuid.uuid4().hex}"
-
-    class Known(RendezvousHandler):
-        def __init__(self, parameters: RendezvousParameters) -> None:
-            self._run_id = parameters.run_id
-            limit = datetime.timedelta(seconds=nodes.patience)
-            if nodes.rank == 0:
-                listener = nodes.listener or socket.create_server((nodes.address, 0))
-                self._port = int(listener.getsockname()[1])
-                # The store takes the descriptor over and closes it.
-                self._store = TCPStore(
-                    nodes.address,
-                    self._port,
-                    None,
-                    True,
-                    limit,
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach(),
-                )
-            else:
-                self._port = nodes.port
-                self._store = TCPStore(
-                    nodes.address, nodes.port, None, False, limit, wait_for_workers=False
-                )
-            _stores[:] = [self._store]
-            self._round = 0
-
-        def get_backend(self) -> str:
-            return name
-
-        @property
-        def use_agent_store(self) -> bool:
-            return True
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            self._round += 1  # keys of an earlier attempt must not be read again
-            store = PrefixStore(f"{self._run_id}/{self._round}", self._store)
-            meeting = RendezvousStoreInfo(nodes.address, self._port)
-            return RendezvousInfo(store, nodes.rank, nodes.count, meeting)
-
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return self._run_id
-
-        def shutdown(self) -> bool:
-            return True
-
-    handler_registry.register(name, Known)
-    return name
+    # torch's own listens on every address. The store takes the descriptor over and closes it.
+    listener = nodes.listener or socket.create_server((nodes.address, 0))
+    port = int(listener.getsockname()[1])
+    limit = datetime.timedelta(seconds=nodes.patience)
+    descriptor = listener.detach()
+    _stores[:] = [
+        TCPStore(
+            nodes.address,
+            port,
+            None,
+            True,
+            limit,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    ]
+    return port
 
 
-def _logs_specs(router: Router, workers: int) -> Any:
-    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
-    class ToRouter(LogsSpecs):
-        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            errors = {
-                local: str(router.error_folder / f"error-{env['RANK']}.json")
-                for local, env in envs.items()
-            }
-            for local, env in envs.items():
-                env["TORCHELASTIC_ERROR_FILE"] = errors[local]
-            return LogsDest(
-                stdouts=dict(router.paths),
-                stderrs=dict(router.paths),
-                tee_stdouts={},
-                tee_stderrs={},
-                error_files=errors,
-            )
-
-        @property
-        def root_log_dir(self) -> str:
-            return str(router.error_folder)
-
-    return ToRouter(None, local_ranks_filter=set(range(workers)))
+def _environments(job: Job, nodes: Nodes, run_id: str) -> list[dict[str, str]]:
+    """What each worker of this node is told, under the names that torchrun gives."""
+    port = _meeting_port(nodes)
+    first = job.workers * nodes.rank if nodes.first is None else nodes.first
+    size = nodes.total or job.workers * nodes.count
+    common = {
+        "MASTER_ADDR": nodes.address,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(size),
+        "ROLE_WORLD_SIZE": str(size),
+        "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": str(job.workers),
+        "GROUP_RANK": str(nodes.rank),
+        "GROUP_WORLD_SIZE": str(nodes.count),
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    return [
+        {
+            **common,
+            "RANK": str(first + local),
+            "ROLE_RANK": str(first + local),
+            "LOCAL_RANK": str(local),
+        }
+        for local in range(job.workers)
+    ]
 
 
 def _noted(folder: Path, kind: str, when: float = math.inf) -> str:
@@ -286,7 +258,7 @@ def _ended_before(folder: Path, when: float) -> str:
 
 
 def _first_failure(
-    failures: dict[int, Any], folder: Path
+    failures: Mapping[int, WorkerFailure], folder: Path
 ) -> tuple[int, str, str, int, bool, bool, str]:
     """Return the first failure that is not a consequence of another.
 
@@ -295,35 +267,41 @@ def _first_failure(
     """
     told = []
     for rank, failure in failures.items():
-        text, trace, exited, when = "", "", False, float(failure.timestamp) * 1e9
+        text, trace, exited, when = "", "", False, failure.timestamp * 1e9
         try:
-            body = json.loads(Path(failure.error_file).read_text())["message"]
+            body = json.loads(failure.error_file.read_text())["message"]
             text, trace = body["message"], body["extraInfo"]["py_callstack"]
             when, exited = (
                 float(body["extraInfo"]["time_ns"]),
                 bool(body["extraInfo"].get("exited")),
             )
         except (OSError, ValueError, KeyError, TypeError):
-            if failure.exitcode < 0:
-                name = signal.Signals(-failure.exitcode).name
-                text = f"killed by signal {-failure.exitcode} ({name})"
+            if failure.stopped:
+                text = "it does not run: a signal (SIGSTOP) has stopped it"
+            elif failure.code < 0:
+                name = signal.Signals(-failure.code).name
+                text = f"killed by signal {-failure.code} ({name})"
                 if name == "SIGKILL":
                     text += ": by hand, by the system when memory ran out, or by a scheduler"
             else:
-                text = f"ended with exit status {failure.exitcode}"
-        consequence = (
-            any(word in text for word in _CONSEQUENCES) or failure.exitcode == -signal.SIGTERM
-        )
-        told.append((consequence, when, rank, text, trace, failure.exitcode, exited))
+                text = f"ended with exit status {failure.code}"
+        consequence = any(word in text for word in _CONSEQUENCES) or failure.code == -signal.SIGTERM
+        told.append((consequence, when, rank, text, trace, failure.code, exited))
     consequence, when, rank, text, trace, code, exited = min(told)
     gone = _ended_before(folder, when) if consequence else ""
     return rank, text, trace, code, exited, consequence, gone
 
 
-def reap() -> None:
-    """Kill this process's remaining descendants: workers' children that outlived them."""
+def reap(kept: int = 0) -> None:
+    """Kill this process's remaining descendants: workers' children that outlived them.
+
+    Args:
+        kept: a process that stays.
+    """
     left = [
-        p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE
+        p
+        for p in psutil.Process().children(recursive=True)
+        if p.pid != kept and p.status() != psutil.STATUS_ZOMBIE
     ]
     for process in left:
         try:
@@ -421,101 +399,96 @@ class _Peers:
         self._thread.join(2 * _PEERS_SECONDS)
 
 
-@contextlib.contextmanager
-def _no_exit_barrier() -> Iterator[None]:
-    """Leave out torch's wait for the agents of other nodes: it takes up to five minutes after one
-    of them has failed, and no signal ends it.
-    """
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-    LocalElasticAgent._exit_barrier = lambda _: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del LocalElasticAgent._exit_barrier
+class _Stopped(BaseException):
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
-def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
+def _stop(number: int, _: object) -> None:
+    raise _Stopped(number)
+
+
+def run_workers(
+    job: Job, router: Router, nodes: Nodes, run_id: str, starter: Starter | None = None
+) -> Outcome:
     """Start this node's workers, watch them, and return when all have ended; closes the router.
+
+    Where the workers know how to save and leave, the first SIGTERM or SIGUSR1 asks them to.
 
     Args:
         router: reads what the workers print.
         nodes: this node among all.
         run_id: the same on every node.
+        starter: starts workers faster than a new interpreter.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for logger in list(logging.root.manager.loggerDict):
-        # each has its own level; the failure is reported once, below
-        if logger.startswith("torch.distributed"):
-            logging.getLogger(logger).setLevel(logging.CRITICAL)
     start = time.monotonic()
     adopt_orphans()
-    environment = _worker_environment(job, nodes)
+    environment = worker_environment(job, nodes)
     before = {k: os.environ.get(k) for k in environment}
     os.environ.update(environment)
-    handlers = {
-        s: signal.getsignal(s)
-        for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-    }
-    peers, failed = None, False
+    handlers: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            handlers[number] = signal.signal(number, _stop)
+    peers: _Peers | None = None
+    workers: Workers | None = None
+    asked: list[int] = []
+
+    def ask(number: int, _: object) -> None:
+        if not asked and workers is not None and workers.ask_to_leave():
+            asked.append(number)
+        elif number != signal.SIGUSR1:
+            raise _Stopped(number)
+
+    if handlers and job.leaves:
+        signal.signal(signal.SIGTERM, ask)
+        handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
+    failed = False
     try:
-        config = LaunchConfig(
-            min_nodes=nodes.count,
-            max_nodes=nodes.count,
-            nproc_per_node=job.workers,
-            logs_specs=_logs_specs(router, job.workers),
-            run_id=run_id,
-            rdzv_backend=_register_rendezvous(nodes),
-            rdzv_endpoint=f"{nodes.address}:{nodes.port}",
-            max_restarts=0,
-            monitor_interval=0.05,
-            shutdown_timeout=_SHUTDOWN_SECONDS,
-            local_addr=nodes.address if nodes.rank == 0 else "127.0.0.1",
-        )
+        environments = _environments(job, nodes, run_id)
         peers = _Peers(nodes) if nodes.tells else None
-        with _no_exit_barrier():
-            elastic_launch(config, sys.executable)(
-                "-u", str(Path(__file__).with_name("worker.py")), *job.command
+        workers = Workers(job.command, environments, router, job.restarts, starter)
+        router.leave = workers.ask_to_leave
+        if failures := workers.wait():
+            failed = True
+            # Others may be about to say why they fail. Where a restart follows, they need not.
+            workers.kill() if job.restarts else workers.end(signal.SIGTERM, _SHUTDOWN_SECONDS)
+            return _failure(failures, router.error_folder, time.monotonic() - start)
+        if workers.left or workers.running:
+            name = f" by {signal.Signals(asked[0]).name}" if asked else ""
+            late = ", but the step took longer than a minute" if workers.running else ""
+            return Outcome(
+                AGAIN,
+                error=f"asked to leave{name}{late}",
+                again=True,
+                interrupted=bool(asked),
+                seconds=time.monotonic() - start,
             )
         if peers is not None:
             peers.finish()
         left = _noted(router.error_folder, "left")
         return Outcome(0, left=left, seconds=time.monotonic() - start)
-    except ChildFailedError as error:
-        failed = True
-        rank, text, trace, code, exited, consequence, gone = _first_failure(
-            error.failures, router.error_folder
-        )
-        text = f"{gone}: {text}" if gone else text
-        return Outcome(
-            code if code > 0 else 1,
-            rank,
-            text,
-            trace,
-            exited,
-            before=gone,
-            consequence=consequence,
-            seconds=time.monotonic() - start,
-        )
-    except (SignalException, KeyboardInterrupt) as error:
+    except (_Stopped, KeyboardInterrupt) as stopped:
+        by = stopped.number if isinstance(stopped, _Stopped) else int(signal.SIGINT)
+        with contextlib.suppress(_Stopped):  # a second signal does not wait
+            if workers is not None:
+                workers.end(by, _SHUTDOWN_SECONDS)
         if peers is not None and peers.failed:
             told = "a worker of another host failed first; that host's output says why"
             return Outcome(1, error=told, seconds=time.monotonic() - start)
         failed = True
-        number = error.sigval if isinstance(error, SignalException) else signal.SIGINT
         return Outcome(
-            128 + int(number),
-            error=f"stopped by {signal.Signals(number).name}",
+            128 + by,
+            error=f"stopped by {signal.Signals(by).name}",
             interrupted=True,
             seconds=time.monotonic() - start,
         )
     finally:
         for s in handlers:
             signal.signal(s, signal.SIG_IGN)  # cleaning up is short: it is not interrupted half-way
-        reap()
+        if workers is not None:
+            workers.kill()
+        reap(0 if starter is None else starter.pid)
         _free_caches()
         router.close()
         if peers is not None:
@@ -527,3 +500,17 @@ def run_workers(job: Job, router: Router, nodes: Nodes, run_id: str) -> Outcome:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
+
+
+def _failure(failures: Mapping[int, WorkerFailure], folder: Path, seconds: float) -> Outcome:
+    rank, text, trace, code, exited, consequence, gone = _first_failure(failures, folder)
+    return Outcome(
+        code if code > 0 else 1,
+        rank,
+        f"{gone}: {text}" if gone else text,
+        trace,
+        exited,
+        before=gone,
+        consequence=consequence,
+        seconds=seconds,
+    )

@@ -104,7 +104,7 @@ class Output:
 
     def message(self, rank: int, message: dict[str, Any]) -> None:
         """Hand over a progress message of rank 0; those of others are dropped."""
-        if rank == 0:
+        if rank == 0 and "leave" not in message:
             self._message(message)
 
     def close(self) -> None:
@@ -122,6 +122,9 @@ class Router:
     Args:
         sink: takes what they write. A message ``{"log": text}`` goes to the log only.
         first: global rank of the first of them.
+
+    Attributes:
+        leave: what to do when a worker says that it was asked to leave.
     """
 
     def __init__(self, workers: int, sink: Sink, first: int = 0) -> None:
@@ -129,6 +132,7 @@ class Router:
         self._folder = tempfile.TemporaryDirectory(prefix=temporary_prefix())
         self._sink, self._first = sink, first
         self._rest: dict[int, bytes] = {}
+        self.leave: Callable[[], object] | None = None
         self._selector = selectors.DefaultSelector()
         self._fds: dict[int, int] = {}
         self.paths: dict[int, str] = {}
@@ -195,6 +199,8 @@ class Router:
                 self._sink.log(self._first + rank, str(message["log"]).encode())
                 plain = b""
             else:
+                if "leave" in message and self.leave is not None:
+                    self.leave()  # the others too
                 self._sink.message(self._first + rank, message)
             data = data[end + 1 :]
         return plain + data

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
+import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ronde.launch.agent import Job, Nodes, Outcome, devices, run_workers
+from ronde.launch.agent import Job, Nodes, Outcome, devices, run_workers, worker_environment
 from ronde.launch.console import Output, Router
+from ronde.launch.restarts import Restarts
+from ronde.launch.spares import Spares
 from ronde.world import ArgumentError
+from ronde.world.fence import AGAIN
 
 __all__ = ["check_workers", "run_here", "resolve_workers"]
 
@@ -58,6 +64,7 @@ def run_here(
     message: Callable[[dict[str, Any]], None],
     names: list[str] | None = None,
     nodes: Nodes | None = None,
+    restarts: Restarts | None = None,
 ) -> Outcome:
     """Start workers on this machine, watch them, and return when all have ended.
 
@@ -66,6 +73,7 @@ def run_here(
         message: called with progress messages of rank 0.
         names: a prefix for each rank's lines; then those of all ranks are shown.
         nodes: this machine among others on which the same is started; each has as many workers.
+        restarts: how often the workers are started again; None: never.
     """
     if shutil.which(sys.executable) is None:
         raise ArgumentError(f"this Python ({sys.executable}) cannot be started again")
@@ -73,7 +81,28 @@ def run_here(
     total, first = job.workers * nodes.count, job.workers * nodes.rank
     output = Output(total, job.directory and job.directory / "logs", show, message, names)
     run_id = uuid.uuid4().hex if alone else "ronde"
+    asked: list[int] = []
+    handlers: dict[int, Any] = {}
+    if job.leaves:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            handlers[number] = signal.signal(number, lambda n, _: asked.append(n))
+    spares = Spares(worker_environment(job, nodes)) if restarts and restarts.warm else None
+    start = time.monotonic()
     try:
-        return run_workers(job, Router(job.workers, output, first), nodes, run_id)
+        while True:
+            if asked:  # between two generations
+                name = signal.Signals(asked[0]).name
+                told = f"asked to leave by {name}"
+                return Outcome(AGAIN, error=told, interrupted=True, again=True)
+            own = restarts.begin() if restarts else {}
+            mine = dataclasses.replace(job, environment={**job.environment, **own})
+            router = Router(job.workers, output, first)
+            outcome = run_workers(mine, router, nodes, run_id, spares)
+            if restarts is None or not restarts.goes_on(outcome):
+                return dataclasses.replace(outcome, seconds=time.monotonic() - start)
     finally:
+        for taken, handler in handlers.items():
+            signal.signal(taken, handler)
+        if spares is not None:
+            spares.close()
         output.close()

@@ -56,6 +56,7 @@ class RunGroup:
     Attributes:
         choice: the checkpoint to resume from, once it is chosen.
         due: whether a checkpoint is written as soon as the loop's body has ended.
+        leaves: whether the process ends then, because it was asked to.
         script_time: the script's own time in the loop.
     """
 
@@ -67,7 +68,7 @@ class RunGroup:
         self.directory = directory
         self.resumes = resumes
         self.choice: Choice | None = None
-        self.due = False
+        self.due = self.leaves = False
         self.script_time = ScriptTime()
         # A run holds its group, and a cycle would keep loading processes: see Run.port. A group of
         # several holds them until all have ended, because each checkpoint has all of them.
@@ -267,7 +268,7 @@ class RunGroup:
             leads = self._leading is not None and self._leading[0]() is run
             if not leads or any(r._backwards and r._share for r in self.runs):
                 return
-        run._save()
+        run._leave() if self.leaves else run._save()
 
     def in_epochs(self) -> bool:
         """Whether a run is inside its loop over epochs."""

@@ -57,6 +57,12 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
     newest, answer = group.choice.newest, group.choice.answer
     named = f"{directory.name} ({part})" if part else directory.name
     if answer["path"] is None:
+        # what the record says of steps before is void
+        run._watcher.event(
+            Resumed(
+                step=0, epoch=0, samples=0, checkpoint="", workers=me.size, written_by_workers=0
+            )
+        )
         return f"{named} has no checkpoint yet: it starts from the beginning"
     state = answer["state"]["parts"][part] if part else answer["state"]
     with _refusing(answer["path"]):

@@ -43,6 +43,7 @@ from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
 from ronde.run.gather import gather_batch
 from ronde.run.group import RunGroup
+from ronde.run.leave import leaving
 from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
 from ronde.run.non_finite import NAN_EVERY, refuse_loss
@@ -189,6 +190,7 @@ class Run:
         self._last_saved_step = -1
         self._last_saved_time = self._started = time.monotonic()
         self._deadline: float | None = None
+        self._leaving = leaving(me)
         self._comparison: PredictionCheck | None = None
         self._ended = False
         group.add(self, part)
@@ -980,6 +982,11 @@ class Run:
             # Not here: what the script does after the step (its averages, its scheduler) would be
             # one step behind in the checkpoint.
             self._group.due = True
+        if self._leaving is not None and self._leaving.asked and not self._part:
+            exchange = self._strategy.exchange
+            every = exchange.reducer.every if exchange is not None else 1
+            if self._leaving.is_time(state.step, every):
+                self._group.due = self._group.leaves = True
         if self._averaging:
             self._averages.after_step(state.step)
         if state.step == self._watcher.steps_at_start + 1:
@@ -1239,6 +1246,15 @@ class Run:
             self._save()
         except CheckpointError as error:
             self._warn(f"{error}")
+
+    def _leave(self) -> None:
+        """Save, and end this process as one that was asked to."""
+        assert self._leaving is not None
+        self._save_or_warn()
+        self._say(f"asked to leave, after step {self.state.step}")
+        for run in self._group.runs:
+            run._finish("interrupted")
+        self._leaving.end()
 
     def _write_measure(self) -> None:
         if self.is_main:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         LossChecked,
         NoiseMeasured,
         Record,
+        Restarted,
         Resumed,
         ScriptLoop,
         Started,
@@ -66,6 +67,7 @@ __all__ = [
     "NoiseMeasured",
     "Rate",
     "Record",
+    "Restarted",
     "Resumed",
     "RunDir",
     "ScriptLoop",
@@ -98,8 +100,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
             "Stream choose_display clock",
             "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
-            "Logged LossChecked NoiseMeasured Record Resumed SCHEMA_VERSION ScriptLoop "
-            "Started StepRecorded Warned read",
+            "Logged LossChecked NoiseMeasured Record Restarted Resumed SCHEMA_VERSION "
+            "ScriptLoop Started StepRecorded Warned read",
             "ronde.watch.run_lock": "lock_run",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",

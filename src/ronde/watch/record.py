@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
+from ronde.world.fence import is_fenced
+
 SCHEMA_VERSION = 1
 
 
@@ -186,6 +188,18 @@ class NoiseMeasured(Event):
 
 
 @dataclass(frozen=True)
+class Restarted(Event):
+    """All workers were ended and started again, because of ``reason``: the failure of ``rank``, if
+    it is known. ``generation`` counts from 1 in each launch.
+    """
+
+    type: ClassVar[str] = "restart"
+    generation: int
+    reason: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
 class Ended(Event):
     """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
     ``rank``) or ``interrupted``.
@@ -217,6 +231,7 @@ EVENTS: dict[str, type[Event]] = {
         LossChecked,
         ScriptLoop,
         NoiseMeasured,
+        Restarted,
         Ended,
     )
 }
@@ -232,6 +247,8 @@ class Record:
 
     def write(self, *events: Event) -> None:
         """Append events and flush them to the system."""
+        if is_fenced():
+            return  # the run has been restarted without this worker
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             torn = _ends_torn(self.path)

@@ -1,0 +1,77 @@
+"""A run's own time limit, and how a scheduler starts it again."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+
+from ronde.world import ArgumentError
+
+__all__ = ["Limit", "parse_duration", "requeue"]
+
+_UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``27d``, ``1d12h``, ``90m`` or ``45s``.
+
+    Raises:
+        ArgumentError: it is none of these.
+
+    Example:
+        >>> parse_duration("1h30m")
+        5400.0
+    """
+    if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
+        raise ArgumentError(f"--time-limit {text}: expected a time, as 27d, 1d12h, 90m, or 45s.")
+    parts = re.findall(r"([\d.]+)([dhms])", text)
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    if not seconds > 0:
+        raise ArgumentError(f"--time-limit {text}: expected more than nothing.")
+    return seconds
+
+
+class Limit:
+    """Asks this process to leave, as a scheduler does, after some seconds; None: never.
+
+    Attributes:
+        reached: whether it has.
+    """
+
+    def __init__(self, seconds: float | None) -> None:
+        self._timer = None if seconds is None else threading.Timer(seconds, self._ask)
+        self.reached = False
+
+    def _ask(self) -> None:
+        self.reached = True
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    def __enter__(self) -> Limit:
+        if self._timer is not None:
+            self._timer.daemon = True
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def requeue() -> str:
+    """Let Slurm start this job again, if it is a batch job that may be. What to tell then."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if not job or shutil.which("scontrol") is None:
+        return ""
+    shown = subprocess.run(
+        ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True, timeout=60
+    )
+    if "Requeue=1" not in shown.stdout or "BatchFlag=1" not in shown.stdout:
+        return ""
+    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        return f". Slurm does not start job {job} again: {done.stderr.strip()}"
+    return f". Slurm starts job {job} again"

@@ -1,0 +1,222 @@
+"""Start, watch and end the worker processes of one node, one generation of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ronde.launch.console import Router
+from ronde.world.fence import AGAIN
+
+__all__ = ["WorkerFailure", "Workers"]
+
+_LOOK_SECONDS = 0.02
+_STATE_SECONDS = 0.5
+_LEAVE_SECONDS = 60.0
+_STOPPED_LOOKS = 6  # in a row: 3 s in which this process was awake itself
+
+
+class Process(Protocol):
+    """What is needed of a process, whoever started it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit status, negative after a signal; None while it runs."""
+
+
+class Starter(Protocol):
+    """Starts a worker faster than a new interpreter.
+
+    Attributes:
+        pid: its process, which outlives workers; 0 if there is none.
+    """
+
+    pid: int
+
+    def start(
+        self, command: Sequence[str], environment: Mapping[str, str], output: str
+    ) -> Process | None:
+        """A running worker; None if it cannot."""
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """How a worker failed.
+
+    Attributes:
+        code: exit status, negative after a signal.
+        error_file: where the worker may have said more.
+        timestamp: when this was seen, in seconds since 1970.
+        stopped: whether it did not run any more: somebody sent it SIGSTOP.
+    """
+
+    code: int
+    error_file: Path
+    timestamp: float
+    stopped: bool = False
+
+
+class Workers:
+    """The workers of this node, from their start to their end.
+
+    Args:
+        command: the script and its arguments.
+        environments: variables of each, in the order of their local ranks; ``RANK`` is in them.
+        router: where they write to.
+        watchful: whether a worker that somebody has stopped counts as failed.
+        starter: what starts them; None, or where it cannot: a new interpreter each.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environments: Sequence[Mapping[str, str]],
+        router: Router,
+        watchful: bool = False,
+        starter: Starter | None = None,
+    ) -> None:
+        self._watchful = watchful
+        self._error_files = [router.error_folder / f"error-{e['RANK']}.json" for e in environments]
+        self._ranks = [int(e["RANK"]) for e in environments]
+        self._processes: list[Process] = []
+        self._stopped: dict[int, int] = {}  # local rank -> looks at which it was stopped
+        self._looked = time.monotonic()
+        self.failures: dict[int, WorkerFailure] = {}
+        self._asked: float | None = None
+        self._told: set[int] = set()  # those that were asked to leave
+        self.left = False  # whether one has ended because it was asked to
+        try:
+            for local, own in enumerate(environments):
+                environment = {
+                    **os.environ,
+                    **own,
+                    "TORCHELASTIC_ERROR_FILE": str(self._error_files[local]),
+                }
+                output = router.paths[local]
+                process = starter.start(command, environment, output) if starter else None
+                self._processes.append(process or _interpreter(command, environment, output))
+        except BaseException:
+            self.kill()
+            raise
+
+    def wait(self) -> dict[int, WorkerFailure]:
+        """Wait until all have ended, or one has failed. Returns rank -> failure.
+
+        Some that were asked to leave, and do not in a minute, are left for :meth:`kill`.
+        """
+        while not self._look() and not self.failures:
+            if self._asked is not None and time.monotonic() > self._asked + _LEAVE_SECONDS:
+                break
+            time.sleep(_LOOK_SECONDS)
+        return self.failures
+
+    def _look(self) -> bool:
+        """Look at each once; whether all have ended."""
+        for local, process in enumerate(self._processes):
+            rank = self._ranks[local]
+            if rank not in self.failures and (code := process.poll()):
+                if code == AGAIN and self._error_files[local].with_suffix(".again").exists():
+                    self.left = True
+                else:
+                    self._fail(local, code)
+        if time.monotonic() - self._looked >= _STATE_SECONDS:
+            self._looked = time.monotonic()
+            if self._asked is not None:
+                self.ask_to_leave()
+            if self._watchful:
+                self._look_for_stopped()
+        return not self.running
+
+    def _look_for_stopped(self) -> None:
+        for local, process in enumerate(self._processes):
+            halted = process.poll() is None and _state(process.pid) == "T"
+            self._stopped[local] = self._stopped.get(local, 0) + 1 if halted else 0
+            if self._stopped[local] >= _STOPPED_LOOKS:
+                self._fail(local, -signal.SIGSTOP, stopped=True)
+
+    def _fail(self, local: int, code: int, stopped: bool = False) -> None:
+        file = self._error_files[local]
+        self.failures.setdefault(
+            self._ranks[local], WorkerFailure(code, file, time.time(), stopped)
+        )
+
+    @property
+    def running(self) -> bool:
+        """Whether one has not ended."""
+        return any(process.poll() is None for process in self._processes)
+
+    def send(self, number: int) -> None:
+        """Send a signal to those that run, and to what they have started."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, number)
+
+    def ask_to_leave(self) -> bool:
+        """Ask those that know how to save and leave, now or as soon as they do; whether one does
+        now.
+        """
+        self._asked = self._asked or time.monotonic()
+        for process in self._processes:
+            running = process.poll() is None and process.pid not in self._told
+            if running and _catches(process.pid, signal.SIGUSR1):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGUSR1)
+                    self._told.add(process.pid)
+        return bool(self._told)
+
+    def end(self, number: int, seconds: float) -> None:
+        """Send a signal, and kill those that have not ended after some seconds."""
+        self.send(number)
+        limit = time.monotonic() + seconds
+        while not self._look() and time.monotonic() < limit:
+            time.sleep(_LOOK_SECONDS)
+        self.kill()
+
+    def kill(self) -> None:
+        """End all at once. One in an uninterruptible wait of the kernel is left behind."""
+        self.send(signal.SIGKILL)
+        limit = time.monotonic() + 5.0
+        while self.running and time.monotonic() < limit:
+            time.sleep(0.005)
+
+
+def _interpreter(
+    command: Sequence[str], environment: Mapping[str, str], output: str
+) -> subprocess.Popen[bytes]:
+    script = str(Path(__file__).with_name("worker.py"))
+    with open(output, "wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-u", script, *command],
+            env=dict(environment),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal; others it would end."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        caught = int(next(x for x in lines if x.startswith("SigCgt")).split()[1], 16)
+    except (OSError, StopIteration, ValueError):
+        return False
+    return bool(caught >> (number - 1) & 1)
+
+
+def _state(pid: int) -> str:
+    """The state letter of Linux: ``T`` is stopped by a signal, not by a debugger."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

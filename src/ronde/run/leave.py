@@ -1,0 +1,102 @@
+"""Leave when asked to: all ranks agree on a step, save there, and end with a status that means
+*again*.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from ronde.watch import MARK
+from ronde.world import World
+from ronde.world.fence import AGAIN
+
+__all__ = ["Leaving", "leaving"]
+
+_ASKED, _AT = "ronde/leave/asked", "ronde/leave/at"
+
+
+class Leaving:
+    """What this process was asked, and what the ranks have agreed on.
+
+    Nothing is exchanged before a signal comes. Then each rank counts itself in the store after a
+    step, and looks there after each further one. Rank 0, which sees that all have, names the step
+    after next: no rank can be beyond it, because steps exchange gradients.
+
+    Attributes:
+        asked: whether a signal asked this process to leave.
+    """
+
+    def __init__(self, me: World) -> None:
+        self._me = me
+        self._at: int | None = None
+        self._counted = False
+        self._before: dict[int, Any] = {}
+        self.asked = False
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        first, self.asked = not self.asked, True
+        if first and os.environ.get("RONDE_LAUNCHER_PID"):
+            # Others may not have been asked; the launcher asks them.
+            os.write(1, (MARK + json.dumps({"leave": self._me.rank}) + "\n").encode())
+        if callable(handler := self._before.get(number)):
+            handler(number, frame)  # the script's own
+
+    def is_time(self, step: int, every: int = 1) -> bool:
+        """Whether all ranks leave after this step; to be asked after each, once :attr:`asked`.
+
+        Args:
+            step: optimizer steps so far.
+            every: steps after which the ranks have the same weights.
+        """
+        if self._at is None:
+            self._at = self._agreed(step, every)
+        return self._at is not None and step >= self._at
+
+    def _agreed(self, step: int, every: int) -> int | None:
+        if self._me.size == 1:
+            return -(-step // every) * every
+        store = dist.distributed_c10d._get_default_store()
+        if not self._counted:
+            self._counted = True
+            store.add(_ASKED, 1)
+        if self._me.rank:
+            return int(store.get(_AT)) if store.check([_AT]) else None
+        if store.add(_ASKED, 0) < self._me.size:
+            return None
+        at = (step // every + 2) * every
+        store.set(_AT, str(at))
+        return at
+
+    def end(self) -> None:
+        """End this process, with the status that means *again*.
+
+        Raises:
+            SystemExit: always.
+        """
+        if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            with contextlib.suppress(OSError):
+                Path(errors).with_suffix(".again").touch()
+        raise SystemExit(AGAIN)
+
+
+_leaving: Leaving | None = None
+
+
+def leaving(me: World) -> Leaving | None:
+    """This process's, from the first call on; None where ``RONDE_LEAVE`` does not ask for it."""
+    global _leaving
+    if _leaving is None and os.environ.get("RONDE_LEAVE") == "1":
+        _leaving = Leaving(me)
+    return _leaving

@@ -1,0 +1,51 @@
+"""Keep workers of an old generation from writing to a run that has gone on without them.
+
+A run's workers are started again after a failure. Each such generation has a name, which is in the
+workers' environment and in ``.generation`` of the run directory. A worker that finds another name
+there, because its host was out of reach for a while, writes nothing any more.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ronde.world.errors import WorldError
+
+__all__ = ["AGAIN", "is_fenced", "name_generation", "refuse_fenced"]
+
+AGAIN = 75
+"""Exit status of a training that was asked to leave and can be resumed: ``EX_TEMPFAIL``."""
+
+_FILE = ".generation"
+
+
+def name_generation(directory: Path, name: str) -> None:
+    """Write which generation may write to a run directory: all at once, over what was there."""
+    temporary = directory / f"{_FILE}.{os.getpid()}"
+    temporary.write_text(name)
+    temporary.rename(directory / _FILE)
+
+
+def is_fenced() -> bool:
+    """Whether the run has gone on without this worker."""
+    own, directory = os.environ.get("RONDE_GENERATION"), os.environ.get("RONDE_RUN_DIR")
+    if not own or not directory:
+        return False
+    try:
+        return (Path(directory) / _FILE).read_text() != own
+    except OSError:
+        return False  # it cannot be read: nothing says that there is another
+
+
+def refuse_fenced() -> None:
+    """Refuse to write for a run that has gone on without this worker.
+
+    Raises:
+        WorldError: it has.
+    """
+    if is_fenced():
+        raise WorldError(
+            f"this worker is of generation {os.environ['RONDE_GENERATION']}, and the run has been "
+            "restarted without it since: it may write nothing. Its host was out of reach."
+        )

@@ -1,0 +1,230 @@
+"""``ronde run --restarts``: whatever ends workers, the training goes on, exact to the sample."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from processes import child, ronde, ronde_run
+from sampling import some
+
+TRAIN = textwrap.dedent(
+    """
+    import os, sys, time, torch, ronde
+
+    OUT, EPOCHS = sys.argv[1], int(sys.argv[2])
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    class Noted(torch.utils.data.Dataset):
+        x = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
+        def __len__(self):
+            return 60
+        def __getitem__(self, i):
+            return i, self.x[i], self.x[i].sum()
+
+    run = ronde.distribute(
+        model, optimizer, Noted(), loss=lambda out, y: torch.nn.functional.mse_loss(out.sum(1), y),
+        forward=lambda model, batch: (model(batch[1]), batch[2]), batch_size=6, save_every=3,
+    )
+    with open(f"{OUT}.{run.rank}.pid", "w") as file:
+        file.write(str(os.getpid()))
+    fault = os.environ.get("FAULT", "")
+    for epoch in run.epochs(EPOCHS):
+        for batch in run.batches():
+            run.step(batch)
+            run.print("begun", flush=True)
+            micros = batch if type(batch).__name__ == "MicroBatches" else [batch]
+            ids = [i for micro in micros for i in micro[0].tolist()]
+            with open(f"{OUT}.ids", "a") as file:
+                print(run.state.step, run.rank, *ids, file=file)
+            if run.state.step == 5 and fault and not os.path.exists(f"{OUT}.fault"):
+                if run.rank == run.world_size - 1:
+                    open(f"{OUT}.fault", "x").close()
+                    if fault == "raise":
+                        raise ValueError("a wire is loose")
+                    os.kill(os.getpid(), getattr(signal, fault))
+            time.sleep(float(os.environ.get("PAUSE", "0")))
+    run.export(OUT)
+    """
+).replace("import os, sys,", "import os, signal, sys,")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("restarts")
+    (folder / "train.py").write_text(TRAIN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder) -> dict[str, torch.Tensor]:
+    done = ronde_run(["run", "-q", "-n", "2", "train.py", "undisturbed", "2"], folder)
+    assert done.returncode == 0, done.stderr
+    return load_file(folder / "undisturbed")
+
+
+def same(found: Path, undisturbed, atol: float = 1e-12) -> None:
+    values = load_file(found)
+    for name, value in undisturbed.items():
+        torch.testing.assert_close(values[name], value, rtol=0, atol=atol)
+
+
+def trained(path: Path, replicas: int = 1) -> None:
+    """Each sample once in each epoch, counting the last time that a step was trained."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for line in path.read_text().splitlines():
+        step, rank, *ids = map(int, line.split())
+        steps[step, rank] = ids
+    for epoch in range(2):
+        ids = [
+            i
+            for (step, _), own in steps.items()
+            if epoch * 10 < step <= epoch * 10 + 10
+            for i in own
+        ]
+        assert sorted(ids) == sorted(list(range(60)) * replicas)
+
+
+def events(folder: Path, name: str, kind: str) -> list[dict]:
+    record = folder / "runs" / name / "record.jsonl"
+    return [e for line in record.open() if (e := json.loads(line))["type"] == kind]
+
+
+def workers_of(folder: Path, name: str) -> list[int]:
+    """Process ids by rank, as the script wrote them."""
+    return [int((folder / f"{name}.{rank}.pid").read_text()) for rank in range(2)]
+
+
+FAULTS = [
+    ("SIGKILL", "replicate", "--spares"),
+    ("raise", "replicate", "--spares"),
+    ("SIGSTOP", "replicate", "--no-spares"),
+    ("SIGKILL", "shard=parameters", "--no-spares"),
+    ("SIGKILL", "pipeline=2", "--spares"),
+    ("SIGSEGV", "shard=optimizer", "--spares"),
+    ("SIGKILL", "tensor=2", "--spares"),
+]
+
+
+@pytest.mark.parametrize("fault, plan, spares", some(FAULTS, 3))
+def test_a_worker_that_ends(folder, undisturbed, fault, plan, spares):
+    name = f"{fault}-{plan}".replace("=", "-")
+    line = ["run", "-q", "-n", "2", "--name", name, "--restarts", "1", spares, "--plan", plan]
+    done = ronde_run([*line, "train.py", name, "2"], folder, env={"FAULT": fault})
+    assert done.returncode == 0, done.stderr
+    why = {"raise": "ValueError: a wire is loose", "SIGSTOP": "SIGSTOP"}.get(fault, f"({fault})")
+    (restart,) = events(folder, name, "restart")
+    assert restart["rank"] == 1 and why in restart["reason"]
+    assert "restart 1 of 1, from checkpoints/step-000000003: rank 1" in done.stderr
+    assert [e["step"] for e in events(folder, name, "resume")] == [3]
+    same(folder / name, undisturbed)
+    trained(folder / f"{name}.ids", 2 if "=2" in plan else 1)
+
+
+def leave(how: str, started, folder: Path, name: str) -> None:
+    """Ask a run to leave: its launcher, or one of its workers."""
+    started.wait_for("begun", 60)
+    pid = started.pid if how != "worker" else workers_of(folder, name)[1]
+    os.kill(pid, signal.SIGUSR1 if how == "SIGUSR1" else signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    "how, plan",
+    some(
+        [
+            ("SIGTERM", "replicate"),
+            ("worker", "pipeline=2"),
+            ("limit", "shard=parameters"),
+            ("SIGUSR1", "tensor=2"),
+            ("worker", "replicate"),
+        ],
+        2,
+    ),
+)
+def test_leaving(folder, undisturbed, how, plan):
+    """All save at one step and leave with 75; a worker that alone was asked is a restart."""
+    name = f"leaves-{how}-{plan}".replace("=", "-")
+    line = ["run", "-q", "-n", "2", "--name", name, "--plan", plan]
+    line += ["--restarts", "0"] if how == "SIGTERM" else ["--restarts", "2"]
+    line += ["--time-limit", "1s"] if how == "limit" else []
+    with child(ronde(*line, "train.py", name, "2"), folder, {"PAUSE": "0.1"}, fork=True) as began:
+        if how != "limit":
+            leave(how, began, folder, name)
+        done = began.done(90)
+    if how == "worker":
+        assert done.returncode == 0, done.stderr
+        (restart,) = events(folder, name, "restart")
+        assert "asked to leave" in restart["reason"]
+        step = events(folder, name, "resume")[0]["step"]
+    else:
+        assert done.returncode == 75, done.stderr
+        told = {"limit": "the time limit is reached"}.get(how, f"asked to leave by {how}")
+        step = events(folder, name, "end")[-1]["step"]
+        assert f"{told}: it has left after step {step}. Go on with: ronde run" in done.stderr
+        assert events(folder, name, "end")[-1]["status"] == "interrupted"
+        again = ["run", "-q", "-n", "2", "--name", name, "--plan", plan, "--resume"]
+        done = ronde_run([*again, "train.py", name, "2"], folder)
+        assert done.returncode == 0, done.stderr
+        assert [e["step"] for e in events(folder, name, "resume")] == [step]
+    lines = (folder / f"{name}.ids").read_text().splitlines()
+    assert len({tuple(x.split()[:2]) for x in lines}) == len(lines), "a step was trained twice"
+    same(folder / name, undisturbed)
+    trained(folder / f"{name}.ids", 2 if "=2" in plan else 1)
+
+
+def test_a_second_signal_ends_at_once(folder):
+    line = ["run", "-q", "-n", "2", "--name", "twice", "--restarts", "1", "train.py", "twice", "2"]
+    with child(ronde(*line), folder, {"PAUSE": "30"}, fork=True) as began:
+        leave("SIGTERM", began, folder, "twice")
+        time.sleep(0.5)
+        os.kill(began.pid, signal.SIGTERM)
+        assert began.done(30).returncode == 143
+
+
+def test_the_same_error_again_ends_the_run(folder):
+    (folder / "wrong.py").write_text("import ronde\nraise ValueError('always')\n")
+    line = ["run", "-q", "-n", "2", "--restarts", "5", "wrong.py"]
+    done = ronde_run(line, folder)
+    assert done.returncode == 1
+    assert done.stderr.count("restart 1 of 5, from the beginning") == 1
+    assert "restart 2" not in done.stderr and "a restart does not help" in done.stderr
+    assert "ValueError: always" in done.stderr
+
+
+def test_a_worker_of_an_old_generation_writes_nothing(folder):
+    """A zombie: the workers of one launch live on, stopped, while another launch has the run."""
+    name = "fenced"
+    line = ["run", "-q", "-n", "1", "--name", name, "train.py", name, "2"]
+    with child(ronde(*line), folder, {"PAUSE": "0.1"}, fork=True) as began:
+        began.wait_for("begun", 60)
+        (folder / "runs" / name / ".generation").write_text("another-7")
+        done = began.done(60)
+    assert done.returncode == 1
+    assert "the run has been restarted without it since: it may write nothing" in done.stderr
+    written = [e["step"] for e in events(folder, name, "checkpoint")]
+    assert max(written, default=0) < 20
+
+
+def test_no_worker_outlives_the_launcher(folder):
+    line = ["run", "-q", "-n", "2", "--name", "alone", "--restarts", "3", "train.py", "alone", "2"]
+    with child(ronde(*line), folder, {"PAUSE": "1"}, fork=True) as began:
+        began.wait_for("begun", 60)
+        found = psutil.Process(began.pid).children(recursive=True)
+        assert {p.pid for p in found} >= set(workers_of(folder, "alone"))
+        os.kill(began.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(found, timeout=5)
+        assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    done = ronde_run([*line[:-3], "--resume", "train.py", "alone", "1"], folder)
+    assert done.returncode == 0, done.stderr
