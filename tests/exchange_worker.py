@@ -72,6 +72,7 @@ def train(
     dtype=torch.float64,
     n=SAMPLES,
     lr=None,
+    exact_loss=False,
 ):
     one = model(dtype)
     optimizer = optimizer_of(one)
@@ -81,10 +82,18 @@ def train(
     run = ronde.distribute(
         one, optimizer, rows(n, dtype), loss=loss, batch_size=BATCH, shuffle=False, plan=plan
     )
-    losses = []
+    losses, whole = [], rows(n, dtype)
     for _ in run.epochs(epochs):
         for batch in run.batches():
+            at = run.state.epoch_samples
+            if exact_loss:  # of the global batch with the weights that all workers have
+                with torch.no_grad():
+                    x, y = whole[at : at + BATCH]
+                    value = loss(one(x), y)
+                    expected = value[0] / value[1] if isinstance(value, tuple) else value
             losses.append(float(run.step(batch)))
+            if exact_loss:
+                assert abs(losses[-1] - float(expected)) <= 1e-12, (reducer, len(losses))
     return one, losses, run
 
 
@@ -125,10 +134,11 @@ def exact():
 
 
 def lossy():
-    """The loss that rides with the gradients is exact: the first one is that of one process."""
+    """The loss and its weight, which ride with the gradients, are exact in every step."""
     first = plain()[1][0]
     for name in ("fp16:0.001", "bf16:0.001", "int8", "topk:0.05", "randomk:0.1", "powersgd:2"):
-        one, losses, _ = train(name)
+        train(name, weighted, epochs=1, exact_loss=True)
+        one, losses, _ = train(name, exact_loss=True)
         assert abs(losses[0] - first) <= 1e-12, (name, losses[0], first)
         same_everywhere(one, name)
         assert falls(losses), (name, losses)
@@ -158,6 +168,8 @@ def feedback():
         on, off = final(name, 0.02), final(f"{name}:no-feedback", 0.02)
         print(f"{name}: ring {target:.4f}, with feedback {on:.4f}, without {off:.4f}", flush=True)
         assert target < off and on - target < 0.25 * (off - target), (name, target, on, off)
+    for name in ("int8", "int8:no-feedback"):  # rounding at random has no bias to take back
+        assert abs(final(name, 0.02) - target) < 0.02 * target, (name, target)
 
 
 def noise():

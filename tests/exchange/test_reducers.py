@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import textwrap
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file
@@ -11,9 +12,10 @@ from safetensors.torch import load_file
 from processes import TESTS, child, forked, marked, python, ronde, ronde_run
 from ronde.exchange import KINDS
 from ronde.plan import REDUCERS, Plan, parse_reducer
-from ronde.predict import Cluster
+from ronde.predict import Cluster, Costs, LinearCost, LinkFit, Unit
 from ronde.predict.collectives import CollectiveCost, Group
 from ronde.predict.reducer_costs import reducer_cost
+from ronde.predict.search import search
 from ronde.world import ArgumentError
 from sampling import ALL
 
@@ -38,20 +40,32 @@ SCRIPT = textwrap.dedent(
     import torch.nn.functional as F
     from torch.utils.data import TensorDataset
     import ronde
+    from ronde.parallel import ddp
 
-    stop, grow, pause = int(sys.argv[1]), sys.argv[2] == "grow", float(sys.argv[3])
+    stop, grow, pause = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     g = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(48, 6, generator=g), torch.randint(3, (48,), generator=g))
+    inputs, target = torch.randn(48, 6, generator=g), torch.randint(3, (48,), generator=g)
+    data = TensorDataset(inputs, target, torch.arange(48))
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    run = ronde.distribute(model, optimizer, data, loss=F.cross_entropy, batch_size=8, save_every=3)
-    if grow:
+    if grow == "noise":
+        ddp._MEASURE_EVERY = {False: 1, True: 1}
+    run = ronde.distribute(
+        model, optimizer, data, loss=F.cross_entropy, batch_size=8,
+        forward=lambda model, batch: (model(batch[0]), batch[1]),
+        save_every=2 if grow == "noise" else 3,
+    )
+    if grow == "grow":
         run.grow_batch({4: 12, 8: 16}, lr_rule="linear")
-    sizes = []
-    for epoch in run.epochs(2):
+    if grow == "noise":
+        run.grow_batch(largest=20)
+    sizes, ids = [], []
+    for epoch in run.epochs(4 if grow == "noise" else 2):
         for batch in run.batches():
             before = run.state.samples
+            if grow != "no":
+                ids += sum(run.gather_objects(batch[2].tolist()), [])
             run.step(batch)
             sizes.append(run.state.samples - before)
             if run.state.step == 2:
@@ -60,6 +74,7 @@ SCRIPT = textwrap.dedent(
             if run.state.step == stop:
                 os._exit(9)
     run.print("SIZES", sizes, round(optimizer.param_groups[0]["lr"], 9))
+    run.print("IDS", *ids)
     run.export(run.dir.path / "final.safetensors")
     """
 )
@@ -73,6 +88,12 @@ def launch(folder, *arguments, fails=False, **env):
 
 def weights(folder, name):
     return load_file(folder / "runs" / name / "final.safetensors")
+
+
+def ids_of(said):
+    """The samples in the order in which they were trained on."""
+    (line,) = [line for line in said.splitlines() if line.startswith("IDS")]
+    return list(map(int, line.split()[1:]))
 
 
 def same_bits(a, b):
@@ -93,6 +114,8 @@ def test_error_feedback_survives_a_resume_bit_for_bit(tmp_path, reducer):
     assert f"it holds what reducer '{parse_reducer(reducer)}' has not sent yet" in said
     launch(tmp_path, *common, "--resume", "--name", "cut", "train.py", "-1", "no", "0")
     assert same_bits(weights(tmp_path, "whole"), weights(tmp_path, "cut"))
+    if not ALL:
+        return
     # on another number of workers it goes on too, with the mean of all
     launch(tmp_path, *common, "--name", "more", "train.py", "4", "no", "0", fails=True)
     common[2] = "3"
@@ -107,18 +130,40 @@ def test_a_batch_that_grows_survives_a_resume(tmp_path):
     # 4 × 8, then 12s up to the epoch's end at 48; the second epoch begins with step 7
     assert "SIZES [8, 8, 8, 8, 12, 4, 12, 12, 16, 8] 0.02" in said, said
     assert "global batch 8 -> 12 from step 4 on, learning rate × 1.5 (linear)" in said
-    launch(tmp_path, *arguments, "--name", "cut", "train.py", "8", "grow", "0", fails=True)
-    launch(tmp_path, *arguments, "--name", "cut", "--resume", "train.py", "-1", "grow", "0")
+    order = ids_of(said)
+    assert sorted(order[:48]) == sorted(order[48:]) == list(range(48))
+    # cut before the first growth, and after the second in the middle of an epoch
+    for stop, from_sample in (("5", 24), ("10", 88)) if ALL else (("10", 88),):
+        name = ["--name", f"cut{stop}"]
+        launch(tmp_path, *arguments, *name, "train.py", stop, "grow", "0", fails=True)
+        resume = [*arguments, *name, "--resume", "train.py", "-1"]
+        said = launch(tmp_path, *resume, "no", "0", fails=True)
+        assert "the checkpoint's run has called run.grow_batch()" in said
+        said = launch(tmp_path, *resume, "grow", "0")
+        assert ids_of(said) == order[from_sample:], said
+        assert same_bits(weights(tmp_path, "whole"), weights(tmp_path, f"cut{stop}"))
+
+
+def test_a_batch_that_grows_by_the_noise_scale(tmp_path):
+    """Doubled from the third epoch on, √2 times the rate of AdamW; a resume has it too."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    arguments = ["-n", "2"]
+    said = launch(tmp_path, *arguments, "--name", "whole", "train.py", "-1", "noise", "0")
+    assert f"SIZES {[8] * 12 + [16] * 6} 0.014142136" in said, said
+    assert "global batch 8 -> 16 from step 12 on, learning rate × 1.41421 (sqrt); the" in said
+    order = ids_of(said)
+    if not ALL:
+        return
+    launch(tmp_path, *arguments, "--name", "cut", "train.py", "15", "noise", "0", fails=True)
+    said = launch(tmp_path, *arguments, "--name", "cut", "--resume", "train.py", "-1", "noise", "0")
+    assert ids_of(said) == order[12 * 8 + 2 * 16 :]
     assert same_bits(weights(tmp_path, "whole"), weights(tmp_path, "cut"))
-    launch(tmp_path, *arguments, "--name", "no", "train.py", "8", "grow", "0", fails=True)
-    said = launch(
-        tmp_path, *arguments, "--name", "no", "--resume", "train.py", "-1", "no", "0", fails=True
-    )
-    assert "the checkpoint's run has called run.grow_batch()" in said
 
 
 def test_servers_of_their_own(tmp_path):
-    """Two servers beside two workers: the ring's weights; a killed one is named; nothing hangs."""
+    """Two servers beside two workers: the ring's weights; a killed one is named; nothing hangs, and
+    a resume ends with the weights of the run that was not disturbed.
+    """
     (tmp_path / "train.py").write_text(SCRIPT)
     launch(tmp_path, "-q", "-n", "2", "--name", "ring", "train.py", "-1", "no", "0")
     launch(
@@ -127,20 +172,9 @@ def test_servers_of_their_own(tmp_path):
     ring, two = weights(tmp_path, "ring"), weights(tmp_path, "two")
     assert all((ring[k] - two[k]).abs().max() <= 1e-6 for k in ring)
     for victim, named in (("reduction_server", "reduction server"), ("launch/worker", "rank 1")):
-        command = [
-            "run",
-            "--runs",
-            "none",
-            "-n",
-            "2",
-            "--servers",
-            "2",
-            "train.py",
-            "-1",
-            "no",
-            "0.5",
-        ]
-        with child(ronde(*command), tmp_path) as running:
+        servers = ["-n", "2", "--servers", "2", "--name", named.replace(" ", "-")]
+        command = ["run", "--runs", "runs", *servers, "train.py", "-1", "no"]
+        with child(ronde(*command, "0.5"), tmp_path) as running:
             running.wait_for("TRAINING", 90)
             found = [p for p in marked(running.mark) if victim in " ".join(p.cmdline())]
             if victim == "launch/worker":
@@ -152,6 +186,10 @@ def test_servers_of_their_own(tmp_path):
         assert named in said, said
         if victim == "launch/worker":
             assert "killed" in said and "is gone: it closed" not in said, said
+        elif not ALL:
+            continue
+        launch(tmp_path, "-q", *servers, "--resume", "train.py", "-1", "no", "0")
+        assert same_bits(weights(tmp_path, servers[-1]), two)
 
 
 def test_refusals_by_name():
@@ -182,3 +220,27 @@ def test_the_planner_knows_reducers():
         assert cost.seconds_per_byte == pytest.approx(share * 1e-9), text
     assert reducer_cost("servers", ring, cluster, group)(size) < ring(size)
     assert reducer_cost("auto", ring, cluster, group)(size) <= ring(size)
+
+
+def test_the_planner_chooses_among_measured_reducers():
+    """As fast as measured, if for as many workers; lossy ones only if the script asks."""
+    size = 100 << 20
+    unit = Unit("u", LinearCost(0, 1e-3), LinearCost(0, 2e-3), size, size, cut_after=False)
+    costs = Costs((unit,) * 4, 64)
+    slow, fast = LinkFit(0.001, 1e9, 4), LinkFit(0.001, 4e9, 4)
+    links = {"all_reduce": {"node": slow}}
+    known = Cluster(devices_per_node=4, links=links)
+    fits = {"servers": fast, "bf16": LinkFit(0.001, 9e9, 4), "hierarchical": slow}
+    measured = replace(known, reducers=fits)
+    assert Cluster.from_dict(measured.to_dict()) == measured
+
+    def best(cluster, like=None):
+        found = search(costs, cluster, 4, like=like)
+        assert found.best.plan.pipeline == 1
+        return found.best.plan.reducer
+
+    assert best(known) == "ring" and best(measured) == "servers"
+    assert best(replace(measured, reducers={"servers": replace(fast, ranks=8)})) == "ring"
+    assert best(measured, Plan(reducer="bf16")) == "bf16"
+    with pytest.raises(ArgumentError, match="'torus' is not known"):
+        Cluster.from_dict({"reducers": {"torus": {"alpha": 0, "beta": 1}}})

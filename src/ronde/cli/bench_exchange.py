@@ -56,7 +56,7 @@ def register_exchange(bench: typer.Typer) -> None:
             Path | None,
             option(
                 "--cluster",
-                "Put the ring's times into this cluster file, for ronde plan.",
+                "Put the reducers' times into this cluster file, for ronde plan.",
                 "FILE",
             ),
         ] = None,
@@ -116,6 +116,7 @@ def register_exchange(bench: typer.Typer) -> None:
 def _into_cluster(file: Path, answer: dict[str, Any]) -> None:
     from dataclasses import replace
 
+    from ronde.plan import parse_reducer
     from ronde.predict import Cluster, LinkFit
 
     fit = answer["fits"].get("ring")
@@ -125,7 +126,12 @@ def _into_cluster(file: Path, answer: dict[str, Any]) -> None:
     scope = "cluster" if len(answer["hosts"]) > 1 else "node"
     link = LinkFit(**fit, ranks=answer["workers"])
     links = {**known.links, "all_reduce": {**known.links.get("all_reduce", {}), scope: link}}
-    replace(known, links=links).save(file)
+    reducers = {
+        str(parse_reducer(name)): LinkFit(**fit, ranks=answer["workers"])
+        for name, fit in answer["fits"].items()
+        if name != "ring"
+    }
+    replace(known, links=links, reducers={**known.reducers, **reducers}).save(file)
 
 
 def _by_size(answer: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from ronde.plan.combinations import not_carried_out
 from ronde.plan.plan import Plan, Schedule, ShardLevel
+from ronde.plan.reducers import parse_reducer
 from ronde.plan.schedules import allowed, micro_batches_of
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs
@@ -150,11 +151,30 @@ def _whole(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:
             for recompute, offload in itertools.product(_RECOMPUTES, offloads):
                 if offload != "none" and recompute == "selective":
                     continue
-                one = dataclasses.replace(
-                    base, shard=shard, shard_within=within, recompute=recompute, offload=offload
-                )
-                if unsupported(one, costs, cluster) is None:
-                    yield _accumulated(one)
+                for reducer in _reducers(base, shard, cluster):
+                    one = dataclasses.replace(
+                        base,
+                        shard=shard,
+                        shard_within=within,
+                        recompute=recompute,
+                        offload=offload,
+                        reducer=reducer,
+                    )
+                    if unsupported(one, costs, cluster) is None:
+                        yield _accumulated(one)
+
+
+def _reducers(base: Plan, shard: ShardLevel, cluster: Cluster) -> list[str]:
+    """How whole gradients can be averaged: as the script's plan says, or by what was measured to
+    be exact and fast.
+    """
+    replicas = base.workers // base.tensor
+    if shard not in ("none", "optimizer") or base.tensor > 1 or replicas == 1:
+        return ["ring"]
+    if base.reducer != "ring":
+        return [base.reducer]
+    measured = [n for n, fit in cluster.reducers.items() if fit.ranks == replicas]
+    return ["ring", *(n for n in measured if parse_reducer(n).kind.exact)]
 
 
 def _pipelines(
@@ -168,7 +188,13 @@ def _pipelines(
     levels: list[ShardLevel] = ["none"]
     levels += ["optimizer", "parameters"] if replicas > 1 else []
     probe = dataclasses.replace(
-        base, pipeline=pipeline, shard_within=None, offload="none", recompute="none", shard="none"
+        base,
+        pipeline=pipeline,
+        shard_within=None,
+        offload="none",
+        recompute="none",
+        shard="none",
+        reducer="ring",
     )
     if not_carried_out(probe) is not None:
         return

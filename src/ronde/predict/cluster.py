@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from ronde.plan import fields
+from ronde.plan import fields, parse_reducer
 from ronde.world import ArgumentError
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
@@ -103,6 +103,8 @@ class Cluster:
         launch_seconds: host time per operator, below which no pass can be; 0 where the costs were
             measured on this device.
         reserved: memory that the allocator holds beside a step's tensors, as a share of them.
+        reducers: reducers other than the ring -> fit of averaging a bucket over all workers, from
+            ``ronde bench exchange --cluster``.
     """
 
     name: str = "this machine"
@@ -125,6 +127,7 @@ class Cluster:
     added: dict[str, Added] = field(default_factory=dict)
     launch_seconds: float = 0.0
     reserved: float = 0.0
+    reducers: dict[str, LinkFit] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -252,6 +255,15 @@ def _links(where: str, value: Any) -> dict[str, dict[str, LinkFit]]:
     return found
 
 
+def _reducers(where: str, value: Any) -> dict[str, LinkFit]:
+    if value is None:
+        return {}
+    by_name = fields.read_mapping(where, value, "reducers with their fits")
+    for name in by_name:
+        parse_reducer(str(name))
+    return {str(name): _fit(f"{where}.{name}", fit) for name, fit in by_name.items()}
+
+
 def _fit(where: str, value: Any) -> LinkFit:
     given = fields.read_mapping(
         where, value, "a fit: alpha in seconds, beta in bytes a second, and the ranks it holds for"
@@ -326,4 +338,5 @@ _FIELDS: dict[str, fields.Reader] = {
     "added": _added,
     "launch_seconds": _SECONDS,
     "reserved": _SHARE,
+    "reducers": _reducers,
 }

@@ -17,7 +17,8 @@ _WIDE = 1024  # rows and columns of a typical matrix, for PowerSGD
 def reducer_cost(text: str, ring: CollectiveCost, cluster: Cluster, group: Group) -> CollectiveCost:
     """Seconds to average gradients of so many bytes over ``group``, per step.
 
-    ``docs/reducers.md`` has the formulas. With N workers, n nodes, and g = N/n in each, the ring
+    As measured, if the cluster has it for so many workers; by the formulas of ``docs/reducers.md``
+    otherwise. With N workers, n nodes, and g = N/n in each, the ring
     takes 2(N−1) steps and sends 2(N−1)/N of the bytes.
 
     Args:
@@ -33,6 +34,9 @@ def reducer_cost(text: str, ring: CollectiveCost, cluster: Cluster, group: Group
     choice = parse_reducer(text)
     if group.ranks <= 1 or choice.name == "ring":
         return ring
+    measured = cluster.reducers.get(str(choice))
+    if measured is not None and measured.ranks == group.ranks:
+        return CollectiveCost(measured.alpha, 1 / measured.beta, measured.assumed)
     if choice.name == "hierarchical":
         return _hierarchical(ring, cluster, group)
     own = replace(ring, alpha=ring.alpha / (group.ranks - 1))  # 2 steps in place of 2(N−1)

@@ -187,6 +187,7 @@ def rank_key(
         + 2 * (plan.offload != "none")
         + (plan.virtual > 1)
         + (plan.shard_within is not None)
+        + (plan.reducer != "ring")
     )
     value = prediction.step_seconds if optimize == "speed" else prediction.memory_bytes
     other = prediction.memory_bytes if optimize == "speed" else prediction.step_seconds
