@@ -3,7 +3,8 @@ never a pickle.
 
 Offers :func:`write`, :func:`verify`, :func:`find_valid` (files), the state of models, optimizers
 and generators as named tensors, and the same where every worker holds pieces only:
-:func:`write_pieces`, :func:`pull`, :func:`export_pieces`.
+:func:`write_pieces`, :func:`pull`, :func:`export_pieces`. :class:`Saver` writes in the background;
+:func:`wait_for_saves` waits for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
+    from ronde.checkpoint.background import Saver, Written, wait_for_saves
     from ronde.checkpoint.exact_values import decode_exact, encode_exact
     from ronde.checkpoint.files import (
         Checkpoint,
@@ -36,7 +38,12 @@ if TYPE_CHECKING:
         shard_like,
     )
     from ronde.checkpoint.plain_values import decode, encode
-    from ronde.checkpoint.sharded import export_pieces, gather_whole, write_pieces
+    from ronde.checkpoint.sharded import (
+        export_pieces,
+        gather_whole,
+        prepare_pieces,
+        write_pieces,
+    )
     from ronde.checkpoint.state import (
         group_names,
         join_optimizer,
@@ -58,7 +65,9 @@ __all__ = [
     "Checkpoint",
     "Piece",
     "PieceSource",
+    "Saver",
     "Want",
+    "Written",
     "box_of",
     "decode",
     "decode_exact",
@@ -83,12 +92,14 @@ __all__ = [
     "optimizer_state",
     "optimizer_wants",
     "piece_of",
+    "prepare_pieces",
     "pull",
     "random_state",
     "restore_random",
     "tied_names",
     "trust",
     "verify",
+    "wait_for_saves",
     "write",
     "write_pieces",
 ]
@@ -97,13 +108,14 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
+            "ronde.checkpoint.background": "Saver Written wait_for_saves",
             "ronde.checkpoint.exact_values": "decode_exact encode_exact",
             "ronde.checkpoint.plain_values": "decode encode",
             "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints trust verify "
             "write",
             "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded "
             "local_part piece_of pull shard_like",
-            "ronde.checkpoint.sharded": "export_pieces gather_whole write_pieces",
+            "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces write_pieces",
             "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer "
             "model_pieces model_state model_wants optimizer_pieces optimizer_state "
             "optimizer_wants random_state restore_random tied_names",

@@ -12,6 +12,7 @@ box of which tensor it holds.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -26,9 +27,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ronde.checkpoint.pieces import Box, PieceEntry, PieceSource, sharding_info
+from ronde.checkpoint.tensor_file import write_tensors
 from ronde.world import CheckpointError
 from ronde.world.fence import refuse_fenced
 
@@ -107,11 +109,6 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _dense(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """Contiguous CPU copies that share no memory, as safetensors requires."""
-    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
-
-
 def begin(folder: Path, step: int) -> tuple[Path, bool]:
     """The folder to write the checkpoint of ``step`` to: ``(folder, False)``, or ``(path, True)``
     if it exists already.
@@ -140,12 +137,7 @@ def add(
     """
     if not _FILE.fullmatch(name):
         raise CheckpointError(f"{name!r} is not a name for a file of tensors")
-    path = temporary / name
-    save_file(
-        _dense(tensors), path, metadata={"format": "pt"} if boxes is None else sharding_info(boxes)
-    )
-    sync(path)
-    return {"bytes": path.stat().st_size, "sha256": _digest(path)}
+    return write_tensors(temporary / name, tensors, None if boxes is None else sharding_info(boxes))
 
 
 def finish(
@@ -195,6 +187,31 @@ def finish(
     return target
 
 
+def is_full(error: Exception) -> bool:
+    """Whether a disk or a quota is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def shortage(folder: Path, needed: int) -> str:
+    """How much room a checkpoint of that many bytes lacks. Call it when what was written of it is
+    removed.
+    """
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    if free >= needed:  # a quota, or others have freed some meanwhile
+        return f" (it takes {_megabytes(needed)})"
+    return (
+        f" (it takes {_megabytes(needed)} and {_megabytes(free)} are free: "
+        f"{_megabytes(needed - free)} are missing)"
+    )
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
 def refused(folder: Path, step: int, error: object) -> str:
     """The error text for a checkpoint that could not be written."""
     return (
@@ -240,7 +257,15 @@ def write(
             protected,
         )
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(refused(folder, step, error)) from error
+        lack = ""
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        if is_full(error):
+            sizes = (
+                t.numel() * t.element_size() for named in files.values() for t in named.values()
+            )
+            lack = shortage(folder, sum(sizes))
+        raise CheckpointError(refused(folder, step, f"{error}{lack}")) from error
     finally:
         if temporary is not None and temporary.exists():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -428,8 +453,7 @@ def export(tensors: Tensors, path: Path) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(_dense(tensors), temporary, metadata={"format": "pt"})
-        sync(temporary)
+        write_tensors(temporary, tensors)
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error

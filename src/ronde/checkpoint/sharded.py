@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,16 +18,19 @@ from safetensors import SafetensorError
 
 from ronde.checkpoint import files
 from ronde.checkpoint.pieces import Box, Piece, PieceEntry
+from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
-from ronde.world.consensus import broadcast_json, gather_json
+from ronde.world.consensus import broadcast_json, gather_json, ranks_text
 
-__all__ = ["export_pieces", "gather_pieces", "gather_whole", "write_pieces"]
+__all__ = ["export_pieces", "gather_pieces", "gather_whole", "prepare_pieces", "write_pieces"]
 
 Parts = Mapping[str, Mapping[str, Piece]]
 Tensors = Mapping[str, torch.Tensor]
 
 _SEEN_WITHIN_SECONDS = 10.0  # network file systems show a new folder late
+_LOOK_SECONDS = 0.02  # between two looks at whether all ranks have written
 _PAIRS = 64
+_begun = 0  # checkpoints that this process has begun
 
 
 class _Owners:
@@ -50,6 +54,14 @@ class _Owners:
             box = Box.parse(text)
             if box.numel or not Box.whole(shape).numel:
                 boxes.setdefault(box, rank)
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        return sum(
+            Box.whole(shape).numel * getattr(torch, dtype).itemsize
+            for dtype, shape in self.kinds.values()
+        )
 
     def check(self) -> None:
         """Refuse pieces that do not make up whole tensors."""
@@ -87,17 +99,39 @@ def _file(part: str, rank: int, size: int) -> str:
     return f"{part}-{rank:05d}-of-{size:05d}.safetensors"
 
 
-def _attempt(me: World, what: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Run ``what()`` on every rank and raise the first error anywhere, so that no rank waits for a
-    failed one. A collective.
+class _Post:
+    """Collects a JSON value of every rank on rank 0, over the store, so that threads can.
+
+    Args:
+        number: of this collection, the same on all ranks.
+        stop: once it is set, rank 0 waits no longer for the others.
     """
-    value, error = None, None
-    try:
-        value = what()
-    except (OSError, SafetensorError, CheckpointError) as caught:
-        error = f"{caught}" if me.is_main else f"rank {me.rank}: {caught}"
-    errors = [e for e in gather_json(me, error) if e]
-    return value, errors[0] if errors else None
+
+    def __init__(self, me: World, number: int, stop: threading.Event) -> None:
+        self._me, self._number, self._stop = me, number, stop
+        if me.size > 1:
+            from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+            # A client of its own: a blocking call of another user of the store holds its lock.
+            store: Any = PrefixStore("ronde/save", _get_default_store())
+            self._store = store.clone()
+
+    def collect(self, value: Any) -> list[Any] | None:
+        """All values in rank order on rank 0; None elsewhere."""
+        if self._me.size == 1:
+            return [value]
+        keys = [f"{self._number}/{rank}" for rank in range(self._me.size)]
+        self._store.set(keys[self._me.rank], json.dumps(value))
+        if not self._me.is_main:
+            return None
+        while not self._store.check(keys):
+            if self._stop.wait(_LOOK_SECONDS):
+                missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
+                raise CheckpointError(f"{ranks_text(missing)} did not finish writing")
+        found = [json.loads(text) for text in self._store.multi_get(keys)]
+        for key in keys:
+            self._store.delete_key(key)
+        return found
 
 
 def _wait_for(folder: Path) -> None:
@@ -132,7 +166,7 @@ def _write_all(
                 if rank == me.rank and me.is_main:
                     tensors[name] = pieces[name].tensor
                 elif rank == me.rank and box.numel:
-                    dist.send(_bits(pieces[name].tensor).to(me.device), 0)
+                    dist.send(byte_view(pieces[name].tensor).to(me.device), 0)
                 elif me.is_main:
                     size = box.numel * dtype.itemsize
                     bits = torch.empty(size, dtype=torch.uint8, device=me.device)
@@ -149,6 +183,112 @@ def _write_all(
     if error is not None:
         raise error
     return entries
+
+
+def prepare_pieces(
+    me: World,
+    folder: Path,
+    step: int,
+    parts: Parts,
+    whole: Mapping[str, Tensors],
+    state: Mapping[str, Any],
+    keep: int | None = None,
+    protected: int | None = None,
+    copied: Callable[[Mapping[str, Tensors]], Mapping[str, Tensors]] = dict,
+    stop: threading.Event | None = None,
+) -> Callable[[], Path | None]:
+    """Agree on who writes what of a checkpoint. A collective.
+
+    Args:
+        parts, whole, state, keep, protected: as for :func:`write_pieces`.
+        copied: file name -> tensors that this worker writes, to copies of them, if the training
+            goes on meanwhile.
+        stop: once it is set, rank 0 waits no longer for the others.
+
+    Returns:
+        Callable: writes this worker's part, in any thread. On rank 0 it waits for the others,
+        publishes the checkpoint, and returns its path, or raises CheckpointError with the first
+        error of any rank.
+    """
+    global _begun
+    owners = gather_pieces(me, parts)
+    _begun += 1
+    started: dict[str, Any] = {"number": _begun}
+    temporary: Path | None = None
+    if me.is_main:
+        try:
+            place, exists = files.begin(folder, step)
+            started |= {"path": str(place), "exists": exists}
+            temporary = None if exists else place
+        except (OSError, SafetensorError) as error:
+            started["error"] = files.refused(folder, step, error)
+    started = broadcast_json(me, started)
+    if "error" in started:
+        raise CheckpointError(started["error"])
+    path = Path(started["path"])
+    if started["exists"]:
+        return lambda: path if me.is_main else None
+    post = _Post(me, started["number"], stop or threading.Event())
+    boxes: dict[str, dict[str, Box]] = {}
+    mine: dict[str, Tensors] = {}
+    sent: dict[str, Any] = {}
+    failed: str | None = None
+    full = False
+    if _is_shared():
+        for part, pieces in parts.items():
+            own = {n: p for n, p in pieces.items() if owners[part].boxes[n].get(p.box) == me.rank}
+            if own:
+                file = _file(part, me.rank, me.size)
+                boxes[file] = {n: p.box for n, p in own.items()}
+                mine[file] = {n: p.tensor for n, p in own.items()}
+    else:
+        try:
+            sent = _write_all(me, path, parts, owners)
+        except (OSError, SafetensorError, CheckpointError) as caught:
+            failed, full = f"{caught}", files.is_full(caught)
+    if me.is_main:
+        mine |= whole
+    mine = dict(copied(mine))
+    needed = sum(owner.bytes for owner in owners.values())
+    needed += sum(t.numel() * t.element_size() for named in whole.values() for t in named.values())
+
+    def write() -> Path | None:
+        error, lacks, entries = failed, full, sent
+        try:
+            if error is None:
+                _wait_for(path)
+                entries = sent | {n: files.add(path, n, t, boxes.get(n)) for n, t in mine.items()}
+        except (OSError, SafetensorError, CheckpointError) as caught:
+            error = f"{caught}" if me.is_main else f"rank {me.rank}: {caught}"
+            lacks = files.is_full(caught)
+        try:
+            everyone = post.collect({"entries": entries, "error": error, "full": lacks})
+            if everyone is None:
+                return None
+            for each in everyone:
+                if each["error"]:
+                    shutil.rmtree(path, ignore_errors=True)
+                    lack = files.shortage(folder, needed) if each["full"] else ""
+                    raise CheckpointError(files.refused(folder, step, each["error"] + lack))
+            written = {name: entry for each in everyone for name, entry in each["entries"].items()}
+            tensors = {
+                part: {
+                    name: PieceEntry(
+                        *owner.kinds[name],
+                        {_file(part, rank, me.size): box for box, rank in boxes.items()},
+                    )
+                    for name, boxes in owner.boxes.items()
+                }
+                for part, owner in owners.items()
+            }
+            return files.finish(path, step, written, tensors, state, keep, protected)
+        except OSError as caught:
+            raise CheckpointError(files.refused(folder, step, caught)) from caught
+        finally:
+            if temporary is not None and temporary.exists():
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    return write
 
 
 def write_pieces(
@@ -174,117 +314,19 @@ def write_pieces(
         CheckpointError: on every rank, if any of them could not write; what was there before is
             untouched.
     """
-    owners = gather_pieces(me, parts)
-    started: dict[str, Any] = {}
-    temporary: Path | None = None
+    write = prepare_pieces(me, folder, step, parts, whole, state, keep, protected)
+    told: dict[str, Any] = {}
     try:
-        if me.is_main:
-            try:
-                place, exists = files.begin(folder, step)
-                started = {"path": str(place), "exists": exists}
-                temporary = None if exists else place
-            except (OSError, SafetensorError) as error:
-                started = {"error": files.refused(folder, step, error)}
-        started = broadcast_json(me, started)
-        if "error" in started:
-            raise CheckpointError(started["error"])
-        path = Path(started["path"])
-        if started["exists"]:
-            return path
-
-        def mine() -> dict[str, Any]:
-            if not _is_shared():
-                entries = _write_all(me, path, parts, owners)
-                if me.is_main:
-                    entries |= {name: files.add(path, name, t) for name, t in whole.items()}
-                return entries
-            _wait_for(path)
-            entries = {}
-            for part, pieces in parts.items():
-                own = {
-                    n: p for n, p in pieces.items() if owners[part].boxes[n].get(p.box) == me.rank
-                }
-                if own:
-                    file = _file(part, me.rank, me.size)
-                    entries[file] = files.add(
-                        path,
-                        file,
-                        {n: p.tensor for n, p in own.items()},
-                        {n: p.box for n, p in own.items()},
-                    )
-            if me.is_main:
-                entries |= {name: files.add(path, name, tensors) for name, tensors in whole.items()}
-            return entries
-
-        written, failed = _attempt(me, mine)
-        if failed is not None:
-            raise CheckpointError(files.refused(folder, step, failed))
-        entries = {name: entry for each in gather_json(me, written) for name, entry in each.items()}
-        tensors = {
-            part: {
-                name: PieceEntry(
-                    *owner.kinds[name],
-                    {_file(part, rank, me.size): box for box, rank in boxes.items()},
-                )
-                for name, boxes in owner.boxes.items()
-            }
-            for part, owner in owners.items()
-        }
-        _, failed = _attempt(
-            me,
-            lambda: (
-                files.finish(path, step, entries, tensors, state, keep, protected)
-                if me.is_main
-                else None
-            ),
-        )
-        if failed is not None:
-            raise CheckpointError(files.refused(folder, step, failed))
-        return folder / f"step-{step:09d}"
-    finally:
-        if temporary is not None and temporary.exists():
-            shutil.rmtree(temporary, ignore_errors=True)
+        told = {"path": str(write())}
+    except CheckpointError as error:
+        told = {"error": f"{error}"}
+    told = broadcast_json(me, told)
+    if "error" in told:
+        raise CheckpointError(told["error"])
+    return Path(told["path"])
 
 
 # -- one plain file --------------------------------------------------------------------
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """A safetensors file up to its first tensor: a length, and JSON padded to eight bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, (dtype, shape) in kinds.items():
-        if dtype not in _NAMES:
-            raise CheckpointError(f"{name!r} is of type {dtype}, which safetensors does not hold")
-        stop = start + Box.whole(shape).numel * dtype.itemsize
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> torch.Tensor | None:
@@ -299,7 +341,7 @@ def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> to
         if rank == me.rank:
             assert piece is not None
             if whole is None:
-                dist.send(_bits(piece.tensor).to(me.device), 0)
+                dist.send(byte_view(piece.tensor).to(me.device), 0)
             else:
                 whole[box.inside(Box.whole(shape))] = piece.tensor.to("cpu")
         elif whole is not None:
@@ -323,7 +365,7 @@ def gather_whole(
         dtype, shape = getattr(torch, owner.kinds[name][0]), owner.kinds[name][1]
         if everywhere:
             size = Box.whole(shape).numel * dtype.itemsize
-            bits = torch.empty(size, dtype=torch.uint8) if tensor is None else _bits(tensor)
+            bits = torch.empty(size, dtype=torch.uint8) if tensor is None else byte_view(tensor)
             bits = bits.to(me.device)
             if size:
                 dist.broadcast(bits, 0)
@@ -347,27 +389,29 @@ def export_pieces(
     owner = gather_pieces(me, {"model": pieces})["model"]
     names = {name: name for name in owner.boxes}
     names |= {name: origin for name, origin in same.items() if origin in owner.boxes}
+    kinds = {n: (getattr(torch, owner.kinds[o][0]), owner.kinds[o][1]) for n, o in names.items()}
     temporary = path.with_name(f"{path.name}.{me.rank}.writing")
     error: str | None = None
+    try:
+        header, order = tensor_header(kinds)
+    except CheckpointError as caught:  # on every rank
+        raise CheckpointError(f"{path} could not be written: {caught}") from None
     with contextlib.ExitStack() as stack:
         file = None
         if me.is_main:
             try:
-                kinds = {
-                    n: (getattr(torch, owner.kinds[o][0]), owner.kinds[o][1])
-                    for n, o in names.items()
-                }
                 path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(temporary.open("wb"))
                 stack.callback(lambda: temporary.unlink(missing_ok=True))
-                file.write(_header(kinds))
-            except (OSError, CheckpointError) as caught:
+                file.write(header)
+            except OSError as caught:
                 error = f"{path} could not be written: {caught}"
-        for name, origin in names.items():
+        for name in order:
+            origin = names[name]
             tensor = _gather_one(me, origin, owner, pieces.get(origin))
             if tensor is not None and file is not None and error is None:
                 try:
-                    file.write(_bits(tensor).numpy().data)
+                    file.write(byte_view(tensor).numpy().data)
                 except OSError as caught:
                     error = f"{path} could not be written: {caught}"
             del tensor, name

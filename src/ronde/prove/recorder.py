@@ -317,7 +317,7 @@ class Recorder(hooks.Observer):
             # The script may write into its run directory: this one ends with the study.
             run.dir = RunDir(Path(self.settings.folder) / "run")
             run.dir.path.mkdir(exist_ok=True)
-            run.save = lambda: None  # type: ignore[method-assign]
+            run.save = lambda *, wait=True: None  # type: ignore[assignment,method-assign,misc]
         self._watch_gradients(run)
         if self.splits_steps(run):
             self._keep_gradients(run)

@@ -31,7 +31,7 @@ class BestCheckpoint:
         step: optimizer steps done then.
         epoch: the epoch then, from 0.
         path: the checkpoint with its weights. It is written when the script takes the next batch or
-            ends the epoch. None if the run writes nothing.
+            ends the epoch. None if the run writes nothing, or could not write it.
     """
 
     metric: str
@@ -129,6 +129,11 @@ class KeepBest:
                 path=f"checkpoints/{path.name}",
             )
         ]
+
+    def lost(self, step: int) -> None:
+        """The checkpoint of ``step`` could not be written."""
+        if self.best is not None and self.best.step == step:
+            self.best, self._announced = dataclasses.replace(self.best, path=None), -1
 
     def to_dict(self) -> dict[str, Any] | None:
         """Its form in a checkpoint."""

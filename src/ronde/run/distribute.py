@@ -86,6 +86,7 @@ def distribute(
     save_every: int | None = None,
     keep: int = 3,
     keep_best: str | None = None,
+    async_save: bool = True,
     on_nan: Literal["error", "ignore"] = "error",
     tensorboard: bool = False,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -147,6 +148,9 @@ def distribute(
             :meth:`Run.evaluate`: ``"accuracy"``, ``"loss"``, ``"min:rank"``, or ``"val/loss"`` of
             evaluations with that name. Without a direction, less is better if the metric's name
             contains "loss", "error", or "perplexity". See :attr:`Run.best`.
+        async_save: write the checkpoints of ``save_every``, ``keep_best``, and ends of epochs in
+            the background: the training stops for a copy in the host's memory only, which is kept
+            for the next one. False writes them while the training waits.
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights change;
             ``"ignore"`` trains on. On accelerators, where a check waits for the device, it checks
             one step in fifty.
@@ -280,6 +284,7 @@ def distribute(
         save_every=save_every,
         keep=keep,
         keep_best=keep_best,
+        async_save=async_save,
         on_nan=on_nan,
         writer=scalar_writer(directory, tensorboard, me, part),
         in_lists=micro_batch is not None

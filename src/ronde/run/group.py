@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ronde.run.saving import Saving
 from ronde.run.script_time import ScriptTime
 from ronde.watch import RunDir, check_name
 from ronde.world import ArgumentError, CheckpointError, RondeError
@@ -58,6 +59,7 @@ class RunGroup:
         due: whether a checkpoint is written as soon as the loop's body has ended.
         leaves: whether the process ends then, because it was asked to.
         script_time: the script's own time in the loop.
+        saving: writes the checkpoints.
     """
 
     def __init__(self, directory: RunDir | None, resumes: bool) -> None:
@@ -70,6 +72,7 @@ class RunGroup:
         self.choice: Choice | None = None
         self.due = self.leaves = False
         self.script_time = ScriptTime()
+        self.saving = Saving()
         # A run holds its group, and a cycle would keep loading processes: see Run.port. A group of
         # several holds them until all have ended, because each checkpoint has all of them.
         self._members: dict[str, weakref.ref[RunParts]] = {}
@@ -145,6 +148,7 @@ class RunGroup:
         """Let go of the runs after all of them have ended."""
         if all(run._ended for run in self.runs):
             self._held = []
+            self.saving.free()
 
     # -- gradients ---------------------------------------------------------------------
 
@@ -235,8 +239,11 @@ class RunGroup:
         return self._completed_at == self.readings > readings
 
     def stepped(self, run: RunParts) -> None:
-        """Note a step, and warn if a separate training has taken one in between."""
+        """Note a step, tell how the last save has ended, and warn if a separate training has taken
+        a step in between.
+        """
         global _stepped
+        self.saving.poll(run)
         if self.number < _stepped and not self._warned and self.directory is not None:
             self._warned = True
             run._warn(

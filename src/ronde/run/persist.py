@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +20,11 @@ from ronde.world.consensus import gather_json
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["export_weights", "file_prefix", "holds_all", "restore", "restore_pieces", "save"]
+__all__ = ["export_weights", "file_prefix", "holds_all", "prepare", "restore", "restore_pieces"]
 
 Tensors = Mapping[str, torch.Tensor]
+Copied = Callable[[Mapping[str, Tensors]], Mapping[str, Tensors]]
+Write = Callable[[], Path | None]
 
 _WORDS = {
     "order": "what the order of samples permutes",
@@ -80,15 +84,25 @@ def _values(
     }
 
 
-def save(
-    runs: Mapping[str, RunParts], folder: Path, step: int, keep: int | None = None
-) -> Path | None:
-    """Write one checkpoint of all runs of a loop: rank 0 alone if it holds everything, else all
-    workers. Returns its path on rank 0.
+def prepare(
+    runs: Mapping[str, RunParts],
+    folder: Path,
+    step: int,
+    keep: int | None,
+    copied: Copied = dict,
+    stop: threading.Event | None = None,
+) -> Write:
+    """Prepare one checkpoint of all runs of a loop. A collective if a worker holds a part only.
 
     Args:
         runs: part name -> run; the first one's is empty.
         step: optimizer steps of all of them.
+        copied: file name -> tensors, to copies of them, if the training goes on meanwhile.
+        stop: once it is set, rank 0 waits no longer for the others.
+
+    Returns:
+        Callable: writes it, in any thread: rank 0 alone if it holds everything, else all workers.
+        It returns the checkpoint's path on rank 0.
     """
     stateful = any(has_state(run) for run in runs.values())
     if stateful or any(not holds_all(run) or run._registry.items for run in runs.values()):
@@ -108,9 +122,9 @@ def save(
         if run._schedule is not None:
             more[part]["batch_schedule"] = run._schedule.to_dict(run)
     if stateful or not all(map(holds_all, runs.values())):
-        return _save_together(runs, folder, step, keep, more, own, averaged)
+        return _prepare_together(runs, folder, step, keep, more, own, averaged, copied, stop)
     if not runs[""].is_main:
-        return None
+        return lambda: None
     drawn, randomness = checkpoint.random_state()
     files: dict[str, Tensors] = {}
     states = {}
@@ -124,7 +138,9 @@ def save(
             files[f"{prefix}average.safetensors"] = {n: p.tensor for n, p in pieces.items()}
         states[part] = {**_values(run, same, optimizer, randomness), **more[part]}
     files = {**files, "random.safetensors": drawn, **own}
-    return checkpoint.write(folder, step, files, _join(states), keep, runs[""]._best.step)
+    return partial(
+        checkpoint.write, folder, step, copied(files), _join(states), keep, runs[""]._best.step
+    )
 
 
 def file_prefix(part: str) -> str:
@@ -138,7 +154,7 @@ def _join(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {**states[""], "parts": others} if others else states[""]
 
 
-def _save_together(
+def _prepare_together(
     runs: Mapping[str, RunParts],
     folder: Path,
     step: int,
@@ -146,7 +162,9 @@ def _save_together(
     more: Mapping[str, Mapping[str, Any]],
     own: Mapping[str, Tensors],
     averaged: Mapping[str, dict[str, checkpoint.Piece]],
-) -> Path | None:
+    copied: Copied,
+    stop: threading.Event | None,
+) -> Write:
     first = runs[""]
     error: str | None = None
     parts: dict[str, dict[str, checkpoint.Piece]] = {}
@@ -177,10 +195,10 @@ def _save_together(
         optimizers = [each["optimizer"][part] for each in everyone]
         states[part]["optimizer"] = checkpoint.join_optimizer(run._work.groups, optimizers)
     plain = {"random.safetensors": drawn, **own}
-    path = checkpoint.write_pieces(
-        first._me, folder, step, parts, plain, _join(states), keep, first._best.step
+    state, best = _join(states), first._best.step
+    return checkpoint.prepare_pieces(
+        first._me, folder, step, parts, plain, state, keep, best, copied, stop
     )
-    return path if first.is_main else None
 
 
 def export_weights(run: RunParts, path: Path) -> None:
@@ -286,7 +304,7 @@ def restore_pieces(
     """Continue from a checkpoint where each worker holds and reads a part, or refuse it.
 
     Args:
-        saved: the plain values of :func:`save`.
+        saved: the plain values of a checkpoint.
         shapes: ``"model"``, ``"optimizer"``, and ``"average"`` -> name -> shape, on every rank.
         sources: the same parts as files; empty on a worker that does not see them.
         all_see: whether every worker sees them.

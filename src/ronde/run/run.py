@@ -54,7 +54,6 @@ from ronde.run.script_time import timing_event
 from ronde.run.seeding import reseeding, seed_step
 from ronde.run.unregistered import Unregistered, claim
 from ronde.watch import (
-    Checkpointed,
     Ended,
     Epoch,
     Evaluated,
@@ -102,6 +101,7 @@ class Run:
         save_every: int | None,
         keep: int,
         keep_best: str | None,
+        async_save: bool,
         on_nan: str,
         in_lists: bool,
         group: RunGroup,
@@ -140,6 +140,7 @@ class Run:
         self._writer = writer
         self._save_every = save_every
         self._keep = keep
+        self._async_save = async_save
         self._on_nan = on_nan
         device, precision = me.device.type, plan.precision
         self._reads_are_free = device == "cpu"
@@ -305,10 +306,11 @@ class Run:
     def _complete(self) -> None:
         """The loop over epochs has ended: by itself, or because the one beside it in zip() has."""
         group = self._group
+        group.saving.settle(group.runs)
         if group.in_epochs():
             group.due = group.due or group.is_unsaved
         elif group.is_unsaved:
-            self._save_or_warn()
+            self._save_or_warn(wait=True)
         self._finish("completed")
 
     def batches(self) -> Iterator[Any]:
@@ -820,22 +822,26 @@ class Run:
             )
         self._schedule, self._saved_schedule = schedule, None
 
-    def save(self) -> Path | None:
+    def save(self, *, wait: bool = True) -> Path | None:
         """Write a checkpoint now: weights, optimizer, scheduler, what is registered, and the place
         in the data, of all runs of the loop. Call it on every worker, last in the body of the loop
         over batches.
 
+        Args:
+            wait: False copies everything and writes it in the background, as ``save_every`` does.
+
         Returns:
-            Path: the checkpoint on rank 0, None on other ranks.
+            Path: the checkpoint on rank 0, None on other ranks and with ``wait=False``.
 
         Raises:
-            CheckpointError: it could not be written; earlier ones are untouched.
+            CheckpointError: it could not be written; earlier ones are untouched. With
+                ``wait=False``, a warning tells it.
         """
         if self._in_epochs and self._epoch_is_over() and self._registry.items:
             self._warn_of_save()
-        return self._save()
+        return self._save(wait)
 
-    def _save(self) -> Path | None:
+    def _save(self, wait: bool = False) -> Path | None:
         group = self._group
         runs = group.parts()
         for run in runs.values():
@@ -857,15 +863,8 @@ class Run:
             run._watcher.rate.pause()
             run._watcher.flush()  # a resume from this checkpoint does not record these steps again
             run._look_for_unregistered()
-        start = time.perf_counter()
         paused = self._script_time.pause()
-        keep = max(run._keep for run in runs.values())
-        path = persist.save(runs, self.dir.checkpoints, group.step, keep)
-        if path is not None:
-            seconds = time.perf_counter() - start
-            size, name = sum(f.stat().st_size for f in path.iterdir()), f"checkpoints/{path.name}"
-            event = Checkpointed(step=group.step, path=name, bytes=size, seconds=seconds)
-            runs[""]._watcher.event(event, *runs[""]._best.event(path))
+        path = group.saving.save(runs, self.dir.checkpoints, group.step, wait)
         for run in runs.values():
             run._watcher.rate.resume()
         self._script_time.resume(paused)
@@ -1240,10 +1239,10 @@ class Run:
             for warning in self._unregistered.look(self, self._registry.items.values()):
                 self._warn(warning)
 
-    def _save_or_warn(self) -> None:
+    def _save_or_warn(self, wait: bool = False) -> None:
         """Save without being asked: a full disk must not end the training."""
         try:
-            self._save()
+            self._save(wait)
         except CheckpointError as error:
             self._warn(f"{error}")
 
@@ -1314,6 +1313,7 @@ class Run:
     def _end_unasked(self) -> None:
         self._watcher.flush()
         if hasattr(sys, "last_value") or not self.state.step:
+            self._group.saving.leave(self)
             self._watcher.close()
             return
         group = self._group
@@ -1321,6 +1321,7 @@ class Run:
             beside = run._in_epochs and group.ends_with(run._readings)
             if beside or run._epoch_is_over():
                 run._end_epoch()
+        group.saving.settle(group.runs)
         if group.is_unsaved and self._deadline is None:
-            self._save_or_warn()
+            self._save_or_warn(wait=True)
         self._finish("completed")

@@ -65,7 +65,7 @@ class RunView(Protocol):
     def step(self, batch: Any) -> torch.Tensor:
         """One optimizer step on one batch."""
 
-    def save(self) -> Path | None:
+    def save(self, *, wait: bool = True) -> Path | None:
         """Write a checkpoint now."""
 
     def backward(self, loss: Any) -> None:
@@ -93,6 +93,7 @@ class RunParts(RunView, Protocol):
     _last_saved_time: float
     _part: str
     _keep: int
+    _async_save: bool
     _ended: bool
     _in_epochs: bool
     _readings: int
@@ -114,7 +115,7 @@ class RunParts(RunView, Protocol):
 
     def _warn(self, text: str) -> None: ...
 
-    def _save(self) -> Path | None: ...
+    def _save(self, wait: bool = False) -> Path | None: ...
 
     def _leave(self) -> None: ...
 

@@ -117,13 +117,16 @@ class Logged(Event):
 
 @dataclass(frozen=True)
 class Checkpointed(Event):
-    """A complete checkpoint was written. ``path`` is relative to the run directory."""
+    """A complete checkpoint was written, in ``seconds``; the training stood still for
+    ``stall_seconds`` of them. ``path`` is relative to the run directory.
+    """
 
     type: ClassVar[str] = "checkpoint"
     step: int
     path: str
     bytes: int
     seconds: float
+    stall_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

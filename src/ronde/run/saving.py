@@ -1,0 +1,172 @@
+"""Saves the runs of a loop: in the background, one checkpoint at a time, and says at once if that
+fails or falls behind.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ronde.cache.budget import free_memory
+from ronde.checkpoint import Saver, Written
+from ronde.run import persist
+from ronde.watch import BestFound, Checkpointed
+from ronde.world import CheckpointError, WorldError
+
+if TYPE_CHECKING:
+    from ronde.run.step_port import RunParts
+
+__all__ = ["Saving"]
+
+_LONG_SECONDS = 60.0  # a write that takes longer, and much longer than any before, is told of
+_EXIT_SECONDS = 30.0  # how long a process that failed waits for its last checkpoint
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Saving:
+    """The checkpoints of one loop.
+
+    Attributes:
+        saver: does the writing.
+    """
+
+    def __init__(self) -> None:
+        self.saver = Saver()
+        self._open = False  # whether a save is not settled; the same on all ranks
+        self._divided = False  # whether workers hold parts of it
+        self._best: list[BestFound] = []
+        self._announced = False
+        self._longest = 0.0
+        self._said_behind = self._said_long = self._said_memory = False
+
+    def save(self, runs: dict[str, RunParts], folder: Path, step: int, wait: bool) -> Path | None:
+        """Write a checkpoint, after the one before it has ended. A collective.
+
+        Args:
+            runs: part name -> run; the first one's is empty.
+            wait: whether to return only when it is written.
+
+        Returns:
+            Path: the checkpoint on rank 0, if it waited; else None.
+
+        Raises:
+            CheckpointError: it waited, and the checkpoint could not be written; or what is to be
+                saved cannot be in a checkpoint.
+        """
+        began = time.perf_counter()
+        first, saver = runs[""], self.saver
+        if saver.is_writing and not wait and not self._said_behind:
+            self._said_behind = True
+            if first.is_main:
+                first._warn(
+                    f"saving falls behind: the checkpoint before that of step {step} has been "
+                    f"written for {saver.seconds:.1f} s and is not ready, so the training waits "
+                    "for it. Save less often, or to a faster disk"
+                )
+        self.settle([*runs.values()])
+        wait = wait or not all(run._async_save for run in runs.values())
+        inline = wait
+
+        def copied(files: Mapping[str, Tensors]) -> Mapping[str, Tensors]:
+            nonlocal inline
+            inline = inline or not self._has_memory(first, files)
+            return files if inline else saver.copy(files)
+
+        keep = max(run._keep for run in runs.values())
+        write = persist.prepare(runs, folder, step, keep, copied, saver.stop)
+        self._open, self._announced, self._said_long = True, False, False
+        self._divided = not all(map(persist.holds_all, runs.values()))
+        self._best = first._best.event(folder / f"step-{step:09d}")
+        saver.begin(step, write, began, wait=inline)
+        # whether to wait is the same on all ranks; whether there is memory is not
+        return self.settle([*runs.values()], raises=True) if wait else None
+
+    def _has_memory(self, run: RunParts, files: Mapping[str, Tensors]) -> bool:
+        named = {f"{f}/{n}": t for f, tensors in files.items() for n, t in tensors.items()}
+        needed, free = self.saver.missing_bytes(named), free_memory()
+        if 2 * needed <= free:
+            return True
+        if not self._said_memory:
+            self._said_memory = True
+            run._watcher.say(
+                f"checkpoints are written while the training waits: a copy of what rank {run.rank} "
+                f"saves takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free"
+            )
+        return False
+
+    def settle(self, runs: Sequence[RunParts], raises: bool = False) -> Path | None:
+        """Wait until the save under way has ended, on all ranks. A collective if there is one.
+
+        Args:
+            runs: of the loop.
+            raises: whether an error is raised; otherwise it is a warning.
+
+        Returns:
+            Path: the checkpoint on rank 0.
+        """
+        if not self._open:
+            return None
+        self._open = False
+        written = self.saver.finish()
+        assert written is not None
+        error, first = written.error, runs[0]
+        if first.world_size > 1:
+            # Under replicate, rank 0 knows alone, and the others may have ended.
+            with suppress(*(() if self._divided else (WorldError,))):
+                error = first._rendezvous.meet("run.save()", error)[0]
+        if error:
+            for run in runs:
+                run._last_saved_step = -1
+            first._best.lost(written.step)
+        if first.is_main and not self._announced and not (error and raises):
+            self._announce(first, written)
+        if error and raises:
+            raise CheckpointError(error)
+        return written.path
+
+    def poll(self, run: RunParts) -> None:
+        """Tell how the save under way has ended, if it has: rank 0 does."""
+        if not self._open or self._announced or not run.is_main:
+            return
+        if (written := self.saver.poll()) is not None:
+            self._announce(run, written)
+        elif self.saver.seconds > max(_LONG_SECONDS, 5 * self._longest) and not self._said_long:
+            self._said_long = True
+            run._warn(
+                f"a checkpoint has been written for {self.saver.seconds:.0f} s and is not ready. "
+                "The disk is slow or hangs. The training goes on until the next one is due"
+            )
+
+    def _announce(self, run: RunParts, written: Written) -> None:
+        self._announced = True
+        if written.error:
+            run._warn(f"{written.error} The training goes on.")
+            return
+        if written.path is None:
+            return
+        self._longest = max(self._longest, written.seconds)
+        event = Checkpointed(
+            step=written.step,
+            path=f"checkpoints/{written.path.name}",
+            bytes=written.bytes,
+            seconds=written.seconds,
+            stall_seconds=written.stall_seconds,
+        )
+        run._watcher.event(event, *self._best)
+
+    def leave(self, run: RunParts) -> None:
+        """The process ends after an error: let this worker's part of the last save end."""
+        if self._open:
+            self.saver.finish(_EXIT_SECONDS)
+            self.poll(run)
+            self.saver.stop.set()
+
+    def free(self) -> None:
+        """The last run of the loop has ended."""
+        self.saver.free()
