@@ -152,6 +152,7 @@ def test_model_and_optimizer():
         ({"micro_batch": 0}, ["micro_batch=0"]),
         ({"save_every": 0}, ["save_every=0"]),
         ({"keep": 0}, ["keep=0"]),
+        ({"keep": "last=0"}, ["keep='last=0'"]),
         ({"clip_norm": 0}, ["clip_norm=0", "above 0"]),
         ({"clip_norm": float("nan")}, ["clip_norm=nan"]),
         ({"loss": "mse"}, ["loss must be callable", "found str"]),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         export,
         find_valid,
         list_checkpoints,
+        remove,
         trust,
         verify,
         write,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         shard_like,
     )
     from ronde.checkpoint.plain_values import decode, encode
+    from ronde.checkpoint.retention import KeepPolicy
     from ronde.checkpoint.sharded import (
         export_pieces,
         gather_whole,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Box",
     "Checkpoint",
+    "KeepPolicy",
     "Piece",
     "PieceSource",
     "Saver",
@@ -95,6 +98,7 @@ __all__ = [
     "prepare_pieces",
     "pull",
     "random_state",
+    "remove",
     "restore_random",
     "tied_names",
     "trust",
@@ -111,10 +115,11 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.checkpoint.background": "Saver Written wait_for_saves",
             "ronde.checkpoint.exact_values": "decode_exact encode_exact",
             "ronde.checkpoint.plain_values": "decode encode",
-            "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints trust verify "
-            "write",
+            "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints remove "
+            "trust verify write",
             "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded "
             "local_part piece_of pull shard_like",
+            "ronde.checkpoint.retention": "KeepPolicy",
             "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces write_pieces",
             "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer "
             "model_pieces model_state model_wants optimizer_pieces optimizer_state "

@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ronde.checkpoint.pieces import Box, PieceEntry, PieceSource, sharding_info
+from ronde.checkpoint.retention import KeepPolicy
 from ronde.checkpoint.tensor_file import write_tensors
 from ronde.world import CheckpointError
 from ronde.world.fence import refuse_fenced
@@ -146,7 +147,7 @@ def finish(
     entries: Mapping[str, Any],
     tensors: Mapping[str, Mapping[str, PieceEntry]],
     state: Mapping[str, Any],
-    keep: int | None,
+    keep: KeepPolicy | int | None,
     protected: int | None = None,
 ) -> Path:
     """Write the manifest, publish the checkpoint, and remove old ones. Returns its path."""
@@ -175,16 +176,28 @@ def finish(
     temporary.rename(target)
     sync(folder)
     if keep is not None:
-        for old in list_checkpoints(folder)[keep:]:
-            if protected is not None and old.name == f"step-{protected:09d}":
-                continue
-            doomed = folder / f"{_TEMPORARY}old-{old.name}"
-            try:
-                old.rename(doomed)  # first out of sight, so that a half-deleted one is never found
-            except OSError:
-                continue
-            shutil.rmtree(doomed, ignore_errors=True)
+        policy = keep if isinstance(keep, KeepPolicy) else KeepPolicy.parse(keep)
+        stay = [step] if protected is None else [step, protected]
+        steps = [step_of(path) for path in list_checkpoints(folder)]
+        for old in policy.doomed(steps, stay):
+            remove(folder / f"step-{old:09d}")
     return target
+
+
+def remove(path: Path) -> bool:
+    """Remove a checkpoint. Returns whether it is gone."""
+    doomed = path.with_name(f"{_TEMPORARY}old-{path.name}")
+    try:
+        path.rename(doomed)  # first out of sight, so that a half-deleted one is never found
+    except OSError:
+        return False
+    shutil.rmtree(doomed, ignore_errors=True)
+    return True
+
+
+def step_of(path: Path) -> int:
+    """The optimizer steps that a checkpoint's name says."""
+    return int(path.name.removeprefix("step-"))
 
 
 def is_full(error: Exception) -> bool:
@@ -225,7 +238,7 @@ def write(
     step: int,
     files: Mapping[str, Tensors],
     state: Mapping[str, Any],
-    keep: int | None = None,
+    keep: KeepPolicy | int | None = None,
     protected: int | None = None,
 ) -> Path:
     """Write a checkpoint of ``step`` into ``folder`` and return its path.
@@ -234,8 +247,8 @@ def write(
         folder: where checkpoints live; made if missing.
         files: file name (``model.safetensors``) -> its tensors.
         state: plain JSON values.
-        keep: how many of the newest to keep, None for all. Older ones go only after this one is
-            safe on disk.
+        keep: how many of the newest to keep, or which; None for all. Others go only after this one
+            is safe on disk.
         protected: a step whose checkpoint stays besides the newest.
 
     Raises:
@@ -276,7 +289,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=step_of, reverse=True)
 
 
 def _manifest(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 
 from ronde.checkpoint import files
 from ronde.checkpoint.pieces import Box, Piece, PieceEntry
+from ronde.checkpoint.retention import KeepPolicy
 from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json, gather_json, ranks_text
@@ -192,7 +193,7 @@ def prepare_pieces(
     parts: Parts,
     whole: Mapping[str, Tensors],
     state: Mapping[str, Any],
-    keep: int | None = None,
+    keep: KeepPolicy | int | None = None,
     protected: int | None = None,
     copied: Callable[[Mapping[str, Tensors]], Mapping[str, Tensors]] = dict,
     stop: threading.Event | None = None,
@@ -298,7 +299,7 @@ def write_pieces(
     parts: Parts,
     whole: Mapping[str, Tensors],
     state: Mapping[str, Any],
-    keep: int | None = None,
+    keep: KeepPolicy | int | None = None,
     protected: int | None = None,
 ) -> Path:
     """Write a checkpoint together and return its path. A collective.
@@ -307,7 +308,7 @@ def write_pieces(
         parts: ``"model"``, ``"optimizer"`` -> what this worker holds of it.
         whole: file name -> tensors that rank 0 writes as they are.
         state: plain JSON values; those of rank 0 count.
-        keep: how many of the newest to keep, None for all.
+        keep: how many of the newest to keep, or which; None for all.
         protected: a step whose checkpoint stays besides the newest.
 
     Raises:

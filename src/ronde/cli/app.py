@@ -49,6 +49,7 @@ def _verbs() -> None:
     from ronde.cli import (
         bench,
         check,
+        checkpoints,
         doctor,
         horovodrun,
         migrate,
@@ -62,7 +63,8 @@ def _verbs() -> None:
         submit,
     )
 
-    for verb in (run, plan, prove, doctor, bench, check, pack, runs, scale, show, submit):
+    verbs = (run, plan, prove, doctor, bench, check, pack, runs, scale, show, checkpoints, submit)
+    for verb in verbs:
         verb.register(app)
     horovodrun.register(app)
     migrate.register(app)

@@ -15,7 +15,8 @@ from ronde.watch import Evaluated, Logged, RunDir, StepRecorded, curve, latest, 
 from ronde.world import ArgumentError
 
 
-def _find(folder: Path, name: str | None) -> RunDir:
+def find_run(folder: Path, name: str | None) -> RunDir:
+    """The run of that name in ``folder``, or at that path; the last one without a name."""
     if name is None:
         found = latest(folder)
         if found is None:
@@ -86,7 +87,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from rich.console import Console
 
-        run = _find(folder, name)
+        run = find_run(folder, name)
         summary = summarise(run)
         if as_json:
             print(

@@ -256,7 +256,6 @@ def check_arguments(
     *,
     choices: Mapping[str, tuple[Any, tuple[str | None, ...]]],
     counts: Mapping[str, Any],
-    keep: Any,
     seed: Any,
     warmup_steps: Any,
     loss: Any,
@@ -269,8 +268,6 @@ def check_arguments(
     for name, count in counts.items():
         fine = count is None or (is_whole(count) and count > 0)
         _require(fine, f"{name}={count!r} must be a whole number above 0.")
-    fine = is_whole(keep) and keep > 0
-    _require(fine, f"keep={keep!r} must be a whole number above 0.")
     _require(is_whole(seed), f"seed={seed!r} must be a whole number.")
     fine = warmup_steps is None or (is_whole(warmup_steps) and warmup_steps >= 0)
     _require(fine, f"warmup_steps={warmup_steps!r} must be a whole number, 0 or more.")

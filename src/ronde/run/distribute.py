@@ -84,7 +84,7 @@ def distribute(
     lr_rule: Literal["linear", "sqrt", "none"] | None = None,
     warmup_steps: int | None = None,
     save_every: int | None = None,
-    keep: int = 3,
+    keep: int | str = 3,
     keep_best: str | None = None,
     async_save: bool = True,
     on_nan: Literal["error", "ignore"] = "error",
@@ -143,7 +143,9 @@ def distribute(
         warmup_steps: for ``batch="grow"``; None is five epochs, as in Goyal et al.
         save_every: optimizer steps between checkpoints; None saves at the end, and at ends of
             epochs at most once a minute.
-        keep: number of checkpoints to keep, the newest.
+        keep: how many of the newest checkpoints to keep, or a policy, as
+            ``"last=3,every=1000,best=accuracy"``: besides the newest, the first checkpoint of each
+            thousand steps, and that of the best evaluation (as ``keep_best``).
         keep_best: also keep the checkpoint of the best evaluation, by this metric of
             :meth:`Run.evaluate`: ``"accuracy"``, ``"loss"``, ``"min:rank"``, or ``"val/loss"`` of
             evaluations with that name. Without a direction, less is better if the metric's name
@@ -189,12 +191,17 @@ def distribute(
             "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
         },
         counts={"batch_size": batch_size, "micro_batch": micro_batch, "save_every": save_every},
-        keep=keep,
         seed=seed,
         warmup_steps=warmup_steps,
         loss=loss,
         clip_norm=clip_norm,
     )
+    policy = checkpoint.KeepPolicy.parse(keep)
+    if policy.best is not None and keep_best not in (None, policy.best):
+        raise ArgumentError(
+            f"keep={keep!r} names another metric than keep_best={keep_best!r}. Give one of them."
+        )
+    keep_best = keep_best or policy.best
     if keep_best is not None:
         split_metric(keep_best)
     if loss_reduction == "sum" and batch == "grow" and lr_rule != "none":
@@ -282,7 +289,7 @@ def distribute(
         watcher=watcher,
         directory=directory,
         save_every=save_every,
-        keep=keep,
+        keep=policy,
         keep_best=keep_best,
         async_save=async_save,
         on_nan=on_nan,

@@ -88,7 +88,7 @@ def prepare(
     runs: Mapping[str, RunParts],
     folder: Path,
     step: int,
-    keep: int | None,
+    keep: checkpoint.KeepPolicy | None,
     copied: Copied = dict,
     stop: threading.Event | None = None,
 ) -> Write:
@@ -158,7 +158,7 @@ def _prepare_together(
     runs: Mapping[str, RunParts],
     folder: Path,
     step: int,
-    keep: int | None,
+    keep: checkpoint.KeepPolicy | None,
     more: Mapping[str, Mapping[str, Any]],
     own: Mapping[str, Tensors],
     averaged: Mapping[str, dict[str, checkpoint.Piece]],

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ronde.checkpoint import KeepPolicy
 from ronde.data import Order, key_of
 from ronde.loader import DrawAhead, Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work, own_calls
@@ -99,7 +100,7 @@ class Run:
         directory: RunDir | None,
         writer: Any,
         save_every: int | None,
-        keep: int,
+        keep: KeepPolicy,
         keep_best: str | None,
         async_save: bool,
         on_nan: str,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ronde.cache.budget import free_memory
-from ronde.checkpoint import Saver, Written
+from ronde.checkpoint import KeepPolicy, Saver, Written
 from ronde.run import persist
 from ronde.watch import BestFound, Checkpointed
 from ronde.world import CheckpointError, WorldError
@@ -78,7 +78,7 @@ class Saving:
             inline = inline or not self._has_memory(first, files)
             return files if inline else saver.copy(files)
 
-        keep = max(run._keep for run in runs.values())
+        keep = KeepPolicy.merge(run._keep for run in runs.values())
         write = persist.prepare(runs, folder, step, keep, copied, saver.stop)
         self._open, self._announced, self._said_long = True, False, False
         self._divided = not all(map(persist.holds_all, runs.values()))

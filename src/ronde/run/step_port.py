@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ronde.checkpoint import KeepPolicy
 from ronde.data import key_of
 from ronde.loader import TakenOver
 from ronde.parallel import Replicate, Strategy, Work
@@ -92,7 +93,7 @@ class RunParts(RunView, Protocol):
     _last_saved_step: int
     _last_saved_time: float
     _part: str
-    _keep: int
+    _keep: KeepPolicy
     _async_save: bool
     _ended: bool
     _in_epochs: bool

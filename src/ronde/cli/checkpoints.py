@@ -1,0 +1,210 @@
+"""``ronde checkpoints``: list, verify, prune, and export the checkpoints of a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.checkpoint import (
+    Checkpoint,
+    KeepPolicy,
+    export,
+    find_valid,
+    list_checkpoints,
+    remove,
+    trust,
+    verify,
+)
+from ronde.cli.help_layout import option
+from ronde.cli.show import find_run
+from ronde.plan import Plan
+from ronde.predict.answer_tables import format_bytes
+from ronde.watch import RunDir
+from ronde.world import ArgumentError, CheckpointError, RondeError
+
+
+def _row(path: Path, verified: bool) -> dict[str, Any]:
+    """The facts about one checkpoint."""
+    files = [f for f in path.iterdir() if f.is_file()]
+    row: dict[str, Any] = {
+        "step": int(path.name.removeprefix("step-")),
+        "path": str(path),
+        "bytes": sum(f.stat().st_size for f in files),
+        "written": max((f.stat().st_mtime for f in files), default=path.stat().st_mtime),
+        "plan": None,
+        "workers": None,
+        "whole": None,
+        "damage": None,
+    }
+    try:
+        found = verify(path) if verified else trust(path) or verify(path)
+    except CheckpointError as error:
+        return {**row, "whole": False, "damage": str(error).partition(": ")[2]}
+    state = found.state
+    if isinstance(state.get("plan"), dict):
+        row["workers"] = state.get("workers")
+        with suppress(RondeError):  # a plan of a later version
+            row["plan"] = Plan.from_dict(state["plan"]).spec
+    return {**row, "whole": True if verified else None}
+
+
+def _best_step(found: Checkpoint | None) -> int | None:
+    best = found.state.get("best") if found is not None else None
+    return best["step"] if isinstance(best, dict) else None
+
+
+def _newest_whole(run: RunDir, step: int | None) -> Checkpoint:
+    if step is not None:
+        return verify(run.checkpoints / f"step-{step:09d}")
+    found, refused = find_valid(run.checkpoints)
+    if found is None:
+        raise CheckpointError(
+            f"no checkpoint in {run.checkpoints} is whole. {refused[0]}"
+            if refused
+            else f"no checkpoints in {run.checkpoints}."
+        )
+    return found
+
+
+def _prune(run: RunDir, text: str, sure: bool) -> list[Path]:
+    """The checkpoints that go, or would go."""
+    policy = KeepPolicy.parse(text, "--prune")
+    if policy.best is not None:
+        raise ArgumentError(
+            f"--prune {text}: the best checkpoint by the run's own keep_best stays in any case. "
+            "Leave best= out."
+        )
+    newest = _newest_whole(run, None)
+    steps = [int(p.name.removeprefix("step-")) for p in list_checkpoints(run.checkpoints)]
+    stay = [newest.step] + ([best] if (best := _best_step(newest)) is not None else [])
+    doomed = policy.doomed([s for s in steps if s <= newest.step], stay)
+    paths = [run.checkpoints / f"step-{step:09d}" for step in doomed]
+    return [path for path in paths if not sure or remove(path)]
+
+
+def _export(found: Checkpoint, path: Path) -> None:
+    if parts := found.state.get("parts"):
+        raise ArgumentError(
+            f"--export: {found.path.name} holds several models ({', '.join(map(repr, parts))} "
+            "besides the first). In Python, ronde.checkpoint.verify(path).whole('model') and "
+            f".whole({next(iter(parts)) + '.model'!r}) are their weights."
+        )
+    weights = found.whole("model")
+    same = found.state["same_tensors"]
+    export({**weights, **{name: weights[origin] for name, origin in same.items()}}, path)
+
+
+def _print(rows: list[dict[str, Any]], best: int | None) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name, side in (("step", "right"), ("size", "right"), ("written", "left")):
+        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    for name in ("plan", "workers", "state"):
+        table.add_column(name)
+    for row in rows:
+        notes = ["best"] if row["step"] == best else []
+        notes += {True: ["whole"], False: [f"[red]damaged[/]: {escape(row['damage'] or '')}"]}.get(
+            row["whole"], []
+        )
+        table.add_row(
+            f"{row['step']:,}",
+            format_bytes(row["bytes"]),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written"])),
+            row["plan"] or "",
+            str(row["workers"] or ""),
+            ", ".join(notes),
+        )
+    Console().print(table)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "checkpoints",
+        help="List the checkpoints of a run, newest first; verify, prune, or export them. Without "
+        "a name, those of the last run.\n\nExamples:\n\n  ronde checkpoints gpt-1 --verify"
+        "\n\n  ronde checkpoints gpt-1 --prune last=2,every=1000 --yes\n\n  ronde checkpoints "
+        "gpt-1 --export gpt.safetensors",
+    )
+    def checkpoints(
+        name: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="NAME", help="The run, or a path to its directory.", show_default=False
+            ),
+        ] = None,
+        folder: Annotated[
+            Path,
+            typer.Option(
+                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
+            ),
+        ] = Path("runs"),
+        verified: Annotated[
+            bool, option("--verify", "Read every file, and say which checkpoints are whole.")
+        ] = False,
+        prune: Annotated[
+            str | None,
+            option(
+                "--prune",
+                "Show which checkpoints a policy such as last=3,every=1000 removes.",
+                "POLICY",
+            ),
+        ] = None,
+        sure: Annotated[bool, option("--yes", "With --prune: remove them.")] = False,
+        to: Annotated[
+            Path | None,
+            option("--export", "Write the weights as one plain safetensors file.", "FILE"),
+        ] = None,
+        step: Annotated[
+            int | None,
+            option("--step", "With --export: of this checkpoint; else the newest whole one.", "N"),
+        ] = None,
+        as_json: Annotated[bool, option("--json", "Print JSON instead of a table.")] = False,
+    ) -> None:
+        for given, needs, missing in (
+            (sure, "--yes", "--prune" if prune is None else ""),
+            (step is not None, "--step", "--export" if to is None else ""),
+        ):
+            if given and missing:
+                raise ArgumentError(f"{needs} goes with {missing} only.")
+        if to is not None and prune is not None:
+            raise ArgumentError("--export and --prune: give one of them.")
+        run = find_run(folder, name)
+        if to is not None:
+            found = _newest_whole(run, step)
+            _export(found, to)
+            answer = {"checkpoint": str(found.path), "step": found.step, "file": str(to)}
+            print(json.dumps(answer) if as_json else f"{to}: weights of step {found.step:,}")
+            return
+        if prune is not None:
+            gone = _prune(run, prune, sure)
+            if as_json:
+                print(json.dumps({"removed" if sure else "would_remove": [str(p) for p in gone]}))
+                return
+            for path in gone:
+                print(f"{'removed' if sure else 'would remove'} {path}")
+            if not gone:
+                print("nothing to remove")
+            elif not sure:
+                print("nothing is removed yet: add --yes")
+            return
+        rows = [_row(path, verified) for path in list_checkpoints(run.checkpoints)]
+        newest = next((trust(Path(r["path"])) for r in rows if r["whole"] is not False), None)
+        best = _best_step(newest)
+        if as_json:
+            print(json.dumps([{**row, "best": row["step"] == best} for row in rows], indent=1))
+        elif rows:
+            _print(rows, best)
+        else:
+            print(f"no checkpoints in {run.checkpoints}")
+        if verified and any(row["whole"] is False for row in rows):
+            raise typer.Exit(1)
