@@ -210,6 +210,7 @@ def _train(cell: Cell, rank: int) -> dict[str, Any]:
         nonlocal steps
         steps += 1
         if steps == cell.kill_at and rank == 0:
+            ronde.checkpoint.wait_for_saves()
             os._exit(KILLED)
 
     ronde.distribute = often

@@ -129,6 +129,7 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
         for batch in run.batches():
             loss = float(run.step(batch))
             if kill == f"step {run.state.step}":
+                ronde.checkpoint.wait_for_saves()
                 os._exit(0)  # as if killed, on every rank
             critic_optimizer.zero_grad()
             critic(torch.full((1, 1), loss, dtype=torch.float64)).sum().square().backward()
@@ -144,6 +145,7 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
                 by_hand.update(run.model, run.state.step)
             kept.seen[run.state.step] = [scheduler.get_last_lr()[0], cosine.get_last_lr()[0]]
         if kill == f"epoch {epoch}":
+            ronde.checkpoint.wait_for_saves()
             os._exit(0)
         scheduler.step()
         kept.best = min(kept.best, run.evaluate(rows(), {"score": F.cross_entropy})["loss"])

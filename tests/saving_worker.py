@@ -4,6 +4,7 @@ one. ``python saving_worker.py HOW PLAN WORKERS FOLDER [ARGUMENT…]``; prints J
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -76,7 +77,8 @@ def kill(plan: str, workers: int, folder: Path, *points: str) -> None:
             killed = True
         found, refused = find_valid(where / "checkpoints")
         assert not refused, refused
-        fork(workers, lambda where=where: train(plan, where, True))
+        resume = found is not None
+        fork(workers, lambda where=where, resume=resume: train(plan, where, resume))
         back = json.loads((where / "told.json").read_text())["step"]
         assert back == (found.step if found else 0)
         left = sorted(p.name for p in (where / "checkpoints").iterdir())
@@ -104,7 +106,7 @@ def slow(plan: str, workers: int, folder: Path, seconds: str) -> None:
 
         files.write_tensors = slowly
         train(plan, folder, False)
-        assert most == [1], most
+        assert most[0] <= 1, most  # rank 1 writes nothing under replicate
 
     fork(workers, work)
 
@@ -134,9 +136,10 @@ def disk(plan: str, workers: int, folder: Path) -> None:
 
     def work() -> None:
         run = start(plan, False, folder, False, save_every=2, keep=1)
+        run.register(ballast=torch.rand(250_000, dtype=torch.float64))
         steps(run)
-        run._ended = True
-        wait_for_saves()
+        assert wait_for_saves()
+        atexit._run_exitfuncs()  # rank 0 holds the store: it leaves last
 
     fork(workers, work)
     found, refused = find_valid(folder / "checkpoints")

@@ -190,6 +190,7 @@ def main() -> None:
 
     def stop():
         if how == "step" and D.state.step + G.state.step >= int(at):
+            ronde.checkpoint.wait_for_saves()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def train_d(real, z, place):

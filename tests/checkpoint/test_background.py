@@ -17,7 +17,8 @@ import torch
 
 from processes import PATHS, TESTS, environment
 from ronde.checkpoint import Saver, verify, wait_for_saves, write
-from ronde.watch import Checkpointed, Record, Warned
+from ronde.watch import Checkpointed, Warned
+from ronde.watch import read as read_record
 from sampling import ALL, some
 
 
@@ -37,7 +38,7 @@ def worker(*arguments: object, before: str = "", timeout: int = 150) -> str:
 
 
 def events(folder: Path) -> tuple[list[Checkpointed], list[str]]:
-    found = list(Record.read(folder / "record.jsonl"))
+    found = read_record(folder / "record.jsonl")
     saved = [e for e in found if isinstance(e, Checkpointed)]
     return saved, [e.text for e in found if isinstance(e, Warned)]
 
@@ -126,11 +127,13 @@ def test_a_failure_is_told_and_the_training_goes_on(plan, tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounting needs root")
 def test_a_full_disk_keeps_the_last_one(tmp_path):
-    out = worker(
-        "disk",
-        "shard=parameters",
-        2,
-        tmp_path / "disk" / "run",
-        before=f'mkdir -p "{tmp_path}/disk" && mount -t tmpfs -o size=64k none "{tmp_path}/disk"',
-    )
-    print(out)
+    """There is room for one checkpoint and a half: the second one would replace the first."""
+    full = tmp_path / "checkpoints"
+    mount = f'mkdir "{full}" && mount -t tmpfs -o size=3200k none "{full}"'
+    found = json.loads(worker("disk", "shard=parameters", 2, tmp_path, before=mount))
+    assert found == [2, [], ["step-000000002"]]
+    saved, warned = events(tmp_path)
+    assert [e.step for e in saved] == [2]
+    texts = [text for text in warned if "could not be written" in text]
+    assert len(texts) >= 3 and all("No space left on device" in text for text in texts)
+    assert all("are free" in text and "are missing" in text for text in texts), texts

@@ -72,6 +72,7 @@ SCRIPT = textwrap.dedent(
                 print("TRAINING", flush=True)
             time.sleep(pause)
             if run.state.step == stop:
+                ronde.checkpoint.wait_for_saves()
                 os._exit(9)
     run.print("SIZES", sizes, round(optimizer.param_groups[0]["lr"], 9))
     run.print("IDS", *ids)

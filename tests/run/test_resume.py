@@ -22,6 +22,7 @@ SCRIPT = textwrap.dedent(
     import torch.nn.functional as F
     from torch.utils.data import DataLoader, Dataset
     import ronde
+    from ronde.checkpoint import wait_for_saves
 
     DROPOUT, STOP = float(sys.argv[1]), int(sys.argv[2])
 
@@ -55,6 +56,7 @@ SCRIPT = textwrap.dedent(
             run.log({"lr": optimizer.param_groups[0]["lr"], "seen": seen[-1]})
             if run.state.step == STOP:
                 run._watcher.flush()
+                wait_for_saves()  # which step is resumed is not left to chance
                 os._exit(9)  # as if killed, on every rank
         run.evaluate(Rows(), {})
     run.export(run.dir.path / "final.safetensors")

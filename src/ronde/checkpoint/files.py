@@ -214,15 +214,18 @@ def shortage(folder: Path, needed: int) -> str:
     except OSError:
         return ""
     if free >= needed:  # a quota, or others have freed some meanwhile
-        return f" (it takes {_megabytes(needed)})"
+        return f" (it takes {_size(needed)})"
     return (
-        f" (it takes {_megabytes(needed)} and {_megabytes(free)} are free: "
-        f"{_megabytes(needed - free)} are missing)"
+        f" (it takes {_size(needed)} and {_size(free)} are free: "
+        f"{_size(needed - free)} are missing)"
     )
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+def _size(count: int) -> str:
+    unit, scale = next(
+        (u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= s or s < 1e6
+    )
+    return f"{count / scale:,.1f} {unit}"
 
 
 def refused(folder: Path, step: int, error: object) -> str:

@@ -46,6 +46,8 @@ class KeepPolicy:
         """
         if isinstance(keep, int) and not isinstance(keep, bool) and keep > 0:
             return cls(keep)
+        if isinstance(keep, str) and keep.isascii() and keep.isdigit() and int(keep):
+            return cls(int(keep))
         values: dict[str, Any] = {}
         parts = keep.split(",") if isinstance(keep, str) else [""]
         for part in parts:
