@@ -107,7 +107,7 @@ def test_killed_at_a_point_of_a_save(plan, tmp_path):
 
 
 def test_a_slow_disk_makes_the_training_wait(tmp_path):
-    worker("slow", "replicate", 2, tmp_path, 0.15)
+    worker("slow", "replicate", 2, tmp_path, 0.4)
     saved, warned = events(tmp_path)
     assert [e.step for e in saved] == [2, 4, 6, 8]
     assert sum("saving falls behind" in text for text in warned) == 1, warned

@@ -140,11 +140,16 @@ class Saver:
         """How the last write ended, or None while it is under way."""
         return None if self.is_writing else self._written
 
-    def finish(self, at_most_seconds: float = math.inf) -> Written | None:
-        """Wait for the write under way. Returns how it ended; None if it has not."""
-        if self._thread is not None:
-            self._thread.join(None if math.isinf(at_most_seconds) else at_most_seconds)
+    def finish(self) -> Written | None:
+        """Wait for the write under way. Returns how it ended; None if there was none."""
+        self.finish_within(math.inf)
         return self.poll()
+
+    def finish_within(self, seconds: float) -> bool:
+        """Wait for the write under way at most that long. Returns whether there is none now."""
+        if self._thread is not None:
+            self._thread.join(None if math.isinf(seconds) else seconds)
+        return not self.is_writing
 
     def free(self) -> None:
         """Let go of the copies' memory."""
@@ -168,7 +173,7 @@ def wait_for_saves(at_most_seconds: float = math.inf) -> bool:
     """
     limit = time.monotonic() + at_most_seconds
     for saver in list(_savers):
-        saver.finish(max(0.0, limit - time.monotonic()))
+        saver.finish_within(max(0.0, limit - time.monotonic()))
     left = [saver for saver in list(_savers) if saver.is_writing]
     for saver in left:
         saver.stop.set()

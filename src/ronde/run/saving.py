@@ -17,6 +17,7 @@ from ronde.checkpoint import KeepPolicy, Saver, Written
 from ronde.run import persist
 from ronde.watch import BestFound, Checkpointed
 from ronde.world import CheckpointError, WorldError
+from ronde.world.consensus import broadcast_json
 
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Saving"]
 
 _LONG_SECONDS = 60.0  # a write that takes longer, and much longer than any before, is told of
+_GRACE_SECONDS = 0.5  # a training that waits no longer than that for the last save is not told
 _EXIT_SECONDS = 30.0  # how long a process that failed waits for its last checkpoint
 
 Tensors = Mapping[str, torch.Tensor]
@@ -61,7 +63,7 @@ class Saving:
         """
         began = time.perf_counter()
         first, saver = runs[""], self.saver
-        if saver.is_writing and not wait and not self._said_behind:
+        if not wait and not self._said_behind and not saver.finish_within(_GRACE_SECONDS):
             self._said_behind = True
             if first.is_main:
                 first._warn(
@@ -116,7 +118,9 @@ class Saving:
         written = self.saver.finish()
         assert written is not None
         error, first = written.error, runs[0]
-        if first.world_size > 1:
+        if first.world_size > 1 and self._divided and raises:
+            error = broadcast_json(first._me, error)  # they have met to prepare it
+        elif first.world_size > 1:
             # Under replicate, rank 0 knows alone, and the others may have ended.
             with suppress(*(() if self._divided else (WorldError,))):
                 error = first._rendezvous.meet("run.save()", error)[0]
@@ -163,7 +167,7 @@ class Saving:
     def leave(self, run: RunParts) -> None:
         """The process ends after an error: let this worker's part of the last save end."""
         if self._open:
-            self.saver.finish(_EXIT_SECONDS)
+            self.saver.finish_within(_EXIT_SECONDS)
             self.poll(run)
             self.saver.stop.set()
 
