@@ -67,6 +67,7 @@ run = ronde.distribute(
     batch_size=6,
     seed=5,
     save_every=2,
+    async_save=False,  # which step is resumed is not left to chance
     shuffle=True,
 )
 log = os.open(os.environ["SEEN"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
