@@ -1250,7 +1250,7 @@ class Run:
     def _leave(self) -> None:
         """Save, and end this process as one that was asked to."""
         assert self._leaving is not None
-        self._save_or_warn()
+        self._save_or_warn(wait=True)
         self._say(f"asked to leave, after step {self.state.step}")
         for run in self._group.runs:
             run._finish("interrupted")
