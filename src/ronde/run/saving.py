@@ -18,6 +18,7 @@ from ronde.run import persist
 from ronde.watch import BestFound, Checkpointed
 from ronde.world import CheckpointError, WorldError
 from ronde.world.consensus import broadcast_json
+from ronde.world.fence import refuse_fenced
 
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
@@ -60,7 +61,9 @@ class Saving:
         Raises:
             CheckpointError: it waited, and the checkpoint could not be written; or what is to be
                 saved cannot be in a checkpoint.
+            WorldError: the run goes on without this worker.
         """
+        refuse_fenced()
         began = time.perf_counter()
         first, saver = runs[""], self.saver
         if not wait and not self._said_behind and not saver.finish_within(_GRACE_SECONDS):
@@ -150,6 +153,7 @@ class Saving:
     def _announce(self, run: RunParts, written: Written) -> None:
         self._announced = True
         if written.error:
+            refuse_fenced()
             run._warn(f"{written.error} The training goes on.")
             return
         if written.path is None:
