@@ -138,6 +138,8 @@ def _begin(request: dict, descriptors: list[int]) -> None:
         sys.argv = ["-m", *arguments[2:]]
         start_server(fork=True)  # for this process's own workers, before it has threads
         subprocess.Popen = Popen  # type: ignore[misc]
+        handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+        importlib.import_module(handler).Popen = Popen  # it has a name of its own for the class
         _end(lambda: runpy._run_module_as_main(arguments[1]))  # type: ignore[attr-defined]
     else:
         sys.path[0] = str(Path(arguments[0]).resolve().parent)
@@ -287,6 +289,7 @@ def _can_fork(args: object, environment: dict[str, str]) -> bool:
         return False
     own = {k for k in {*environment, *os.environ} if k.startswith(_OWN_INTERPRETER)}
     own -= {"PYTHONUNBUFFERED", "PYTHONPATH", "PYTHONWARNINGS"}
+    own.discard("TORCH_NCCL_ASYNC_ERROR_HANDLING")  # torch's agent sets it for its workers
     if any(environment.get(k) != os.environ.get(k) for k in own):
         return False
     first = args[2] if args[1] == "-u" else args[1]
