@@ -126,6 +126,7 @@ def schedule_of(
         (plan.drop_last, "drop_last=True leaves out the end of an epoch"),
         (run._taken.order.ends(0) is not None, "a batch_sampler decides on each batch"),
         (not alone, "other runs share its batches"),
+        (run._on_nan == "rollback", "on_nan='rollback' would not shrink it again"),
         (largest is not None and run._strategy.noise is None, "this plan measures no noise scale"),
     )
     for applies, why in refused:

@@ -31,6 +31,7 @@ from ronde.run.evaluation import on_device, to_device
 from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.losses import LossCall
 from ronde.run.model_values import filler, shape_lazy
+from ronde.run.non_finite import ON_NAN, check_on_nan
 from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
 from ronde.run.persist import holds_all
 from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_sizes
@@ -87,7 +88,7 @@ def distribute(
     keep: int | str = 3,
     keep_best: str | None = None,
     async_save: bool = True,
-    on_nan: Literal["error", "ignore"] = "error",
+    on_nan: Literal["error", "ignore", "skip", "rollback"] = "error",
     tensorboard: bool = False,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Run:
@@ -155,7 +156,9 @@ def distribute(
             for the next one. False writes them while the training waits.
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights change;
             ``"ignore"`` trains on. On accelerators, where a check waits for the device, it checks
-            one step in fifty.
+            one step in fifty. ``"skip"`` looks at loss and gradients of each step, and leaves out
+            the update of one that is not finite; ``"rollback"`` goes back to the last checkpoint,
+            and leaves it out if it is not finite again. Eleven such steps in a row are an error.
         tensorboard: also log for TensorBoard (``pip install '.[tensorboard]'`` in a clone).
         feed: how samples are fetched: :class:`ronde.feed.FeedSettings`, a mapping of its fields, or
             the path of a settings file. ``ronde run --feed`` (or ``RONDE_FEED``) overrides it,
@@ -187,7 +190,7 @@ def distribute(
             "batch": (batch, ("keep", "grow")),
             "precision": (precision, ("fp32", "bf16", "fp16")),
             "loss_reduction": (loss_reduction, ("mean", "sum")),
-            "on_nan": (on_nan, ("error", "ignore")),
+            "on_nan": (on_nan, ON_NAN),
             "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
         },
         counts={"batch_size": batch_size, "micro_batch": micro_batch, "save_every": save_every},
@@ -265,6 +268,11 @@ def distribute(
             "checkpoint has both. Leave it out, and call run.save() or run.export() after the "
             "evaluation that was the best."
         )
+    if part and on_nan in ("skip", "rollback"):
+        raise ArgumentError(
+            f"on_nan={on_nan!r}: {part!r} trains in one loop with another run, which has seen what "
+            "it would leave out. Use on_nan='error'."
+        )
     if source is not None and source._group is not group:
         raise ArgumentError(
             "data=run: the run has trained or ended already. Call ronde.distribute for both runs "
@@ -306,6 +314,7 @@ def distribute(
         run._skeleton = skeleton
     refuse_save_pretrained(run.model, chosen)
     exchange_state.check_save_every(run, save_every)
+    check_on_nan(run, on_nan)
     announce(run, left_out)
     _begin(run, forecast, group.resumes)
     return run

@@ -114,6 +114,11 @@ class RunGroup:
                 "them, and the best of one is not the best of another. Leave it out, and call "
                 "run.save() or run.export() after the evaluation that was the best."
             )
+        if any(run._on_nan in ("skip", "rollback") for run in self.runs):
+            raise ArgumentError(
+                "on_nan='skip' and 'rollback' cannot be used by runs that train in one loop: what "
+                "one leaves out, the others have seen. Use on_nan='error'."
+            )
         if part in self._members:
             raise ArgumentError(f"name={part!r}: another run of this loop has this name already.")
         return part

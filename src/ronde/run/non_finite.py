@@ -1,41 +1,167 @@
-"""A NaN or infinite loss: which samples and which ranks it came from."""
+"""A NaN or infinite loss or gradient: refused, skipped, or rolled back, on all ranks alike."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
-from ronde.plan import Share
-from ronde.world import LossError
-from ronde.world.consensus import gather_json
+import torch
+import torch.distributed as dist
+
+from ronde.checkpoint import local_part
+from ronde.plan import Share, parse_reducer
+from ronde.watch import NonFiniteStep
+from ronde.world import ArgumentError, LossError, PlanError
+from ronde.world.consensus import gather_json, ranks_text
 
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["NAN_EVERY", "refuse_loss"]
+__all__ = ["NAN_EVERY", "ON_NAN", "NonFiniteGuard", "check_on_nan", "refuse_loss"]
 
+ON_NAN = ("error", "ignore", "skip", "rollback")
 NAN_EVERY = 50  # steps between checks on an accelerator, where reading a loss waits for the device
+_MOST_IN_A_ROW = 10
 
 
 def refuse_loss(run: RunParts, value: float, share: Share) -> None:
     """Raise LossError. A collective: the global loss is the same on all ranks, so all are here."""
-    ids = run._taken.order.ids(share.epoch, share.start, share.stop)
-    shown = ", ".join(map(str, ids[:8].tolist())) + (", …" if len(ids) > 8 else "")
     effect = "The weights were not updated."
     if run.device.type != "cpu":
         effect = f"One step in {NAN_EVERY} is checked here: an earlier one may have caused it."
     raise LossError(
-        f"the loss is {value} in step {run.state.step + 1} (epoch {share.epoch}, samples "
-        f"{share.start}–{share.stop - 1} of its order: indices {shown}){_bad_ranks(run)}. {effect} "
-        "Look at these samples, lower the learning rate, or clip (clip_norm=1.0); "
-        "on_nan='ignore' trains on."
+        f"the loss is {value} in step {run.state.step + 1} ({_place(run, share)})"
+        f"{_from(_bad_ranks(run, None))}. {effect} Look at these samples, lower the learning rate, "
+        "or clip (clip_norm=1.0); on_nan='skip' leaves such batches out, and on_nan='ignore' "
+        "trains on."
     )
 
 
-def _bad_ranks(run: RunParts) -> str:
+def _place(run: RunParts, share: Share) -> str:
+    ids = run._taken.order.ids(share.epoch, share.start, share.stop)
+    shown = ", ".join(map(str, ids[:8].tolist())) + (", …" if len(ids) > 8 else "")
+    return (
+        f"epoch {share.epoch}, samples {share.start}–{share.stop - 1} of its order: indices {shown}"
+    )
+
+
+def _bad_ranks(run: RunParts, bad: bool | None) -> list[int]:
+    """The ranks whose own loss is not finite, or, if none, those with such gradients."""
     if run.world_size == 1:
-        return ""
+        return []
     local = run._strategy.local_loss
-    finite = gather_json(run._me, local is None or math.isfinite(local))
-    bad = [str(rank) for rank, good in enumerate(finite) if not good]
-    return f", from the samples of rank {', '.join(bad)}" if bad else ""
+    lost = local is not None and not math.isfinite(local)
+    everyone = gather_json(run._me, [lost, bool(bad)])
+    losses = [rank for rank, (lost, _) in enumerate(everyone) if lost]
+    gradients = [rank for rank, (_, bad) in enumerate(everyone) if bad]
+    if losses or len(gradients) == run.world_size:
+        return losses
+    return gradients
+
+
+def _from(ranks: list[int]) -> str:
+    return f", from the samples of {ranks_text(ranks)}" if ranks else ""
+
+
+class NonFiniteGuard:
+    """What a run does about a step that is not finite, if it goes on.
+
+    Args:
+        action: ``"skip"`` or ``"rollback"``.
+    """
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._in_a_row = 0
+        self._gone_back: dict[tuple[int, int], int] = {}  # (epoch, first sample) -> its step
+
+    def begin(self, run: RunParts) -> None:
+        """Keep the buffers: the forward pass of a bad batch spoils batch normalization's."""
+        live = [local_part(b) for b in run.model.buffers() if b.is_floating_point()]
+        if [id(b) for b, _ in self._buffers] != [id(b) for b in live]:
+            self._buffers = [(b, torch.empty_like(b)) for b in live]
+        with torch.no_grad():
+            for buffer, kept in self._buffers:
+                kept.copy_(buffer)
+
+    def look(self, run: RunParts, loss: torch.Tensor, share: Share) -> str:
+        """What to do with this step: ``""`` (update), ``"skip"``, or ``"rollback"``, the same on
+        all ranks. A collective of all workers.
+        """
+        lost, bad = not math.isfinite(loss), False
+        if not lost and run._scaler is None:  # a scaler looks at half-precision gradients itself
+            bad = not _finite(run)
+        flag = torch.tensor([float(lost or bad)], device=run.device)
+        if run.world_size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        at = (share.epoch, share.start)
+        if not float(flag):
+            self._in_a_row = 0
+            if (step := self._gone_back.pop(at, None)) is not None:
+                run._warn(
+                    f"step {step} is finite the second time, with the same samples: neither the "
+                    "data nor the model is the cause, but the machine may be"
+                )
+            return ""
+        self._in_a_row += 1
+        step, what = run.state.step + 1, "loss" if lost else "gradient"
+        ranks = _bad_ranks(run, bad)
+        if self._in_a_row > _MOST_IN_A_ROW:
+            raise LossError(
+                f"the {what} is not finite in {self._in_a_row} steps in a row, up to step {step} "
+                f"({_place(run, share)}): it is not a matter of single batches. Lower the learning "
+                "rate, or clip (clip_norm=1.0), and go on from a checkpoint before it."
+            )
+        action = self._action
+        if action == "rollback" and at in self._gone_back:
+            action = "skip"  # the same again: it is in the data
+        ids = run._taken.order.ids(share.epoch, share.start, share.stop).tolist()
+        run._watcher.flush()
+        run._watcher.event(
+            NonFiniteStep(
+                step=step, epoch=share.epoch, what=what, action=action, ranks=ranks, samples=ids
+            )
+        )
+        done = {
+            "skip": "The weights are not updated, and the training goes on with the next batch",
+            "rollback": "The training goes back to the last checkpoint",
+        }
+        again = " again" if at in self._gone_back else ""
+        run._warn(
+            f"the {what} is not finite{again} in step {step} ({_place(run, share)}){_from(ranks)}. "
+            f"{done[action]}"
+        )
+        if action == "skip":
+            with torch.no_grad():
+                for buffer, kept in self._buffers:
+                    buffer.copy_(kept)
+        else:
+            self._gone_back[at] = step
+        return action
+
+
+def _finite(run: RunParts) -> bool:
+    """Whether this worker's gradients are finite."""
+    grads = [g for p in run._strategy.parameters if (g := p.grad) is not None]
+    parts = [local_part(g) for g in grads]
+    parts = [g.coalesce().values() if g.is_sparse else g for g in parts]
+    parts = [g for g in parts if g.numel()]
+    if not parts:
+        return True
+    largest = torch.stack([norm.float() for norm in torch._foreach_norm(parts, math.inf)])
+    return bool(torch.isfinite(largest).all())
+
+
+def check_on_nan(run: RunParts, on_nan: str) -> None:
+    """Refuse what cannot leave out or repeat a step."""
+    if on_nan not in ("skip", "rollback"):
+        return
+    reducer = parse_reducer(run.plan.reducer)
+    if run.world_size > 1 and (reducer.feedback or reducer.kind.local):
+        raise PlanError(
+            f"on_nan={on_nan!r} does not go with plan={run.plan.spec!r}: what the reducer keeps "
+            "for later steps would not be finite. Use another reducer, or on_nan='error'."
+        )
+    if on_nan == "rollback" and run.dir is None:
+        raise ArgumentError("on_nan='rollback' needs checkpoints, and RONDE_RUNS=none writes none.")

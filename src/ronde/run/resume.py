@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,18 @@ from ronde import checkpoint
 from ronde.run.exchange_state import restore_exchange
 from ronde.run.group import Choice
 from ronde.run.persist import file_prefix, holds_all, restore, restore_pieces
-from ronde.run.run import Run
 from ronde.run.saved_state import check_saved, check_values
 from ronde.watch import Resumed, RunDir
 from ronde.world import CheckpointError, RondeError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
-__all__ = ["resume"]
+if TYPE_CHECKING:
+    from ronde.run.step_port import RunParts
+
+__all__ = ["resume", "roll_back"]
 
 
-def _choose(run: Run, me: World, directory: RunDir) -> Choice:
+def _choose(run: RunParts, me: World, directory: RunDir) -> Choice:
     """Find the newest whole checkpoint, verified by rank 0, for all runs of a loop."""
     answer: dict[str, Any] = {}
     newest = None
@@ -49,7 +51,7 @@ def _choose(run: Run, me: World, directory: RunDir) -> Choice:
     return Choice(newest, answer)
 
 
-def resume(run: Run, me: World, directory: RunDir) -> str:
+def resume(run: RunParts, me: World, directory: RunDir) -> str:
     """Continue from the newest whole checkpoint. Returns a note."""
     group, part = run._group, run._part
     if group.choice is None:
@@ -69,6 +71,33 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
         if part:
             check_values(run, state)  # as the first run's was, when the checkpoint was chosen
         _restore(run, me, newest, answer, state, file_prefix(part))
+    _record(run, me, state, answer)
+    others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
+    return (
+        f"resumed {named} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
+        f"{state['epoch_samples']}{others}"
+    )
+
+
+def roll_back(run: RunParts, me: World, directory: RunDir) -> bool:
+    """Go back to the newest whole checkpoint in the middle of a training. Returns whether there is
+    one. A collective.
+    """
+    choice = _choose(run, me, directory)
+    newest, answer = choice.newest, choice.answer
+    if answer["path"] is None:
+        return False
+    state = answer["state"]
+    with _refusing(answer["path"]):
+        _restore(run, me, newest, answer, state, "")
+        run._registry.reload(run)
+        run._averages.reload()
+    _record(run, me, state, answer)
+    run._watcher.say(f"went back to step {state['step']}, epoch {state['epoch'] + 1}")
+    return True
+
+
+def _record(run: RunParts, me: World, state: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
     run._watcher.event(
         Resumed(
             step=state["step"],
@@ -78,11 +107,6 @@ def resume(run: Run, me: World, directory: RunDir) -> str:
             workers=me.size,
             written_by_workers=state["workers"],
         )
-    )
-    others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
-    return (
-        f"resumed {named} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
-        f"{state['epoch_samples']}{others}"
     )
 
 
@@ -101,7 +125,7 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _restore(
-    run: Run,
+    run: RunParts,
     me: World,
     newest: checkpoint.Checkpoint | None,
     answer: Mapping[str, Any],
@@ -141,7 +165,7 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def _restore_pieces(
-    run: Run,
+    run: RunParts,
     me: World,
     newest: checkpoint.Checkpoint | None,
     answer: Mapping[str, Any],

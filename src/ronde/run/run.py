@@ -47,9 +47,10 @@ from ronde.run.group import RunGroup
 from ronde.run.leave import leaving
 from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
-from ronde.run.non_finite import NAN_EVERY, refuse_loss
+from ronde.run.non_finite import NAN_EVERY, NonFiniteGuard, refuse_loss
 from ronde.run.per_pass_buffers import OwnSamples, Passes
 from ronde.run.registered import Registered, Registry
+from ronde.run.resume import roll_back
 from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.run.script_time import timing_event
 from ronde.run.seeding import reseeding, seed_step
@@ -65,7 +66,7 @@ from ronde.watch import (
     Warned,
     Watcher,
 )
-from ronde.world import ArgumentError, CheckpointError, RondeError, World
+from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
 from ronde.world.rendezvous import counted, rendezvous
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class Run:
         self._keep = keep
         self._async_save = async_save
         self._on_nan = on_nan
+        self._guard = NonFiniteGuard(on_nan)
+        self._goes_back = False  # to the last checkpoint, when the next batch is taken
         device, precision = me.device.type, plan.precision
         self._reads_are_free = device == "cpu"
         self._feed = Feed(
@@ -844,6 +847,8 @@ class Run:
 
     def _save(self, wait: bool = False) -> Path | None:
         group = self._group
+        if self._goes_back:
+            self._roll_back()
         runs = group.parts()
         for run in runs.values():
             run._averages.check("run.save()")
@@ -936,26 +941,22 @@ class Run:
         loss = self._strategy.finish()
         if self._comparison is not None:
             self._comparison.end_passes()
-        plan, state, optimizer, scaler = self.plan, self.state, self.optimizer, self._scaler
+        state = self.state
         look = self._on_nan == "error" and (self._reads_are_free or state.step % NAN_EVERY == 0)
         if look and not math.isfinite(loss):
             refuse_loss(self, float(loss), share)
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-            if plan.workers > 1 and plan.family != "replicate":
-                self._strategy.agree_on_overflow(scaler, optimizer)
-        hooks.observer.on_gradients(self, loss)
-        if plan.clip_norm is not None:
-            self._strategy.clip(plan.clip_norm)
-        hooks.observer.before_update(self)
-        lr = optimizer.param_groups[0]["lr"]
-        warm = 1.0
-        if state.step < plan.warmup_steps:
-            warm = lr_rules.warmup_factor(state.step, plan.warmup_steps, plan.lr_factor)
-            with lr_rules.warmed(optimizer, warm):
-                self._optimizer_step()
+        action = ""
+        if self._on_nan in ("skip", "rollback"):
+            action = self._guard.look(self, loss, share)
+            if action == "rollback":
+                # Later: the script may still change what it has registered.
+                self._share, self._goes_back = None, True
+                return loss
+        lr, warm = self.optimizer.param_groups[0]["lr"], 1.0
+        if action == "skip":
+            self._strategy.updated()
         else:
-            self._optimizer_step()
+            warm = self._apply_gradients(loss)
         if self._comparison is not None and self._comparison.end_step():
             self._report_comparison(self._comparison)
         if self.scheduler is not None:
@@ -987,7 +988,7 @@ class Run:
             every = exchange.reducer.every if exchange is not None else 1
             if self._leaving.is_time(state.step, every):
                 self._group.due = self._group.leaves = True
-        if self._averaging:
+        if self._averaging and action != "skip":
             self._averages.after_step(state.step)
         if state.step == self._watcher.steps_at_start + 1:
             self._registry.report_unused(self)
@@ -997,6 +998,46 @@ class Run:
             self._ended = True
             raise SystemExit(0)
         return loss
+
+    def _apply_gradients(self, loss: torch.Tensor) -> float:
+        """Clip and update. Returns the warm-up's factor on the learning rate."""
+        plan, optimizer, scaler = self.plan, self.optimizer, self._scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+            if plan.workers > 1 and plan.family != "replicate":
+                self._strategy.agree_on_overflow(scaler, optimizer)
+        hooks.observer.on_gradients(self, loss)
+        if plan.clip_norm is not None:
+            self._strategy.clip(plan.clip_norm)
+        hooks.observer.before_update(self)
+        if self.state.step >= plan.warmup_steps:
+            self._optimizer_step()
+            return 1.0
+        warm = lr_rules.warmup_factor(self.state.step, plan.warmup_steps, plan.lr_factor)
+        with lr_rules.warmed(optimizer, warm):
+            self._optimizer_step()
+        return warm
+
+    def _roll_back(self) -> bool:
+        """Go back to the last checkpoint. Returns whether it is of the same epoch, whose batches
+        since then come again.
+        """
+        self._goes_back = False
+        group, epoch = self._group, self.state.epoch
+        group.saving.settle(group.runs)
+        group.due = False
+        assert self.dir is not None
+        if not roll_back(self, self._me, self.dir):
+            raise LossError(
+                "on_nan='rollback': there is no checkpoint to go back to yet. Set save_every, or "
+                "on_nan='skip'."
+            )
+        if self.state.epoch != epoch and not self._in_epochs:
+            raise LossError(
+                f"on_nan='rollback': the last checkpoint is of epoch {self.state.epoch + 1}, and a "
+                f"loop of your own cannot go back to it from epoch {epoch + 1}. Use run.epochs(n)."
+            )
+        return self.state.epoch == epoch
 
     def _optimizer_step(self) -> None:
         if self._scaler is not None:
@@ -1064,6 +1105,8 @@ class Run:
         with reseeding(self._me):
             ahead = following if more and not hooks.observed() else None
             for share, micros in self._feed.read(current, ahead):
+                if self._goes_back:
+                    return
                 if self._share is not None:
                     raise RondeError(
                         "run.batches() went on to the next batch before run.step(batch) or "
@@ -1082,6 +1125,8 @@ class Run:
                     yield given
                     del given
                     clock.enter()
+        if self._goes_back:
+            return
         self._group.save_if_due(self)
         skipped = gather_skipped(self._feed, plan.layout, self._me)
         if report := skip_report(skipped, order.epoch_samples, "replaced by others"):
@@ -1105,6 +1150,8 @@ class Run:
             # what the first one would have drawn.
             key = key_of(self.plan.seed, 5, self.state.step, self.rank // self.plan.tensor)
             seed_step(self.device, key)
+        if self._on_nan in ("skip", "rollback"):
+            self._guard.begin(self)
         low, high = share.micro[0]
         self._strategy.before_batch(high > low)
         self._own_samples.begin()
@@ -1121,7 +1168,11 @@ class Run:
             if (follower := ref()) is not None:
                 follower._strategy.start_epoch()
         try:
+            if self._goes_back:
+                self._roll_back()
             yield from self._read_batches()
+            while self._goes_back and self._roll_back():
+                yield from self._read_batches()
         finally:
             self._script_time.end_reading()
             self._group.end_reading(token)

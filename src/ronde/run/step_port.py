@@ -109,6 +109,7 @@ class RunParts(RunView, Protocol):
     _deadline: float | None
     _comparison: Any
     _on_nan: str
+    _group: Any
     _evaluations: dict[int, Any]
     _autocast: Callable[[], AbstractContextManager[Any]]
 

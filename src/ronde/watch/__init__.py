@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Logged,
         LossChecked,
         NoiseMeasured,
+        NonFiniteStep,
         Record,
         Restarted,
         Resumed,
@@ -65,6 +66,7 @@ __all__ = [
     "Logged",
     "LossChecked",
     "NoiseMeasured",
+    "NonFiniteStep",
     "Rate",
     "Record",
     "Restarted",
@@ -100,8 +102,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
             "Stream choose_display clock",
             "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
-            "Logged LossChecked NoiseMeasured Record Restarted Resumed SCHEMA_VERSION "
-            "ScriptLoop Started StepRecorded Warned read",
+            "Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
+            "SCHEMA_VERSION ScriptLoop Started StepRecorded Warned read",
             "ronde.watch.run_lock": "lock_run",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",

@@ -144,6 +144,24 @@ class BestFound(Event):
 
 
 @dataclass(frozen=True)
+class NonFiniteStep(Event):
+    """The loss or a gradient of step ``step`` was NaN or infinite, and ``on_nan`` left the step out
+    (``action`` "skip") or went back to the last checkpoint ("rollback").
+
+    ``ranks`` are those whose own samples or gradients were not finite; empty if that is not known.
+    ``samples`` are the indices of the global batch in the data set.
+    """
+
+    type: ClassVar[str] = "non_finite"
+    step: int
+    epoch: int
+    what: str
+    action: str
+    ranks: list[int]
+    samples: list[int]
+
+
+@dataclass(frozen=True)
 class Warned(Event):
     """A warning shown to the user."""
 
@@ -230,6 +248,7 @@ EVENTS: dict[str, type[Event]] = {
         Logged,
         Checkpointed,
         BestFound,
+        NonFiniteStep,
         Warned,
         LossChecked,
         ScriptLoop,

@@ -1,0 +1,108 @@
+"""A batch that is not finite is skipped, or the training goes back to a checkpoint: the same on all
+ranks, and exactly the training without that update.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ronde
+from processes import PATHS, TESTS, environment
+from ronde.run import group
+from sampling import ALL
+
+PLANS = ["replicate:1", "shard=parameters:2"]
+if ALL:
+    PLANS += ["replicate:2", "shard=optimizer:2", "pipeline=2:2", "tensor=2:2"]
+    PLANS += ["pipeline=2,shard=parameters:4"]
+
+
+def test_skipped_and_rolled_back(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "nan_worker.py"), str(tmp_path), *PLANS],
+        env=environment({"PYTHONPATH": PATHS}),
+        capture_output=True,
+        text=True,
+        timeout=170 if not ALL else 600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (first, second), results = json.loads(done.stdout)
+    assert len(results) == 3 * len(PLANS)
+    for name, (told, difference) in results.items():
+        assert difference <= 1e-12, name
+        did = [each[:3] for each in told]
+        if name.endswith("data-skip"):
+            assert did == [[first, "loss", "skip"], [second, "loss", "skip"]], name
+        elif name.endswith("data-rollback"):
+            each = [[s, "loss", a] for s in (first, second) for a in ("rollback", "skip")]
+            assert did == each, name
+        else:
+            assert did == [[8, "gradient", "rollback"]], name
+
+
+def _start(tmp_path: Path, monkeypatch, on_nan: str, model=None, loss=None, **options):
+    monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
+    torch.manual_seed(0)
+    model = model or torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 3), torch.randn(24, 1))
+    loss = loss or (lambda output, target: output.sum() * torch.nan)
+    return ronde.distribute(
+        model, optimizer, data, loss=loss, batch_size=2, on_nan=on_nan, **options
+    )
+
+
+def test_ten_in_a_row_are_an_error(tmp_path, monkeypatch):
+    run = _start(tmp_path, monkeypatch, "skip")
+    before = run.model.weight.clone()
+    with pytest.raises(ronde.LossError, match="not finite in 11 steps in a row"):
+        for batch in run.batches():
+            run.step(batch)
+    assert run.state.step == 10 and torch.equal(run.model.weight, before)
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path, monkeypatch):
+    run = _start(tmp_path, monkeypatch, "rollback")
+    with pytest.raises(ronde.LossError, match="no checkpoint to go back to yet"):
+        for batch in run.batches():
+            run.step(batch)
+
+
+def test_buffers_are_as_before_the_skipped_batch(tmp_path, monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    count = [0]
+
+    def loss(output, target):
+        count[0] += 1
+        return output.square().mean() * (torch.nan if count[0] == 2 else 1.0)
+
+    run = _start(tmp_path, monkeypatch, "skip", model, loss)
+    seen = []
+    for batch in run.batches():
+        before = model[1].running_mean.clone()
+        run.step(batch)
+        seen.append(torch.equal(model[1].running_mean, before))
+        if run.state.step == 3:
+            break
+    assert seen == [False, True, False]
+
+
+def test_what_cannot_leave_out_a_step_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(group, "_latest", None)
+    run = _start(tmp_path, monkeypatch, "rollback")
+    with pytest.raises(ronde.PlanError, match="on_nan='rollback' would not shrink it"):
+        run.grow_batch({3: 4})
+    with pytest.raises(ronde.ArgumentError, match="what one leaves out, the others have seen"):
+        _start(tmp_path, monkeypatch, "error", name="second")
+
+
+def test_rollback_needs_checkpoints(monkeypatch):
+    monkeypatch.setattr(group, "_latest", None)
+    with pytest.raises(ronde.ArgumentError, match="needs checkpoints"):
+        _start(Path("none"), monkeypatch, "rollback")
