@@ -11,7 +11,7 @@ BENCH_STAMP := .venv/.installed-bench
 PYTHON ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick durations lint bench docs clean
+.PHONY: help venv engines demo test quick durations lint bench docs clean
 
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -19,6 +19,9 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  \1	\2/p' Makefile | expand -t 13
 
 venv: $(STAMP)  ## make .venv with Ronde and all it needs (the other targets do it too)
+
+engines: $(STAMP)  ## add Ray to .venv, for its tests (80 MB)
+	@$(PIP) --editable '.[ray]'
 
 demo: $(CORE_STAMP)  ## train a small GPT on two workers, about two minutes
 	@$(BIN)/ronde run --workers 2 --baseline examples/gpt/train.py

@@ -22,7 +22,7 @@ _LAUNCHERS = (
     "MASTER_PORT",
     "TRAINING_JOB_NAME",
 )
-_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "SM_", "TORCHELASTIC_", "RONDE_")
+_PREFIXES = ("SLURM_", "OMPI_", "PMI_", "MPI_LOCAL", "SM_", "TORCHELASTIC_", "PET_", "RONDE_")
 
 
 # A shell lets what it starts with "&" ignore Ctrl-C, and so would all processes that a test presses

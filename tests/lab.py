@@ -142,13 +142,13 @@ class Lab:
         """Put the cable back."""
         _do("ip", "link", "set", f"{self.tag}v{name.rpartition('-')[2]}", "up")
 
-    def ssh(self, name: str, command: str) -> str:
+    def ssh(self, name: str, command: str, seconds: float = 20.0) -> str:
         done = subprocess.run(
             ["ssh", "-F", str(self.ssh_config), name, command],
             check=True,
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=seconds,
         )
         return done.stdout
 

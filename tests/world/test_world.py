@@ -85,6 +85,14 @@ SAGEMAKER = {
 }
 
 
+POD = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "PET_NNODES": "3",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "JOB_COMPLETION_INDEX": "1",
+}
+
+
 def place(env):
     found = identify(env)
     return (
@@ -106,6 +114,9 @@ def test_each_launcher_is_read():
     assert place(OPEN_MPI) == ("mpirun", 1, 2, 1, 2, 0, None, None)
     assert place(HYDRA) == ("mpirun", 1, 2, 1, 2, 0, None, None)
     assert place(SAGEMAKER) == ("sagemaker", 2, 3, 0, 1, 2, "algo-1", 7777)
+    assert place(POD) == ("kubernetes", 1, 3, 0, 1, 1, "train-node-0-0.train", 29400)
+    assert place({**POD, "PET_NPROC_PER_NODE": "2", **TORCHRUN}) == place(TORCHRUN)
+    assert place({**POD, "KUBERNETES_SERVICE_HOST": ""})[0] == "python"
     by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
     assert place(by_hand) == ("environment", 1, 2, None, None, 0, "127.0.0.1", 1234)
     assert place({"RANK": "0", "WORLD_SIZE": "1"})[:3] == (

@@ -14,6 +14,7 @@ from ronde.cli.hosts import (
     HostsOption,
     MpiOption,
     PythonOption,
+    RayOption,
     SlurmOption,
     SshConfigOption,
     chosen,
@@ -48,6 +49,7 @@ def register(app: typer.Typer) -> None:
         hostfile: HostfileOption = None,
         slurm: SlurmOption = False,
         mpi: MpiOption = False,
+        ray: RayOption = None,
         ssh_config: SshConfigOption = None,
         env: EnvOption = None,
         python: PythonOption = None,
@@ -55,9 +57,9 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from ronde.launch import Fleet, Job, Output, notes
 
-        places = chosen(hosts, hostfile, slurm, mpi, ssh_config, env or [], python)
+        places = chosen(hosts, hostfile, slurm, mpi, ssh_config, env or [], python, ray)
         if places is None:
-            raise ArgumentError("name the hosts: --hosts a,b, --hostfile FILE, or --slurm.")
+            raise ArgumentError("name the hosts: --hosts a,b, --hostfile FILE, --slurm, or --ray.")
         names = [h.name for h in places.hosts]
         command = ["-m", "ronde.measure.pair_links"]
         pairs: list[dict[str, Any]] = []

@@ -35,12 +35,39 @@ def _flags_alone(params: list[Any]) -> list[Any]:
     return params
 
 
+_VALUE = re.compile(r"auto|local|yarn|pytorchjob|trainjob|jobset|[^\s/:]+:\S+|local\S*\[.*\]")
+
+
+def filled_in(params: list[Any], args: list[str]) -> list[str]:
+    """Arguments in which every option with a value in brackets, ``[ADDRESS]``, has one: ``auto`` if
+    no address follows it.
+    """
+    options = {name: p for p in params if p.param_type_name == "option" for name in p.opts}
+    found: list[str] = []
+    rest = list(args)
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        found.append(word := rest.pop(0))
+        param = options.get(word)
+        if param is None or param.is_flag:
+            continue
+        if (param.metavar or "").startswith("[") and not (rest and _VALUE.fullmatch(rest[0])):
+            found.append("auto")
+        else:
+            found += rest[:1]
+            del rest[:1]
+    return found + rest
+
+
 class Verb(TyperCommand):
     """A command whose flags show no type."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Arguments and options, ``--help`` among them."""
         return _flags_alone(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what is written, with the values that may be left out."""
+        return list(super().parse_args(ctx, filled_in(self.params, args)))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb."""

@@ -21,6 +21,7 @@ __all__ = [
     "Places",
     "MpiOption",
     "PythonOption",
+    "RayOption",
     "SlurmOption",
     "SshConfigOption",
     "chosen",
@@ -76,6 +77,17 @@ MpiOption = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[ADDRESS]",
+        help="On a Ray cluster: HOST:PORT, ray://HOST:PORT, local for one of its own. Without a "
+        "value: the cluster that this machine is in, or one of its own.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
 EnvOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -126,26 +138,33 @@ def chosen(
     ssh_config: Path | None,
     env: Sequence[str],
     python: str | None,
+    ray: str | None = None,
+    workers: str = "auto",
 ) -> Places | None:
     """Check the options; None if they name no host.
+
+    Args:
+        workers: ``auto`` or how many, for engines that are asked for places.
 
     Raises:
         ArgumentError: they contradict each other, or name what is not there.
     """
     from ronde.launch import (
         Mpi,
+        Ray,
         Slurm,
         Ssh,
         allocation,
         environment_for,
         parse_hostfile,
         parse_hosts,
+        resolve_workers,
     )
 
-    named = {"--hosts": hosts, "--hostfile": hostfile, "--slurm": slurm}
+    named = {"--hosts": hosts, "--hostfile": hostfile, "--slurm": slurm, "--ray": ray}
     given = [option for option, value in named.items() if value]
     if len(given) > 1:
-        raise ArgumentError(f"{' and '.join(given)} both say which hosts: give one of them.")
+        raise ArgumentError(f"{' and '.join(given)} all say which hosts: give one of them.")
     over_ssh = bool(hosts or hostfile)
     if mpi and not over_ssh:
         raise ArgumentError("--mpi says how to reach hosts: name them with --hosts.")
@@ -160,6 +179,10 @@ def chosen(
     if not given:
         return None
     passed = environment_for(env)
+    count = None if workers == "auto" else resolve_workers(workers)
+    if ray:
+        engine = Ray(ray, count, python)
+        return Places(engine.hosts, engine, python, passed)
     if slurm:
         return Places(allocation(), Slurm(), python, passed)
     found = parse_hosts(hosts) if hosts else parse_hostfile(hostfile or Path())

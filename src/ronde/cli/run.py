@@ -18,6 +18,7 @@ from ronde.cli.hosts import (
     MpiOption,
     OutputOption,
     PythonOption,
+    RayOption,
     SlurmOption,
     SshConfigOption,
     chosen,
@@ -67,6 +68,8 @@ Examples:
   ronde run --feed none train.py                ignore train.feed.yaml
 
   ronde run --hosts gpu1:8,gpu2:8 train.py      on two machines, over ssh
+
+  ronde run --ray --workers 8 train.py          on a Ray cluster
 
   ronde run --reducer hierarchical train.py     average gradients inside nodes first
 """
@@ -184,13 +187,14 @@ def register(app: typer.Typer) -> None:
         hostfile: HostfileOption = None,
         slurm: SlurmOption = False,
         mpi: MpiOption = False,
+        ray: RayOption = None,
         ssh_config: SshConfigOption = None,
         env: EnvOption = None,
         python: PythonOption = None,
     ) -> None:
-        from ronde.launch import Job, Restarts, container
+        from ronde.launch import Job, Restarts, container, pod
 
-        box = None if hosts or hostfile or slurm else container()
+        box = None if hosts or hostfile or slurm or ray else container() or pod()
         if box is not None:
             arguments = [*(arguments or []), *box.arguments]
             os.environ.update(box.environment)
@@ -204,7 +208,7 @@ def register(app: typer.Typer) -> None:
             check_name(name)
         if output not in ("main", "all"):
             raise ArgumentError(f"--output {output}: expected main or all.")
-        places = chosen(hosts, hostfile, slurm, mpi, ssh_config, env or [], python)
+        places = chosen(hosts, hostfile, slurm, mpi, ssh_config, env or [], python, ray, workers)
         fetched, told_feed = feed_of(feed, module or command[0])
         temporary = (
             tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None

@@ -1,4 +1,4 @@
-"""``ronde submit``: a batch job of Slurm that runs a script on all of its nodes."""
+"""``ronde submit``: a job of Slurm or Kubernetes that runs a script on all of its nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ Examples:
   ronde submit --nodes 1 --gpus 1 --array 0-9 sweep.py     ten runs; SLURM_ARRAY_TASK_ID differs
 
   ronde submit --nodes 4 --gpus 4 --dry-run train.py       print the batch script
+
+  ronde submit --kubernetes --image me/train --nodes 4 --gpus 4 --dry-run train.py     a manifest
 """
+
+
+_RESTARTS = 10  # of a job of Kubernetes with --requeue
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +36,8 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "submit",
-        help="Submit a script to Slurm, on all nodes of a job, and follow it.\n" + _EXAMPLES,
+        help="Submit a script to Slurm, on all nodes of a job, and follow it; or write a manifest "
+        "for Kubernetes.\n" + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
     )
@@ -101,7 +107,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         requeue: Annotated[
             bool,
-            typer.Option("--requeue", help="Let Slurm start the job again; it resumes the run."),
+            typer.Option("--requeue", help="Let the job start again; it resumes the run."),
         ] = False,
         sbatch: Annotated[
             list[str] | None,
@@ -112,8 +118,34 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ] = None,
+        kubernetes: Annotated[
+            str | None,
+            typer.Option(
+                "--kubernetes",
+                metavar="[KIND]",
+                help="Write a manifest, with --dry-run: pytorchjob, trainjob, or jobset.",
+                show_default=False,
+            ),
+        ] = None,
+        image: Annotated[
+            str | None,
+            typer.Option(
+                "--image",
+                help="Image of the pods, with Ronde and the script.",
+                show_default=False,
+            ),
+        ] = None,
+        volume: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--volume",
+                metavar="CLAIM:/PATH",
+                help="A volume of the pods. The first one keeps the runs. Repeat it for more.",
+                show_default=False,
+            ),
+        ] = None,
         dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Print the batch script and submit nothing.")
+            bool, typer.Option("--dry-run", help="Print what would be submitted; submit nothing.")
         ] = False,
         following: Annotated[
             bool,
@@ -123,6 +155,44 @@ def register(app: typer.Typer) -> None:
         from ronde.launch.sbatch import BatchJob, follow_job, presets
         from ronde.launch.sbatch import submit as send
 
+        if kubernetes is not None:
+            others = (preset, partition, account, array, sbatch)
+            options = ("--preset", "--partition", "--account", "--array", "--sbatch")
+            wrong = [o for o, v in zip(options, others, strict=True) if v]
+            if wrong:
+                raise ArgumentError(f"{wrong[0]} is for Slurm: leave it out with --kubernetes.")
+            if not image or not dry_run:
+                lacks = "--dry-run" if image else "--image IMAGE, with Ronde and the script in it"
+                raise ArgumentError(
+                    f"--kubernetes needs {lacks}. It prints a manifest: give that to 'kubectl "
+                    "create -f -'."
+                )
+            from ronde.launch.kubernetes import KINDS, Manifest
+            from ronde.launch.sbatch import limit_seconds
+
+            given = arguments or []
+            if not module and not given:
+                raise ArgumentError("no script given: name one, as it is called in the image.")
+            name = name or script_stem(module or given[0])
+            check_name(name)
+            manifest = Manifest(
+                KINDS[0] if kubernetes == "auto" else kubernetes,
+                ["-m", module, *given] if module else given,
+                image,
+                name,
+                ["--plan", plan] if plan else [],
+                nodes,
+                gpus,
+                tasks,
+                cores,
+                limit_seconds(limit) if limit else None,
+                volume or (),
+                _RESTARTS if requeue else 0,
+            )
+            typer.echo(manifest.text(), nl=False)
+            return
+        if image or volume:
+            raise ArgumentError("--image and --volume are for --kubernetes.")
         known = presets()
         if preset == "list":
             for each, what in known.items():

@@ -15,8 +15,10 @@ from ronde.launch.container import Container, container
 from ronde.launch.engine import parse_hostfile, parse_hosts
 from ronde.launch.facts import notes, share
 from ronde.launch.fleet import Fleet, environment_for
+from ronde.launch.kubernetes import pod
 from ronde.launch.local import check_workers, resolve_workers, run_here
 from ronde.launch.mpi import Mpi
+from ronde.launch.ray_engine import Ray
 from ronde.launch.reduction_servers import reduction_servers
 from ronde.launch.restarts import Restarts
 from ronde.launch.slurm import Slurm, allocation
@@ -31,6 +33,7 @@ __all__ = [
     "Slurm",
     "allocation",
     "Outcome",
+    "Ray",
     "Output",
     "Restarts",
     "Ssh",
@@ -39,6 +42,7 @@ __all__ = [
     "notes",
     "parse_hostfile",
     "parse_hosts",
+    "pod",
     "reduction_servers",
     "resolve_workers",
     "run_here",

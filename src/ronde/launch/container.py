@@ -40,6 +40,7 @@ class Container:
         environment: folders and channels under the names that scripts know (``SM_MODEL_DIR``, …).
         checkpoints: a folder that the service keeps; None where there is none.
         failure: the file for the reason of a failure.
+        port: on which the first host's workers meet the others; 0: ``SM_MASTER_PORT``, or 7777.
     """
 
     hosts: tuple[str, ...]
@@ -49,6 +50,7 @@ class Container:
     environment: Mapping[str, str]
     checkpoints: Path | None
     failure: Path
+    port: int = 0
 
     @property
     def rank(self) -> int:
@@ -63,7 +65,8 @@ class Container:
         """
         if len(self.hosts) == 1:
             return Nodes()
-        port = int(os.environ.get("SM_MASTER_PORT") or os.environ.get("MASTER_PORT") or _PORT)
+        told = os.environ.get("SM_MASTER_PORT") or os.environ.get("MASTER_PORT")
+        port = self.port or int(told or _PORT)
         address = _resolved(self.hosts[0])
         listener = None
         if self.rank == 0:
@@ -73,7 +76,8 @@ class Container:
             except OSError as error:
                 raise WorldError(
                     f"port {port} of {self.current} cannot be opened ({error.strerror}): another "
-                    "program has it. Set SM_MASTER_PORT to a free one on all hosts."
+                    f"program has it. Set {'PET' if self.port else 'SM'}_MASTER_PORT to a free one "
+                    "on all hosts."
                 ) from None
             address = own
         return Nodes(

@@ -38,6 +38,10 @@ class Engine(Protocol):
     def meaning(self, host: Host, status: int, printed: str) -> str:
         """One or two sentences: why no agent came up, from the command's exit status and output."""
 
+    def close(self) -> None:
+        """Give back what the engine holds, once all agents have ended."""
+        return
+
 
 def _slots(text: str, where: str) -> int:
     if not text.isdecimal() or int(text) < 1:

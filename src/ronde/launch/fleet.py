@@ -227,6 +227,7 @@ class Fleet:
             self._token.unlink(missing_ok=True)
         if self._receiver is not None:
             self._receiver.close()
+        self._engine.close()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 

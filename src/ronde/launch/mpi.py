@@ -9,14 +9,14 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.launch.engine import Host
+from ronde.launch.engine import Engine, Host
 from ronde.launch.ssh import ssh_meaning
 from ronde.world import ArgumentError
 
 __all__ = ["Mpi"]
 
 
-class Mpi:
+class Mpi(Engine):
     """Starts each agent as a job of one process, whose input and output ``mpirun`` carries.
 
     Args:

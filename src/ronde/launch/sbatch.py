@@ -19,7 +19,7 @@ import yaml
 
 from ronde.world import ArgumentError, WorldError
 
-__all__ = ["BatchJob", "follow_job", "presets", "submit"]
+__all__ = ["BatchJob", "follow_job", "limit_seconds", "presets", "submit"]
 
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
@@ -31,6 +31,29 @@ def presets() -> dict[str, dict[str, Any]]:
     """Known clusters: name -> what a job needs there."""
     text = (importlib.resources.files("ronde.launch") / "presets.yaml").read_text()
     return dict(yaml.safe_load(text))
+
+
+def limit_seconds(text: str) -> int:
+    """A time limit as sbatch takes it, in seconds.
+
+    Example:
+        >>> limit_seconds("20"), limit_seconds("1:30:00"), limit_seconds("2-12")
+        (1200, 5400, 216000)
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not _TIME.fullmatch(text):
+        raise ArgumentError(
+            f"--time {text!r}: expected minutes, 20:00:00, or 2-12:00:00 (days-hours)."
+        )
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # hours first
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    else:
+        hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass(frozen=True)
@@ -68,10 +91,8 @@ class BatchJob:
 
     def __post_init__(self) -> None:
         """Refuse what sbatch would refuse late, or read as something else."""
-        if self.limit is not None and not _TIME.fullmatch(self.limit):
-            raise ArgumentError(
-                f"--time {self.limit!r}: expected minutes, 20:00:00, or 2-12:00:00 (days-hours)."
-            )
+        if self.limit is not None:
+            limit_seconds(self.limit)
         if self.array is not None and not re.fullmatch(r"[\d,%:-]+", self.array):
             raise ArgumentError(f"--array {self.array!r}: expected places, as in 0-9 or 1,3,5%2.")
         for directive in self.directives:

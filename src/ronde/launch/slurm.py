@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 
-from ronde.launch.engine import Host
+from ronde.launch.engine import Engine, Host
 from ronde.world import ArgumentError
 from ronde.world.launchers import expand_nodelist, repeated
 
@@ -45,7 +45,7 @@ def allocation(env: Mapping[str, str] = os.environ) -> list[Host]:
     return [Host(name, repeated(tasks, i)) for i, name in enumerate(expand_nodelist(listed))]
 
 
-class Slurm:
+class Slurm(Engine):
     """Starts agents as steps of the allocation."""
 
     name = "srun"

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.launch.engine import Host
+from ronde.launch.engine import Engine, Host
 from ronde.world import ArgumentError
 
 __all__ = ["Ssh", "ssh_meaning"]
@@ -53,7 +53,7 @@ _MEANINGS = (
 )
 
 
-class Ssh:
+class Ssh(Engine):
     """Starts agents through ``ssh``; on this host without it.
 
     Args:

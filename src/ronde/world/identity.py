@@ -29,8 +29,8 @@ class World:
         node: place of this node among the nodes.
         device: what this worker trains on, ``cpu`` or ``cuda:K``.
         launcher: who started it: ``python``, ``torchrun``, ``srun``, ``mpirun``, ``sagemaker``,
-            ``environment`` (variables set by hand) or ``process group`` (made by the script
-            itself).
+            ``kubernetes``, ``environment`` (variables set by hand) or ``process group`` (made by
+            the script itself).
         host: name of this machine.
     """
 

@@ -255,12 +255,36 @@ def _sagemaker(env: Env) -> Identity | None:
     )
 
 
+def _kubernetes(env: Env) -> Identity | None:
+    """A pod of Kubeflow or a JobSet with torchrun's variables, in which nobody called torchrun."""
+    if not env.get("KUBERNETES_SERVICE_HOST") or not env.get("PET_NNODES") or env.get("RANK"):
+        return None  # with RANK, another reader answers
+    nodes, workers = _number(env, "PET_NNODES"), env.get("PET_NPROC_PER_NODE") or "1"
+    if nodes < 2 and workers == "1":
+        return None
+    if workers != "1":
+        raise WorldError(
+            f"PET_NPROC_PER_NODE={workers} asks for several workers in this pod, and python starts "
+            "one. Start the script with ronde run or torchrun."
+        )
+    address = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
+    rank = "PET_NODE_RANK" if env.get("PET_NODE_RANK") else "JOB_COMPLETION_INDEX"
+    names = ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR")
+    if not address or not env.get(rank):
+        _need(env, "a Kubernetes pod", names, names)
+    port = _optional(env, "PET_MASTER_PORT") or _check_port(env) or 29400
+    return Identity(
+        "kubernetes", _number(env, rank), nodes, 0, 1, _number(env, rank), address, port
+    )
+
+
 LAUNCHERS: dict[str, Callable[[Env], Identity | None]] = {
     "torchrun": _torchrun,
     "Open MPI": _open_mpi,
     "MPICH or Intel MPI": _pmi,
     "Slurm": _slurm,
     "SageMaker": _sagemaker,
+    "Kubernetes": _kubernetes,
 }
 """The table: name -> reader of the environment. The first that answers is believed."""
 

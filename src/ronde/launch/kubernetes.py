@@ -1,0 +1,222 @@
+"""Kubernetes: manifests of training jobs, and the variables that their pods get.
+
+Every pod runs the same ``ronde run``. The operators set torchrun's variables (``PET_NNODES`` …), by
+which the pods find each other; in a JobSet, the manifest sets them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ronde.launch.container import Container
+from ronde.world import ArgumentError, WorldError
+
+__all__ = ["KINDS", "Manifest", "pod"]
+
+KINDS = ("pytorchjob", "trainjob", "jobset")
+_PORT = 29400
+_REASON = Path("/dev/termination-log")
+
+
+def pod(env: Mapping[str, str] = os.environ) -> Container | None:
+    """What the variables of a pod say about the pods of its job; None if they say nothing.
+
+    Raises:
+        WorldError: the variables are partial or contradict each other.
+    """
+    # inside torchrun, it has read them
+    if not env.get("KUBERNETES_SERVICE_HOST") or env.get("TORCHELASTIC_RUN_ID"):
+        return None
+    count = _whole(env, "PET_NNODES")
+    if not count:
+        return None
+    rank = _whole(env, "PET_NODE_RANK")
+    if rank is None:
+        rank = _whole(env, "JOB_COMPLETION_INDEX") if count > 1 else 0
+    address = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
+    if count == 1:
+        address = address or "localhost"
+    if rank is None or not address:
+        lacks = "PET_NODE_RANK" if rank is None else "PET_MASTER_ADDR"
+        raise WorldError(
+            f"PET_NNODES={count} says that this is one of {count} pods, but {lacks} is not set. "
+            "Set it in the pod's template, or unset PET_NNODES to train in this pod alone."
+        )
+    if rank >= count:
+        raise WorldError(f"PET_NODE_RANK={rank} is not below PET_NNODES={count}.")
+    port = _whole(env, "PET_MASTER_PORT") or _whole(env, "MASTER_PORT") or _PORT
+    hosts = (address, *(f"pod-{n}" for n in range(1, count)))
+    reason = _REASON if _REASON.exists() else Path(os.devnull)
+    return Container(hosts, hosts[rank], "eth0", (), {}, None, reason, port)
+
+
+def _whole(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name) or ""
+    if not text:
+        return None
+    if not text.isdecimal():
+        raise WorldError(f"{name}={text!r} is not a whole number of nodes: elastic jobs have none.")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A training job of Kubernetes.
+
+    Attributes:
+        kind: ``pytorchjob`` and ``trainjob`` (Kubeflow), or ``jobset``.
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        image: the container's image, which holds Ronde and the script.
+        name: name of the job and its run.
+        options: further options of ``ronde run``.
+        nodes: how many pods.
+        gpus: per pod; None for a job without GPUs.
+        tasks: workers per pod; None: one per GPU, else one.
+        cores: per worker.
+        limit: seconds after which the job is ended.
+        volumes: claims and where they are mounted: ``"claim:/path"``.
+        restarts: how often the job may start again; it resumes.
+    """
+
+    kind: str
+    command: Sequence[str]
+    image: str
+    name: str
+    options: Sequence[str] = ()
+    nodes: int = 1
+    gpus: int | None = None
+    tasks: int | None = None
+    cores: int | None = None
+    limit: int | None = None
+    volumes: Sequence[str] = ()
+    restarts: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what Kubernetes would refuse later."""
+        if self.kind not in KINDS:
+            raise ArgumentError(f"--kubernetes {self.kind}: expected one of {', '.join(KINDS)}.")
+        for volume in self.volumes:
+            if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/\S*", volume):
+                raise ArgumentError(f"--volume {volume!r}: expected CLAIM:/PATH, as in runs:/runs.")
+        if self.volumes and self.kind == "trainjob":
+            raise ArgumentError(
+                "--volume: a TrainJob gets its volumes from its runtime. Name them there, or use "
+                "--kubernetes jobset."
+            )
+
+    @property
+    def _label(self) -> str:
+        """The name as Kubernetes takes one: lower-case letters, digits, and dashes."""
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:40].strip("-")
+        return plain if plain[:1].isalpha() else f"run-{plain}".strip("-")
+
+    @property
+    def _workers(self) -> int:
+        return self.tasks or self.gpus or 1
+
+    def text(self) -> str:
+        """The manifest, as YAML."""
+        made = {"pytorchjob": self._pytorchjob, "trainjob": self._trainjob, "jobset": self._jobset}
+        return yaml.safe_dump(made[self.kind](), sort_keys=False, width=100)
+
+    def _run(self) -> list[str]:
+        own = ["ronde", "run", "--workers", str(self._workers), "--name", self.name]
+        runs = [v.partition(":")[2] for v in self.volumes[:1]]
+        return [*own, *(["--runs", f"{runs[0]}/runs"] if runs else []), *self.options]
+
+    def _resources(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.gpus:
+            found["nvidia.com/gpu"] = self.gpus
+        if self.cores:
+            found["cpu"] = self.cores * self._workers
+        return {"limits": found} if found else {}
+
+    def _head(self, version: str, kind: str) -> dict[str, Any]:
+        return {"apiVersion": version, "kind": kind, "metadata": {"name": self._label}}
+
+    def _pod(self, container: str, variables: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+        claims = dict(v.split(":", 1) for v in self.volumes)
+        mounts = [{"name": f"volume-{i}", "mountPath": p} for i, p in enumerate(claims.values())]
+        own: dict[str, Any] = {
+            "name": container,
+            "image": self.image,
+            "command": [*self._run(), *self.command],
+            # loading processes share memory
+            "volumeMounts": [*mounts, {"name": "shm", "mountPath": "/dev/shm"}],
+        }
+        if variables:
+            own["env"] = list(variables)
+        if resources := self._resources():
+            own["resources"] = resources
+        volumes: list[dict[str, Any]] = [
+            {"name": f"volume-{i}", "persistentVolumeClaim": {"claimName": claim}}
+            for i, claim in enumerate(claims)
+        ]
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+        return {"containers": [own], "volumes": volumes}
+
+    def _pytorchjob(self) -> dict[str, Any]:
+        policy = "OnFailure" if self.restarts else "Never"
+
+        def replicas(count: int) -> dict[str, Any]:
+            template = {"spec": self._pod("pytorch")}
+            return {"replicas": count, "restartPolicy": policy, "template": template}
+
+        specs = {"Master": replicas(1)}
+        if self.nodes > 1:
+            specs["Worker"] = replicas(self.nodes - 1)
+        run: dict[str, Any] = {"cleanPodPolicy": "Running", "backoffLimit": self.restarts}
+        if self.limit:
+            run["activeDeadlineSeconds"] = self.limit
+        spec = {
+            "nprocPerNode": str(self._workers),
+            "runPolicy": run,
+            "pytorchReplicaSpecs": specs,
+        }
+        return {**self._head("kubeflow.org/v1", "PyTorchJob"), "spec": spec}
+
+    def _trainjob(self) -> dict[str, Any]:
+        trainer: dict[str, Any] = {
+            "image": self.image,
+            "command": [*self._run(), *self.command],
+            "numNodes": self.nodes,
+            "numProcPerNode": self._workers,
+        }
+        if resources := self._resources():
+            trainer["resourcesPerNode"] = resources
+        spec: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
+        if self.limit:
+            spec["activeDeadlineSeconds"] = self.limit
+        return {**self._head("trainer.kubeflow.org/v1alpha1", "TrainJob"), "spec": spec}
+
+    def _jobset(self) -> dict[str, Any]:
+        index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+        first = f"{self._label}-node-0-0.{self._label}"
+        variables: list[dict[str, Any]] = [
+            {"name": "PET_NNODES", "value": str(self.nodes)},
+            {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            {"name": "PET_MASTER_ADDR", "value": first},
+            {"name": "PET_MASTER_PORT", "value": str(_PORT)},
+        ]
+        job: dict[str, Any] = {
+            "parallelism": self.nodes,
+            "completions": self.nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,
+            "template": {"spec": {"restartPolicy": "Never", **self._pod("ronde", variables)}},
+        }
+        if self.limit:
+            job["activeDeadlineSeconds"] = self.limit
+        spec = {
+            "failurePolicy": {"maxRestarts": self.restarts},
+            "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
+        }
+        return {**self._head("jobset.x-k8s.io/v1alpha2", "JobSet"), "spec": spec}

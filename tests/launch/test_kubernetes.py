@@ -1,0 +1,253 @@
+"""Manifests that Kubernetes would take, and pods that run them."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+
+import jsonschema
+import pytest
+import yaml
+from test_hosts import TRAIN, equal, one  # noqa: F401
+
+from lab import lab, missing
+from processes import ronde, ronde_batch
+from ronde.launch.kubernetes import pod
+from ronde.world import WorldError
+from sampling import ALL
+
+
+def thing(required: str = "", **properties):
+    """An object with these fields and no others."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+
+
+def several(items, least: int = 1):
+    return {"type": "array", "items": items, "minItems": least}
+
+
+TEXT = {"type": "string", "minLength": 1}
+COUNT = {"type": "integer", "minimum": 0}
+LABEL = {"type": "string", "pattern": "^[a-z]([-a-z0-9]*[a-z0-9])?$", "maxLength": 52}
+QUANTITY = {"anyOf": [COUNT, {"type": "string", "pattern": r"^\d+(\.\d+)?(m|[KMGT]i?)?$"}]}
+RESOURCES = thing(limits={"type": "object", "additionalProperties": QUANTITY})
+VARIABLE = thing(
+    "name",
+    name={"type": "string", "pattern": "^[A-Za-z_][A-Za-z0-9_]*$"},
+    value={"type": "string"},
+    valueFrom=thing("fieldRef", fieldRef=thing("fieldPath", fieldPath=TEXT)),
+)
+CONTAINER = thing(
+    "name image",
+    name=LABEL,
+    image=TEXT,
+    command=several(TEXT),
+    env=several(VARIABLE),
+    resources=RESOURCES,
+    volumeMounts=several(
+        thing("name mountPath", name=LABEL, mountPath={"type": "string", "pattern": "^/"})
+    ),
+)
+VOLUME = {
+    **thing(
+        "name",
+        name=LABEL,
+        emptyDir=thing(medium={"enum": ["", "Memory"]}),
+        persistentVolumeClaim=thing("claimName", claimName=TEXT),
+    ),
+    "minProperties": 2,
+    "maxProperties": 2,
+}
+POD = thing(
+    "containers",
+    containers=several(CONTAINER),
+    volumes=several(VOLUME),
+    restartPolicy={"enum": ["Always", "OnFailure", "Never"]},
+)
+TEMPLATE = thing("spec", spec=POD)
+REPLICAS = thing(
+    "replicas template",
+    replicas=COUNT,
+    restartPolicy={"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
+    template=TEMPLATE,
+)
+JOB = thing(
+    "template",
+    parallelism=COUNT,
+    completions=COUNT,
+    completionMode={"enum": ["Indexed", "NonIndexed"]},
+    backoffLimit=COUNT,
+    activeDeadlineSeconds=COUNT,
+    template=TEMPLATE,
+)
+SPECS = {
+    "pytorchjob": (
+        "kubeflow.org/v1",
+        "PyTorchJob",
+        thing(
+            "pytorchReplicaSpecs",
+            nprocPerNode=TEXT,
+            runPolicy=thing(
+                cleanPodPolicy={"enum": ["None", "Running", "All"]},
+                backoffLimit=COUNT,
+                activeDeadlineSeconds=COUNT,
+            ),
+            pytorchReplicaSpecs=thing("Master", Master=REPLICAS, Worker=REPLICAS),
+        ),
+    ),
+    "trainjob": (
+        "trainer.kubeflow.org/v1alpha1",
+        "TrainJob",
+        thing(
+            "runtimeRef",
+            runtimeRef=thing("name", name=LABEL, kind=TEXT, apiGroup=TEXT),
+            activeDeadlineSeconds={"type": "integer", "minimum": 1},
+            trainer=thing(
+                image=TEXT,
+                command=several(TEXT),
+                numNodes=COUNT,
+                numProcPerNode={"type": "integer", "minimum": 1},
+                resourcesPerNode=RESOURCES,
+            ),
+        ),
+    ),
+    "jobset": (
+        "jobset.x-k8s.io/v1alpha2",
+        "JobSet",
+        thing(
+            "replicatedJobs",
+            failurePolicy=thing(maxRestarts=COUNT),
+            replicatedJobs=several(
+                thing("name template", name=LABEL, replicas=COUNT, template=thing("spec", spec=JOB))
+            ),
+        ),
+    ),
+}
+
+
+def schema(kind: str):
+    version, name, spec = SPECS[kind]
+    return thing(
+        "apiVersion kind metadata spec",
+        apiVersion={"const": version},
+        kind={"const": name},
+        metadata=thing("name", name=LABEL),
+        spec=spec,
+    )
+
+
+def submit(*words: str) -> list[str]:
+    return ["submit", "--kubernetes", *words, "--image", "me/train:1", "--dry-run"]
+
+
+def test_manifests(tmp_path):
+    full = ["--nodes", "4", "--gpus", "8", "--cores", "4", "--time", "1-00", "--requeue"]
+    named = ["--name", "Big_Run.2"]
+    wrong = [
+        ["submit", "--kubernetes", "--dry-run", "train.py"],
+        ["submit", "--kubernetes", "--image", "a", "train.py"],
+        [*submit(), "--partition", "p", "train.py"],
+        [*submit("trainjob"), "--volume", "a:/b", "train.py"],
+        [*submit(), "--volume", "a", "train.py"],
+        ["submit", "--image", "a", "--dry-run", "train.py"],
+    ]
+    commands = [
+        *([*submit(kind), "train.py"] for kind in SPECS),
+        *([*submit(k), *full, *named, "train.py", "--lr", "$(x)", "a b"] for k in SPECS),
+        [*submit(), "--volume", "code:/code", "--volume", "data:/data", "-m", "my.train"],
+        *wrong,
+    ]
+    (tmp_path / "train.py").touch()
+    done = ronde_batch(commands, tmp_path)
+    for kind, small, big in zip(SPECS, done, done[3:], strict=False):
+        for each in (small, big):
+            assert each.returncode == 0, each.stderr
+            jsonschema.Draft202012Validator(schema(kind)).validate(yaml.safe_load(each.stdout))
+        assert "--lr\n" in big.stdout and "$(x)" in big.stdout
+        assert yaml.safe_load(big.stdout)["metadata"] == {"name": "big-run-2"}
+        assert "86400" in big.stdout and "nvidia.com/gpu: 8" in big.stdout
+    made = yaml.safe_load(done[6].stdout)
+    jsonschema.Draft202012Validator(schema("pytorchjob")).validate(made)
+    (container,) = made["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
+    run = "ronde run --workers 1 --name my.train --runs /code/runs -m my.train"
+    assert container["command"] == run.split()
+    made["spec"]["typo"] = 1
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.Draft202012Validator(schema("pytorchjob")).validate(made)
+    told = ["--image", "--dry-run", "--partition is for Slurm", "runtime", "CLAIM:/PATH", "are for"]
+    for each, text in zip(done[-len(wrong) :], told, strict=True):
+        assert each.returncode == 2 and text in each.stderr, each
+
+
+def test_variables_of_pods():
+    inside = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert pod({}) is None and pod(inside) is None
+    assert pod({"PET_NNODES": "2"}) is None
+    both = {**inside, "PET_NNODES": "3", "PET_MASTER_ADDR": "first"}
+    found = pod({**both, "PET_NODE_RANK": "2", "PET_MASTER_PORT": "1234"})
+    assert (found.rank, len(found.hosts), found.hosts[0], found.port) == (2, 3, "first", 1234)
+    assert pod({**both, "JOB_COMPLETION_INDEX": "1"}).rank == 1
+    assert pod({**both, "TORCHELASTIC_RUN_ID": "x", "PET_NODE_RANK": "1"}) is None
+    assert pod({**inside, "PET_NNODES": "1"}).rank == 0
+    for wrong, told in (
+        ({}, "PET_NODE_RANK is not set"),
+        ({"PET_NODE_RANK": "3"}, "not below PET_NNODES=3"),
+        ({"PET_NODE_RANK": "1", "PET_MASTER_ADDR": ""}, "PET_MASTER_ADDR is not set"),
+        ({"PET_NNODES": "1:4"}, "elastic jobs have none"),
+    ):
+        with pytest.raises(WorldError, match=told):
+            pod({**both, **wrong})
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pods")
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "fails.py").write_text(TRAIN + "if me.rank == 3: raise ValueError('on purpose')\n")
+    return folder
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_pods_run_a_manifest(place, one):  # noqa: F811
+    """The command and the variables of a JobSet, on two hosts; started again, it resumes."""
+    words = [*submit("jobset"), "--nodes", "2", "--tasks", "2", "train.py", "pods.st"]
+    (done,) = ronde_batch([words], place)
+    job = yaml.safe_load(done.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    variables = {v["name"]: v.get("value", "") for v in container["env"]}
+    assert variables["PET_MASTER_ADDR"] == "train-node-0-0.train"
+    variables["KUBERNETES_SERVICE_HOST"] = "10.0.0.1"
+    with lab(place / "lab", 2) as hosts:
+        first = hosts.names[0]
+        table = (place / "lab" / "hosts").read_text()
+        names = f"{hosts.address(first)} {variables['PET_MASTER_ADDR']}\n"
+        (place / "lab" / "hosts").write_text(table + names)  # as the cluster's DNS would say
+
+        def start(script: str, epochs: int):
+            command = [*ronde(*container["command"][1:])]
+            command[command.index("train.py")] = script
+            running = []
+            for index, name in enumerate(hosts.names):
+                told = {**variables, "PET_NODE_RANK": str(index), "RONDE_DEVICE": "cpu"}
+                told["OMP_NUM_THREADS"] = "1"
+                sets = shlex.join(f"{k}={v}" for k, v in told.items())
+                line = f"cd {place}; {sets} {shlex.join([*command, str(epochs)])}"
+                words = ["ssh", "-F", str(hosts.ssh_config), name, line]
+                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+                running.append(subprocess.Popen(words, **pipes, text=True))
+            return [(*p.communicate(timeout=60), p.returncode) for p in running]
+
+        for epochs in (2, 4) if ALL else (4,):
+            ended = start("train.py", epochs)
+            assert [status for *_, status in ended] == [0, 0], ended
+        assert "completed" in ended[0][0] and ("resumed" in ended[0][0]) == ALL
+        equal(place / "pods.st", one)
+        if not ALL:
+            return
+        ended = start("fails.py", 4)
+        assert [bool(status) for *_, status in ended] == [True, True], ended
