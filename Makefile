@@ -20,8 +20,8 @@ help:  ## list the targets
 
 venv: $(STAMP)  ## make .venv with Ronde and all it needs (the other targets do it too)
 
-engines: $(STAMP)  ## add Ray to .venv, for its tests (80 MB)
-	@$(PIP) --editable '.[ray]'
+engines: $(STAMP)  ## add Ray and Spark to .venv, for their tests (540 MB to download)
+	@$(PIP) --editable '.[ray,spark]'
 
 demo: $(CORE_STAMP)  ## train a small GPT on two workers, about two minutes
 	@$(BIN)/ronde run --workers 2 --baseline examples/gpt/train.py

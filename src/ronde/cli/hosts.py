@@ -23,6 +23,7 @@ __all__ = [
     "PythonOption",
     "RayOption",
     "SlurmOption",
+    "SparkOption",
     "SshConfigOption",
     "chosen",
     "gathered",
@@ -88,6 +89,17 @@ RayOption = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
+SparkOption = Annotated[
+    str | None,
+    typer.Option(
+        "--spark",
+        metavar="[MASTER]",
+        help="On a Spark cluster, in barrier mode: spark://HOST:7077, yarn, … Without a value: "
+        "Spark's own configuration, or this machine.",
+        show_default=False,
+        rich_help_panel=_PANEL,
+    ),
+]
 EnvOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -139,6 +151,7 @@ def chosen(
     env: Sequence[str],
     python: str | None,
     ray: str | None = None,
+    spark: str | None = None,
     workers: str = "auto",
 ) -> Places | None:
     """Check the options; None if they name no host.
@@ -153,6 +166,7 @@ def chosen(
         Mpi,
         Ray,
         Slurm,
+        Spark,
         Ssh,
         allocation,
         environment_for,
@@ -162,6 +176,7 @@ def chosen(
     )
 
     named = {"--hosts": hosts, "--hostfile": hostfile, "--slurm": slurm, "--ray": ray}
+    named["--spark"] = spark
     given = [option for option, value in named.items() if value]
     if len(given) > 1:
         raise ArgumentError(f"{' and '.join(given)} all say which hosts: give one of them.")
@@ -180,8 +195,8 @@ def chosen(
         return None
     passed = environment_for(env)
     count = None if workers == "auto" else resolve_workers(workers)
-    if ray:
-        engine = Ray(ray, count, python)
+    if ray or spark:
+        engine = Ray(ray, count, python) if ray else Spark(spark or "", count, python)
         return Places(engine.hosts, engine, python, passed)
     if slurm:
         return Places(allocation(), Slurm(), python, passed)

@@ -20,6 +20,7 @@ from ronde.cli.hosts import (
     PythonOption,
     RayOption,
     SlurmOption,
+    SparkOption,
     SshConfigOption,
     chosen,
     gathered,
@@ -188,13 +189,14 @@ def register(app: typer.Typer) -> None:
         slurm: SlurmOption = False,
         mpi: MpiOption = False,
         ray: RayOption = None,
+        spark: SparkOption = None,
         ssh_config: SshConfigOption = None,
         env: EnvOption = None,
         python: PythonOption = None,
     ) -> None:
         from ronde.launch import Job, Restarts, container, pod
 
-        box = None if hosts or hostfile or slurm or ray else container() or pod()
+        box = None if hosts or hostfile or slurm or ray or spark else container() or pod()
         if box is not None:
             arguments = [*(arguments or []), *box.arguments]
             os.environ.update(box.environment)
@@ -208,7 +210,9 @@ def register(app: typer.Typer) -> None:
             check_name(name)
         if output not in ("main", "all"):
             raise ArgumentError(f"--output {output}: expected main or all.")
-        places = chosen(hosts, hostfile, slurm, mpi, ssh_config, env or [], python, ray, workers)
+        places = chosen(
+            hosts, hostfile, slurm, mpi, ssh_config, env or [], python, ray, spark, workers
+        )
         fetched, told_feed = feed_of(feed, module or command[0])
         temporary = (
             tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None

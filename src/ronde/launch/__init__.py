@@ -22,6 +22,7 @@ from ronde.launch.ray_engine import Ray
 from ronde.launch.reduction_servers import reduction_servers
 from ronde.launch.restarts import Restarts
 from ronde.launch.slurm import Slurm, allocation
+from ronde.launch.spark_engine import Spark
 from ronde.launch.ssh import Ssh
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Ray",
     "Output",
     "Restarts",
+    "Spark",
     "Ssh",
     "check_workers",
     "environment_for",

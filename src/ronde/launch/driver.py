@@ -37,7 +37,7 @@ class Driven(Engine):
     """An engine whose hosts are places that a driver process got from a system.
 
     Args:
-        module: the driver: a module whose ``main`` calls :func:`serve`.
+        module: its ``main`` runs the driver: it calls :func:`serve`.
         extra: the extra of Ronde that brings the package of the system.
         request: what the driver should get, as JSON.
         python: the interpreter on the hosts; None: the one that runs the system there.
@@ -56,7 +56,7 @@ class Driven(Engine):
         self._folder = tempfile.mkdtemp(prefix="ronde-")
         self._said = tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-m", module],
+            [sys.executable, "-P", "-u", "-c", f"from {module} import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._said,

@@ -196,5 +196,6 @@ def _own_address(address: str) -> str:
         return str(probe.getsockname()[0])
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run the driver process."""
     serve(_Nodes)
