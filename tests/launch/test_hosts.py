@@ -21,7 +21,8 @@ from lab import lab, missing, no_slurm, slurm
 from processes import child, ronde, ronde_run
 from ronde.cli.check import slow_links
 from ronde.measure.pair_links import rounds
-from sampling import some
+from ronde.predict import Cluster
+from sampling import long, some
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -285,7 +286,9 @@ def test_check_before_a_job(hosts, place):
     done = ronde_run(["check", *words], place)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{first}" in done.stdout and "MB/s" in done.stdout and "µs" in done.stdout
-    assert "the hosts are alike" in done.stdout
+    assert "gloo" in done.stdout and "the hosts are alike" in done.stdout
+    wrong = ronde_run(["check", *words, "--output", "none/cluster.yaml"], place)
+    assert wrong.returncode == 2 and "does not exist" in wrong.stderr
     hosts.rate(second, "100mbit")
     try:
         done = ronde_run(["check", "--json", *words], place)
@@ -297,6 +300,22 @@ def test_check_before_a_job(hosts, place):
     (link,) = told["links"]
     assert (link["a"], link["b"]) == (first, second)
     assert 5e6 < link["bandwidth"] < 13e6  # 12.5 MB/s
+
+
+@long
+def test_the_cluster_file_of_a_check(hosts, place):
+    """``ronde plan`` plans for what ``ronde check`` measured."""
+    first, second = hosts.names
+    words = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:1,{second}:1"]
+    done = ronde_run(["check", *words, "--output", "cluster.yaml"], place, 150.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cluster = Cluster.load(place / "cluster.yaml")
+    assert (cluster.nodes, cluster.devices_per_node) == (2, 1)
+    assert cluster.links["all_reduce"]["cluster"].beta > 1e7
+    words = ["--cluster", "cluster.yaml", "--json", "plan.json", "--accept-noise"]
+    done = ronde_run(["plan", *words, "train.py", "x.st", "1"], place, 150.0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert cluster.name in (place / "plan.json").read_text()
 
 
 def test_slow_links_are_named():

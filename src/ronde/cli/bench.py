@@ -75,7 +75,7 @@ def register(app: typer.Typer) -> None:
 
         count = resolve_workers(workers)
         check_workers(count)
-        _check_output(output)
+        check_file(output)
         console = Console()
         with tempfile.TemporaryDirectory(prefix="ronde-bench-") as folder:
             file = Path(folder) / "cluster.yaml"
@@ -112,7 +112,8 @@ def register(app: typer.Typer) -> None:
             _show(measured, output, console)
 
 
-def _check_output(output: Path) -> None:
+def check_file(output: Path) -> None:
+    """Refuse a file that cannot be written, before anything is measured."""
     folder = output.absolute().parent
     if not folder.is_dir():
         raise ArgumentError(f"--output {output}: the folder {folder} does not exist.")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.bench import check_file
 from ronde.cli.hosts import (
     EnvOption,
     HostfileOption,
@@ -29,6 +32,8 @@ Examples:
   ronde check --hosts gpu1:8,gpu2:8          over ssh
 
   ronde check --hostfile hosts --json        as JSON
+
+  ronde check --hosts a:8,b:8 --output c.yaml      and a cluster file for ronde plan
 
   salloc -N 4 ronde check --slurm            all nodes of an allocation
 """
@@ -53,11 +58,25 @@ def register(app: typer.Typer) -> None:
         ssh_config: SshConfigOption = None,
         env: EnvOption = None,
         python: PythonOption = None,
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                "--output",
+                "-o",
+                metavar="FILE",
+                help="Also time every collective between all slots, and write a cluster file for "
+                "ronde plan --cluster.",
+                show_default=False,
+            ),
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
     ) -> None:
-        from ronde.launch import Fleet, Job, Output, notes
+        from ronde.launch import Fleet, notes
 
-        places = chosen(hosts, hostfile, slurm, mpi, ssh_config, env or [], python, ray)
+        if output is not None:
+            check_file(output)
+        asked = (hosts, hostfile, slurm, mpi, ssh_config, env or [], python, ray)
+        places = chosen(*asked)
         if places is None:
             raise ArgumentError("name the hosts: --hosts a,b, --hostfile FILE, --slurm, or --ray.")
         names = [h.name for h in places.hosts]
@@ -67,23 +86,53 @@ def register(app: typer.Typer) -> None:
             facts = fleet.ask(command, places.environment, None)
             said = notes(facts, {h.name: h.slots or f["devices"] for h, f in _each(places, facts)})
             if len(names) > 1:
-                lines: list[bytes] = []
-                output = Output(
-                    len(names), None, lines.append, lambda m: pairs.extend(m.get("pairs", ()))
+                _measure(
+                    fleet, command, [1] * len(names), lambda m: pairs.extend(m.get("pairs", ()))
                 )
-                job = Job(command, len(names), None, {"RONDE_PROGRESS": "quiet"})
-                outcome = fleet.run(job, [1] * len(names), output)
-                output.close()
-                if outcome.interrupted:
-                    raise typer.Exit(outcome.status)
-                if outcome.status:
-                    raise WorldError(f"the links could not be measured: {outcome.error}")
+        if output is not None:
+            _write_cluster(chosen(*asked), output)
         said += slow_links(names, pairs)
         if as_json:
             told = [{**p, "a": names[p["a"]], "b": names[p["b"]]} for p in pairs]
             print(json.dumps({"hosts": facts, "links": told, "notes": said}, indent=2))
             return
         _show(names, facts, pairs, said)
+        if output is not None:
+            typer.echo(f"written to {output}   next: ronde plan --cluster {output} SCRIPT")
+
+
+def _measure(
+    fleet: Any, command: list[str], counts: list[int], message: Callable[[dict[str, Any]], None]
+) -> None:
+    """Run a measurement on hosts.
+
+    Raises:
+        WorldError: it failed.
+    """
+    from ronde.launch import Job, Output
+
+    count = sum(counts)
+    output = Output(count, None, lambda _: None, message)
+    outcome = fleet.run(Job(command, count, None, {"RONDE_PROGRESS": "quiet"}), counts, output)
+    output.close()
+    if outcome.interrupted:
+        raise typer.Exit(outcome.status)
+    if outcome.status:
+        raise WorldError(f"the links could not be measured: {outcome.error}")
+
+
+def _write_cluster(places: Any, output: Path) -> None:
+    """Time the collectives between all slots, and write what a plan needs of them."""
+    from ronde.launch import Fleet, share
+    from ronde.predict import Cluster
+
+    command = ["-m", "ronde.measure.bench_links", "--quick", "--accept-noise", "--tell"]
+    told: dict[str, Any] = {}
+    with Fleet(places.hosts, places.engine, places.python) as fleet:
+        facts = fleet.ask(command, places.environment, None)
+        counts = share(places.hosts, facts, "auto")
+        _measure(fleet, command, counts, lambda m: told.update(m.get("cluster", {})))
+    Cluster.from_dict(told).save(output)
 
 
 def _each(places: Any, facts: Any) -> list[tuple[Any, Any]]:
@@ -94,6 +143,10 @@ def slow_links(names: list[str], pairs: list[dict[str, Any]]) -> list[str]:
     """Sentences about links of less than half the median bandwidth; a host all of whose links are
     slow is named once.
     """
+    backends = sorted({p.get("backend", "") for p in pairs})
+    if len(backends) > 1:
+        each = [[p for p in pairs if p["backend"] == backend] for backend in backends]
+        return [line for several in each for line in slow_links(names, several)]
     if len(pairs) < 3:  # of two hosts, nobody can say which one is slow
         return []
     usual = statistics.median(p["bandwidth"] for p in pairs)
@@ -135,7 +188,7 @@ def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[
     console.print(table)
     if pairs:
         links = Table(title="links", title_justify="left")
-        for name in ("between", "and"):
+        for name in ("between", "and", "over"):
             links.add_column(name)
         for name in ("latency", "bandwidth"):
             links.add_column(name, justify="right")
@@ -143,6 +196,7 @@ def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[
             links.add_row(
                 names[p["a"]],
                 names[p["b"]],
+                p["backend"],
                 f"{p['latency'] * 1e6:,.0f} µs",
                 f"{p['bandwidth'] / 1e6:,.0f} MB/s",
             )

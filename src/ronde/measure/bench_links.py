@@ -346,6 +346,7 @@ def run_bench(arguments: Sequence[str] | None = None) -> None:
         prog="python -m ronde.measure.bench_links", description="Measure the links between workers."
     )
     parser.add_argument("--output", type=Path, default=Path("cluster.yaml"))
+    parser.add_argument("--tell", action="store_true", help="give the launcher the cluster instead")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--accept-noise", action="store_true")
     options = parser.parse_args(arguments)
@@ -363,7 +364,9 @@ def run_bench(arguments: Sequence[str] | None = None) -> None:
         cluster = calibrate(me, quick=options.quick, accept_noise=options.accept_noise, tell=tell)
     except NoisyMachine as error:
         sys.exit(str(error))
-    if me.is_main:
+    if me.is_main and options.tell:
+        print(MARK + json.dumps({"cluster": cluster.to_dict()}), flush=True)
+    elif me.is_main:
         cluster.save(options.output)
     if dist.is_initialized():
         dist.barrier()

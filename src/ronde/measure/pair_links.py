@@ -10,6 +10,7 @@ import json
 import statistics
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,45 +44,50 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
     return sorted(found, reverse=True)
 
 
-def _echo(first: bool, other: int, data: torch.Tensor, times: int) -> list[float]:
+def _echo(first: bool, other: int, data: torch.Tensor, times: int, group: Any) -> list[float]:
     """Seconds of each way there and back."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
         if first:
-            dist.send(data, other)
-            dist.recv(data, other)
+            dist.send(data, other, group)
+            dist.recv(data, other, group)
         else:
-            dist.recv(data, other)
-            dist.send(data, other)
+            dist.recv(data, other, group)
+            dist.send(data, other, group)
         if data.is_cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     return seconds
 
 
-def measure_pairs(me: World) -> list[dict[str, float]]:
-    """Every pair: ``a``, ``b``, ``latency`` of one way in seconds, ``bandwidth`` in bytes/s. A
-    collective.
+def measure_pairs(me: World) -> list[dict[str, Any]]:
+    """Every pair: ``a``, ``b``, ``backend``, ``latency`` of one way in seconds, ``bandwidth`` in
+    bytes/s; over gloo, and over NCCL where the workers have GPUs. A collective.
     """
-    small = torch.zeros(_SMALL, dtype=torch.uint8, device=me.device)
-    large = torch.zeros(_LARGE, dtype=torch.uint8, device=me.device)
+    found = _measured(me, "gloo", dist.new_group(backend="gloo"), torch.device("cpu"))
+    if me.device.type == "cuda":
+        found += _measured(me, "nccl", None, me.device)
+    return sorted(found, key=lambda p: (p["a"], p["b"], p["backend"]))
+
+
+def _measured(me: World, backend: str, group: Any, device: torch.device) -> list[dict[str, Any]]:
+    small = torch.zeros(_SMALL, dtype=torch.uint8, device=device)
+    large = torch.zeros(_LARGE, dtype=torch.uint8, device=device)
     mine = []
     for number in rounds(me.size):
         for pair in number:
             if me.rank in pair:
                 first, other = me.rank == pair[0], pair[me.rank == pair[0]]
-                _echo(first, other, small, 3)  # connections are made by the first
-                latency = statistics.median(_echo(first, other, small, _PINGS)) / 2
-                took = min(_echo(first, other, large, _SENDS)) / 2
+                _echo(first, other, small, 3, group)  # connections are made by the first
+                latency = statistics.median(_echo(first, other, small, _PINGS, group)) / 2
+                took = min(_echo(first, other, large, _SENDS, group)) / 2
                 if first:
                     bandwidth = _LARGE / max(took - latency, 1e-9)
-                    found = {"a": pair[0], "b": pair[1], "latency": latency}
+                    found = {"a": pair[0], "b": pair[1], "backend": backend, "latency": latency}
                     mine.append({**found, "bandwidth": bandwidth})
-        dist.barrier()
-    return sorted(
-        (p for each in gather_json(me, mine) for p in each), key=lambda p: (p["a"], p["b"])
-    )
+        dist.barrier(group)
+    return [p for each in gather_json(me, mine) for p in each]
 
 
 if __name__ == "__main__":
