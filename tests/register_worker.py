@@ -66,7 +66,14 @@ def begin(plan: str, where: Path, resume: bool, **options):
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = UnevenNet(False).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    options = {"batch_size": 12, "seed": 3, "save_every": 3, "keep": 2, **options}
+    options = {
+        "batch_size": 12,
+        "seed": 3,
+        "save_every": 3,
+        "keep": 2,
+        "async_save": False,
+        **options,
+    }
     return (
         ronde.distribute(model, optimizer, rows(), loss=F.cross_entropy, plan=plan, **options),
         optimizer,
@@ -129,7 +136,6 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
         for batch in run.batches():
             loss = float(run.step(batch))
             if kill == f"step {run.state.step}":
-                ronde.checkpoint.wait_for_saves()
                 os._exit(0)  # as if killed, on every rank
             critic_optimizer.zero_grad()
             critic(torch.full((1, 1), loss, dtype=torch.float64)).sum().square().backward()
@@ -145,7 +151,6 @@ def train(plan: str, where: Path, resume: bool = False, kill: str = "") -> None:
                 by_hand.update(run.model, run.state.step)
             kept.seen[run.state.step] = [scheduler.get_last_lr()[0], cosine.get_last_lr()[0]]
         if kill == f"epoch {epoch}":
-            ronde.checkpoint.wait_for_saves()
             os._exit(0)
         scheduler.step()
         kept.best = min(kept.best, run.evaluate(rows(), {"score": F.cross_entropy})["loss"])

@@ -146,7 +146,8 @@ def finish(critic, generator) -> None:
 def start(**options):
     critic, generator = networks()
     options.setdefault("sync_batchnorm", KIND == "norm")
-    common = {"shuffle": False, **options}
+    # which step is resumed is not left to chance
+    common = {"shuffle": False, "async_save": not KILL.startswith("step"), **options}
     D = ronde.distribute(
         critic, adam(critic), Rows(), loss=ones, forward=lambda m, b: m(b[0]), batch_size=8,
         save_every=2, **common,
@@ -190,7 +191,6 @@ def main() -> None:
 
     def stop():
         if how == "step" and D.state.step + G.state.step >= int(at):
-            ronde.checkpoint.wait_for_saves()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def train_d(real, z, place):

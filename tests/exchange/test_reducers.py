@@ -54,7 +54,7 @@ SCRIPT = textwrap.dedent(
     run = ronde.distribute(
         model, optimizer, data, loss=F.cross_entropy, batch_size=8,
         forward=lambda model, batch: (model(batch[0]), batch[1]),
-        save_every=2 if grow == "noise" else 3,
+        save_every=2 if grow == "noise" else 3, async_save=False,
     )
     if grow == "grow":
         run.grow_batch({4: 12, 8: 16}, lr_rule="linear")
@@ -72,7 +72,6 @@ SCRIPT = textwrap.dedent(
                 print("TRAINING", flush=True)
             time.sleep(pause)
             if run.state.step == stop:
-                ronde.checkpoint.wait_for_saves()
                 os._exit(9)
     run.print("SIZES", sizes, round(optimizer.param_groups[0]["lr"], 9))
     run.print("IDS", *ids)

@@ -65,14 +65,13 @@ SCRIPT = textwrap.dedent(
         return model(batch[0]), batch[1]
 
     run = ronde.distribute(model, optimizer, DataLoader(Lines(), batch_sampler=Buckets(), collate_fn=collate),
-                           loss=loss, forward=forward, seed=4, save_every=2, micro_batch=MICRO)
+                           loss=loss, forward=forward, seed=4, save_every=2, async_save=False, micro_batch=MICRO)
     for epoch in run.epochs(3):
         for batch in run.batches():
             value = run.step(batch)
             run.log({"loss": float(value), "steps": run.steps_per_epoch})
             if run.state.step == STOP:
                 run._watcher.flush()
-                ronde.checkpoint.wait_for_saves()
                 os._exit(9)
         result = run.evaluate(DataLoader(Lines(), batch_sampler=Buckets(), collate_fn=collate))
         run.log({"evaluated": result["loss"]})

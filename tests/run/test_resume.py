@@ -22,7 +22,6 @@ SCRIPT = textwrap.dedent(
     import torch.nn.functional as F
     from torch.utils.data import DataLoader, Dataset
     import ronde
-    from ronde.checkpoint import wait_for_saves
 
     DROPOUT, STOP = float(sys.argv[1]), int(sys.argv[2])
 
@@ -49,14 +48,14 @@ SCRIPT = textwrap.dedent(
         return model(x), y
 
     run = ronde.distribute(model, optimizer, DataLoader(Rows(), 8, shuffle=True, num_workers=int(os.environ.get("LOADERS", 0))),
-                           loss=F.cross_entropy, forward=forward, scheduler=scheduler, clip_norm=1.0, seed=5, save_every=3)
+                           loss=F.cross_entropy, forward=forward, scheduler=scheduler, clip_norm=1.0, seed=5, save_every=3,
+                           async_save=False)  # which step is resumed is not left to chance
     for epoch in run.epochs(4):
         for batch in run.batches():
             run.step(batch)
             run.log({"lr": optimizer.param_groups[0]["lr"], "seen": seen[-1]})
             if run.state.step == STOP:
                 run._watcher.flush()
-                wait_for_saves()  # which step is resumed is not left to chance
                 os._exit(9)  # as if killed, on every rank
         run.evaluate(Rows(), {})
     run.export(run.dir.path / "final.safetensors")
