@@ -265,6 +265,11 @@ class Popen(subprocess.Popen):
         try:
             socket.send_fds(_server, [json.dumps(request).encode()], streams)
             self.pid = int(_server.recv(64))
+        except (BrokenPipeError, ConnectionResetError):
+            # a launcher ends all of its descendants with its workers, this server as well
+            return super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+            )
         finally:
             _prctl(_PR_SET_CHILD_SUBREAPER, was.value)
         self._child_created = True
