@@ -350,6 +350,27 @@ def test_a_failing_rank_is_named_with_its_host(hosts, place):
     assert "ValueError: on purpose" in done.stderr
 
 
+def test_a_hang_is_named_with_its_host(hosts, place):
+    script = TRAIN.replace("run.step(batch)", "run.step(batch)\n        stop_here()").replace(
+        "run = ronde",
+        "def stop_here():\n    if run.rank == 1 and run.state.step == 4:\n"
+        "        time.sleep(300)\n\nrun = ronde",
+    )
+    (place / "hangs.py").write_text(script)
+    each = ",".join(f"{name}:1" for name in hosts.names)
+    line = [*on(hosts)[:3], each, "--name", "hangs", "--hang-timeout", "3", "hangs.py", "x.st", "4"]
+    done = ronde_run(["run", *line], place, 120.0)
+    sentence = (
+        f"Rank 1 on {hosts.names[1]} has not reached the exchange of step 5; it is at hangs.py:16 "
+        "(`time.sleep(300)`), inside `if run.rank == 1 and run.state.step == 4`; rank 0 is "
+        "waiting for it."
+    )
+    assert done.returncode == 1 and sentence in done.stderr, done.stderr
+    events = [json.loads(x) for x in (place / "runs" / "hangs" / "record.jsonl").open()]
+    assert [e["sentence"] for e in events if e["type"] == "hang"] == [sentence]
+    assert "The stack of rank 1:" in (place / "runs" / "hangs" / "logs" / "rank-1.log").read_text()
+
+
 @pytest.mark.skipif(bool(no_slurm()), reason=no_slurm())
 def test_inside_an_allocation_of_slurm(hosts, place, one):
     with slurm(hosts) as made:

@@ -24,6 +24,7 @@ from ronde.watch import (
     Ended,
     Epoch,
     Evaluated,
+    HangFound,
     Lines,
     Logged,
     LossChecked,
@@ -126,6 +127,7 @@ EVERY = [
     LossChecked(step=1, kind="mean", time=7.5),
     NoiseMeasured(step=2, noise_scale=12.5, gradient_square=0.25, measurements=16, time=7.6),
     Restarted(generation=1, reason="rank 1: killed", rank=1, time=7.7),
+    HangFound(sentence="Rank 1 …", rank=1, step=3, place="a.py:4", waiting=[0], time=7.7),
     resumed(4, 1),
     ended(9.0, "failed", "boom"),
 ]

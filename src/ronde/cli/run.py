@@ -138,6 +138,16 @@ def register(app: typer.Typer) -> None:
                 help="Measure one worker afterwards, for some seconds, to compare with.",
             ),
         ] = False,
+        hang_timeout: Annotated[
+            float,
+            typer.Option(
+                "--hang-timeout",
+                metavar="SECONDS",
+                min=0.0,
+                help="End the run when a worker makes no progress for so long, and say which and "
+                "where; 0 never does.",
+            ),
+        ] = 10.0,
         tensorboard: Annotated[
             bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
         ] = False,
@@ -286,7 +296,14 @@ def register(app: typer.Typer) -> None:
             again = Restarts(restarts or 0, directory.path, told_restart, spares)
             with Limit(seconds) as limit:
                 outcome = group.launch(
-                    Job(command, count, directory.path, environment, bool(restarts)),
+                    Job(
+                        command,
+                        count,
+                        directory.path,
+                        environment,
+                        bool(restarts),
+                        hang_timeout or None,
+                    ),
                     show,
                     bar.update if bar else _ignore,
                     group.names if output == "all" else None,
@@ -442,7 +459,9 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
             f"its output: {short(directory.logs)}{again}", highlight=False, soft_wrap=True
         )
         return
-    if outcome.traceback:
+    if outcome.hang:
+        console.print(Text(outcome.error or "", style="bold red"), soft_wrap=True)
+    elif outcome.traceback:
         told = (
             f"{outcome.before}; rank {outcome.rank} failed then:"
             if outcome.before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import json
 import math
@@ -10,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -20,7 +22,9 @@ from typing import Any
 import psutil
 
 from ronde.launch.console import Router
+from ronde.launch.hang_watch import HangWatch, LocalWorkers
 from ronde.launch.supervise import Starter, WorkerFailure, Workers
+from ronde.watch.hang_judge import Limits
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.fence import AGAIN
 
@@ -66,6 +70,7 @@ class Job:
         directory: the run directory; None leaves nothing behind.
         environment: further variables for the workers.
         restarts: whether others follow when one fails: then all are ended at once.
+        hang_timeout: after how many seconds without progress a worker hangs; None does not watch.
     """
 
     command: list[str]
@@ -73,6 +78,7 @@ class Job:
     directory: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
     restarts: bool = False
+    hang_timeout: float | None = None
 
     @property
     def leaves(self) -> bool:
@@ -125,6 +131,8 @@ class Outcome:
         again: whether the workers were asked to leave, so that the run can be resumed.
         left: ranks that called ``os._exit(0)``, where no rank failed: ``rank 0``; else empty.
         interrupted: whether a signal to the launcher ended it.
+        hang: what was found where the run hung; None where it did not.
+        slow: what was found about slow ranks.
     """
 
     status: int
@@ -138,6 +146,8 @@ class Outcome:
     left: str = ""
     again: bool = False
     seconds: float = 0.0
+    hang: dict[str, Any] | None = None
+    slow: list[dict[str, Any]] = field(default_factory=list)
 
 
 def devices() -> tuple[int, str]:
@@ -404,6 +414,31 @@ class _Stopped(BaseException):
         self.number = number
 
 
+def _hang_watch(job: Job, router: Router, nodes: Nodes) -> HangWatch | None:
+    if job.hang_timeout is None:
+        return None
+    limits = Limits(job.hang_timeout)
+    first = job.workers * nodes.rank if nodes.first is None else nodes.first
+    ranks = range(first, first + job.workers)
+    folders = (Path(tempfile.gettempdir()), *([job.directory] if job.directory else []))
+    local = LocalWorkers(router.error_folder, ranks, limits, folders)
+    total = nodes.total or job.workers * nodes.count
+    watch = HangWatch(local, limits, total, router.say, router.log, router.report)
+    router.hang = watch.end
+    return watch
+
+
+def _found(watch: HangWatch | None) -> dict[str, Any]:
+    """What an outcome says about hangs and slow ranks."""
+    if watch is None:
+        return {}
+    found: dict[str, Any] = {"slow": [dataclasses.asdict(each) for each in watch.slow]}
+    if (hang := watch.verdict) is not None:
+        found.update(rank=hang.rank, error=hang.sentence, traceback="", before="", exited=False)
+        found.update(consequence=False, hang=dataclasses.asdict(hang))
+    return found
+
+
 def _stop(number: int, _: object) -> None:
     raise _Stopped(number)
 
@@ -424,6 +459,7 @@ def run_workers(
     start = time.monotonic()
     adopt_orphans()
     environment = worker_environment(job, nodes)
+    environment["RONDE_WATCH_DIR"] = str(router.error_folder)
     before = {k: os.environ.get(k) for k in environment}
     os.environ.update(environment)
     handlers: dict[int, Any] = {}
@@ -444,16 +480,20 @@ def run_workers(
         signal.signal(signal.SIGTERM, ask)
         handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
     failed = False
+    watch = _hang_watch(job, router, nodes)
     try:
         environments = _environments(job, nodes, run_id)
         peers = _Peers(nodes) if nodes.tells else None
         workers = Workers(job.command, environments, router, job.restarts, starter)
         router.leave = workers.ask_to_leave
-        if failures := workers.wait():
+        with watch or contextlib.nullcontext():
+            failures = workers.wait()
+        if failures:
             failed = True
             # Others may be about to say why they fail. Where a restart follows, they need not.
             workers.kill() if job.restarts else workers.end(signal.SIGTERM, _SHUTDOWN_SECONDS)
-            return _failure(failures, router.error_folder, time.monotonic() - start)
+            outcome = _failure(failures, router.error_folder, time.monotonic() - start)
+            return dataclasses.replace(outcome, **_found(watch))
         if workers.left or workers.running:
             name = f" by {signal.Signals(asked[0]).name}" if asked else ""
             late = ", but the step took longer than a minute" if workers.running else ""
@@ -467,7 +507,7 @@ def run_workers(
         if peers is not None:
             peers.finish()
         left = _noted(router.error_folder, "left")
-        return Outcome(0, left=left, seconds=time.monotonic() - start)
+        return Outcome(0, left=left, seconds=time.monotonic() - start, **_found(watch))
     except (_Stopped, KeyboardInterrupt) as stopped:
         by = stopped.number if isinstance(stopped, _Stopped) else int(signal.SIGINT)
         with contextlib.suppress(_Stopped):  # a second signal does not wait

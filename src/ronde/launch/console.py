@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Protocol
 import psutil
 
 from ronde.watch import MARK
+from ronde.watch.hang_judge import HangVerdict
 from ronde.world.temporary import pid_space, temporary_prefix
 
 __all__ = ["Output", "Router", "Sink"]
@@ -125,6 +126,8 @@ class Router:
 
     Attributes:
         leave: what to do when a worker says that it was asked to leave.
+        hang: what to do when the launcher says that the run hangs.
+        report: called with what is known of the ranks, where the launcher of several nodes judges.
     """
 
     def __init__(self, workers: int, sink: Sink, first: int = 0) -> None:
@@ -133,6 +136,8 @@ class Router:
         self._sink, self._first = sink, first
         self._rest: dict[int, bytes] = {}
         self.leave: Callable[[], object] | None = None
+        self.hang: Callable[[HangVerdict], object] | None = None
+        self.report: Callable[[list[dict[str, Any]]], object] | None = None
         self._selector = selectors.DefaultSelector()
         self._fds: dict[int, int] = {}
         self.paths: dict[int, str] = {}
@@ -153,6 +158,14 @@ class Router:
     def error_folder(self) -> Path:
         """A private folder for the workers' error files, removed with the router."""
         return Path(self._folder.name)
+
+    def say(self, text: str) -> None:
+        """Show a line of the launcher's own, as if rank 0 had printed it."""
+        self._sink.out(0, f"{text}\n".encode())
+
+    def log(self, rank: int, text: str) -> None:
+        """Append text to a rank's log."""
+        self._sink.log(rank, text.encode())
 
     def _loop(self) -> None:
         while True:

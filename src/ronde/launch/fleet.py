@@ -30,7 +30,9 @@ from ronde.launch.console import Output
 from ronde.launch.engine import Engine, Host
 from ronde.launch.facts import Facts, differences
 from ronde.launch.frames import MARKER, Pipe, Silence, receive
+from ronde.launch.hang_watch import is_new, record_hangs
 from ronde.launch.mirror import Mirrored, folder_files
+from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_hang
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["Fleet", "environment_for"]
@@ -39,6 +41,7 @@ _ANSWER_SECONDS = 25.0
 _SILENCE_SECONDS = 10.0
 _PING_SECONDS = 1.0
 _STOP_SECONDS = 2.5
+_FRESH_SECONDS = 4.0
 _LINES = 20
 _PART = 3 << 20
 
@@ -194,6 +197,9 @@ class Fleet:
         self._links: list[_Link] = []
         self._token: Path | None = None
         self._receiver: Mirrored | None = None
+        self._ranks: dict[str, tuple[float, list[RankView]]] = {}
+        self._slow: list[HangVerdict] = []
+        self._hang: HangVerdict | None = None
         self._handlers: dict[int, Any] = {}
         self._done = threading.Event()
         self._warned = threading.Event()
@@ -418,11 +424,16 @@ class Fleet:
                     id=run_id,
                     directory=None if job.directory is None else str(job.directory.absolute()),
                     mirror=mirrored,
+                    hang_timeout=job.hang_timeout,
                     environment=environment,
                     files=_contents(environment),
                 )
                 first += count
-            return self._watch(output, start)
+            limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
+            outcome = self._watch(output, start, limits, sum(counts))
+            slow = [dataclasses.asdict(each) for each in self._slow]
+            record_hangs(job.directory, [*slow, outcome.hang])
+            return dataclasses.replace(outcome, slow=slow)
         except _Interrupted as caught:
             return self._stop(caught.number, output, start)
 
@@ -457,12 +468,39 @@ class Fleet:
             elif kind == "settled":
                 receiver.settled()
 
-    def _watch(self, output: Output, start: float) -> Outcome:
+    def _judge(self, link: _Link, frame: dict[str, Any], limits: Limits, size: int) -> str:
+        """Judge from what all nodes say of their ranks. Returns a sentence about a slow rank; a
+        hang is ended.
+        """
+        host, now = link.host.name, time.monotonic()
+        views = [dataclasses.replace(RankView.from_dict(v), host=host) for v in frame["views"]]
+        self._ranks[host] = now, views
+        fresh = [
+            v for at, views in self._ranks.values() if now - at < _FRESH_SECONDS for v in views
+        ]
+        verdict = judge_hang(fresh, limits, size) if self._hang is None else None
+        if verdict is None:
+            return ""
+        if verdict.slow:
+            if not is_new(verdict, self._slow):
+                return ""
+            self._slow.append(verdict)
+            return f"warning: {verdict.sentence}\n"
+        self._hang = verdict
+        for each in self._links:
+            each.order("hang", verdict=dataclasses.asdict(verdict))
+        return ""
+
+    def _watch(self, output: Output, start: float, limits: Limits | None, size: int) -> Outcome:
         """Pass on what comes until every node has ended; the first that fails ends the others."""
         ended: dict[str, Outcome] = {}
         while len(ended) < len(self._links):
             link, frame, data = self._frames.get()
             name = link.host.name
+            if frame["kind"] == "ranks" and limits is not None:
+                if told := self._judge(link, frame, limits, size):
+                    output.out(0, told.encode())
+                continue
             if frame["kind"] == "outcome":
                 outcome = Outcome(**frame["outcome"])
             elif frame["kind"] in ("closed", "refused") and name not in ended:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ronde.launch.agent import Job, Nodes, Outcome, devices, run_workers, worker_environment
 from ronde.launch.console import Output, Router
+from ronde.launch.hang_watch import record_hangs
 from ronde.launch.restarts import Restarts
 from ronde.launch.spares import Spares
 from ronde.world import ArgumentError
@@ -98,6 +99,7 @@ def run_here(
             mine = dataclasses.replace(job, environment={**job.environment, **own})
             router = Router(job.workers, output, first)
             outcome = run_workers(mine, router, nodes, run_id, spares)
+            record_hangs(job.directory, [*outcome.slow, outcome.hang])
             if restarts is None or not restarts.goes_on(outcome):
                 return dataclasses.replace(outcome, seconds=time.monotonic() - start)
     finally:

@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ronde.launch.console import Router
 from ronde.launch.facts import addresses, collect
 from ronde.launch.frames import MARKER, Pipe, Sender, Silence
 from ronde.launch.mirror import Mirror, unpack
+from ronde.watch.hang_judge import HangVerdict
 
 __all__ = ["main"]
 
@@ -58,6 +60,10 @@ class _Frames:
             self._sender.send("message", rank=rank, message=message)
 
 
+def _ignore(_: object) -> None:
+    return None
+
+
 class _Orders:
     """What the launcher says, read by a thread: orders to wait for, and those to end."""
 
@@ -66,6 +72,7 @@ class _Orders:
         self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self.silence = 60.0
         self.stopping = False
+        self.hang: Callable[[HangVerdict], object] = _ignore
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -76,6 +83,8 @@ class _Orders:
                 threading.Thread(target=self._stop, daemon=True).start()
             elif order["order"] == "warn":
                 warn_workers()
+            elif order["order"] == "hang":
+                self.hang(HangVerdict.from_dict(order["verdict"]))
             elif order["order"] != "ping":
                 self._orders.put(order)
         self._end()
@@ -203,12 +212,20 @@ def _serve(orders: _Orders, sender: Sender) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         mirror = Mirror(folder, sender) if run["mirror"] else None
-    job = Job(run["command"], run["workers"], folder, run["environment"])
+    job = Job(
+        run["command"],
+        run["workers"],
+        folder,
+        run["environment"],
+        hang_timeout=run["hang_timeout"],
+    )
     router = Router(job.workers, _Frames(sender), run["first"])
     for variable, (name, text) in run["files"].items():  # of the launcher's machine
         file = router.error_folder / f"{variable}-{Path(name).name}"
         file.write_text(text)
         job.environment[variable] = str(file)
+    router.report = lambda views: sender.send("ranks", views=views)
+    orders.hang = lambda verdict: router.hang(verdict) if router.hang else None
     _show_life(sender)
     try:
         outcome = run_workers(job, router, nodes, run["id"])

@@ -63,7 +63,7 @@ class Restarts:
             return False
         self._error, self._newest = outcome.error or "", newest
         self.generation += 1
-        who = "" if outcome.rank is None else f"rank {outcome.rank}: "
+        who = "" if outcome.rank is None or outcome.hang else f"rank {outcome.rank}: "
         reason = f"{who}{outcome.error}"
         self._say(
             f"restart {self.generation} of {self.most}, from "

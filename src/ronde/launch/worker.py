@@ -64,6 +64,19 @@ def _formatted(error: BaseException) -> str:
     return "".join(frames.format())
 
 
+def _show_stacks() -> None:
+    """Write the stacks of all threads to a file of the launcher's when it asks, with a signal that
+    no script uses. It works in the middle of an exchange, and under the interpreter's lock.
+    """
+    folder, first = os.environ.get("RONDE_WATCH_DIR"), getattr(signal, "SIGRTMIN", None)
+    if folder is None or first is None:
+        return
+    with contextlib.suppress(OSError):
+        file = open(Path(folder) / f"stacks-{os.environ['RANK']}", "w")  # noqa: SIM115
+        print(os.getpid(), file=file, flush=True)
+        faulthandler.register(int(first) + 7, file, all_threads=True)  # ronde.launch.hang_watch
+
+
 def _note_exits() -> None:
     """Note it when the script itself calls ``os._exit(0)``: nothing else would say why its peers
     fail.
@@ -158,6 +171,7 @@ def main() -> None:
     """Run the script or module named on the command line."""
     _die_with_launcher()
     faulthandler.enable(all_threads=True)
+    _show_stacks()
     _share_folder()
     _note_exits()
     arguments = sys.argv[1:]

@@ -249,6 +249,7 @@ class Evaluation:
         gathers = run._gathers is not False and run.plan.pipeline == 1 and run.world_size > 1
         run_empty = strategy.run_empty_inference or gathers
         for batch, samples, count in self._read(run):
+            run._rendezvous.heartbeat.tick()
             run._evaluated, check.gathered = (samples, count), False
             if not samples:
                 stand_in = batch

@@ -870,7 +870,8 @@ class Run:
             run._watcher.flush()  # a resume from this checkpoint does not record these steps again
             run._look_for_unregistered()
         paused = self._script_time.pause()
-        path = group.saving.save(runs, self.dir.checkpoints, group.step, wait)
+        with self._rendezvous.call("run.save()"):
+            path = group.saving.save(runs, self.dir.checkpoints, group.step, wait)
         for run in runs.values():
             run._watcher.rate.resume()
         self._script_time.resume(paused)
@@ -964,6 +965,7 @@ class Run:
         hooks.observer.after_update(self, share)
         samples = share.global_samples
         state.step += 1
+        self._rendezvous.heartbeat.stepped(state.step)
         if self._schedule is not None:
             self._schedule.after_step(self)
         state.samples += samples
@@ -1330,6 +1332,7 @@ class Run:
         if self._deadline is not None:
             self._write_measure()  # the training was shorter than the time asked for
         state = self.state
+        self._rendezvous.heartbeat.ended()
         self._record_script_time()
         self._watcher.event(
             Ended(

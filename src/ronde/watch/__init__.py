@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Epoch,
         Evaluated,
         Event,
+        HangFound,
         Logged,
         LossChecked,
         NoiseMeasured,
@@ -62,6 +63,7 @@ __all__ = [
     "Epoch",
     "Evaluated",
     "Event",
+    "HangFound",
     "Lines",
     "Logged",
     "LossChecked",
@@ -102,7 +104,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
             "Stream choose_display clock",
             "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
-            "Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
+            "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION ScriptLoop Started StepRecorded Warned read",
             "ronde.watch.run_lock": "lock_run",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",

@@ -221,6 +221,22 @@ class Restarted(Event):
 
 
 @dataclass(frozen=True)
+class HangFound(Event):
+    """The launcher found a worker that hangs (then the run ends), or is ``slow``. ``sentence`` says
+    which and where; ``rank`` is None if all wait for each other; ``place`` is ``FILE:LINE`` of the
+    script, or empty; ``waiting`` are the ranks that wait for it.
+    """
+
+    type: ClassVar[str] = "hang"
+    sentence: str
+    rank: int | None
+    step: int
+    place: str
+    waiting: list[int]
+    slow: bool = False
+
+
+@dataclass(frozen=True)
 class Ended(Event):
     """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
     ``rank``) or ``interrupted``.
@@ -254,6 +270,7 @@ EVENTS: dict[str, type[Event]] = {
         ScriptLoop,
         NoiseMeasured,
         Restarted,
+        HangFound,
         Ended,
     )
 }

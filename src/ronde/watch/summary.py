@@ -14,6 +14,7 @@ from ronde.watch.record import (
     Epoch,
     Evaluated,
     Event,
+    HangFound,
     LossChecked,
     NoiseMeasured,
     ScriptLoop,
@@ -56,6 +57,7 @@ class Summary:
     parts: dict[str, Summary] = field(default_factory=dict)
     script_loop: ScriptLoop | None = None
     noise: NoiseMeasured | None = None
+    hangs: list[HangFound] = field(default_factory=list)  # slow ranks too
 
     def noise_sentence(self) -> str:
         """From which global batch on more devices stop paying, if that was measured; else empty."""
@@ -108,6 +110,10 @@ class Summary:
             "best": dataclasses.asdict(self.best) if self.best else None,
             "checkpoints": self.checkpoints,
             "error": self.error,
+            "hangs": [
+                {k: getattr(h, k) for k in ("sentence", "rank", "step", "place", "waiting", "slow")}
+                for h in self.hangs
+            ],
             "noise_scale": self.noise.noise_scale if self.noise else None,
             "script_loop": None
             if (loop := self.script_loop) is None
@@ -142,6 +148,7 @@ def summarise(run: RunDir) -> Summary:
     parts = {n: _summarise(run, [e for e in every if e.part == n]) for n in names}
     first = _summarise(run, [e for e in every if e.part is None], parts)
     warnings = dict.fromkeys(e.text for e in every if isinstance(e, Warned))
+    warnings |= dict.fromkeys(h.sentence for h in first.hangs if h.slow)
     return dataclasses.replace(first, warnings=list(warnings))
 
 
@@ -189,4 +196,5 @@ def _summarise(
         parts=parts or {},
         script_loop=_last(events, ScriptLoop),
         noise=_last(events, NoiseMeasured),
+        hangs=[e for e in events if isinstance(e, HangFound)],
     )

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ronde.world.consensus import ranks_text
 from ronde.world.errors import RondeError, WorldError
+from ronde.world.heartbeat import heartbeat
 from ronde.world.identity import World
 
 __all__ = ["Rendezvous", "counted", "rendezvous"]
@@ -42,14 +43,16 @@ class Rendezvous:
     """This process's place in the sequence of calls that all ranks make.
 
     Attributes:
-        doing: the call under way, as the script writes it; empty while the script's own code runs.
         begun: how many calls of the whole world have begun: the same sequence on every rank.
+        heartbeat: says the same to the launcher, which finds out when nothing goes on.
     """
 
     def __init__(self, me: World) -> None:
         self.me = me
-        self.doing = ""
+        self.heartbeat = heartbeat(me.rank)
+        self.heartbeat.answer(me.device.type == "cuda")
         self.begun = 0
+        self.doing = ""
         self._met: dict[tuple[int, ...], int] = {}
         self._pid = os.getpid()
         self._published: tuple[int, str] | None = None
@@ -65,6 +68,16 @@ class Rendezvous:
             self._thread = threading.Thread(target=self._publish_often, daemon=True)
             self._thread.start()
             atexit.register(self._stop)
+
+    @property
+    def doing(self) -> str:
+        """The call under way, as the script writes it; empty in the script's own code."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing = what
+        self.heartbeat.doing(what, self.begun)
 
     # -- what this rank does, for others -----------------------------------------------
 
@@ -285,7 +298,10 @@ def counted(
             before, meeting.doing = meeting.doing, what
             try:
                 return method(self, *args, **kwargs)
-            except RuntimeError as error:
+            except Exception as error:
+                meeting.heartbeat.failed(error)  # the script may catch it, and do something else
+                if not isinstance(error, RuntimeError):
+                    raise
                 explained = meeting.explain(error)
                 if explained is error:
                     raise

@@ -1,0 +1,336 @@
+"""Watch the workers of one node: notice one that is stopped or makes no progress, and say why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ronde.watch import HangFound, Record, RunDir
+from ronde.watch.hang_judge import STOPPED_SECONDS, HangVerdict, Limits, RankView, judge_hang
+from ronde.watch.process_facts import ProcessFacts, is_stopped, process_facts, reasons
+from ronde.watch.stack_place import StackPlace, locate
+from ronde.world.heartbeat import Beat, read_beat
+
+__all__ = ["HangWatch", "LocalWorkers", "is_new", "record_hangs"]
+
+_LOOK_SECONDS = 1.0
+_ASK_SECONDS = 2.0
+_ANSWER_SECONDS = 0.5
+_BUSY = 0.25  # of a core
+_BUSY_BYTES = 1 << 20  # read or written in a second
+
+
+class _Worker:
+    """What is known of one worker, from look to look."""
+
+    def __init__(self, rank: int, folder: Path) -> None:
+        self.rank, self._folder = rank, folder
+        self.pid = 0
+        self.beat: Beat | None = None
+        self.since = time.monotonic()
+        self.longest = 0.0
+        self.looked = time.monotonic()
+        self.stopped = 0.0  # seconds in which this process was awake itself
+        self.asked = 0.0
+        self.place: StackPlace | None = None
+        self.moved = ""
+        self.dump = ""
+        self.answer: dict[str, Any] = {}
+        self._mark: ProcessFacts | None = None
+        self._fact: ProcessFacts | None = None
+
+    def look(self, now: float) -> None:
+        beat = read_beat(self._folder / f"heartbeat-{self.rank}")
+        if beat is not None and (self.beat is None or beat.pid != self.beat.pid):
+            self.longest, self.pid = 0.0, beat.pid
+        if beat is not None and (self.beat is None or beat.ticks != self.beat.ticks):
+            if self.beat is not None and self.beat.steps >= 2 and _is_step(self.beat.doing):
+                self.longest = max(self.longest, now - self.since)
+            self.beat, self.since = beat, now
+            self.place, self.moved, self._mark = None, "", None
+        if not self.pid:
+            self.pid = self._first_pid()
+        passed, self.looked = min(now - self.looked, 1.5 * _LOOK_SECONDS), now
+        if self.pid and is_stopped(self.pid):
+            self.stopped += passed
+        else:
+            self.stopped = 0.0
+
+    def _first_pid(self) -> int:
+        """The process before it has a heartbeat, from the file for its stacks."""
+        with contextlib.suppress(OSError, ValueError):
+            return int((self._folder / f"stacks-{self.rank}").read_text().partition("\n")[0])
+        return 0
+
+    def examine_stopped(self) -> None:
+        """Find out where a process was stopped: it runs on for the moment that this takes."""
+        if self.place is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            waking = threading.Timer(0.02, os.kill, [self.pid, signal.SIGCONT])
+            waking.start()
+            self.dump = _dump(self.pid, self._folder / f"stacks-{self.rank}")
+            waking.join()
+            os.kill(self.pid, signal.SIGSTOP)
+        self.place = locate(self.dump)
+
+    def examine(self, now: float, limit: float) -> None:
+        """Ask where it is, and measure whether it works."""
+        if self.stopped or now - self.asked < min(_ASK_SECONDS, limit / 4):
+            return
+        self.asked = now
+        fact = process_facts(self.pid)
+        self._mark = self._mark or fact
+        self._fact = fact
+        self.dump, children = self._stacks()
+        place = locate(self.dump, children)
+        if self.place is not None and place.chain != self.place.chain:
+            self.moved = "its stack changes"
+        self.place = place
+
+    def _stacks(self) -> tuple[str, list[str]]:
+        """Its stack, then those of its loading processes; and what its own thread answers."""
+        file = self._folder / f"stacks-{self.rank}"
+        token = f"{time.monotonic_ns()}"
+        with contextlib.suppress(OSError):
+            descriptor = os.open(self._folder / f"ask-{self.rank}", os.O_WRONLY | os.O_NONBLOCK)
+            os.write(descriptor, token.encode())
+            os.close(descriptor)
+        dumps = [_dump(self.pid, file)]
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.pid).children(recursive=True)[:16]:
+                dumps.append(_dump(child.pid, file))
+        self.answer = {}
+        limit = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < limit:
+            with contextlib.suppress(OSError, ValueError):
+                said = json.loads((self._folder / f"answer-{self.rank}").read_text())
+                if said["token"] == token:
+                    self.answer = said
+                    break
+            if not (self._folder / f"ask-{self.rank}").exists():
+                break
+            time.sleep(0.02)
+        return dumps[0], [d for d in dumps[1:] if d]
+
+    def view(self, now: float, folders: tuple[Path, ...]) -> RankView:
+        beat = self.beat
+        mark, fact = self._mark, self._fact
+        working = self.moved
+        why: tuple[str, ...] = ()
+        if mark is not None and fact is not None and fact.time > mark.time:
+            seconds = fact.time - mark.time
+            if fact.runs or (fact.cpu_seconds - mark.cpu_seconds) / seconds > _BUSY:
+                working = "it uses CPU"
+            elif (fact.io_bytes - mark.io_bytes) / seconds > _BUSY_BYTES:
+                working = "it reads or writes"
+            elif fact.waits_for_disk and mark.waits_for_disk:
+                working = "it waits for a disk"
+            why = reasons(mark, fact, folders)
+        return RankView(
+            self.rank,
+            beat.phase if beat else "start-up",
+            beat.doing if beat else "",
+            beat.begun if beat else 0,
+            beat.step if beat else 0,
+            beat.steps if beat else 0,
+            now - self.since,
+            self.longest,
+            self.stopped,
+            bool(beat and beat.cuda),
+            working,
+            why,
+            self.place,
+            tuple(self.answer.get("exchanges", ())),
+            self.answer.get("module", ""),
+            beat.error if beat else "",
+            beat.own_seconds if beat else 0.0,
+            beat.sampled if beat else 0,
+        )
+
+
+def _is_step(doing: str) -> bool:
+    return not doing.startswith(("run.evaluate", "run.save", "run.export", "run.whole", "run.doc"))
+
+
+def _dump(pid: int, file: Path) -> str:
+    """Let faulthandler write a process's stacks; empty if it does not listen to the signal."""
+    number = stack_signal()
+    if number is None:
+        return ""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        caught = int(next(x for x in status.splitlines() if x.startswith("SigCgt")).split()[1], 16)
+        if not caught >> (number - 1) & 1:
+            return ""
+        before = file.stat().st_size
+        os.kill(pid, number)
+        text, limit = "", time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < limit:
+            time.sleep(0.03)
+            with file.open(errors="replace") as stream:
+                stream.seek(before)
+                said = stream.read()
+            # the main thread comes last, and its first frame is a module's
+            if said == text and said.rstrip().endswith((" in <module>", "...")):
+                break
+            text = said
+        return text
+    except (OSError, StopIteration, ValueError, IndexError):
+        return ""
+
+
+def stack_signal() -> int | None:
+    """The signal on which workers write their stacks, see :mod:`ronde.launch.worker`."""
+    first = getattr(signal, "SIGRTMIN", None)
+    return None if first is None else int(first) + 7
+
+
+class LocalWorkers:
+    """Looks at the workers of this node.
+
+    Args:
+        folder: where they keep their heartbeats and stacks.
+        ranks: theirs.
+        limits: when to look closer.
+        folders: on whose disks the run writes.
+    """
+
+    def __init__(
+        self, folder: Path, ranks: Sequence[int], limits: Limits, folders: tuple[Path, ...] = ()
+    ) -> None:
+        self._workers = [_Worker(rank, folder) for rank in ranks]
+        self._limits, self._folders = limits, folders
+
+    def look(self) -> list[RankView]:
+        """What is known of each rank now. After half of the limit without progress, their stacks
+        too.
+        """
+        now = time.monotonic()
+        for worker in self._workers:
+            worker.look(now)
+        for worker in self._workers:
+            if worker.stopped >= STOPPED_SECONDS:
+                worker.examine_stopped()
+        active = [w for w in self._workers if not w.beat or w.beat.phase != "ended"]
+        if active and max(now - w.since for w in active) >= self._limits.seconds / 2:
+            for worker in active:
+                if worker.beat is not None and worker.pid:
+                    worker.examine(now, self._limits.seconds)
+        return [w.view(now, self._folders) for w in self._workers]
+
+    def stacks(self) -> dict[int, str]:
+        """The stacks that were seen last, by rank."""
+        return {w.rank: w.dump for w in self._workers if w.dump}
+
+    def kill(self) -> None:
+        """End the workers by force: a stopped one, or one in an exchange, hears nothing else."""
+        for worker in self._workers:
+            if worker.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+
+
+class HangWatch:
+    """Looks every second, and ends the workers of a run that hangs.
+
+    Args:
+        workers: of this node's workers.
+        limits: when a run hangs.
+        size: number of ranks on all nodes.
+        say: called with a sentence about a slow rank.
+        log: called with rank and text for that rank's log.
+        report: called with what is known of the ranks, where their launcher judges, which sees
+            those of other nodes too; it calls :meth:`end` then.
+
+    Attributes:
+        verdict: why it ended them; None if it did not.
+        slow: what it said about slow ranks.
+
+    Example::
+
+        with HangWatch(workers, Limits(10.0), 4, print, log) as watch:
+            ...
+        print(watch.verdict)
+    """
+
+    def __init__(
+        self,
+        workers: LocalWorkers,
+        limits: Limits,
+        size: int,
+        say: Callable[[str], None],
+        log: Callable[[int, str], None],
+        report: Callable[[list[dict[str, Any]]], object] | None = None,
+    ) -> None:
+        self._workers, self._limits, self._size = workers, limits, size
+        self._say, self._log, self._report = say, log, report
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ronde-hangs", daemon=True)
+        self.verdict: HangVerdict | None = None
+        self.slow: list[HangVerdict] = []
+
+    def __enter__(self) -> HangWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS) and self.verdict is None:
+            try:
+                views = self._workers.look()
+                if self._report is not None:
+                    if any(
+                        v.idle_seconds >= self._limits.seconds / 2 or v.stopped_seconds
+                        for v in views
+                    ):
+                        self._report([v.to_dict() for v in views])
+                    continue
+                verdict = judge_hang(views, self._limits, self._size)
+            except Exception as error:  # watching never breaks the training
+                self._say(
+                    f"ronde: hangs are not watched any more ({type(error).__name__}: {error})"
+                )
+                return
+            if verdict is None:
+                continue
+            if not verdict.slow:
+                self.end(verdict)
+            elif is_new(verdict, self.slow):
+                self.slow.append(verdict)
+                self._say(f"warning: {verdict.sentence}")
+
+    def end(self, verdict: HangVerdict) -> None:
+        """Write the stacks that were seen to the logs, and end the workers."""
+        self.verdict = verdict
+        for rank, text in self._workers.stacks().items():
+            self._log(rank, f"\n{verdict.sentence}\nThe stack of rank {rank}:\n{text}\n")
+        self._workers.kill()
+
+
+def is_new(verdict: HangVerdict, known: Sequence[HangVerdict]) -> bool:
+    """Whether nothing was said yet about this rank in this step."""
+    return all((v.rank, v.step) != (verdict.rank, verdict.step) for v in known)
+
+
+def record_hangs(directory: Path | None, found: Sequence[Mapping[str, Any] | None]) -> None:
+    """Write what was found about hanging and slow ranks to a run's record."""
+    if directory is None or not any(found) or not RunDir(directory).record.is_file():
+        return
+    record = Record(RunDir(directory).record)
+    with contextlib.suppress(OSError):  # a full disk must not end the run
+        for each in filter(None, found):
+            record.write(HangFound(**{**each, "waiting": list(each["waiting"])}))
+        record.close()

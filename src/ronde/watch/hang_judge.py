@@ -1,0 +1,398 @@
+"""Who makes a run hang: a pure function of what each rank says, its process, and its stack."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ronde.watch.stack_place import StackPlace
+from ronde.world.consensus import ranks_text
+
+__all__ = ["HangVerdict", "Limits", "RankView", "STOPPED_SECONDS", "judge_hang", "slow_rank"]
+
+STOPPED_SECONDS = 5.0
+"""After so long, a process that a signal has stopped hangs."""
+_TIMES = 5  # the longest step so far
+_EVALUATE, _SAVE, _FIRST, _START = 3, 6, 6, 60  # grace, in limits of a step
+_WORKING = 6  # a rank that uses CPU, or whose stack changes, may take so many limits
+_FIRST_STEPS = 2
+_OTHERS = ("exchange", "meeting")
+_DOING = {
+    "compiling": "compiling a model",
+    "loading": "waiting for a sample",
+    "saving": "writing or reading a checkpoint",
+    "a subprocess": "waiting for a subprocess",
+    "a lock": "waiting for a lock or another thread",
+    "a queue": "waiting for a queue",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a rank without progress is hung.
+
+    Attributes:
+        seconds: for a step; evaluation, saving, and start-up get several of them.
+    """
+
+    seconds: float = 10.0
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What is known of a rank at one moment.
+
+    Attributes:
+        rank: which one.
+        phase: ``start-up``, ``training``, or ``ended``.
+        doing: the call of Ronde under way; empty in the script's own code.
+        begun: calls of the whole world that it has begun.
+        step: optimizer steps of the run that are done.
+        steps: those of this process.
+        idle_seconds: since the last sign of progress.
+        longest_seconds: the longest time between two signs of progress so far.
+        stopped_seconds: for how long a signal has stopped its process; 0 if it runs.
+        cuda: whether it trains on a GPU.
+        working: why it seems to work all the same: ``it uses CPU``; empty if it does not.
+        reasons: why it may be slow, as the machine says.
+        place: where it is; None if nobody has asked yet.
+        exchanges: the last exchange of each of its process groups.
+        module: of the model, whose code it runs.
+        error: the last error that a call raised into its script.
+        own_seconds: of ``sampled`` steps, before their last exchange, lately.
+        sampled: how many.
+        host: where it runs; empty for this machine.
+    """
+
+    rank: int
+    phase: str = "start-up"
+    doing: str = ""
+    begun: int = 0
+    step: int = 0
+    steps: int = 0
+    idle_seconds: float = 0.0
+    longest_seconds: float = 0.0
+    stopped_seconds: float = 0.0
+    cuda: bool = False
+    working: str = ""
+    reasons: tuple[str, ...] = ()
+    place: StackPlace | None = None
+    exchanges: tuple[Mapping[str, Any], ...] = ()
+    module: str = ""
+    error: str = ""
+    own_seconds: float = 0.0
+    sampled: int = 0
+    host: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RankView:
+        """From what :meth:`to_dict` gave, perhaps through JSON."""
+        place = StackPlace(**values["place"]) if values["place"] else None
+        lists = {k: tuple(values[k]) for k in ("reasons", "exchanges")}
+        return cls(**{**values, **lists, "place": place})
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for other ranks."""
+        if self.place is None:
+            return False
+        if self.place.waits in _OTHERS:
+            return True
+        # A GPU's exchange is waited for wherever a value is read first.
+        return self.cuda and not self.place.waits and any(not e["done"] for e in self.exchanges)
+
+
+@dataclass(frozen=True)
+class HangVerdict:
+    """Who hangs.
+
+    Attributes:
+        sentence: for people.
+        rank: the rank that hangs; None if all wait for each other.
+        step: the optimizer step, from 1.
+        place: where the rank is: ``train.py:88``; empty if unknown.
+        waiting: ranks that wait for it.
+        slow: whether it is only slow: it works, and its limit has not passed.
+    """
+
+    sentence: str
+    rank: int | None
+    step: int
+    place: str = ""
+    waiting: tuple[int, ...] = field(default=())
+    slow: bool = False
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> HangVerdict:
+        """From ``dataclasses.asdict``, perhaps through JSON."""
+        return cls(**{**values, "waiting": tuple(values["waiting"])})
+
+
+def _limit(view: RankView, limits: Limits) -> float:
+    """After how many seconds without progress a rank is hung."""
+    seconds = max(limits.seconds, _TIMES * view.longest_seconds)
+    waits = view.place.waits if view.place else ""
+    if view.phase == "start-up" or waits == "compiling":
+        factor = _START
+    elif view.doing.startswith(("run.save", "run.export", "run.whole_model")) or waits == "saving":
+        factor = _SAVE
+    elif view.steps < _FIRST_STEPS:
+        factor = _FIRST
+    elif view.doing.startswith("run.evaluate") and waits != "meeting":
+        factor = _EVALUATE
+    else:
+        return seconds
+    return max(factor * limits.seconds, seconds)
+
+
+def judge_hang(
+    views: Sequence[RankView], limits: Limits, size: int | None = None
+) -> HangVerdict | None:
+    """Find the rank that makes the run hang.
+
+    Args:
+        views: the ranks that are known.
+        size: how many there are in all; None for as many as ``views``.
+
+    Returns:
+        HangVerdict | None: None while everything goes on, as far as can be told. ``slow`` is set
+        for a rank that holds the others up and works.
+    """
+    for view in views:
+        if view.stopped_seconds >= STOPPED_SECONDS:
+            return _stopped(view, views)
+    active = [v for v in views if v.phase != "ended"]
+    if not active or max(v.idle_seconds for v in active) < limits.seconds:
+        return None
+    if any(v.place is None for v in active):
+        return None  # their stacks come with the next look
+    late = [v for v in active if not v.waits]
+    if late:
+        view = min(late, key=lambda v: (v.begun, -v.idle_seconds, v.rank))
+        if view.idle_seconds < limits.seconds:
+            return None
+        limit = _limit(view, limits)
+        if view.idle_seconds >= limit * (_WORKING if view.working else 1):
+            return _late(view, late, active)
+        if view.idle_seconds < limit or view.phase == "start-up":
+            return None
+        return _slow(view, active)
+    if size is not None and len(views) < size:
+        return None  # they may wait for a rank that somebody else watches
+    if any(v.idle_seconds < _limit(v, limits) for v in active):
+        return None
+    return _all_wait(active)
+
+
+def _who(ranks: Sequence[int]) -> str:
+    text = ranks_text(sorted(ranks))
+    return text[0].upper() + text[1:]
+
+
+def _tail(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return ""
+    verb = "is" if len(ranks) == 1 else "are"
+    return f"; {ranks_text(sorted(ranks))} {verb} waiting for it"
+
+
+def _on(view: RankView) -> str:
+    return f" on {view.host}" if view.host else ""
+
+
+def _stopped(view: RankView, views: Sequence[RankView]) -> HangVerdict:
+    others = [v.rank for v in views if v.rank != view.rank and v.phase != "ended"]
+    step = view.step + 1
+    tail = _tail(others) if others else ""
+    at = f"; it is {view.place.text}" if view.place and view.place.file else ""
+    return HangVerdict(
+        f"Rank {view.rank}{_on(view)} is stopped (SIGSTOP, or Ctrl-Z) in step {step}, for "
+        f"{view.stopped_seconds:.0f} s{at}{tail}.",
+        view.rank,
+        step,
+        _short(view.place or StackPlace()),
+        tuple(others),
+    )
+
+
+def _awaited(waiting: Sequence[RankView], view: RankView) -> str:
+    """What the others wait for, as what the rank has not done."""
+    meeting = [v for v in waiting if v.place and v.place.waits == "meeting" and v.doing]
+    if meeting:
+        return f"has not called {meeting[0].doing}"
+    if not waiting:
+        return "makes no progress"
+    first = waiting[0]
+    if first.doing.startswith(("run.step", "run.backward", "run.update", "run.batches")):
+        named = f"{first.module} in " if first.module else ""
+        return f"has not reached the exchange of {named}step {first.step + 1}"
+    if first.doing:
+        return f"has not reached an exchange of {first.doing}"
+    function = first.place.function if first.place else ""
+    at = first.place.text if first.place and first.place.file else ""
+    return f"has not reached the others' {function or 'exchange'} {at}".rstrip()
+
+
+def _late(view: RankView, late: Sequence[RankView], active: Sequence[RankView]) -> HangVerdict:
+    """A rank that does not wait for others."""
+    waiting = [v for v in active if v.waits]
+    place = view.place or StackPlace()
+    step = max(v.step for v in (view, *waiting)) + 1
+    awaited = _awaited(waiting, view)
+    if awaited == "makes no progress":
+        call = f"in {view.doing}, " if view.doing else ""
+        awaited = f"has made no progress for {view.idle_seconds:.0f} s, {call}step {step}"
+        if view.phase == "start-up":
+            awaited = f"has not finished its start-up after {view.idle_seconds:.0f} s"
+    elif view.doing.startswith(("run.evaluate", "run.save")):
+        awaited = f"is stuck in {view.doing} after step {view.step}"
+    said = [f"it is {place.text}"]
+    if place.waits in _DOING:
+        said.append(_DOING[place.waits])
+    if view.reasons:
+        said.append(" and ".join(view.reasons))
+    if view.working:
+        said.append(f"{view.working}, and makes no progress")
+    same = [v.rank for v in late if v.rank != view.rank and v.place and v.place.line == place.line]
+    same = [r for r in same if place.file]
+    also = f" (so {'is' if len(same) == 1 else 'are'} {ranks_text(same)})" if same else ""
+    return HangVerdict(
+        f"Rank {view.rank}{_on(view)} {awaited}; {', '.join(said)}{also}"
+        f"{_tail([v.rank for v in waiting])}.{_caught(view)}",
+        view.rank,
+        step,
+        _short(place),
+        tuple(v.rank for v in waiting),
+    )
+
+
+def _caught(view: RankView) -> str:
+    return (
+        f" A call raised an error before that its script has caught: {view.error}"
+        if view.error
+        else ""
+    )
+
+
+def _short(place: StackPlace) -> str:
+    return f"{place.file.rpartition('/')[2]}:{place.line}" if place.file else ""
+
+
+def _slow(view: RankView, active: Sequence[RankView]) -> HangVerdict:
+    waiting = [v.rank for v in active if v.waits]
+    place = view.place or StackPlace()
+    why = " and ".join(view.reasons) or view.working
+    usual = f", at most {view.longest_seconds:.1f} s so far" if view.longest_seconds else ""
+    return HangVerdict(
+        f"Rank {view.rank}{_on(view)} is slow: no progress for {view.idle_seconds:.0f} s in step "
+        f"{view.step + 1}{usual}; it is {place.text}, {why}{_tail(waiting)}.",
+        view.rank,
+        view.step + 1,
+        _short(place),
+        tuple(waiting),
+        slow=True,
+    )
+
+
+def _all_wait(active: Sequence[RankView]) -> HangVerdict:
+    """All wait, for different things: some have gone another way."""
+    step = max(v.step for v in active) + 1
+    ways: dict[tuple[Any, ...], list[RankView]] = {}
+    for v in active:
+        place = v.place or StackPlace()
+        way = (v.doing, v.begun, place.file, place.line, place.function)
+        ways.setdefault(way, []).append(v)
+    if len(ways) > 1:
+        # The odd ones are those that are fewer, or have left the step that the others are in.
+        groups = sorted(
+            ways.values(),
+            key=lambda g: (len(g), g[0].doing.startswith("run.step"), g[0].begun, -g[0].rank),
+        )
+        return _odd(groups[0], [v for g in groups[1:] for v in g], step)
+    numbers = {v.rank: [(e["group"], e["number"]) for e in v.exchanges] for v in active}
+    behind = min(active, key=lambda v: sum(n for _, n in numbers[v.rank]))
+    if len({str(n) for n in numbers.values()}) > 1:
+        others = [v for v in active if numbers[v.rank] != numbers[behind.rank]]
+        return _odd([v for v in active if v not in others], others, step)
+    if len({str([(e["name"], e["sizes"]) for e in v.exchanges]) for v in active}) > 1:
+        return _odd([active[-1]], list(active[:-1]), step)
+    place = active[0].place or StackPlace()
+    return HangVerdict(
+        f"All ranks wait in the same exchange of step {step} for "
+        f"{min(v.idle_seconds for v in active):.0f} s, {place.text}: no rank is missing, so look "
+        "at the network between them.",
+        None,
+        step,
+        _short(place),
+        tuple(v.rank for v in active),
+    )
+
+
+def _odd(odd: Sequence[RankView], others: Sequence[RankView], step: int) -> HangVerdict:
+    """Ranks that wait for something else than the others do."""
+    view, other = odd[0], others[0]
+    place = view.place or StackPlace()
+    where = f"{_way(view)}, {place.text}"
+    there = f"{_way(other)}, {(other.place or StackPlace()).text}"
+    are = "is" if len(odd) == 1 else "are"
+    left = ""
+    if other.doing.startswith("run.step") and not view.doing.startswith(("run.step", "run.ba")):
+        missing = " without its exchange" if view.error else ""
+        left = f" left step {other.step + 1}{missing} and" if view.error else ""
+    return HangVerdict(
+        f"{_who([v.rank for v in odd])}{left} {are} {where}, while {ranks_text(_ranks(others))} "
+        f"{'is' if len(others) == 1 else 'are'} {there}: they wait for each other. Every rank must "
+        f"make the same exchanges in the same order.{_caught(view)}",
+        view.rank,
+        step,
+        _short(place),
+        tuple(_ranks(others)),
+    )
+
+
+def _ranks(views: Sequence[RankView]) -> list[int]:
+    return sorted(v.rank for v in views)
+
+
+def _way(view: RankView) -> str:
+    """What a rank waits in: ``in all_reduce of step 12``."""
+    pending = [e for e in view.exchanges if not e["done"]]
+    function = view.place.function if view.place else ""
+    if view.doing.startswith("run.step") or not view.doing:
+        named = pending[0]["name"] if pending else function
+        named = function if not view.doing and function else named
+        sizes = f" of {pending[0]['sizes'][0]}" if pending and pending[0]["sizes"] else ""
+        return f"in {named or 'an exchange'}{sizes} in step {view.step + 1}"
+    return f"in {view.doing}"
+
+
+def slow_rank(views: Sequence[RankView]) -> HangVerdict | None:
+    """A rank whose own part of a step takes much longer than the others'; None if there is none.
+
+    The own part is all before the step's last exchange: reading, the script's code, forward and
+    backward.
+    """
+    timed = {v.rank: v.own_seconds / v.sampled for v in views if v.sampled >= 20}
+    if len(timed) < 2 or len(timed) < len(views):
+        return None
+    worst = max(timed, key=lambda r: timed[r])
+    rest = sorted(seconds for rank, seconds in timed.items() if rank != worst)
+    usual = rest[len(rest) // 2]
+    if timed[worst] < 1.5 * usual or timed[worst] - usual < 0.005:
+        return None
+    view = next(v for v in views if v.rank == worst)
+    why = f": {' and '.join(view.reasons)}" if view.reasons else ""
+    return HangVerdict(
+        f"Rank {worst}{_on(view)} is slow: its own part of a step takes "
+        f"{1e3 * timed[worst]:.0f} ms, {timed[worst] / usual:.1f} times the others' "
+        f"{1e3 * usual:.0f} ms{why}.",
+        worst,
+        view.step,
+        slow=True,
+    )

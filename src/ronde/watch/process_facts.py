@@ -1,0 +1,129 @@
+"""What the machine says about a process: whether it is stopped, works, or is held up."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+__all__ = ["ProcessFacts", "is_stopped", "process_facts", "reasons"]
+
+_FULL_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ProcessFacts:
+    """Counters of a process and its children at one moment; two of them give a rate.
+
+    Attributes:
+        time: when, of ``time.monotonic()``.
+        cpu_seconds: CPU time so far, children included.
+        io_bytes: bytes read and written so far.
+        major_faults: pages that had to come from disk so far.
+        throttled: times that its cgroup was throttled so far.
+        stolen: seconds of CPU that this machine's host gave to others so far, per core.
+        delayed: seconds for which its main thread could run and got no CPU so far.
+        runs: whether its main thread runs, or could.
+        waits_for_disk: whether it waits for a device, and cannot be interrupted.
+    """
+
+    time: float
+    cpu_seconds: float
+    io_bytes: int
+    major_faults: int
+    throttled: int
+    stolen: float
+    delayed: float
+    runs: bool
+    waits_for_disk: bool
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process (SIGSTOP, Ctrl-Z). One that a debugger holds is
+    not.
+    """
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
+
+
+def process_facts(pid: int) -> ProcessFacts:
+    """Read the counters; what cannot be read is 0."""
+    cpu, io, faults, delayed, status = 0.0, 0, 0, 0.0, ""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        status = process.status()
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            delayed = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error, OSError):
+                times = each.cpu_times()
+                cpu += times.user + times.system
+            with contextlib.suppress(psutil.Error, OSError, AttributeError):
+                counters = each.io_counters()
+                io += counters.read_chars + counters.write_chars
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                stat = Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()
+                faults += int(stat[9])
+    stolen = getattr(psutil.cpu_times(), "steal", 0.0) / (psutil.cpu_count() or 1)
+    return ProcessFacts(
+        time.monotonic(),
+        cpu,
+        io,
+        faults,
+        _throttled(pid),
+        stolen,
+        delayed,
+        status == psutil.STATUS_RUNNING,
+        status == psutil.STATUS_DISK_SLEEP,
+    )
+
+
+def _throttled(pid: int) -> int:
+    """How often the process's cgroup used up its share of CPU; cgroup 2 and 1."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            root = Path("/sys/fs/cgroup") / controllers
+            for folder in (root / path.lstrip("/"), root):
+                with contextlib.suppress(OSError):
+                    text = (folder / "cpu.stat").read_text()
+                    return int(text.partition("nr_throttled ")[2].split()[0])
+    return 0
+
+
+def reasons(
+    before: ProcessFacts, after: ProcessFacts, folders: tuple[Path, ...] = ()
+) -> tuple[str, ...]:
+    """Why a process may be slow between two moments, as far as the machine says so.
+
+    Example:
+        >>> moment = ProcessFacts(0.0, 0.0, 0, 0, 0, 0.0, 0.0, False, False)
+        >>> later = ProcessFacts(10.0, 0.1, 0, 9000, 0, 4.0, 0.0, False, False)
+        >>> reasons(moment, later)
+        ('40 % of the CPU is taken by other virtual machines', 'it is swapping: 900 pages/s')
+    """
+    seconds = max(after.time - before.time, 1e-3)
+    found = []
+    if (stolen := (after.stolen - before.stolen) / seconds) > 0.1:
+        found.append(f"{stolen:.0%} of the CPU is taken by other virtual machines")
+    if (delayed := (after.delayed - before.delayed) / seconds) > 0.3:
+        found.append(f"for {delayed:.0%} of the time other processes have its CPU")
+    if after.throttled > before.throttled:
+        found.append("its control group's CPU limit throttles it")
+    if (faults := (after.major_faults - before.major_faults) / seconds) > 100:
+        found.append(f"it is swapping: {faults:.0f} pages/s")
+    if after.waits_for_disk:
+        found.append("it waits for a disk or a network file system")
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            if shutil.disk_usage(folder).free < _FULL_BYTES:
+                found.append(f"the disk of {folder} is full")
+    return tuple(f.replace("%", " %") for f in found)

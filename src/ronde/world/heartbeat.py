@@ -1,0 +1,237 @@
+"""Where a worker is, in a small memory-mapped file: its launcher reads it and notices a hang.
+
+Writing costs some stores into memory. The file holds whole numbers at fixed places, then texts: the
+names of calls, and the last error that a call raised.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Beat", "Heartbeat", "heartbeat", "read_beat"]
+
+_SIZE = 4096
+_NAMES, _NAME_BYTES, _NAME_COUNT = 256, 64, 48
+_ERROR = _NAMES + _NAME_BYTES * _NAME_COUNT
+_TICKS, _PID, _PHASE, _DOING, _BEGUN, _STEP, _STEPS, _CUDA, _OWN, _SAMPLED = range(10)
+_PHASES = ("start-up", "training", "ended")
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a worker wrote last.
+
+    Attributes:
+        ticks: grows with every sign of progress.
+        pid: process number.
+        phase: ``start-up``, ``training``, or ``ended``, when the script's loop is over.
+        doing: the call of Ronde under way, as the script writes it; empty in the script's own code.
+        begun: how many calls of the whole world have begun.
+        step: optimizer steps of the run so far.
+        steps: those of this process.
+        cuda: whether it trains on a GPU.
+        own_seconds: time of ``sampled`` steps before their last exchange: the worker's own part.
+        sampled: steps in ``own_seconds``.
+        error: the last error that a call raised into the script; empty if none did.
+    """
+
+    ticks: int
+    pid: int
+    phase: str
+    doing: str
+    begun: int
+    step: int
+    steps: int
+    cuda: bool
+    own_seconds: float
+    sampled: int
+    error: str
+
+
+class Heartbeat:
+    """The writing side.
+
+    Args:
+        folder: where the file ``heartbeat-RANK`` goes; None keeps it in memory only.
+        rank: this worker's rank.
+    """
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        if folder is None:
+            self._memory = mmap.mmap(-1, _SIZE)
+        else:
+            # renamed when it is whole: readers see an earlier worker's file, or this one's
+            path = folder / f"heartbeat-{rank}"
+            with path.with_suffix(".new").open("w+b") as file:
+                file.truncate(_SIZE)
+                self._memory = mmap.mmap(file.fileno(), _SIZE)
+            path.with_suffix(".new").rename(path)
+        self._slots = memoryview(self._memory).cast("q")
+        self._slots[_PID] = os.getpid()
+        self._names: dict[str, int] = {"": 0}
+        self._folder, self._rank = folder, rank
+
+    def doing(self, what: str, begun: int) -> None:
+        """A call begins, or ends (then ``what`` is the one around it)."""
+        slots = self._slots
+        index = self._names.get(what)
+        slots[_DOING] = self._add(what) if index is None else index
+        slots[_BEGUN] = begun
+        slots[_TICKS] += 1
+
+    def tick(self) -> None:
+        """Something was done inside a call that takes long."""
+        self._slots[_TICKS] += 1
+
+    def stepped(self, step: int) -> None:
+        """An optimizer step is done."""
+        slots = self._slots
+        slots[_STEP] = step
+        slots[_STEPS] += 1
+        slots[_PHASE] = 1
+        slots[_TICKS] += 1
+
+    def own_part(self, nanoseconds: int) -> None:
+        """This worker's own part of a step is done; what follows waits for others."""
+        slots = self._slots
+        slots[_OWN] += nanoseconds
+        slots[_SAMPLED] += 1
+
+    def ended(self) -> None:
+        """The script's loop is over."""
+        self._slots[_PHASE] = 2
+        self._slots[_TICKS] += 1
+
+    def failed(self, error: BaseException) -> None:
+        """A call raised into the script, which may catch it."""
+        text = f"{type(error).__name__}: {error}".encode()[: _SIZE - _ERROR - 1]
+        self._memory[_ERROR:_SIZE] = text.ljust(_SIZE - _ERROR, b"\0")
+
+    def _add(self, what: str) -> int:
+        index = len(self._names)
+        if index >= _NAME_COUNT:
+            return 0
+        at = _NAMES + index * _NAME_BYTES
+        # the last byte stays 0: a name that is cut never runs into the next one
+        text = what.encode()[: _NAME_BYTES - 1]
+        self._memory[at : at + len(text)] = text
+        self._names[what] = index
+        return index
+
+    def answer(self, cuda: bool) -> None:
+        """Let a thread answer the launcher's question where this worker is: it sleeps until then.
+
+        faulthandler names the lines; this thread adds what only Python and torch know, the
+        exchanges under way and the module whose code runs.
+        """
+        self._slots[_CUDA] = cuda
+        if self._folder is None or not hasattr(os, "mkfifo"):
+            return
+        question = self._folder / f"ask-{self._rank}"
+        with suppress(FileExistsError):
+            os.mkfifo(question, 0o600)
+        # read-write: it never ends because nobody has it open for writing
+        descriptor = os.open(question, os.O_RDWR)
+        threading.Thread(
+            target=self._answer, args=(descriptor,), name="ronde-answers", daemon=True
+        ).start()
+
+    def _answer(self, descriptor: int) -> None:
+        assert self._folder is not None
+        file = self._folder / f"answer-{self._rank}"
+        while token := os.read(descriptor, 64):
+            with suppress(Exception):
+                said = {"token": token.decode(), "exchanges": _exchanges(), "module": _module()}
+                file.with_suffix(".new").write_text(json.dumps(said))
+                file.with_suffix(".new").rename(file)
+
+
+def _exchanges() -> list[dict[str, Any]]:
+    """The last exchange of each process group, from torch's Flight Recorder: on by default."""
+    import torch._C._distributed_c10d as c10d
+
+    found: dict[str, dict[str, Any]] = {}
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        for entry in json.loads(dump()).get("entries", []) if dump else ():
+            group = str(entry["process_group"][0])
+            if group in found and not found[group]["done"] and not entry["retired"]:
+                continue  # the oldest one that is not done
+            found[group] = {
+                "group": group,
+                "number": entry["record_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+                "name": str(entry["profiling_name"]).partition(":")[2],
+                "sizes": entry["input_sizes"],
+                "done": bool(entry["retired"]),
+            }
+    return list(found.values())
+
+
+def _module() -> str:
+    """The innermost module of the model whose code the main thread runs: ``layer4.0``; or empty."""
+    import torch
+
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    modules: list[torch.nn.Module] = []
+    while frame is not None:
+        for name in ("module", "self"):
+            if isinstance(value := frame.f_locals.get(name), torch.nn.Module):
+                modules.append(value)
+                break
+        frame = frame.f_back
+    if not modules:
+        return ""
+    root, inner = modules[-1], modules[0]
+    return next((name for name, module in root.named_modules() if module is inner), "")
+
+
+_made: Heartbeat | None = None
+
+
+def heartbeat(rank: int) -> Heartbeat:
+    """This process's heartbeat, made once; under ``ronde run``, its launcher reads it."""
+    global _made
+    if _made is None or _made._slots[_PID] != os.getpid():
+        folder = os.environ.get("RONDE_WATCH_DIR")
+        try:
+            _made = Heartbeat(Path(folder) if folder else None, rank)
+        except OSError:  # a full disk: nobody watches, and the training goes on
+            _made = Heartbeat(None, rank)
+    return _made
+
+
+def read_beat(path: Path) -> Beat | None:
+    """Read a worker's file; None if there is none yet."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    if len(data) < _SIZE:
+        return None
+    slots = memoryview(data).cast("q")
+    at = _NAMES + _NAME_BYTES * min(max(slots[_DOING], 0), _NAME_COUNT - 1)
+    return Beat(
+        slots[_TICKS],
+        slots[_PID],
+        _PHASES[min(max(slots[_PHASE], 0), 2)],
+        _text(data[at : at + _NAME_BYTES]) if slots[_DOING] else "",
+        slots[_BEGUN],
+        slots[_STEP],
+        slots[_STEPS],
+        bool(slots[_CUDA]),
+        slots[_OWN] / 1e9,
+        slots[_SAMPLED],
+        _text(data[_ERROR:]),
+    )
+
+
+def _text(data: bytes) -> str:
+    return data.partition(b"\0")[0].decode(errors="replace")

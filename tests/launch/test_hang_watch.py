@@ -1,0 +1,77 @@
+"""Real runs that hang: named in one sentence, ended, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+
+from processes import ronde_run
+from sampling import long
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, signal, sys, time, torch, ronde
+    way = sys.argv[1]
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
+    run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=4)
+    for epoch in run.epochs(1):
+        for batch in run.batches():
+            run.step(batch)
+            if run.state.step == 5 and run.rank == 1:
+                if way == "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if way != "once" or not os.path.exists("hung"):
+                    open("hung" if way == "once" else os.devnull, "w").close()
+                    time.sleep(100)
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hangs")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("way", "sentence"),
+    [
+        (
+            "branch",
+            "Rank 1 has not reached the exchange of step 6; it is at train.py:16 "
+            "(`time.sleep(100)`), inside `if run.state.step == 5 and run.rank == 1`; rank 0 is "
+            "waiting for it.",
+        ),
+        ("stop", "Rank 1 is stopped (SIGSTOP, or Ctrl-Z) in step 6, for "),
+    ],
+)
+def test_a_hang_ends_the_run(folder, way, sentence):
+    line = ["run", "-q", "-n", "2", "--name", way, "--hang-timeout", "3", "train.py", way]
+    done = ronde_run(line, folder)
+    assert done.returncode == 1 and sentence in done.stderr, done.stderr
+    events = [json.loads(x) for x in (folder / "runs" / way / "record.jsonl").open()]
+    hang, end = events[-2:]
+    assert (hang["type"], hang["rank"], hang["step"], hang["waiting"]) == ("hang", 1, 6, [0])
+    assert hang["place"] == ("train.py:16" if way == "branch" else "train.py:13")
+    assert end["status"] == "failed" and end["error"] == hang["sentence"]
+    shown = json.loads(ronde_run(["show", way, "--json"], folder).stdout)
+    assert shown["hangs"][0]["sentence"] == hang["sentence"]
+    if way == "branch":
+        log = (folder / "runs" / way / "logs" / "rank-0.log").read_text()
+        assert "The stack of rank 0:" in log and "ddp.py" in log
+
+
+@long
+def test_a_hang_is_followed_by_a_restart(folder):
+    line = ["run", "-q", "-n", "2", "--name", "again", "--hang-timeout", "3", "--restarts", "1"]
+    done = ronde_run([*line, "train.py", "once"], folder)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 1" in done.stderr and "Rank 1 has not reached the exchange" in done.stderr
+    events = [json.loads(x) for x in (folder / "runs" / "again" / "record.jsonl").open()]
+    kinds = [e["type"] for e in events if e["type"] in ("hang", "restart", "end")]
+    assert kinds == ["hang", "restart", "end"] and events[-1]["status"] == "completed"
