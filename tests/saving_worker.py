@@ -17,7 +17,8 @@ import torch
 
 from forked import fork
 from reshard_worker import differ, start
-from ronde.checkpoint import find_valid, wait_for_saves
+from ronde.checkpoint import find_valid, local_part, wait_for_saves
+from ronde.world import WorldError
 
 END = 8
 
@@ -129,6 +130,29 @@ def fail(plan: str, workers: int, folder: Path, rank: str, step: str) -> None:
     fork(workers, work)
     found, refused = find_valid(folder / "checkpoints")
     assert not refused and found.step == END
+
+
+def flip(plan: str, workers: int, folder: Path, rank: str, step: str) -> None:
+    """One bit of a parameter flips on a rank, after a step; ``rank`` -1: on none."""
+
+    def work() -> None:
+        run = start(plan, False, folder, False, check_replicas=3)
+        told = ""
+        try:
+            for batch in run.batches():
+                run.step(batch)
+                if run.state.step == int(step) and run.rank == int(rank):
+                    p = next(p for p in run.model.parameters() if p.dim() > 1)
+                    bits = local_part(p).view(-1)[1:2].view(torch.int64)
+                    bits ^= 1 << 5
+        except WorldError as error:
+            told = str(error)
+        (folder / f"told-{run.rank}").write_text(told)
+        run._ended = True
+        atexit._run_exitfuncs()
+
+    fork(workers, work)
+    print(json.dumps([(folder / f"told-{r}").read_text() for r in range(workers)]))
 
 
 def disk(plan: str, workers: int, folder: Path) -> None:

@@ -20,7 +20,7 @@ from ronde.plan import Plan
 from ronde.world import PlanError, World
 from ronde.world.consensus import gather_json
 
-__all__ = ["CHECKED_STEPS", "check_step", "late_gradient"]
+__all__ = ["CHECKED_STEPS", "check_step", "held_parameters", "late_gradient", "part_digest"]
 
 CHECKED_STEPS = 2
 """Optimizer steps that are checked, after the start and after a resume."""
@@ -28,7 +28,7 @@ CHECKED_STEPS = 2
 _ROUNDING = 16  # machine epsilons between workers whose processors round differently
 
 
-def check_step(strategy: Strategy, tied: Mapping[str, str], plan: Plan, me: World) -> None:
+def check_step(strategy: Strategy, tied: Mapping[str, str], plan: Plan, me: World) -> bool:
     """Check gradients and weights after an optimizer step. A collective.
 
     Costs one pass over this worker's weights and an exchange of a few bytes for each parameter.
@@ -36,13 +36,17 @@ def check_step(strategy: Strategy, tied: Mapping[str, str], plan: Plan, me: Worl
     Args:
         tied: state name of a shared tensor -> its first name.
 
+    Returns:
+        bool: whether all workers that hold the same part hold the same bits of it; False if their
+        processors round differently.
+
     Raises:
         PlanError: on every rank, with the parameter and the ranks that differ.
     """
-    held = _held(strategy, tied)
+    held = held_parameters(strategy, tied)
     divided = plan.shard in ("gradients", "parameters")
     mine: dict[str, Any] = {"late": late_gradient(strategy.model) if divided else None}
-    mine["parts"] = {n: [str(box_of(p, n)), _digest(local_part(p))] for n, p in held.items()}
+    mine["parts"] = {n: [str(box_of(p, n)), part_digest(local_part(p))] for n, p in held.items()}
     everyone = gather_json(me, mine)
     for rank, each in enumerate(everyone):
         if each["late"]:
@@ -52,7 +56,8 @@ def check_step(strategy: Strategy, tied: Mapping[str, str], plan: Plan, me: Worl
                 "backward pass of the model's own calls the block's layers; use "
                 "shard='optimizer' or 'none'."
             )
-    for name, ranks in _differing(everyone):
+    differing = _differing(everyone)
+    for name, ranks in differing:
         apart = _furthest(held.get(name), ranks, me)
         if apart > _ROUNDING:
             raise PlanError(
@@ -61,10 +66,15 @@ def check_step(strategy: Strategy, tied: Mapping[str, str], plan: Plan, me: Worl
                 "script or the model changes it on some ranks only, or its gradient was not "
                 "exchanged; ronde prove names where it begins."
             )
+    return not differing
 
 
-def _held(strategy: Strategy, tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
-    """The trainable parameters of which this worker holds a part, by first name."""
+def held_parameters(strategy: Strategy, tied: Mapping[str, str]) -> dict[str, nn.Parameter]:
+    """The trainable parameters of which this worker holds a part, by first name.
+
+    Args:
+        tied: state name of a shared tensor -> its first name.
+    """
     found: dict[str, nn.Parameter] = {}
     # FSDP puts its shards back for state_dict(): until then, it may hold whole parameters.
     for name, value in strategy.model.state_dict(keep_vars=True).items():
@@ -91,7 +101,8 @@ def late_gradient(model: nn.Module) -> str | None:
 
 
 @torch.no_grad()
-def _digest(part: torch.Tensor) -> str:
+def part_digest(part: torch.Tensor) -> str:
+    """A digest of a tensor's bits, where they are. Any one bit changes it."""
     if not part.numel():
         return ""
     part = part.contiguous()

@@ -88,6 +88,7 @@ def distribute(
     keep: int | str = 3,
     keep_best: str | None = None,
     async_save: bool = True,
+    check_replicas: int | None = 1000,
     on_nan: Literal["error", "ignore", "skip", "rollback"] = "error",
     tensorboard: bool = False,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -154,6 +155,8 @@ def distribute(
         async_save: write the checkpoints of ``save_every``, ``keep_best``, and ends of epochs in
             the background: the training stops for a copy in the host's memory only, which is kept
             for the next one. False writes them while the training waits.
+        check_replicas: optimizer steps from one comparison of the replicas' weights, by digest, to
+            the next: a flipped bit is an error that names rank and parameter. None never compares.
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights change;
             ``"ignore"`` trains on. On accelerators, where a check waits for the device, it checks
             one step in fifty. ``"skip"`` looks at loss and gradients of each step, and leaves out
@@ -193,7 +196,12 @@ def distribute(
             "on_nan": (on_nan, ON_NAN),
             "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
         },
-        counts={"batch_size": batch_size, "micro_batch": micro_batch, "save_every": save_every},
+        counts={
+            "batch_size": batch_size,
+            "micro_batch": micro_batch,
+            "save_every": save_every,
+            "check_replicas": check_replicas,
+        },
         seed=seed,
         warmup_steps=warmup_steps,
         loss=loss,
@@ -300,6 +308,7 @@ def distribute(
         keep=policy,
         keep_best=keep_best,
         async_save=async_save,
+        check_replicas=check_replicas,
         on_nan=on_nan,
         writer=scalar_writer(directory, tensorboard, me, part),
         in_lists=micro_batch is not None

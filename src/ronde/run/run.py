@@ -27,6 +27,7 @@ from ronde.data import Order, key_of
 from ronde.loader import DrawAhead, Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work, own_calls
 from ronde.parallel.first_steps import CHECKED_STEPS, check_step
+from ronde.parallel.replica_check import ReplicaCheck
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import (
     checks,
@@ -104,6 +105,7 @@ class Run:
         keep: KeepPolicy,
         keep_best: str | None,
         async_save: bool,
+        check_replicas: int | None,
         on_nan: str,
         in_lists: bool,
         group: RunGroup,
@@ -191,6 +193,8 @@ class Run:
         self._best = KeepBest(keep_best, directory.checkpoints if directory else None)
         self._averaging = True  # off while a tool steps
         self._unchecked_steps = CHECKED_STEPS if me.size > 1 else 0
+        self._replicas = ReplicaCheck(check_replicas or 1)
+        self._replicas.possible = me.size > 1 and check_replicas is not None
         self._warned_of_save = False
         self._last_saved_step = -1
         self._last_saved_time = self._started = time.monotonic()
@@ -1050,7 +1054,12 @@ class Run:
         self._strategy.updated()
         if self._unchecked_steps and not hooks.observed() and not self._strategy.drifts:
             self._unchecked_steps -= 1
-            check_step(self._strategy, self._work.tied, self.plan, self._me)
+            same = check_step(self._strategy, self._work.tied, self.plan, self._me)
+            self._replicas.possible &= same
+        elif self._replicas.is_due(step := self.state.step + 1) and not (
+            hooks.observed() or self._strategy.drifts
+        ):
+            self._replicas.check(self._strategy, self._work.tied, self._me, step)
 
     def _report_comparison(self, comparison: PredictionCheck) -> None:
         self._comparison = None
