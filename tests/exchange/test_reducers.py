@@ -160,36 +160,46 @@ def test_a_batch_that_grows_by_the_noise_scale(tmp_path):
     assert same_bits(weights(tmp_path, "whole"), weights(tmp_path, "cut"))
 
 
-def test_servers_of_their_own(tmp_path):
-    """Two servers beside two workers: the ring's weights; a killed one is named; nothing hangs, and
-    a resume ends with the weights of the run that was not disturbed.
-    """
-    (tmp_path / "train.py").write_text(SCRIPT)
-    launch(tmp_path, "-q", "-n", "2", "--name", "ring", "train.py", "-1", "no", "0")
-    launch(
-        tmp_path, "-q", "-n", "2", "--servers", "2", "--name", "two", "train.py", "-1", "no", "0"
-    )
-    ring, two = weights(tmp_path, "ring"), weights(tmp_path, "two")
+@pytest.fixture(scope="module")
+def two_servers(tmp_path_factory):
+    """A run with two servers that nobody disturbs; it has the ring's weights."""
+    folder = tmp_path_factory.mktemp("two")
+    (folder / "train.py").write_text(SCRIPT)
+    launch(folder, "-q", "-n", "2", "--name", "ring", "train.py", "-1", "no", "0")
+    options = ["-q", "-n", "2", "--servers", "2", "--name", "two"]
+    launch(folder, *options, "train.py", "-1", "no", "0")
+    ring, two = weights(folder, "ring"), weights(folder, "two")
     assert all((ring[k] - two[k]).abs().max() <= 1e-6 for k in ring)
-    for victim, named in (("reduction_server", "reduction server"), ("launch/worker", "rank 1")):
-        servers = ["-n", "2", "--servers", "2", "--name", named.replace(" ", "-")]
-        command = ["run", "--runs", "runs", *servers, "train.py", "-1", "no"]
-        with child(ronde(*command, "0.5"), tmp_path) as running:
-            running.wait_for("TRAINING", 90)
-            found = [p for p in marked(running.mark) if victim in " ".join(p.cmdline())]
-            if victim == "launch/worker":
-                found = [p for p in found if p.environ().get("RANK") == "1"]
-            found[0].send_signal(signal.SIGKILL)
-            done = running.done(60)
-        assert done.returncode != 0
-        said = done.stdout + done.stderr
-        assert named in said, said
-        if victim == "launch/worker":
-            assert "killed" in said and "is gone: it closed" not in said, said
-        elif not ALL:
-            continue
-        launch(tmp_path, "-q", *servers, "--resume", "train.py", "-1", "no", "0")
-        assert same_bits(weights(tmp_path, servers[-1]), two)
+    return two
+
+
+@pytest.mark.parametrize(
+    ("victim", "named"), [("reduction_server", "reduction server"), ("launch/worker", "rank 1")]
+)
+def test_a_server_or_worker_that_is_killed_is_started_again(tmp_path, two_servers, victim, named):
+    """It is named, and the weights are those of the run that was not disturbed."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ["-n", "2", "--servers", "2", "--restarts", "2", "--no-spares"]
+    options += ["--name", victim[:6]]
+    command = ["run", "--runs", "runs", *options, "train.py", "-1", "no", "0.3"]
+    with child(ronde(*command), tmp_path) as running:
+        running.wait_for("TRAINING", 90)
+        found = [p for p in marked(running.mark) if _is(p, victim)]
+        found[0].send_signal(signal.SIGKILL)
+        done = running.done(120)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "restart 1 of 2" in said, said
+    assert named in said and "restart 2" not in said, said
+    if victim == "launch/worker":
+        assert "killed" in said and "is gone: it closed" not in said, said
+    assert same_bits(weights(tmp_path, victim[:6]), two_servers)
+
+
+def _is(process, victim):
+    """A reduction server, or the worker of rank 1."""
+    if victim == "reduction_server":
+        return victim in " ".join(process.cmdline())
+    return process.environ().get("RANK") == "1"
 
 
 def test_refusals_by_name():

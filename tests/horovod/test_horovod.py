@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from processes import TESTS, ronde_run
 from ronde.cli.horovodrun import translate
@@ -46,6 +47,59 @@ def test_one_process_needs_no_launcher(tmp_path):
     assert done.returncode == 0 and "[0.0, 0.0]" in done.stdout, done.stdout + done.stderr
 
 
+ELASTIC = """
+import os, signal, sys, torch, horovod.torch as hvd
+from torch.utils.data import DataLoader, TensorDataset
+hvd.init()
+torch.manual_seed(0)
+x = torch.randn(32, 4)
+data = TensorDataset(x, torch.arange(32))
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+sampler = hvd.elastic.ElasticSampler(data)
+loader = DataLoader(data, batch_size=4, sampler=sampler)
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0, seen=[])
+
+@hvd.elastic.run
+def train(state):
+    while state.epoch < 2:
+        for inputs, ids in loader:
+            if (state.epoch, state.batch) == (1, 2) and os.environ["RONDE_RESUME"] == "0":
+                if hvd.rank() == 1 and sys.argv[2] == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            state.seen = state.seen + [hvd.allgather(ids).tolist()]
+            sampler.record_batch(state.batch, len(ids))
+            state.batch += 1
+            state.commit()
+        state.epoch, state.batch = state.epoch + 1, 0
+        sampler.set_epoch(state.epoch)
+        state.commit()
+
+train(state)
+if hvd.rank() == 0:
+    torch.save({"weight": model.weight.detach(), "seen": state.seen}, sys.argv[1])
+"""
+
+
+def test_elastic_state_survives_a_worker_that_is_killed(tmp_path):
+    """It goes on after the last commit: the same weights, no sample lost or trained twice."""
+    (tmp_path / "train.py").write_text(ELASTIC)
+    for how in ("run", "kill"):
+        line = ["horovodrun", "-np", "2", "--reset-limit", "1", "python", "train.py"]
+        done = ronde_run([*line, f"{how}.pt", how], tmp_path, 150)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("restart 1 of 1" in done.stderr) == (how == "kill"), done.stderr
+    assert "rank 1: killed by signal 9" in done.stderr
+    whole, again = (torch.load(tmp_path / f"{how}.pt") for how in ("run", "kill"))
+    assert torch.equal(whole["weight"], again["weight"]) and whole["seen"] == again["seen"]
+    for epoch in (again["seen"][:4], again["seen"][4:]):
+        assert sorted(i for batch in epoch for i in batch) == list(range(32))
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -55,6 +109,7 @@ def test_one_process_needs_no_launcher(tmp_path):
         ("--hostfile hosts python -m pkg.train x", "--hostfile hosts -m pkg.train x"),
         ("-np 2 pytest -v tests", "--workers 2 -m pytest -v tests"),
         ("--min-np 2 --max-np 4 ./train.py", "--workers 2 ./train.py"),
+        ("-np 2 --reset-limit 4 python t.py", "--workers 2 --restarts 4 t.py"),
         ("-np 2 --gloo --verbose -- python t.py", "--workers 2 t.py"),
     ],
 )

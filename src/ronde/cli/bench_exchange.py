@@ -91,10 +91,11 @@ def register_exchange(bench: typer.Typer) -> None:
                 answers.append(values["exchange"])
 
         with (
-            servers_of(servers, places) as addresses,
+            servers_of(servers, places) as started,
             gathered(places, None, command, workers, None, lambda _: None) as group,
         ):
-            environment = {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0", **addresses}
+            environment = {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"}
+            environment |= started.variables()
             job = Job(command, group.workers, None, environment)
             outcome = group.launch(job, said.append, message)
         if outcome.interrupted:

@@ -123,6 +123,9 @@ def translate(words: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
             arguments += ["--workers", str(slots)]
         hosts = None
     elsewhere = bool(hosts or given["hostfile"])
+    limit = given["reset-limit"]
+    if limit is not None and not elsewhere and os.environ.get("RONDE_RUNS") != "none":
+        arguments += ["--restarts", str(limit)]
     for option, value in (("--hosts", hosts), ("--hostfile", given["hostfile"])):
         if value:
             arguments += [option, value]

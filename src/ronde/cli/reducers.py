@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ronde.world import ArgumentError
+
+if TYPE_CHECKING:
+    from ronde.launch import ReductionServers
 
 __all__ = ["ReducerOption", "ServersOption", "check_reducer", "servers_of"]
 
@@ -49,11 +51,11 @@ def check_reducer(reducer: str | None, servers: str | None, planned_by: str | No
     return reducer
 
 
-def servers_of(servers: str | None, places: Any) -> AbstractContextManager[dict[str, str]]:
-    """The servers that ``--servers`` asks for, while workers run; yields workers' variables."""
-    from ronde.launch import reduction_servers
+def servers_of(servers: str | None, places: Any) -> ReductionServers:
+    """The servers that ``--servers`` asks for, which end with the block."""
+    from ronde.launch import ReductionServers
 
     away = places is not None
-    return reduction_servers(
+    return ReductionServers(
         servers, places.engine if away else None, places.python if away else None, away
     )

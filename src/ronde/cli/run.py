@@ -243,7 +243,7 @@ def register(app: typer.Typer) -> None:
         kept = None if temporary else runs
         reducer = check_reducer(reducer, servers, planned_by=plan)
         with (
-            servers_of(servers, places) as addresses,
+            servers_of(servers, places) as reduction_servers,
             gathered(places, box, command, workers, kept, bar.begin if bar else _ignore) as group,
         ):
             count = group.workers
@@ -271,7 +271,7 @@ def register(app: typer.Typer) -> None:
                 environment["RONDE_PLAN"] = planned
             if reducer is not None:
                 environment["RONDE_REDUCER"] = reducer
-            environment |= addresses
+            environment |= reduction_servers.variables()
             if not quiet:
                 shown = " ".join(command)
                 from rich.text import Text
@@ -293,7 +293,9 @@ def register(app: typer.Typer) -> None:
                     bar.settle()
                 typer.echo(f"ronde: {text}", err=True)
 
-            again = Restarts(restarts or 0, directory.path, told_restart, spares)
+            again = Restarts(
+                restarts or 0, directory.path, told_restart, spares, reduction_servers.variables
+            )
             with Limit(seconds) as limit:
                 outcome = group.launch(
                     Job(

@@ -123,6 +123,9 @@ class _ReductionServer:
             self._read(connection, session, rank)
         except (EOFError, OSError):
             session.lose(rank)
+            with self._lock:
+                if len(session.gone) == session.workers:
+                    self._sessions.pop(number, None)  # with what is left in it
 
     def _read(self, connection: socket.socket, session: _Session, rank: int) -> None:
         header = memoryview(bytearray(HEADER.size))

@@ -8,6 +8,7 @@ import queue
 import socket
 import struct
 import threading
+import zlib
 from typing import Any
 
 import torch
@@ -168,7 +169,9 @@ class Servers(Reducer):
         self._lock = threading.Lock()
         self._waiting: set[_Waiting] = set()
         token = os.environ.get("RONDE_SERVERS_TOKEN", "").encode()
-        hello = HELLO.pack(b"RONDE1", token, _sessions, members.rank, members.size)
+        # Servers outlive workers: those that start again must not meet the ones before them.
+        session = zlib.crc32(f"{os.environ.get('RONDE_GENERATION')} {_sessions}".encode())
+        hello = HELLO.pack(b"RONDE1", token, session, members.rank, members.size)
         _sessions += 1  # the same on all workers, which build reducers in the same order
         self._servers = [_Server(i, at, hello, self) for i, at in enumerate(places)]
 

@@ -2,7 +2,8 @@
 
 A failure that all ranks see (they disagree, an operation stalled) is undone inside the processes:
 the state goes back to the last commit, the ranks connect again, and the function is called again.
-When a process has died, only a restart of the run brings it back.
+When a process has died, ``ronde run --restarts`` starts all again: rank 0 has written each commit
+to the run directory, and the state continues from there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import queue
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,11 @@ from ronde.horovod.objects import (
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
+    pack_object,
+    unpack_object,
 )
+from ronde.world import ArgumentError
+from ronde.world.fence import refuse_fenced
 
 __all__ = [
     "ElasticSampler",
@@ -36,6 +42,7 @@ __all__ = [
     "set_handler_registry",
 ]
 
+_made = 0  # states of this process
 _RESETS = 3  # without a commit between them: what fails each time would go on forever
 
 
@@ -63,6 +70,8 @@ class ObjectState:
     """
 
     def __init__(self, **kwargs: Any) -> None:
+        global _made
+        self._number, _made = _made, _made + 1
         self._saved_state = dict(kwargs)
         self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._reset_callbacks: list[Callable[[], None]] = []
@@ -89,10 +98,62 @@ class ObjectState:
         self._host_messages.put((timestamp, update))
 
     def commit(self) -> None:
-        """Save the state in memory, and look for changed hosts."""
+        """Save the state in memory and, if workers can be started again, in the run directory."""
         self.save()
         self.commits += 1
+        self._write()
         self.check_host_updates()
+
+    def _file(self) -> Path | None:
+        """Where commits outlive this process; None if the run cannot be started again."""
+        folder = os.environ.get("RONDE_RUN_DIR")
+        if os.environ.get("RONDE_LEAVE") != "1" or not folder:
+            return None
+        return Path(folder) / f"horovod-state-{self._number}"
+
+    def _write(self) -> None:
+        file = self._file() if rank() == 0 else None
+        if file is None:
+            return
+        data = pack_object(self.committed())
+        if bytes(data[:1].numpy()) == b"E":
+            unpack_object(data)  # raises what cannot be kept
+        refuse_fenced()
+        temporary = file.with_suffix(".writing")
+        temporary.write_bytes(data.numpy().tobytes())
+        temporary.replace(file)
+
+    def continue_commit(self) -> bool:
+        """Take over the last commit of the workers before these; whether there was one. Rank 0
+        reads, and :meth:`sync` gives it to the others.
+
+        Raises:
+            ArgumentError: it is damaged, or of a state with other names.
+        """
+        file = self._file() if rank() == 0 and os.environ.get("RONDE_RESUME") == "1" else None
+        if file is None or not file.exists():
+            return False
+        raw = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
+        try:
+            found = unpack_object(raw)
+            mine = {kind: set(values) for kind, values in self.committed().items()}
+            if {kind: set(values) for kind, values in found.items()} != mine:
+                raise ValueError(f"it has {sorted(map(sorted, found.values()))}")
+            self.take(found)
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ArgumentError(
+                f"hvd.elastic: {file} cannot be continued: {error}. Delete it to begin anew."
+            ) from None
+        return True
+
+    def committed(self) -> dict[str, Any]:
+        """The last commit, as plain values and tensors."""
+        return {"values": self._saved_state}
+
+    def take(self, found: dict[str, Any]) -> None:
+        """Continue with what :meth:`committed` gave."""
+        self._saved_state = found["values"]
+        self.restore()
 
     def check_host_updates(self) -> None:
         """Raise on all ranks if hosts have changed, as rank 0 sees it. A collective.
@@ -266,6 +327,16 @@ class TorchState(ObjectState):
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
 
+    def committed(self) -> dict[str, Any]:
+        """See :meth:`ObjectState.committed`."""
+        return {**super().committed(), "states": {n: h.saved for n, h in self._handlers.items()}}
+
+    def take(self, found: dict[str, Any]) -> None:
+        """See :meth:`ObjectState.take`."""
+        for name, handler in self._handlers.items():
+            handler.saved = found["states"][name]
+        super().take(found)
+
     def save(self) -> None:
         """Copy models, optimizers and samplers, and save the values."""
         for handler in self._handlers.values():
@@ -286,11 +357,11 @@ class TorchState(ObjectState):
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a training function so that it goes on after a failure that all ranks survive.
+    """Decorate a training function so that it goes on after a failure.
 
     The function's first argument is a state. It is shared before each call, and rolled back to its
-    last commit when an operation fails. After 3 failures without a commit between them, or
-    ``HOROVOD_ELASTIC_RESET_LIMIT``, the error is raised.
+    last commit when an operation fails; workers that are started again continue with it. After 3
+    failures without a commit between them, or ``HOROVOD_ELASTIC_RESET_LIMIT``, the error is raised.
 
     Example:
         >>> @hvd.elastic.run  # doctest: +SKIP
@@ -301,6 +372,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         limit = int(os.environ.get("HOROVOD_ELASTIC_RESET_LIMIT", "") or _RESETS)
         resets, committed, skip_sync = 0, -1, False
+        if isinstance(state, ObjectState):
+            state.continue_commit()
         while True:
             try:
                 if not skip_sync:

@@ -19,7 +19,7 @@ from ronde.launch.kubernetes import pod
 from ronde.launch.local import check_workers, resolve_workers, run_here
 from ronde.launch.mpi import Mpi
 from ronde.launch.ray_engine import Ray
-from ronde.launch.reduction_servers import reduction_servers
+from ronde.launch.reduction_servers import ReductionServers
 from ronde.launch.restarts import Restarts
 from ronde.launch.slurm import Slurm, allocation
 from ronde.launch.spark_engine import Spark
@@ -36,6 +36,7 @@ __all__ = [
     "Outcome",
     "Ray",
     "Output",
+    "ReductionServers",
     "Restarts",
     "Spark",
     "Ssh",
@@ -45,7 +46,6 @@ __all__ = [
     "parse_hostfile",
     "parse_hosts",
     "pod",
-    "reduction_servers",
     "resolve_workers",
     "run_here",
     "share",

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from types import TracebackType
 
 from ronde.launch.engine import Engine, Host, parse_hosts
 from ronde.world import ArgumentError, WorldError
 
-__all__ = ["reduction_servers"]
+__all__ = ["ReductionServers"]
 
 _SECONDS = 60.0
 _MODULE = "ronde.exchange.reduction_server"
@@ -84,11 +85,8 @@ class _Started:
             self.process.wait()
 
 
-@contextlib.contextmanager
-def reduction_servers(
-    asked: str | None, engine: Engine | None, python: str | None, away: bool
-) -> Iterator[dict[str, str]]:
-    """Run reduction servers inside; yields the variables by which workers find them.
+class ReductionServers:
+    """Reduction servers, which end with the block.
 
     Args:
         asked: a number of servers on this machine, or hosts: ``"cpu1,cpu2"``; None: none.
@@ -98,33 +96,56 @@ def reduction_servers(
 
     Raises:
         ArgumentError: ``asked`` cannot be read.
-        WorldError: a server did not come up.
     """
-    if asked is None:
-        yield {}
-        return
-    token = secrets.token_hex(16)
-    started: list[_Started] = []
-    try:
-        for name, argv in _commands(asked, engine, python, away):
-            started.append(_Started(name, argv, token))
-        places: list[str] = []
+
+    def __init__(
+        self, asked: str | None, engine: Engine | None, python: str | None, away: bool
+    ) -> None:
+        self._away, self._token = away, secrets.token_hex(16)
+        self._commands = [] if asked is None else _commands(asked, engine, python, away)
+        self._started: list[_Started | None] = [None] * len(self._commands)
+        self._places: list[str] = [""] * len(self._commands)
+
+    def __enter__(self) -> ReductionServers:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        for server in self._started:
+            if server is not None:
+                server.end()
+
+    def variables(self) -> dict[str, str]:
+        """Start those that do not run, and return the variables by which workers find them.
+
+        Raises:
+            WorldError: a server did not come up.
+        """
+        fresh = []
+        for i, (name, argv) in enumerate(self._commands):
+            server = self._started[i]
+            if server is None or server.process.poll() is not None:
+                self._started[i] = one = _Started(name, argv, self._token)
+                fresh.append((i, one))
         limit = time.monotonic() + _SECONDS
-        for server in started:
+        for i, server in fresh:
             found = server.places(limit - time.monotonic())
             if not found:
                 last = server.printed[-1] if server.printed else "it said nothing"
                 raise WorldError(
-                    f"--servers: no reduction server came up on {server.name}: {last}. Nothing "
+                    f"--servers: no reduction server came up on {server.name}: {last}. No worker "
                     "was started."
                 )
-            if away:
+            if self._away:
                 found = [place for place in found if not place.startswith("127.")]
-            places.append("|".join(found))
-        yield {"RONDE_SERVERS": " ".join(places), "RONDE_SERVERS_TOKEN": token}
-    finally:
-        for server in started:
-            server.end()
+            self._places[i] = "|".join(found)
+        if not self._commands:
+            return {}
+        return {"RONDE_SERVERS": " ".join(self._places), "RONDE_SERVERS_TOKEN": self._token}
 
 
 def _commands(

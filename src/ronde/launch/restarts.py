@@ -22,6 +22,8 @@ class Restarts:
         directory: the run directory; None where nothing is kept.
         say: called with a line about each restart.
         warm: whether workers are forks of one process that has imported torch.
+        renew: brings up again what workers need besides each other, and gives the variables by
+            which they find it.
     """
 
     def __init__(
@@ -30,7 +32,9 @@ class Restarts:
         directory: Path | None,
         say: Callable[[str], None],
         warm: bool = True,
+        renew: Callable[[], dict[str, str]] = dict,
     ) -> None:
+        self._renew = renew
         self.most, self.warm, self._say = most, warm and most > 0, say
         self._directory = None if directory is None else RunDir(directory)
         self._run = uuid.uuid4().hex[:8]
@@ -48,7 +52,7 @@ class Restarts:
             name_generation(self._directory.path, self.name)
         environment = {"RONDE_GENERATION": self.name}
         if self.generation:
-            environment["RONDE_RESUME"] = "1"
+            environment |= {"RONDE_RESUME": "1", **self._renew()}
         return environment
 
     def goes_on(self, outcome: Outcome) -> bool:
