@@ -350,22 +350,35 @@ def test_a_failing_rank_is_named_with_its_host(hosts, place):
     assert "ValueError: on purpose" in done.stderr
 
 
+LISTENING = """
+import psutil, torch
+def listening():
+    found = psutil.Process().net_connections() + psutil.Process().parent().net_connections()
+    with open(f"listening-{run.rank}", "w") as file:
+        print(*(c.laddr.ip for c in found if c.status == "LISTEN"), file=file)
+"""
+
+
 def test_a_hang_is_named_with_its_host(hosts, place):
     script = TRAIN.replace("run.step(batch)", "run.step(batch)\n        stop_here()").replace(
         "run = ronde",
         "def stop_here():\n    if run.rank == 1 and run.state.step == 4:\n"
-        "        time.sleep(300)\n\nrun = ronde",
+        "        time.sleep(300)\n    if run.state.step == 1:\n        listening()\n\nrun = ronde",
     )
+    script = script.replace("import torch\n", LISTENING, 1)
     (place / "hangs.py").write_text(script)
     each = ",".join(f"{name}:1" for name in hosts.names)
     line = [*on(hosts)[:3], each, "--name", "hangs", "--hang-timeout", "3", "hangs.py", "x.st", "4"]
     done = ronde_run(["run", *line], place, 120.0)
     sentence = (
-        f"Rank 1 on {hosts.names[1]} has not reached the exchange of step 5; it is at hangs.py:16 "
+        f"Rank 1 on {hosts.names[1]} has not reached the exchange of step 5; it is at hangs.py:21 "
         "(`time.sleep(300)`), inside `if run.rank == 1 and run.state.step == 4`; rank 0 is "
         "waiting for it."
     )
     assert done.returncode == 1 and sentence in done.stderr, done.stderr
+    for rank in (0, 1):  # on the interface that leads to the other host, never on all
+        assert "0.0.0.0" not in (told := (place / f"listening-{rank}").read_text()), told
+        assert "::" not in told.split() and "10." in told, told
     events = [json.loads(x) for x in (place / "runs" / "hangs" / "record.jsonl").open()]
     assert [e["sentence"] for e in events if e["type"] == "hang"] == [sentence]
     assert "The stack of rank 1:" in (place / "runs" / "hangs" / "logs" / "rank-1.log").read_text()

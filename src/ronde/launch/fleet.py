@@ -51,7 +51,7 @@ _PASSED = re.compile(
     r"|PYTHON(PATH|HASHSEED|WARNINGS|OPTIMIZE)|LANG|LC_\w+|TZ"
 )
 """Environment variables that reach the workers on other hosts; ``--env`` adds further ones."""
-_OWN = re.compile(r"RONDE_(LAUNCHER.*|RUN_DIR|GENERATION)")
+_OWN = re.compile(r"RONDE_(LAUNCHER.*|RUN_DIR|GENERATION|SECRET)")
 
 
 def environment_for(names: Sequence[str]) -> dict[str, str]:
@@ -399,7 +399,7 @@ class Fleet:
         try:
             address, port, own = self._meet()
             shared = all(facts["sees"] for facts in self.facts.values())
-            environment = dict(job.environment)
+            environment = {**job.environment, "RONDE_SECRET": secrets.token_hex(32)}
             if not os.environ.get("TORCH_CPP_LOG_LEVEL"):
                 environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hosts need no names
             if job.directory is not None and not shared:

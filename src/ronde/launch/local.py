@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import shutil
 import signal
 import sys
@@ -82,6 +83,7 @@ def run_here(
     total, first = job.workers * nodes.count, job.workers * nodes.rank
     output = Output(total, job.directory and job.directory / "logs", show, message, names)
     run_id = uuid.uuid4().hex if alone else "ronde"
+    secret = secrets.token_hex(32)
     asked: list[int] = []
     handlers: dict[int, Any] = {}
     if job.leaves:
@@ -96,6 +98,8 @@ def run_here(
                 told = f"asked to leave by {name}"
                 return Outcome(AGAIN, error=told, interrupted=True, again=True)
             own = restarts.begin() if restarts else {}
+            if alone:  # launchers of several hosts have no secret in common
+                own["RONDE_SECRET"] = secret
             mine = dataclasses.replace(job, environment={**job.environment, **own})
             router = Router(job.workers, output, first)
             outcome = run_workers(mine, router, nodes, run_id, spares)

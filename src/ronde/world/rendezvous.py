@@ -8,6 +8,7 @@ publishes the count once a second for ranks that wait.
 from __future__ import annotations
 
 import atexit
+import hmac
 import json
 import math
 import os
@@ -33,10 +34,35 @@ _LOOK_SECONDS = 0.5  # between two looks at what missing ranks do
 _SAY_AFTER_SECONDS, _SAY_EVERY_SECONDS = 5.0, 60.0
 _LEAVE_SECONDS = 2.0
 _ENDED = "ended its script"
+_DIGEST = 64  # hexadecimal digits of a SHA-256
 
 P = ParamSpec("P")
 R = TypeVar("R")
 E = TypeVar("E", bound=RondeError)
+
+
+def _signed(key: str, text: str) -> str:
+    """A value of the store with the run's secret in its digest: the store itself asks nobody who
+    he is. Without a secret (under other launchers) the digest only shows damage.
+    """
+    secret = os.environ.get("RONDE_SECRET", "").encode()
+    where = f"{os.environ.get('RONDE_GENERATION', '')} {key} "
+    return hmac.digest(secret, (where + text).encode(), "sha256").hex() + text
+
+
+def _verified(key: str, value: bytes) -> Any:
+    """The JSON value that :func:`_signed` signed under this key.
+
+    Raises:
+        WorldError: it was written by somebody else.
+    """
+    text = value[_DIGEST:].decode(errors="replace")
+    if not hmac.compare_digest(_signed(key, text).encode(), value):
+        raise WorldError(
+            f"the value {key!r} in the store where ranks meet does not come from this run: another "
+            "program writes to its port. Run on a network that you trust, and see docs/security.md."
+        )
+    return json.loads(text)
 
 
 class Rendezvous:
@@ -86,7 +112,8 @@ class Rendezvous:
         if now != self._published:
             self._published = now
             with self._lock:
-                self._store.set(f"at/{self.me.rank}", json.dumps(now))
+                at = f"at/{self.me.rank}"
+                self._store.set(at, _signed(at, json.dumps(now)))
 
     def _publish_often(self) -> None:
         with suppress(RuntimeError):  # the store has gone: so has the world
@@ -106,7 +133,8 @@ class Rendezvous:
             limit = time.monotonic() + _LEAVE_SECONDS
             while keys and self.me.is_main and time.monotonic() < limit:
                 if self._store.check(keys) and all(
-                    int(text) >= n for text in self._store.multi_get(keys)
+                    _verified(*each) >= n
+                    for each in zip(keys, self._store.multi_get(keys), strict=True)
                 ):
                     break
                 time.sleep(0.005)
@@ -156,7 +184,8 @@ class Rendezvous:
         try:
             mine = json.dumps([what, facts, advice])
             with self._lock:
-                self._store.set(f"{name}/{n}/{self.me.rank}", mine)
+                own = f"{name}/{n}/{self.me.rank}"
+                self._store.set(own, _signed(own, mine))
             # After the key: a rank that has begun this call, and has no key, began another one.
             past = self.begun
             if chosen == everyone:
@@ -170,10 +199,13 @@ class Rendezvous:
                 self._met[chosen], self.begun = n - 1, past
                 raise self.refuse(gone)
             with self._lock:
-                found = [json.loads(text) for text in self._store.multi_get(list(keys.values()))]
+                names = list(keys.values())
+                values = self._store.multi_get(names)
+                found = [_verified(*each) for each in zip(names, values, strict=True)]
                 # Everyone is here, so everyone has left the meeting before last.
                 self._store.delete_key(f"{name}/{n - 2}/{self.me.rank}")
-                self._store.set(f"{name}/left/{self.me.rank}", str(n))
+                left = f"{name}/left/{self.me.rank}"
+                self._store.set(left, _signed(left, str(n)))
             self._last = [f"{name}/left/{rank}" for rank in chosen], n
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise WorldError(
@@ -222,7 +254,7 @@ class Rendezvous:
         with self._lock:
             if not self._store.check([f"at/{rank}"]):
                 return None
-            begun, doing = json.loads(self._store.get(f"at/{rank}"))
+            begun, doing = _verified(f"at/{rank}", self._store.get(f"at/{rank}"))
             if self._store.check([key]):
                 return None  # it came meanwhile
         if doing == _ENDED or begun > past:
@@ -249,7 +281,8 @@ class Rendezvous:
         """
         if self.me.size > 1:
             with suppress(RuntimeError), self._lock:
-                self._store.set("refused", json.dumps([self.begun, str(error)]))
+                told = json.dumps([self.begun, str(error)])
+                self._store.set("refused", _signed("refused", told))
         return error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
@@ -258,7 +291,7 @@ class Rendezvous:
             return error
         with suppress(RuntimeError), self._lock:
             if self._store.check(["refused"]):
-                begun, text = json.loads(self._store.get("refused"))
+                begun, text = _verified("refused", self._store.get("refused"))
                 if abs(self.begun - begun) <= 2:
                     return WorldError(text)
         return error
