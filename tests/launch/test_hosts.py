@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -280,6 +281,35 @@ def test_errors_name_the_host_and_the_cure(hosts, place):
     hosts.heal(second)
 
 
+def test_errors_of_one_host_among_others(hosts, place):
+    """Another torch, no script, and one of three that is off: the others are not started."""
+    first, second = hosts.names
+    own = place / "private"
+    shutil.copy(place / "train.py", own)
+    for name in hosts.names:
+        told = f'#!/bin/sh\nPYTHONPATH={own}/{name} exec {sys.executable} "$@"\n'
+        hosts.ssh(name, f"cp {place}/train.py {own}/")
+        hosts.ssh(name, f"echo {shlex.quote(told)} > {own}/python; chmod +x {own}/python")
+    made = f"{own}/{second}/torch-2.0.1.dist-info"
+    hosts.ssh(second, f"mkdir -p {made}; printf 'Name: torch\nVersion: 2.0.1\n' > {made}/METADATA")
+    words = [
+        "--hosts",
+        f"{first}:1,{second}:1",
+        "--python",
+        f"{own}/python",
+        "train.py",
+        "x.st",
+        "1",
+    ]
+    refused(hosts, own, words, f"differs {first} {second} torch {torch.__version__} 2.0.1")
+    hosts.ssh(second, f"rm {own}/train.py")
+    words = ["--hosts", f"{first}:1,{second}:1", "train.py", "x.st", "1"]
+    refused(hosts, own, words, "script (SHA-256) as here no such file or directory")
+    off = f"{hosts.net}.99"
+    words = ["--hosts", f"{first}:1,{off}:1,{second}:1", "train.py", "x.st", "1"]
+    refused(hosts, place, words, f"{off}: it does not answer. Is it switched on", "Nothing was")
+
+
 def test_check_before_a_job(hosts, place):
     first, second = hosts.names
     words = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first},{second}"]
@@ -421,6 +451,34 @@ def test_inside_an_allocation_of_slurm(hosts, place, one):
     done = launched(["--slurm", "train.py", "x.st", "1"], place)
     assert done.returncode == 2
     assert "this is not inside an allocation of Slurm" in done.stderr
+
+
+@long
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(bool(no_slurm()), reason=no_slurm())
+def test_a_job_that_leaves_before_its_limit_is_started_again(hosts, place):
+    """The warning that Slurm sends to the batch script: saved on two hosts, queued, and resumed."""
+    slow = TRAIN.replace("lr=0.2", "lr=0.02").replace("sleep(0.05)", "sleep(0.3)")
+    (place / "slow.py").write_text(slow)
+    train = ["slow.py", "leaves.st", "40", "forever"]
+    with slurm(hosts) as made:
+        words = ["--nodes", "2", "--tasks", "1", "--requeue", "--time", "30", *train]
+        with child(ronde("submit", *words), place, made.env) as began:
+            began.wait_for("begun", 200)
+            job = re.search(r"submitted job (\d+)", began.stderr)[1]
+            environment = {**os.environ, **made.env}
+            warn = ["scancel", "--signal=USR1", "--batch", job]
+            subprocess.run(warn, env=environment, check=True, timeout=20)
+            done = began.done(150)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 workers on" in done.stdout
+    said = (place / f"slurm-{job}.out").read_text()
+    assert "asked to leave by SIGUSR1: it has left after step" in said, said
+    assert f"Slurm starts job {job} again" in said
+    assert "resumed" in said and "completed" in said
+    done = launched(["--workers", "1", *train[:1], "whole.st", *train[2:]], place)
+    assert done.returncode == 0, done.stderr
+    equal(place / "leaves.st", load_file(place / "whole.st"))
 
 
 BOX = """

@@ -69,6 +69,11 @@ class Container:
         port = self.port or int(told or _PORT)
         address = _resolved(self.hosts[0])
         listener = None
+        if self.rank > 0 and address.startswith("127."):
+            raise WorldError(
+                f"the name of the first host, {self.hosts[0]}, resolves to {address} on "
+                f"{self.current}: that is this host itself. Mend /etc/hosts, or name its address."
+            )
         if self.rank == 0:
             own = dict(addresses()).get(self.interface, address)
             try:

@@ -199,6 +199,14 @@ def notes(found: Mapping[str, Facts], workers: Mapping[str, int]) -> list[str]:
         workers: host -> how many it will have.
     """
     said = []
+    total = sum(workers.values())
+    if sum(1 for count in workers.values() if count) > 1:
+        alone = (h for h, f in found.items() if f["kind"] == "cuda" and f["devices"] >= total)
+        if host := next(alone, None):
+            said.append(
+                f"{host} alone has {found[host]['devices']} GPUs, enough for all {total} workers: "
+                f"on {host}:{total} they would need no network"
+            )
     for host, facts in found.items():
         count = workers.get(host, 0)
         apart = facts["time"] - facts["received"]

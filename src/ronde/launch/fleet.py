@@ -202,7 +202,7 @@ class Fleet:
         self._hang: HangVerdict | None = None
         self._handlers: dict[int, Any] = {}
         self._done = threading.Event()
-        self._warned = threading.Event()
+        self._warned, self._was_warned = threading.Event(), False
         self.facts: dict[str, Facts] = {}
 
     def __enter__(self) -> Fleet:
@@ -243,6 +243,7 @@ class Fleet:
     def _ping(self) -> None:
         while not self._done.wait(_PING_SECONDS):
             if warned := self._warned.is_set():
+                self._was_warned = True
                 self._warned.clear()
             for link in self._links:
                 link.ping()
@@ -513,7 +514,11 @@ class Fleet:
             else:
                 self._take(frame, data, output)
                 continue
-            if outcome.status and not any(o.status for o in ended.values()):
+            if outcome.again and self._was_warned:
+                outcome = dataclasses.replace(outcome, error="asked to leave by SIGUSR1")
+            # who leaves was asked to, as all were: the others may still be saving
+            fails = bool(outcome.status) and not outcome.again
+            if fails and not any(o.status and not o.again for o in ended.values()):
                 for other in self._links:
                     if other is not link:
                         other.order("stop")
@@ -524,7 +529,7 @@ class Fleet:
         seconds = time.monotonic() - start
         if failed:
             # the first to fail, but rather one that did not fail because another was gone
-            worst = min(failed, key=lambda o: o.consequence)
+            worst = min(failed, key=lambda o: (o.again, o.consequence))
             return _with_seconds(worst, seconds)
         left = ", ".join(o.left for o in ended.values() if o.left)
         return Outcome(0, left=left, seconds=seconds)

@@ -24,6 +24,7 @@ __all__ = ["BatchJob", "follow_job", "limit_seconds", "presets", "submit"]
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 _POLL_SECONDS = 1.0
+_WARNING = "--signal=B:USR1@120"  # to ronde run alone, two to three minutes before the limit
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 
 
@@ -71,7 +72,8 @@ class BatchJob:
         limit: time limit, as sbatch takes it.
         directives: further options of sbatch.
         array: places of an array of runs, ``0-9``; each reads ``SLURM_ARRAY_TASK_ID``.
-        requeue: whether Slurm may start it again, which resumes the run.
+        requeue: whether Slurm may start it again, which resumes the run; then it saves and leaves
+            before the time limit.
         modules: environment modules to load.
     """
 
@@ -110,14 +112,15 @@ class BatchJob:
             *([f"--cpus-per-task={self.cores}"] if self.cores else []),
             *([f"--time={self.limit}"] if self.limit else []),
             f"--output={'slurm-%A_%a.out' if self.array else 'slurm-%j.out'}",
-            "--requeue" if self.requeue else "--no-requeue",
+            *(["--requeue", "--open-mode=append", _WARNING] if self.requeue else ["--no-requeue"]),
             *([f"--array={self.array}"] if self.array else []),
             *map(shlex.quote, self.directives),
         ]
         place = (
             "$SLURM_JOB_ID" if self.array is None else "$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"
         )
-        run = shlex.join([sys.executable, "-m", "ronde", "run", "--slurm", *self.options])
+        leaves = ["--restarts", "0"] if self.requeue else []
+        run = shlex.join([sys.executable, "-m", "ronde", "run", "--slurm", *leaves, *self.options])
         again = " ${SLURM_RESTART_COUNT:+--resume}" if self.requeue else ""
         parts = [
             "#!/bin/bash",
@@ -126,7 +129,8 @@ class BatchJob:
             "set -euo pipefail",
             f"cd {shlex.quote(str(self.folder))}",
             *(["module purge", f"module load {shlex.join(self.modules)}"] if self.modules else []),
-            "# One call for all nodes: Ronde starts a step on each. Restarted by Slurm, it resumes."
+            "# One call for all nodes: Ronde starts a step on each. Before the time limit it saves "
+            "and leaves,\n# and Slurm starts the job again, which resumes."
             if self.requeue
             else "# One call for all nodes: Ronde starts a step on each.",
             f'exec {run} --name {shlex.quote(self.name)}-job"{place}"{again} '

@@ -39,10 +39,10 @@ def allocation(env: Mapping[str, str] = os.environ) -> list[Host]:
             "--slurm: this is not inside an allocation of Slurm (SLURM_JOB_ID is not set). Call it "
             "in a batch script (sbatch), or after 'salloc --nodes 2'."
         )
-    tasks = env.get("SLURM_NTASKS_PER_NODE", "") or (
-        env.get("SLURM_TASKS_PER_NODE", "") if env.get("SLURM_NTASKS") else ""
-    )
-    return [Host(name, repeated(tasks, i)) for i, name in enumerate(expand_nodelist(listed))]
+    alike = repeated(env.get("SLURM_NTASKS_PER_NODE", ""), 0)
+    tasks = env.get("SLURM_TASKS_PER_NODE", "") if env.get("SLURM_NTASKS") else ""
+    names = expand_nodelist(listed)
+    return [Host(name, alike or repeated(tasks, i)) for i, name in enumerate(names)]
 
 
 class Slurm(Engine):
