@@ -417,6 +417,7 @@ class Fleet:
                     command=job.command,
                     workers=count,
                     first=first,
+                    total=job.workers,
                     rank=node,
                     count=len(counts),
                     address=address,

@@ -207,6 +207,8 @@ def _serve(orders: _Orders, sender: Sender) -> None:
         run["port"],
         listeners.get(run["address"]),
         _interface(own),
+        first=run["first"],
+        total=run["total"],
     )
     mirror = None
     if folder is not None:
