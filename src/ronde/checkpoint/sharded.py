@@ -256,7 +256,7 @@ def prepare_pieces(
     def write() -> Path | None:
         error, lacks, entries = failed, full, sent
         try:
-            if error is None:
+            if error is None and mine:
                 _wait_for(path)
                 entries = sent | {n: files.add(path, n, t, boxes.get(n)) for n, t in mine.items()}
         except (OSError, SafetensorError, CheckpointError) as caught:

@@ -482,8 +482,8 @@ def run_workers(
     failed = False
     watch = _hang_watch(job, router, nodes)
     try:
+        peers = _Peers(nodes) if nodes.tells else None  # before the store takes the listener
         environments = _environments(job, nodes, run_id)
-        peers = _Peers(nodes) if nodes.tells else None
         workers = Workers(job.command, environments, router, job.restarts, starter)
         router.leave = workers.ask_to_leave
         with watch or contextlib.nullcontext():
