@@ -1385,7 +1385,7 @@ class Run:
             beside = run._in_epochs and group.ends_with(run._readings)
             if beside or run._epoch_is_over():
                 run._end_epoch()
-        group.saving.settle(group.runs)
+        group.saving.end(group.runs)
         if group.is_unsaved and self._deadline is None:
             self._save_or_warn(wait=True)
         self._finish("completed")

@@ -45,6 +45,7 @@ class Saving:
         self._divided = False  # whether workers hold parts of it
         self._best: list[BestFound] = []
         self._announced = False
+        self._ends = False  # whether the process ends, and the others may not
         self._longest = 0.0
         self._said_behind = self._said_long = self._said_memory = False
 
@@ -121,7 +122,9 @@ class Saving:
         written = self.saver.finish()
         assert written is not None
         error, first = written.error, runs[0]
-        if first.world_size > 1 and self._divided and raises:
+        if self._ends:
+            pass  # a script may have ended on this rank only: the others are not waited for
+        elif first.world_size > 1 and self._divided and raises:
             error = broadcast_json(first._me, error)  # they have met to prepare it
         elif first.world_size > 1:
             # Under replicate, rank 0 knows alone, and the others may have ended.
@@ -167,6 +170,11 @@ class Saving:
             stall_seconds=written.stall_seconds,
         )
         run._watcher.event(event, *self._best)
+
+    def end(self, runs: Sequence[RunParts]) -> None:
+        """The process ends: let the save under way end, and meet nobody from now on."""
+        self._ends = True
+        self.settle(runs)
 
     def leave(self, run: RunParts) -> None:
         """The process ends after an error: let this worker's part of the last save end."""
