@@ -493,7 +493,12 @@ def run_workers(
             # Others may be about to say why they fail. Where a restart follows, they need not.
             workers.kill() if job.restarts else workers.end(signal.SIGTERM, _SHUTDOWN_SECONDS)
             outcome = _failure(failures, router.error_folder, time.monotonic() - start)
-            return dataclasses.replace(outcome, **_found(watch))
+            outcome = dataclasses.replace(outcome, **_found(watch))
+            gone = _noted(router.error_folder, "left") if outcome.hang else ""
+            if gone:  # the others wait for one that is not there any more
+                gone = f"{gone} left with status 0 in the middle of the training (os._exit)"
+                outcome = dataclasses.replace(outcome, error=f"{gone}. {outcome.error}")
+            return outcome
         if workers.left or workers.running:
             name = f" by {signal.Signals(asked[0]).name}" if asked else ""
             late = ", but the step took longer than a minute" if workers.running else ""
