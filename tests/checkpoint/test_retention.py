@@ -90,7 +90,9 @@ def test_the_command(tmp_path):
     flip(folder / "step-000000040" / "model.safetensors", 500)
     told = _ronde(tmp_path, "--verify", status=1)
     assert told.count("whole") == 3 and "does not match its digest" in told
-    _ronde(tmp_path, "--export", str(tmp_path / "x.safetensors"))
+    told = _ronde(tmp_path, "--export", str(tmp_path / "x.safetensors"))
+    assert "weights of step 30" in told
+    assert "warning: step-000000040 is not a whole checkpoint" in told
     weights = load_file(tmp_path / "x.safetensors")  # of the newest whole one
     assert weights.keys() == {"x", "again"} and float(weights["again"][0]) == 30
     _ronde(tmp_path, "--export", str(tmp_path / "x.safetensors"), "--step", "10")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -184,6 +185,9 @@ def register(app: typer.Typer) -> None:
             _export(found, to)
             answer = {"checkpoint": str(found.path), "step": found.step, "file": str(to)}
             print(json.dumps(answer) if as_json else f"{to}: weights of step {found.step:,}")
+            newer = [p.name for p in list_checkpoints(run.checkpoints) if p.name > found.path.name]
+            if step is None and newer:
+                print(f"warning: {newer[0]} is not a whole checkpoint", file=sys.stderr)
             return
         if prune is not None:
             gone = _prune(run, prune, sure)

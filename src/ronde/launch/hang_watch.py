@@ -153,8 +153,6 @@ class _Worker:
             tuple(self.answer.get("exchanges", ())),
             self.answer.get("module", ""),
             beat.error if beat else "",
-            beat.own_seconds if beat else 0.0,
-            beat.sampled if beat else 0,
         )
 
 

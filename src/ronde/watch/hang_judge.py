@@ -10,7 +10,7 @@ from typing import Any
 from ronde.watch.stack_place import StackPlace
 from ronde.world.consensus import ranks_text
 
-__all__ = ["HangVerdict", "Limits", "RankView", "STOPPED_SECONDS", "judge_hang", "slow_rank"]
+__all__ = ["HangVerdict", "Limits", "RankView", "STOPPED_SECONDS", "judge_hang"]
 
 STOPPED_SECONDS = 5.0
 """After so long, a process that a signal has stopped hangs."""
@@ -61,8 +61,6 @@ class RankView:
         exchanges: the last exchange of each of its process groups.
         module: of the model, whose code it runs.
         error: the last error that a call raised into its script.
-        own_seconds: of ``sampled`` steps, before their last exchange, lately.
-        sampled: how many.
         host: where it runs; empty for this machine.
     """
 
@@ -82,8 +80,6 @@ class RankView:
     exchanges: tuple[Mapping[str, Any], ...] = ()
     module: str = ""
     error: str = ""
-    own_seconds: float = 0.0
-    sampled: int = 0
     host: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -370,29 +366,3 @@ def _way(view: RankView) -> str:
         sizes = f" of {pending[0]['sizes'][0]}" if pending and pending[0]["sizes"] else ""
         return f"in {named or 'an exchange'}{sizes} in step {view.step + 1}"
     return f"in {view.doing}"
-
-
-def slow_rank(views: Sequence[RankView]) -> HangVerdict | None:
-    """A rank whose own part of a step takes much longer than the others'; None if there is none.
-
-    The own part is all before the step's last exchange: reading, the script's code, forward and
-    backward.
-    """
-    timed = {v.rank: v.own_seconds / v.sampled for v in views if v.sampled >= 20}
-    if len(timed) < 2 or len(timed) < len(views):
-        return None
-    worst = max(timed, key=lambda r: timed[r])
-    rest = sorted(seconds for rank, seconds in timed.items() if rank != worst)
-    usual = rest[len(rest) // 2]
-    if timed[worst] < 1.5 * usual or timed[worst] - usual < 0.005:
-        return None
-    view = next(v for v in views if v.rank == worst)
-    why = f": {' and '.join(view.reasons)}" if view.reasons else ""
-    return HangVerdict(
-        f"Rank {worst}{_on(view)} is slow: its own part of a step takes "
-        f"{1e3 * timed[worst]:.0f} ms, {timed[worst] / usual:.1f} times the others' "
-        f"{1e3 * usual:.0f} ms{why}.",
-        worst,
-        view.step,
-        slow=True,
-    )

@@ -21,7 +21,7 @@ __all__ = ["Beat", "Heartbeat", "heartbeat", "read_beat"]
 _SIZE = 4096
 _NAMES, _NAME_BYTES, _NAME_COUNT = 256, 64, 48
 _ERROR = _NAMES + _NAME_BYTES * _NAME_COUNT
-_TICKS, _PID, _PHASE, _DOING, _BEGUN, _STEP, _STEPS, _CUDA, _OWN, _SAMPLED = range(10)
+_TICKS, _PID, _PHASE, _DOING, _BEGUN, _STEP, _STEPS, _CUDA = range(8)
 _PHASES = ("start-up", "training", "ended")
 
 
@@ -38,8 +38,6 @@ class Beat:
         step: optimizer steps of the run so far.
         steps: those of this process.
         cuda: whether it trains on a GPU.
-        own_seconds: time of ``sampled`` steps before their last exchange: the worker's own part.
-        sampled: steps in ``own_seconds``.
         error: the last error that a call raised into the script; empty if none did.
     """
 
@@ -51,8 +49,6 @@ class Beat:
     step: int
     steps: int
     cuda: bool
-    own_seconds: float
-    sampled: int
     error: str
 
 
@@ -98,12 +94,6 @@ class Heartbeat:
         slots[_STEPS] += 1
         slots[_PHASE] = 1
         slots[_TICKS] += 1
-
-    def own_part(self, nanoseconds: int) -> None:
-        """This worker's own part of a step is done; what follows waits for others."""
-        slots = self._slots
-        slots[_OWN] += nanoseconds
-        slots[_SAMPLED] += 1
 
     def ended(self) -> None:
         """The script's loop is over."""
@@ -227,8 +217,6 @@ def read_beat(path: Path) -> Beat | None:
         slots[_STEP],
         slots[_STEPS],
         bool(slots[_CUDA]),
-        slots[_OWN] / 1e9,
-        slots[_SAMPLED],
         _text(data[_ERROR:]),
     )
 
