@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -21,6 +22,8 @@ from ronde.watch.stack_place import StackPlace, locate
 from ronde.world.heartbeat import Beat, read_beat
 
 __all__ = ["HangWatch", "LocalWorkers", "is_new", "record_hangs"]
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 2.0
@@ -171,7 +174,7 @@ def _dump(pid: int, file: Path) -> str:
         if not caught >> (number - 1) & 1:
             return ""
         before = file.stat().st_size
-        os.kill(pid, number)
+        _signal_main_thread(pid, number)
         text, limit = "", time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < limit:
             time.sleep(0.03)
@@ -185,6 +188,17 @@ def _dump(pid: int, file: Path) -> str:
         return text
     except (OSError, StopIteration, ValueError, IndexError):
         return ""
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to a process's first thread: a stopped one takes it before it runs on, where
+    any other thread might take it while the first one runs on.
+    """
+    if hasattr(_libc, "tgkill"):
+        if _libc.tgkill(pid, pid, number):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    else:
+        os.kill(pid, number)
 
 
 def stack_signal() -> int | None:
