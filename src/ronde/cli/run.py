@@ -342,7 +342,9 @@ def register(app: typer.Typer) -> None:
                 one = _baseline(command, fetched)
                 if bar:
                     bar.close()
-            print_summary(directory, console, outcome.seconds, one, count, kept=temporary is None)
+            print_summary(
+                directory, console, outcome.seconds, one, count, temporary is None, horovod
+            )
 
 
 def _plan(text: str, workers: int) -> str:
@@ -545,9 +547,10 @@ def print_summary(
     one: float | None = None,
     workers: int = 1,
     kept: bool = True,
+    horovod: bool = False,
 ) -> None:
     """Print what ran where, the batch contract, the curve, the speed, and what to do next.
-    ``kept`` is False if the run directory goes now.
+    ``kept`` is False if the run directory goes now; scripts of Horovod do not call ``distribute``.
     """
     from rich.box import ROUNDED
     from rich.console import Group
@@ -561,7 +564,8 @@ def print_summary(
     start = summary.start
     if start is None:
         console.print(
-            f"the script ended after {clock(seconds)} without calling ronde.distribute"
+            f"the script ended after {clock(seconds)}"
+            + ("" if horovod else " without calling ronde.distribute")
             + (f"; its output is in {short(directory.logs)}" if kept else ""),
             highlight=False,
             soft_wrap=True,
