@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from lab import lab, missing
 from processes import child, ronde, ronde_run
-from sampling import some
+from sampling import long, some
 
 TRAIN = textwrap.dedent(
     """
@@ -55,6 +56,9 @@ TRAIN = textwrap.dedent(
                     open(f"{OUT}.fault", "x").close()
                     if fault == "raise":
                         raise ValueError("a wire is loose")
+                    if fault == "agent":
+                        os.kill(os.getppid(), signal.SIGKILL)
+                        time.sleep(60)
                     os.kill(os.getpid(), getattr(signal, fault))
             time.sleep(float(os.environ.get("PAUSE", "0")))
     run.export(OUT)
@@ -229,3 +233,65 @@ def test_no_worker_outlives_the_launcher(folder):
         assert not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     done = ronde_run([*line[:-3], "--resume", "train.py", "alone", "1"], folder)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def hosts(folder):
+    if missing():
+        pytest.skip(missing())
+    with lab(folder / "lab", 2) as made:
+        yield made
+
+
+def on(hosts, *words: str) -> list[str]:
+    named = ",".join(f"{name}:1" for name in hosts.names)
+    reach = ["--ssh-config", str(hosts.ssh_config), "--hosts", named]
+    return ["run", "-q", *reach, "--env", "FAULT", "--env", "PAUSE", *words]
+
+
+HOST_FAULTS = [
+    ("agent", "replicate"),
+    ("SIGKILL", "shard=parameters"),
+    ("SIGKILL", "replicate"),
+    ("agent", "pipeline=2"),
+]
+
+
+@long
+@pytest.mark.parametrize("fault, plan", HOST_FAULTS)
+def test_a_worker_or_an_agent_of_a_host(hosts, folder, undisturbed, fault, plan):
+    name = f"hosts-{fault}-{plan}".replace("=", "-")
+    line = on(hosts, "--name", name, "--restarts", "1", "--plan", plan, "train.py", name, "2")
+    done = ronde_run(line, folder, 120, env={"FAULT": fault, "PAUSE": "0.1"})
+    assert done.returncode == 0, done.stderr
+    first, second = hosts.names
+    why = f"host {second} is lost" if fault == "agent" else "rank 1: killed by signal 9"
+    assert f"restart 1 of 1, from checkpoints/step-000000003: {why}" in done.stderr
+    assert f"going on with 2 workers on {first}:1, {second}:1" in done.stderr
+    same(folder / name, undisturbed)
+    trained(folder / f"{name}.ids", 2 if "=2" in plan else 1)
+
+
+def test_a_host_is_lost_and_comes_back(hosts, folder, undisturbed):
+    """2 workers, then 1, then 2 again: each sample of an epoch once, the same weights."""
+    first, second = hosts.names
+    line = on(hosts, "--name", "lost", "--restarts", "3", "train.py", "lost", "2")
+    with child(ronde(*line), folder, {"FAULT": "", "PAUSE": "0.5"}, fork=True) as began:
+        began.wait_for("begun", 60)
+        hosts.lose(second)
+        limit = time.monotonic() + 60
+        while "going on with 1 worker" not in began.stderr and time.monotonic() < limit:
+            time.sleep(0.1)
+        assert f"going on with 1 worker on {first}:1" in began.stderr, began.stderr
+        hosts.boot(second)
+        (folder / "lost.0.pid").unlink()
+        while not (folder / "lost.0.pid").exists() and time.monotonic() < limit:
+            time.sleep(0.1)
+        hosts.ssh(first, f"kill -9 {(folder / 'lost.0.pid').read_text()}")
+        done = began.done(120)
+    assert done.returncode == 0, done.stderr
+    assert f"going on with 2 workers on {first}:1, {second}:1" in done.stderr
+    starts = [e["workers"] for e in events(folder, "lost", "start")]
+    assert starts == [2, 1, 2]
+    same(folder / "lost", undisturbed, 1e-10)
+    trained(folder / "lost.ids")

@@ -230,6 +230,7 @@ def gathered(
     workers: str,
     runs: Path | None,
     say: Callable[[str], None],
+    least: int = 1,
 ) -> Iterator[Gathered]:
     """Check what is there, on this machine or on hosts, before anything starts.
 
@@ -238,6 +239,7 @@ def gathered(
         workers: ``auto`` or how many.
         runs: the folder of runs; None where nothing is kept.
         say: called with a line about each phase.
+        least: with how few workers a run on several hosts goes on after a failure.
     """
     from ronde.launch import Fleet, Output, check_workers, notes, resolve_workers, run_here, share
 
@@ -279,16 +281,11 @@ def gathered(
             def on_hosts(
                 job: Any, show: Any, message: Any, names: Any = None, restarts: Any = None
             ) -> Any:
-                if restarts is not None and restarts.most:
-                    raise ArgumentError(
-                        "--restarts is for the workers of this machine. On several hosts, start "
-                        "the run again with --resume."
-                    )
                 output = Output(
                     job.workers, job.directory and job.directory / "logs", show, message, names
                 )
                 try:
-                    return fleet.run(job, counts, output)
+                    return fleet.run(job, counts, output, restarts, least)
                 finally:
                     output.close()
 

@@ -162,6 +162,17 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ] = None,
+        min_workers: Annotated[
+            int | None,
+            typer.Option(
+                "--min-workers",
+                metavar="M",
+                min=1,
+                help="With --restarts, on several hosts: go on with M workers or more while hosts "
+                "are lost. Default: with any number.",
+                show_default=False,
+            ),
+        ] = None,
         time_limit: Annotated[
             str | None,
             typer.Option(
@@ -232,6 +243,11 @@ def register(app: typer.Typer) -> None:
                 "--restarts and --time-limit are not for containers of several hosts: the service "
                 "starts and ends them together. Started again by it, a job resumes by itself."
             )
+        if min_workers is not None and not (restarts and places):
+            raise ArgumentError(
+                "--min-workers says how few workers may go on when --restarts loses hosts: give "
+                "--restarts, and several hosts."
+            )
         if temporary and restarts is not None:
             raise ArgumentError("--restarts goes on from checkpoints, and --runs none keeps none.")
         seconds = None if time_limit is None else parse_duration(time_limit)
@@ -244,7 +260,15 @@ def register(app: typer.Typer) -> None:
         reducer = check_reducer(reducer, servers, planned_by=plan)
         with (
             servers_of(servers, places) as reduction_servers,
-            gathered(places, box, command, workers, kept, bar.begin if bar else _ignore) as group,
+            gathered(
+                places,
+                box,
+                command,
+                workers,
+                kept,
+                bar.begin if bar else _ignore,
+                min_workers or 1,
+            ) as group,
         ):
             count = group.workers
             planned = None if plan is None else _plan(plan, count)

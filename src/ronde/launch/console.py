@@ -82,6 +82,11 @@ class Output:
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
 
+    def name(self, names: list[str]) -> None:
+        """Change the prefixes of lines, where they have some: ranks are on other hosts now."""
+        if self._names is not None:
+            self._names = names + self._names[len(names) :]
+
     def out(self, rank: int, data: bytes) -> None:
         """Log bytes that a worker printed, and show them if they are to be seen."""
         self.log(rank, data)

@@ -28,12 +28,16 @@ from typing import Any
 from ronde.launch.agent import Job, Outcome
 from ronde.launch.console import Output
 from ronde.launch.engine import Engine, Host
-from ronde.launch.facts import Facts, differences
+from ronde.launch.facts import Facts, differences, share
 from ronde.launch.frames import MARKER, Pipe, Silence, receive
 from ronde.launch.hang_watch import is_new, record_hangs
 from ronde.launch.mirror import Mirrored, folder_files
+from ronde.launch.restarts import Restarts
+from ronde.plan import Plan
+from ronde.watch import RunDir
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_hang
 from ronde.world import ArgumentError, WorldError
+from ronde.world.fence import AGAIN
 
 __all__ = ["Fleet", "environment_for"]
 
@@ -42,6 +46,8 @@ _SILENCE_SECONDS = 10.0
 _PING_SECONDS = 1.0
 _STOP_SECONDS = 2.5
 _FRESH_SECONDS = 4.0
+_REJOIN_SECONDS = 4.0
+_COME_BACK_SECONDS = 60.0
 _LINES = 20
 _PART = 3 << 20
 
@@ -80,6 +86,8 @@ class _Link:
         self._arrived = arrived
         self.printed: list[str] = []
         self.up = False
+        self.closed = False
+        self.facts: Facts | None = None
         self.silent = ""
         self._silence: Silence | None = None
         try:
@@ -126,6 +134,7 @@ class _Link:
                 self._silence = Silence(pipe)
         self._errors.join(2.0)
         status = self.process.wait()
+        self.closed = True
         self._arrived(self, {"kind": "closed", "status": status}, b"")
 
     def ping(self) -> None:
@@ -192,6 +201,12 @@ class Fleet:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._hosts, self._engine, self._say = list(hosts), engine, say
+        self._every = list(hosts)  # those that are lost, too
+        self._coming: list[_Link] = []  # agents of lost hosts, that have not answered yet
+        self._source: _Link | None = None  # whose run directory the one here follows
+        self._hello: dict[str, Any] = {}
+        self._leaves = False
+        self._asked = 0  # the signal that asked the run to leave
         self._python = python or sys.executable
         self._frames: queue.Queue[tuple[_Link, dict[str, Any], bytes]] = queue.Queue()
         self._links: list[_Link] = []
@@ -202,32 +217,36 @@ class Fleet:
         self._hang: HangVerdict | None = None
         self._handlers: dict[int, Any] = {}
         self._done = threading.Event()
-        self._warned, self._was_warned = threading.Event(), False
+        self._warned = threading.Event()  # wakes the pinging thread
+        self._order = ""  # what it passes on
         self.facts: dict[str, Facts] = {}
 
     def __enter__(self) -> Fleet:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._handlers[number] = signal.signal(number, self._interrupt)
-        # a scheduler's warning; the pinging thread passes it on, as this one may hold a link's lock
-        warned = signal.signal(signal.SIGUSR1, lambda *_: self._warned.set())
-        self._handlers[signal.SIGUSR1] = warned
-        agent = [self._python, "-P", "-u", "-m", "ronde.launch.node"]
+        self._handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._warn)
         try:
             for host in self._hosts:
-                argv = self._engine.command(host, agent)
-                self._links.append(_Link(host, argv, lambda *f: self._frames.put(f)))
+                self._links.append(self._link(host))
         except BaseException:
             self.__exit__()
             raise
         threading.Thread(target=self._ping, daemon=True).start()
         return self
 
+    def _link(self, host: Host) -> _Link:
+        agent = [self._python, "-P", "-u", "-m", "ronde.launch.node"]
+        argv = self._engine.command(host, agent)
+        return _Link(host, argv, lambda *f: self._frames.put(f))
+
     def __exit__(self, *_: object) -> None:
         self._done.set()
-        for link in self._links:
+        self._warned.set()
+        every = [*self._links, *self._coming]
+        for link in every:
             link.order("end")
         limit = time.monotonic() + _STOP_SECONDS
-        for link in self._links:
+        for link in every:
             link.close(max(0.1, limit - time.monotonic()))
         if self._token is not None:
             self._token.unlink(missing_ok=True)
@@ -238,18 +257,32 @@ class Fleet:
             signal.signal(number, handler)
 
     def _interrupt(self, number: int, _: object) -> None:
-        raise _Interrupted(number)
+        if number != signal.SIGTERM or not self._leaves or self._asked:
+            raise _Interrupted(number)
+        self._pass_on("leave", number)
+
+    def _warn(self, number: int, _: object) -> None:
+        """A scheduler's warning."""
+        self._pass_on("leave" if self._leaves else "warn", number)
+
+    def _pass_on(self, order: str, number: int) -> None:
+        """Let the pinging thread give an order to all: this one may hold a link's lock."""
+        if order == "leave":
+            self._asked = number
+        self._order = order
+        self._warned.set()
 
     def _ping(self) -> None:
-        while not self._done.wait(_PING_SECONDS):
-            if warned := self._warned.is_set():
-                self._was_warned = True
+        while not self._done.is_set():
+            order = ""
+            if self._warned.wait(_PING_SECONDS):
                 self._warned.clear()
-            for link in self._links:
+                order = self._order
+            for link in [*self._links, *self._coming]:
                 link.ping()
                 link.look()
-                if warned:
-                    link.order("warn")
+                if order:
+                    link.order(order)
 
     def _answers(self, kind: str) -> dict[str, dict[str, Any]]:
         """One frame of a kind from each host that is asked; all problems at once.
@@ -320,20 +353,20 @@ class Fleet:
         if directory is not None:
             self._token = directory / f".here-{secrets.token_hex(8)}"
             self._token.touch()
-        for link in self._links:
-            link.order(
-                "hello",
-                folder=str(Path.cwd()),
-                command=list(command),
-                environment=dict(environment),
-                token=None if self._token is None else str(self._token.absolute()),
-                silence=_SILENCE_SECONDS,
-            )
-        answers = self._answers("facts")
-        self.facts = {
-            h.name: {**answers[h.name]["facts"], "received": answers[h.name]["received"]}
-            for h in self._hosts
+        self._hello = {
+            "folder": str(Path.cwd()),
+            "command": list(command),
+            "environment": dict(environment),
+            "token": None if self._token is None else str(self._token.absolute()),
+            "silence": _SILENCE_SECONDS,
         }
+        for link in self._links:
+            link.order("hello", **self._hello)
+        answers = self._answers("facts")
+        for link in self._links:
+            answer = answers[link.host.name]
+            link.facts = {**answer["facts"], "received": answer["received"]}
+        self.facts = {link.host.name: link.facts or {} for link in self._links}
         if lines := differences(self.facts, command):
             raise WorldError("\n".join(["the hosts differ:", *lines, "Nothing was started."]))
         return self.facts
@@ -388,66 +421,205 @@ class Fleet:
             "ports between the hosts (a firewall may close them). Nothing was started."
         )
 
-    def run(self, job: Job, counts: Sequence[int], output: Output) -> Outcome:
+    def run(
+        self,
+        job: Job,
+        counts: Sequence[int],
+        output: Output,
+        restarts: Restarts | None = None,
+        least: int = 1,
+    ) -> Outcome:
         """Start the workers and return when all have ended.
 
         Args:
             job: what to run; its ``workers`` is the number on all hosts.
             counts: how many on each host.
             output: takes what they print.
+            restarts: how often they are started again, on the hosts that are there then.
+            least: with how few workers at least.
         """
         start = time.monotonic()
+        self._leaves = job.leaves
         try:
-            address, port, own = self._meet()
-            shared = all(facts["sees"] for facts in self.facts.values())
-            environment = {**job.environment, "RONDE_SECRET": secrets.token_hex(32)}
-            if not os.environ.get("TORCH_CPP_LOG_LEVEL"):
-                environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hosts need no names
-            if job.directory is not None and not shared:
-                environment["RONDE_RUN_DIR_SHARED"] = "0"
-            first, run_id = 0, uuid.uuid4().hex
-            for node, (link, count) in enumerate(zip(self._links, counts, strict=True)):
-                sees = bool(self.facts[link.host.name]["sees"])
-                mirrored = node == 0 and job.directory is not None and not sees
-                if mirrored and job.directory is not None:
-                    self._receiver = Mirrored(job.directory)
-                    self._send_directory(link, job.directory)
-                link.order(
-                    "run",
-                    command=job.command,
-                    workers=count,
-                    first=first,
-                    total=job.workers,
-                    rank=node,
-                    count=len(counts),
-                    address=address,
-                    port=port,
-                    own=own.get(link.host.name, address),
-                    id=run_id,
-                    directory=None if job.directory is None else str(job.directory.absolute()),
-                    mirror=mirrored,
-                    hang_timeout=job.hang_timeout,
-                    environment=environment,
-                    files=_contents(environment),
+            while True:
+                own = restarts.begin() if restarts else {}
+                environment = {**job.environment, **own}
+                now = dataclasses.replace(job, environment=environment, workers=sum(counts))
+                outcome = self._generation(now, counts, output, restarts)
+                if outcome.again:
+                    outcome = self._after_leaving(outcome)
+                if restarts is None or not restarts.goes_on(outcome):
+                    return _with_seconds(outcome, time.monotonic() - start)
+                counts = self._regroup(job, least)
+                if self._asked:
+                    return Outcome(AGAIN, error=self._leaving(), again=True, interrupted=True)
+                if not counts:
+                    told = f"{outcome.error}; fewer workers than --min-workers {least} are left"
+                    return Outcome(1, error=told, seconds=time.monotonic() - start)
+                names = [link.host.name for link in self._links]
+                pairs = zip(names, counts, strict=True)
+                output.name(
+                    [f"[{h} {r}] " for r, h in enumerate(h for h, n in pairs for _ in range(n))]
                 )
-                first += count
-            limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
-            outcome = self._watch(output, start, limits, sum(counts))
-            slow = [dataclasses.asdict(each) for each in self._slow]
-            record_hangs(job.directory, [*slow, outcome.hang])
-            return dataclasses.replace(outcome, slow=slow)
+                shown = ", ".join(f"{h}:{n}" for h, n in zip(names, counts, strict=True))
+                plural = "s" if sum(counts) > 1 else ""
+                restarts.say(f"going on with {sum(counts)} worker{plural} on {shown}")
         except _Interrupted as caught:
             return self._stop(caught.number, output, start)
 
+    def _leaving(self) -> str:
+        return f"asked to leave by {signal.Signals(self._asked).name}" if self._asked else ""
+
+    def _after_leaving(self, outcome: Outcome) -> Outcome:
+        """Workers have left: the run ends if it was asked to, and goes on if only a host was."""
+        if self._asked:
+            return dataclasses.replace(outcome, error=self._leaving(), interrupted=True)
+        return dataclasses.replace(outcome, interrupted=False)
+
+    def _generation(
+        self, job: Job, counts: Sequence[int], output: Output, restarts: Restarts | None
+    ) -> Outcome:
+        """Run one generation of workers on the hosts that there are."""
+        start = time.monotonic()
+        try:
+            address, port, own = self._meet()
+        except WorldError as error:
+            if restarts is None or not restarts.generation:
+                raise
+            return Outcome(1, error=str(error).replace(" Nothing was started.", ""))
+        shared = all(self.facts[link.host.name]["sees"] for link in self._links)
+        environment = {**job.environment, "RONDE_SECRET": secrets.token_hex(32)}
+        if not os.environ.get("TORCH_CPP_LOG_LEVEL"):
+            environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # hosts need no names
+        if job.directory is not None and not shared:
+            environment["RONDE_RUN_DIR_SHARED"] = "0"
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        first, run_id = 0, uuid.uuid4().hex
+        for node, (link, count) in enumerate(zip(self._links, counts, strict=True)):
+            sees = bool(self.facts[link.host.name]["sees"])
+            mirrored = node == 0 and job.directory is not None and not sees
+            if mirrored and job.directory is not None:
+                self._receiver = Mirrored(job.directory)
+                if link is not self._source:
+                    self._send_directory(link, job.directory)
+            if node == 0:
+                self._source = link
+            link.order(
+                "run",
+                command=job.command,
+                workers=count,
+                first=first,
+                total=job.workers,
+                rank=node,
+                count=len(counts),
+                address=address,
+                port=port,
+                own=own.get(link.host.name, address),
+                id=run_id,
+                directory=None if job.directory is None else str(job.directory.absolute()),
+                mirror=mirrored,
+                sees=sees,
+                hang_timeout=job.hang_timeout,
+                restarts=job.restarts,
+                spares=restarts is not None and restarts.warm,
+                environment=environment,
+                files=_contents(environment),
+            )
+            first += count
+        limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
+        self._ranks, self._slow, self._hang = {}, [], None
+        outcome = self._watch(output, start, run_id, job.restarts, limits, job.workers)
+        slow = [dataclasses.asdict(each) for each in self._slow]
+        record_hangs(job.directory, [*slow, outcome.hang])
+        return dataclasses.replace(outcome, slow=slow)
+
+    def _regroup(self, job: Job, least: int) -> list[int]:
+        """Gather the hosts that are there, those too that have come back, and share the workers
+        out. Returns how many each gets; empty if they are too few.
+        """
+        for link in self._links:
+            if link.closed:
+                link.close(0.1)
+        begun = time.monotonic()
+        while True:
+            counts = self._shares(job, least)
+            if sum(counts) < job.workers:
+                self._call_back(time.monotonic() + _REJOIN_SECONDS)
+                counts = self._shares(job, least)
+            if counts or self._asked or time.monotonic() > begun + _COME_BACK_SECONDS:
+                break
+            time.sleep(_PING_SECONDS)
+        unused = self._links[len(counts) :] if counts else []
+        self._links = self._links[: len(counts)] if counts else self._links
+        self._coming += unused  # they wait, and are there at the next restart
+        self._hosts = [link.host for link in self._links]
+        return counts
+
+    def _shares(self, job: Job, least: int) -> list[int]:
+        self._links = [link for link in self._links if not link.closed]
+        order = {host.name: place for place, host in enumerate(self._every)}
+        self._links.sort(key=lambda link: order[link.host.name])
+        hosts = [link.host for link in self._links]
+        there = sum(share(hosts, self.facts, "auto"))
+        together = 1
+        if job.directory is not None and (file := RunDir(job.directory).plan).is_file():
+            plan = Plan.load(file)
+            together = plan.pipeline * plan.tensor
+        usable = min(job.workers, there) // together * together
+        if usable < max(least, 1):
+            return []
+        counts = share(hosts, self.facts, str(usable))
+        return counts[: sum(1 for n in counts if n)]
+
+    def _call_back(self, limit: float) -> None:
+        """Ask lost hosts whether they are there again, and take in those that answer in time."""
+        there = {link.host.name for link in (*self._links, *self._coming)}
+        for host in self._every:
+            if host.name not in there:
+                with contextlib.suppress(ArgumentError, WorldError):  # its engine has lost it, too
+                    link = self._link(host)
+                    link.order("hello", **self._hello)
+                    self._coming.append(link)
+        while any(link.facts is None for link in self._coming):
+            try:
+                left = max(0.0, limit - time.monotonic())
+                link, frame, _ = self._frames.get(timeout=left)
+            except queue.Empty:
+                break
+            self._answered(link, frame)
+        for link in [link for link in self._coming if link.facts is not None]:
+            self._coming.remove(link)
+            facts = {**{each.host.name: each.facts for each in self._links if each.facts}}
+            facts[link.host.name] = link.facts or {}
+            if differences(facts, self._hello["command"]):
+                link.close(0.1)  # it has come back as another one
+            else:
+                self.facts[link.host.name] = facts[link.host.name]
+                self._links.append(link)
+
+    def _answered(self, link: _Link, frame: dict[str, Any]) -> None:
+        """Take what an agent says that is not among those that run."""
+        if link not in self._coming:
+            return
+        if frame["kind"] == "facts":
+            link.facts = {**frame["facts"], "received": time.time()}
+        elif frame["kind"] in ("closed", "refused"):
+            self._coming.remove(link)
+            link.close(0.1)
+
     def _send_directory(self, link: _Link, directory: Path) -> None:
-        """Send a resumed run to a node that does not share its directory."""
-        path = str(directory.absolute())
-        for name in folder_files(directory):
+        """Send a run that goes on to a node that does not share its directory."""
+        path, names = str(directory.absolute()), folder_files(directory)
+        link.order("known", directory=path, names=names)
+        for name in names:
+            first = True
             with (directory / name).open("rb") as file:
-                while data := file.read(_PART):
-                    link.order(
-                        "files", directory=path, name=name, data=base64.b64encode(data).decode()
-                    )
+                while (data := file.read(_PART)) or first:
+                    text = base64.b64encode(data).decode()
+                    link.order("files", directory=path, name=name, data=text, first=first)
+                    first = False
 
     def _take(
         self,
@@ -461,6 +633,9 @@ class Fleet:
         elif kind == "log":
             output.log(frame["rank"], data)
         elif kind == "message":
+            if "leave" in frame["message"]:  # one was asked: the others are too
+                for link in self._links:
+                    link.order("leave")
             output.message(frame["rank"], frame["message"])
         elif receiver is not None:
             if kind == "file":
@@ -493,12 +668,29 @@ class Fleet:
             each.order("hang", verdict=dataclasses.asdict(verdict))
         return ""
 
-    def _watch(self, output: Output, start: float, limits: Limits | None, size: int) -> Outcome:
+    def _watch(
+        self,
+        output: Output,
+        start: float,
+        run_id: str,
+        at_once: bool,
+        limits: Limits | None,
+        size: int,
+    ) -> Outcome:
         """Pass on what comes until every node has ended; the first that fails ends the others."""
         ended: dict[str, Outcome] = {}
         while len(ended) < len(self._links):
-            link, frame, data = self._frames.get()
+            try:
+                link, frame, data = self._frames.get(timeout=_PING_SECONDS)
+            except queue.Empty:
+                gone = [e for e in self._links if e.closed and e.host.name not in ended]
+                if not gone:
+                    continue
+                link, frame, data = gone[0], {"kind": "closed", "status": 255}, b""
             name = link.host.name
+            if link not in self._links:
+                self._answered(link, frame)  # it has come back, for the next generation
+                continue
             if frame["kind"] == "ranks" and limits is not None:
                 if told := self._judge(link, frame, limits, size):
                     output.out(0, told.encode())
@@ -515,18 +707,18 @@ class Fleet:
             else:
                 self._take(frame, data, output)
                 continue
-            if outcome.again and self._was_warned:
-                outcome = dataclasses.replace(outcome, error="asked to leave by SIGUSR1")
             # who leaves was asked to, as all were: the others may still be saving
             fails = bool(outcome.status) and not outcome.again
             if fails and not any(o.status and not o.again for o in ended.values()):
                 for other in self._links:
                     if other is not link:
-                        other.order("stop")
+                        other.order("stop", id=run_id, at_once=at_once)
             ended.setdefault(name, outcome)
         failed = [o for o in ended.values() if o.status and not o.interrupted]
         if not failed:
             failed = [o for o in ended.values() if o.status]
+        if any(o.again for o in ended.values()) and all(o.again or not o.status for o in failed):
+            failed = [o for o in failed if o.again]
         seconds = time.monotonic() - start
         if failed:
             # the first to fail, but rather one that did not fail because another was gone

@@ -27,10 +27,18 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def unpack(folder: Path, name: str, data: str) -> None:
-    """Append base64 data to a file of a folder."""
-    with _inside(folder, name).open("ab") as file:
+def unpack(folder: Path, name: str, data: str, first: bool) -> None:
+    """Write base64 data to a file of a folder, over what was there or after the part before."""
+    with _inside(folder, name).open("wb" if first else "ab") as file:
         file.write(base64.b64decode(data))
+
+
+def forget_others(folder: Path, names: list[str]) -> None:
+    """Remove checkpoints that the launcher does not have: no run goes on from them."""
+    known = {Path(name).parts[1] for name in names if Path(name).parts[0] == "checkpoints"}
+    for path in (folder / "checkpoints").glob("*"):
+        if path.name not in known:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def folder_files(folder: Path) -> list[str]:

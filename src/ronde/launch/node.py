@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,15 @@ from ronde.launch.agent import (
     reap,
     run_workers,
     warn_workers,
+    worker_environment,
 )
 from ronde.launch.console import Router
 from ronde.launch.facts import addresses, collect
 from ronde.launch.frames import MARKER, Pipe, Sender, Silence
-from ronde.launch.mirror import Mirror, unpack
+from ronde.launch.mirror import Mirror, forget_others, unpack
+from ronde.launch.spares import Spares
 from ronde.watch.hang_judge import HangVerdict
+from ronde.world.fence import name_generation
 
 __all__ = ["main"]
 
@@ -56,12 +59,16 @@ class _Frames:
         self._sender.send("log", data, rank=rank)
 
     def message(self, rank: int, message: dict[str, Any]) -> None:
-        if rank == 0:
+        if rank == 0 or "leave" in message:
             self._sender.send("message", rank=rank, message=message)
 
 
 def _ignore(_: object) -> None:
     return None
+
+
+class _Over(Exception):
+    pass
 
 
 class _Orders:
@@ -71,8 +78,11 @@ class _Orders:
         self._pipe = Pipe(descriptor)
         self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self.silence = 60.0
-        self.stopping = False
         self.hang: Callable[[HangVerdict], object] = _ignore
+        self.kept = 0  # a process that outlives workers
+        self._lock = threading.Lock()
+        self._runs = False
+        self._stopped = ""  # the run that was to stop
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -80,7 +90,9 @@ class _Orders:
         for line in io.BufferedReader(self._pipe):
             order = json.loads(line)
             if order["order"] == "stop":
-                threading.Thread(target=self._stop, daemon=True).start()
+                threading.Thread(target=self._stop, args=(order,), daemon=True).start()
+            elif order["order"] == "leave":
+                self._signal(signal.SIGUSR1)
             elif order["order"] == "warn":
                 warn_workers()
             elif order["order"] == "hang":
@@ -97,30 +109,51 @@ class _Orders:
         print(f"ronde: {told}", file=sys.stderr, flush=True)
         self._end()
 
-    def _stop(self) -> None:
-        """End the workers as Ctrl-C does; after a moment, by force."""
-        self.stopping = True
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(_STOP_SECONDS)
-        reap()
+    def _stop(self, order: dict[str, Any]) -> None:
+        """End the workers as Ctrl-C does; by force after a moment, or at once for a restart."""
+        if self._signal(signal.SIGINT, order.get("id")):
+            time.sleep(0.0 if order.get("at_once") else _STOP_SECONDS)
+            reap(self.kept)
+        elif not order.get("at_once"):
+            self._orders.put(order)
 
     def _end(self) -> None:
         """End everything at once: the launcher, or the way to it, is gone."""
-        self.stopping = True
         threading.Timer(_STOP_SECONDS, os._exit, [1]).start()
         reap()
         self._orders.put({"order": "end"})
-        os.kill(os.getpid(), signal.SIGINT)
+        self._signal(signal.SIGINT)
+
+    def _signal(self, number: int, run_id: str | None = None) -> bool:
+        """Signal this process where it runs workers; whether it does. A run that has not begun
+        yet, or has ended, does not begin any more.
+        """
+        with self._lock:
+            self._stopped = run_id or self._stopped
+            if self._runs:
+                os.kill(os.getpid(), number)
+            return self._runs
+
+    @contextlib.contextmanager
+    def running(self, run_id: str) -> Iterator[bool]:
+        """Within it, orders to stop or to leave come as signals; whether one to stop has come."""
+        with self._lock:
+            self._runs = self._stopped != run_id
+        try:
+            yield not self._runs
+        finally:
+            with self._lock:
+                self._runs = False
 
     def take(self, *kinds: str) -> dict[str, Any]:
         """Wait for an order of one of these kinds.
 
         Raises:
-            SystemExit: the launcher has ended it.
+            _Over: the launcher has ended it.
         """
         order = self._orders.get()
         if order["order"] not in kinds:
-            raise SystemExit(0)
+            raise _Over
         return order
 
 
@@ -153,13 +186,19 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
     return {k: getattr(outcome, k) for k in outcome.__dataclass_fields__}
 
 
+_shown = threading.Event()
+
+
 def _show_life(sender: Sender) -> None:
     """Let the launcher know that this node is there, each second.
 
     Only from when everything is imported: the loading of a library can hold the interpreter's lock
     for long.
     """
-    importlib.import_module("torch.distributed.launcher.api")
+    if _shown.is_set():
+        return
+    _shown.set()
+    importlib.import_module("torch.distributed")
 
     def show() -> None:
         while sender.send("alive"):
@@ -183,44 +222,64 @@ def _serve(orders: _Orders, sender: Sender) -> None:
         sender.send("refused", why=f"{error}")
         return
     sender.send("facts", facts=facts)
-    order = orders.take("listen", "reach")
+    spares: Spares | None = None
     listeners: dict[str, socket.socket] = {}
-    if order["order"] == "listen":
-        listeners = _listen()
-        sender.send("listening", ports=[[a, s.getsockname()[1]] for a, s in listeners.items()])
-    else:
-        sender.send("reached", by=_reach(order["candidates"]))
-    run = orders.take("run", "files")
-    folder = Path(run["directory"]) if run.get("directory") else None
-    while run["order"] == "files":  # of the run directory, where this host does not share it
-        unpack(Path(run["directory"]), run["name"], run["data"])
-        run = orders.take("run", "files")
-        folder = Path(run["directory"])
-    own = run["address"] if listeners else run["own"]
-    for address, listener in listeners.items():
-        if address != run["address"]:
-            listener.close()
-    nodes = Nodes(
-        run["rank"],
-        run["count"],
-        run["address"],
-        run["port"],
-        listeners.get(run["address"]),
-        _interface(own),
-        first=run["first"],
-        total=run["total"],
-    )
+    while True:
+        order = orders.take("listen", "reach", "known", "files", "run", "end")
+        kind = order["order"]
+        if kind == "end":
+            return
+        if kind == "listen":
+            for listener in listeners.values():
+                listener.close()
+            listeners = _listen()
+            sender.send("listening", ports=[[a, s.getsockname()[1]] for a, s in listeners.items()])
+        elif kind == "reach":
+            sender.send("reached", by=_reach(order["candidates"]))
+        elif kind == "known":  # files of the run directory, where this host does not share it
+            forget_others(Path(order["directory"]), order["names"])
+        elif kind == "files":
+            unpack(Path(order["directory"]), order["name"], order["data"], order["first"])
+        else:
+            own = order["address"] if order["rank"] == 0 else order["own"]
+            nodes = Nodes(
+                order["rank"],
+                order["count"],
+                order["address"],
+                order["port"],
+                listeners.pop(order["address"], None) if order["rank"] == 0 else None,
+                _interface(own),
+                first=order["first"],
+                total=order["total"],
+            )
+            for listener in listeners.values():
+                listener.close()
+            listeners = {}
+            folder = Path(order["directory"]) if order.get("directory") else None
+            given = (order["command"], order["workers"], folder, order["environment"])
+            job = Job(*given, order["restarts"], order["hang_timeout"])
+            if order["spares"] and spares is None:
+                spares = Spares(worker_environment(job, nodes))
+                orders.kept = spares.pid
+            outcome = _generation(order, job, nodes, orders, sender, spares)
+            sender.send("outcome", outcome=_outcome(outcome))
+
+
+def _generation(
+    run: dict[str, Any],
+    job: Job,
+    nodes: Nodes,
+    orders: _Orders,
+    sender: Sender,
+    spares: Spares | None,
+) -> Outcome:
+    """Run one generation of workers; how it ended."""
     mirror = None
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        mirror = Mirror(folder, sender) if run["mirror"] else None
-    job = Job(
-        run["command"],
-        run["workers"],
-        folder,
-        run["environment"],
-        hang_timeout=run["hang_timeout"],
-    )
+    if job.directory is not None:
+        job.directory.mkdir(parents=True, exist_ok=True)
+        mirror = Mirror(job.directory, sender) if run["mirror"] else None
+        if not run["sees"] and (name := job.environment.get("RONDE_GENERATION")):
+            name_generation(job.directory, name)
     router = Router(job.workers, _Frames(sender), run["first"])
     for variable, (name, text) in run["files"].items():  # of the launcher's machine
         file = router.error_folder / f"{variable}-{Path(name).name}"
@@ -230,12 +289,14 @@ def _serve(orders: _Orders, sender: Sender) -> None:
     orders.hang = lambda verdict: router.hang(verdict) if router.hang else None
     _show_life(sender)
     try:
-        outcome = run_workers(job, router, nodes, run["id"])
+        with orders.running(run["id"]) as stopped:
+            if stopped:
+                router.close()
+                return Outcome(130, interrupted=True)
+            return run_workers(job, router, nodes, run["id"], spares)
     finally:
         if mirror is not None:
             mirror.close()
-    sender.send("outcome", outcome=_outcome(outcome))
-    orders.take("end")
 
 
 def main() -> None:
@@ -245,11 +306,12 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)  # workers must not read the launcher's orders
     os.dup2(2, 1)
     adopt_orphans()
+    signal.signal(signal.SIGINT, lambda *_: None)  # it means something while workers run
     os.write(answers_to, MARKER)
     sender = Sender(answers_to)
     try:
         _serve(_Orders(orders_from), sender)
-    except KeyboardInterrupt:
+    except _Over:
         sender.send("outcome", outcome=_outcome(Outcome(130, interrupted=True)))
     except Exception as error:
         import traceback

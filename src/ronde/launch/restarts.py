@@ -35,7 +35,7 @@ class Restarts:
         renew: Callable[[], dict[str, str]] = dict,
     ) -> None:
         self._renew = renew
-        self.most, self.warm, self._say = most, warm and most > 0, say
+        self.most, self.warm, self.say = most, warm and most > 0, say
         self._directory = None if directory is None else RunDir(directory)
         self._run = uuid.uuid4().hex[:8]
         self._error, self._newest = "", ""
@@ -63,13 +63,13 @@ class Restarts:
             return False
         newest = self._checkpoint()
         if outcome.traceback and (outcome.error, newest) == (self._error, self._newest):
-            self._say("the same error again, and no checkpoint in between: a restart does not help")
+            self.say("the same error again, and no checkpoint in between: a restart does not help")
             return False
         self._error, self._newest = outcome.error or "", newest
         self.generation += 1
         who = "" if outcome.rank is None or outcome.hang else f"rank {outcome.rank}: "
         reason = f"{who}{outcome.error}"
-        self._say(
+        self.say(
             f"restart {self.generation} of {self.most}, from "
             f"{f'checkpoints/{newest}' if newest else 'the beginning'}: {reason}"
         )
