@@ -46,7 +46,6 @@ _SILENCE_SECONDS = 10.0
 _PING_SECONDS = 1.0
 _STOP_SECONDS = 2.5
 _FRESH_SECONDS = 4.0
-_REJOIN_SECONDS = 4.0
 _COME_BACK_SECONDS = 60.0
 _LINES = 20
 _PART = 3 << 20
@@ -546,7 +545,7 @@ class Fleet:
         while True:
             counts = self._shares(job, least)
             if sum(counts) < job.workers:
-                self._call_back(time.monotonic() + _REJOIN_SECONDS)
+                self._call_back()
                 counts = self._shares(job, least)
             if counts or self._asked or time.monotonic() > begun + _COME_BACK_SECONDS:
                 break
@@ -573,8 +572,9 @@ class Fleet:
         counts = share(hosts, self.facts, str(usable))
         return counts[: sum(1 for n in counts if n)]
 
-    def _call_back(self, limit: float) -> None:
+    def _call_back(self) -> None:
         """Ask lost hosts whether they are there again, and take in those that answer in time."""
+        begun = time.monotonic()
         there = {link.host.name for link in (*self._links, *self._coming)}
         for host in self._every:
             if host.name not in there:
@@ -583,11 +583,13 @@ class Fleet:
                     link.order("hello", **self._hello)
                     self._coming.append(link)
         while any(link.facts is None for link in self._coming):
-            try:
-                left = max(0.0, limit - time.monotonic())
-                link, frame, _ = self._frames.get(timeout=left)
-            except queue.Empty:
+            # One that does not answer is not waited for that long: ssh gives it up after 8 s.
+            if time.monotonic() > begun + _ANSWER_SECONDS or self._asked:
                 break
+            try:
+                link, frame, _ = self._frames.get(timeout=0.1)
+            except queue.Empty:
+                continue
             self._answered(link, frame)
         for link in [link for link in self._coming if link.facts is not None]:
             self._coming.remove(link)
