@@ -47,6 +47,8 @@ _PING_SECONDS = 1.0
 _STOP_SECONDS = 2.5
 _FRESH_SECONDS = 4.0
 _COME_BACK_SECONDS = 60.0
+_CALL_SECONDS = 10.0  # from one call to lost hosts to the next, while the others train
+_REFUSED_SECONDS = 3.0  # who takes longer to end did not answer
 _LINES = 20
 _PART = 3 << 20
 
@@ -88,6 +90,7 @@ class _Link:
         self.closed = False
         self.facts: Facts | None = None
         self.silent = ""
+        self.begun = time.monotonic()
         self._silence: Silence | None = None
         try:
             self.process = subprocess.Popen(
@@ -201,7 +204,9 @@ class Fleet:
     ) -> None:
         self._hosts, self._engine, self._say = list(hosts), engine, say
         self._every = list(hosts)  # those that are lost, too
-        self._coming: list[_Link] = []  # agents of lost hosts, that have not answered yet
+        self._coming: list[_Link] = []  # agents of lost hosts, for the next generation
+        self._silent: set[str] = set()  # lost hosts that did not even refuse: not waited for
+        self._short, self._called = False, 0.0
         self._source: _Link | None = None  # whose run directory the one here follows
         self._hello: dict[str, Any] = {}
         self._leaves = False
@@ -450,6 +455,7 @@ class Fleet:
                 if restarts is None or not restarts.goes_on(outcome):
                     return _with_seconds(outcome, time.monotonic() - start)
                 counts = self._regroup(job, least)
+                self._short = sum(counts) < job.workers
                 if self._asked:
                     return Outcome(AGAIN, error=self._leaving(), again=True, interrupted=True)
                 if not counts:
@@ -541,6 +547,8 @@ class Fleet:
         for link in self._links:
             if link.closed:
                 link.close(0.1)
+                if link.silent:
+                    self._silent.add(link.host.name)
         begun = time.monotonic()
         while True:
             counts = self._shares(job, least)
@@ -572,9 +580,9 @@ class Fleet:
         counts = share(hosts, self.facts, str(usable))
         return counts[: sum(1 for n in counts if n)]
 
-    def _call_back(self) -> None:
-        """Ask lost hosts whether they are there again, and take in those that answer in time."""
-        begun = time.monotonic()
+    def _call(self) -> None:
+        """Ask lost hosts whether they are there again."""
+        self._called = time.monotonic()
         there = {link.host.name for link in (*self._links, *self._coming)}
         for host in self._every:
             if host.name not in there:
@@ -582,8 +590,12 @@ class Fleet:
                     link = self._link(host)
                     link.order("hello", **self._hello)
                     self._coming.append(link)
-        while any(link.facts is None for link in self._coming):
-            # One that does not answer is not waited for that long: ssh gives it up after 8 s.
+
+    def _call_back(self) -> None:
+        """Take in lost hosts that are there again; of those that were silent, who has answered."""
+        self._call()
+        begun = time.monotonic()
+        while any(e.facts is None and e.host.name not in self._silent for e in self._coming):
             if time.monotonic() > begun + _ANSWER_SECONDS or self._asked:
                 break
             try:
@@ -607,9 +619,14 @@ class Fleet:
             return
         if frame["kind"] == "facts":
             link.facts = {**frame["facts"], "received": time.time()}
+            self._silent.discard(link.host.name)
         elif frame["kind"] in ("closed", "refused"):
             self._coming.remove(link)
             link.close(0.1)
+            if time.monotonic() > link.begun + _REFUSED_SECONDS and link.facts is None:
+                self._silent.add(link.host.name)
+            else:
+                self._silent.discard(link.host.name)
 
     def _send_directory(self, link: _Link, directory: Path) -> None:
         """Send a run that goes on to a node that does not share its directory."""
@@ -682,6 +699,8 @@ class Fleet:
         """Pass on what comes until every node has ended; the first that fails ends the others."""
         ended: dict[str, Outcome] = {}
         while len(ended) < len(self._links):
+            if self._short and time.monotonic() > self._called + _CALL_SECONDS:
+                self._call()
             try:
                 link, frame, data = self._frames.get(timeout=_PING_SECONDS)
             except queue.Empty:
