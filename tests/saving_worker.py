@@ -132,11 +132,14 @@ def fail(plan: str, workers: int, folder: Path, rank: str, step: str) -> None:
     assert not refused and found.step == END
 
 
-def flip(plan: str, workers: int, folder: Path, rank: str, step: str) -> None:
-    """One bit of a parameter flips on a rank, after a step; ``rank`` -1: on none."""
+def flip(plan: str, workers: int, folder: Path, rank: str, step: str, save: str = "") -> None:
+    """One bit of a parameter flips on a rank, after a step; ``rank`` -1: on none. ``save``: replicas
+    are compared before the save of that step, not every three.
+    """
+    own = {"check_replicas": 1000, "save_every": int(save)} if save else {"check_replicas": 3}
 
     def work() -> None:
-        run = start(plan, False, folder, False, check_replicas=3)
+        run = start(plan, False, folder, False, **own)
         told = ""
         try:
             for batch in run.batches():

@@ -26,11 +26,11 @@ if ALL:
     ]
 
 
-@pytest.mark.parametrize(("plan", "workers", "rank", "text"), CASES)
-def test_a_flipped_bit_is_named(plan, workers, rank, text, tmp_path):
+def flipped(folder, plan: str, workers: int, *arguments: object) -> list[str]:
+    """What each rank is told."""
     command = [sys.executable, str(TESTS / "saving_worker.py"), "flip", plan, str(workers)]
     done = subprocess.run(
-        [*command, str(tmp_path), str(rank), "4"],
+        [*command, str(folder), *map(str, arguments)],
         env=environment({"PYTHONPATH": PATHS}),
         capture_output=True,
         text=True,
@@ -39,6 +39,18 @@ def test_a_flipped_bit_is_named(plan, workers, rank, text, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert len(set(told)) == 1, told
+    return told
+
+
+@pytest.mark.parametrize(("plan", "workers", "rank", "text"), CASES)
+def test_a_flipped_bit_is_named(plan, workers, rank, text, tmp_path):
+    told = flipped(tmp_path, plan, workers, rank, 4)
     assert text in told[0] and bool(told[0]) == bool(text)
     if text:
         assert "after step 6" in told[0] and "At step 3 they were equal" in told[0]
+
+
+def test_no_checkpoint_has_a_flipped_bit(tmp_path):
+    told = flipped(tmp_path, "replicate", 3, 1, 4, 5)
+    assert "after step 5" in told[0] and "of rank 1 differs" in told[0]
+    assert not list(tmp_path.rglob("step-*"))

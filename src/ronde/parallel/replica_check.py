@@ -34,9 +34,9 @@ class ReplicaCheck:
         self._every = every
         self._last = 0
 
-    def is_due(self, step: int) -> bool:
-        """Whether to check after that step."""
-        return self.possible and step % self._every == 0
+    def is_due(self, step: int, save: bool = False) -> bool:
+        """Whether to check after that step; ``save``: before it is saved."""
+        return self.possible and self._last != step and (save or step % self._every == 0)
 
     def check(self, strategy: Strategy, tied: Mapping[str, str], me: World, step: int) -> None:
         """Compare. A collective.

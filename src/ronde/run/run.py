@@ -863,6 +863,7 @@ class Run:
             )
         for run in runs.values():
             exchange_state.check_settled(run, "run.save()")
+            run._compare_replicas(run.state.step, save=True)  # no checkpoint has a flipped bit
         group.due = False
         for run in runs.values():
             run._last_saved_step = run.state.step
@@ -1056,9 +1057,11 @@ class Run:
             self._unchecked_steps -= 1
             same = check_step(self._strategy, self._work.tied, self.plan, self._me)
             self._replicas.possible &= same
-        elif self._replicas.is_due(step := self.state.step + 1) and not (
-            hooks.observed() or self._strategy.drifts
-        ):
+        else:
+            self._compare_replicas(self.state.step + 1)
+
+    def _compare_replicas(self, step: int, save: bool = False) -> None:
+        if self._replicas.is_due(step, save) and not (hooks.observed() or self._strategy.drifts):
             self._replicas.check(self._strategy, self._work.tied, self._me, step)
 
     def _report_comparison(self, comparison: PredictionCheck) -> None:
