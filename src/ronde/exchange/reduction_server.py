@@ -30,6 +30,7 @@ from ronde.exchange.servers import (
     SUM,
     as_memory,
     receive_into,
+    send_parts,
     steady,
 )
 
@@ -145,8 +146,7 @@ def _send(connection: socket.socket, out: queue.SimpleQueue[tuple[bytes, memoryv
     try:
         while True:
             header, data = out.get()
-            connection.sendall(header)
-            connection.sendall(data)
+            send_parts(connection, header, data)
     except OSError:
         return  # the thread that reads from it tells
 

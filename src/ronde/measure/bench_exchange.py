@@ -64,8 +64,13 @@ def parse_sizes(text: str) -> list[int]:
     return sorted(set(sizes))
 
 
-def measure_reducers(me: World, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+def measure_reducers(
+    me: World, names: Sequence[str], sizes: Sequence[int], in_flight: int = 1
+) -> dict[str, Any]:
     """Time reducers in turns. A collective: every rank gets the same answer.
+
+    Args:
+        in_flight: buckets that are averaged at once, as in a training; times are of one of them.
 
     Returns:
         dict: ``workers``, ``hosts``, ``rows`` of reducer, bytes, seconds, and bus bandwidth, and
@@ -81,12 +86,12 @@ def measure_reducers(me: World, names: Sequence[str], sizes: Sequence[int]) -> d
                 exchanges[name] = Exchange(build_reducer(parse_reducer(name), members))
             except Exception as error:  # the same on all ranks: hierarchical on uneven nodes
                 skipped[name] = str(error)
-        flat = torch.ones(size // 4, device=me.device)
+        flats = [torch.ones(size // 4, device=me.device) for _ in range(in_flight)]
         times: dict[str, list[float]] = {name: [] for name in exchanges}
         repeats = 1
         for turn in range(_MOST + 1):
             for name, exchange in exchanges.items():
-                seconds = _seconds(exchange, flat, repeats)
+                seconds = _seconds(exchange, flats, repeats)
                 if turn:
                     times[name].append(seconds)
             slowest = max(gather_json(me, max((t[-1] for t in times.values() if t), default=0.0)))
@@ -118,15 +123,16 @@ def measure_reducers(me: World, names: Sequence[str], sizes: Sequence[int]) -> d
     }
 
 
-def _seconds(exchange: Exchange, flat: torch.Tensor, times: int) -> float:
+def _seconds(exchange: Exchange, flats: Sequence[torch.Tensor], times: int) -> float:
     dist.barrier()
     start = time.perf_counter()
     for _ in range(times):
-        exchange.average(flat).wait()
-    if flat.is_cuda:
-        torch.cuda.synchronize(flat.device)
+        for future in [exchange.average(flat, lane) for lane, flat in enumerate(flats)]:
+            future.wait()
+    if flats[0].is_cuda:
+        torch.cuda.synchronize(flats[0].device)
     exchange.check()
-    return (time.perf_counter() - start) / times
+    return (time.perf_counter() - start) / times / len(flats)
 
 
 def run_exchange_bench(arguments: Sequence[str] | None = None) -> None:
@@ -134,12 +140,14 @@ def run_exchange_bench(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m ronde.measure.bench_exchange")
     parser.add_argument("--reducers", default=",".join(default_reducers()))
     parser.add_argument("--sizes", default="4KiB-256MiB")
+    parser.add_argument("--in-flight", type=int, default=1, help="buckets that go at once")
     parser.add_argument("--output", help="file for the answer as JSON; rank 0 writes")
     options = parser.parse_args(arguments)
     from ronde.world.connect import connect
 
     me = connect()
-    answer = measure_reducers(me, options.reducers.split(","), parse_sizes(options.sizes))
+    names, sizes = options.reducers.split(","), parse_sizes(options.sizes)
+    answer = measure_reducers(me, names, sizes, options.in_flight)
     if me.is_main and options.output:
         with open(options.output, "w") as file:
             json.dump(answer, file)
