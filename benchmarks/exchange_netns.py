@@ -1,10 +1,10 @@
 """Reducers where the network is the bottleneck: hosts in network namespaces, shaped to one rate.
 
-    sudo python benchmarks/exchange_netns.py [--rate 100mbit] [--sizes 64KiB,1600KiB,4MiB,16MiB]
+    sudo python benchmarks/exchange_netns.py [--rate 100mbit] [--sizes …] [--only workers|servers|nodes]
 
-Four workers on hosts of their own, then four servers on four more hosts, then two nodes with two
-workers each, whose inner link is ten times as fast. Three buckets are in flight, as in a training;
-times are of one. The bound is that of the bytes: 2(N−1)/N of the bucket over the rate of one TCP
+Four workers on hosts of their own; the same with four servers on four more hosts; two nodes with
+two workers each, whose inner link is ten times as fast. Four buckets are in flight, as in a
+training (of 64 MiB, one); times are of one. The bound is that of the bytes: 2(N−1)/N of the bucket over the rate of one TCP
 stream between two of these hosts.
 Prints a table and one line for each bar. Without root it says so, and measures nothing.
 """
@@ -191,13 +191,22 @@ def table(title: str, answer: Any, bound: float | None = None) -> dict[int, dict
 
 
 def bar(name: str, holds: bool, figures: str) -> None:
-    print(f"{'holds' if holds else 'FAILS'}  {name}: {figures}")
+    print(f"{'holds' if holds else 'FAILS'}  {name}: {figures}", flush=True)
+
+
+def nodes_inside(rate: str, nodes: int) -> None:
+    """Make the loopback of each node ten times as fast as its link."""
+    number = "".join(c for c in rate if c.isdigit())
+    limit = ["rate", f"{number}0{rate[len(number) :]}", "burst", "256kb", "latency", "50ms"]
+    for i in range(nodes):
+        do("tc", "-n", f"{TAG}-{i}", "qdisc", "replace", "dev", "lo", "root", "tbf", *limit)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rate", default="100mbit")
-    parser.add_argument("--sizes", default="64KiB,1600KiB,4MiB,16MiB")
+    parser.add_argument("--sizes", default="64KiB,400KiB,1600KiB,4MiB,16MiB,64MiB")
+    parser.add_argument("--only", default="workers,servers,nodes")
     parser.add_argument("--stream")
     parser.add_argument("--choose", action="store_true")
     parser.add_argument("--output")
@@ -209,65 +218,49 @@ def main() -> None:
     if why := missing():
         print(f"skipped: {why}")
         return None
-    bench = ["-m", "ronde.measure.bench_exchange", "--sizes", options.sizes, "--in-flight", "3"]
+    bench = ["-m", "ronde.measure.bench_exchange", "--sizes", options.sizes, "--in-flight", "4"]
     bench += ["--reducers"]
     ask = [__file__, "--choose", "--sizes", options.sizes]
-    four = [0, 1, 2, 3]
-    with hosts(8, options.rate):
-        rate = goodput()
-        print(f"links of {options.rate}: TCP carries {rate * 8 / 1e6:.1f} Mbit/s")
-        own = table("4 workers", workers(four, [*bench, "ring,servers"], {}), rate)
-        with servers([4, 5, 6, 7]) as env:
-            far = table("and 4 servers", workers(four, [*bench, "ring,servers"], env), rate)
-            with_servers = workers(four, ask, env)
-        alone = workers(four, ask, {})
-    with hosts(2, options.rate):
-        number = "".join(c for c in options.rate if c.isdigit())
-        for i in range(2):
-            limit = ["tbf", "rate", f"{number}0{options.rate[len(number) :]}", "burst", "256kb"]
-            do(
-                "tc",
-                "-n",
-                f"{TAG}-{i}",
-                "qdisc",
-                "replace",
-                "dev",
-                "lo",
-                "root",
-                *limit,
-                "latency",
-                "50ms",
-            )
-        two = [0, 0, 1, 1]
-        nodes = table(
-            "2 nodes × 2 workers, inside 10× as fast",
-            workers(two, [*bench, "ring,hierarchical,servers"], {}),
-        )
-        in_nodes = workers(two, ask, {})
-    large = [size for size in own if size >= 16 << 20]
-    shards = [size for size in own if size >= 4 * (400 << 10)]
-    print()
-    best = {s: 1.5 * s / rate / own[s]["ring"] for s in large}
-    bar("ring >= 95 % of its bound", min(best.values()) >= 0.95, _percent(best))
-    gain = {s: far[s]["ring"] / far[s]["servers"] for s in large}
-    bar("4 servers >= 1.5x the ring", min(gain.values()) >= 1.5, _times(gain))
-    gain = {s: own[s]["ring"] / own[s]["servers"] for s in shards}
-    bar("servers on workers >= 0.95x the ring", min(gain.values()) >= 0.95, _times(gain))
-    gain = {s: nodes[s]["ring"] / nodes[s]["hierarchical"] for s in shards}
-    bar("hierarchical is faster than the ring", min(gain.values()) > 1.0, _times(gain))
-    for what, rows, chosen in (
-        ("4 workers", own, alone),
-        ("with servers", far, with_servers),
-        ("2 nodes", nodes, in_nodes),
-    ):
-        over = {s: t[chosen[str(s)]] / min(t.values()) for s, t in rows.items()}
-        names = ", ".join(chosen.values())
-        bar(
-            f"auto within 5 % of the best, {what}",
-            max(over.values()) <= 1.05,
-            f"{_times(over)} ({names})",
-        )
+    four, two = [0, 1, 2, 3], [0, 0, 1, 1]
+    only = options.only.split(",")
+    if {"workers", "servers"} & set(only):
+        with hosts(8, options.rate):
+            rate = goodput()
+            control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+            print(f"links of {options.rate}: TCP ({control}) carries {rate * 8 / 1e6:.1f} Mbit/s")
+            if "workers" in only:
+                answer = workers(four, [*bench, "ring,servers"], {})
+                own = table("4 workers", answer, rate)
+                large = [size for size in own if size >= 16 << 20]
+                best = {s: 1.5 * s / rate / own[s]["ring"] for s in large}
+                bar("ring >= 95 % of its bound", min(best.values()) >= 0.95, _percent(best))
+                shards = [size for size in own if size >= 4 * (400 << 10)]
+                gain = {s: own[s]["ring"] / own[s]["servers"] for s in shards}
+                bar("servers >= 0.95x the ring", min(gain.values()) >= 0.95, _times(gain))
+                auto(own, workers(four, ask, {}))
+            if "servers" in only:
+                with servers([4, 5, 6, 7]) as env:
+                    answer = workers(four, [*bench, "ring,servers"], env)
+                    far = table("4 workers, 4 servers on 4 more hosts", answer, rate)
+                    large = [size for size in far if size >= 16 << 20]
+                    gain = {s: far[s]["ring"] / far[s]["servers"] for s in large}
+                    bar("servers >= 1.5x the ring", min(gain.values()) >= 1.5, _times(gain))
+                    auto(far, workers(four, ask, env))
+    if "nodes" in only:
+        with hosts(2, options.rate):
+            nodes_inside(options.rate, 2)
+            answer = workers(two, [*bench, "ring,hierarchical,servers"], {})
+            near = table("2 nodes × 2 workers, 10× as fast inside", answer)
+            gain = {s: t["ring"] / t["hierarchical"] for s, t in near.items()}
+            bar("hierarchical is faster than the ring", min(gain.values()) > 1.0, _times(gain))
+            auto(near, workers(two, ask, {}))
     return None
+
+
+def auto(rows: dict[int, dict[str, float]], chosen: dict[str, str]) -> None:
+    over = {s: t[chosen[str(s)]] / min(t.values()) for s, t in rows.items()}
+    figures = f"{_times(over)} ({', '.join(chosen.values())})"
+    bar("auto within 5 % of the best", max(over.values()) <= 1.05, figures)
 
 
 def _percent(values: dict[int, float]) -> str:

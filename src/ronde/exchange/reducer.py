@@ -19,7 +19,19 @@ from ronde.world import World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of
 
-__all__ = ["Bucket", "Exchange", "Members", "Reducer", "gather_rows", "mean_into", "scatter_rows"]
+__all__ = [
+    "SHARD_BYTES",
+    "Bucket",
+    "Exchange",
+    "Members",
+    "Reducer",
+    "gather_rows",
+    "mean_into",
+    "scatter_rows",
+]
+
+SHARD_BYTES = 400 << 10
+"""Smallest shard: below it, the time of a message outweighs that of its bytes."""
 
 # torch 2.13 has a new name for it; torch 2.11 knows only the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,6 +81,7 @@ class Bucket:
         grads: its parts, one a parameter, flat, without the carrier.
         names, shapes: of these parameters.
         step: optimizer steps done before this one.
+        number: its place among all exchanges, from 0; the same on all workers.
         where: the lane's groups and buffers.
     """
 
@@ -77,6 +90,7 @@ class Bucket:
     names: list[str]
     shapes: list[tuple[int, ...]]
     step: int
+    number: int
     where: Lane
 
 
@@ -142,9 +156,8 @@ class Lane:
     is a stream.
     """
 
-    def __init__(self, index: int, groups: dict[str, Any]) -> None:
+    def __init__(self, groups: dict[str, Any]) -> None:
         self.groups = groups
-        self._index, self._count = index, 0
         self.error: BaseException | None = None
         self._buffers: dict[tuple[str, torch.dtype, tuple[int, ...]], torch.Tensor] = {}
         self._stream: Any = None
@@ -158,11 +171,6 @@ class Lane:
                 self._buffers.clear()  # buckets have changed
             self._buffers[key] = torch.zeros(shape, dtype=dtype, device=like.device)
         return self._buffers[key]
-
-    def number(self) -> int:
-        """A number for the exchange under way, the same on all workers and no other's."""
-        self._count += 1
-        return self._count << 8 | self._index
 
     def put(self, job: Callable[[], None], result: torch.Tensor) -> Any:
         """Run a job in the lane; returns a future of ``result``."""
@@ -217,8 +225,8 @@ class Exchange:
 
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
-        self.step = 0
-        self._lanes = [Lane(i, reducer.groups(i)) for i in range(reducer.lanes)]
+        self.step = self._count = 0
+        self._lanes = [Lane(reducer.groups(i)) for i in range(reducer.lanes)]
         self._names: Mapping[int, str] = {}
         self._carrier: torch.Tensor | None = None
         self._layouts: dict[int, _Layout] = {}
@@ -267,11 +275,15 @@ class Exchange:
         layout = self._layout(bucket)
         # not bucket.gradients(), which have the strides of their parameters
         grads = [] if reducer.exact else [flat[place] for place in layout.places]
-        work = Bucket(flat, grads, layout.names, layout.shapes, self.step, lane)
+        work = Bucket(flat, grads, layout.names, layout.shapes, self.step, self._next(), lane)
         tail = None if reducer.exact else layout.tail
         if bucket.is_last():
             self._passes += 1
         return lane.put(lambda: self._average(work, tail), flat)
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count - 1
 
     def _average(self, bucket: Bucket, tail: slice | None) -> None:
         if tail is None:
@@ -286,7 +298,8 @@ class Exchange:
     def average(self, flat: torch.Tensor, lane: int = 0) -> Any:
         """Average one tensor outside of a training, for measurements; returns a future."""
         where = self._lanes[lane % len(self._lanes)]
-        work = Bucket(flat, [flat], ["flat"], [tuple(flat.shape)], self.step, where)
+        shapes = [tuple(flat.shape)]
+        work = Bucket(flat, [flat], ["flat"], shapes, self.step, self._next(), where)
         return where.put(lambda: self.reducer.average(work), flat)
 
     def check(self) -> None:
@@ -317,7 +330,21 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def scatter_rows(rows: torch.Tensor, received: torch.Tensor, group: Any) -> torch.Tensor:
     """Send row ``i`` to the group's rank ``i``; returns the rows that came, by rank."""
     # Bytes: gloo knows neither int16 nor, in older versions, bfloat16.
-    dist.all_to_all_single(received.view(torch.uint8), rows.view(torch.uint8), group=group)
+    sent, got = rows.view(torch.uint8), received.view(torch.uint8)
+    if dist.get_backend(group) != "gloo" or sent[0].numel() < SHARD_BYTES:
+        dist.all_to_all_single(got, sent, group=group)
+        return received
+    # gloo sends to all at once, and N−1 streams that meet at a host overflow the switch's queue.
+    # In N−1 rounds, each host sends to one and receives from one.
+    me, size = dist.get_rank(group), dist.get_world_size(group)
+    got[me] = sent[me]
+    for turn in range(1, size):
+        to, source = (me + turn) % size, (me - turn) % size
+        sending = dist.isend(sent[to], group=group, group_dst=to)
+        receiving = dist.irecv(got[source], group=group, group_src=source)
+        for work in (sending, receiving):
+            assert work is not None
+            work.wait()
     return received
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import queue
 import socket
 import struct
 import threading
@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ronde.exchange.collective import SHARD_BYTES
-from ronde.exchange.reducer import Bucket, Members, Reducer
+from ronde.exchange.reducer import SHARD_BYTES, Bucket, Members, Reducer
 from ronde.plan.reducers import ReducerChoice
 from ronde.world import WorldError
 
@@ -32,7 +31,7 @@ __all__ = [
     "steady",
 ]
 
-CHUNK_BYTES = 64 << 10
+CHUNK_BYTES = 32 << 10
 """A shard travels in chunks: the first sums come back while later chunks are on their way."""
 
 HELLO = struct.Struct("<6s32sIII")  # magic, token, session, rank, workers
@@ -40,20 +39,18 @@ HEADER = struct.Struct("<BBIQII")  # kind, type, rank, bucket, chunk, bytes
 SUM, GONE = 1, 2
 DTYPES_ON_WIRE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
+_CHUNKS_OUT = 6
+"""Chunks that a worker has out at one server. Fewer leave gaps; more than a switch's queue holds
+are dropped, and what is dropped stalls every worker."""
+
 _CONNECT_SECONDS = 20.0
-_BUFFER_BYTES = 128 << 10
 _SILENT_MILLISECONDS = 30_000
 _sessions = 0
 
 
 def steady(connection: socket.socket) -> None:
-    """Send at once, and notice within half a minute that the other host is gone.
-
-    The kernel takes little at a time: on a slow link it would take a whole shard for one server
-    while the others wait. With 100 Mbit/s and four workers, this is worth a tenth.
-    """
+    """Send at once, and notice within half a minute that the other host is gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("KEEPIDLE", 10), ("KEEPINTVL", 5), ("KEEPCNT", 4)):
         connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
@@ -68,7 +65,7 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
     """
     at = 0
     while at < len(view):
-        n = connection.recv_into(view[at:])
+        n = connection.recv_into(view[at:], 0, socket.MSG_WAITALL)
         if not n:
             raise EOFError
         at += n
@@ -88,22 +85,28 @@ def as_memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-class _Waiting:
-    """Chunks of a bucket that have not come back from a server."""
+class _Shards:
+    """A bucket on its way: one row for each server, which the sums replace."""
 
-    def __init__(self, missing: int) -> None:
-        self.missing = missing
+    def __init__(self, padded: torch.Tensor, code: int) -> None:
+        self.rows = [as_memory(row) for row in padded]
+        self.code, self.size = code, len(self.rows[0])
         self.done = threading.Event()
+        self.missing = len(self.rows) * -(-self.size // CHUNK_BYTES)
+
+    def part(self, server: int, chunk: int) -> memoryview:
+        start = chunk * CHUNK_BYTES
+        return self.rows[server][start : start + CHUNK_BYTES]
 
 
 class _Server:
     """The connection to one server, and a thread that receives from it."""
 
     def __init__(self, number: int, places: str, hello: bytes, owner: Servers) -> None:
-        self._owner = owner
+        self._owner, self._number = owner, number
+        self.window = threading.Semaphore(_CHUNKS_OUT)
         self.name = f"reduction server {number + 1} at {places.replace('|', ' or ')}"
         self._socket = self._connect(places)
-        self._expected: dict[tuple[int, int], tuple[memoryview, _Waiting]] = {}
         self._socket.sendall(hello)
         threading.Thread(target=self._receive, name="exchange", daemon=True).start()
 
@@ -124,12 +127,12 @@ class _Server:
             "between the hosts, or leave --servers out."
         )
 
-    def expect(self, bucket: int, number: int, part: memoryview, waiting: _Waiting) -> None:
-        """The sum of a chunk will come, and is written over it."""
-        self._expected[bucket, number] = part, waiting
-
-    def send(self, header: bytes, part: memoryview) -> None:
-        """Send a chunk."""
+    def send(self, bucket: int, chunk: int, shards: _Shards) -> None:
+        """Send a chunk, once few of those before it are out."""
+        self.window.acquire()
+        part = shards.part(self._number, chunk)
+        rank = self._owner.members.rank
+        header = HEADER.pack(SUM, shards.code, rank, bucket, chunk, len(part))
         try:
             send_parts(self._socket, header, part)
         except OSError:
@@ -140,16 +143,15 @@ class _Server:
         try:
             while True:
                 receive_into(self._socket, header)
-                kind, _, rank, bucket, number, _ = HEADER.unpack(header)
+                kind, _, rank, bucket, chunk, _ = HEADER.unpack(header)
                 if kind == GONE:
                     # words by which the launcher knows that this is not the cause
                     self._owner.fail(f"worker {rank} is gone: Connection closed by peer")
                     return
-                part, waiting = self._expected.pop((bucket, number))
-                receive_into(self._socket, part)
-                waiting.missing -= 1
-                if not waiting.missing:
-                    waiting.done.set()
+                shards = self._owner.under_way[bucket]
+                receive_into(self._socket, shards.part(self._number, chunk))
+                self.window.release()
+                self._owner.returned(bucket, shards)
         except (EOFError, OSError, KeyError, ValueError):
             self._owner.fail(f"{self.name} is gone: it closed its connection")
 
@@ -172,68 +174,83 @@ class Servers(Reducer):
         super().__init__(choice, members)
         places = os.environ["RONDE_SERVERS"].split()
         self.bucket_mib = max(choice.values[0], SHARD_BYTES * len(places) / 2**20)
+        self.under_way: dict[int, _Shards] = {}
         self._failure: str | None = None
-        self._lock = threading.Lock()
-        self._waiting: set[_Waiting] = set()
+        self._changed = threading.Condition()
         token = os.environ.get("RONDE_SERVERS_TOKEN", "").encode()
         # Servers outlive workers: those that start again must not meet the ones before them.
         session = zlib.crc32(f"{os.environ.get('RONDE_GENERATION')} {_sessions}".encode())
         hello = HELLO.pack(b"RONDE1", token, session, members.rank, members.size)
         _sessions += 1  # the same on all workers, which build reducers in the same order
-        self._servers = [_Server(i, at, hello, self) for i, at in enumerate(places)]
-        # One thread for all, so that they advance together: sums come back when all have a chunk.
-        self._to_send: queue.SimpleQueue[tuple[_Server, bytes, memoryview] | None]
-        self._to_send = queue.SimpleQueue()
+        self._servers: list[_Server] = []
+        for number, at in enumerate(places):
+            self._servers.append(_Server(number, at, hello, self))
         threading.Thread(target=self._send, name="exchange", daemon=True).start()
 
     def _send(self) -> None:
-        while (job := self._to_send.get()) is not None:
-            server, header, part = job
-            if self._failure is None:
-                server.send(header, part)
+        """Send bucket after bucket, a chunk to each server in turn.
+
+        All workers send in the same order, and no server is far ahead of the others: a sum needs
+        the chunk of every worker, and comes back while later chunks are on their way.
+        """
+        count = len(self._servers)
+        for number in itertools.count():
+            with self._changed:
+                while number not in self.under_way and self._failure is None:
+                    self._changed.wait()
+                if self._failure is not None:
+                    return
+                shards = self.under_way[number]
+            for chunk in range(-(-shards.size // CHUNK_BYTES)):
+                for turn in range(count):
+                    if self._failure is not None:
+                        return
+                    # Workers begin with different servers, so that all do not meet at one.
+                    server = (self.members.rank + turn) % count
+                    self._servers[server].send(number, chunk, shards)
+
+    def returned(self, number: int, shards: _Shards) -> None:
+        """Count a chunk that came back."""
+        with self._changed:
+            shards.missing -= 1
+            if not shards.missing:
+                del self.under_way[number]
+                shards.done.set()
 
     def fail(self, why: str) -> None:
-        """Note the first failure, and wake everyone who waits for a sum."""
-        with self._lock:
+        """Note the first failure, and wake everyone who waits."""
+        with self._changed:
             self._failure = self._failure or why
-            for waiting in self._waiting:
-                waiting.done.set()
+            for shards in self.under_way.values():
+                shards.done.set()
+            self._changed.notify_all()
+        for server in self._servers:
+            server.window.release()
 
     def average(self, bucket: Bucket) -> None:
         """See :meth:`Reducer.average`."""
-        flat, where, servers = bucket.flat, bucket.where, self._servers
-        n, shard = flat.numel(), -(-flat.numel() // len(servers))
-        here: Any = flat.new_empty(0, device="cpu")
-        padded = where.buffer("padded", here, flat.dtype, len(servers), shard)
-        padded.view(-1)[:n] = flat / self.members.size  # a sum of 16-bit gradients may overflow
+        flat, servers = bucket.flat, len(self._servers)
         if flat.dtype not in DTYPES_ON_WIRE:
-            raise WorldError(f"reducer 'servers' does not know gradients of type {flat.dtype}.")
-        code, size = DTYPES_ON_WIRE.index(flat.dtype), shard * flat.element_size()
-        rows = [as_memory(row) for row in padded]
-        chunks = -(-size // CHUNK_BYTES) * len(servers)
-        waiting = [_Waiting(chunks // len(servers)) for _ in servers]
-        with self._lock:
-            self._waiting.update(waiting)
-        number = where.number()
-        # Workers begin with different servers, so that none of them is met by all at once.
-        for chunk, start in enumerate(range(0, size, CHUNK_BYTES)):
-            for turn in range(len(servers)):
-                i = (self.members.rank + turn) % len(servers)
-                part = rows[i][start : start + CHUNK_BYTES]
-                header = HEADER.pack(SUM, code, self.members.rank, number, chunk, len(part))
-                servers[i].expect(number, chunk, part, waiting[i])
-                self._to_send.put((servers[i], header, part))
-        for each in waiting:
-            if self._failure is None:
-                each.done.wait()
-        with self._lock:
-            self._waiting.difference_update(waiting)
+            self.fail(f"reducer 'servers' does not know gradients of type {flat.dtype}")
+            raise WorldError(f"{self._failure}.")
+        n, shard = flat.numel(), -(-flat.numel() // servers)
+        here: Any = flat.new_empty(0, device="cpu")
+        padded = bucket.where.buffer("padded", here, flat.dtype, servers, shard)
+        # divided first, because a sum of 16-bit gradients may overflow
+        torch.div(flat, self.members.size, out=padded.view(-1)[:n])
+        shards = _Shards(padded, DTYPES_ON_WIRE.index(flat.dtype))
+        with self._changed:
+            self.under_way[bucket.number] = shards
+            self._changed.notify_all()
+            if self._failure is not None:
+                shards.done.set()
+        shards.done.wait()
         if self._failure is not None:
             raise WorldError(f"{self._failure}.")
         flat.copy_(padded.view(-1)[:n])
 
     def close(self) -> None:
         """See :meth:`Reducer.close`."""
-        self._to_send.put(None)
+        self.fail("the reducer was closed")
         for server in self._servers:
             server.close()

@@ -26,6 +26,7 @@ from ronde.world.consensus import gather_json
 __all__ = ["default_reducers", "measure_reducers", "parse_sizes"]
 
 _SMALL = 512 << 10  # below this, several are timed together
+_LARGE = 16 << 20
 _SECONDS = 1.0  # a case is repeated for about so long
 _MOST = 9
 
@@ -70,7 +71,8 @@ def measure_reducers(
     """Time reducers in turns. A collective: every rank gets the same answer.
 
     Args:
-        in_flight: buckets that are averaged at once, as in a training; times are of one of them.
+        in_flight: buckets of up to 16 MiB that are averaged at once, as in a training; fewer if they
+            are larger. Times are of one of them.
 
     Returns:
         dict: ``workers``, ``hosts``, ``rows`` of reducer, bytes, seconds, and bus bandwidth, and
@@ -86,7 +88,8 @@ def measure_reducers(
                 exchanges[name] = Exchange(build_reducer(parse_reducer(name), members))
             except Exception as error:  # the same on all ranks: hierarchical on uneven nodes
                 skipped[name] = str(error)
-        flats = [torch.ones(size // 4, device=me.device) for _ in range(in_flight)]
+        at_once = min(in_flight, max(1, in_flight * _LARGE // size))
+        flats = [torch.ones(size // 4, device=me.device) for _ in range(at_once)]
         times: dict[str, list[float]] = {name: [] for name in exchanges}
         repeats = 1
         for turn in range(_MOST + 1):
