@@ -1,11 +1,11 @@
 """Reducers where the network is the bottleneck: hosts in network namespaces, shaped to one rate.
 
-    sudo python benchmarks/exchange_netns.py [--rate 100mbit] [--sizes …] [--only workers|servers|nodes]
+    sudo python benchmarks/exchange_netns.py [--rate 100mbit] [--only workers|servers|nodes]
 
 Four workers on hosts of their own; the same with four servers on four more hosts; two nodes with
 two workers each, whose inner link is ten times as fast. Four buckets are in flight, as in a
-training (of 64 MiB, one); times are of one. The bound is that of the bytes: 2(N−1)/N of the bucket over the rate of one TCP
-stream between two of these hosts.
+training (of 64 MiB, one); times are of one. The bound is that of the bytes: 2(N−1)/N of the bucket
+over the rate of one TCP stream between two of these hosts.
 Prints a table and one line for each bar. Without root it says so, and measures nothing.
 """
 

@@ -71,8 +71,8 @@ def measure_reducers(
     """Time reducers in turns. A collective: every rank gets the same answer.
 
     Args:
-        in_flight: buckets of up to 16 MiB that are averaged at once, as in a training; fewer if they
-            are larger. Times are of one of them.
+        in_flight: buckets of up to 16 MiB that are averaged at once, as in a training; fewer if
+            they are larger. Times are of one of them.
 
     Returns:
         dict: ``workers``, ``hosts``, ``rows`` of reducer, bytes, seconds, and bus bandwidth, and
