@@ -5,11 +5,15 @@ directory has one writer.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import textwrap
 
 import pytest
 
 from processes import child, python, ronde, ronde_run
+from ronde.launch.console import Output, Router
+from ronde.launch.supervise import Workers
 
 SCRIPT = textwrap.dedent(
     """
@@ -82,3 +86,32 @@ def test_a_run_directory_that_cannot_be_written_to(folder):
     done = ronde_run(line, folder)
     assert done.returncode == 2
     assert "cannot be written to (Is a directory). Make it writable" in done.stderr
+
+
+class EndsBetweenLooks:
+    """Starts workers that end just after a look at them, and before the next one."""
+
+    pid = 0
+
+    def start(self, command, environment, output):
+        process = subprocess.Popen([sys.executable, *command])
+
+        class Late:
+            pid = process.pid
+
+            def poll(self):
+                code = process.poll()
+                process.wait(60)
+                return code
+
+        return Late()
+
+
+def test_a_failure_between_two_looks_is_a_failure(tmp_path):
+    router = Router(1, Output(1, None, lambda _: None, lambda _: None))
+    try:
+        command = ["-c", "raise SystemExit(3)"]
+        workers = Workers(command, [{"RANK": "0"}], router, starter=EndsBetweenLooks())
+        assert {rank: failed.code for rank, failed in workers.wait().items()} == {0: 3}
+    finally:
+        router.close()

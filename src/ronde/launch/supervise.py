@@ -121,9 +121,10 @@ class Workers:
 
     def _look(self) -> bool:
         """Look at each once; whether all have ended."""
-        for local, process in enumerate(self._processes):
-            rank = self._ranks[local]
-            if rank not in self.failures and (code := process.poll()):
+        # A second look could find the end of one whose status nobody has judged.
+        codes = [process.poll() for process in self._processes]
+        for local, code in enumerate(codes):
+            if code and self._ranks[local] not in self.failures:
                 if code == AGAIN and self._error_files[local].with_suffix(".again").exists():
                     self.left = True
                 else:
@@ -134,7 +135,7 @@ class Workers:
                 self.ask_to_leave()
             if self._watchful:
                 self._look_for_stopped()
-        return not self.running
+        return None not in codes
 
     def _look_for_stopped(self) -> None:
         for local, process in enumerate(self._processes):

@@ -863,7 +863,8 @@ class Run:
             )
         for run in runs.values():
             exchange_state.check_settled(run, "run.save()")
-            run._compare_replicas(run.state.step, save=True)  # no checkpoint has a flipped bit
+            if not group.saving.ends:  # a script may have ended on this rank only
+                run._compare_replicas(run.state.step, save=True)
         group.due = False
         for run in runs.values():
             run._last_saved_step = run.state.step

@@ -37,6 +37,7 @@ class Saving:
 
     Attributes:
         saver: does the writing.
+        ends: whether the process ends, and the others may not: they are not waited for.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class Saving:
         self._divided = False  # whether workers hold parts of it
         self._best: list[BestFound] = []
         self._announced = False
-        self._ends = False  # whether the process ends, and the others may not
+        self.ends = False
         self._longest = 0.0
         self._said_behind = self._said_long = self._said_memory = False
 
@@ -122,7 +123,7 @@ class Saving:
         written = self.saver.finish()
         assert written is not None
         error, first = written.error, runs[0]
-        if self._ends:
+        if self.ends:
             pass  # a script may have ended on this rank only: the others are not waited for
         elif first.world_size > 1 and self._divided and raises:
             error = broadcast_json(first._me, error)  # they have met to prepare it
@@ -173,7 +174,7 @@ class Saving:
 
     def end(self, runs: Sequence[RunParts]) -> None:
         """The process ends: let the save under way end, and meet nobody from now on."""
-        self._ends = True
+        self.ends = True
         self.settle(runs)
 
     def leave(self, run: RunParts) -> None:
