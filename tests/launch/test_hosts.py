@@ -144,7 +144,7 @@ def of_run(mark: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             words = process.cmdline()
-            if mark in words or "ronde.launch.node" in words:
+            if mark in words or {"ronde.launch.node", sys.executable} <= set(words):
                 found.append(process)
         except psutil.Error:
             continue

@@ -50,7 +50,7 @@ TRAIN = textwrap.dedent(
             micros = batch if type(batch).__name__ == "MicroBatches" else [batch]
             ids = [i for micro in micros for i in micro[0].tolist()]
             with open(f"{OUT}.ids", "a") as file:
-                print(run.state.step, run.rank, *ids, file=file)
+                print(run.state.step, run.rank, os.environ["RONDE_GENERATION"], *ids, file=file)
             if run.state.step == 5 and fault and not os.path.exists(f"{OUT}.fault"):
                 if run.rank == run.world_size - 1:
                     open(f"{OUT}.fault", "x").close()
@@ -60,7 +60,7 @@ TRAIN = textwrap.dedent(
                         os.kill(os.getppid(), signal.SIGKILL)
                         time.sleep(60)
                     os.kill(os.getpid(), getattr(signal, fault))
-            time.sleep(float(os.environ.get("PAUSE", "0")))
+            time.sleep(float(os.environ.get("ALONE" if run.world_size == 1 else "PAUSE") or 0))
     run.export(OUT)
     """
 ).replace("import os, sys,", "import os, signal, sys,")
@@ -87,18 +87,15 @@ def same(found: Path, undisturbed, atol: float = 1e-12) -> None:
 
 
 def trained(path: Path, replicas: int = 1) -> None:
-    """Each sample once in each epoch, counting the last time that a step was trained."""
-    steps: dict[tuple[int, int], list[int]] = {}
+    """Each sample once in each epoch, counting the last generation that took a step."""
+    steps: dict[int, tuple[str, list[int]]] = {}
     for line in path.read_text().splitlines():
-        step, rank, *ids = map(int, line.split())
-        steps[step, rank] = ids
+        step, _, generation, *ids = line.split()
+        if steps.get(int(step), ("",))[0] != generation:
+            steps[int(step)] = generation, []
+        steps[int(step)][1].extend(map(int, ids))
     for epoch in range(2):
-        ids = [
-            i
-            for (step, _), own in steps.items()
-            if epoch * 10 < step <= epoch * 10 + 10
-            for i in own
-        ]
+        ids = [i for step in range(epoch * 10 + 1, epoch * 10 + 11) for i in steps[step][1]]
         assert sorted(ids) == sorted(list(range(60)) * replicas)
 
 
@@ -212,7 +209,7 @@ def test_a_worker_of_an_old_generation_writes_nothing(folder):
     """A zombie: the workers of one launch live on, stopped, while another launch has the run."""
     name = "fenced"
     line = ["run", "-q", "-n", "1", "--name", name, "train.py", name, "2"]
-    with child(ronde(*line), folder, {"PAUSE": "0.1"}, fork=True) as began:
+    with child(ronde(*line), folder, {"ALONE": "0.1"}, fork=True) as began:
         began.wait_for("begun", 60)
         (folder / "runs" / name / ".generation").write_text("another-7")
         done = began.done(60)
@@ -275,23 +272,27 @@ def test_a_worker_or_an_agent_of_a_host(hosts, folder, undisturbed, fault, plan)
 def test_a_host_is_lost_and_comes_back(hosts, folder, undisturbed):
     """2 workers, then 1, then 2 again: each sample of an epoch once, the same weights."""
     first, second = hosts.names
-    line = on(hosts, "--name", "lost", "--restarts", "3", "train.py", "lost", "2")
-    with child(ronde(*line), folder, {"FAULT": "", "PAUSE": "0.5"}, fork=True) as began:
+    line = on(hosts, "--env", "ALONE", "--name", "lost", "--restarts", "1", "train.py", "lost", "2")
+    pauses = {"FAULT": "", "PAUSE": "0.3", "ALONE": "1.5"}  # the host is back before the end
+    with child(ronde(*line), folder, pauses, fork=True) as began:
         began.wait_for("begun", 60)
-        before = pid = (folder / "lost.0.pid").read_text()
         hosts.lose(second)
         limit = time.monotonic() + 60
         while "going on with 1 worker" not in began.stderr and time.monotonic() < limit:
             time.sleep(0.1)
         assert f"going on with 1 worker on {first}:1" in began.stderr, began.stderr
         hosts.boot(second)
-        while pid in ("", before) and time.monotonic() < limit:
-            time.sleep(0.1)
-            pid = (folder / "lost.0.pid").read_text()
-        hosts.ssh(first, f"kill -9 {pid}")
         done = began.done(120)
     assert done.returncode == 0, done.stderr
+    lost, back = events(folder, "lost", "restart")
+    assert f"host {second} is lost" in lost["reason"]
+    assert back["reason"] == f"host {second} is there again" and back["rank"] is None
+    again = back["time"]
+    step = next(e["step"] for e in events(folder, "lost", "resume") if e["time"] > again)
+    assert f"starting again from checkpoints/step-{step:09d}: {back['reason']}" in done.stderr
     assert f"going on with 2 workers on {first}:1, {second}:1" in done.stderr
+    lines = (folder / "lost.ids").read_text().splitlines()
+    assert sum(int(line.split()[0]) == step for line in lines) == 1, "a step was trained again"
     starts = [e["workers"] for e in events(folder, "lost", "start")]
     assert starts == [2, 1, 2]
     same(folder / "lost", undisturbed, 1e-10)

@@ -47,7 +47,7 @@ _PING_SECONDS = 1.0
 _STOP_SECONDS = 2.5
 _FRESH_SECONDS = 4.0
 _COME_BACK_SECONDS = 60.0
-_CALL_SECONDS = 10.0  # from one call to lost hosts to the next, while the others train
+_CALL_SECONDS = 5.0  # from one call to lost hosts to the next, while the others train
 _REFUSED_SECONDS = 3.0  # who takes longer to end did not answer
 _LINES = 20
 _PART = 3 << 20
@@ -207,6 +207,8 @@ class Fleet:
         self._coming: list[_Link] = []  # agents of lost hosts, for the next generation
         self._silent: set[str] = set()  # lost hosts that did not even refuse: not waited for
         self._short, self._called = False, 0.0
+        self._wanted: Job | None = None
+        self._grows = ""  # the host for whose sake the workers were asked to leave
         self._source: _Link | None = None  # whose run directory the one here follows
         self._hello: dict[str, Any] = {}
         self._leaves = False
@@ -443,17 +445,21 @@ class Fleet:
             least: with how few workers at least.
         """
         start = time.monotonic()
-        self._leaves = job.leaves
+        self._leaves, self._wanted = job.leaves, job
         try:
             while True:
                 own = restarts.begin() if restarts else {}
                 environment = {**job.environment, **own}
                 now = dataclasses.replace(job, environment=environment, workers=sum(counts))
                 outcome = self._generation(now, counts, output, restarts)
-                if outcome.again:
-                    outcome = self._after_leaving(outcome)
-                if restarts is None or not restarts.goes_on(outcome):
-                    return _with_seconds(outcome, time.monotonic() - start)
+                if outcome.again and self._grows and restarts and not self._asked:
+                    restarts.grow(self._grows)
+                    outcome = dataclasses.replace(outcome, error="the hosts have changed")
+                else:
+                    if outcome.again:
+                        outcome = self._after_leaving(outcome)
+                    if restarts is None or not restarts.goes_on(outcome):
+                        return _with_seconds(outcome, time.monotonic() - start)
                 counts = self._regroup(job, least)
                 self._short = sum(counts) < job.workers
                 if self._asked:
@@ -535,7 +541,7 @@ class Fleet:
             first += count
         limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
         self._ranks, self._slow, self._hang = {}, [], None
-        outcome = self._watch(output, start, run_id, job.restarts, limits, job.workers)
+        outcome = self._watch(output, start, run_id, job, limits)
         slow = [dataclasses.asdict(each) for each in self._slow]
         record_hangs(job.directory, [*slow, outcome.hang])
         return dataclasses.replace(outcome, slow=slow)
@@ -568,17 +574,32 @@ class Fleet:
         self._links = [link for link in self._links if not link.closed]
         order = {host.name: place for place, host in enumerate(self._every)}
         self._links.sort(key=lambda link: order[link.host.name])
-        hosts = [link.host for link in self._links]
-        there = sum(share(hosts, self.facts, "auto"))
+        usable = self._usable(job, self._links)
+        if usable < max(least, 1):
+            return []
+        counts = share([link.host for link in self._links], self.facts, str(usable))
+        return counts[: sum(1 for n in counts if n)]
+
+    def _usable(self, job: Job, links: Sequence[_Link]) -> int:
+        """How many workers the plan can have on these hosts."""
+        facts = {link.host.name: link.facts or {} for link in links}
         together = 1
         if job.directory is not None and (file := RunDir(job.directory).plan).is_file():
             plan = Plan.load(file)
             together = plan.pipeline * plan.tensor
-        usable = min(job.workers, there) // together * together
-        if usable < max(least, 1):
-            return []
-        counts = share(hosts, self.facts, str(usable))
-        return counts[: sum(1 for n in counts if n)]
+        there = sum(share([link.host for link in links], facts, "auto"))
+        return min(job.workers, there) // together * together
+
+    def _back(self) -> str:
+        """A lost host that is there again, and with which the plan can have more workers."""
+        job = self._wanted
+        assert job is not None
+        links = [link for link in self._links if not link.closed]
+        back = [link for link in self._coming if link.facts is not None and not link.closed]
+        if not back or len(links) < len(self._links):  # one is lost now: that restarts, too
+            return ""
+        more = self._usable(job, [*links, *back]) > self._usable(job, links)
+        return back[0].host.name if more else ""
 
     def _call(self) -> None:
         """Ask lost hosts whether they are there again."""
@@ -605,13 +626,8 @@ class Fleet:
             self._answered(link, frame)
         for link in [link for link in self._coming if link.facts is not None]:
             self._coming.remove(link)
-            facts = {**{each.host.name: each.facts for each in self._links if each.facts}}
-            facts[link.host.name] = link.facts or {}
-            if differences(facts, self._hello["command"]):
-                link.close(0.1)  # it has come back as another one
-            else:
-                self.facts[link.host.name] = facts[link.host.name]
-                self._links.append(link)
+            self.facts[link.host.name] = link.facts or {}
+            self._links.append(link)
 
     def _answered(self, link: _Link, frame: dict[str, Any]) -> None:
         """Take what an agent says that is not among those that run."""
@@ -620,6 +636,11 @@ class Fleet:
         if frame["kind"] == "facts":
             link.facts = {**frame["facts"], "received": time.time()}
             self._silent.discard(link.host.name)
+            facts = {each.host.name: each.facts for each in (*self._links, link) if each.facts}
+            if differences(facts, self._hello["command"]):  # it has come back as another one
+                self._every = [host for host in self._every if host.name != link.host.name]
+                self._coming.remove(link)
+                link.close(0.1)
         elif frame["kind"] in ("closed", "refused"):
             self._coming.remove(link)
             link.close(0.1)
@@ -692,15 +713,21 @@ class Fleet:
         output: Output,
         start: float,
         run_id: str,
-        at_once: bool,
+        job: Job,
         limits: Limits | None,
-        size: int,
     ) -> Outcome:
         """Pass on what comes until every node has ended; the first that fails ends the others."""
         ended: dict[str, Outcome] = {}
+        self._grows, asked = "", 0.0
         while len(ended) < len(self._links):
             if self._short and time.monotonic() > self._called + _CALL_SECONDS:
                 self._call()
+            if self._short and not ended and time.monotonic() > asked + _PING_SECONDS:
+                asked = time.monotonic()
+                self._grows = self._grows or self._back()
+                if self._grows:  # again and again: workers may not know yet how to leave
+                    for link in self._links:
+                        link.order("leave")
             try:
                 link, frame, data = self._frames.get(timeout=_PING_SECONDS)
             except queue.Empty:
@@ -713,7 +740,7 @@ class Fleet:
                 self._answered(link, frame)  # it has come back, for the next generation
                 continue
             if frame["kind"] == "ranks" and limits is not None:
-                if told := self._judge(link, frame, limits, size):
+                if told := self._judge(link, frame, limits, job.workers):
                     output.out(0, told.encode())
                 continue
             if frame["kind"] == "outcome":
@@ -733,7 +760,7 @@ class Fleet:
             if fails and not any(o.status and not o.again for o in ended.values()):
                 for other in self._links:
                     if other is not link:
-                        other.order("stop", id=run_id, at_once=at_once)
+                        other.order("stop", id=run_id, at_once=job.restarts)
             ended.setdefault(name, outcome)
         failed = [o for o in ended.values() if o.status and not o.interrupted]
         if not failed:

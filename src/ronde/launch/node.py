@@ -306,7 +306,8 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)  # workers must not read the launcher's orders
     os.dup2(2, 1)
     adopt_orphans()
-    signal.signal(signal.SIGINT, lambda *_: None)  # it means something while workers run
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # they mean something while workers run
     os.write(answers_to, MARKER)
     sender = Sender(answers_to)
     try:

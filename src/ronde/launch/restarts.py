@@ -39,6 +39,7 @@ class Restarts:
         self._directory = None if directory is None else RunDir(directory)
         self._run = uuid.uuid4().hex[:8]
         self._error, self._newest = "", ""
+        self._failures = 0
         self.generation = 0
 
     @property
@@ -59,28 +60,32 @@ class Restarts:
         """This generation ended because of ``outcome``: whether another one follows."""
         if not outcome.status or outcome.interrupted or outcome.exited:
             return False
-        if self.generation >= self.most:
+        if self._failures >= self.most:
             return False
         newest = self._checkpoint()
         if outcome.traceback and (outcome.error, newest) == (self._error, self._newest):
             self.say("the same error again, and no checkpoint in between: a restart does not help")
             return False
         self._error, self._newest = outcome.error or "", newest
-        self.generation += 1
+        self._failures += 1
         who = "" if outcome.rank is None or outcome.hang else f"rank {outcome.rank}: "
         reason = f"{who}{outcome.error}"
-        self.say(
-            f"restart {self.generation} of {self.most}, from "
-            f"{f'checkpoints/{newest}' if newest else 'the beginning'}: {reason}"
-        )
+        self._again(f"restart {self._failures} of {self.most}, from", reason, outcome.rank)
+        return True
+
+    def grow(self, host: str) -> None:
+        """Another generation follows because ``host`` is there again: that is no failure."""
+        self._again("starting again from", f"host {host} is there again", None)
+
+    def _again(self, what: str, reason: str, rank: int | None) -> None:
+        self.generation += 1
+        newest = self._checkpoint()
+        self.say(f"{what} {f'checkpoints/{newest}' if newest else 'the beginning'}: {reason}")
         if self._directory is not None and self._directory.record.is_file():
             record = Record(self._directory.record)
             with contextlib.suppress(OSError):  # a full disk must not end the run
-                record.write(
-                    Restarted(generation=self.generation, reason=reason[:2000], rank=outcome.rank)
-                )
+                record.write(Restarted(generation=self.generation, reason=reason[:2000], rank=rank))
                 record.close()
-        return True
 
     def _checkpoint(self) -> str:
         """The newest checkpoint's name; workers verify it."""
