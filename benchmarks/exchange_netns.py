@@ -1,6 +1,7 @@
 """Reducers where the network is the bottleneck: hosts in network namespaces, shaped to one rate.
 
     sudo python benchmarks/exchange_netns.py [--rate 100mbit] [--only workers|servers|nodes]
+        [--parts bench|auto] [--sizes 64KiB,…]
 
 Four workers on hosts of their own; the same with four servers on four more hosts; two nodes with
 two workers each, whose inner link is ten times as fast. Four buckets are in flight, as in a
@@ -17,6 +18,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 NET, TAG = "10.91.7", f"x{os.getpid() % 10_000}"
+SHARD = 400 << 10
 SERVER = [sys.executable, "-u", "-m", "ronde.exchange.reduction_server"]
 
 
@@ -161,18 +164,35 @@ def goodput() -> float:
 
 
 def choose(sizes: str, output: str) -> None:
-    """A worker that asks ``auto`` what it takes for gradients of each size."""
+    """A worker that asks ``auto`` what it takes for gradients of each size, and times them all."""
     import torch.distributed as dist
 
-    from ronde.exchange import Members, build_reducer, choose_reducer
+    from ronde.exchange import Exchange, Members, build_reducer, choose_reducer
+    from ronde.exchange.auto import bucket_sizes, exact_candidates, time_buckets
     from ronde.measure.bench_exchange import parse_sizes
+    from ronde.plan import parse_reducer
     from ronde.world.connect import connect
+    from ronde.world.consensus import gather_json
 
     me = connect()
     members = Members.of(me)
-    found = {n: choose_reducer(me, members, n, build_reducer)[0] for n in parse_sizes(sizes)}
+    answer: dict[str, Any] = {}
+    for n in parse_sizes(sizes):
+        chosen = choose_reducer(me, members, n, build_reducer)[0]
+        names = exact_candidates(members)
+        exchanges = {name: Exchange(build_reducer(parse_reducer(name), members)) for name in names}
+        times: dict[str, list[float]] = {name: [] for name in names}
+        for turn in range(-1, 3 if n > 8 << 20 else 15):
+            for name in names if turn % 2 else reversed(names):
+                buckets = bucket_sizes(n, exchanges[name].reducer.bucket_mib)
+                seconds = max(gather_json(me, time_buckets(exchanges[name], buckets, members)))
+                times[name] += [seconds] * (turn >= 0)
+        for exchange in exchanges.values():
+            exchange.reducer.close()
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        answer[str(n)] = {"chosen": chosen, "seconds": medians}
     if me.is_main:
-        Path(output).write_text(json.dumps(found))
+        Path(output).write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -207,6 +227,7 @@ def main() -> None:
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--sizes", default="64KiB,400KiB,1600KiB,4MiB,16MiB,64MiB")
     parser.add_argument("--only", default="workers,servers,nodes")
+    parser.add_argument("--parts", default="bench,auto")
     parser.add_argument("--stream")
     parser.add_argument("--choose", action="store_true")
     parser.add_argument("--output")
@@ -223,44 +244,52 @@ def main() -> None:
     ask = [__file__, "--choose", "--sizes", options.sizes]
     four, two = [0, 1, 2, 3], [0, 0, 1, 1]
     only = options.only.split(",")
+    parts = options.parts.split(",")
     if {"workers", "servers"} & set(only):
         with hosts(8, options.rate):
             rate = goodput()
             control = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
             print(f"links of {options.rate}: TCP ({control}) carries {rate * 8 / 1e6:.1f} Mbit/s")
-            if "workers" in only:
-                answer = workers(four, [*bench, "ring,servers"], {})
-                own = table("4 workers", answer, rate)
-                large = [size for size in own if size >= 16 << 20]
-                best = {s: 1.5 * s / rate / own[s]["ring"] for s in large}
+            if "workers" in only and "bench" in parts:
+                own = table("4 workers", workers(four, [*bench, "ring,servers"], {}), rate)
+                best = {s: 1.5 * s / rate / own[s]["ring"] for s in own if s >= 16 << 20}
                 bar("ring >= 95 % of its bound", min(best.values()) >= 0.95, _percent(best))
-                shards = [size for size in own if size >= 4 * (400 << 10)]
-                gain = {s: own[s]["ring"] / own[s]["servers"] for s in shards}
+                gain = {s: t["ring"] / t["servers"] for s, t in own.items() if s >= 4 * SHARD}
                 bar("servers >= 0.95x the ring", min(gain.values()) >= 0.95, _times(gain))
-                auto(own, workers(four, ask, {}))
+            if "workers" in only and "auto" in parts:
+                auto(workers(four, ask, {}))
             if "servers" in only:
                 with servers([4, 5, 6, 7]) as env:
-                    answer = workers(four, [*bench, "ring,servers"], env)
-                    far = table("4 workers, 4 servers on 4 more hosts", answer, rate)
-                    large = [size for size in far if size >= 16 << 20]
-                    gain = {s: far[s]["ring"] / far[s]["servers"] for s in large}
-                    bar("servers >= 1.5x the ring", min(gain.values()) >= 1.5, _times(gain))
-                    auto(far, workers(four, ask, env))
+                    if "bench" in parts:
+                        title = "4 workers, 4 servers on 4 more hosts"
+                        far = table(title, workers(four, [*bench, "ring,servers"], env), rate)
+                        large = {s: t for s, t in far.items() if s >= 16 << 20}
+                        gain = {s: t["ring"] / t["servers"] for s, t in large.items()}
+                        bar("servers >= 1.5x the ring", min(gain.values()) >= 1.5, _times(gain))
+                    if "auto" in parts:
+                        auto(workers(four, ask, env))
     if "nodes" in only:
         with hosts(2, options.rate):
             nodes_inside(options.rate, 2)
-            answer = workers(two, [*bench, "ring,hierarchical,servers"], {})
-            near = table("2 nodes × 2 workers, 10× as fast inside", answer)
-            gain = {s: t["ring"] / t["hierarchical"] for s, t in near.items()}
-            bar("hierarchical is faster than the ring", min(gain.values()) > 1.0, _times(gain))
-            auto(near, workers(two, ask, {}))
+            if "bench" in parts:
+                answer = workers(two, [*bench, "ring,hierarchical,servers"], {})
+                near = table("2 nodes × 2 workers, 10× as fast inside", answer)
+                gain = {s: t["ring"] / t["hierarchical"] for s, t in near.items()}
+                bar("hierarchical is faster than the ring", min(gain.values()) > 1.0, _times(gain))
+            if "auto" in parts:
+                auto(workers(two, ask, {}))
     return None
 
 
-def auto(rows: dict[int, dict[str, float]], chosen: dict[str, str]) -> None:
-    over = {s: t[chosen[str(s)]] / min(t.values()) for s, t in rows.items()}
-    figures = f"{_times(over)} ({', '.join(chosen.values())})"
-    bar("auto within 5 % of the best", max(over.values()) <= 1.05, figures)
+def auto(answer: dict[str, Any]) -> None:
+    """Whole gradients of each size, in the buckets of each reducer."""
+    over = {}
+    for size, row in answer.items():
+        times = row["seconds"]
+        over[int(size)] = times[row["chosen"]] / min(times.values())
+        shown = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in times.items())
+        print(f"  {int(size) / 2**20:8.3f} MiB  {shown}  auto takes {row['chosen']}")
+    bar("auto within 5 % of the best", max(over.values()) <= 1.05, _times(over))
 
 
 def _percent(values: dict[int, float]) -> str:

@@ -17,10 +17,12 @@ if SIZE == 4:  # two nodes with two workers each
     os.environ["LOCAL_WORLD_SIZE"] = "2"
 
 import ronde  # noqa: E402
-from ronde.exchange import collective  # noqa: E402
-from ronde.plan import Plan  # noqa: E402
+from ronde.exchange import Exchange, Members, build_reducer, collective, compressed  # noqa: E402
+from ronde.plan import Plan, parse_reducer  # noqa: E402
+from ronde.world.connect import connect  # noqa: E402
 
 collective.SHARD_BYTES = 0  # so that servers have several buckets in flight too
+compressed._Feedback.bucket_mib = 0.001  # and so do reducers with error feedback
 
 SAMPLES, BATCH, EPOCHS = 37, 6, 2  # the last batch has one sample: shares are uneven and empty
 
@@ -154,6 +156,32 @@ def lossy():
     # one step alone, then the mean: the mean of gradients under SGD without momentum
     one, _, _ = train("local:1")
     same_everywhere(one, "local:1")
+
+
+def types():
+    """Means are right in every type; those of 16 bits are sums in float32, rounded once."""
+    members = Members.of(connect())
+    kinds = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    for name in ("servers", "hierarchical", "ring"):
+        exchange = Exchange(build_reducer(parse_reducer(name), members))
+        flats, means = [], []
+        for dtype in kinds:
+            for n in (1, 3, 1000, 100_003):
+                g = torch.Generator().manual_seed(n)
+                everyone = torch.randn(SIZE, n, generator=g, dtype=torch.float64).to(dtype)
+                if dtype == torch.float16:
+                    everyone *= 60_000 / everyone.abs().max()  # a sum would be infinite
+                means.append(everyone.to(torch.float64).mean(0).to(dtype))
+                flats.append(everyone[RANK].clone())
+        for future in [exchange.average(flat, i) for i, flat in enumerate(flats)]:
+            future.wait()
+        exchange.check()
+        for flat, mean in zip(flats, means, strict=True):
+            if flat.itemsize > 2:
+                torch.testing.assert_close(flat, mean)
+            elif name != "ring" or SIZE == 2:  # gloo itself adds in 16 bits
+                assert torch.equal(flat, mean), (name, flat.dtype, flat.numel())
+        exchange.reducer.close()
 
 
 def feedback():

@@ -24,13 +24,21 @@ WORKER = TESTS / "exchange_worker.py"
 
 @pytest.mark.parametrize(
     ("workers", "parts"),
-    [(2, ["exact", "lossy", "feedback", "noise"]), (4, ["exact", "lossy"] if ALL else ["exact"])],
+    [
+        (2, ["exact", "types", "lossy", "feedback", "noise"]),
+        (4, ["exact", "types", "lossy"] if ALL else ["exact", "types"]),
+    ],
 )
 def test_reducers_against_one_process(tmp_path, workers, parts):
     env = {"RONDE_STATE": str(tmp_path / "state")}
     done = python(forked(WORKER, workers, *parts)[1:], tmp_path, timeout=170, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "DONE" in done.stdout
+
+
+def test_gradients_of_every_type_on_servers(tmp_path):
+    said = launch(tmp_path, "-n", "2", "--servers", "2", str(WORKER), "types")
+    assert "DONE" in said, said
 
 
 # 12 steps in 2 epochs; a run that stops at STOP has its last checkpoint at step 3 or 6

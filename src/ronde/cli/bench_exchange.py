@@ -147,6 +147,7 @@ def _size(n: int) -> str:
 
 
 def _show(answer: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -157,18 +158,22 @@ def _show(answer: dict[str, Any]) -> None:
     table = Table(
         title=f"{answer['workers']} workers on {where}: milliseconds (bus MB/s)",
         title_justify="left",
+        box=SIMPLE_HEAD,  # nine sizes fit into 80 columns
+        padding=0,
     )
-    table.add_column("bucket", justify="right")
+    table.add_column("reducer", no_wrap=True)
+    for size in by_size:
+        table.add_column(_size(size), justify="right")
+    fastest = {size: min(r["seconds"] for r in rows.values()) for size, rows in by_size.items()}
     for name in names:
-        table.add_column(name, justify="right")
-    for size, rows in by_size.items():
-        best = min(row["seconds"] for row in rows.values())
         cells = []
-        for name in names:
+        for size, rows in by_size.items():
             row = rows[name]
-            text = f"{row['seconds'] * 1e3:.3g} ({row['bus_bytes_per_second'] / 1e6:,.0f})"
-            cells.append(Text(text, style="bold" if row["seconds"] == best else ""))
-        table.add_row(_size(size), *cells)
+            ms, bus = row["seconds"] * 1e3, row["bus_bytes_per_second"] / 1e6
+            text = f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
+            text += f" ({bus:,.0f})"
+            cells.append(Text(text, style="bold" if row["seconds"] == fastest[size] else ""))
+        table.add_row(name, *cells)
     console = Console()
     console.print(table)
     for name, why in answer["skipped"].items():

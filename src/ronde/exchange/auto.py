@@ -20,7 +20,7 @@ from ronde.plan.reducers import ReducerChoice, parse_reducer
 from ronde.world import World
 from ronde.world.consensus import broadcast_json, gather_json
 
-__all__ = ["choose_reducer", "exact_candidates", "time_buckets"]
+__all__ = ["bucket_sizes", "choose_reducer", "exact_candidates", "time_buckets"]
 
 _ROUNDS = 3
 _MOST_BYTES = 100 << 20  # of gradients that a measurement exchanges
@@ -53,7 +53,7 @@ def time_buckets(exchange: Exchange, sizes: Sequence[int], members: Members) -> 
     return time.perf_counter() - start
 
 
-def _bucket_sizes(total: int, bucket_mib: float) -> list[int]:
+def bucket_sizes(total: int, bucket_mib: float) -> list[int]:
     """The sizes of the buckets of a gradient, as many as are worth a measurement."""
     most = int(bucket_mib * 2**20)
     total = min(total, max(_MOST_BYTES, most))
@@ -105,7 +105,7 @@ def _measure(me: World, members: Members, total: int, build: Build) -> dict[str,
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(_ROUNDS + 1):  # in turns, so that drift meets all; the first warms up
         for name, exchange in exchanges.items():
-            sizes = _bucket_sizes(total, exchange.reducer.bucket_mib)
+            sizes = bucket_sizes(total, exchange.reducer.bucket_mib)
             seconds = max(gather_json(me, time_buckets(exchange, sizes, members)))
             if turn:
                 times[name].append(seconds)

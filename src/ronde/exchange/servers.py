@@ -102,10 +102,12 @@ class _Shards:
 class _Server:
     """The connection to one server, and a thread that receives from it."""
 
-    def __init__(self, number: int, places: str, hello: bytes, owner: Servers) -> None:
+    def __init__(self, number: int, at: str, hello: bytes, owner: Servers) -> None:
         self._owner, self._number = owner, number
         self.window = threading.Semaphore(_CHUNKS_OUT)
-        self.name = f"reduction server {number + 1} at {places.replace('|', ' or ')}"
+        host, _, places = at.rpartition("=")
+        shown = places.replace("|", " or ")
+        self.name = f"reduction server {number + 1} on {f'{host} ({shown})' if host else shown}"
         self._socket = self._connect(places)
         self._socket.sendall(hello)
         threading.Thread(target=self._receive, name="exchange", daemon=True).start()

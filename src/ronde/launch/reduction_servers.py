@@ -6,6 +6,7 @@ import contextlib
 import json
 import queue
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -142,7 +143,7 @@ class ReductionServers:
                 )
             if self._away:
                 found = [place for place in found if not place.startswith("127.")]
-            self._places[i] = "|".join(found)
+            self._places[i] = f"{server.name}={'|'.join(found)}"
         if not self._commands:
             return {}
         return {"RONDE_SERVERS": " ".join(self._places), "RONDE_SERVERS_TOKEN": self._token}
@@ -156,7 +157,7 @@ def _commands(
         if not 0 < int(asked) <= 64:
             raise ArgumentError(f"--servers {asked}: expected 1 to 64 servers, or hosts.")
         here = [sys.executable, *module, "--listen", "0.0.0.0" if away else "127.0.0.1"]
-        return [("this machine", here)] * int(asked)
+        return [(socket.gethostname(), here)] * int(asked)
     hosts: Sequence[Host] = parse_hosts(asked, "--servers")
     if slots := [host.name for host in hosts if host.slots is not None]:
         raise ArgumentError(f"--servers {asked}: {slots[0]} has a number. A host is one server.")

@@ -1,0 +1,104 @@
+"""Reduction servers on hosts of their own: the same weights, and lost servers by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from lab import lab, missing
+from processes import child, ronde, ronde_run
+from sampling import long
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+TRAIN = """
+import sys, time, torch, torch.nn.functional as F, ronde
+from torch.utils.data import TensorDataset
+g = torch.Generator().manual_seed(0)
+data = TensorDataset(torch.randn(48, 6, generator=g), torch.randint(3, (48,), generator=g))
+torch.manual_seed(3)
+model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+run = ronde.distribute(
+    model, optimizer, data, loss=F.cross_entropy, batch_size=8, save_every=3, async_save=False
+)
+for epoch in run.epochs(2):
+    for batch in run.batches():
+        run.step(batch)
+        if run.state.step == 4:
+            print("TRAINING", flush=True)
+        time.sleep(float(sys.argv[2]))
+run.export(sys.argv[1])
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("servers")
+    (folder / "train.py").write_text(TRAIN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hosts(place):
+    with lab(place / "lab", 3) as made:
+        yield made
+
+
+def with_servers(hosts) -> list[str]:
+    """Two workers on the first host, a server on each of the others."""
+    first, *others = hosts.names
+    ssh = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:2"]
+    return [*ssh, "--servers", ",".join(others)]
+
+
+def server_on(hosts, name: str) -> str:
+    """The process id of the server, as its host counts."""
+    return hosts.ssh(name, "pgrep -f 'ronde.exchange.reduction_serve[r]' | head -1").strip()
+
+
+def test_a_dead_server_is_named_and_started_again(hosts, place):
+    """The weights are those of the ring."""
+    done = ronde_run(["run", "-n", "2", "train.py", "ring.st", "0"], place)
+    assert done.returncode == 0, done.stderr
+    words = [*with_servers(hosts), "--restarts", "1", "--no-spares", "--name", "dead"]
+    with child(ronde("run", *words, "train.py", "dead.st", "0.1"), place) as running:
+        running.wait_for("TRAINING", 60)
+        hosts.ssh(hosts.names[2], f"kill -9 {server_on(hosts, hosts.names[2])}")
+        done = running.done(90)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "restart 1 of 1" in said, said
+    assert f"reduction server 2 on {hosts.names[2]}" in said, said
+    ring, found = (load_file(place / f"{name}.st") for name in ("ring", "dead"))
+    assert all((ring[k] - found[k]).abs().max() <= 1e-6 for k in ring)
+    assert not [name for name in hosts.names[1:] if server_on(hosts, name)]
+
+
+def test_bench_between_hosts_and_servers(hosts, place):
+    first, second, third = hosts.names
+    words = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:1,{second}:1"]
+    words += ["--servers", third, "--sizes", "4KiB,64KiB", "--reducers", "ring,servers", "--json"]
+    done = ronde_run(["bench", "exchange", *words], place, 90)
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["hosts"] == [first, second] and answer["workers"] == 2
+    assert {(row["reducer"], row["bytes"]) for row in answer["rows"]} == {
+        (name, size) for name in ("ring", "servers") for size in (4096, 65536)
+    }
+
+
+@long
+def test_a_host_of_a_server_that_is_lost_ends_the_run(hosts, place):
+    """The last test: its host stays down."""
+    lost = hosts.names[2]
+    words = [*with_servers(hosts), "--restarts", "1", "--no-spares", "--name", "lost"]
+    with child(ronde("run", *words, "train.py", "lost.st", "0.3"), place) as running:
+        running.wait_for("TRAINING", 60)
+        hosts.lose(lost)
+        done = running.done(90)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode != 0 and f"reduction server 2 on {lost}" in said, said
+    assert f"no reduction server came up on {lost}" in said, said
+    assert not server_on(hosts, hosts.names[1])
