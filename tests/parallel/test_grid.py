@@ -93,6 +93,8 @@ def test_the_same_training_or_refused_by_name(packages, tmp_path):
         text = REFUSED.get((row["model"], row["plan"]))
         if text is not None:
             right = row["outcome"] == "refused" and text in row["text"]
+        elif row["outcome"] == "refused" and not ALL:
+            right = EITHER.get((row["model"], row["plan"]), "\0") in row["text"]
         else:
             right = row["outcome"] in (("exact", "refused") if ALL else ("exact",))
         wrong += [] if right else [row]
