@@ -1,20 +1,24 @@
 """Plant faults in trainings: each goes on, exact to the sample, or says why it does not.
 
-    sudo python benchmarks/faults.py [--only kill,stop] [--plans replicate,tensor=2] [--speed 20]
+    sudo python benchmarks/faults.py [--only kill,stop] [--plans replicate,tensor=2]
+    sudo python benchmarks/faults.py --speed 20 | --soak 30 | --cost 5
 
 Every fault comes at a random step, under every plan. At the end, weights are compared with those of
 a training that nothing disturbed, and every sample must have been trained once in each epoch: the
-last time that a step was taken counts. No process may be left. ``--speed N`` kills a worker N times
-instead and measures the time to the next step, with and without spares; likewise stopped workers.
+last time that a step was taken counts. No process may be left. ``--speed N`` plants each fault N
+times instead and measures the time to the next step; ``--soak`` plants a random one every 30
+seconds in 4 workers on 2 hosts; ``--cost`` compares runs with ``--restarts`` and without.
 Faults of hosts need root, ssh and namespaces (``tests/lab.py``); without, they are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -24,20 +28,33 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from faults_job import Samples, parts  # noqa: E402
 from lab import lab, missing  # noqa: E402
 from processes import Child, child, ronde  # noqa: E402
 
 JOB = str(Path(__file__).with_name("faults_job.py"))
 PLANS = ["replicate", "shard=parameters", "pipeline=2", "tensor=2"]
 EPOCHS, SAMPLES, STEPS = 3, 96, 12  # steps of an epoch
+
+
+class Step(NamedTuple):
+    """A line of the job's log."""
+
+    when: float
+    step: int
+    rank: int
+    pid: int
+    generation: str
+    ids: list[int]
 
 
 class Training:
@@ -48,36 +65,52 @@ class Training:
         self.out = folder / name
         self.run = folder / "runs" / name
         self.where = ["-n", str(workers)]
+        self._rows: list[Step] = []
+        self._read = 0
         if hosts is not None:
             named = ",".join(f"{host}:{workers // hosts.count}" for host in hosts.names)
             self.where = ["--hosts", named, "--ssh-config", str(hosts.ssh_config)]
 
-    def line(self, *options: str, pause: float = 0.1) -> list[str]:
+    def line(
+        self, *options: str, pause: float = 0.1, epochs: int = EPOCHS, on_nan: str = "error"
+    ) -> list[str]:
         named = ["--name", self.name, "--plan", self.plan, *self.where, *options]
-        return ronde("run", "-q", *named, JOB, str(self.out), str(EPOCHS), str(pause))
+        return ronde("run", "-q", *named, JOB, str(self.out), str(epochs), str(pause), on_nan)
 
-    def steps(self) -> list[tuple[float, int, int, int, str, list[int]]]:
-        """Time, step, rank, process, generation and samples of each step; whole lines only."""
-        try:
-            lines = Path(f"{self.out}.steps").read_text().split("\n")[:-1]
-        except OSError:
-            return []
-        rows = [line.split() for line in lines]
-        return [
-            (float(t), int(s), int(r), int(p), g, [*map(int, ids)]) for t, s, r, p, g, *ids in rows
-        ]
+    def steps(self) -> list[Step]:
+        """Every step that was taken, as far as it is known by now."""
+        with suppress(OSError), open(f"{self.out}.steps") as file:
+            file.seek(self._read)
+            whole = file.read().rpartition("\n")[0]
+            self._read += len(whole) + 1 if whole else 0
+            for t, s, r, p, g, *ids in map(str.split, whole.splitlines()):
+                self._rows.append(Step(float(t), int(s), int(r), int(p), g, [*map(int, ids)]))
+        return self._rows
+
+    def newest(self) -> dict[int, Step]:
+        """Rank -> the last step of those that have trained last."""
+        rows = self.steps()[-50:]
+        return {row.rank: row for row in rows if row.generation == rows[-1].generation}
+
+    def taken(self) -> dict[int, list[int]]:
+        """Step -> its samples, of the last generation that took it."""
+        found: dict[int, tuple[str, set[int]]] = {}
+        for row in self.steps():
+            if found.get(row.step, ("",))[0] != row.generation:
+                found[row.step] = row.generation, set()
+            found[row.step][1].update(row.ids)
+        return {step: sorted(ids) for step, (_, ids) in found.items()}
 
     def wait(self, step: int, began: Child, seconds: float = 90.0) -> None:
         limit = time.time() + seconds
-        while not any(row[1] >= step for row in self.steps()):
+        while not any(row.step >= step for row in self.steps()[-50:]):
             if time.time() > limit or began.process.poll() is not None:
                 raise AssertionError(f"no step {step}: {began.stdout}{began.stderr}")
             time.sleep(0.02)
 
     def worker(self) -> int:
         """A process that has trained last."""
-        newest = {rank: pid for _, _, rank, pid, _, _ in self.steps()}
-        return random.choice(list(newest.values()))
+        return random.choice([row.pid for row in self.newest().values()])
 
     def checkpoint(self) -> Path:
         return max((self.run / "checkpoints").glob("step-*"))
@@ -92,14 +125,10 @@ class Training:
         worst = max(float((found[n] - w).abs().max()) for n, w in weights.items())
         if worst > atol:
             return f"weights differ by {worst:.1e}"
-        taken: dict[int, tuple[str, set[int]]] = {}  # step -> its newest generation, its samples
-        for _, step, _, _, generation, ids in self.steps():
-            if taken.get(step, ("",))[0] != generation:
-                taken[step] = generation, set()
-            taken[step][1].update(ids)
+        taken = self.taken()
         for epoch in range(EPOCHS):
             steps = range(epoch * STEPS + 1, (epoch + 1) * STEPS + 1)
-            every = sorted(i for step in steps for i in taken[step][1])
+            every = sorted(i for step in steps for i in taken[step])
             if every != list(range(SAMPLES)):
                 return (
                     f"epoch {epoch + 1} has {len(every)} samples, {len(set(every))} of them apart"
@@ -133,7 +162,11 @@ def flip(training: Training, began: Child) -> None:
 
 
 def nan(training: Training, began: Child) -> None:
-    Path(f"{training.out}.nan").touch()
+    Path(f"{training.out}.nan-once").touch()
+
+
+def bit(training: Training, began: Child) -> None:
+    Path(f"{training.out}.bit").touch()
 
 
 def leave(training: Training, began: Child) -> None:
@@ -144,40 +177,100 @@ def launcher(training: Training, began: Child) -> None:
     os.kill(began.pid, signal.SIGKILL)
 
 
-HERE: dict[str, tuple[str, Fault, int]] = {
-    "kill": ("kill -9 of a worker", kill, 0),
-    "stop": ("SIGSTOP of a worker", stop, 0),
-    "truncate": ("newest checkpoint cut in half, kill -9", truncate, 0),
-    "flip": ("one bit flipped in the newest checkpoint, kill -9", flip, 0),
-    "nan": ("a NaN loss on one rank, once", nan, 0),
-    "leave": ("SIGTERM, then --resume", leave, 75),
-    "launcher": ("launcher killed, then --resume", launcher, -9),
+def nothing(training: Training, began: Child) -> None:
+    """The fault is in the data."""
+
+
+class Case(NamedTuple):
+    """A fault on one machine."""
+
+    words: str
+    plant: Fault
+    status: int = 0  # with which the run ends; it is resumed then
+    says: str = ""  # what it says, or what the record has
+    on_nan: str = "error"
+    sizes: tuple[int, int] = (2, 2)  # workers, and workers after the resume
+    bad: int = 0  # the step whose loss is NaN, each time that it comes
+    replicas: bool = False  # whether only replicas can notice it
+    restarts: int | None = 1
+
+
+DAMAGE = "is damaged|is incomplete|cannot be read"
+LEFT = "asked to leave by SIGTERM: it has left after step"
+HERE = {
+    "kill": Case("kill -9 of a worker", kill, says=r"killed by signal 9 \(SIGKILL\)"),
+    "stop": Case("SIGSTOP of a worker", stop, says=r"a signal \(SIGSTOP\) has stopped it"),
+    "truncate": Case("newest checkpoint cut in half, kill -9", truncate, says=DAMAGE),
+    "flip": Case("a bit flipped in the newest checkpoint, kill -9", flip, says=DAMAGE),
+    "bit": Case(
+        "a bit flipped in a replica's weights",
+        bit,
+        says=r"rank 1\b.*(0\.weight|0\.bias)|(0\.weight|0\.bias).*rank 1\b",
+        replicas=True,
+    ),
+    "nan": Case("a NaN loss on one rank, once", nan, says="the loss is nan"),
+    "skip": Case(
+        "a NaN batch, on_nan=skip", nothing, says='"skip"', on_nan="skip", bad=17, restarts=0
+    ),
+    "rollback": Case(
+        "a NaN loss, once, on_nan=rollback", nan, says='"rollback"', on_nan="rollback", restarts=0
+    ),
+    "leave": Case("SIGTERM, then --resume", leave, 75, LEFT),
+    "shrink": Case("3 workers, SIGTERM, --resume with 2", leave, 75, LEFT, sizes=(3, 2)),
+    "grow": Case("2 workers, SIGTERM, --resume with 3", leave, 75, LEFT, sizes=(2, 3)),
+    "launcher": Case("launcher killed, then --resume", launcher, -9),
 }
-"""Name -> words, what plants it, and the status with which the run ends; it is resumed then."""
 
 
-def disturbed(training: Training, fault: Fault, status: int, weights: Any) -> dict[str, Any]:
+def sized(plan: str, workers: int) -> str:
+    """The plan for another number of workers."""
+    return plan.replace("=2", f"={workers}")
+
+
+def disturbed(training: Training, case: Case, weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Plant one fault and see what comes of it."""
-    told: dict[str, Any] = {"fault": "", "plan": training.plan, "ok": False, "seconds": None}
-    with child(training.line("--restarts", "3"), training.folder) as began:
+    plan, (before, after) = training.plan, case.sizes
+    told: dict[str, Any] = {"fault": "", "plan": plan, "ok": False, "seconds": None}
+    if case.bad:
+        Path(f"{training.out}.nan").write_text(str(case.bad))
+    training.plan, training.where = sized(plan, before), ["-n", str(before)]
+    line = training.line("--restarts", "3", on_nan=case.on_nan)
+    with child(line, training.folder) as began:
         training.wait(random.randint(STEPS // 2, 2 * STEPS), began)
         planted = time.time()
-        fault(training, began)
+        case.plant(training, began)
         done = began.done(120)
-    if done.returncode != status:
-        return {**told, "why": f"status {done.returncode}: {done.stderr[-300:]}"}
-    if status:
+    said = done.stderr + (training.run / "record.jsonl").read_text()
+    if done.returncode != case.status:
+        return {**told, "why": f"status {done.returncode}: {done.stderr[-500:]}"}
+    if not re.search(case.says, said):
+        return {**told, "why": f"did not say {case.says!r}: {done.stderr[-500:]}"}
+    if case.status:
+        training.plan, training.where = sized(plan, after), ["-n", str(after)]
         with child(training.line("--resume"), training.folder) as began:
             done = began.done(120)
         if done.returncode:
-            return {**told, "why": f"resumed: {done.stderr[-300:]}"}
-    elif not training.events("restart"):
-        return {**told, "why": "no restart was recorded"}
-    after = [e["time"] for e in training.events("resume") if e["time"] > planted]
-    steps = [when for when, *_ in training.steps() if after and when > after[0]]
-    wrong = training.check(weights, 1e-12)
-    seconds = round(steps[0] - planted, 2) if steps and not status else None
+            return {**told, "why": f"resumed: {done.stderr[-500:]}"}
+    elif len(training.events("restart")) != case.restarts:
+        return {**told, "why": f"{len(training.events('restart'))} restarts: {done.stderr[-500:]}"}
+    resumed = [e["time"] for e in training.events("resume") if e["time"] > planted]
+    steps = [row.when for row in training.steps() if resumed and row.when > resumed[0]]
+    wrong = training.check(weights, 1e-12 if before == after else 1e-10)
+    seconds = round(steps[0] - planted, 2) if steps and not case.status else None
     return {**told, "ok": not wrong, "why": wrong, "seconds": seconds}
+
+
+def without(order: dict[int, list[int]], step: int) -> dict[str, torch.Tensor]:
+    """Weights after a plain loop over the same samples that leaves one step out."""
+    model, optimizer, loss = parts()
+    data = Samples()
+    for at in sorted(order):
+        if at != step:
+            _, x, y = torch.utils.data.default_collate([data[i] for i in order[at]])
+            optimizer.zero_grad()
+            loss(model(x), y).backward()
+            optimizer.step()
+    return dict(model.state_dict())
 
 
 def full_disk(folder: Path, plan: str, weights: Any) -> dict[str, Any]:
@@ -195,7 +288,7 @@ def full_disk(folder: Path, plan: str, weights: Any) -> dict[str, Any]:
                     file.write(b"0" * 4096)
             done = began.done(120)
         told = {"plan": plan, "seconds": None, "ok": False}
-        if done.returncode == 0 or "No space left" not in done.stderr:
+        if done.returncode == 0 or "No space left" not in done.stderr:  # though under -q
             return {**told, "why": f"status {done.returncode}: {done.stderr[-300:]}"}
         filler.unlink()
         with child(training.line("--resume"), small) as began:
@@ -209,15 +302,14 @@ def full_disk(folder: Path, plan: str, weights: Any) -> dict[str, Any]:
 
 def on_hosts(folder: Path, hosts: Any, kind: str, plan: str, weights: Any) -> dict[str, Any]:
     """Lose an agent, a host or a cable; 4 workers on 2 hosts go on with what is there."""
-    first, second = hosts.names
+    second = hosts.names[1]
     training = Training(folder, f"{kind}-{plan}".replace("=", "-"), plan, 4, hosts)
     told: dict[str, Any] = {"plan": plan, "ok": False, "seconds": None}
-    with child(training.line("--restarts", "4", pause=0.3), folder) as began:
+    with child(training.line("--restarts", "1", pause=0.7), folder) as began:
         training.wait(random.randint(STEPS // 2, STEPS), began)
         planted = time.time()
         if kind == "agent":
-            newest = {rank: pid for _, _, rank, pid, _, _ in training.steps()}
-            hosts.ssh(second, f"kill -9 $(ps -o ppid= -p {newest[3]})")
+            hosts.ssh(second, f"kill -9 $(ps -o ppid= -p {training.newest()[3].pid})")
         elif kind == "cable":
             hosts.cut(second)
         else:
@@ -226,7 +318,7 @@ def on_hosts(folder: Path, hosts: Any, kind: str, plan: str, weights: Any) -> di
         while "going on with" not in began.stderr and time.time() < limit:
             time.sleep(0.05)
         restarted = time.time()
-        while not (later := [s for s in training.steps() if s[0] > restarted]):
+        while not (later := [s for s in training.steps() if s.when > restarted]):
             if time.time() > limit:
                 break
             time.sleep(0.05)
@@ -234,42 +326,171 @@ def on_hosts(folder: Path, hosts: Any, kind: str, plan: str, weights: Any) -> di
             hosts.heal(second)
         elif kind == "host":
             hosts.boot(second)
-        if kind != "agent":  # once more, so that the host is taken in again
-            hosts.ssh(first, f"kill -9 {later[-1][3]}")
-        done = began.done(150)
+        while len(training.newest()) < 4 and began.process.poll() is None and time.time() < limit:
+            time.sleep(0.1)
+        Path(f"{training.out}.pause").write_text("0")
+        done = began.done(90)
     if done.returncode:
         return {**told, "why": f"status {done.returncode}: {done.stderr[-400:]}"}
     sizes = [e["workers"] for e in training.events("start")]
-    if sizes != ([4, 4] if kind == "agent" else [4, 2, 4]):
+    if sizes != [4, 2, 4]:
         return {**told, "why": f"workers {sizes}: {done.stderr[-400:]}"}
     wrong = training.check(weights, 1e-10)
-    return {**told, "ok": not wrong, "why": wrong, "seconds": round(later[0][0] - planted, 2)}
+    return {**told, "ok": not wrong, "why": wrong, "seconds": round(later[0].when - planted, 2)}
 
 
 def speed(folder: Path, count: int, plant: Fault, spares: str) -> list[float]:
     """Seconds from a fault to the next step, of ``count`` faults in one run."""
     name = f"speed-{plant.__name__}{spares}"
     training = Training(folder, name, "replicate")
-    global EPOCHS
-    before, EPOCHS = EPOCHS, 100_000
-    line = training.line("--restarts", str(count), spares, pause=0.01)
-    EPOCHS = before
+    line = training.line("--restarts", str(count), spares, pause=0.01, epochs=100_000)
     found = []
     with child(line, folder) as began:
         for _ in range(count):
-            known = {row[3] for row in training.steps()}
             training.wait(6, began)
             time.sleep(random.uniform(0.5, 1.5))
             planted = time.time()
             plant(training, began)
-            seen = {row[3] for row in training.steps()}
-            while not (new := [s for s in training.steps()[-50:] if s[3] not in seen]):
-                assert time.time() < planted + 60, began.stderr
-                time.sleep(0.01)
-            found.append(new[0][0] - planted)
-            assert known <= seen
+            found.append(_after(training, planted, began) - planted)
         began.kill()
     return found
+
+
+def _after(training: Training, when: float, began: Child, seconds: float = 60.0) -> float:
+    """When the first step of a new generation was taken after a time."""
+    before = {row.generation for row in training.steps()[-200:] if row.when <= when}
+    while time.time() < when + seconds and began.process.poll() is None:
+        for row in training.steps()[-200:]:
+            if row.when > when and row.generation not in before:
+                return row.when
+        time.sleep(0.02)
+    raise AssertionError(f"no step in {seconds} s:\n{began.stderr[-2000:]}")
+
+
+def _agents(hosts: Any) -> list[psutil.Process]:
+    """The agents on hosts."""
+    found = []
+    for name in hosts.names:
+        with suppress(psutil.Error):
+            for process in psutil.Process(hosts.pids[name]).children(recursive=True):
+                words = process.cmdline()
+                if "ronde.launch.node" in words and words[0] == sys.executable:
+                    found.append(process)
+    return found
+
+
+def _workers(agents: list[psutil.Process]) -> list[psutil.Process]:
+    """Their workers, under the process ids of this machine, which are others than their own."""
+    found = []
+    for agent in agents:
+        for process in agent.children():
+            with suppress(OSError, psutil.Error):  # the warm process has a socket there
+                if Path(f"/proc/{process.pid}/fd/0").readlink() == Path(os.devnull):
+                    found.append(process)
+    return found
+
+
+def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> dict[str, Any]:
+    """A random fault every so many seconds; 4 workers on 2 hosts."""
+    kinds = ["kill", "agent", "host", "stop", "cable"]
+    calm = Training(folder, "calm", plan, 4, hosts)
+    rates = []
+
+    def undisturbed() -> None:
+        words = ["--restarts", "1", *(["--resume"] if rates else [])]
+        with child(calm.line(*words, epochs=100_000), folder) as began:
+            calm.wait(len(calm.taken()) + 20, began)
+            time.sleep(min(60.0, 15.0 * minutes))
+            rows = [row for row in calm.steps() if row.generation == calm.steps()[-1].generation]
+            rates.append((rows[-1].step - rows[20].step) / (rows[-1].when - rows[20].when))
+
+    undisturbed()
+    training = Training(folder, "soak", plan, 4, hosts)
+    lost: dict[str, list[float]] = {kind: [] for kind in kinds}
+    looks: list[tuple[float, int, int, int, int]] = []
+    marks: list[tuple[float, int, str]] = []  # time, step, fault
+    with child(training.line("--restarts", "100000", epochs=100_000), folder) as began:
+        training.wait(1, began)
+        start = training.steps()[0].when
+        launcher = psutil.Process(began.pid)
+        while (left := start + 60 * minutes - time.time()) > every:
+            time.sleep(random.uniform(0.7, 1.3) * every - (time.time() - start) % 1)
+            limit = time.time() + 60
+            while len(training.newest()) < 4 and time.time() < limit:  # a host is on its way back
+                time.sleep(0.2)
+            agents = [agent for agent in _agents(hosts) if agent.is_running()]
+            looks.append(
+                (
+                    round(time.time() - start),
+                    launcher.memory_info().rss >> 10,
+                    launcher.num_fds(),
+                    max((agent.memory_info().rss >> 10 for agent in agents), default=0),
+                    max((agent.num_fds() for agent in agents), default=0),
+                )
+            )
+            kind = random.choice(kinds)
+            victim = random.choice(hosts.names)
+            planted = time.time()
+            marks.append((planted, max(row.step for row in training.newest().values()), kind))
+            if kind == "kill":
+                random.choice(_workers(agents)).kill()
+            elif kind == "stop":
+                random.choice(_workers(agents)).suspend()
+            elif kind == "agent":
+                random.choice(agents).kill()
+            elif kind == "host":
+                hosts.lose(victim)
+            else:
+                hosts.cut(victim)
+            took = _after(training, planted, began) - planted
+            lost[kind].append(round(took, 2))
+            if kind == "host":
+                hosts.boot(victim)
+            elif kind == "cable":
+                hosts.heal(victim)
+            told = f"{time.time() - start:6.0f} s: {kind:<6}{took:6.2f} s, "
+            print(f"{told}{looks[-1]}", flush=True)
+        time.sleep(max(0.0, left))
+        seconds = time.time() - start
+        os.kill(began.pid, signal.SIGTERM)
+        done = began.done(60)
+    print(done.stderr, flush=True)
+    assert done.returncode == 75
+    taken = training.taken()
+    last = max(taken)
+    undisturbed()
+    # The same steps, undisturbed on two workers, and the disturbed run to the same end.
+    epochs = last // STEPS + 1
+    plain = Training(folder, "plain", "replicate")
+    training.where = plain.where
+    for each, option in ((plain, []), (training, ["--resume"])):
+        words = each.line(*option, pause=0.0, epochs=epochs)
+        with child(words, folder, {"SAVE_EVERY": "100000"}) as began:
+            done = began.done(600)
+            assert done.returncode == 0, done.stderr[-2000:]
+    wanted = plain.taken()
+    rate = statistics.mean(rates)
+    parts: dict[str, list[float]] = {}  # fault -> seconds that it and its like have cost
+    for (begun, first, kind), (ended, second, _) in itertools.pairwise(marks):
+        parts.setdefault(kind, []).append(ended - begun - (second - first) / rate)
+    order = sum(wanted[step] != training.taken().get(step) for step in wanted)
+    found, weights = load_file(training.out), load_file(plain.out)
+    return {
+        "plan": plan,
+        "minutes": minutes,
+        "faults": sum(map(len, lost.values())),
+        "seconds to the next step": lost,
+        "steps": last,
+        "steps a second, undisturbed": rates,
+        "part of the undisturbed run's samples": last / (seconds * rate),
+        "seconds that one costs": {kind: statistics.mean(cost) for kind, cost in parts.items()},
+        "steps whose samples differ": order,
+        "largest difference of a weight": max(
+            float((found[name] - weight).abs().max()) for name, weight in weights.items()
+        ),
+        "looks": looks,
+        "restarts": len(training.events("restart")),
+    }
 
 
 def main() -> None:
@@ -277,6 +498,8 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--speed", type=int, default=0)
+    parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
+    parser.add_argument("--every", type=float, default=30.0, help="seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -286,7 +509,12 @@ def main() -> None:
     answer: dict[str, Any] = {"matrix": [], "speed": {}}
     with tempfile.TemporaryDirectory(prefix="ronde-faults-") as text:
         folder = Path(text)
-        if options.speed:
+        if options.soak:
+            with lab(folder / "lab", 2) as hosts:
+                plan = options.plans.split(",")[0]
+                answer["soak"] = soak(folder, hosts, options.soak, options.every, plan)
+            print(json.dumps(answer["soak"], indent=1), flush=True)
+        elif options.speed:
             for plant, spares in ((kill, "--spares"), (kill, "--no-spares"), (stop, "--spares")):
                 if plant.__name__ in only:
                     found = speed(folder, options.speed, plant, spares)
@@ -323,15 +551,16 @@ def _matrix(folder: Path, only: list[str], plans: list[str], rows: list[Any]) ->
             note(words, {"plan": plan, "ok": False, "seconds": None, "why": f"{error}"[-500:]})
 
     for plan in plans:
-        for name, (words, fault, status) in HERE.items():
-            if name in only:
+        for name, case in HERE.items():
+            if name in only and not (case.replicas and plan != "replicate"):
                 own = Training(folder, f"{name}-{plan}".replace("=", "-"), plan)
-                guarded(words, plan, lambda o=own, f=fault, s=status: disturbed(o, f, s, weights))
+                wanted = without(training.taken(), case.bad) if case.bad else weights
+                guarded(case.words, plan, lambda o=own, c=case, w=wanted: disturbed(o, c, w))
         if "full" in only and os.geteuid() == 0:
             guarded("disk full, then --resume", plan, lambda p=plan: full_disk(folder, p, weights))
     words = {
-        "agent": "agent of a host killed",
-        "host": "host lost, back at the next restart (4, 2, 4 workers)",
+        "agent": "agent of a host killed (4, 2, 4 workers)",
+        "host": "host lost, and back (4, 2, 4 workers)",
         "cable": "cable cut and healed (4, 2, 4 workers)",
     }
     if missing() or not set(words) & set(only):

@@ -43,12 +43,12 @@ __all__ = ["Fleet", "environment_for"]
 
 _ANSWER_SECONDS = 25.0
 _SILENCE_SECONDS = 10.0
+_SHORT_SILENCE_SECONDS = 3.5  # where others go on without a host: to be wrong costs a restart
 _PING_SECONDS = 1.0
 _STOP_SECONDS = 2.5
 _FRESH_SECONDS = 4.0
 _COME_BACK_SECONDS = 60.0
 _CALL_SECONDS = 5.0  # from one call to lost hosts to the next, while the others train
-_REFUSED_SECONDS = 3.0  # who takes longer to end did not answer
 _LINES = 20
 _PART = 3 << 20
 
@@ -90,7 +90,6 @@ class _Link:
         self.closed = False
         self.facts: Facts | None = None
         self.silent = ""
-        self.begun = time.monotonic()
         self._silence: Silence | None = None
         try:
             self.process = subprocess.Popen(
@@ -148,12 +147,12 @@ class _Link:
                 self.process.stdin.flush()
             self._lock.release()
 
-    def look(self) -> None:
-        """Give the agent up if nothing has come from it for long."""
-        if self._silence is None or self.silent or self._silence.seconds() < _SILENCE_SECONDS:
+    def look(self, longest: float) -> None:
+        """Give the agent up if nothing has come from it for so long."""
+        if self._silence is None or self.silent or self._silence.seconds() < longest:
             return
         self.silent = (
-            f"nothing came from it for {_SILENCE_SECONDS:.0f} s. Its network or the machine itself "
+            f"nothing came from it for {longest:g} s. Its network or the machine itself "
             "is down, or it is too busy to answer"
         )
         self._kill()
@@ -205,13 +204,12 @@ class Fleet:
         self._hosts, self._engine, self._say = list(hosts), engine, say
         self._every = list(hosts)  # those that are lost, too
         self._coming: list[_Link] = []  # agents of lost hosts, for the next generation
-        self._silent: set[str] = set()  # lost hosts that did not even refuse: not waited for
         self._short, self._called = False, 0.0
         self._wanted: Job | None = None
         self._grows = ""  # the host for whose sake the workers were asked to leave
         self._source: _Link | None = None  # whose run directory the one here follows
         self._hello: dict[str, Any] = {}
-        self._leaves = False
+        self._leaves, self._longest = False, _SILENCE_SECONDS
         self._asked = 0  # the signal that asked the run to leave
         self._python = python or sys.executable
         self._frames: queue.Queue[tuple[_Link, dict[str, Any], bytes]] = queue.Queue()
@@ -286,7 +284,7 @@ class Fleet:
                 order = self._order
             for link in [*self._links, *self._coming]:
                 link.ping()
-                link.look()
+                link.look(self._longest)
                 if order:
                     link.order(order)
 
@@ -446,6 +444,8 @@ class Fleet:
         """
         start = time.monotonic()
         self._leaves, self._wanted = job.leaves, job
+        if job.restarts:
+            self._longest = _SHORT_SILENCE_SECONDS
         try:
             while True:
                 own = restarts.begin() if restarts else {}
@@ -553,17 +553,20 @@ class Fleet:
         for link in self._links:
             if link.closed:
                 link.close(0.1)
-                if link.silent:
-                    self._silent.add(link.host.name)
         begun = time.monotonic()
+        self._call()
         while True:
             counts = self._shares(job, least)
             if sum(counts) < job.workers:
-                self._call_back()
+                self._take_in()
                 counts = self._shares(job, least)
             if counts or self._asked or time.monotonic() > begun + _COME_BACK_SECONDS:
                 break
-            time.sleep(_PING_SECONDS)
+            with contextlib.suppress(queue.Empty):
+                link, frame, _ = self._frames.get(timeout=_PING_SECONDS)
+                self._answered(link, frame)
+            if time.monotonic() > self._called + _CALL_SECONDS:
+                self._call()
         unused = self._links[len(counts) :] if counts else []
         self._links = self._links[: len(counts)] if counts else self._links
         self._coming += unused  # they wait, and are there at the next restart
@@ -612,18 +615,8 @@ class Fleet:
                     link.order("hello", **self._hello)
                     self._coming.append(link)
 
-    def _call_back(self) -> None:
-        """Take in lost hosts that are there again; of those that were silent, who has answered."""
-        self._call()
-        begun = time.monotonic()
-        while any(e.facts is None and e.host.name not in self._silent for e in self._coming):
-            if time.monotonic() > begun + _ANSWER_SECONDS or self._asked:
-                break
-            try:
-                link, frame, _ = self._frames.get(timeout=0.1)
-            except queue.Empty:
-                continue
-            self._answered(link, frame)
+    def _take_in(self) -> None:
+        """Take in hosts that were lost, or not needed, and are there."""
         for link in [link for link in self._coming if link.facts is not None]:
             self._coming.remove(link)
             self.facts[link.host.name] = link.facts or {}
@@ -635,7 +628,6 @@ class Fleet:
             return
         if frame["kind"] == "facts":
             link.facts = {**frame["facts"], "received": time.time()}
-            self._silent.discard(link.host.name)
             facts = {each.host.name: each.facts for each in (*self._links, link) if each.facts}
             if differences(facts, self._hello["command"]):  # it has come back as another one
                 self._every = [host for host in self._every if host.name != link.host.name]
@@ -644,10 +636,6 @@ class Fleet:
         elif frame["kind"] in ("closed", "refused"):
             self._coming.remove(link)
             link.close(0.1)
-            if time.monotonic() > link.begun + _REFUSED_SECONDS and link.facts is None:
-                self._silent.add(link.host.name)
-            else:
-                self._silent.discard(link.host.name)
 
     def _send_directory(self, link: _Link, directory: Path) -> None:
         """Send a run that goes on to a node that does not share its directory."""

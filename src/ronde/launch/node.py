@@ -82,7 +82,7 @@ class _Orders:
         self.kept = 0  # a process that outlives workers
         self._lock = threading.Lock()
         self._runs = False
-        self._stopped = ""  # the run that was to stop
+        self._run, self._stopped = "", ""  # the newest run, and the one that was to stop
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -111,9 +111,12 @@ class _Orders:
 
     def _stop(self, order: dict[str, Any]) -> None:
         """End the workers as Ctrl-C does; by force after a moment, or at once for a restart."""
+        run = order.get("id") or self._run
         if self._signal(signal.SIGINT, order.get("id")):
             time.sleep(0.0 if order.get("at_once") else _STOP_SECONDS)
-            reap(self.kept)
+            with self._lock:  # the next run's workers may be there already: they stay
+                if self._runs and self._run == run:
+                    reap(self.kept)
         elif not order.get("at_once"):
             self._orders.put(order)
 
@@ -130,15 +133,16 @@ class _Orders:
         """
         with self._lock:
             self._stopped = run_id or self._stopped
-            if self._runs:
+            runs = self._runs and run_id in (None, self._run)
+            if runs:
                 os.kill(os.getpid(), number)
-            return self._runs
+            return runs
 
     @contextlib.contextmanager
     def running(self, run_id: str) -> Iterator[bool]:
         """Within it, orders to stop or to leave come as signals; whether one to stop has come."""
         with self._lock:
-            self._runs = self._stopped != run_id
+            self._runs, self._run = self._stopped != run_id, run_id
         try:
             yield not self._runs
         finally:
