@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -149,60 +148,6 @@ def of_run(mark: str) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
-
-
-@pytest.mark.parametrize("end", some(["ctrl-c", "ssh", "launcher", "agent"], 2))
-def test_one_end_for_all(hosts, place, end):
-    """Nothing of the run is alive on any host 2 s after it ended anywhere."""
-    mark = f"end-{end}"
-    words = [*on(hosts), "--name", mark, "train.py", "x.st", "100000", "forever", mark]
-    with child(ronde("run", *words), place) as started:
-        started.wait_for("begun", 60)
-        workers = [p for p in of_run(mark) if "worker.py" in " ".join(p.cmdline())]
-        assert len(workers) == 3
-        if end == "ctrl-c":
-            started.process.send_signal(signal.SIGINT)
-        elif end == "launcher":
-            started.process.kill()
-        else:
-            wanted = "ronde.launch.node" if end == "agent" else "ssh"
-            victims = [
-                p
-                for p in psutil.process_iter()
-                if _is(p, wanted) and hosts.names[1] in _where(p, end)
-            ]
-            assert len(victims) == 1, victims
-            victims[0].kill()
-        limit = time.monotonic() + 2.0
-        while (left := of_run(mark)) and time.monotonic() < limit:
-            time.sleep(0.05)
-        left = [p for p in left if p.pid != started.pid]
-        assert not [" ".join(p.cmdline()) for p in left]
-        done = started.done(10)
-        if end == "ctrl-c":
-            assert done.returncode == 130
-            assert "stopped by SIGINT; every worker has ended" in done.stderr
-        elif end != "launcher":
-            assert done.returncode == 1
-            assert f"host {hosts.names[1]} is lost" in done.stderr
-
-
-def _is(process: psutil.Process, wanted: str) -> bool:
-    try:
-        words = process.cmdline()
-    except psutil.Error:
-        return False
-    if wanted == "ssh":
-        return words[:1] == ["ssh"] and "-T" in words
-    return wanted in words and words[0] != "ssh"
-
-
-def _where(process: psutil.Process, end: str) -> str:
-    if end == "ssh":
-        return " ".join(process.cmdline())
-    return subprocess.run(
-        ["nsenter", "-t", str(process.pid), "-u", "hostname"], capture_output=True, text=True
-    ).stdout
 
 
 def refused(hosts, place, words: list[str], *told: str) -> None:

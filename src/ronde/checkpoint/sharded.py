@@ -21,7 +21,8 @@ from ronde.checkpoint.pieces import Box, Piece, PieceEntry
 from ronde.checkpoint.retention import KeepPolicy
 from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
-from ronde.world.consensus import broadcast_json, gather_json, ranks_text
+from ronde.world.consensus import broadcast_json, gather_json
+from ronde.world.identity import ranks_text
 
 __all__ = ["export_pieces", "gather_pieces", "gather_whole", "prepare_pieces", "write_pieces"]
 

@@ -11,16 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.checkpoint import (
-    Checkpoint,
-    KeepPolicy,
-    export,
-    find_valid,
-    list_checkpoints,
-    remove,
-    trust,
-    verify,
-)
+from ronde import checkpoint
 from ronde.cli.help_layout import option
 from ronde.cli.show import find_run
 from ronde.plan import Plan
@@ -43,7 +34,11 @@ def _row(path: Path, verified: bool) -> dict[str, Any]:
         "damage": None,
     }
     try:
-        found = verify(path) if verified else trust(path) or verify(path)
+        found = (
+            checkpoint.verify(path)
+            if verified
+            else checkpoint.trust(path) or checkpoint.verify(path)
+        )
     except CheckpointError as error:
         return {**row, "whole": False, "damage": str(error).partition(": ")[2]}
     state = found.state
@@ -54,15 +49,15 @@ def _row(path: Path, verified: bool) -> dict[str, Any]:
     return {**row, "whole": True if verified else None}
 
 
-def _best_step(found: Checkpoint | None) -> int | None:
+def _best_step(found: checkpoint.Checkpoint | None) -> int | None:
     best = found.state.get("best") if found is not None else None
     return best["step"] if isinstance(best, dict) else None
 
 
-def _newest_whole(run: RunDir, step: int | None) -> Checkpoint:
+def _newest_whole(run: RunDir, step: int | None) -> checkpoint.Checkpoint:
     if step is not None:
-        return verify(run.checkpoints / f"step-{step:09d}")
-    found, refused = find_valid(run.checkpoints)
+        return checkpoint.verify(run.checkpoints / f"step-{step:09d}")
+    found, refused = checkpoint.find_valid(run.checkpoints)
     if found is None:
         raise CheckpointError(
             f"no checkpoint in {run.checkpoints} is whole. {refused[0]}"
@@ -74,21 +69,23 @@ def _newest_whole(run: RunDir, step: int | None) -> Checkpoint:
 
 def _prune(run: RunDir, text: str, sure: bool) -> list[Path]:
     """The checkpoints that go, or would go."""
-    policy = KeepPolicy.parse(text, "--prune")
+    policy = checkpoint.KeepPolicy.parse(text, "--prune")
     if policy.best is not None:
         raise ArgumentError(
             f"--prune {text}: the best checkpoint by the run's own keep_best stays in any case. "
             "Leave best= out."
         )
     newest = _newest_whole(run, None)
-    steps = [int(p.name.removeprefix("step-")) for p in list_checkpoints(run.checkpoints)]
+    steps = [
+        int(p.name.removeprefix("step-")) for p in checkpoint.list_checkpoints(run.checkpoints)
+    ]
     stay = [newest.step] + ([best] if (best := _best_step(newest)) is not None else [])
     doomed = policy.doomed([s for s in steps if s <= newest.step], stay)
     paths = [run.checkpoints / f"step-{step:09d}" for step in doomed]
-    return [path for path in paths if not sure or remove(path)]
+    return [path for path in paths if not sure or checkpoint.remove(path)]
 
 
-def _export(found: Checkpoint, path: Path) -> None:
+def _export(found: checkpoint.Checkpoint, path: Path) -> None:
     if parts := found.state.get("parts"):
         raise ArgumentError(
             f"--export: {found.path.name} holds several models ({', '.join(map(repr, parts))} "
@@ -97,7 +94,7 @@ def _export(found: Checkpoint, path: Path) -> None:
         )
     weights = found.whole("model")
     same = found.state["same_tensors"]
-    export({**weights, **{name: weights[origin] for name, origin in same.items()}}, path)
+    checkpoint.export({**weights, **{name: weights[origin] for name, origin in same.items()}}, path)
 
 
 def _print(rows: list[dict[str, Any]], best: int | None) -> None:
@@ -185,7 +182,11 @@ def register(app: typer.Typer) -> None:
             _export(found, to)
             answer = {"checkpoint": str(found.path), "step": found.step, "file": str(to)}
             print(json.dumps(answer) if as_json else f"{to}: weights of step {found.step:,}")
-            newer = [p.name for p in list_checkpoints(run.checkpoints) if p.name > found.path.name]
+            newer = [
+                p.name
+                for p in checkpoint.list_checkpoints(run.checkpoints)
+                if p.name > found.path.name
+            ]
             if step is None and newer:
                 print(f"warning: {newer[0]} is not a whole checkpoint", file=sys.stderr)
             return
@@ -201,8 +202,10 @@ def register(app: typer.Typer) -> None:
             elif not sure:
                 print("nothing is removed yet: add --yes")
             return
-        rows = [_row(path, verified) for path in list_checkpoints(run.checkpoints)]
-        newest = next((trust(Path(r["path"])) for r in rows if r["whole"] is not False), None)
+        rows = [_row(path, verified) for path in checkpoint.list_checkpoints(run.checkpoints)]
+        newest = next(
+            (checkpoint.trust(Path(r["path"])) for r in rows if r["whole"] is not False), None
+        )
         best = _best_step(newest)
         if as_json:
             print(json.dumps([{**row, "best": row["step"] == best} for row in rows], indent=1))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ronde.horovod.chrome_trace import ChromeTrace
-from ronde.world.consensus import ranks_text
+from ronde.world.identity import ranks_text
 
 __all__ = ["Coordinator", "Key", "describe"]
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ __all__ = [
 _SHUTDOWN_SECONDS = 10
 _PEERS_SECONDS = 1.0
 _FAILED = "ronde/failed"
+_GPU_FILES = ("nvidia", "nvhost", "nvmap", "kfd", "dxg")
 
 # Errors a rank raises because another one is gone: consequences, not causes.
 _CONSEQUENCES = (
@@ -150,9 +151,18 @@ class Outcome:
     slow: list[dict[str, Any]] = field(default_factory=list)
 
 
+def _may_have_gpu() -> bool:
+    """Whether torch is worth asking, which takes a second to import. On Linux every driver of CUDA
+    or ROCm, in a container and under WSL too, has its device files.
+    """
+    if sys.platform != "linux":
+        return True
+    return any(file.name.startswith(_GPU_FILES) for file in Path("/dev").iterdir())
+
+
 def devices() -> tuple[int, str]:
     """Count this machine's devices and name their kind; without a GPU, its usable cores."""
-    if os.environ.get("RONDE_DEVICE") != "cpu":
+    if os.environ.get("RONDE_DEVICE") != "cpu" and _may_have_gpu():
         import torch
 
         if torch.cuda.is_available():
@@ -191,14 +201,11 @@ _stores: list[Any] = []
 """The newest run's store: other nodes may need node 0's after its own agent has ended."""
 
 
-def _meeting_port(nodes: Nodes) -> int:
-    """The port at which workers meet; node 0 opens its store there."""
-    if nodes.rank > 0:
-        return nodes.port
+def _open_store(nodes: Nodes, listener: socket.socket) -> None:
+    """Open the store at which workers meet on node 0's listener, which has taken calls already."""
     from torch._C._distributed_c10d import TCPStore
 
     # torch's own listens on every address. The store takes the descriptor over and closes it.
-    listener = nodes.listener or socket.create_server((nodes.address, 0))
     port = int(listener.getsockname()[1])
     limit = datetime.timedelta(seconds=nodes.patience)
     descriptor = listener.detach()
@@ -213,12 +220,10 @@ def _meeting_port(nodes: Nodes) -> int:
             master_listen_fd=descriptor,
         )
     ]
-    return port
 
 
-def _environments(job: Job, nodes: Nodes, run_id: str) -> list[dict[str, str]]:
+def _environments(job: Job, nodes: Nodes, port: int, run_id: str) -> list[dict[str, str]]:
     """What each worker of this node is told, under the names that torchrun gives."""
-    port = _meeting_port(nodes)
     first = job.workers * nodes.rank if nodes.first is None else nodes.first
     size = nodes.total or job.workers * nodes.count
     common = {
@@ -361,9 +366,8 @@ class _Peers:
     Without it they would wait for a lost rank until their collectives time out.
     """
 
-    def __init__(self, nodes: Nodes) -> None:
-        self._nodes = nodes
-        self._port = nodes.listener.getsockname()[1] if nodes.listener else nodes.port
+    def __init__(self, nodes: Nodes, port: int) -> None:
+        self._nodes, self._port = nodes, port
         self._store: Any = None
         self._over = threading.Event()
         self.failed = False
@@ -444,7 +448,12 @@ def _stop(number: int, _: object) -> None:
 
 
 def run_workers(
-    job: Job, router: Router, nodes: Nodes, run_id: str, starter: Starter | None = None
+    job: Job,
+    router: Router,
+    nodes: Nodes,
+    run_id: str,
+    starter: Starter | None = None,
+    opened: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Start this node's workers, watch them, and return when all have ended; closes the router.
 
@@ -455,6 +464,7 @@ def run_workers(
         nodes: this node among all.
         run_id: the same on every node.
         starter: starts workers faster than a new interpreter.
+        opened: called when the workers can meet.
     """
     start = time.monotonic()
     adopt_orphans()
@@ -482,10 +492,17 @@ def run_workers(
     failed = False
     watch = _hang_watch(job, router, nodes)
     try:
-        peers = _Peers(nodes) if nodes.tells else None  # before the store takes the listener
-        environments = _environments(job, nodes, run_id)
+        listener = None
+        if nodes.rank == 0:
+            listener = nodes.listener or socket.create_server((nodes.address, 0))
+        port = listener.getsockname()[1] if listener else nodes.port
+        environments = _environments(job, nodes, port, run_id)
         workers = Workers(job.command, environments, router, job.restarts, starter)
         router.leave = workers.ask_to_leave
+        if listener is not None:
+            _open_store(nodes, listener)  # imports torch, while the workers do
+        peers = _Peers(nodes, port) if nodes.tells else None
+        opened()
         with watch or contextlib.nullcontext():
             failures = workers.wait()
         if failures:

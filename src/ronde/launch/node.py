@@ -7,7 +7,6 @@ when its input does: a launcher or a connection that is gone leaves nothing behi
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import json
 import os
@@ -196,13 +195,12 @@ _shown = threading.Event()
 def _show_life(sender: Sender) -> None:
     """Let the launcher know that this node is there, each second.
 
-    Only from when everything is imported: the loading of a library can hold the interpreter's lock
-    for long.
+    Only from when torch is imported, where the store needs it: the loading of a library can hold
+    the interpreter's lock for long.
     """
     if _shown.is_set():
         return
     _shown.set()
-    importlib.import_module("torch.distributed")
 
     def show() -> None:
         while sender.send("alive"):
@@ -291,13 +289,12 @@ def _generation(
         job.environment[variable] = str(file)
     router.report = lambda views: sender.send("ranks", views=views)
     orders.hang = lambda verdict: router.hang(verdict) if router.hang else None
-    _show_life(sender)
     try:
         with orders.running(run["id"]) as stopped:
             if stopped:
                 router.close()
                 return Outcome(130, interrupted=True)
-            return run_workers(job, router, nodes, run["id"], spares)
+            return run_workers(job, router, nodes, run["id"], spares, lambda: _show_life(sender))
     finally:
         if mirror is not None:
             mirror.close()

@@ -8,6 +8,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ from ronde.world import ArgumentError, WorldError, usable_cores
 
 __all__ = ["Spark"]
 
-# Executors may still be coming up; Spark's own values wait for ten minutes.
+_LOOK_SECONDS = 0.2
+_FIRST_SECONDS = 120.0  # until the first executor is there
+_NEXT_SECONDS = 20.0  # from one executor to the next: they come up together
+
+# Spark's own values wait for executors for ten minutes.
 _SETTINGS = {
     "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
-    "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "30",
+    "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": "3",
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.python.worker.reuse": "false",
@@ -106,6 +111,7 @@ class _Tasks:
         """One barrier task a worker: they hold the slots, and one a host runs the agent."""
         from pyspark import cloudpickle
 
+        self._wait_for_executors()
         cloudpickle.register_pickle_by_value(tunnel)  # executors may have another Ronde, or none
         task = _task(self.address, port, token, tunnel.run_agent)
         stage = self._spark.parallelize(range(self._workers), self._workers).barrier()
@@ -121,18 +127,46 @@ class _Tasks:
         self._thread.start()
         return self._workers
 
-    def _why(self, error: Exception) -> str:
-        said = _said(error)
-        if "more slots than" in str(error):
-            slots = self._spark.defaultParallelism
-            wanted = f"{self._workers} workers need {self._workers} slots (cores of executors)"
-            if slots >= self._workers:
-                return f"{wanted}, and so many are not free. Wait for other jobs of Spark to end."
+    def _slots(self) -> int:
+        """How many tasks can run at once on the executors that are there."""
+        java = self._spark._jsc.sc()
+        profile = java.resourceProfileManager().defaultResourceProfile()
+        return int(java.maxNumConcurrentTasks(profile))
+
+    def _wait_for_executors(self) -> None:
+        """Until there is a slot for each worker.
+
+        Raises:
+            WorldError: no executor came up in two minutes, or no further one, and what to do.
+        """
+        if self._spark.getConf().get("spark.dynamicAllocation.enabled") == "true":
+            return  # Spark refuses barrier stages then, and says so
+        slots, here = 0, bool(re.match(r"local(\[|$)", self._spark.master))
+        limit = time.monotonic() + _FIRST_SECONDS
+        while (now := self._slots()) < self._workers:
+            if now != slots:
+                slots, limit = now, time.monotonic() + _NEXT_SECONDS
+            if here or time.monotonic() > limit:
+                raise WorldError(self._too_few(now))
+            time.sleep(_LOOK_SECONDS)
+
+    def _too_few(self, slots: int) -> str:
+        wanted = f"{self._workers} workers need {self._workers} slots (cores of executors)"
+        if not slots:
             return (
-                f"{wanted}, and Spark has {slots}. Use --workers {slots}, or give it more "
-                "executors or cores."
+                f"{wanted}, and no executor came up in {_FIRST_SECONDS:.0f} s. The pages of "
+                f"{self._spark.master} show whether workers have free cores and memory, and the "
+                "logs of executors that failed."
             )
-        return said
+        return (
+            f"{wanted}, and Spark has {slots}. Use --workers {slots}, or give it more executors or "
+            "cores."
+        )
+
+    def _why(self, error: Exception) -> str:
+        if "more slots than" in str(error):
+            return self._too_few(self._slots())  # an executor has gone again
+        return _said(error)
 
     def hosts(self, hellos: Sequence[dict[str, Any]]) -> list[tuple[str, int, int]]:
         """The executors' hosts, in the order of the tasks."""

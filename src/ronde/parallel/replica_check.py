@@ -9,7 +9,8 @@ from ronde.checkpoint import box_of, local_part
 from ronde.parallel.first_steps import held_parameters, part_digest
 from ronde.parallel.strategy import Strategy
 from ronde.world import World, WorldError
-from ronde.world.consensus import gather_json, ranks_text
+from ronde.world.consensus import gather_json
+from ronde.world.identity import ranks_text
 
 __all__ = ["ReplicaCheck"]
 

@@ -12,7 +12,8 @@ from ronde.checkpoint import local_part
 from ronde.plan import Share, parse_reducer
 from ronde.watch import NonFiniteStep
 from ronde.world import ArgumentError, LossError, PlanError
-from ronde.world.consensus import gather_json, ranks_text
+from ronde.world.consensus import gather_json
+from ronde.world.identity import ranks_text
 
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts

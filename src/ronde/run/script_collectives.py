@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ronde.world import ArgumentError, WorldError
-from ronde.world.consensus import gather_json, ranks_text
+from ronde.world.consensus import gather_json
+from ronde.world.identity import ranks_text
 from ronde.world.rendezvous import Rendezvous
 
 __all__ = ["barrier", "gather_objects", "main_first", "reduce"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ronde.watch.stack_place import StackPlace
-from ronde.world.consensus import ranks_text
+from ronde.world.identity import ranks_text
 
 __all__ = ["HangVerdict", "Limits", "RankView", "STOPPED_SECONDS", "judge_hang"]
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ronde.world.errors import WorldError
-from ronde.world.identity import World
+from ronde.world.identity import World, ranks_text
 
-__all__ = ["agree", "broadcast_json", "gather_json", "ranks_text"]
+__all__ = ["agree", "broadcast_json", "gather_json"]
 
 
 def _bytes(value: Any) -> torch.Tensor:
@@ -50,15 +50,6 @@ def broadcast_json(me: World, value: Any) -> Any:
         text = torch.empty(int(length), dtype=torch.uint8, device=me.device)
     dist.broadcast(text, 0)
     return json.loads(bytes(text.cpu().numpy()).decode())
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Ranks in words: ``rank 3``, ``ranks 0 to 7``."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 2:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return "ranks " + ", ".join(map(str, ranks))
 
 
 def agree(me: World, facts: Mapping[str, Any], where: str) -> None:

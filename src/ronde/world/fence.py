@@ -8,6 +8,7 @@ there, because its host was out of reach for a while, writes nothing any more.
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from ronde.world.errors import WorldError
@@ -22,7 +23,8 @@ _FILE = ".generation"
 
 def name_generation(directory: Path, name: str) -> None:
     """Write which generation may write to a run directory: all at once, over what was there."""
-    temporary = directory / f"{_FILE}.{os.getpid()}"
+    # hosts may share the directory, and their processes have the same numbers
+    temporary = directory / f"{_FILE}.{secrets.token_hex(4)}"
     temporary.write_text(name)
     temporary.rename(directory / _FILE)
 

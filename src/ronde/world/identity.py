@@ -14,7 +14,7 @@ from ronde.world.launchers import Identity, _optional, identify
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["World", "world"]
+__all__ = ["World", "ranks_text", "world"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,15 @@ class World:
     def is_main(self) -> bool:
         """True on rank 0 only."""
         return self.rank == 0
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0 to 7``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 2:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return "ranks " + ", ".join(map(str, ranks))
 
 
 def _device(identity: Identity) -> torch.device:

@@ -22,10 +22,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from ronde.world.consensus import ranks_text
 from ronde.world.errors import RondeError, WorldError
 from ronde.world.heartbeat import heartbeat
-from ronde.world.identity import World
+from ronde.world.identity import World, ranks_text
 
 __all__ = ["Rendezvous", "counted", "rendezvous"]
 

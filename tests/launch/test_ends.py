@@ -1,0 +1,113 @@
+"""One end for all: after Ctrl-C, or after a process of the run is killed anywhere, nothing of the run
+is alive on any host 2 s later. Ray and Spark have theirs in ``test_ray.py`` and ``test_spark.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from test_hosts import hosts, of_run, on, place  # noqa: F401
+
+from lab import missing, no_slurm, slurm
+from processes import child, ronde
+from sampling import some
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+ENDS = ("ctrl-c", "connection", "launcher", "agent")
+ENGINES = {"ssh": "ssh", "mpirun.openmpi": "mpirun", "mpirun.mpich": "mpirun", "slurm": "srun"}
+GRID = [(engine, end) for engine in ENGINES for end in ENDS]
+SECONDS = 2.0
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts):  # noqa: F811
+    """Slurm on the hosts; None where it is not installed."""
+    if no_slurm():
+        yield None
+        return
+    with slurm(hosts) as made:
+        yield made
+
+
+def command(engine: str, hosts, place, tmp_path, request, words):  # noqa: F811
+    """A command line that starts a run over an engine, with its variables."""
+    if engine == "slurm":
+        if (made := request.getfixturevalue("cluster")) is None:
+            pytest.skip(no_slurm())
+        into = ["salloc", "-Q", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1"]
+        return [*into, *ronde("run", "--slurm", "--workers", "3", *words)], made.env
+    if engine == "ssh":
+        return ronde("run", *on(hosts), *words), {}
+    if (found := shutil.which(engine)) is None:
+        pytest.skip(f"{engine} not found")
+    (tmp_path / "mpirun").write_text(f'#!/bin/sh\nexec {found} "$@"\n')
+    (tmp_path / "mpirun").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    return ronde("run", *on(hosts), "--mpi", *words), path
+
+
+@pytest.mark.parametrize(("engine", "end"), some(GRID, 5))
+def test_nothing_is_left(hosts, place, tmp_path, request, engine, end):  # noqa: F811
+    mark = f"end-{engine}-{end}"
+    train = ["--name", mark, "train.py", "x.st", "100000", "forever", mark]
+    words, variables = command(engine, hosts, place, tmp_path, request, train)
+    with child(words, place, variables) as started:
+        started.wait_for("begun", 60)
+        run = of_run(mark)
+        assert len([p for p in run if "worker.py" in " ".join(p.cmdline())]) == 3
+        (launcher,) = [p for p in run if p.cmdline()[1:4] == ["-m", "ronde", "run"]]
+        if end == "ctrl-c":
+            launcher.send_signal(signal.SIGINT)
+        elif end == "launcher":
+            launcher.kill()
+        else:
+            victim(end, ENGINES[engine], hosts.names[1]).kill()
+        limit, ours = time.monotonic() + SECONDS, (launcher.pid, started.pid)
+        while (left := [p for p in of_run(mark) if p.pid not in ours]) and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert not list(filter(None, map(said, left)))
+        done = started.done(10)
+        if end == "ctrl-c":
+            assert done.returncode == 130
+            assert "stopped by SIGINT; every worker has ended" in done.stderr
+        elif end != "launcher":
+            assert done.returncode == 1
+            assert f"host {hosts.names[1]} is lost" in done.stderr
+
+
+def said(process: psutil.Process) -> str:
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline())
+    return ""
+
+
+def victim(end: str, client: str, host: str) -> psutil.Process:
+    """The agent on a host, or the process here that connects the launcher with it."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = process.cmdline()
+            if not any("ronde.launch.node" in word for word in words):
+                continue
+            starts = any(Path(word).name.startswith(client) for word in words[:2])
+            if end == "connection" and starts and host in " ".join(words):
+                found.append(process)
+            if end == "agent" and words[3:] == ["-m", "ronde.launch.node"] and _on(process) == host:
+                found.append(process)
+    assert found, f"no {end} of {host}"
+    return found[0]
+
+
+def _on(process: psutil.Process) -> str:
+    """The name of the host on which a process is."""
+    words = ["nsenter", "-t", str(process.pid), "-u", "hostname"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
