@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_hosts import hosts, of_run, on, place  # noqa: F401
+from test_hosts import hosts, on, place  # noqa: F401
 
 from lab import missing, no_slurm, slurm
 from processes import child, ronde
@@ -60,9 +60,11 @@ def test_nothing_is_left(hosts, place, tmp_path, request, engine, end):  # noqa:
     mark = f"end-{engine}-{end}"
     train = ["--name", mark, "train.py", "x.st", "100000", "forever", mark]
     words, variables = command(engine, hosts, place, tmp_path, request, train)
-    with child(words, place, variables) as started:
+    # what a killed agent or mpirun leaves there is swept by the next one
+    temporary = {"TMPDIR": str(tmp_path)}
+    with child(words, place, {**variables, **temporary}) as started:
         started.wait_for("begun", 60)
-        run = of_run(mark)
+        run = of_run(mark, hosts.names)
         assert len([p for p in run if "worker.py" in " ".join(p.cmdline())]) == 3
         (launcher,) = [p for p in run if p.cmdline()[1:4] == ["-m", "ronde", "run"]]
         if end == "ctrl-c":
@@ -72,7 +74,9 @@ def test_nothing_is_left(hosts, place, tmp_path, request, engine, end):  # noqa:
         else:
             victim(end, ENGINES[engine], hosts.names[1]).kill()
         limit, ours = time.monotonic() + SECONDS, (launcher.pid, started.pid)
-        while (left := [p for p in of_run(mark) if p.pid not in ours]) and time.monotonic() < limit:
+        while (
+            left := [p for p in of_run(mark, hosts.names) if p.pid not in ours]
+        ) and time.monotonic() < limit:
             time.sleep(0.05)
         assert not list(filter(None, map(said, left)))
         done = started.done(10)
@@ -82,6 +86,18 @@ def test_nothing_is_left(hosts, place, tmp_path, request, engine, end):  # noqa:
         elif end != "launcher":
             assert done.returncode == 1
             assert f"host {hosts.names[1]} is lost" in done.stderr
+
+
+def of_run(mark: str, names) -> list[psutil.Process]:
+    """Processes of a run here and on its hosts, whose namespaces are below this one."""
+    found = []
+    for process in psutil.process_iter():
+        words = said(process)
+        agent = "ronde.launch.node" in words
+        there = agent and (any(name in words for name in names) or _on(process) in names)
+        if mark in words.split() or there:
+            found.append(process)
+    return found
 
 
 def said(process: psutil.Process) -> str:

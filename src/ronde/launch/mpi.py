@@ -46,24 +46,19 @@ class Mpi(Engine):
         if self._open and os.geteuid() == 0:
             os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
             os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        # Options of ssh, under the names of Open MPI 4 and 5, of MPICH, and of Intel MPI. Open MPI
+        # tells of a lost agent at once, not after the two seconds that its peers would get.
+        os.environ["OMPI_MCA_plm_rsh_agent"] = shlex.join(self._ssh)
+        os.environ["PRTE_MCA_plm_ssh_agent"] = shlex.join(self._ssh)
+        os.environ["OMPI_MCA_odls_base_sigkill_timeout"] = "0"
+        os.environ["PRTE_MCA_odls_base_sigkill_timeout"] = "0"
+        os.environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(self._ssh[1:])
+        os.environ["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = shlex.join(self._ssh[1:])
 
     def command(self, host: Host, agent: Sequence[str]) -> list[str]:
         """``mpirun`` with one process on one host."""
         if self._open:
-            over = ["--mca", "plm_rsh_agent", shlex.join(self._ssh)]
-            return [
-                self._mpirun,
-                *over,
-                "--bind-to",
-                "none",
-                "--host",
-                host.name,
-                "-n",
-                "1",
-                *agent,
-            ]
-        # Hydra takes options of ssh through a variable only
-        os.environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(self._ssh[1:])
+            return [self._mpirun, "--bind-to", "none", "--host", host.name, "-n", "1", *agent]
         return [self._mpirun, "-launcher", "ssh", "-hosts", host.name, "-n", "1", *agent]
 
     def meaning(self, host: Host, status: int, printed: str) -> str:
