@@ -117,7 +117,11 @@ def victim(end: str, client: str, host: str) -> psutil.Process:
             starts = any(Path(word).name.startswith(client) for word in words[:2])
             if end == "connection" and starts and host in " ".join(words):
                 found.append(process)
-            if end == "agent" and words[3:] == ["-m", "ronde.launch.node"] and _on(process) == host:
+            if (
+                end == "agent"
+                and words[3:5] == ["-m", "ronde.launch.node"]
+                and _on(process) == host
+            ):
                 found.append(process)
     assert found, f"no {end} of {host}"
     return found[0]
@@ -127,3 +131,32 @@ def _on(process: psutil.Process) -> str:
     """The name of the host on which a process is."""
     words = ["nsenter", "-t", str(process.pid), "-u", "hostname"]
     return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.skipif(bool(no_slurm()), reason=no_slurm())
+@pytest.mark.parametrize("end", some(["cancelled", "time limit"], 2))
+@pytest.mark.parametrize("way", some(["salloc", "submit"], 2))
+def test_slurm_ends_the_job(hosts, place, cluster, tmp_path, way, end):  # noqa: F811
+    """Which host, why, and what to do, whoever of launcher and agents Slurm tells first."""
+    mark, environment = f"{way}-{end.split()[0]}", {**os.environ, **cluster.env}
+    train = ["--name", mark, "train.py", "x.st", "100000", "forever", mark]
+    words = ["salloc", "-Q", "--nodes=2", "--job-name", mark, *ronde("run", "--slurm", *train)]
+    if way == "submit":
+        words = ronde("submit", "--nodes=2", "--tasks=1", f"--sbatch=--job-name={mark}", *train)
+    with child(words, place, {**cluster.env, "TMPDIR": str(tmp_path)}) as started:
+        started.wait_for("begun", 60)
+        ask = ["squeue", "-h", "-n", mark, "-o", "%i"]
+        told = subprocess.run(ask, env=environment, capture_output=True, text=True, timeout=20)
+        job = told.stdout.split()[0]
+        stop = ["scancel", job]
+        if end != "cancelled":  # Slurm looks at limits every half a minute
+            stop = ["scontrol", "update", f"JobId={job}", "EndTime=now+1"]
+        subprocess.run(stop, env=environment, check=True, timeout=20)
+        done = started.done(60)
+        assert not list(filter(None, map(said, of_run(mark, hosts.names))))
+    assert done.returncode != 0
+    text = done.stdout + done.stderr
+    why = {"cancelled": "the job was cancelled", "time limit": "the time limit of the job has come"}
+    cure = {"cancelled": "--resume", "time limit": "Ask for more with --time"}
+    (line,) = [each for each in text.splitlines() if "every worker has ended" in each]
+    assert any(f"({name}: {why[end]}" in line for name in hosts.names) and cure[end] in line, text

@@ -12,7 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -135,19 +134,6 @@ def test_run_directory_that_hosts_do_not_share(hosts, place, one, plan):
     done = launched(["--workers", "2", "--resume", *named, "train.py", "here.st", "4"], own)
     assert done.returncode == 0, done.stdout + done.stderr
     equal(own / "here.st", one)
-
-
-def of_run(mark: str) -> list[psutil.Process]:
-    """Processes of a run on all hosts; their namespaces are below this one."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            words = process.cmdline()
-            if mark in words or {"ronde.launch.node", sys.executable} <= set(words):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
 
 
 def refused(hosts, place, words: list[str], *told: str) -> None:
@@ -379,20 +365,19 @@ def test_inside_an_allocation_of_slurm(hosts, place, one):
         assert f"I am 0 4 0 2 0 {first} [{odd!r}]" in done.stdout
         assert not (place / "caught").exists()
         assert re.search(r"submitted job \d+: train.py", done.stderr), done.stderr
+        if mpirun := shutil.which("mpirun.openmpi"):  # which knows the allocation
+            (place / "bin").mkdir()
+            (place / "bin" / "mpirun").symlink_to(mpirun)
+            path = {**made.env, "PATH": f"{place}/bin:{os.environ['PATH']}"}
+            words = ["-Q", "--nodes=1", f"--nodelist={first}", *ronde("run", *on(hosts), "--mpi")]
+            with child(["salloc", *words, "train.py", "x.st", "1"], place, path) as began:
+                done = began.done(40)
+            assert done.returncode == 2
+            assert f"{second}: mpirun has no free slot there" in done.stderr, done.stderr
         words = ["--partition", "nowhere", "train.py"]
         with child(ronde("submit", *words), place, made.env) as began:
             done = began.done(60)
         assert done.returncode == 2 and "Slurm refuses the job" in done.stderr
-        mark = "cancelled"
-        words = [*ronde("run", "--slurm", "train.py", "x.st", "100000", "forever", mark)]
-        with child(["salloc", "-Q", "--nodes=2", *words], place, made.env) as began:
-            began.wait_for("begun", 60)
-            scancel = ["scancel", "--state=RUNNING", "--user=root"]
-            subprocess.run(scancel, env={**os.environ, **made.env}, check=True, timeout=20)
-            done = began.done(30)
-            assert done.returncode != 0
-        left = [p for p in of_run(mark) if "ronde" in " ".join(p.cmdline())]
-        assert not left
     done = launched(["--slurm", "train.py", "x.st", "1"], place)
     assert done.returncode == 2
     assert "this is not inside an allocation of Slurm" in done.stderr
@@ -505,8 +490,17 @@ def test_over_mpirun(hosts, place, one, which, tmp_path):
     (tmp_path / "mpirun").write_text(f'#!/bin/sh\nexec {shutil.which(which)} "$@"\n')
     (tmp_path / "mpirun").chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    words = [*on(hosts), "--mpi", "train.py", "mpi.st", "4"]
-    done = ronde_run(["run", *words], place, env=path)
+    first, second = hosts.names
+    odd = ["a $(touch caught)", "-x", "two\nlines"]
+    done = ronde_run(["run", *on(hosts), "--mpi", "train.py", "mpi.st", "4", *odd], place, env=path)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"I am 0 3 0 2 0 {first} {odd!r}" in done.stdout and not (place / "caught").exists()
     equal(place / "mpi.st", one)
     (place / "mpi.st").unlink()
+    words = [*on(hosts), "--mpi", "train.py", "x.st", "1"]
+    for wrong, told in (
+        (["-n", "4"], f"fewer slots than workers: 4 asked, 3 there ({first}:2, {second}:1). Add"),
+        (["--python", "/no/python"], ": there is no /no/python. Name the Python there"),
+    ):
+        done = ronde_run(["run", *wrong, *words], place, env=path)
+        assert done.returncode == 2 and told in re.sub(r"\s+", " ", done.stderr), done.stderr

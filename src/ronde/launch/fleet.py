@@ -334,7 +334,8 @@ class Fleet:
                 )
         if status == 127 or (self._python in printed and "not found" in printed):
             return f"there is no {self._python}. Name the Python there with --python."
-        last = printed.splitlines()[-1] if printed else "it said nothing"
+        lines = [line for line in printed.splitlines() if line.strip("-")]
+        last = lines[-1] if lines else "it said nothing"
         return f"{self._engine.name} ended with status {status}: {last}"
 
     def ask(
@@ -759,7 +760,9 @@ class Fleet:
         if failed:
             # the first to fail, but rather one that did not fail because another was gone
             worst = min(failed, key=lambda o: (o.again, o.consequence))
-            return _with_seconds(worst, seconds)
+            worst = _with_seconds(worst, seconds)
+            # an engine that ends a run may signal its agents before it signals this process
+            return self._with_reason(worst) if worst.interrupted and not worst.again else worst
         left = ", ".join(o.left for o in ended.values() if o.left)
         return Outcome(0, left=left, seconds=seconds)
 
@@ -785,14 +788,17 @@ class Fleet:
                         self._take(frame, data, output)
         except _Interrupted:
             pass
-        if number == signal.SIGTERM and (why := self._reason()):
-            return dataclasses.replace(told, error=f"{told.error}: {why}")
-        return told
+        return self._with_reason(told) if number == signal.SIGTERM else told
 
-    def _reason(self) -> str:
-        """Why the engine ends its commands, where they said so: a time limit, say."""
-        told = (self._engine.meaning(each.host, 0, "\n".join(each.printed)) for each in self._links)
-        return next(filter(None, told), "")
+    def _with_reason(self, outcome: Outcome) -> Outcome:
+        """Say why the engine ends its commands, where it does: a time limit, say; and which host
+        was told.
+        """
+        for link in self._links:
+            if meant := self._engine.meaning(link.host, 0, "\n".join(link.printed)):
+                why = f"{outcome.error} ({link.host.name}: {meant.rstrip('.')})"
+                return dataclasses.replace(outcome, error=why)
+        return outcome
 
 
 def _contents(environment: Mapping[str, str]) -> dict[str, list[str]]:

@@ -1,7 +1,12 @@
-"""Frames between the launcher and the agents on its hosts: JSON with bytes, over a pipe."""
+"""Frames between the launcher and the agents on its hosts: JSON with bytes, over a pipe.
+
+Where something on the way takes bytes for text (Open MPI 5 drops NUL), each frame is a line of
+Base64.
+"""
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import os
@@ -58,10 +63,14 @@ class Silence:
 
 
 class Sender:
-    """Writes frames to a file descriptor, from any thread."""
+    """Writes frames to a file descriptor, from any thread.
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    Args:
+        text: as lines of Base64.
+    """
+
+    def __init__(self, descriptor: int, text: bool = False) -> None:
+        self._descriptor, self._text = descriptor, text
         self._lock = threading.Lock()
 
     def send(self, kind: str, data: bytes = b"", **values: Any) -> bool:
@@ -73,7 +82,8 @@ class Sender:
             values: JSON values.
         """
         head = json.dumps({"kind": kind, **values}).encode()
-        rest = memoryview(_SIZES.pack(len(head), len(data)) + head + data)
+        frame = _SIZES.pack(len(head), len(data)) + head + data
+        rest = memoryview(base64.b64encode(frame) + b"\n" if self._text else frame)
         with self._lock:
             try:
                 while rest:
@@ -85,7 +95,14 @@ class Sender:
 
 def receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
     """Read one frame; None at the end of the stream, or if what comes is no frame."""
-    sizes = stream.read(_SIZES.size)
+    first = stream.read(1)
+    if first > b" ":  # of Base64: sizes begin with smaller bytes
+        try:
+            stream = io.BytesIO(base64.b64decode(first + stream.readline(), validate=False))
+        except ValueError:
+            return None
+        first = b""
+    sizes = first + stream.read(_SIZES.size - len(first))
     if len(sizes) < _SIZES.size:
         return None
     head, data = _SIZES.unpack(sizes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,6 +15,23 @@ from ronde.launch.ssh import ssh_meaning
 from ronde.world import ArgumentError
 
 __all__ = ["Mpi"]
+
+_NO_PYTHON = ("could not access", "could not be found", "execvp error on file")
+_SLOTS = (
+    "mpirun has no free slot there: the scheduler's allocation that this is called in lacks the "
+    "host, or is full. Name hosts of the allocation, or leave --mpi out."
+)
+_MEANINGS = (
+    ("already filled", _SLOTS),
+    ("not enough slots", _SLOTS),
+    ("not included in the allocation", _SLOTS),
+    ("not present in the allocation", _SLOTS),
+    (
+        "unable to run bstrap_proxy",
+        "ssh does not reach it, or Intel MPI is not installed there. 'ssh {host}' must work "
+        "without a password.",
+    ),
+)
 
 
 class Mpi(Engine):
@@ -32,7 +50,7 @@ class Mpi(Engine):
                 "mpirun was not found: --mpi needs Open MPI, MPICH or Intel MPI. --hosts alone "
                 "needs ssh only."
             )
-        self._mpirun = found
+        self._mpirun, self._python = found, ""
         told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20)
         said = (told.stdout + told.stderr).lower()
         self._open = any(name in said for name in ("open mpi", "openrte", "prrte"))
@@ -40,29 +58,38 @@ class Mpi(Engine):
             raise ArgumentError(
                 f"{found} is none of Open MPI, MPICH and Intel MPI, as far as its --version tells."
             )
+        # mpirun of Open MPI 5 does not tell the agent that the launcher is gone
+        dies = shutil.which("setpriv")
+        self._dies = [] if dies is None else [dies, "--pdeathsig", "KILL"]
         self._ssh = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=8"]
         if config is not None:
             self._ssh += ["-F", str(config.absolute())]
         if self._open and os.geteuid() == 0:
             os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
             os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-        # Options of ssh, under the names of Open MPI 4 and 5, of MPICH, and of Intel MPI. Open MPI
-        # tells of a lost agent at once, not after the two seconds that its peers would get.
-        os.environ["OMPI_MCA_plm_rsh_agent"] = shlex.join(self._ssh)
-        os.environ["PRTE_MCA_plm_ssh_agent"] = shlex.join(self._ssh)
-        os.environ["OMPI_MCA_odls_base_sigkill_timeout"] = "0"
-        os.environ["PRTE_MCA_odls_base_sigkill_timeout"] = "0"
-        os.environ["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(self._ssh[1:])
-        os.environ["I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"] = shlex.join(self._ssh[1:])
+        over, options = shlex.join(self._ssh), shlex.join(self._ssh[1:])
+        os.environ.update(
+            {
+                "OMPI_MCA_plm_rsh_agent": over,  # Open MPI 4
+                "PRTE_MCA_plm_ssh_agent": over,  # Open MPI 5
+                "HYDRA_LAUNCHER_EXTRA_ARGS": options,  # MPICH
+                "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": options,
+                # Open MPI: tell of a lost agent at once, not after two seconds for its peers
+                "OMPI_MCA_odls_base_sigkill_timeout": "0",
+                "PRTE_MCA_odls_base_sigkill_timeout": "0",
+            }
+        )
 
     def command(self, host: Host, agent: Sequence[str]) -> list[str]:
         """``mpirun`` with one process on one host."""
-        if self._open:
-            return [self._mpirun, "--bind-to", "none", "--host", host.name, "-n", "1", *agent]
-        return [self._mpirun, "-launcher", "ssh", "-hosts", host.name, "-n", "1", *agent]
+        self._python = agent[0]
+        options = ["--bind-to", "none", "--host"] if self._open else ["-launcher", "ssh", "-hosts"]
+        return [*self._dies, self._mpirun, *options, host.name, "-n", "1", *agent, "text"]
 
     def meaning(self, host: Host, status: int, printed: str) -> str:
         """What mpirun, or ssh below it, meant."""
-        if "could not be found" in printed.lower() or "no such file" in printed.lower():
-            return ""
-        return ssh_meaning(host, printed)
+        said = re.sub(r"\s+", " ", printed.lower())
+        if any(words in said for words in _NO_PYTHON):
+            return f"there is no {self._python}. Name the Python there with --python."
+        meant = next((meant for words, meant in _MEANINGS if words in said), "")
+        return ssh_meaning(host, printed) or meant.format(host=host.name)

@@ -310,7 +310,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # they mean something while workers run
     os.write(answers_to, MARKER)
-    sender = Sender(answers_to)
+    sender = Sender(answers_to, text=sys.argv[1:] == ["text"])
     try:
         _serve(_Orders(orders_from), sender)
     except _Over:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 
 from ronde.launch.engine import Engine, Host
@@ -12,6 +13,17 @@ from ronde.world import ArgumentError
 from ronde.world.launchers import expand_nodelist, repeated
 
 __all__ = ["Slurm", "allocation"]
+
+_OVER = (
+    "the time limit of the job has come. Ask for more with --time, or let it save before and be "
+    "started again: ronde submit --requeue."
+)
+_CANCELLED = (
+    "the job was cancelled, with scancel or by the cluster. What it saved can go on: ronde run "
+    "--resume."
+)
+_STATES = {"TIMEOUT": _OVER, "CANCELLED": _CANCELLED, "NODE_FAIL": "Slurm lost a node of the job."}
+_ASK_SECONDS = 5.0
 
 _MEANINGS = (
     ("invalid node name", "it is no node of this cluster."),
@@ -21,8 +33,8 @@ _MEANINGS = (
     ("unable to contact slurm controller", "Slurm's controller does not answer."),
     ("node failure", "Slurm lost the node."),
     ("not responding", "Slurm lost the node."),
-    ("due to time limit", "the time limit of the job has come."),
-    ("cancelled", "the job was cancelled."),
+    ("due to time limit", _OVER),
+    ("cancelled", _CANCELLED),
 )
 
 
@@ -54,6 +66,7 @@ class Slurm(Engine):
         if shutil.which("srun") is None:
             raise ArgumentError("srun was not found: --slurm needs Slurm's commands here.")
         listed = expand_nodelist(env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST") or "")
+        self._job = env.get("SLURM_JOB_ID")
         cores = env.get("SLURM_JOB_CPUS_PER_NODE", "")
         self._cores = {name: repeated(cores, i) for i, name in enumerate(listed)}
 
@@ -77,6 +90,19 @@ class Slurm(Engine):
         ]
 
     def meaning(self, host: Host, status: int, printed: str) -> str:
-        """What srun meant."""
+        """What srun meant; where it said nothing, the state of the job."""
         said = re.sub(r"\s+", " ", printed.lower())
-        return next((meant for words, meant in _MEANINGS if words in said), "")
+        meant = next((meant for words, meant in _MEANINGS if words in said), "")
+        return meant or self._state()
+
+    def _state(self) -> str:
+        """Why the job has ended, as far as the controller says."""
+        if self._job is None:
+            return ""
+        ask = ["scontrol", "--oneliner", "show", "job", self._job]
+        try:
+            told = subprocess.run(ask, capture_output=True, text=True, timeout=_ASK_SECONDS)
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        state = re.search(r"\bJobState=(\w+)", told.stdout)
+        return _STATES.get(state[1], "") if state else ""
