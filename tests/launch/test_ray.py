@@ -123,11 +123,13 @@ def of_run(mark: str, place: Path) -> list[psutil.Process]:
 
 @long
 @on_hosts
-@pytest.mark.parametrize("end", ["ctrl-c", "launcher", "driver", "task"])
-def test_one_end_for_all(cluster, place, end):
+@pytest.mark.parametrize("end", ["ctrl-c", "launcher", "driver", "task", "agent", "connection"])
+def test_one_end_for_all(cluster, place, tmp_path, end):
     mark = f"end-{end}"
     words = ["--workers", "3", "train.py", "x.st", "100000", "forever", mark]
-    with child(launcher(cluster, place, *words), place, {"PYTHONPATH": PATHS}) as started:
+    # what a killed agent leaves there is swept by the next one
+    variables = {"PYTHONPATH": PATHS, "TMPDIR": str(tmp_path)}
+    with child(launcher(cluster, place, *words), place, variables) as started:
         started.wait_for("begun", 60)
         assert len([p for p in of_run(mark, place) if "worker.py" in " ".join(p.cmdline())]) == 3
         if end in ("ctrl-c", "launcher"):
@@ -135,10 +137,15 @@ def test_one_end_for_all(cluster, place, end):
             assert len(found) == 1
             found[0].send_signal(signal.SIGINT if end == "ctrl-c" else signal.SIGKILL)
         else:
-            wanted = "ronde.launch.ray_engine" if end == "driver" else "ray::run_agent"
-            found = [p for p in psutil.process_iter() if _says(p, wanted)]
+            victims = {
+                "driver": "ronde.launch.ray_engine",
+                "task": "ray::run_agent",
+                "agent": "python -P -u -m ronde.launch.node",
+                "connection": "launch/tunnel.py",
+            }
+            found = [p for p in psutil.process_iter() if _says(p, victims[end])]
             found[-1].kill()
-        limit = time.monotonic() + (3.0 if end == "task" else 2.0)
+        limit = time.monotonic() + 2.0
         while (left := of_run(mark, place)) and time.monotonic() < limit:
             time.sleep(0.05)
         left = [" ".join(p.cmdline()) for p in left]

@@ -1,23 +1,24 @@
-"""One run over several engines: each leaves when asked to, and the next one resumes."""
+"""One run over all engines: each leaves when asked to, and the next one resumes."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
+import contextlib
 import signal
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 from test_hosts import TRAIN, equal
 
-from lab import lab, missing
+from engines import ENGINES, absent, started_by
+from lab import lab, missing, no_slurm, slurm
 from processes import child, ronde, ronde_run
 from sampling import long
 
 EPOCHS = "100"
+WORKERS = {"ssh": 3, "here": 2, "mpirun.openmpi": 3, "mpirun.mpich": 2, "slurm": 4, "ray": 3}
 
 
 @long
@@ -27,26 +28,25 @@ def test_a_run_moves_between_engines(tmp_path):
     slow = TRAIN.replace("lr=0.2", "lr=0.02").replace("sleep(0.05)", "sleep(0.3)")
     (tmp_path / "train.py").write_text(slow)
     train = ["train.py", "moved.st", EPOCHS, "forever"]
-    with lab(tmp_path / "lab", 2) as hosts, tempfile.TemporaryDirectory(dir="/tmp") as short:
-        first, second = hosts.names
-        over_ssh = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:2,{second}:1"]
-        engines = {"ssh": over_ssh, "this machine": ["--workers", "2"]}
-        if mpirun := shutil.which("mpirun.openmpi"):
-            (tmp_path / "bin").mkdir()
-            (tmp_path / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec {mpirun} "$@"\n')
-            (tmp_path / "bin" / "mpirun").chmod(0o755)
-            engines["mpirun"] = ["--mpi", *over_ssh]
-        if importlib.util.find_spec("ray"):
-            engines["Ray"] = ["--ray", "local", "--workers", "3"]
-        env = {"RAY_TMPDIR": short, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(lab(tmp_path / "lab", 2))
+        cluster = None if no_slurm() else stack.enter_context(slurm(hosts))
+        short = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         resume: list[str] = []
-        for name, where in engines.items():
-            words = ["run", *where, "--restarts", "0", "--name", "moved", *resume, *train]
-            with child(ronde(*words), tmp_path, env) as started:
+        for engine in ("here", *(each for each in ENGINES if not absent(each))):
+            words = ["--restarts", "0", "--name", "moved", *resume, *train]
+            workers = WORKERS.get(engine, 2)
+            line, variables = ronde("run", "--workers", str(workers), *words), {}
+            if engine != "here":
+                line, variables = started_by(engine, hosts, cluster, short, workers, words)
+            with child(line, tmp_path, variables) as started:
                 started.wait_for("resumed" if resume else "begun", 120)
-                started.process.send_signal(signal.SIGUSR1)
+                launcher = psutil.Process(started.pid)
+                if engine == "slurm":  # below salloc
+                    (launcher,) = launcher.children()
+                launcher.send_signal(signal.SIGUSR1)
                 done = started.done(60)
-            assert done.returncode == 75, (name, done.stdout, done.stderr)
+            assert done.returncode == 75, (engine, done.stdout, done.stderr)
             assert "it has left after step" in done.stderr
             resume = ["--resume"]
     words = ["run", "--workers", "1", "--name", "moved", "--resume", *train[:2], EPOCHS]

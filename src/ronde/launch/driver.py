@@ -30,7 +30,8 @@ from ronde.world import ArgumentError, RondeError, WorldError
 __all__ = ["Driven", "System", "serve"]
 
 _CLOSE_SECONDS = 8.0
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.1
+_WHY_SECONDS = 0.7  # the others are ended only then
 
 
 class Driven(Engine):
@@ -222,7 +223,7 @@ def _join(relay: socket.socket, places: _Places, system: System) -> None:
             ended = ended or kind == 0
             relay.sendall(tunnel.packed(kind, data))
         if not ended:
-            limit = time.monotonic() + 2.0
+            limit = time.monotonic() + _WHY_SECONDS
             while not (why := system.lost(place)) and time.monotonic() < limit:
                 time.sleep(_LOOK_SECONDS)
             relay.sendall(tunnel.packed(2, (why or "the connection to it is gone").encode()))

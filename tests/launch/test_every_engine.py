@@ -1,0 +1,71 @@
+"""The same script over every engine, on 2 and on 4 workers: the weights of one process, complete
+logs, record, and checkpoint, and arguments and variables that nothing has read on the way.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import pytest
+from test_hosts import TRAIN, equal, hosts, launched, one, place  # noqa: F401
+
+from engines import ENGINES, started_by
+from lab import missing, no_slurm, slurm
+from processes import child
+from sampling import some
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+ODD = "-x $(touch caught) `touch caught` 'q' \"r\"; touch caught\n--hosts=b \\ ü"
+GRID = [(engine, workers) for engine in ENGINES for workers in (2, 4)]
+
+
+@pytest.fixture(scope="module")
+def cluster(hosts):  # noqa: F811
+    """Slurm on the hosts; None where it is not installed."""
+    if no_slurm():
+        yield None
+        return
+    with slurm(hosts) as made:
+        yield made
+
+
+@pytest.fixture
+def short():
+    """A folder with a short path, for the sockets of Ray."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(("engine", "workers"), some(GRID, 5))
+def test_the_same_training(hosts, place, one, short, request, engine, workers):  # noqa: F811
+    cluster = request.getfixturevalue("cluster") if engine == "slurm" else None
+    (place / "odd.py").write_text(f"{TRAIN}print('ODD', [os.environ['ODD']] == sys.argv[3:])\n")
+    name = f"{engine}-{workers}"
+    train = ["--name", name, "--env", "ODD", "odd.py", f"{name}.st", "4", ODD]
+    words, variables = started_by(engine, hosts, cluster, short, workers, train)
+    with child(words, place, {**variables, "ODD": ODD}) as started:
+        done = started.done(120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    equal(place / f"{name}.st", one)
+    assert "ODD True" in done.stdout and "completed" in done.stdout, done.stdout
+    assert not (place / "caught").exists()
+    run = place / "runs" / name
+    logs = sorted((run / "logs").iterdir())
+    assert [p.name for p in logs] == [f"rank-{r}.log" for r in range(workers)]
+    assert all(f"I am {r} {workers} " in p.read_text() for r, p in enumerate(logs))
+    events = [json.loads(line) for line in (run / "record.jsonl").open()]
+    assert (events[0]["type"], events[-1]["type"]) == ("start", "end")
+    assert events[0]["workers"] == workers and events[-1]["status"] == "completed"
+    (saved,) = (run / "checkpoints").iterdir()
+    assert saved.name == "step-000000012"
+
+
+def test_names_that_are_no_hosts(place):  # noqa: F811
+    for name in ("-oProxyCommand=touch caught", "$(touch caught)", "a b", "a;touch caught", "a\nb"):
+        for option in (["--hosts", f"{name}:1"], ["--mpi", "--hosts", f"{name}:1"]):
+            done = launched([*option, "train.py", "x.st", "1"], place)
+            assert done.returncode == 2 and "is not a host" in done.stderr, done.stderr
+    assert not (place / "caught").exists()
