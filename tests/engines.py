@@ -60,5 +60,7 @@ def started_by(
     own = folder / engine
     own.mkdir(exist_ok=True)
     if not (own / "mpirun").exists():
-        (own / "mpirun").symlink_to(str(shutil.which(engine)))
+        # MPICH looks for its parts beside the name that it was called by
+        (own / "mpirun").write_text(f'#!/bin/sh\nexec {shutil.which(engine)} "$@"\n')
+        (own / "mpirun").chmod(0o755)
     return ronde("run", *over, "--mpi", *words), {"PATH": f"{own}:{os.environ['PATH']}"}
