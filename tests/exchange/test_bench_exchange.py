@@ -29,7 +29,17 @@ def test_every_exact_and_lossy_reducer_in_a_table_a_page_and_a_cluster_file(fold
     lines = [line.split() for line in done.stdout.splitlines()]
     (heads,) = [words for words in lines if words[:1] == ["reducer"]]
     assert heads == ["reducer", "4", "KiB", "64", "KiB"]
-    every = ["ring", "hierarchical", "servers", "fp16", "bf16", "int8", "topk", "randomk", "powersgd"]
+    every = [
+        "ring",
+        "hierarchical",
+        "servers",
+        "fp16",
+        "bf16",
+        "int8",
+        "topk",
+        "randomk",
+        "powersgd",
+    ]
     for name in every:
         (row,) = [words for words in lines if words[:1] == [name]]
         assert len(row) == 5 and float(row[1]) > 0 and row[2][0] == "(", row  # ms (MB/s), twice

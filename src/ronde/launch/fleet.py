@@ -49,7 +49,7 @@ _STOP_SECONDS = 2.5
 _FRESH_SECONDS = 4.0
 _COME_BACK_SECONDS = 60.0
 _CALL_SECONDS = 5.0  # from one call to lost hosts to the next, while the others train
-_LINES = 20
+_LINES = 60  # the long words of mpirun follow those of ssh
 _PART = 3 << 20
 
 _SENT = ("RONDE_PLAN", "RONDE_FEED")  # variables that may name a file here

@@ -27,6 +27,10 @@ _MEANINGS = (
     ("not included in the allocation", _SLOTS),
     ("not present in the allocation", _SLOTS),
     (
+        "unable to reliably start one or more daemons",
+        "Open MPI does not start there. Install the same one as here, under the same path.",
+    ),
+    (
         "unable to run bstrap_proxy",
         "ssh does not reach it, or Intel MPI is not installed there. 'ssh {host}' must work "
         "without a password.",
@@ -89,7 +93,7 @@ class Mpi(Engine):
     def meaning(self, host: Host, status: int, printed: str) -> str:
         """What mpirun, or ssh below it, meant."""
         said = re.sub(r"\s+", " ", printed.lower())
-        if any(words in said for words in _NO_PYTHON):
+        if self._python.lower() in said and any(words in said for words in _NO_PYTHON):
             return f"there is no {self._python}. Name the Python there with --python."
         meant = next((meant for words, meant in _MEANINGS if words in said), "")
         return ssh_meaning(host, printed) or meant.format(host=host.name)
