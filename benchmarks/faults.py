@@ -43,7 +43,7 @@ from processes import Child, child, ronde  # noqa: E402
 
 JOB = str(Path(__file__).with_name("faults_job.py"))
 PLANS = ["replicate", "shard=parameters", "pipeline=2", "tensor=2"]
-EPOCHS, SAMPLES, STEPS = 3, 96, 12  # steps of an epoch
+EPOCHS, SAMPLES, STEPS = 2, 96, 12  # steps of an epoch
 
 
 class Step(NamedTuple):
@@ -195,7 +195,7 @@ class Case(NamedTuple):
     restarts: int | None = 1
 
 
-DAMAGE = "is damaged|is incomplete|cannot be read"
+DAMAGE = "is not a whole checkpoint"
 LEFT = "asked to leave by SIGTERM: it has left after step"
 HERE = {
     "kill": Case("kill -9 of a worker", kill, says=r"killed by signal 9 \(SIGKILL\)"),
@@ -208,7 +208,9 @@ HERE = {
         says=r"rank 1\b.*(0\.weight|0\.bias)|(0\.weight|0\.bias).*rank 1\b",
         replicas=True,
     ),
-    "nan": Case("a NaN loss on one rank, once", nan, says="the loss is nan"),
+    "nan": Case(
+        "a NaN loss on one rank, once", nan, says="the loss is nan|they wait for each other"
+    ),
     "skip": Case(
         "a NaN batch, on_nan=skip", nothing, says='"skip"', on_nan="skip", bad=17, restarts=0
     ),
@@ -235,8 +237,8 @@ def disturbed(training: Training, case: Case, weights: dict[str, torch.Tensor]) 
         Path(f"{training.out}.nan").write_text(str(case.bad))
     training.plan, training.where = sized(plan, before), ["-n", str(before)]
     line = training.line("--restarts", "3", on_nan=case.on_nan)
-    with child(line, training.folder) as began:
-        training.wait(random.randint(STEPS // 2, 2 * STEPS), began)
+    with child(line, training.folder, fork=True) as began:
+        training.wait(random.randint(11, 18), began)  # two checkpoints are there
         planted = time.time()
         case.plant(training, began)
         done = began.done(120)
@@ -247,7 +249,8 @@ def disturbed(training: Training, case: Case, weights: dict[str, torch.Tensor]) 
         return {**told, "why": f"did not say {case.says!r}: {done.stderr[-500:]}"}
     if case.status:
         training.plan, training.where = sized(plan, after), ["-n", str(after)]
-        with child(training.line("--resume"), training.folder) as began:
+        again = training.line("--restarts", "1", "--resume", pause=0.0)  # a warm start
+        with child(again, training.folder, fork=True) as began:
             done = began.done(120)
         if done.returncode:
             return {**told, "why": f"resumed: {done.stderr[-500:]}"}
@@ -280,7 +283,7 @@ def full_disk(folder: Path, plan: str, weights: Any) -> dict[str, Any]:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", small], check=True)
     try:
         training = Training(small, "full", plan)
-        with child(training.line("--restarts", "2"), small) as began:
+        with child(training.line("--restarts", "2"), small, fork=True) as began:
             training.wait(STEPS, began)
             filler = small / "filler"
             with suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -291,7 +294,8 @@ def full_disk(folder: Path, plan: str, weights: Any) -> dict[str, Any]:
         if done.returncode == 0 or "No space left" not in done.stderr:  # though under -q
             return {**told, "why": f"status {done.returncode}: {done.stderr[-300:]}"}
         filler.unlink()
-        with child(training.line("--resume"), small) as began:
+        again = training.line("--restarts", "1", "--resume", pause=0.0)
+        with child(again, small, fork=True) as began:
             done = began.done(120)
         wrong = training.check(weights, 1e-12) if done.returncode == 0 else done.stderr[-300:]
         return {**told, "ok": not wrong, "why": wrong}
@@ -314,6 +318,7 @@ def on_hosts(folder: Path, hosts: Any, kind: str, plan: str, weights: Any) -> di
             hosts.cut(second)
         else:
             hosts.lose(second)
+        Path(f"{training.out}.pause").write_text("2")  # the host is back before the end
         limit = time.time() + 60
         while "going on with" not in began.stderr and time.time() < limit:
             time.sleep(0.05)
@@ -390,6 +395,106 @@ def _workers(agents: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
+def _plant(kind: str, hosts: Any, victim: str, agents: list[psutil.Process]) -> None:
+    """A fault of a worker, an agent, a host or its cable."""
+    if kind == "kill":
+        random.choice(_workers(agents)).kill()
+    elif kind == "stop":
+        random.choice(_workers(agents)).suspend()
+    elif kind == "agent":
+        random.choice(agents).kill()
+    elif kind == "host":
+        hosts.lose(victim)
+    else:
+        hosts.cut(victim)
+
+
+def _mend(kind: str, hosts: Any, victim: str) -> None:
+    """What a fault took is there again."""
+    if kind == "host":
+        hosts.boot(victim)
+    elif kind == "cable":
+        hosts.heal(victim)
+
+
+def _whole(training: Training, began: Child) -> None:
+    """Until all 4 workers train: a host may be on its way back."""
+    limit = time.time() + 90
+    while len(training.newest()) < 4:
+        assert time.time() < limit and began.process.poll() is None, began.stderr
+        time.sleep(0.1)
+
+
+def _until_gone(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
+
+
+def speed_of_hosts(folder: Path, hosts: Any, kind: str, count: int) -> list[float]:
+    """Seconds from a fault on one of two hosts to the next step; all workers are there again
+    before the next one.
+    """
+    training = Training(folder, f"speed-hosts-{kind}", "replicate", 4, hosts)
+    line = training.line("--restarts", str(count), pause=0.05, epochs=100_000)
+    found = []
+    with child(line, folder) as began:
+        training.wait(1, began)
+        for _ in range(count):
+            _whole(training, began)
+            time.sleep(random.uniform(0.5, 1.5))
+            victim, agents = random.choice(hosts.names), _agents(hosts)
+            planted = time.time()
+            _plant(kind, hosts, victim, agents)
+            found.append(_after(training, planted, began) - planted)
+            _mend(kind, hosts, victim)
+        began.kill()
+    return found
+
+
+def ends(folder: Path, count: int, kind: str, hosts: Any = None) -> list[float]:
+    """Seconds from the end of a launcher, or of an agent, until none of its workers is alive."""
+    found = []
+    for number in range(count):
+        name = f"ends-{kind}-{'hosts' if hosts else 'here'}-{number}"
+        training = Training(folder, name, "replicate", 4 if hosts else 2, hosts)
+        line = training.line("--restarts", "1", pause=0.05, epochs=100_000)
+        with child(line, folder, fork=hosts is None) as began:
+            training.wait(random.randint(2, 8), began)
+            agents = _agents(hosts) if hosts else []
+            if kind == "agent":
+                victim = random.choice(agents)
+                workers = _workers([victim])
+            else:
+                victim = psutil.Process(began.pid)
+                workers = _workers(agents) if hosts else victim.children()
+            assert workers
+            planted = time.time()
+            victim.kill()
+            _until_gone(workers)
+            found.append(time.time() - planted)
+            began.kill()
+    return found
+
+
+def cost(folder: Path, pairs: int) -> list[float]:
+    """Steps a second with ``--restarts``, as a part of those without; nothing fails."""
+    found = []
+    for number in range(pairs):
+        rates = {}
+        for restarts in random.sample([True, False], 2):
+            training = Training(folder, f"cost-{number}-{restarts}", "replicate")
+            options = ["--restarts", "3"] if restarts else []
+            line = training.line(*options, pause=0.0, epochs=200)
+            with child(line, folder, {"SAVE_EVERY": "100000"}, fork=True) as began:
+                assert began.done(120).returncode == 0, began.args
+            rows = [row for row in training.steps() if row.rank == 0][100:]
+            rates[restarts] = (rows[-1].step - rows[0].step) / (rows[-1].when - rows[0].when)
+        found.append(rates[True] / rates[False])
+    return found
+
+
 def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> dict[str, Any]:
     """A random fault every so many seconds; 4 workers on 2 hosts."""
     kinds = ["kill", "agent", "host", "stop", "cable"]
@@ -415,9 +520,7 @@ def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> d
         launcher = psutil.Process(began.pid)
         while (left := start + 60 * minutes - time.time()) > every:
             time.sleep(random.uniform(0.7, 1.3) * every - (time.time() - start) % 1)
-            limit = time.time() + 60
-            while len(training.newest()) < 4 and time.time() < limit:  # a host is on its way back
-                time.sleep(0.2)
+            _whole(training, began)
             agents = [agent for agent in _agents(hosts) if agent.is_running()]
             looks.append(
                 (
@@ -432,22 +535,10 @@ def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> d
             victim = random.choice(hosts.names)
             planted = time.time()
             marks.append((planted, max(row.step for row in training.newest().values()), kind))
-            if kind == "kill":
-                random.choice(_workers(agents)).kill()
-            elif kind == "stop":
-                random.choice(_workers(agents)).suspend()
-            elif kind == "agent":
-                random.choice(agents).kill()
-            elif kind == "host":
-                hosts.lose(victim)
-            else:
-                hosts.cut(victim)
+            _plant(kind, hosts, victim, agents)
             took = _after(training, planted, began) - planted
             lost[kind].append(round(took, 2))
-            if kind == "host":
-                hosts.boot(victim)
-            elif kind == "cable":
-                hosts.heal(victim)
+            _mend(kind, hosts, victim)
             told = f"{time.time() - start:6.0f} s: {kind:<6}{took:6.2f} s, "
             print(f"{told}{looks[-1]}", flush=True)
         time.sleep(max(0.0, left))
@@ -498,6 +589,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--speed", type=int, default=0)
+    parser.add_argument("--cost", type=int, default=0, metavar="PAIRS")
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--every", type=float, default=30.0, help="seconds between faults")
     parser.add_argument("--seed", type=int, default=0)
@@ -514,16 +606,11 @@ def main() -> None:
                 plan = options.plans.split(",")[0]
                 answer["soak"] = soak(folder, hosts, options.soak, options.every, plan)
             print(json.dumps(answer["soak"], indent=1), flush=True)
+        elif options.cost:
+            answer["cost"] = found = cost(folder, options.cost)
+            print(f"with --restarts: {statistics.median(found):.4f} of the rate without ({found})")
         elif options.speed:
-            for plant, spares in ((kill, "--spares"), (kill, "--no-spares"), (stop, "--spares")):
-                if plant.__name__ in only:
-                    found = speed(folder, options.speed, plant, spares)
-                    answer["speed"][f"{plant.__name__} {spares}"] = found
-                    print(
-                        f"{plant.__name__} {spares}: {len(found)} faults, to the next step "
-                        f"median {statistics.median(found):.2f} s, worst {max(found):.2f} s",
-                        flush=True,
-                    )
+            _speeds(folder, options.speed, options.only, answer["speed"])
         else:
             _matrix(folder, only, options.plans.split(","), answer["matrix"])
     if options.json:
@@ -531,9 +618,40 @@ def main() -> None:
     sys.exit(any(not row["ok"] for row in answer["matrix"]))
 
 
+def _speeds(folder: Path, count: int, only: str, answer: dict[str, Any]) -> None:
+    calls: dict[str, Callable[[Any], list[float]]] = {
+        "kill": lambda _: speed(folder, count, kill, "--spares"),
+        "kill without spares": lambda _: speed(folder, count, kill, "--no-spares"),
+        "stop": lambda _: speed(folder, count, stop, "--spares"),
+        "launcher ends": lambda _: ends(folder, count, "launcher"),
+        **{
+            f"{kind} on hosts": lambda hosts, k=kind: speed_of_hosts(folder, hosts, k, count)
+            for kind in ("kill", "agent", "host", "cable")
+        },
+        "launcher on hosts ends": lambda hosts: ends(folder, count, "launcher", hosts),
+        "agent on hosts ends": lambda hosts: ends(folder, count, "agent", hosts),
+    }
+    for name, call in calls.items():
+        if only and name not in only.split(","):
+            continue
+        if "on hosts" not in name:
+            found = call(None)
+        elif missing():
+            continue
+        else:
+            with lab(folder / f"lab-{name.replace(' ', '-')}", 2) as hosts:
+                found = call(hosts)
+        answer[name] = found
+        print(
+            f"{name}: {len(found)} times, median {statistics.median(found):.2f} s, "
+            f"worst {max(found):.2f} s",
+            flush=True,
+        )
+
+
 def _matrix(folder: Path, only: list[str], plans: list[str], rows: list[Any]) -> None:
     training = Training(folder, "undisturbed", "replicate")
-    with child(training.line(pause=0.0), folder) as began:
+    with child(training.line(pause=0.0), folder, fork=True) as began:
         done = began.done(120)
         assert done.returncode == 0, done.stderr
     weights = load_file(training.out)

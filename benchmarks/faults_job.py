@@ -55,11 +55,12 @@ def main() -> None:
     bad = int(planted.read_text()) if planted.exists() else 0
     once, bit, slower = (Path(f"{out}.{name}") for name in ("nan-once", "bit", "pause"))
 
+    me = ronde.world()
+    last, coming = me.rank == me.size - 1, [0]  # the step that is being taken
+
     def loss(output, target):
-        value = plain(output, target)
-        if run.rank == run.world_size - 1 and (run.state.step + 1 == bad or taken(once)):
-            value = value * float("nan")
-        return value
+        wrong = last and coming[0] and (coming[0] == bad or taken(once))
+        return plain(output, target) * (float("nan") if wrong else 1.0)  # the same operations
 
     run = ronde.distribute(
         model,
@@ -75,11 +76,15 @@ def main() -> None:
     with open(f"{out}.steps", "a", buffering=1) as file:
         for _ in run.epochs(epochs):
             for batch in run.batches():
+                before = run.state.step
+                coming[0] = before + 1
                 run.step(batch)
+                if run.state.step <= before:  # it has gone back: this step was not taken
+                    continue
                 micros = batch if type(batch).__name__ == "MicroBatches" else [batch]
                 ids = [i for micro in micros for i in micro[0].tolist()]
                 print(time.time(), run.state.step, run.rank, os.getpid(), own, *ids, file=file)
-                if run.rank == run.world_size - 1 and taken(bit):
+                if last and taken(bit):
                     held = next(p for p in run.model.parameters() if p.numel())
                     held.detach().view(torch.int64).view(-1)[3] ^= 1 << 40
                 time.sleep(float(slower.read_text()) if slower.exists() else pause)
