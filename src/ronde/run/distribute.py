@@ -28,6 +28,7 @@ from ronde.run.announce import announce, scalar_writer
 from ronde.run.best import split_metric
 from ronde.run.check_prediction import Forecast, PredictionCheck
 from ronde.run.evaluation import on_device, to_device
+from ronde.run.first_collectives import begin_comparing
 from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.losses import LossCall
 from ronde.run.model_values import filler, shape_lazy
@@ -327,6 +328,7 @@ def distribute(
     check_on_nan(run, on_nan)
     announce(run, left_out)
     _begin(run, forecast, group.resumes)
+    begin_comparing(run._rendezvous)
     return run
 
 

@@ -26,7 +26,7 @@ from ronde.world.errors import RondeError, WorldError
 from ronde.world.heartbeat import heartbeat
 from ronde.world.identity import World, ranks_text
 
-__all__ = ["Rendezvous", "counted", "rendezvous"]
+__all__ = ["LateError", "Rendezvous", "counted", "rendezvous"]
 
 _PUBLISH_SECONDS = 1.0
 _LOOK_SECONDS = 0.5  # between two looks at what missing ranks do
@@ -62,6 +62,10 @@ def _verified(key: str, value: bytes) -> Any:
             "program writes to its port. Run on a network that you trust, and see docs/security.md."
         )
     return json.loads(text)
+
+
+class LateError(WorldError):
+    """A rank did not come to a meeting in time; it may still come, and finds what was asked for."""
 
 
 class Rendezvous:
@@ -157,6 +161,7 @@ class Rendezvous:
         *,
         ranks: Sequence[int] | None = None,
         advice: str = "",
+        place: str = "",
         at_most_seconds: float = math.inf,
     ) -> list[Any]:
         """Wait until all ranks have called the same; returns their ``facts``, in rank order.
@@ -168,10 +173,12 @@ class Rendezvous:
             facts: anything JSON holds.
             ranks: who meets; None for all.
             advice: what to do if others do something else.
+            place: the script's line, for errors. It may differ between ranks.
             at_most_seconds: how long to wait for a rank that is merely late.
 
         Raises:
             WorldError: a rank called something else, went on to a later call, or ended.
+            LateError: a rank did not come within ``at_most_seconds``.
         """
         everyone = tuple(range(self.me.size))
         chosen = everyone if ranks is None else tuple(ranks)
@@ -179,9 +186,12 @@ class Rendezvous:
             return [json.loads(json.dumps(facts))]
         n = self._met[chosen] = self._met.get(chosen, 0) + 1
         name = "all" if chosen == everyone else ",".join(map(str, chosen))
-        before, self.doing = self.doing, what
+        # The heartbeat has room for few names: without shapes.
+        brief = f"{what.partition('(')[0]}() at {place}" if place else what
+        shown = f"{what} at {place}" if place else what
+        before, self.doing = self.doing, brief
         try:
-            mine = json.dumps([what, facts, advice])
+            mine = json.dumps([what, facts, advice, place])
             with self._lock:
                 own = f"{name}/{n}/{self.me.rank}"
                 self._store.set(own, _signed(own, mine))
@@ -191,7 +201,7 @@ class Rendezvous:
                 self.begun += 1
             self._publish()
             keys = {rank: f"{name}/{n}/{rank}" for rank in chosen}
-            if (gone := self._wait(what, keys, past, advice, at_most_seconds)) is not None:
+            if (gone := self._wait(shown, keys, past, advice, at_most_seconds)) is not None:
                 # Others never came. A script that catches the error may meet them here next time.
                 with suppress(RuntimeError), self._lock:
                     self._store.delete_key(keys[self.me.rank])
@@ -208,13 +218,13 @@ class Rendezvous:
             self._last = [f"{name}/left/{rank}" for rank in chosen], n
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise WorldError(
-                f"rank {self.me.rank} called {what}, and the store where ranks meet is gone: rank "
+                f"rank {self.me.rank} called {shown}, and the store where ranks meet is gone: rank "
                 "0 or the launcher has ended."
             ) from error
         finally:
             self.doing = before
         self._check(chosen, found)
-        return [facts for _, facts, _ in found]
+        return [facts for _, facts, _, _ in found]
 
     def _wait(
         self, what: str, keys: dict[int, str], past: int, advice: str, at_most_seconds: float
@@ -238,7 +248,7 @@ class Rendezvous:
                 if (gone := self._look(rank, what, keys[rank], past, advice)) is not None:
                     return gone
             if now - start > at_most_seconds:
-                raise WorldError(f"{ranks_text(missing)} did not call {what}.")
+                raise LateError(f"{ranks_text(missing)} did not call {what}.")
             if now > say_at:
                 say_at = now + _SAY_EVERY_SECONDS
                 print(
@@ -265,11 +275,11 @@ class Rendezvous:
 
     def _check(self, ranks: Sequence[int], found: Sequence[Sequence[Any]]) -> None:
         calls: dict[str, list[int]] = {}
-        for rank, (what, _, _) in zip(ranks, found, strict=True):
-            calls.setdefault(what, []).append(rank)
-        if len(calls) > 1:
+        for rank, (what, _, _, place) in zip(ranks, found, strict=True):
+            calls.setdefault(f"{what} at {place}" if place else what, []).append(rank)
+        if len({what for what, _, _, _ in found}) > 1:
             said = "; ".join(f"{ranks_text(who)} called {what}" for what, who in calls.items())
-            advice = next((a for _, _, a in found if a), _ADVICE)
+            advice = next((a for _, _, a, _ in found if a), _ADVICE)
             raise self.refuse(WorldError(f"{said}. {advice}"))
 
     # -- errors ------------------------------------------------------------------------
