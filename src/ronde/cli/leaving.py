@@ -43,22 +43,25 @@ class Limit:
     """
 
     def __init__(self, seconds: float | None) -> None:
-        self._timer = None if seconds is None else threading.Timer(seconds, self._ask)
+        self._seconds, self._ended = seconds, threading.Event()
         self.reached = False
 
     def _ask(self) -> None:
-        self.reached = True
-        os.kill(os.getpid(), signal.SIGUSR1)
+        self._ended.wait(self._seconds)
+        while not self._ended.is_set():  # again: the run may not have begun to listen
+            self.reached = True
+            os.kill(os.getpid(), signal.SIGUSR1)
+            self._ended.wait(1.0)
 
     def __enter__(self) -> Limit:
-        if self._timer is not None:
-            self._timer.daemon = True
-            self._timer.start()
+        if self._seconds is not None:
+            if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # it would end this process
+                signal.signal(signal.SIGUSR1, lambda *_: None)
+            threading.Thread(target=self._ask, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._ended.set()
 
 
 def requeue() -> str:

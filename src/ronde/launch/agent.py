@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -454,6 +454,7 @@ def run_workers(
     run_id: str,
     starter: Starter | None = None,
     opened: Callable[[], None] = lambda: None,
+    asked_before: Sequence[int] = (),
 ) -> Outcome:
     """Start this node's workers, watch them, and return when all have ended; closes the router.
 
@@ -465,6 +466,7 @@ def run_workers(
         run_id: the same on every node.
         starter: starts workers faster than a new interpreter.
         opened: called when the workers can meet.
+        asked_before: signals that asked the run to leave before this looks.
     """
     start = time.monotonic()
     adopt_orphans()
@@ -478,11 +480,12 @@ def run_workers(
             handlers[number] = signal.signal(number, _stop)
     peers: _Peers | None = None
     workers: Workers | None = None
-    asked: list[int] = []
+    asked = list(asked_before)
 
     def ask(number: int, _: object) -> None:
-        if not asked and workers is not None and workers.ask_to_leave():
-            asked.append(number)
+        told = not asked and workers is not None and workers.ask_to_leave()
+        if not asked and (told or number == signal.SIGUSR1):
+            asked.append(number)  # workers that cannot leave yet are asked again
         elif number != signal.SIGUSR1:
             raise _Stopped(number)
 
@@ -499,6 +502,8 @@ def run_workers(
         environments = _environments(job, nodes, port, run_id)
         workers = Workers(job.command, environments, router, job.restarts, starter)
         router.leave = workers.ask_to_leave
+        if asked:
+            workers.ask_to_leave()
         if listener is not None:
             _open_store(nodes, listener)  # imports torch, while the workers do
         peers = _Peers(nodes, port) if nodes.tells else None

@@ -43,8 +43,10 @@ __all__ = ["Fleet", "environment_for"]
 
 _ANSWER_SECONDS = 25.0
 _SILENCE_SECONDS = 10.0
-_SHORT_SILENCE_SECONDS = 3.5  # where others go on without a host: to be wrong costs a restart
+_SHORT_SILENCE_SECONDS = 2.0  # where others go on without a host: to be wrong costs a restart
+_USUAL_SILENCES = 4  # but this many times the longest silence that ended: hosts and networks differ
 _PING_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
 _STOP_SECONDS = 2.5
 _FRESH_SECONDS = 4.0
 _COME_BACK_SECONDS = 60.0
@@ -131,7 +133,7 @@ class _Link:
         while self.up and (frame := receive(stream)) is not None:
             if frame[0]["kind"] != "alive":
                 self._arrived(self, *frame)
-            elif self._silence is None:  # from now on it shows that it lives, each second
+            elif self._silence is None:  # from now on it shows that it lives, twice a second
                 self._silence = Silence(pipe)
         self._errors.join(2.0)
         status = self.process.wait()
@@ -149,10 +151,14 @@ class _Link:
 
     def look(self, longest: float) -> None:
         """Give the agent up if nothing has come from it for so long."""
-        if self._silence is None or self.silent or self._silence.seconds() < longest:
+        if self._silence is None or self.silent:
+            return
+        seconds = self._silence.seconds()
+        usual = _USUAL_SILENCES * self._silence.longest
+        if seconds < min(max(longest, usual), _SILENCE_SECONDS):
             return
         self.silent = (
-            f"nothing came from it for {longest:g} s. Its network or the machine itself "
+            f"nothing came from it for {seconds:.1f} s. Its network or the machine itself "
             "is down, or it is too busy to answer"
         )
         self._kill()
@@ -205,6 +211,7 @@ class Fleet:
         self._every = list(hosts)  # those that are lost, too
         self._coming: list[_Link] = []  # agents of lost hosts, for the next generation
         self._short, self._called = False, 0.0
+        self._warm: dict[str, int] = {}  # workers of hosts that import torch before they answer
         self._wanted: Job | None = None
         self._grows = ""  # the host for whose sake the workers were asked to leave
         self._source: _Link | None = None  # whose run directory the one here follows
@@ -277,13 +284,17 @@ class Fleet:
         self._warned.set()
 
     def _ping(self) -> None:
+        pinged = 0.0
         while not self._done.is_set():
             order = ""
-            if self._warned.wait(_PING_SECONDS):
+            if self._warned.wait(_LOOK_SECONDS):
                 self._warned.clear()
                 order = self._order
+            pings = time.monotonic() > pinged + _PING_SECONDS
+            pinged = time.monotonic() if pings else pinged
             for link in [*self._links, *self._coming]:
-                link.ping()
+                if pings:
+                    link.ping()
                 link.look(self._longest)
                 if order:
                     link.order(order)
@@ -445,6 +456,8 @@ class Fleet:
         """
         start = time.monotonic()
         self._leaves, self._wanted = job.leaves, job
+        if restarts is not None and restarts.warm:
+            self._warm = dict(zip((link.host.name for link in self._links), counts, strict=True))
         if job.restarts:
             self._longest = _SHORT_SILENCE_SECONDS
         try:
@@ -613,7 +626,8 @@ class Fleet:
             if host.name not in there:
                 with contextlib.suppress(ArgumentError, WorldError):  # its engine has lost it, too
                     link = self._link(host)
-                    link.order("hello", **self._hello)
+                    # it answers when it has imported torch: until then, the others train
+                    link.order("hello", **self._hello, warm=self._warm.get(host.name, 0))
                     self._coming.append(link)
 
     def _take_in(self) -> None:

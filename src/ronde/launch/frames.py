@@ -47,6 +47,8 @@ class Silence:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe, self._reads, self._seconds = pipe, pipe.reads, 0.0
+        self.longest = 0.0
+        """The longest silence that ended."""
         self._poll = select.poll()
         self._poll.register(pipe, select.POLLIN)
         self._looked = time.monotonic()
@@ -56,6 +58,7 @@ class Silence:
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         if self._poll.poll(0) or self._pipe.reads != self._reads:
+            self.longest = max(self.longest, self._seconds)
             self._reads, self._seconds = self._pipe.reads, 0.0
         else:
             self._seconds += min(passed, _LONGEST_LOOK)

@@ -102,7 +102,7 @@ def run_here(
                 own["RONDE_SECRET"] = secret
             mine = dataclasses.replace(job, environment={**job.environment, **own})
             router = Router(job.workers, output, first)
-            outcome = run_workers(mine, router, nodes, run_id, spares)
+            outcome = run_workers(mine, router, nodes, run_id, spares, asked_before=asked)
             record_hangs(job.directory, [*outcome.slow, outcome.hang])
             if restarts is None or not restarts.goes_on(outcome):
                 return dataclasses.replace(outcome, seconds=time.monotonic() - start)

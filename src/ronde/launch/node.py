@@ -42,7 +42,7 @@ __all__ = ["main"]
 
 _PROBE_SECONDS = 3.0
 _STOP_SECONDS = 1.5
-_ALIVE_SECONDS = 1.0
+_ALIVE_SECONDS = 0.5
 
 
 class _Frames:
@@ -218,13 +218,17 @@ def _serve(orders: _Orders, sender: Sender) -> None:
         sender.send("refused", why=f"{hello['folder']}: {error.strerror}")
         return
     os.environ.update(hello["environment"])
+    spares: Spares | None = None
+    if workers := hello.get("warm"):  # a host that comes back: the others train meanwhile
+        spares = Spares(worker_environment(Job([], workers), Nodes(interface="")))
+        orders.kept = spares.pid
+        spares.wait()
     try:
         facts = collect(hello["command"], hello["token"])
     except ImportError as error:
         sender.send("refused", why=f"{error}")
         return
     sender.send("facts", facts=facts)
-    spares: Spares | None = None
     listeners: dict[str, socket.socket] = {}
     while True:
         order = orders.take("listen", "reach", "known", "files", "run", "end")

@@ -90,8 +90,7 @@ class Spares:
             "output": output,
             "folder": str(Path.cwd()),
         }
-        if not self._ready:
-            self._ready = self._answer(_START_SECONDS) == "ready"
+        self.wait()
         try:
             self._socket.send(json.dumps(request).encode())
         except OSError:
@@ -101,6 +100,11 @@ class Spares:
             self.close()
             return None
         return _Forked(int(pid))
+
+    def wait(self) -> None:
+        """Wait until the warm process has imported everything."""
+        if self._socket is not None and not self._ready:
+            self._ready = self._answer(_START_SECONDS) == "ready"
 
     def _answer(self, seconds: float) -> str:
         assert self._socket is not None
