@@ -64,7 +64,7 @@ def test_a_dead_server_is_named_and_started_again(hosts, place):
     done = ronde_run(["run", "-n", "2", "train.py", "ring.st", "0"], place)
     assert done.returncode == 0, done.stderr
     words = [*with_servers(hosts), "--restarts", "1", "--no-spares", "--name", "dead"]
-    with child(ronde("run", *words, "train.py", "dead.st", "0.1"), place) as running:
+    with child(ronde("run", *words, "train.py", "dead.st", "0.4"), place) as running:
         running.wait_for("TRAINING", 60)
         hosts.ssh(hosts.names[2], f"kill -9 {server_on(hosts, hosts.names[2])}")
         done = running.done(90)

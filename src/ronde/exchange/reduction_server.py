@@ -8,6 +8,7 @@ know the token until its input ends.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hmac
 import json
 import os
@@ -17,7 +18,6 @@ import sys
 import threading
 from collections.abc import Sequence
 
-import psutil
 import torch
 
 from ronde.exchange.reducer import wide
@@ -33,6 +33,7 @@ from ronde.exchange.servers import (
     send_parts,
     steady,
 )
+from ronde.world.network import addresses, listen_on
 
 __all__ = ["serve_reductions"]
 
@@ -52,6 +53,7 @@ class _Session:
         self.workers = workers
         self.outs: dict[int, queue.SimpleQueue[tuple[bytes, memoryview]]] = {}
         self.gone: list[int] = []
+        self.used: set[str] = set()  # addresses at which they came in
         self.lock = threading.Lock()
         self._chunks: dict[tuple[int, int], _Rows] = {}
 
@@ -85,15 +87,26 @@ class _Session:
 
 
 class _ReductionServer:
-    def __init__(self, token: bytes) -> None:
+    def __init__(self, token: bytes, listening: Sequence[socket.socket]) -> None:
         self._token = token
         self._sessions: dict[int, _Session] = {}
         self._lock = threading.Lock()
+        self._listening = {each.getsockname()[0]: each for each in listening}
+        for each in listening:
+            threading.Thread(target=self._serve, args=(each,), daemon=True).start()
 
-    def serve(self, listening: socket.socket) -> None:
-        while True:
-            connection, _ = listening.accept()
-            threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+    def _serve(self, listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                connection, _ = listening.accept()
+                threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _stay_on(self, used: set[str]) -> None:
+        """Listen only where all workers of a session came in: the others come there too."""
+        for address in self._listening.keys() - used:
+            listening = self._listening.pop(address)
+            listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+            listening.close()
 
     def _greet(self, connection: socket.socket) -> None:
         connection.settimeout(20)  # a stranger that says nothing
@@ -117,6 +130,10 @@ class _ReductionServer:
                 connection.close()
                 return
             session.outs[rank] = out
+            session.used.add(connection.getsockname()[0])
+            if len(session.outs) == workers:
+                with self._lock:
+                    self._stay_on(session.used)
             for lost in session.gone:
                 out.put((HEADER.pack(GONE, 0, lost, 0, 0, 0), memoryview(b"")))
         threading.Thread(target=_send, args=(connection, out), daemon=True).start()
@@ -152,28 +169,22 @@ def _send(connection: socket.socket, out: queue.SimpleQueue[tuple[bytes, memoryv
 
 
 def _addresses() -> list[str]:
-    found = [
-        each.address
-        for addresses in psutil.net_if_addrs().values()
-        for each in addresses
-        if each.family == socket.AF_INET
-    ]
-    return sorted(found, key=lambda a: a.startswith("127."))
+    """This host's but loopback: nothing here says by which one the workers come."""
+    found = [address for _, address in addresses()]
+    return [a for a in found if not a.startswith("127.")] or found
 
 
 def serve_reductions(arguments: Sequence[str] | None = None) -> None:
     """Serve until the standard input ends."""
     parser = argparse.ArgumentParser(prog="python -m ronde.exchange.reduction_server")
-    parser.add_argument("--listen", default="0.0.0.0", help="address to listen on")
+    parser.add_argument("--listen", help="address to listen on, instead of each of this host's")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)  # each worker's thread sums
     token = sys.stdin.readline().strip().encode()
-    listening = socket.create_server((options.listen, 0), backlog=1024)
-    port = listening.getsockname()[1]
-    addresses = _addresses() if options.listen == "0.0.0.0" else [options.listen]
-    print(json.dumps({"places": [f"{a}:{port}" for a in addresses]}), flush=True)
-    server = _ReductionServer(token)
-    threading.Thread(target=server.serve, args=(listening,), daemon=True).start()
+    listening = [listen_on(a) for a in ([options.listen] if options.listen else _addresses())]
+    places = [each.getsockname()[:2] for each in listening]
+    _ReductionServer(token, listening)
+    print(json.dumps({"places": [f"{host}:{port}" for host, port in places]}), flush=True)
     while sys.stdin.read(1):
         pass
     os._exit(0)  # threads may be in the middle of a sum

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -22,6 +21,7 @@ from ronde.horovod.transfers import Team
 from ronde.world import World, identify, world
 from ronde.world.connect import connect
 from ronde.world.consensus import broadcast_json, gather_json
+from ronde.world.network import own_address
 
 __all__ = [
     "ProcessSet",
@@ -269,7 +269,9 @@ def _connect(me: World, places: list[Any], trace: ChromeTrace) -> socket.socket 
     told: Any = None
     if me.is_main:
         one_machine = all(place[:2] == places[0][:2] for place in places)
-        address = "127.0.0.1" if one_machine else _address()
+        name = os.environ.get("GLOO_SOCKET_IFNAME")
+        toward = identify(os.environ).address or socket.gethostname()
+        address = "127.0.0.1" if one_machine else own_address(toward, name)
         token = secrets.token_hex(16)
         coordinator = Coordinator(me.size, token, address, *_stall_limits(), trace)
         coordinator.start()
@@ -286,19 +288,6 @@ def _connect(me: World, places: list[Any], trace: ChromeTrace) -> socket.socket 
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(json.dumps({"rank": me.rank, "token": token}).encode() + b"\n")
     return connection
-
-
-def _address() -> str:
-    """Where other hosts reach this one: on gloo's interface, or the one to the meeting point."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    for found in psutil.net_if_addrs().get(name, ()):
-        if found.family == socket.AF_INET:
-            return found.address
-    target = identify(os.environ).address or socket.gethostname()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((target, 9))
-        address: str = probe.getsockname()[0]
-    return address
 
 
 def _stall_limits() -> tuple[float, float]:

@@ -27,6 +27,7 @@ from ronde.launch.supervise import Starter, WorkerFailure, Workers
 from ronde.watch.hang_judge import Limits
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.fence import AGAIN
+from ronde.world.network import listen_on
 
 __all__ = [
     "Job",
@@ -497,7 +498,7 @@ def run_workers(
     try:
         listener = None
         if nodes.rank == 0:
-            listener = nodes.listener or socket.create_server((nodes.address, 0))
+            listener = nodes.listener or listen_on(nodes.address)
         port = listener.getsockname()[1] if listener else nodes.port
         environments = _environments(job, nodes, port, run_id)
         workers = Workers(job.command, environments, router, job.restarts, starter)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ronde.launch.agent import Nodes
-from ronde.launch.facts import addresses
 from ronde.world import WorldError
+from ronde.world.network import addresses, listen_on
 
 __all__ = ["Container", "container"]
 
@@ -77,7 +77,7 @@ class Container:
         if self.rank == 0:
             own = dict(addresses()).get(self.interface, address)
             try:
-                listener = socket.create_server((own, port))
+                listener = listen_on(own, port)
             except OSError as error:
                 raise WorldError(
                     f"port {port} of {self.current} cannot be opened ({error.strerror}): another "

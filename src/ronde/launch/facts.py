@@ -20,6 +20,7 @@ import psutil
 from ronde.launch.agent import devices
 from ronde.launch.engine import Host
 from ronde.world import ArgumentError, usable_cores
+from ronde.world.network import addresses
 from ronde.world.version import VERSION
 
 __all__ = ["Facts", "collect", "differences", "digest_of", "notes", "share", "aligned"]
@@ -73,21 +74,6 @@ def _free(path: str) -> int:
         return shutil.disk_usage(path).free
     except OSError:
         return 0
-
-
-def addresses() -> list[tuple[str, str]]:
-    """Interface and IPv4 address, loopback last; the one that ssh came in by first."""
-    found = [
-        (name, each.address)
-        for name, several in psutil.net_if_addrs().items()
-        for each in several
-        if each.family == socket.AF_INET
-    ]
-    by_ssh = (os.environ.get("SSH_CONNECTION") or "").split()[2:3]
-    return sorted(
-        found,
-        key=lambda f: (f[1].startswith("127."), f[1] not in by_ssh, f[0].startswith("docker")),
-    )
 
 
 def collect(command: Sequence[str], token: str | None) -> dict[str, Any]:

@@ -31,12 +31,13 @@ from ronde.launch.agent import (
     worker_environment,
 )
 from ronde.launch.console import Router
-from ronde.launch.facts import addresses, collect
+from ronde.launch.facts import collect
 from ronde.launch.frames import MARKER, Pipe, Sender, Silence
 from ronde.launch.mirror import Mirror, forget_others, unpack
 from ronde.launch.spares import Spares
 from ronde.watch.hang_judge import HangVerdict
 from ronde.world.fence import name_generation
+from ronde.world.network import addresses, listen_on
 
 __all__ = ["main"]
 
@@ -165,7 +166,7 @@ def _listen() -> dict[str, socket.socket]:
     found: dict[str, socket.socket] = {}
     for _, address in addresses():
         with contextlib.suppress(OSError):
-            found[address] = socket.create_server((address, 0))
+            found[address] = listen_on(address)
     return found
 
 

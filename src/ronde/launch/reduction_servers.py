@@ -156,7 +156,7 @@ def _commands(
     if asked.isdecimal():
         if not 0 < int(asked) <= 64:
             raise ArgumentError(f"--servers {asked}: expected 1 to 64 servers, or hosts.")
-        here = [sys.executable, *module, "--listen", "0.0.0.0" if away else "127.0.0.1"]
+        here = [sys.executable, *module, *([] if away else ["--listen", "127.0.0.1"])]
         return [(socket.gethostname(), here)] * int(asked)
     hosts: Sequence[Host] = parse_hosts(asked, "--servers")
     if slots := [host.name for host in hosts if host.slots is not None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import errno
 import os
 import socket
 import sys
@@ -18,7 +19,9 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from ronde.world.cores import schedule_as_batch, threads_per_worker
 from ronde.world.errors import WorldError
 from ronde.world.identity import World, _identity, world
+from ronde.world.launchers import Identity
 from ronde.world.meshes import forget
+from ronde.world.network import listen_on, meeting_address
 
 __all__ = ["connect"]
 
@@ -39,6 +42,14 @@ def _local_store(size: int) -> Store:
     return FileStore(str(folder / f"{parent.pid}-{parent.create_time():.2f}"), size)
 
 
+def _together(found: Identity) -> bool | None:
+    """Whether all ranks are on this machine; None where the launcher does not say."""
+    if found.local_size is not None:
+        return found.local_size == found.size
+    # Kubeflow tells rank 0 that the meeting point is localhost, whatever pods there are.
+    return False if os.environ.get("KUBERNETES_SERVICE_HOST") else None
+
+
 def _store(me: World, timeout: datetime.timedelta) -> Store:
     found = _identity()
     if found.address is None or found.port is None:
@@ -52,16 +63,31 @@ def _store(me: World, timeout: datetime.timedelta) -> Store:
             "'-x MASTER_ADDR=… -x MASTER_PORT=…'."
         )
     # Workers of an agent are clients of the agent's store; elsewhere rank 0 serves it.
-    serves = me.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves, address, listening = me.rank == 0 and not theirs, found.address, None
+    if not theirs:
+        interface = found.interface or os.environ.get("GLOO_SOCKET_IFNAME")
+        address = meeting_address(address, _together(found), serves, interface)
+    if serves:
+        try:  # torch's own listens on every address
+            listening = listen_on(address, found.port).detach()
+        except OSError as error:
+            # torch shares what this process serves already, and refuses a port that is taken.
+            if error.errno != errno.EADDRINUSE:
+                raise WorldError(
+                    f"Rank 0 cannot open the meeting point {address}:{found.port}: "
+                    f"{error.strerror}. Choose another MASTER_PORT, the same for every worker."
+                ) from error
     try:
         store = TCPStore(
-            found.address,
+            address,
             found.port,
             found.size,
             serves,
             timeout,
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=listening,
         )
     except (dist.DistNetworkError, RuntimeError) as error:
         text = str(error)
@@ -119,7 +145,7 @@ def connect(timeout_seconds: float = 1800.0) -> World:
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    elif _identity().address in ("127.0.0.1", "localhost") and any(
+    elif (_together(_identity()) or _identity().address in ("127.0.0.1", "localhost")) and any(
         name == "lo" for _, name in socket.if_nameindex()
     ):
         # Otherwise gloo binds the address of the host name, which may be unreachable and is not
