@@ -176,14 +176,13 @@ HANGS = (
         """
         def after():
             if run.state.step == 6:
-                file = open(os.environ["LOCK"], "w")
-                if RANK == 1:
-                    time.sleep(1)
-                fcntl.flock(file, fcntl.LOCK_EX)  # HERE
-                if RANK == 0:
-                    fcntl.flock(file, fcntl.LOCK_UN)
-                if RANK == 2:
-                    globals()["kept_open"] = file
+                held = os.environ["LOCK"] + ".held"
+                while RANK == 1 and not os.path.exists(held):
+                    time.sleep(0.01)
+                file = globals()["kept_open"] = open(os.environ["LOCK"], "w")
+                if RANK:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # HERE
+                    open(held, "w").close()
         """,
     ),
     Case(
