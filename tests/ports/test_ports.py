@@ -138,7 +138,7 @@ def sampled(chains: dict[str, list[dict]], turn: int) -> dict[str, list[dict]]:
         return chains
     keys = list(chains)
     sizes, plans, kills = keys[2:4], keys[4:-3], keys[-3:]
-    kept = ["plain", "1", plans[turn % len(plans)], kills[turn % 3]]
+    kept = ["plain", "1", plans[turn // 2 % len(plans)] if turn % 2 else kills[turn // 2 % 3]]
     kept += sizes[turn // 3 % 2 :][:1] if turn % 3 == 0 else []
     return {key: chains[key] for key in kept}
 

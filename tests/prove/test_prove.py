@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from processes import TESTS, child, ronde, ronde_run
-from sampling import some
+from sampling import ALL, some
 
 HERE = TESTS
 sys.path.insert(0, str(HERE / "prove_scripts"))
@@ -429,7 +429,9 @@ run.fit(epochs=1)
 def test_a_head_that_was_replaced_may_stay_in_the_optimizer(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(REPLACED)
     (tmp_path / "not_told.py").write_text(REPLACED.replace("optimizer.add_param_group", "dict"))
-    assert Study(pool, [str(tmp_path / "told.py")], 3, 60).verdict(["replicate"]).status == "equal"
+    if ALL:
+        told = Study(pool, [str(tmp_path / "told.py")], 3, 60)
+        assert told.verdict(["replicate"]).status == "equal"
     missed = Study(pool, [str(tmp_path / "not_told.py")], 3, 60).verdict(["replicate"])
     assert (
         missed.status == "differs"
