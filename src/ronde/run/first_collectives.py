@@ -142,7 +142,11 @@ class _Comparison:
             what = f"dist.{name}({', '.join(_texts(name, given, ranks))})"
             place = _place(caller)
             parts = _parts(name, given, len(ranks), place)
-        except (TypeError, ValueError):  # torch raises its own
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+        ):  # torch raises its own; or not torch's function
             return
         self._calls[ranks] += 1
         if (number := self._calls[ranks]) > COMPARED_CALLS:
