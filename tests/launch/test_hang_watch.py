@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 
 import pytest
@@ -16,15 +17,19 @@ SCRIPT = textwrap.dedent(
     way = sys.argv[1]
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(160, 3), torch.randn(160, 1))
     run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=4)
     for epoch in run.epochs(1):
         for batch in run.batches():
+            if way == "slow":
+                time.sleep(0.1 + 0.1 * run.rank)
             run.step(batch)
             if run.state.step == 5 and run.rank == 1:
                 if way == "stop":
                     os.kill(os.getpid(), signal.SIGSTOP)
-                if way != "once" or not os.path.exists("hung"):
+                if way == "slow":
+                    pass
+                elif way != "once" or not os.path.exists("hung"):
                     open("hung" if way == "once" else os.devnull, "w").close()
                     time.sleep(100)
     """
@@ -43,7 +48,7 @@ def folder(tmp_path_factory):
     [
         (
             "branch",
-            "Rank 1 has not reached the exchange of step 6; it is at train.py:16 "
+            "Rank 1 has not reached the exchange of step 6; it is at train.py:20 "
             "(`time.sleep(100)`), inside `if run.state.step == 5 and run.rank == 1`; rank 0 is "
             "waiting for it.",
         ),
@@ -57,13 +62,30 @@ def test_a_hang_ends_the_run(folder, way, sentence):
     events = [json.loads(x) for x in (folder / "runs" / way / "record.jsonl").open()]
     hang, end = events[-2:]
     assert (hang["type"], hang["rank"], hang["step"], hang["waiting"]) == ("hang", 1, 6, [0])
-    assert hang["place"] == ("train.py:16" if way == "branch" else "train.py:13")
+    assert hang["place"] == ("train.py:20" if way == "branch" else "train.py:15")
     assert end["status"] == "failed" and end["error"] == hang["sentence"]
     shown = json.loads(ronde_run(["show", way, "--json"], folder).stdout)
     assert shown["hangs"][0]["sentence"] == hang["sentence"]
     if way == "branch":
         log = (folder / "runs" / way / "logs" / "rank-0.log").read_text()
         assert "The stack of rank 0:" in log and "ddp.py" in log
+
+
+def test_a_rank_that_is_slow_in_every_step_is_named_once(folder):
+    line = ["run", "-q", "-n", "2", "--name", "slow", "--hang-timeout", "2", "train.py", "slow"]
+    done = ronde_run(line, folder)
+    assert done.returncode == 0 and done.stdout.count("is slow") == 1, done.stdout
+    found = re.search(
+        r"warning: Rank 1 is slow: rank 0 waits for it (\d+) ms of each step of (\d+) ms, up to step "
+        r"\d+",
+        done.stdout,
+    )
+    assert found, done.stdout
+    lost, step = map(int, found.groups())
+    assert step >= 200 and lost < step - 90
+    events = [json.loads(x) for x in (folder / "runs" / "slow" / "record.jsonl").open()]
+    (told,) = [e for e in events if e["type"] == "hang"]
+    assert told["slow"] and told["rank"] == 1 and told["waiting"] == [0]
 
 
 @long

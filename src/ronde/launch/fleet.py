@@ -36,6 +36,7 @@ from ronde.launch.restarts import Restarts
 from ronde.plan import Plan
 from ronde.watch import RunDir
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_hang
+from ronde.watch.slow_rank import SlowRanks
 from ronde.world import ArgumentError, WorldError
 from ronde.world.fence import AGAIN
 
@@ -224,6 +225,7 @@ class Fleet:
         self._token: Path | None = None
         self._receiver: Mirrored | None = None
         self._ranks: dict[str, tuple[float, list[RankView]]] = {}
+        self._pace = SlowRanks(0, 0.0)
         self._slow: list[HangVerdict] = []
         self._hang: HangVerdict | None = None
         self._handlers: dict[int, Any] = {}
@@ -555,6 +557,7 @@ class Fleet:
             first += count
         limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
         self._ranks, self._slow, self._hang = {}, [], None
+        self._pace = SlowRanks(job.workers, job.hang_timeout or 0.0)
         outcome = self._watch(output, start, run_id, job, limits)
         slow = [dataclasses.asdict(each) for each in self._slow]
         record_hangs(job.directory, [*slow, outcome.hang])
@@ -699,6 +702,8 @@ class Fleet:
             v for at, views in self._ranks.values() if now - at < _FRESH_SECONDS for v in views
         ]
         verdict = judge_hang(fresh, limits, size) if self._hang is None else None
+        if verdict is None and self._hang is None:
+            verdict = self._pace.look(now, [v for _, views in self._ranks.values() for v in views])
         if verdict is None:
             return ""
         if verdict.slow:

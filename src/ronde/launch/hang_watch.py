@@ -18,6 +18,7 @@ import psutil
 from ronde.watch import HangFound, Record, RunDir
 from ronde.watch.hang_judge import STOPPED_SECONDS, HangVerdict, Limits, RankView, judge_hang
 from ronde.watch.process_facts import ProcessFacts, is_stopped, process_facts, reasons
+from ronde.watch.slow_rank import SlowRanks
 from ronde.watch.stack_place import StackPlace, locate
 from ronde.world.heartbeat import Beat, read_beat
 
@@ -28,6 +29,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _LOOK_SECONDS = 1.0
 _ASK_SECONDS = 2.0
 _ANSWER_SECONDS = 0.5
+_PACE_SECONDS = 5.0  # from one look at what the machine says to the next
+_REPORT_SECONDS = 2.0  # where another process judges
 _BUSY = 0.25  # of a core
 _BUSY_BYTES = 1 << 20  # read or written in a second
 
@@ -50,6 +53,7 @@ class _Worker:
         self.answer: dict[str, Any] = {}
         self._mark: ProcessFacts | None = None
         self._fact: ProcessFacts | None = None
+        self._pace: list[ProcessFacts] = []  # some seconds apart
 
     def look(self, now: float) -> None:
         beat = read_beat(self._folder / f"heartbeat-{self.rank}")
@@ -62,6 +66,8 @@ class _Worker:
             self.place, self.moved, self._mark = None, "", None
         if not self.pid:
             self.pid = self._first_pid()
+        if self.pid and (not self._pace or now - self._pace[-1].time > _PACE_SECONDS):
+            self._pace = [*self._pace[-2:], process_facts(self.pid, children=False)]
         passed, self.looked = min(now - self.looked, 1.5 * _LOOK_SECONDS), now
         if self.pid and is_stopped(self.pid):
             self.stopped += passed
@@ -139,6 +145,8 @@ class _Worker:
             elif fact.waits_for_disk and mark.waits_for_disk:
                 working = "it waits for a disk"
             why = reasons(mark, fact, folders)
+        elif len(self._pace) > 1:
+            why = reasons(self._pace[0], self._pace[-1])
         return RankView(
             self.rank,
             beat.phase if beat else "start-up",
@@ -156,6 +164,7 @@ class _Worker:
             tuple(self.answer.get("exchanges", ())),
             self.answer.get("module", ""),
             beat.error if beat else "",
+            waited_seconds=beat.waited_seconds if beat else -1.0,
         )
 
 
@@ -286,6 +295,7 @@ class HangWatch:
     ) -> None:
         self._workers, self._limits, self._size = workers, limits, size
         self._say, self._log, self._report = say, log, report
+        self._pace, self._reported = SlowRanks(size, limits.seconds), 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ronde-hangs", daemon=True)
         self.verdict: HangVerdict | None = None
@@ -303,14 +313,17 @@ class HangWatch:
         while not self._over.wait(_LOOK_SECONDS) and self.verdict is None:
             try:
                 views = self._workers.look()
+                now = time.monotonic()
                 if self._report is not None:
-                    if any(
+                    if now > self._reported + _REPORT_SECONDS or any(
                         v.idle_seconds >= self._limits.seconds / 2 or v.stopped_seconds
                         for v in views
                     ):
+                        self._reported = now
                         self._report([v.to_dict() for v in views])
                     continue
                 verdict = judge_hang(views, self._limits, self._size)
+                verdict = verdict or self._pace.look(now, views)
             except Exception as error:  # watching never breaks the training
                 self._say(
                     f"ronde: hangs are not watched any more ({type(error).__name__}: {error})"

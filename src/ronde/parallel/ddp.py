@@ -15,6 +15,7 @@ Three additions to DDP, none of which costs an exchange of its own:
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -362,7 +363,9 @@ class Replicate(Strategy):
                 grads.append(p.new_zeros(()).expand_as(p))
             else:
                 grads.append(torch.zeros_like(p))
-        backward(tuple(roots), tuple(grads))
+        begun = time.perf_counter()
+        backward(tuple(roots), tuple(grads))  # which ends when the exchange has
+        self.waited_seconds = (self.waited_seconds or 0.0) + time.perf_counter() - begun
         if self.exchange is not None:
             self.exchange.check()
         if unused:

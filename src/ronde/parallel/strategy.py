@@ -101,6 +101,7 @@ class Strategy:
         exchange: what averages gradients in another way than the backend's all-reduce; else None.
         note: a sentence about how it was chosen, or empty.
         noise: measures the gradient noise scale, where that costs nothing; else None.
+        waited_seconds: how long this worker has waited for exchanges so far, where that is known.
     """
 
     model: nn.Module
@@ -113,6 +114,7 @@ class Strategy:
     exchange: Exchange | None = None
     note: str = ""
     noise: NoiseScale | None = None
+    waited_seconds: float | None = None
 
     @property
     def drifts(self) -> bool:

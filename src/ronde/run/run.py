@@ -972,7 +972,7 @@ class Run:
         hooks.observer.after_update(self, share)
         samples = share.global_samples
         state.step += 1
-        self._rendezvous.heartbeat.stepped(state.step)
+        self._rendezvous.heartbeat.stepped(state.step, self._strategy.waited_seconds)
         if self._schedule is not None:
             self._schedule.after_step(self)
         state.samples += samples

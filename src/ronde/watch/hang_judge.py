@@ -62,6 +62,7 @@ class RankView:
         module: of the model, whose code it runs.
         error: the last error that a call raised into its script.
         host: where it runs; empty for this machine.
+        waited_seconds: waited in exchanges of gradients so far; below 0 if that is not known.
     """
 
     rank: int
@@ -81,6 +82,7 @@ class RankView:
     module: str = ""
     error: str = ""
     host: str = ""
+    waited_seconds: float = -1.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

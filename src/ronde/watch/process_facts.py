@@ -52,15 +52,15 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def process_facts(pid: int) -> ProcessFacts:
-    """Read the counters; what cannot be read is 0."""
+def process_facts(pid: int, children: bool = True) -> ProcessFacts:
+    """Read the counters; what cannot be read is 0. To find ``children`` takes some milliseconds."""
     cpu, io, faults, delayed, status = 0.0, 0, 0, 0.0, ""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         status = process.status()
         with contextlib.suppress(OSError, ValueError, IndexError):
             delayed = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-        for each in (process, *process.children(recursive=True)):
+        for each in (process, *(process.children(recursive=True) if children else ())):
             with contextlib.suppress(psutil.Error, OSError):
                 times = each.cpu_times()
                 cpu += times.user + times.system

@@ -21,7 +21,7 @@ __all__ = ["Beat", "Heartbeat", "heartbeat", "read_beat"]
 _SIZE = 4096
 _NAMES, _NAME_BYTES, _NAME_COUNT = 256, 64, 48
 _ERROR = _NAMES + _NAME_BYTES * _NAME_COUNT
-_TICKS, _PID, _PHASE, _DOING, _BEGUN, _STEP, _STEPS, _CUDA = range(8)
+_TICKS, _PID, _PHASE, _DOING, _BEGUN, _STEP, _STEPS, _CUDA, _WAITED = range(9)
 _PHASES = ("start-up", "training", "ended")
 
 
@@ -39,6 +39,7 @@ class Beat:
         steps: those of this process.
         cuda: whether it trains on a GPU.
         error: the last error that a call raised into the script; empty if none did.
+        waited_seconds: waited in exchanges of gradients so far; below 0 if that is not known.
     """
 
     ticks: int
@@ -50,6 +51,7 @@ class Beat:
     steps: int
     cuda: bool
     error: str
+    waited_seconds: float = -1.0
 
 
 class Heartbeat:
@@ -87,9 +89,10 @@ class Heartbeat:
         """Something was done inside a call that takes long."""
         self._slots[_TICKS] += 1
 
-    def stepped(self, step: int) -> None:
-        """An optimizer step is done."""
+    def stepped(self, step: int, waited_seconds: float | None = None) -> None:
+        """An optimizer step is done; ``waited_seconds`` were waited in exchanges, of all so far."""
         slots = self._slots
+        slots[_WAITED] = -1 if waited_seconds is None else int(1e6 * waited_seconds)
         slots[_STEP] = step
         slots[_STEPS] += 1
         slots[_PHASE] = 1
@@ -218,6 +221,7 @@ def read_beat(path: Path) -> Beat | None:
         slots[_STEPS],
         bool(slots[_CUDA]),
         _text(data[_ERROR:]),
+        slots[_WAITED] / 1e6 if slots[_STEPS] else -1.0,
     )
 
 
