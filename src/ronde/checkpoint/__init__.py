@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         shard_like,
     )
     from ronde.checkpoint.plain_values import decode, encode
+    from ronde.checkpoint.remote import RemoteCheckpoints, Uploads
     from ronde.checkpoint.retention import KeepPolicy
     from ronde.checkpoint.sharded import (
         export_pieces,
@@ -68,7 +69,9 @@ __all__ = [
     "KeepPolicy",
     "Piece",
     "PieceSource",
+    "RemoteCheckpoints",
     "Saver",
+    "Uploads",
     "Want",
     "Written",
     "box_of",
@@ -119,6 +122,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "trust verify write",
             "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded "
             "local_part piece_of pull shard_like",
+            "ronde.checkpoint.remote": "RemoteCheckpoints Uploads",
             "ronde.checkpoint.retention": "KeepPolicy",
             "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces write_pieces",
             "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer "

@@ -12,6 +12,7 @@ box of which tensor it holds.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import json
@@ -166,6 +167,9 @@ def finish(
             part: {name: e.to_json() for name, e in named.items()}
             for part, named in tensors.items()
         }
+    policy = KeepPolicy.parse(keep) if isinstance(keep, int) else keep
+    if policy is not None:
+        body["keep"] = {**dataclasses.asdict(policy), "protected": protected}
     body["state"] = dict(state)
     body["digest"] = _manifest_digest(body)
     manifest = temporary / "manifest.json"
@@ -175,8 +179,7 @@ def finish(
     refuse_fenced()
     temporary.rename(target)
     sync(folder)
-    if keep is not None:
-        policy = keep if isinstance(keep, KeepPolicy) else KeepPolicy.parse(keep)
+    if policy is not None:
         stay = [step] if protected is None else [step, protected]
         steps = [step_of(path) for path in list_checkpoints(folder)]
         for old in policy.doomed(steps, stay):

@@ -38,16 +38,15 @@ from ronde.cli.script import (
     hint_after_exit,
     short,
 )
+from ronde.cli.uploads import UploadOption, check_upload, claim_with_uploads, uploading
 from ronde.watch import (
     Bar,
     Ended,
     Record,
     RunDir,
     check_name,
-    claim_run_dir,
     clock,
     curve,
-    lock_run,
     script_stem,
     summarise,
 )
@@ -73,6 +72,8 @@ Examples:
   ronde run --ray --workers 8 train.py          on a Ray cluster
 
   ronde run --reducer hierarchical train.py     average gradients inside nodes first
+
+  ronde run --upload s3://bucket/runs train.py  keep the checkpoints there, too
 """
 
 _MEASURE_SECONDS = 10.0
@@ -191,6 +192,7 @@ def register(app: typer.Typer) -> None:
                 "that a restart does not wait for that.",
             ),
         ] = True,
+        upload: UploadOption = None,
         horovod: Annotated[
             bool,
             typer.Option(
@@ -226,6 +228,7 @@ def register(app: typer.Typer) -> None:
             resume = resume or (runs / name / "checkpoints").is_dir()
             if box.rank > 0:  # rank 0 writes; the service may join the folders of all hosts
                 runs, name, resume, quiet = Path("none"), None, False, True
+                upload = None
         command = command_of(module, arguments or [])
         if name is not None:
             check_name(name)
@@ -253,6 +256,7 @@ def register(app: typer.Typer) -> None:
         seconds = None if time_limit is None else parse_duration(time_limit)
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
+        check_upload(upload, kept=temporary is None)
         console = _console()
         terminal = console.is_terminal and not quiet
         bar = Bar(console) if terminal else None
@@ -272,13 +276,20 @@ def register(app: typer.Typer) -> None:
         ):
             count = group.workers
             planned = None if plan is None else _plan(plan, count)
-            directory = claim_run_dir(
+
+            def told_restart(text: str) -> None:
+                if bar:
+                    bar.settle()
+                typer.echo(f"ronde: {text}", err=True)
+
+            directory, store = claim_with_uploads(
+                upload,
                 Path(temporary.name) if temporary else runs,
                 name,
                 script_stem(module or command[0]),
                 resume,
+                told_restart,
             )
-            lock_run(directory)
             show = _shower(bar, console)
             environment = {
                 "RONDE_PROGRESS": "quiet" if quiet else "stream" if terminal else "lines",
@@ -312,15 +323,10 @@ def register(app: typer.Typer) -> None:
             if bar:
                 bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
 
-            def told_restart(text: str) -> None:
-                if bar:
-                    bar.settle()
-                typer.echo(f"ronde: {text}", err=True)
-
             again = Restarts(
                 restarts or 0, directory.path, told_restart, spares, reduction_servers.variables
             )
-            with Limit(seconds) as limit:
+            with Limit(seconds) as limit, uploading(store, directory, told_restart):
                 outcome = group.launch(
                     Job(
                         command,

@@ -1,0 +1,102 @@
+"""``ronde run --upload``: the run directory and the store that its checkpoints go to."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ronde.watch import RunDir, claim_run_dir, lock_run
+from ronde.world import ArgumentError, CheckpointError
+
+if TYPE_CHECKING:
+    from ronde.checkpoint import RemoteCheckpoints
+
+__all__ = ["UploadOption", "check_upload", "claim_with_uploads", "uploading"]
+
+UploadOption = Annotated[
+    str | None,
+    typer.Option(
+        "--upload",
+        metavar="URL",
+        help="Also keep the checkpoints below this URL of fsspec (s3://…, file://…). --resume "
+        "takes the newest from there if this machine has an older one or none.",
+        show_default=False,
+    ),
+]
+
+
+def check_upload(url: str | None, kept: bool) -> None:
+    """Check ``--upload`` before anything starts."""
+    if url is None:
+        return
+    if not kept:
+        raise ArgumentError("--upload sends the checkpoints, and --runs none keeps none.")
+    from ronde.checkpoint import RemoteCheckpoints
+
+    RemoteCheckpoints(url, "run")
+
+
+def claim_with_uploads(
+    url: str | None,
+    runs: Path,
+    name: str | None,
+    stem: str,
+    resume: bool,
+    tell: Callable[[str], None],
+) -> tuple[RunDir, RemoteCheckpoints | None]:
+    """Create the run's directory, or find it to resume, with the newest checkpoint of the store.
+
+    Args:
+        tell: gets what was fetched, and what was passed over.
+
+    Raises:
+        CheckpointError: there is nothing to resume, or the store has a run of this name.
+    """
+    fresh = url is not None and name is not None and not (runs / name).exists()
+    directory = claim_run_dir(runs, name, stem, resume and not fresh)
+    lock_run(directory)
+    if url is None:
+        return directory, None
+    from ronde.checkpoint import RemoteCheckpoints, find_valid
+
+    store = RemoteCheckpoints(url, directory.name)
+    try:
+        if not resume:
+            if there := store.steps():
+                raise CheckpointError(
+                    f"{store.url} has checkpoints of a run already (step {max(there)}). Continue "
+                    f"it with --resume --name {directory.name}, or choose another --name."
+                )
+            return directory, store
+        own, _ = find_valid(directory.checkpoints)
+        found, passed = store.fetch(directory.checkpoints, -1 if own is None else own.step)
+        for each in passed:
+            tell(f"passed over: {each}")
+        if found is not None:
+            tell(f"fetched {found.name} from {store.url}")
+        elif fresh:
+            raise CheckpointError(
+                f"nothing to resume: {runs / directory.name} does not exist, and {store.url} has "
+                "no whole checkpoint."
+            )
+    except BaseException:
+        if fresh or not resume:
+            shutil.rmtree(directory.path, ignore_errors=True)
+        raise
+    return directory, store
+
+
+def uploading(
+    store: RemoteCheckpoints | None, directory: RunDir, tell: Callable[[str], None]
+) -> contextlib.AbstractContextManager[Any]:
+    """Upload the checkpoints while the block runs."""
+    if store is None:
+        return contextlib.nullcontext()
+    from ronde.checkpoint import Uploads
+
+    return Uploads(store, directory.path, tell)
