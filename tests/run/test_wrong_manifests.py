@@ -89,8 +89,8 @@ def mutated(body: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[st
     return body
 
 
-# What no run depends on: the time, and what says which training it was, which is refused by name.
-FREE = ("written", "format", "version", "digest")
+# What no resume depends on: the time, the policy for old ones, and what says which training it was, which is refused by name.
+FREE = ("written", "keep", "format", "version", "digest")
 
 
 def test_wrong_manifests_are_passed_over(checkpoints, capsys):
