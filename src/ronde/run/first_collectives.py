@@ -49,7 +49,7 @@ _FREE = _words(
     "group async_op device device_ids timeout obj gather_list scatter_list object_gather_list "
     "scatter_object_input_list scatter_object_output_list src dst group_src group_dst"
 )
-# A rank need not wait in such a call; what it does meanwhile may be what the others wait for.
+# For a rank that need not wait in a call: what it does next may be what the others wait for.
 _ASYNC_SECONDS = 30.0
 _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 
@@ -139,24 +139,23 @@ class _Comparison:
             if threading.get_ident() != self._thread or dist.get_rank(group) < 0:
                 return
             ranks = tuple(dist.get_process_group_ranks(group))
-            what = f"dist.{name}({', '.join(_texts(name, given, ranks))})"
+            texts = _texts(name, given, ranks)
+            if group is not None and group != dist.group.WORLD:
+                members = ", ".join(map(str, ranks))
+                texts.append(f"group {group.group_name[:8]!r} of ranks {members}")
+            values = [v for value in given.values() for v in _listed(value)]
+            on_cpu = all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+            waits = on_cpu and not given.get("async_op")
             place = _place(caller)
             parts = _parts(name, given, len(ranks), place)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-        ):  # torch raises its own; or not torch's function
+        except Exception:  # torch raises its own; or the function is another tool's
             return
         self._calls[ranks] += 1
         if (number := self._calls[ranks]) > COMPARED_CALLS:
             return
-        values = [v for value in given.values() for v in _listed(value)]
-        on_cpu = all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
-        waits = on_cpu and not given.get("async_op")
         with suppress(LateError):
             found = self._meeting.meet(
-                what,
+                f"dist.{name}({', '.join(texts)})",
                 parts,
                 ranks=None if ranks == tuple(range(self._meeting.me.size)) else ranks,
                 advice=(
@@ -187,15 +186,9 @@ def _texts(name: str, given: Mapping[str, Any], ranks: Sequence[int]) -> list[st
         # Of parts of unequal sizes, each rank gives or gets its own.
         named = {k: v for k, v in named.items() if not isinstance(v, torch.Tensor)}
     texts = [_list_text(v) if isinstance(v, list | tuple) else _text(v) for v in named.values()]
-    group = given["group"]
-    for side in ("src", "dst"):
-        if side in given:
-            root, place = given[side], given.get(f"group_{side}")
-            if root is None:
-                root = ranks[place or 0] if place is None or place < len(ranks) else place
-            texts.append(f"{side}={root}")
-    if group is not None and group != dist.group.WORLD:
-        texts.append(f"group {group.group_name[:8]!r} of ranks {', '.join(map(str, ranks))}")
+    for side in {"src", "dst"} & set(given):
+        root, place = given[side], given[f"group_{side}"]
+        texts.append(f"{side}={ranks[place or 0] if root is None else root}")
     return texts
 
 
