@@ -44,10 +44,10 @@ __all__ = ["Fleet", "environment_for"]
 
 _ANSWER_SECONDS = 25.0
 _SILENCE_SECONDS = 10.0
-_SHORT_SILENCE_SECONDS = 2.0  # where others go on without a host: to be wrong costs a restart
+_SHORT_SILENCE_SECONDS = 1.5  # where others go on without a host: to be wrong costs a restart
 _USUAL_SILENCES = 4  # but this many times the longest silence that ended: hosts and networks differ
 _PING_SECONDS = 1.0
-_LOOK_SECONDS = 0.25
+_LOOK_SECONDS = 0.1
 _STOP_SECONDS = 2.5
 _FRESH_SECONDS = 4.0
 _COME_BACK_SECONDS = 60.0
@@ -134,7 +134,7 @@ class _Link:
         while self.up and (frame := receive(stream)) is not None:
             if frame[0]["kind"] != "alive":
                 self._arrived(self, *frame)
-            elif self._silence is None:  # from now on it shows that it lives, twice a second
+            elif self._silence is None:  # from now on it shows that it lives, four times a second
                 self._silence = Silence(pipe)
         self._errors.join(2.0)
         status = self.process.wait()

@@ -7,6 +7,7 @@ when its input does: a launcher or a connection that is gone leaves nothing behi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -43,7 +44,8 @@ __all__ = ["main"]
 
 _PROBE_SECONDS = 3.0
 _STOP_SECONDS = 1.5
-_ALIVE_SECONDS = 0.5
+_ALIVE_SECONDS = 0.25
+_IMPORT_SECONDS = 15.0
 
 
 class _Frames:
@@ -224,6 +226,7 @@ def _serve(orders: _Orders, sender: Sender) -> None:
         spares = Spares(worker_environment(Job([], workers), Nodes(interface="")))
         orders.kept = spares.pid
         spares.wait()
+        _import_torch()
     try:
         facts = collect(hello["command"], hello["token"])
     except ImportError as error:
@@ -268,8 +271,18 @@ def _serve(orders: _Orders, sender: Sender) -> None:
             if order["spares"] and spares is None:
                 spares = Spares(worker_environment(job, nodes))
                 orders.kept = spares.pid
+            if order["restarts"]:
+                later = threading.Timer(_IMPORT_SECONDS, _import_torch)
+                later.daemon = True
+                later.start()
             outcome = _generation(order, job, nodes, orders, sender, spares)
             sender.send("outcome", outcome=_outcome(outcome))
+
+
+def _import_torch() -> None:
+    """Import what the store needs, before this becomes the first host: workers would wait."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._C._distributed_c10d")
 
 
 def _generation(
