@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
+import threading
+import time
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +21,14 @@ if SIZE == 4:  # two nodes with two workers each
     os.environ["LOCAL_WORLD_SIZE"] = "2"
 
 import ronde  # noqa: E402
-from ronde.exchange import Exchange, Members, build_reducer, collective, compressed  # noqa: E402
+from ronde.exchange import Exchange, Members, build_reducer, collective, compressed, servers  # noqa: E402
 from ronde.plan import Plan, parse_reducer  # noqa: E402
+from ronde.world import WorldError  # noqa: E402
 from ronde.world.connect import connect  # noqa: E402
 
-collective.SHARD_BYTES = 0  # so that servers have several buckets in flight too
+collective.SHARD_BYTES = servers.SHARD_BYTES = (
+    0  # so that servers have several buckets in flight too
+)
 compressed._Feedback.bucket_mib = 0.001  # and so do reducers with error feedback
 
 SAMPLES, BATCH, EPOCHS = 37, 6, 2  # the last batch has one sample: shares are uneven and empty
@@ -161,17 +168,19 @@ def lossy():
 def types():
     """Means are right in every type; those of 16 bits are sums in float32, rounded once."""
     members = Members.of(connect())
-    kinds = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    kinds = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+    complex64 = [torch.complex64]
     for name in ("servers", "hierarchical", "ring"):
         exchange = Exchange(build_reducer(parse_reducer(name), members))
         flats, means = [], []
-        for dtype in kinds:
+        for dtype in kinds + complex64 * (name == "servers"):
             for n in (1, 3, 1000, 100_003):
                 g = torch.Generator().manual_seed(n)
                 everyone = torch.randn(SIZE, n, generator=g, dtype=torch.float64).to(dtype)
                 if dtype == torch.float16:
                     everyone *= 60_000 / everyone.abs().max()  # a sum would be infinite
-                means.append(everyone.to(torch.float64).mean(0).to(dtype))
+                wide = torch.complex128 if dtype.is_complex else torch.float64
+                means.append(everyone.to(wide).mean(0).to(dtype))
                 flats.append(everyone[RANK].clone())
         for future in [exchange.average(flat, i) for i, flat in enumerate(flats)]:
             future.wait()
@@ -182,6 +191,59 @@ def types():
             elif name != "ring" or SIZE == 2:  # gloo itself adds in 16 bits
                 assert torch.equal(flat, mean), (name, flat.dtype, flat.numel())
         exchange.reducer.close()
+
+
+def _in_flight(mib):
+    """Buckets of one whole number each, on servers of the workers, and the first bucket's mean."""
+    exchange = Exchange(build_reducer(parse_reducer("servers"), Members.of(connect())))
+    assert type(exchange.reducer).__name__ == "WorkerServers"
+    flats = [torch.full((mib << 18,), RANK + 1.0) for _ in range(3)]
+    return exchange, flats, [exchange.average(flat, i) for i, flat in enumerate(flats)]
+
+
+def leave():
+    """Who has its means has left nothing that others wait for, however slowly one receives."""
+    servers._CHUNKS_OUT = 10_000
+    receive = servers.receive_into
+
+    def slowly(connection, view):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        time.sleep(0.01)
+        receive(connection, view)
+
+    if RANK == 3:
+        servers.receive_into = slowly
+    exchange, flats, futures = _in_flight(16)
+    for future in futures:
+        future.wait()
+    exchange.check()
+    assert all((flat == (SIZE + 1) / 2).all() for flat in flats)
+    os._exit(0)
+
+
+def lost():
+    """Who dies in the middle is named; then threads and port end."""
+    before = threading.active_count()
+    exchange, _, futures = _in_flight(32)
+    if RANK == 1:
+        os._exit(0)
+    for future in futures:
+        future.wait()
+    try:
+        raise AssertionError(exchange.check())
+    except WorldError as error:
+        assert str(error) == "worker 1 is gone: Connection closed by peer.", error
+    time.sleep(2)  # so that no other finds this one gone
+    reducer = exchange.reducer
+    host, port = reducer.place
+    reducer.close()
+    limit = time.monotonic() + 20
+    while threading.active_count() > before + len(futures):  # the lanes
+        assert time.monotonic() < limit, threading.enumerate()
+        time.sleep(0.01)
+    with socket.socket() as late:
+        assert late.connect_ex((host, port)) == errno.ECONNREFUSED
+    os._exit(0)
 
 
 def feedback():

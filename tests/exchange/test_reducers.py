@@ -36,6 +36,12 @@ def test_reducers_against_one_process(tmp_path, workers, parts):
     assert "DONE" in done.stdout
 
 
+@pytest.mark.parametrize("part", ["leave", "lost"])
+def test_workers_that_are_servers_and_end(tmp_path, part):
+    done = python(forked(WORKER, 4, part)[1:], tmp_path, timeout=90)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_gradients_of_every_type_on_servers(tmp_path):
     said = launch(tmp_path, "-n", "2", "--servers", "2", str(WORKER), "types")
     assert "DONE" in said, said

@@ -14,7 +14,7 @@ from sampling import long
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 TRAIN = """
-import sys, time, torch, torch.nn.functional as F, ronde
+import psutil, sys, time, torch, torch.nn.functional as F, ronde
 from torch.utils.data import TensorDataset
 g = torch.Generator().manual_seed(0)
 data = TensorDataset(torch.randn(48, 6, generator=g), torch.randint(3, (48,), generator=g))
@@ -28,7 +28,8 @@ for epoch in run.epochs(2):
     for batch in run.batches():
         run.step(batch)
         if run.state.step == 4:
-            print("TRAINING", flush=True)
+            own = psutil.Process().net_connections()
+            print("TRAINING", *(c.laddr.ip for c in own if c.status == "LISTEN"), flush=True)
         time.sleep(float(sys.argv[2]))
 run.export(sys.argv[1])
 """
@@ -74,6 +75,25 @@ def test_a_dead_server_is_named_and_started_again(hosts, place):
     ring, found = (load_file(place / f"{name}.st") for name in ("ring", "dead"))
     assert all((ring[k] - found[k]).abs().max() <= 1e-6 for k in ring)
     assert not [name for name in hosts.names[1:] if server_on(hosts, name)]
+
+
+def test_workers_are_servers_and_one_is_killed(hosts, place):
+    """They listen on one address; the weights are those of the ring."""
+    done = ronde_run(["run", "-n", "3", "train.py", "ring3.st", "0"], place)
+    assert done.returncode == 0, done.stderr
+    each = ",".join(f"{name}:1" for name in hosts.names)
+    words = ["--ssh-config", str(hosts.ssh_config), "--hosts", each]
+    words += ["--reducer", "servers", "--restarts", "1", "--no-spares", "--name", "own"]
+    with child(ronde("run", *words, "train.py", "own.st", "0.1"), place) as running:
+        running.wait_for("TRAINING", 60)
+        hosts.ssh(hosts.names[1], "pkill -9 -f 'launch/worke[r].py' -n")
+        done = running.done(90)
+    said = done.stdout + done.stderr
+    assert done.returncode == 0 and "restart 1 of 1" in said and "rank 1" in said, said
+    line = next(line for line in said.splitlines() if "TRAINING " in line)
+    assert set(line.split("TRAINING ")[1].split()) == {hosts.address(hosts.names[0])}, said
+    ring, found = (load_file(place / f"{name}.st") for name in ("ring3", "own"))
+    assert all((ring[k] - found[k]).abs().max() <= 1e-6 for k in ring)
 
 
 def test_bench_between_hosts_and_servers(hosts, place):

@@ -33,11 +33,15 @@ __all__ = [
 
 
 def _servers(choice: ReducerChoice, members: Members) -> Reducer:
-    if not os.environ.get("RONDE_SERVERS"):
-        return OwnServers(choice, members)
-    from ronde.exchange.servers import Servers
+    if os.environ.get("RONDE_SERVERS"):
+        from ronde.exchange.servers import Servers
 
-    return Servers(choice, members)
+        return Servers(choice, members)
+    if members.device.type != "cpu" or len(set(members.nodes)) == 1:
+        return OwnServers(choice, members)  # inside a machine, threads in Python are the wall
+    from ronde.exchange.worker_servers import WorkerServers
+
+    return WorkerServers(choice, members)
 
 
 KINDS: dict[str, Callable[[ReducerChoice, Members], Reducer]] = {

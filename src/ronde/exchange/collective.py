@@ -1,6 +1,4 @@
-"""Exact reducers of collectives: the backend's all-reduce, one in two levels, and servers on the
-workers' own hosts.
-"""
+"""Exact reducers of collectives: the backend's all-reduce, one in two levels, and one by shards."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ronde.exchange.reducer import (
+    SHARD_BYTES,
     Bucket,
     Members,
     Reducer,
@@ -22,10 +21,7 @@ from ronde.plan.reducers import ReducerChoice
 from ronde.world import PlanError
 from ronde.world.meshes import group_of
 
-__all__ = ["SHARD_BYTES", "Hierarchical", "OwnServers", "Ring"]
-
-SHARD_BYTES = 400 << 10
-"""Smallest shard: below it, the time of a message outweighs that of its bytes."""
+__all__ = ["Hierarchical", "OwnServers", "Ring"]
 
 
 class Ring(Reducer):

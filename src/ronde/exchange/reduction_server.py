@@ -1,8 +1,8 @@
-"""A server that sums shards of gradients and returns them: ``python -m
-ronde.exchange.reduction_server``.
+"""A server that averages shards of gradients: ``python -m ronde.exchange.reduction_server``, or
+threads of a worker.
 
-It reads a token from its standard input, prints where it listens as JSON, and serves workers that
-know the token until its input ends.
+The process reads a token from its standard input, prints where it listens as JSON, and serves
+workers that know the token until its input ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -35,7 +36,9 @@ from ronde.exchange.servers import (
 )
 from ronde.world.network import addresses, listen_on
 
-__all__ = ["serve_reductions"]
+__all__ = ["ReductionServer", "serve_reductions"]
+
+_Out = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class _Rows:
@@ -51,7 +54,7 @@ class _Session:
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
-        self.outs: dict[int, queue.SimpleQueue[tuple[bytes, memoryview]]] = {}
+        self.outs: dict[int, tuple[socket.socket, _Out]] = {}
         self.gone: list[int] = []
         self.used: set[str] = set()  # addresses at which they came in
         self.lock = threading.Lock()
@@ -72,74 +75,111 @@ class _Session:
                 return
             del self._chunks[bucket, number]
         dtype = DTYPES_ON_WIRE[code]
-        total = chunk.rows.view(dtype).sum(0, dtype=wide(dtype)).to(dtype)
-        data = as_memory(total)
-        for rank, out in self.outs.items():
-            out.put((HEADER.pack(SUM, code, rank, bucket, number, len(data)), data))
+        rows = chunk.rows.view(dtype)
+        # Row by row: a chunk is too small for torch to start threads, all of them are not.
+        total = rows[0].to(wide(dtype), copy=True)
+        for row in rows[1:]:
+            total += row
+        data = as_memory(total.div_(self.workers).to(dtype))
+        with self.lock:  # whoever has a sum may leave: nobody hears of it before the sum
+            for rank in self.outs:
+                self.tell(rank, HEADER.pack(SUM, code, rank, bucket, number, len(data)), data)
+
+    def tell(self, rank: int, header: bytes, data: bytes | memoryview = b"") -> None:
+        """Send to a worker, after what is due before."""
+        connection, out = self.outs[rank]
+        out.put(partial(send_parts, connection, header, data))
 
     def lose(self, rank: int) -> None:
         """Tell the others that a worker is gone: its gradients will not come."""
         with self.lock:
             self.gone.append(rank)
-            for other, out in self.outs.items():
-                if other not in self.gone:
-                    out.put((HEADER.pack(GONE, 0, rank, 0, 0, 0), memoryview(b"")))
+            self.outs.pop(rank)[1].put(None)
+            for other in self.outs:
+                self.tell(other, HEADER.pack(GONE, 0, rank, 0, 0, 0))
 
 
-class _ReductionServer:
+class ReductionServer:
+    """Averages what workers send that know a token; a thread serves each of them.
+
+    Args:
+        listening: sockets at which workers come in, each on another address.
+    """
+
     def __init__(self, token: bytes, listening: Sequence[socket.socket]) -> None:
         self._token = token
         self._sessions: dict[int, _Session] = {}
         self._lock = threading.Lock()
+        self._open = set(listening)
         self._listening = {each.getsockname()[0]: each for each in listening}
         for each in listening:
-            threading.Thread(target=self._serve, args=(each,), daemon=True).start()
+            threading.Thread(target=self._accept, args=(each,), daemon=True).start()
 
-    def _serve(self, listening: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it was closed
+    def _accept(self, listening: socket.socket) -> None:
+        with listening, contextlib.suppress(OSError):  # it was closed
             while True:
                 connection, _ = listening.accept()
+                self._open.add(connection)
                 threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
 
     def _stay_on(self, used: set[str]) -> None:
         """Listen only where all workers of a session came in: the others come there too."""
         for address in self._listening.keys() - used:
-            listening = self._listening.pop(address)
-            listening.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-            listening.close()
+            self._end(self._listening.pop(address))
+
+    def _end(self, one: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
+        one.close()
+        self._open.discard(one)
+
+    def flush(self) -> None:
+        """Wait until all sums that are due have been sent."""
+        sent = threading.Semaphore(0)
+        for session in list(self._sessions.values()):
+            with session.lock:
+                outs = [out for _, out in session.outs.values()]
+                for out in outs:
+                    out.put(sent.release)
+            for _ in outs:
+                sent.acquire()
+
+    def close(self) -> None:
+        """End all connections, their threads, and the ports."""
+        for each in list(self._open):
+            self._end(each)
 
     def _greet(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(EOFError, OSError):
+            self._serve(connection)
+        self._open.discard(connection)
+
+    def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(20)  # a stranger that says nothing
         hello = memoryview(bytearray(HELLO.size))
-        try:
-            receive_into(connection, hello)
-        except (EOFError, OSError):
-            connection.close()
-            return
+        receive_into(connection, hello)
         magic, token, number, rank, workers = HELLO.unpack(hello)
         if magic != b"RONDE1" or not hmac.compare_digest(token, self._token) or rank >= workers:
-            connection.close()
             return
         connection.settimeout(None)
         steady(connection)
-        out: queue.SimpleQueue[tuple[bytes, memoryview]] = queue.SimpleQueue()
+        out: _Out = queue.SimpleQueue()
         with self._lock:
             session = self._sessions.setdefault(number, _Session(workers))
         with session.lock:
-            if rank in session.outs or workers != session.workers:
-                connection.close()
+            if rank in session.outs or rank in session.gone or workers != session.workers:
                 return
-            session.outs[rank] = out
+            session.outs[rank] = connection, out
             session.used.add(connection.getsockname()[0])
             if len(session.outs) == workers:
                 with self._lock:
                     self._stay_on(session.used)
             for lost in session.gone:
-                out.put((HEADER.pack(GONE, 0, lost, 0, 0, 0), memoryview(b"")))
-        threading.Thread(target=_send, args=(connection, out), daemon=True).start()
+                session.tell(rank, HEADER.pack(GONE, 0, lost, 0, 0, 0))
+        threading.Thread(target=_send, args=(out,), daemon=True).start()
         try:
             self._read(connection, session, rank)
-        except (EOFError, OSError):
+        finally:
             session.lose(rank)
             with self._lock:
                 if len(session.gone) == session.workers:
@@ -159,13 +199,10 @@ class _ReductionServer:
             session.arrived(bucket, number, code)
 
 
-def _send(connection: socket.socket, out: queue.SimpleQueue[tuple[bytes, memoryview]]) -> None:
-    try:
-        while True:
-            header, data = out.get()
-            send_parts(connection, header, data)
-    except OSError:
-        return  # the thread that reads from it tells
+def _send(out: _Out) -> None:
+    while (job := out.get()) is not None:
+        with contextlib.suppress(OSError):  # the thread that reads from it tells
+            job()
 
 
 def _addresses() -> list[str]:
@@ -183,7 +220,7 @@ def serve_reductions(arguments: Sequence[str] | None = None) -> None:
     token = sys.stdin.readline().strip().encode()
     listening = [listen_on(a) for a in ([options.listen] if options.listen else _addresses())]
     places = [each.getsockname()[:2] for each in listening]
-    _ReductionServer(token, listening)
+    ReductionServer(token, listening)
     print(json.dumps({"places": [f"{host}:{port}" for host, port in places]}), flush=True)
     while sys.stdin.read(1):
         pass

@@ -1,4 +1,4 @@
-"""The reducer of servers on hosts of their own, which only sum and return."""
+"""The reducer of servers that sum shards of gradients and return them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from ronde.world import WorldError
 
 __all__ = [
     "CHUNK_BYTES",
+    "CLOSED",
     "DTYPES_ON_WIRE",
     "GONE",
     "HEADER",
@@ -37,7 +39,12 @@ CHUNK_BYTES = 32 << 10
 HELLO = struct.Struct("<6s32sIII")  # magic, token, session, rank, workers
 HEADER = struct.Struct("<BBIQII")  # kind, type, rank, bucket, chunk, bytes
 SUM, GONE = 1, 2
-DTYPES_ON_WIRE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES_ON_WIRE = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.complex64, torch.complex128),
+)
+CLOSED = "Connection closed by peer"
+"""Words by which the launcher knows that an error is not the cause."""
 
 _CHUNKS_OUT = 6
 """Chunks that a worker has out at one server. Fewer leave gaps; more than a switch's queue holds
@@ -71,7 +78,7 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
         at += n
 
 
-def send_parts(connection: socket.socket, header: bytes, data: memoryview) -> None:
+def send_parts(connection: socket.socket, header: bytes, data: bytes | memoryview) -> None:
     """Send a header and what belongs to it."""
     sent = connection.sendmsg([header, data])
     if sent < len(header):
@@ -92,7 +99,7 @@ class _Shards:
         self.rows = [as_memory(row) for row in padded]
         self.code, self.size = code, len(self.rows[0])
         self.done = threading.Event()
-        self.missing = len(self.rows) * -(-self.size // CHUNK_BYTES)
+        self.missing = [-(-self.size // CHUNK_BYTES)] * len(self.rows)  # chunks, by server
 
     def part(self, server: int, chunk: int) -> memoryview:
         start = chunk * CHUNK_BYTES
@@ -107,7 +114,7 @@ class _Server:
         self.window = threading.Semaphore(_CHUNKS_OUT)
         host, _, places = at.rpartition("=")
         shown = places.replace("|", " or ")
-        self.name = f"reduction server {number + 1} on {f'{host} ({shown})' if host else shown}"
+        self.name = owner.name_of(number, f"{host} ({shown})" if host else shown)
         self._socket = self._connect(places)
         self._socket.sendall(hello)
         threading.Thread(target=self._receive, name="exchange", daemon=True).start()
@@ -125,8 +132,8 @@ class _Server:
             steady(connection)
             return connection
         raise WorldError(
-            f"rank {self._owner.members.rank} cannot reach {self.name}: {why}. Open the ports "
-            "between the hosts, or leave --servers out."
+            f"rank {self._owner.members.rank} cannot reach {self.name} at {places}: {why}. Open "
+            f"the ports between the hosts, or {self._owner.instead}."
         )
 
     def send(self, bucket: int, chunk: int, shards: _Shards) -> None:
@@ -138,7 +145,7 @@ class _Server:
         try:
             send_parts(self._socket, header, part)
         except OSError:
-            self._owner.fail(f"{self.name} is gone: it takes no more gradients")
+            self._owner.fail(f"{self.name} is gone: {self._owner.closed}")
 
     def _receive(self) -> None:
         header = memoryview(bytearray(HEADER.size))
@@ -147,15 +154,14 @@ class _Server:
                 receive_into(self._socket, header)
                 kind, _, rank, bucket, chunk, _ = HEADER.unpack(header)
                 if kind == GONE:
-                    # words by which the launcher knows that this is not the cause
-                    self._owner.fail(f"worker {rank} is gone: Connection closed by peer")
+                    self._owner.lose(self._number, f"worker {rank} is gone: {CLOSED}")
                     return
                 shards = self._owner.under_way[bucket]
                 receive_into(self._socket, shards.part(self._number, chunk))
                 self.window.release()
-                self._owner.returned(bucket, shards)
+                self._owner.returned(bucket, self._number)
         except (EOFError, OSError, KeyError, ValueError):
-            self._owner.fail(f"{self.name} is gone: it closed its connection")
+            self._owner.lose(self._number, f"{self.name} is gone: {self._owner.closed}")
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -164,30 +170,47 @@ class _Server:
 
 
 class Servers(Reducer):
-    """Servers on hosts of their own sum equal shards of each bucket and return them: a worker sends
-    the gradient once and receives it once, half of the ring's bytes for many workers (Herring;
-    BytePS: Jiang et al. 2020). ``ronde run --servers`` starts them.
+    """Servers sum equal shards of each bucket and return them (Herring; BytePS: Jiang et al. 2020).
+    On hosts of their own, where ``ronde run --servers`` starts them, a worker sends the gradient
+    once and receives it once, half of the ring's bytes for many workers.
     """
 
     lanes = 4
+    closed = "it closed its connection"
+    instead = "leave --servers out"
 
     def __init__(self, choice: ReducerChoice, members: Members) -> None:
         global _sessions
-        super().__init__(choice, members)
+        # Servers outlive workers: those that start again must not meet the ones before them.
+        session = zlib.crc32(f"{os.environ.get('RONDE_GENERATION')} {_sessions}".encode())
+        _sessions += 1  # the same on all workers, which build reducers in the same order
         places = os.environ["RONDE_SERVERS"].split()
+        token = os.environ.get("RONDE_SERVERS_TOKEN", "")
+        self._connect(choice, members, places, token, session)
+
+    def _connect(
+        self,
+        choice: ReducerChoice,
+        members: Members,
+        places: Sequence[str],
+        token: str,
+        session: int = 0,
+    ) -> None:
+        super().__init__(choice, members)
         self.bucket_mib = max(choice.values[0], SHARD_BYTES * len(places) / 2**20)
         self.under_way: dict[int, _Shards] = {}
         self._failure: str | None = None
+        self._lost: dict[int, str] = {}  # servers from which nothing more comes
         self._changed = threading.Condition()
-        token = os.environ.get("RONDE_SERVERS_TOKEN", "").encode()
-        # Servers outlive workers: those that start again must not meet the ones before them.
-        session = zlib.crc32(f"{os.environ.get('RONDE_GENERATION')} {_sessions}".encode())
-        hello = HELLO.pack(b"RONDE1", token, session, members.rank, members.size)
-        _sessions += 1  # the same on all workers, which build reducers in the same order
+        hello = HELLO.pack(b"RONDE1", token.encode(), session, members.rank, members.size)
         self._servers: list[_Server] = []
         for number, at in enumerate(places):
             self._servers.append(_Server(number, at, hello, self))
         threading.Thread(target=self._send, name="exchange", daemon=True).start()
+
+    def name_of(self, number: int, place: str) -> str:
+        """What errors call a server."""
+        return f"reduction server {number + 1} on {place}"
 
     def _send(self) -> None:
         """Send bucket after bucket, a chunk to each server in turn.
@@ -211,13 +234,23 @@ class Servers(Reducer):
                     server = (self.members.rank + turn) % count
                     self._servers[server].send(number, chunk, shards)
 
-    def returned(self, number: int, shards: _Shards) -> None:
+    def returned(self, number: int, server: int) -> None:
         """Count a chunk that came back."""
         with self._changed:
-            shards.missing -= 1
-            if not shards.missing:
+            shards = self.under_way[number]
+            shards.missing[server] -= 1
+            if not any(shards.missing):
                 del self.under_way[number]
                 shards.done.set()
+
+    def lose(self, server: int, why: str) -> None:
+        """Note that nothing more comes from a server. A failure only if something is to come: a
+        worker that has ended has returned all sums, and others may still be on their way.
+        """
+        with self._changed:
+            self._lost[server] = why
+            if any(shards.missing[server] for shards in self.under_way.values()):
+                self.fail(why)
 
     def fail(self, why: str) -> None:
         """Note the first failure, and wake everyone who waits."""
@@ -238,14 +271,13 @@ class Servers(Reducer):
         n, shard = flat.numel(), -(-flat.numel() // servers)
         here: Any = flat.new_empty(0, device="cpu")
         padded = bucket.where.buffer("padded", here, flat.dtype, servers, shard)
-        # divided first, because a sum of 16-bit gradients may overflow
-        torch.div(flat, self.members.size, out=padded.view(-1)[:n])
+        padded.view(-1)[:n] = flat
         shards = _Shards(padded, DTYPES_ON_WIRE.index(flat.dtype))
         with self._changed:
             self.under_way[bucket.number] = shards
             self._changed.notify_all()
-            if self._failure is not None:
-                shards.done.set()
+            for why in [*filter(None, [self._failure]), *self._lost.values()][:1]:
+                self.fail(why)
         shards.done.wait()
         if self._failure is not None:
             raise WorldError(f"{self._failure}.")
