@@ -224,7 +224,12 @@ def worker(folder: Path) -> None:
     found["equal later"] = [
         torch.equal(*both) for both in zip(plain, fitting(rank, size, pair), strict=True)
     ]
-    run._ended = True
+    begun = begin()  # another training in this process
+    found["again"] = [not restored()]
+    for batch in begun.batches():
+        begun.step(batch)
+        found["again"].append(restored())
+    run._ended = begun._ended = True
     (folder / f"{size}.{rank}.json").write_text(json.dumps(found))
     dist.barrier()
 
@@ -252,6 +257,7 @@ def test_calls_that_fit_give_the_same_numbers(ranks):
 def test_functions_are_torchs_own_after_the_first_steps(ranks):
     for each in ranks:
         assert each["untouched"] and each["restored"] == [False, True, True, True]
+        assert each["again"] == [True, False, True, True, True]
 
 
 def test_calls_that_do_not_fit_are_refused_on_every_rank(ranks):
@@ -304,24 +310,51 @@ def test_calls_that_do_not_fit_are_refused_on_every_rank(ranks):
 
 
 SCRIPT = """
-import torch, ronde, torch.distributed as dist
+import time, torch, ronde, torch.distributed as dist
+from ronde.run import first_collectives
+own = dist.all_reduce, [dist.all_reduce]
 model = torch.nn.Linear(2, 1)
-data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+data = torch.utils.data.TensorDataset(torch.ones(12, 2), torch.ones(12, 1))
 run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), data,
     loss=torch.nn.functional.mse_loss, batch_size=4)
-if run.is_main:
-    dist.barrier()  # the others go on
-for batch in run.batches():
-    run.step(batch)
+{}
+for _ in run.epochs(1 + (run.state.step > 0)):
+    for batch in run.batches():
+        run.step(batch)
+        run.print("step", run.state.step, dist.all_reduce is own[1][0])
 """
 
 
+def trained(folder: Path, line: str, *options: str):
+    (folder / "train.py").write_text(SCRIPT.format(line))
+    done = ronde_run(["run", "-n", "2", *options, "train.py"], folder)
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_a_call_of_one_rank_alone_is_refused(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = ronde_run(["run", "-n", "2", "--runs", "none", "train.py"], tmp_path)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0
-    assert "rank 0 called dist.barrier() at train.py:8, and rank 1 went on to run." in said, said
+    status, said = trained(tmp_path, "if run.is_main: dist.barrier()", "--runs", "none")
+    assert status != 0
+    assert "rank 0 called dist.barrier() at train.py:9, and rank 1 went on to run." in said, said
+
+
+def test_a_rank_that_comes_late_finds_what_an_async_call_asked_for(tmp_path):
+    line = (
+        "first_collectives._ASYNC_SECONDS = 0.5; time.sleep(3 * run.rank); "
+        "dist.all_reduce(torch.ones(4 + run.rank), async_op=True).wait()"
+    )
+    status, said = trained(tmp_path, line, "--runs", "none")
+    assert status != 0
+    assert "rank 0 called dist.all_reduce(float32 [4], SUM) at train.py:9; rank 1 called" in said
+
+
+def test_a_resumed_run_compares_again(tmp_path):
+    line = 'run.print("start", run.state.step, dist.all_reduce is own[1][0])'
+    for options, first in ((("--name", "it"), 0), (("--name", "it", "--resume"), 3)):
+        status, said = trained(tmp_path, line, *options)
+        assert status == 0, said
+        expected = [f"start {first} False", f"step {first + 1} False"]
+        expected += [f"step {first + 2} True", f"step {first + 3} True"]
+        assert [s for s in said.splitlines() if s.startswith(("start ", "step "))] == expected
 
 
 if __name__ == "__main__":
