@@ -38,6 +38,9 @@ Tensor = torch.Tensor
 _LANES = 8  # optimizers with a process group of their own; each costs a thread
 _NATIVE = (torch.float16, torch.float32, torch.float64)  # types that gloo sums
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # the sizes of DDP's buckets
+_LARGE = (
+    32 << 10
+)  # bytes of a gradient, on average, from which a pass over it costs more than a call
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
     "optimizer.synchronize(): wrap step in 'with optimizer.skip_synchronize():'."
@@ -315,6 +318,9 @@ class _Gradients:
         if bucket.place is not None and self._lane is not None and bucket.flat is not None:
             self._lane.receive(bucket.place)
             if self.op == Reduction.Average:
+                if bucket.flat.nbytes >= _LARGE * len(bucket.params) and _divide(bucket, size()):
+                    bucket.handle, bucket.waiting = None, len(bucket.params)
+                    return
                 bucket.flat.div_(size())
         else:
             result = synchronize(bucket.handle)
@@ -391,6 +397,17 @@ class _Gradients:
             yield
         finally:
             self.enabled = True
+
+
+def _divide(bucket: _Bucket, count: int) -> bool:
+    """Divide sums on their way into the gradients: large ones are not read twice."""
+    pairs = list(zip(bucket.params, bucket.views, strict=True))
+    if any(p.grad is None or p.grad.is_sparse or p.grad.dtype != v.dtype for p, v in pairs):
+        return False
+    with torch.no_grad():
+        for p, view in pairs:
+            torch.div(view, count, out=p.grad)
+    return True
 
 
 def _by_size(params: Sequence[Tensor]) -> list[list[Tensor]]:
