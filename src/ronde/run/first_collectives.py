@@ -39,10 +39,10 @@ def _words(text: str) -> frozenset[str]:
 
 
 _NAMES = _words(
-    "all_reduce all_reduce_coalesced broadcast reduce all_gather all_gather_into_tensor "
-    "all_gather_single all_gather_coalesced reduce_scatter reduce_scatter_tensor "
-    "reduce_scatter_single gather scatter all_to_all all_to_all_single barrier all_gather_object "
-    "broadcast_object_list gather_object scatter_object_list"
+    "all_reduce broadcast reduce all_gather all_gather_into_tensor all_gather_single "
+    "reduce_scatter reduce_scatter_tensor reduce_scatter_single gather scatter all_to_all "
+    "all_to_all_single barrier all_gather_object broadcast_object_list gather_object "
+    "scatter_object_list"
 )
 # What may differ between ranks, lists that only the root gives, and what _texts adds itself.
 _FREE = _words(
@@ -106,10 +106,11 @@ def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def compared(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and _comparison is not None:
+        comparison = _comparison  # another thread may end it
+        if not torch.compiler.is_compiling() and comparison is not None:
             caller = sys._getframe(1)
             if not caller.f_code.co_filename.startswith(_LIBRARIES):
-                _comparison.compare(name, signature, args, kwargs, caller)
+                comparison.compare(name, signature, args, kwargs, caller)
         return original(*args, **kwargs)
 
     return compared
@@ -143,8 +144,8 @@ class _Comparison:
             if group is not None and group != dist.group.WORLD:
                 members = ", ".join(map(str, ranks))
                 texts.append(f"group {group.group_name[:8]!r} of ranks {members}")
-            values = [v for value in given.values() for v in _listed(value)]
-            on_cpu = all(v.device.type == "cpu" for v in values if isinstance(v, torch.Tensor))
+            flat = [t for v in given.values() for t in (v if isinstance(v, list) else [v])]
+            on_cpu = all(t.device.type == "cpu" for t in flat if isinstance(t, torch.Tensor))
             waits = on_cpu and not given.get("async_op")
             place = _place(caller)
             parts = _parts(name, given, len(ranks), place)
@@ -172,17 +173,13 @@ class _Comparison:
 # -- a call in words -------------------------------------------------------------------
 
 
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else (value,)
-
-
 def _texts(name: str, given: Mapping[str, Any], ranks: Sequence[int]) -> list[str]:
     """What must be the same on all ranks."""
     named = {k: v for k, v in given.items() if k not in _FREE and v is not None}
     if name.startswith("all_to_all"):
         named = {}
     lists = [{_text(each) for each in v} for v in named.values() if isinstance(v, list | tuple)]
-    if any(len(kinds) > 1 for kinds in lists) and "coalesced" not in name:
+    if any(len(kinds) > 1 for kinds in lists):
         # Of parts of unequal sizes, each rank gives or gets its own.
         named = {k: v for k, v in named.items() if not isinstance(v, torch.Tensor)}
     texts = [_list_text(v) if isinstance(v, list | tuple) else _text(v) for v in named.values()]
