@@ -7,13 +7,13 @@ import ipaddress
 import os
 import socket
 
-import psutil
-
 __all__ = ["addresses", "listen_on", "meeting_address", "own_address"]
 
 
 def addresses() -> list[tuple[str, str]]:
     """Interface and IPv4 address, loopback last; the one that ssh came in by first."""
+    import psutil  # most workers do without
+
     found = [
         (name, each.address)
         for name, several in psutil.net_if_addrs().items()
@@ -93,6 +93,8 @@ def meeting_address(
     # host: the ranks beside it go where it listens.
     if not serves and not local:
         return name
+    import psutil
+
     every = {a.address for several in psutil.net_if_addrs().values() for a in several}
     mine = (a for a in found if a in every and not _is_loopback(a))
     return next(mine, None) or own_address(name, interface)
