@@ -21,7 +21,15 @@ if SIZE == 4:  # two nodes with two workers each
     os.environ["LOCAL_WORLD_SIZE"] = "2"
 
 import ronde  # noqa: E402
-from ronde.exchange import Exchange, Members, build_reducer, collective, compressed, servers  # noqa: E402
+from ronde.exchange import (  # noqa: E402
+    Exchange,
+    Members,
+    build_reducer,
+    collective,
+    compressed,
+    servers,
+    worker_servers,
+)
 from ronde.plan import Plan, parse_reducer  # noqa: E402
 from ronde.world import WorldError  # noqa: E402
 from ronde.world.connect import connect  # noqa: E402
@@ -196,7 +204,7 @@ def types():
 def _in_flight(mib):
     """Buckets of one whole number each, on servers of the workers, and the first bucket's mean."""
     exchange = Exchange(build_reducer(parse_reducer("servers"), Members.of(connect())))
-    assert type(exchange.reducer).__name__ == "WorkerServers"
+    assert isinstance(exchange.reducer, worker_servers.WorkerServers)
     flats = [torch.full((mib << 18,), RANK + 1.0) for _ in range(3)]
     return exchange, flats, [exchange.average(flat, i) for i, flat in enumerate(flats)]
 

@@ -22,10 +22,11 @@ from ronde.world.consensus import broadcast_json, gather_json
 
 __all__ = ["bucket_sizes", "choose_reducer", "exact_candidates", "time_buckets"]
 
-_ROUNDS = 3
+_ROUNDS, _MOST_ROUNDS = 3, 25
+_SECONDS = 1.0  # in which small sizes, whose times vary more, are measured in more rounds
 _MOST_BYTES = 100 << 20  # of gradients that a measurement exchanges
-_WORTH = 1.05  # how much faster than the plain collective another reducer must be
-_METHOD = 1  # raised when the measurement changes
+_WORTH = 1.03  # how much faster than the plain collective another reducer must be
+_METHOD = 2  # raised when the measurement changes
 
 Build = Callable[[ReducerChoice, Members], Reducer]
 
@@ -103,15 +104,16 @@ def _measure(me: World, members: Members, total: int, build: Build) -> dict[str,
     names = exact_candidates(members)
     exchanges = {name: Exchange(build(parse_reducer(name), members)) for name in names}
     times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(_ROUNDS + 1):  # in turns, so that drift meets all; the first warms up
-        for name, exchange in exchanges.items():
+    rounds, spent = -1, 0.0  # the first warms up
+    while rounds < _ROUNDS or (rounds < _MOST_ROUNDS and spent < _SECONDS):
+        for name, exchange in exchanges.items():  # in turns, so that drift meets all
             sizes = bucket_sizes(total, exchange.reducer.bucket_mib)
-            seconds = max(gather_json(me, time_buckets(exchange, sizes, members)))
-            if turn:
-                times[name].append(seconds)
+            times[name].append(max(gather_json(me, time_buckets(exchange, sizes, members))))
+        spent += sum(values[-1] for values in times.values())
+        rounds += 1
     for exchange in exchanges.values():
         exchange.reducer.close()
-    return {name: float(np.median(values)) for name, values in times.items()}
+    return {name: float(np.median(values[1:])) for name, values in times.items()}
 
 
 def _decide(seconds: dict[str, float], total: int, source: str) -> tuple[str, str]:
