@@ -7,7 +7,8 @@ Every fault comes at a random step, under every plan. At the end, weights are co
 a training that nothing disturbed, and every sample must have been trained once in each epoch: the
 last time that a step was taken counts. No process may be left. ``--speed N`` plants each fault N
 times instead and measures the time to the next step; ``--soak`` plants a random one every 30
-seconds in 4 workers on 2 hosts; ``--cost`` compares runs with ``--restarts`` and without.
+seconds in 4 workers on 2 hosts; ``--cost`` compares runs with ``--restarts`` and without, and with
+hangs watched and not.
 Faults of hosts need root, ssh and namespaces (``tests/lab.py``); without, they are left out.
 """
 
@@ -478,19 +479,18 @@ def ends(folder: Path, count: int, kind: str, hosts: Any = None) -> list[float]:
     return found
 
 
-def cost(folder: Path, pairs: int) -> list[float]:
-    """Steps a second with ``--restarts``, as a part of those without; nothing fails."""
+def cost(folder: Path, pairs: int, more: list[str], less: list[str]) -> list[float]:
+    """Steps a second with some options, as a part of those with others; nothing fails."""
     found = []
     for number in range(pairs):
         rates = {}
-        for restarts in random.sample([True, False], 2):
-            training = Training(folder, f"cost-{number}-{restarts}", "replicate")
-            options = ["--restarts", "3"] if restarts else []
-            line = training.line(*options, pause=0.0, epochs=200)
+        for given in random.sample([True, False], 2):
+            training = Training(folder, f"cost{more[0]}-{number}-{given}", "replicate")
+            line = training.line(*(more if given else less), pause=0.0, epochs=300)
             with child(line, folder, {"SAVE_EVERY": "100000"}, fork=True) as began:
                 assert began.done(120).returncode == 0, began.args
             rows = [row for row in training.steps() if row.rank == 0][100:]
-            rates[restarts] = (rows[-1].step - rows[0].step) / (rows[-1].when - rows[0].when)
+            rates[given] = (rows[-1].step - rows[0].step) / (rows[-1].when - rows[0].when)
         found.append(rates[True] / rates[False])
     return found
 
@@ -607,8 +607,16 @@ def main() -> None:
                 answer["soak"] = soak(folder, hosts, options.soak, options.every, plan)
             print(json.dumps(answer["soak"], indent=1), flush=True)
         elif options.cost:
-            answer["cost"] = found = cost(folder, options.cost)
-            print(f"with --restarts: {statistics.median(found):.4f} of the rate without ({found})")
+            for name, more, less in (
+                ("--restarts", ["--restarts", "3"], []),
+                ("watching for hangs", ["--hang-timeout", "10"], ["--hang-timeout", "0"]),
+            ):
+                answer[f"cost of {name}"] = found = cost(folder, options.cost, more, less)
+                print(
+                    f"with {name}: {statistics.median(found):.4f} of the rate without "
+                    f"({', '.join(f'{each:.3f}' for each in sorted(found))})",
+                    flush=True,
+                )
         elif options.speed:
             _speeds(folder, options.speed, options.only, answer["speed"])
         else:
