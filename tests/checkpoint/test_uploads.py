@@ -134,7 +134,7 @@ def test_a_fresh_machine_goes_on(tmp_path, whole):
     refused = launched(script(tmp_path / "3"), url, "x.st", 1)
     assert refused.returncode != 0
     said = " ".join((refused.stdout + refused.stderr).split())
-    assert "has checkpoints of a run already (step 15)" in said
+    assert "has checkpoints of a run already. Continue it with --resume --name it" in said
     assert not (tmp_path / "3/runs/it").exists()
 
 
@@ -231,6 +231,22 @@ def test_killed_in_the_middle_of_an_upload(tmp_path, whole):
     assert f"{half[0].name} is not whole" in done.stderr and "fetched step-" in done.stderr
     equal(other / "all.st", whole)
     assert there(store) == [14, 15]
+
+
+def test_a_pod_that_is_started_again_elsewhere(tmp_path, whole):
+    """The same command, without --resume: it goes on where the store has a whole checkpoint."""
+    env = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PET_NNODES": "1"}
+    half = tmp_path / "store/it/step-000000001"  # of a pod that was lost at once
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_text("x")
+    for pod, epochs in (("1", 2), ("2", 3)):
+        line = ["run", "-n", "2", "--name", "it", "--upload", f"file://{tmp_path}/store"]
+        done = ronde_run(
+            [*line, "train.py", "out.st", str(epochs), "2", "0"], script(tmp_path / pod), env=env
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "fetched step-000000010" in done.stderr and not half.exists()
+    equal(tmp_path / "2/out.st", whole)
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())

@@ -37,10 +37,13 @@ run.barrier()
 """
 
 PLAIN = """
-import json, psutil, torch, torch.distributed as dist
+import json, os, psutil, torch, torch.distributed as dist
 import ronde
 from ronde.world.connect import connect
 me = connect()
+if "HOROVOD" in os.environ:  # rank 0 listens for its coordinator, too
+    from ronde.horovod.lifecycle import init
+    init()
 dist.all_reduce(torch.ones(1))
 found = psutil.Process().net_connections("inet")
 places = [c.laddr[:2] for c in found if c.status == "LISTEN"]
@@ -137,19 +140,21 @@ def test_a_server_beside_the_launcher_of_other_hosts(hosts, place):
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("case", ["name", "kubeflow", "sizes"])
+@pytest.mark.parametrize("case", ["name", "kubeflow", "sizes", "horovod"])
 def test_ranks_on_several_hosts_that_nobody_leads(hosts, place, case):
     """Also where rank 0's own host calls itself localhost: it listens where the others come in."""
     first, second = hosts.names[:2]
     ranks = [(first, 0, 2), (first, 1, 2), (second, 0, 1)]
     ranks = ranks[:1] + ranks[2:] if case == "kubeflow" else ranks
-    extra = {"name": {}, "kubeflow": {"KUBERNETES_SERVICE_HOST": "10.1.1.1"}, "sizes": {}}[case]
+    extra = {"horovod": {"HOROVOD": "1"}, "kubeflow": {"KUBERNETES_SERVICE_HOST": "10.1.1.1"}}.get(
+        case, {}
+    )
     started = []
     for rank, (name, local, beside) in enumerate(ranks):
         said = {"RANK": rank, "WORLD_SIZE": len(ranks), "LOCAL_RANK": local, "MASTER_PORT": 29777}
         here = case != "name" and name == first
         said |= {"MASTER_ADDR": "127.0.1.1" if here else first}
-        said |= {"LOCAL_WORLD_SIZE": beside} if case == "sizes" else {}
+        said |= {"LOCAL_WORLD_SIZE": beside} if case in ("sizes", "horovod") else {}
         words = [f"{k}={v}" for k, v in {**said, **extra, "RONDE_DEVICE": "cpu"}.items()]
         words = ["env", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}", *words]
         line = shlex.join([*words, sys.executable, "-u", str(place / "plain.py")])

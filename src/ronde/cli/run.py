@@ -38,7 +38,13 @@ from ronde.cli.script import (
     hint_after_exit,
     short,
 )
-from ronde.cli.uploads import UploadOption, check_upload, claim_with_uploads, uploading
+from ronde.cli.uploads import (
+    UploadOption,
+    check_upload,
+    claim_with_uploads,
+    has_whole,
+    uploading,
+)
 from ronde.watch import (
     Bar,
     Ended,
@@ -225,7 +231,7 @@ def register(app: typer.Typer) -> None:
             os.environ.update(box.environment)
             name = name or script_stem(module or arguments[0])
             runs = box.checkpoints or runs
-            resume = resume or (runs / name / "checkpoints").is_dir()
+            resume = resume or (runs / name / "checkpoints").is_dir() or has_whole(upload, name)
             if box.rank > 0:  # rank 0 writes; the service may join the folders of all hosts
                 runs, name, resume, quiet = Path("none"), None, False, True
                 upload = None

@@ -16,7 +16,7 @@ from ronde.world import ArgumentError, CheckpointError
 if TYPE_CHECKING:
     from ronde.checkpoint import RemoteCheckpoints
 
-__all__ = ["UploadOption", "check_upload", "claim_with_uploads", "uploading"]
+__all__ = ["UploadOption", "check_upload", "claim_with_uploads", "has_whole", "uploading"]
 
 UploadOption = Annotated[
     str | None,
@@ -39,6 +39,13 @@ def check_upload(url: str | None, kept: bool) -> None:
     from ronde.checkpoint import RemoteCheckpoints
 
     RemoteCheckpoints(url, "run")
+
+
+def has_whole(url: str | None, name: str) -> bool:
+    """Whether a store has a checkpoint of a run to go on from."""
+    from ronde.checkpoint import RemoteCheckpoints
+
+    return url is not None and any(RemoteCheckpoints(url, name).steps().values())
 
 
 def claim_with_uploads(
@@ -67,10 +74,10 @@ def claim_with_uploads(
     store = RemoteCheckpoints(url, directory.name)
     try:
         if not resume:
-            if there := store.steps():
+            if has_whole(url, directory.name):
                 raise CheckpointError(
-                    f"{store.url} has checkpoints of a run already (step {max(there)}). Continue "
-                    f"it with --resume --name {directory.name}, or choose another --name."
+                    f"{store.url} has checkpoints of a run already. Continue it "
+                    f" with --resume --name {directory.name}, or choose another --name."
                 )
             return directory, store
         own, _ = find_valid(directory.checkpoints)
