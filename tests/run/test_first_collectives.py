@@ -106,7 +106,7 @@ def fitting(rank: int, size: int, pair) -> list:
     objects = [None] * size
     dist.all_gather_object(objects, "r" * rank)
     found.append(torch.tensor([len(each) for each in objects]))
-    objects = [rank, "a" * rank]
+    objects = [rank, some(2)] if rank == 1 else [None, None]
     dist.broadcast_object_list(objects, src=1)
     found.append(torch.tensor([objects[0], len(objects[1])]))
     objects = [None] * size if rank == 0 else None

@@ -365,7 +365,7 @@ class Replicate(Strategy):
                 grads.append(torch.zeros_like(p))
         begun = time.perf_counter()
         backward(tuple(roots), tuple(grads))  # which ends when the exchange has
-        self.waited_seconds = (self.waited_seconds or 0.0) + time.perf_counter() - begun
+        self.waited_seconds = time.perf_counter() - begun
         if self.exchange is not None:
             self.exchange.check()
         if unused:

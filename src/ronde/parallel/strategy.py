@@ -101,7 +101,7 @@ class Strategy:
         exchange: what averages gradients in another way than the backend's all-reduce; else None.
         note: a sentence about how it was chosen, or empty.
         noise: measures the gradient noise scale, where that costs nothing; else None.
-        waited_seconds: how long this worker has waited for exchanges so far, where that is known.
+        waited_seconds: how long this worker waited for the exchange of the last step, if known.
     """
 
     model: nn.Module

@@ -176,6 +176,8 @@ class _Comparison:
 def _texts(name: str, given: Mapping[str, Any], ranks: Sequence[int]) -> list[str]:
     """What must be the same on all ranks."""
     named = {k: v for k, v in given.items() if k not in _FREE and v is not None}
+    if "object" in name:  # of any kind, tensors too
+        named = {k: [None] * len(v) if isinstance(v, list) else v for k, v in named.items()}
     if name.startswith("all_to_all"):
         named = {}
     lists = [{_text(each) for each in v} for v in named.values() if isinstance(v, list | tuple)]

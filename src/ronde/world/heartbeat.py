@@ -90,9 +90,10 @@ class Heartbeat:
         self._slots[_TICKS] += 1
 
     def stepped(self, step: int, waited_seconds: float | None = None) -> None:
-        """An optimizer step is done; ``waited_seconds`` were waited in exchanges, of all so far."""
+        """An optimizer step is done; ``waited_seconds`` of it were waited in exchanges."""
         slots = self._slots
-        slots[_WAITED] = -1 if waited_seconds is None else int(1e6 * waited_seconds)
+        known = waited_seconds is not None and slots[_WAITED] >= 0  # by each training here
+        slots[_WAITED] = slots[_WAITED] + int(1e6 * (waited_seconds or 0)) if known else -1
         slots[_STEP] = step
         slots[_STEPS] += 1
         slots[_PHASE] = 1
