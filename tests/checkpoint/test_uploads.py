@@ -273,6 +273,25 @@ def test_hosts_that_do_not_share_the_run_directory(tmp_path, whole):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
+def test_two_machines_start_runs_of_one_name(tmp_path):
+    """The one that started last writes; the other one says so, and its checkpoints stay at home."""
+    first, second, store = script(tmp_path / "1"), script(tmp_path / "2"), tmp_path / "store"
+    with child(line(store, slow=0.6), first, flaky(tmp_path, "none 0")) as run:
+        limit = time.monotonic() + 60
+        while not list(store.rglob("writer")):
+            assert time.monotonic() < limit
+            time.sleep(0.02)
+        done = launched(second, f"file://{store}", "out.st", 2)
+        assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+        late = run.done(60)
+    assert late.returncode == 0 and "a run of the same name was started since" in late.stderr
+    assert there(store)
+    for step in there(store):
+        manifest = f"step-{step:09d}/manifest.json"
+        mine = second / "runs/it/checkpoints" / manifest
+        assert mine.read_bytes() == (store / "it" / manifest).read_bytes()
+
+
 def test_what_is_refused(tmp_path):
     folder = script(tmp_path / "1")
     cases = {
@@ -280,6 +299,7 @@ def test_what_is_refused(tmp_path):
         ("--upload", "memory://x"): "expected a URL that outlives this machine",
         ("--upload", "nosuch://x/y"): "fsspec needs the package of that protocol",
         ("--upload", f"file://{tmp_path}/s", "--runs", "none"): "--runs none keeps none",
+        ("--upload", "file:///proc/s"): "file:///proc/s/train-1 cannot be written",
         ("--upload", f"file://{tmp_path}/s", "--resume", "--name", "it"): "has no whole checkpoint",
     }
     for words, told in cases.items():

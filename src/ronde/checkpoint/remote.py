@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -25,6 +26,7 @@ __all__ = ["RemoteCheckpoints", "Uploads"]
 _STEP = re.compile(r"step-(\d{9,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MANIFEST = "manifest.json"
+_WRITER = "writer"  # a token of the run that writes here
 _LOOK_SECONDS = 0.5
 _WAIT_SECONDS = 2.0
 
@@ -65,6 +67,7 @@ class RemoteCheckpoints:
                 f"--upload {url}: {error}. fsspec needs the package of that protocol."
             ) from error
         self._root, self.url = f"{root.rstrip('/')}/{name}", f"{url.rstrip('/')}/{name}"
+        self._token = b""
 
     def _names(self, *parts: str) -> list[str]:
         self._system.invalidate_cache()
@@ -89,12 +92,30 @@ class RemoteCheckpoints:
         except Exception as error:  # each protocol has its own
             raise CheckpointError(f"{self.url} cannot be read: {_why(error)}") from error
 
+    def claim(self) -> None:
+        """Become the one that writes here: runs of other machines may have the same name.
+
+        Raises:
+            CheckpointError: the store cannot be written.
+        """
+        self._token = secrets.token_hex(16).encode()
+        try:
+            self._system.makedirs(self._root, exist_ok=True)
+            self._system.pipe_file(f"{self._root}/{_WRITER}", self._token)
+        except Exception as error:  # each protocol has its own
+            raise CheckpointError(f"{self.url} cannot be written: {_why(error)}") from error
+
     def put(self, path: Path) -> bool:
         """Upload a checkpoint. Returns whether it was not there yet.
 
         Args:
             path: a complete checkpoint.
+
+        Raises:
+            CheckpointError: another run has claimed this place.
         """
+        if self._system.cat_file(f"{self._root}/{_WRITER}") != self._token:
+            raise CheckpointError("a run of the same name was started since and writes there")
         place = f"{self._root}/{path.name}"
         manifest = (path / _MANIFEST).read_bytes()
         there = self._names(path.name)

@@ -77,8 +77,9 @@ def claim_with_uploads(
             if has_whole(url, directory.name):
                 raise CheckpointError(
                     f"{store.url} has checkpoints of a run already. Continue it "
-                    f" with --resume --name {directory.name}, or choose another --name."
+                    f"with --resume --name {directory.name}, or choose another --name."
                 )
+            store.claim()
             return directory, store
         own, _ = find_valid(directory.checkpoints)
         found, passed = store.fetch(directory.checkpoints, -1 if own is None else own.step)
@@ -91,6 +92,7 @@ def claim_with_uploads(
                 f"nothing to resume: {runs / directory.name} does not exist, and {store.url} has "
                 "no whole checkpoint."
             )
+        store.claim()
     except BaseException:
         if fresh or not resume:
             shutil.rmtree(directory.path, ignore_errors=True)
