@@ -160,6 +160,38 @@ def test_replicas_that_would_call_other_modules_are_refused(tmp_path):
         assert "replicas would call others" in text and "shard=optimizer" in text
 
 
+EXCHANGES = """
+import sys, torch, torch.distributed as dist, ronde
+
+class Model(torch.nn.Sequential):
+    def forward(self, x):
+        hidden = self[0](x).relu()
+        dist.all_reduce(hidden.detach().mean(0))
+        return self[1](hidden)
+
+for plan in ("pipeline=2", "pipeline=2,split_at=1"):
+    torch.manual_seed(0)
+    model = Model(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        ronde.distribute(
+            model, optimizer, data, loss=torch.nn.functional.mse_loss, plan=plan, batch_size=4
+        )
+    except ronde.ArgumentError as error:
+        assert "calls a collective of torch.distributed (allreduce_)" in str(error), error
+    else:
+        sys.exit(f"{plan} was not refused")
+"""
+
+
+def test_a_model_that_exchanges_is_refused(tmp_path):
+    """Rank 0 alone times the model: it would wait for ever."""
+    (tmp_path / "exchanges.py").write_text(EXCHANGES)
+    done = zygote.run(forked(tmp_path / "exchanges.py", 2), timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_where_it_is_cut(tmp_path):
     """The stages' modules are those named, or chosen; the sum of parameters is the model's."""
     cases = [

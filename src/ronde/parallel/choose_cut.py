@@ -7,12 +7,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ronde.capture import Point, Trace
 from ronde.plan import Plan
@@ -115,10 +116,27 @@ def _marks(
             handle.remove()
 
 
+class _NoExchange(TorchDispatchMode):
+    """Refuses collectives: only this worker runs the model, and would wait for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise ArgumentError(
+                f"the model or the loss calls a collective of torch.distributed ({func._opname}) "
+                "in its forward or backward pass. A pipeline's stages run it at other times, so it "
+                "cannot be carried out: use another plan, or call it outside of the step."
+            )
+        return func(*args, **(kwargs or {}))
+
+
 def time_points(
-    model: nn.Module, points: list[Point], call: Callable[[], torch.Tensor]
+    model: nn.Module, points: list[Point], call: Callable[[], torch.Tensor], repeats: int = _REPEATS
 ) -> tuple[list[float], list[float], list[int]]:
-    """Forward and backward seconds and saved bytes of each part: the minimum of several runs.
+    """Forward and backward seconds and saved bytes of each part: the minimum of several runs, after
+    one that warms up.
 
     Changes nothing.
     """
@@ -128,15 +146,17 @@ def time_points(
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
     try:
-        for repeat in range(_REPEATS + 1):
+        for repeat in range(repeats + 1):
             for p, _ in gradients:
                 p.grad = None
             f, b, saved = [float("nan")] * len(points), [float("nan")] * len(points), [0] * parts
+            alone = _NoExchange() if repeat == 0 else nullcontext()
             start = time.perf_counter()
-            with _marks(model, points, f, b, saved):
+            with alone, _marks(model, points, f, b, saved):
                 loss = call()
             middle = time.perf_counter()
-            loss.backward()  # type: ignore[no-untyped-call]
+            with alone:
+                loss.backward()  # type: ignore[no-untyped-call]
             end = time.perf_counter()
             if repeat == 0:
                 continue  # the first one warms up
@@ -255,6 +275,8 @@ def choose_cut(
             schedule=plan.schedule,
             micro_batches=plan.accumulation,
         )
+        if call is not None:
+            time_points(model, points, call, 0)  # for what it refuses
         return split_at
     times = time_points(model, points, call) if call is not None else None
     costs = chain_of_model(model, optimizer, trace, samples, points, times)
