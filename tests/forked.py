@@ -47,6 +47,8 @@ def fork(size: int, work: Callable[[], None], seconds: float = 150.0) -> None:
             if size > 1:
                 os.environ.update(rank_variables(rank, size, port))
             try:
+                # torch makes its pool of threads anew: two first threads at once would race
+                torch.set_num_threads(1)
                 work()
                 sys.stdout.flush()
                 os._exit(0)

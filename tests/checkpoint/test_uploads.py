@@ -19,6 +19,7 @@ from lab import lab, missing
 from processes import child, ronde_run
 from ronde.checkpoint import KeepPolicy, RemoteCheckpoints, verify
 from ronde.world import ArgumentError
+from sampling import long
 
 TRAIN = """
 import sys, time, torch, ronde
@@ -249,6 +250,7 @@ def test_a_pod_that_is_started_again_elsewhere(tmp_path, whole):
     equal(tmp_path / "2/out.st", whole)
 
 
+@long
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_hosts_that_do_not_share_the_run_directory(tmp_path, whole):
     """Every rank's files are there, and enough to go on from here."""

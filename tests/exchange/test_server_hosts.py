@@ -60,6 +60,7 @@ def server_on(hosts, name: str) -> str:
     return hosts.ssh(name, "pgrep -f 'ronde.exchange.reduction_serve[r]' | head -1").strip()
 
 
+@long
 def test_a_dead_server_is_named_and_started_again(hosts, place):
     """The weights are those of the ring."""
     done = ronde_run(["run", "-n", "2", "train.py", "ring.st", "0"], place)

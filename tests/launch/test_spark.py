@@ -33,6 +33,7 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
+@long
 def test_the_documentation_in_barrier_mode(place, one):  # noqa: F811
     """The page's command, on this machine."""
     page = (DOCS / "engines" / "spark.md").read_text()

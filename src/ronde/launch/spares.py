@@ -174,8 +174,9 @@ def _become(request: dict[str, Any]) -> None:
         setattr(sys, f"__{name}__", text)
     random.seed()
     numpy.random.seed()
-    if threads := os.environ.get("OMP_NUM_THREADS", ""):
-        torch.set_num_threads(int(threads.split(",")[0]))
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    # Always: after a fork, torch makes its pool of threads anew; two threads at once would race.
+    torch.set_num_threads(int(threads.split(",")[0]) if threads else torch.get_num_threads())
     script = str(Path(__file__).with_name("worker.py"))
     sys.argv = [script, *request["command"]]
     sys.orig_argv = [sys.executable, "-u", *sys.argv]
