@@ -38,9 +38,7 @@ Tensor = torch.Tensor
 _LANES = 8  # optimizers with a process group of their own; each costs a thread
 _NATIVE = (torch.float16, torch.float32, torch.float64)  # types that gloo sums
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # the sizes of DDP's buckets
-_LARGE = (
-    32 << 10
-)  # bytes of a gradient, on average, from which a pass over it costs more than a call
+_LARGE = 32 << 10  # bytes of a gradient from which a pass over it costs more than a call
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
     "optimizer.synchronize(): wrap step in 'with optimizer.skip_synchronize():'."

@@ -45,7 +45,6 @@ __all__ = ["main"]
 _PROBE_SECONDS = 3.0
 _STOP_SECONDS = 1.5
 _ALIVE_SECONDS = 0.25
-_IMPORT_SECONDS = 15.0
 
 
 class _Frames:
@@ -195,17 +194,19 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
 _shown = threading.Event()
 
 
-def _show_life(sender: Sender) -> None:
-    """Let the launcher know that this node is there, each second.
+def _show_life(sender: Sender, restarts: bool) -> None:
+    """Let the launcher know that this node is there, several times a second.
 
-    Only from when torch is imported, where the store needs it: the loading of a library can hold
-    the interpreter's lock for long.
+    Only from when torch is imported, where the store needs it, or may after a restart: the loading
+    of a library can hold the interpreter's lock for long, which would be silence.
     """
     if _shown.is_set():
         return
     _shown.set()
 
     def show() -> None:
+        if restarts:
+            _import_torch()
         while sender.send("alive"):
             time.sleep(_ALIVE_SECONDS)
 
@@ -271,10 +272,6 @@ def _serve(orders: _Orders, sender: Sender) -> None:
             if order["spares"] and spares is None:
                 spares = Spares(worker_environment(job, nodes))
                 orders.kept = spares.pid
-            if order["restarts"]:
-                later = threading.Timer(_IMPORT_SECONDS, _import_torch)
-                later.daemon = True
-                later.start()
             outcome = _generation(order, job, nodes, orders, sender, spares)
             sender.send("outcome", outcome=_outcome(outcome))
 
@@ -312,7 +309,9 @@ def _generation(
             if stopped:
                 router.close()
                 return Outcome(130, interrupted=True)
-            return run_workers(job, router, nodes, run["id"], spares, lambda: _show_life(sender))
+            return run_workers(
+                job, router, nodes, run["id"], spares, lambda: _show_life(sender, job.restarts)
+            )
     finally:
         if mirror is not None:
             mirror.close()
