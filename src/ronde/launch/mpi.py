@@ -7,12 +7,14 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from ronde.launch.engine import Engine, Host
 from ronde.launch.ssh import ssh_meaning
 from ronde.world import ArgumentError
+from ronde.world.temporary import temporary_prefix
 
 __all__ = ["Mpi"]
 
@@ -71,6 +73,11 @@ class Mpi(Engine):
         if self._open and os.geteuid() == 0:
             os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT", "1")
             os.environ.setdefault("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        # mpiruns that share a folder for their sockets take it from each other as they start: Open
+        # MPI 4 removes it where it is empty
+        self._folder = tempfile.TemporaryDirectory(
+            prefix=temporary_prefix(), ignore_cleanup_errors=True
+        )
         over, options = shlex.join(self._ssh), shlex.join(self._ssh[1:])
         os.environ.update(
             {
@@ -87,8 +94,16 @@ class Mpi(Engine):
     def command(self, host: Host, agent: Sequence[str]) -> list[str]:
         """``mpirun`` with one process on one host."""
         self._python = agent[0]
+        own = Path(self._folder.name, host.name)
+        own.mkdir(exist_ok=True)
+        folders = [f"{name}_local_tmpdir_base={own}" for name in ("OMPI_MCA_orte", "PRTE_MCA_prte")]
         options = ["--bind-to", "none", "--host"] if self._open else ["-launcher", "ssh", "-hosts"]
-        return [*self._dies, self._mpirun, *options, host.name, "-n", "1", *agent, "text"]
+        start = ["env", *folders, *self._dies, self._mpirun]
+        return [*start, *options, host.name, "-n", "1", *agent, "text"]
+
+    def close(self) -> None:
+        """Remove what the mpiruns had."""
+        self._folder.cleanup()
 
     def meaning(self, host: Host, status: int, printed: str) -> str:
         """What mpirun, or ssh below it, meant."""
