@@ -52,6 +52,7 @@ from ronde.introspect import (
     walk,
 )
 from ronde.world import ArgumentError, RondeError, SampleError
+from ronde.world.temporary import memory_root
 
 _FORMAT = 2
 # at the end of a record: how long what it says of the files is, which stands before
@@ -158,14 +159,9 @@ def _stamp(source: Any, version: str = "", folders: set[str] | None = None) -> s
         raise
 
 
-def _memory_folder() -> Path:
-    """The in-memory folder. /dev/shm may be small in a container: RONDE_SHM names another tmpfs."""
-    return Path(os.environ.get("RONDE_SHM") or "/dev/shm")
-
-
 def _place(where: str, key: str) -> tuple[Path, bool]:
     if where == "memory":
-        folder = _memory_folder()
+        folder = memory_root()
         if not folder.is_dir():
             raise ArgumentError(
                 f"where='memory': this machine has no {folder}. Give a folder on a local disk."
@@ -209,7 +205,7 @@ def clear_cache(where: str | os.PathLike[str] = "memory") -> int:
     found = _check_where(where)
     memory = found == "memory"
     return remove_unused(
-        _memory_folder() if memory else Path(found).expanduser().resolve(), _prefix(memory)
+        memory_root() if memory else Path(found).expanduser().resolve(), _prefix(memory)
     )[1]
 
 
@@ -280,7 +276,7 @@ class _Cache:
         self._reported: set[str] = set()
         self._opening = threading.Lock()
         if self._memory:
-            remove_unused(_memory_folder(), _prefix(True))
+            remove_unused(memory_root(), _prefix(True))
         self._opened()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -23,11 +23,13 @@ import psutil
 
 from ronde.launch.console import Router
 from ronde.launch.hang_watch import HangWatch, LocalWorkers
+from ronde.launch.memory_folder import MemoryFolder
 from ronde.launch.supervise import Starter, WorkerFailure, Workers
 from ronde.watch.hang_judge import Limits
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.fence import AGAIN
 from ronde.world.network import listen_on
+from ronde.world.temporary import memory_root
 
 __all__ = [
     "Job",
@@ -347,7 +349,7 @@ def adopt_orphans() -> None:
 
 def _free_caches() -> None:
     """Free the in-memory sample caches of killed workers."""
-    memory, name = Path(os.environ.get("RONDE_SHM") or "/dev/shm"), f"ronde-cache-{os.geteuid()}-*"
+    memory, name = memory_root(), f"ronde-cache-{os.geteuid()}-*"
     limit = time.monotonic() + 2.0
     with contextlib.suppress(Exception):
         while any(memory.glob(name)):
@@ -473,6 +475,10 @@ def run_workers(
     adopt_orphans()
     environment = worker_environment(job, nodes)
     environment["RONDE_WATCH_DIR"] = str(router.error_folder)
+    memory = MemoryFolder(
+        job.directory if job.restarts else None, job.environment.get("RONDE_GENERATION", "")
+    )
+    environment |= memory.variables
     before = {k: os.environ.get(k) for k in environment}
     os.environ.update(environment)
     handlers: dict[int, Any] = {}
@@ -493,7 +499,7 @@ def run_workers(
     if handlers and job.leaves:
         signal.signal(signal.SIGTERM, ask)
         handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
-    failed = False
+    failed = done = False
     watch = _hang_watch(job, router, nodes)
     try:
         listener = None
@@ -534,6 +540,7 @@ def run_workers(
             )
         if peers is not None:
             peers.finish()
+        done = True
         left = _noted(router.error_folder, "left")
         return Outcome(0, left=left, seconds=time.monotonic() - start, **_found(watch))
     except (_Stopped, KeyboardInterrupt) as stopped:
@@ -556,6 +563,9 @@ def run_workers(
             signal.signal(s, signal.SIG_IGN)  # cleaning up is short: it is not interrupted half-way
         if workers is not None:
             workers.kill()
+            if not done:
+                memory.hand_on()
+        memory.close()
         reap(0 if starter is None else starter.pid)
         _free_caches()
         router.close()

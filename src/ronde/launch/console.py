@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -22,7 +23,7 @@ import psutil
 
 from ronde.watch import MARK
 from ronde.watch.hang_judge import HangVerdict
-from ronde.world.temporary import pid_space, temporary_prefix
+from ronde.world.temporary import memory_root, pid_space, temporary_prefix
 
 __all__ = ["Output", "Router", "Sink"]
 
@@ -31,7 +32,8 @@ _MARK = MARK.encode()
 
 def _sweep() -> None:
     """Remove this user's folders left by launchers that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"ronde-*-{pid_space()}-*"):
+    roots = (Path(tempfile.gettempdir()), memory_root())
+    for folder in chain(*(root.glob(f"ronde-*-{pid_space()}-*") for root in roots)):
         pid = folder.name.split("-")[1]
         with contextlib.suppress(OSError):
             if (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
 import platform
 import shutil
 import socket
@@ -21,6 +20,7 @@ from ronde.launch.agent import devices
 from ronde.launch.engine import Host
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.network import addresses
+from ronde.world.temporary import memory_root
 from ronde.world.version import VERSION
 
 __all__ = ["Facts", "collect", "differences", "digest_of", "notes", "share", "aligned"]
@@ -99,7 +99,7 @@ def collect(command: Sequence[str], token: str | None) -> dict[str, Any]:
         "cores": usable_cores(),
         "memory": psutil.virtual_memory().available,
         "disk": _free("."),
-        "shared_memory": _free(os.environ.get("RONDE_SHM") or "/dev/shm"),
+        "shared_memory": _free(str(memory_root())),
         "addresses": addresses(),
         "sees": token is not None and Path(token).exists(),
         "time": time.time(),

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ronde.run.memory_copies import MemoryCopies
 from ronde.run.saving import Saving
 from ronde.run.script_time import ScriptTime
 from ronde.watch import RunDir, check_name
@@ -60,6 +61,7 @@ class RunGroup:
         leaves: whether the process ends then, because it was asked to.
         script_time: the script's own time in the loop.
         saving: writes the checkpoints.
+        memory: keeps copies in memory; None where nothing would go on from them.
     """
 
     def __init__(self, directory: RunDir | None, resumes: bool) -> None:
@@ -73,6 +75,7 @@ class RunGroup:
         self.due = self.leaves = False
         self.script_time = ScriptTime()
         self.saving = Saving()
+        self.memory: MemoryCopies | None = None
         # A run holds its group, and a cycle would keep loading processes: see Run.port. A group of
         # several holds them until all have ended, because each checkpoint has all of them.
         self._members: dict[str, weakref.ref[RunParts]] = {}
@@ -96,6 +99,11 @@ class RunGroup:
     def alone(self) -> bool:
         """Whether it has one run."""
         return len(self._members) < 2
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its runs are there."""
+        return len(self.runs) == len(self._members)
 
     @property
     def first(self) -> RunParts | None:
@@ -271,16 +279,21 @@ class RunGroup:
         return any(run.state.step != run._last_saved_step for run in self.runs)
 
     def save_if_due(self, run: RunParts) -> None:
-        """Write a due checkpoint where the body of the loop has ended: when its outermost reading
-        takes the next batch, or has no further one.
+        """Write a due checkpoint, or a copy in memory, where the body of the loop has ended: when
+        its outermost reading takes the next batch, or has no further one.
         """
-        if not self.due:
+        if not self.due and (self.memory is None or not self.memory.is_due(self.step)):
             return
         if not self.alone:
             leads = self._leading is not None and self._leading[0]() is run
             if not leads or any(r._backwards and r._share for r in self.runs):
                 return
-        run._leave() if self.leaves else run._save()
+        if not self.due:
+            run._copy_to_memory()
+        elif self.leaves:
+            run._leave()
+        else:
+            run._save()
 
     def in_epochs(self) -> bool:
         """Whether a run is inside its loop over epochs."""

@@ -20,7 +20,15 @@ from ronde.world.consensus import gather_json
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["export_weights", "file_prefix", "holds_all", "prepare", "restore", "restore_pieces"]
+__all__ = [
+    "Write",
+    "export_weights",
+    "file_prefix",
+    "holds_all",
+    "prepare",
+    "restore",
+    "restore_pieces",
+]
 
 Tensors = Mapping[str, torch.Tensor]
 Copied = Callable[[Mapping[str, Tensors]], Mapping[str, Tensors]]
@@ -91,6 +99,7 @@ def prepare(
     keep: checkpoint.KeepPolicy | None,
     copied: Copied = dict,
     stop: threading.Event | None = None,
+    writes: bool | None = None,
 ) -> Write:
     """Prepare one checkpoint of all runs of a loop. A collective if a worker holds a part only.
 
@@ -99,6 +108,7 @@ def prepare(
         step: optimizer steps of all of them.
         copied: file name -> tensors, to copies of them, if the training goes on meanwhile.
         stop: once it is set, rank 0 waits no longer for the others.
+        writes: whether this worker writes it, if each holds everything; None: rank 0 does.
 
     Returns:
         Callable: writes it, in any thread: rank 0 alone if it holds everything, else all workers.
@@ -123,7 +133,7 @@ def prepare(
             more[part]["batch_schedule"] = run._schedule.to_dict(run)
     if stateful or not all(map(holds_all, runs.values())):
         return _prepare_together(runs, folder, step, keep, more, own, averaged, copied, stop)
-    if not runs[""].is_main:
+    if not (runs[""].is_main if writes is None else writes):
         return lambda: None
     drawn, randomness = checkpoint.random_state()
     files: dict[str, Tensors] = {}

@@ -49,6 +49,7 @@ from ronde.run.group import RunGroup
 from ronde.run.leave import leaving
 from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
+from ronde.run.memory_copies import memory_copies
 from ronde.run.non_finite import NAN_EVERY, NonFiniteGuard, refuse_loss
 from ronde.run.per_pass_buffers import OwnSamples, Passes
 from ronde.run.registered import Registered, Registry
@@ -204,6 +205,8 @@ class Run:
         self._comparison: PredictionCheck | None = None
         self._ended = False
         group.add(self, part)
+        if group.memory is None and directory is not None:
+            group.memory = memory_copies(me)
 
     # -- who and where -----------------------------------------------------------------
 
@@ -877,12 +880,29 @@ class Run:
             run._watcher.flush()  # a resume from this checkpoint does not record these steps again
             run._look_for_unregistered()
         paused = self._script_time.pause()
+        if group.memory is not None:
+            group.memory.finish()
+            group.memory.put_off(group.step)
         with self._rendezvous.call("run.save()"):
             path = group.saving.save(runs, self.dir.checkpoints, group.step, wait)
         for run in runs.values():
             run._watcher.rate.resume()
         self._script_time.resume(paused)
         return path
+
+    def _copy_to_memory(self) -> None:
+        """Keep a copy of all runs in this machine's memory, for a launcher that starts it again."""
+        group, began = self._group, time.perf_counter()
+        assert group.memory is not None
+        runs = {run._part: run for run in group.runs}
+        between = any(run._share is not None and run._backwards for run in runs.values())
+        drifts = any(run._strategy.drifts for run in runs.values())
+        if self._goes_back or hooks.observed() or between or drifts or not group.whole:
+            return
+        with self._rendezvous.call("run.save()"):
+            for run in runs.values():
+                run._compare_replicas(run.state.step, save=True)
+            group.memory.take(runs, group.step, began, group.saving.saver.is_writing)
 
     def export(self, path: str | os.PathLike[str], average: WeightAverage | None = None) -> None:
         """Write the model's weights, or an average of them, as plain safetensors, under the
@@ -1035,6 +1055,8 @@ class Run:
         """
         self._goes_back = False
         group, epoch = self._group, self.state.epoch
+        if group.memory is not None:
+            group.memory.forget()
         group.saving.settle(group.runs)
         group.due = False
         assert self.dir is not None

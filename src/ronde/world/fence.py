@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ronde.world.errors import WorldError
 
-__all__ = ["AGAIN", "is_fenced", "name_generation", "refuse_fenced"]
+__all__ = ["AGAIN", "is_fenced", "is_generation", "name_generation", "refuse_fenced"]
 
 AGAIN = 75
 """Exit status of a training that was asked to leave and can be resumed: ``EX_TEMPFAIL``."""
@@ -34,10 +34,15 @@ def is_fenced() -> bool:
     own, directory = os.environ.get("RONDE_GENERATION"), os.environ.get("RONDE_RUN_DIR")
     if not own or not directory:
         return False
+    return not is_generation(Path(directory), own)
+
+
+def is_generation(directory: Path, name: str) -> bool:
+    """Whether it is this one that may write to a run directory, as far as anything says."""
     try:
-        return (Path(directory) / _FILE).read_text() != own
+        return (directory / _FILE).read_text() == name
     except OSError:
-        return False  # it cannot be read: nothing says that there is another
+        return True  # it cannot be read: nothing says that there is another
 
 
 def refuse_fenced() -> None:

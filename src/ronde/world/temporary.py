@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["pid_space", "temporary_prefix"]
+__all__ = ["memory_root", "pid_space", "temporary_prefix"]
 
 
 def pid_space() -> str:
@@ -19,3 +19,8 @@ def pid_space() -> str:
 def temporary_prefix() -> str:
     """Prefix of this process's folders: a later launcher removes them once it is gone."""
     return f"ronde-{os.getpid()}-{pid_space()}-"
+
+
+def memory_root() -> Path:
+    """The in-memory folder. /dev/shm may be small in a container: RONDE_SHM names another tmpfs."""
+    return Path(os.environ.get("RONDE_SHM") or "/dev/shm")
