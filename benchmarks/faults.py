@@ -45,6 +45,7 @@ from processes import Child, child, ronde  # noqa: E402
 JOB = str(Path(__file__).with_name("faults_job.py"))
 PLANS = ["replicate", "shard=parameters", "pipeline=2", "tensor=2"]
 EPOCHS, SAMPLES, STEPS = 2, 96, 12  # steps of an epoch
+COST_SECONDS = 10.0
 
 
 class Step(NamedTuple):
@@ -479,20 +480,35 @@ def ends(folder: Path, count: int, kind: str, hosts: Any = None) -> list[float]:
     return found
 
 
-def cost(folder: Path, pairs: int, more: list[str], less: list[str]) -> list[float]:
-    """Steps a second with some options, as a part of those with others; nothing fails."""
+def _spent(began: Child) -> float:
+    """Seconds of the processors that a launcher and its workers have used."""
+    launcher = psutil.Process(began.pid)
+    return sum(sum(p.cpu_times()[:2]) for p in (launcher, *launcher.children()))
+
+
+def cost(folder: Path, pairs: int, more: list[str], less: list[str]) -> list[tuple[float, float]]:
+    """Steps a second with some options, as a part of those with others, and processor time a step
+    likewise; nothing fails.
+    """
     found = []
     for number in range(pairs):
-        rates = {}
+        rates, works = {}, {}
         for given in random.sample([True, False], 2):
             training = Training(folder, f"cost{more[0]}-{number}-{given}", "replicate")
-            line = training.line(*(more if given else less), pause=0.0, epochs=300)
+            line = training.line(*(more if given else less), pause=0.0, epochs=100_000)
             with child(line, folder, {"SAVE_EVERY": "100000"}, fork=True) as began:
-                assert began.done(120).returncode == 0, began.args
-            rows = [row for row in training.steps() if row.rank == 0][100:]
-            rates[given] = (rows[-1].step - rows[0].step) / (rows[-1].when - rows[0].when)
-        found.append(rates[True] / rates[False])
+                training.wait(300, began)
+                first, step, spent = time.time(), _last(training), _spent(began)
+                time.sleep(COST_SECONDS)
+                steps, seconds = _last(training) - step, time.time() - first
+                rates[given], works[given] = steps / seconds, (_spent(began) - spent) / steps
+                began.kill()
+        found.append((rates[True] / rates[False], works[True] / works[False]))
     return found
+
+
+def _last(training: Training) -> int:
+    return training.steps()[-1].step
 
 
 def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> dict[str, Any]:
@@ -612,11 +628,14 @@ def main() -> None:
                 ("watching for hangs", ["--hang-timeout", "10"], ["--hang-timeout", "0"]),
             ):
                 answer[f"cost of {name}"] = found = cost(folder, options.cost, more, less)
-                print(
-                    f"with {name}: {statistics.median(found):.4f} of the rate without "
-                    f"({', '.join(f'{each:.3f}' for each in sorted(found))})",
-                    flush=True,
-                )
+                for what, ratios in zip(
+                    ("rate", "processor time"), zip(*found, strict=True), strict=True
+                ):
+                    print(
+                        f"with {name}: {statistics.median(ratios):.4f} of the {what} without "
+                        f"({', '.join(f'{each:.3f}' for each in sorted(ratios))})",
+                        flush=True,
+                    )
         elif options.speed:
             _speeds(folder, options.speed, options.only, answer["speed"])
         else:

@@ -34,7 +34,7 @@ __all__ = ["MemoryCopies", "memory_copies"]
 _NEVER = 1 << 62
 _FIRST = 4  # steps until the first copy: nothing is known of its cost yet
 _STALL = 0.004  # part of the time for which the training may stand still
-_WORK = 0.01  # part of the processor's time that writing may take
+_WORK = 0.004  # part of the time of all processors that writing may take
 _LOOK_SECONDS = 5.0  # between two looks at the free memory
 _ROOM = 0.1  # part of the free memory that copies may take
 
