@@ -19,7 +19,7 @@ from lab import lab, missing
 from processes import child, ronde_run
 from ronde.checkpoint import KeepPolicy, RemoteCheckpoints, verify
 from ronde.world import ArgumentError
-from sampling import long
+from sampling import long, some
 
 TRAIN = """
 import sys, time, torch, ronde
@@ -169,7 +169,7 @@ def line(store: Path, *words: str, keep="last=2", epochs=3, slow=0.3) -> list[st
     return [*start, "--upload", f"flaky://{store}", *words, *train]
 
 
-@pytest.mark.parametrize("broken", ["model.safetensors", "manifest.json"])
+@pytest.mark.parametrize("broken", some(["model.safetensors", "manifest.json"], 2))
 def test_a_store_that_breaks_in_the_middle_of_files(tmp_path, whole, broken):
     """Told at once; the training goes on, and the next checkpoint is there, with the one before."""
     folder, store = script(tmp_path / "1"), tmp_path / "store"
@@ -275,6 +275,7 @@ def test_hosts_that_do_not_share_the_run_directory(tmp_path, whole):
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
+@long
 def test_two_machines_start_runs_of_one_name(tmp_path):
     """The one that started last writes; the other one says so, and its checkpoints stay at home."""
     first, second, store = script(tmp_path / "1"), script(tmp_path / "2"), tmp_path / "store"

@@ -886,6 +886,7 @@ KEYS = {
 }
 
 
+@long
 def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
     (job / "train.feed.yaml").write_text("# mine\nprefetch: 1\n")
     out = job / "doctor.json"

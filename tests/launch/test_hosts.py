@@ -150,6 +150,7 @@ def refused(hosts, place, words: list[str], *told: str) -> None:
     assert before or not (place / "runs").exists() or had
 
 
+@long
 def test_errors_name_the_host_and_the_cure(hosts, place):
     first, second = hosts.names
     both = f"{first}:1,{second}:1"

@@ -175,7 +175,7 @@ def sagemaker(rank: int, port: int) -> dict[str, str]:
     return {**hosts, "SM_NETWORK_INTERFACE_NAME": "lo", "MASTER_PORT": str(port)}
 
 
-@pytest.mark.parametrize("launcher", some(["open mpi", "hydra", "srun", "sagemaker"], 2))
+@pytest.mark.parametrize("launcher", some(["open mpi", "hydra", "srun", "sagemaker"], 4))
 def test_ranks_as_a_launcher_starts_them(launcher, script, plain, tmp_path):
     """Real processes under one parent, with exactly the variables that the launcher sets; MPI names
     no meeting point.

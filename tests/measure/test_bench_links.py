@@ -328,6 +328,7 @@ run.export(sys.argv[2])
 """
 
 
+@long
 def test_a_plan_that_chooses_itself_trains_the_same_and_corrects_the_next_prediction(tmp_path):
     (tmp_path / "train.py").write_text(AUTO)
     told = []

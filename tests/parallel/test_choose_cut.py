@@ -268,7 +268,7 @@ def test_own(name):
     check_everything(build(foreign.OWN, name), seeds=(0, 1, 2) if ALL else (0,))
 
 
-@pytest.mark.parametrize(("package", "name"), foreign_names())
+@pytest.mark.parametrize(("package", "name"), some(foreign_names(), 2))
 def test_foreign(package, name):
     built = build(loaded(package), name)
     if ALL:

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 import ronde
 import zygote
 from processes import PATHS, TESTS, forked
+from sampling import some
 
 WIDTH = 8
 
@@ -254,7 +255,7 @@ def train(kind: str, plan: str, file: Path) -> None:
     run.export(file)
 
 
-@pytest.mark.parametrize(("workers", "cases"), [(2, TWO), (4, FOUR)], ids=["two", "four"])
+@pytest.mark.parametrize(("workers", "cases"), some([(2, TWO), (4, FOUR)], 2))
 def test_the_same_training_or_refused_by_name(workers, cases, tmp_path):
     for i, (kind, plan) in enumerate(cases):
         file = tmp_path / f"{i}.safetensors"

@@ -26,6 +26,7 @@ from ronde.plan import Plan
 from ronde.predict.costs import Costs
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError
+from sampling import long
 from tiny_models import Sleep, TiedGPT
 
 # -- times -----------------------------------------------------------------------------
@@ -119,6 +120,7 @@ def test_a_block_that_cannot_be_computed_again_is_measured_without():
     assert not any("forward" in vars(m) for m in model.modules())
 
 
+@long
 def test_what_tensor_parallelism_divides_is_timed_and_weighed():
     torch.manual_seed(0)
     # A block's columns and its row lie in different modules.

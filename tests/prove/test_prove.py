@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from processes import TESTS, child, ronde, ronde_run
-from sampling import ALL, some
+from sampling import ALL, long, some
 
 HERE = TESTS
 sys.path.insert(0, str(HERE / "prove_scripts"))
@@ -101,7 +101,7 @@ def pool():
 
 @pytest.mark.parametrize(
     "name",
-    [*some(SAMPLE, 6), *some([f.fault for f in HIDDEN], 12), *some([f.fault for f in BEHIND], 4)],
+    [*some(SAMPLE, 8), *some([f.fault for f in HIDDEN], 16), *some([f.fault for f in BEHIND], 4)],
 )
 def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
     case = CASES[name]
@@ -426,6 +426,7 @@ run.fit(epochs=1)
 """
 
 
+@long
 def test_a_head_that_was_replaced_may_stay_in_the_optimizer(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "told.py").write_text(REPLACED)
     (tmp_path / "not_told.py").write_text(REPLACED.replace("optimizer.add_param_group", "dict"))

@@ -22,6 +22,7 @@ from ronde.cli.scale import default_sizes, describe, parse_sizes, show
 from ronde.scale.meter import Start, measure_sizes
 from ronde.scale.scaling import further_sizes, summarize_scale
 from ronde.world import ArgumentError
+from sampling import long
 
 TRAIN = """
 import sys, time
@@ -176,6 +177,7 @@ def test_a_script_that_fails_is_told_with_its_traceback(place):
     assert "ValueError: no good [at] all" in done.stderr and "failed with 1 worker" in done.stderr
 
 
+@long
 def test_the_answer_goes_into_pipes_and_is_shown_where_it_cannot_be_written(tmp_path):
     """One size, a moment each. Nothing below /dev but descriptors: as root, a rename would replace
     what lies there.
