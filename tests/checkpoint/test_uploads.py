@@ -182,6 +182,9 @@ def test_a_store_that_breaks_in_the_middle_of_files(tmp_path, whole, broken):
     assert done.returncode == 0, done.stderr
     warned = [w for w in done.stderr.splitlines() if "the store is gone" in w]
     assert len(warned) == 2 and "; the next checkpoint tries again" in warned[0], done.stderr
+    events = map(json.loads, (folder / "runs/it/record.jsonl").read_text().splitlines())
+    noted = [e["text"] for e in events if e["type"] == "warning" and "is gone" in e["text"]]
+    assert noted == [w.partition("warning: ")[2] for w in warned]
     equal(folder / "out.st", whole)
     assert there(store) == [14, 15]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ronde
-from processes import PATHS, TESTS, environment
+from processes import PATHS, TESTS, environment, ronde_run
 from ronde.run import group
 from sampling import ALL
 
@@ -44,6 +44,29 @@ def test_skipped_and_rolled_back(tmp_path):
             assert did == each, name
         else:
             assert did == [[8, "gradient", "rollback"]], name
+
+
+def test_a_rank_alone_with_its_nan_ends_the_run_under_tensor_parallelism(tmp_path):
+    job = TESTS.parent / "benchmarks" / "faults_job.py"
+    (tmp_path / "x.nan").write_text("3")
+    words = [
+        "run",
+        "-q",
+        "-n",
+        "2",
+        "--plan",
+        "tensor=2",
+        "--hang-timeout",
+        "0",
+        str(job),
+        "x",
+        "1",
+        "0",
+    ]
+    done = ronde_run(words, tmp_path, 60)
+    assert done.returncode == 1
+    assert "rank 1 failed first" in done.stderr, done.stderr
+    assert "LossError: the loss is nan in step 3" in done.stderr, done.stderr
 
 
 def _start(tmp_path: Path, monkeypatch, on_nan: str, model=None, loss=None, **options):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.watch import RunDir, claim_run_dir, lock_run
+from ronde.watch import Record, RunDir, Warned, claim_run_dir, lock_run
 from ronde.world import ArgumentError, CheckpointError
 
 if TYPE_CHECKING:
@@ -103,9 +103,18 @@ def claim_with_uploads(
 def uploading(
     store: RemoteCheckpoints | None, directory: RunDir, tell: Callable[[str], None]
 ) -> contextlib.AbstractContextManager[Any]:
-    """Upload the checkpoints while the block runs."""
+    """Upload the checkpoints while the block runs; the record has each failure, too."""
     if store is None:
         return contextlib.nullcontext()
     from ronde.checkpoint import Uploads
 
-    return Uploads(store, directory.path, tell)
+    def noted(text: str) -> None:
+        tell(text)
+        kind, _, warning = text.partition("warning: ")
+        if warning and not kind and directory.record.is_file():
+            record = Record(directory.record)
+            with contextlib.suppress(OSError):  # a full disk must not end the upload
+                record.write(Warned(text=warning))
+                record.close()
+
+    return Uploads(store, directory.path, noted)

@@ -26,13 +26,18 @@ _MOST_IN_A_ROW = 10
 
 
 def refuse_loss(run: RunParts, value: float, share: Share) -> None:
-    """Raise LossError. A collective: the global loss is the same on all ranks, so all are here."""
+    """Raise LossError. A collective: the global loss is the same on all ranks, so all are here.
+
+    Except under tensor parallelism, where each rank computes it from the same samples: one may be
+    here alone.
+    """
+    ranks = [] if run.plan.tensor > 1 else _bad_ranks(run, None)
     effect = "The weights were not updated."
     if run.device.type != "cpu":
         effect = f"One step in {NAN_EVERY} is checked here: an earlier one may have caused it."
     raise LossError(
         f"the loss is {value} in step {run.state.step + 1} ({_place(run, share)})"
-        f"{_from(_bad_ranks(run, None))}. {effect} Look at these samples, lower the learning rate, "
+        f"{_from(ranks)}. {effect} Look at these samples, lower the learning rate, "
         "or clip (clip_norm=1.0); on_nan='skip' leaves such batches out, and on_nan='ignore' "
         "trains on."
     )
