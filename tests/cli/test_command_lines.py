@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
+import time
 
 import pytest
 
@@ -150,3 +152,14 @@ def test_terminals_and_disks_that_take_less(folder):
         told = "the output cannot be written (No space left on device)" in done.stderr
         assert told == bool(status) and "Traceback" not in done.stderr, (line, done)
     assert (folder / "runs" / "trains-1" / "record.jsonl").is_file()
+
+
+@pytest.mark.parametrize("after", [0.15, 0.3, 0.45])
+def test_ctrl_c_before_anything_has_begun_says_nothing(tmp_path, after):
+    (tmp_path / "train.py").write_text("import time; time.sleep(20)")
+    with child(ronde("run", "-q", "-n", "2", "train.py"), tmp_path) as began:
+        time.sleep(after)  # no time is asserted: any moment must be quiet
+        began.process.send_signal(signal.SIGINT)
+        done = began.done(20)
+    assert done.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in done.stdout + done.stderr

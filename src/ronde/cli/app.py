@@ -11,6 +11,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from ronde.cli.early_interrupt import begin_quiet, end_quiet
 from ronde.cli.help_layout import Group, tidy
 from ronde.world import RondeError
 from ronde.world.version import VERSION
@@ -42,7 +43,7 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    pass
+    end_quiet()
 
 
 def _verbs() -> None:
@@ -76,6 +77,7 @@ _verbs()
 
 def main() -> None:
     """Run the command; a user error is one line on standard error and exit status 2."""
+    begin_quiet()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without the characters of a table
             stream.reconfigure(errors="replace")
