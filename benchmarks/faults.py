@@ -510,14 +510,15 @@ def _last(training: Training) -> int:
 
 
 def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> dict[str, Any]:
-    """A random fault every so many seconds; 4 workers on 2 hosts."""
+    """A random fault every so many seconds; 4 workers on 2 hosts, a checkpoint every 2 steps."""
+    often, option = {"SAVE_EVERY": "2"}, ["--env", "SAVE_EVERY"]
     kinds = ["kill", "agent", "host", "stop", "cable"]
     calm = Training(folder, "calm", plan, 4, hosts)
     rates = []
 
     def undisturbed() -> None:
-        words = ["--restarts", "1", *(["--resume"] if rates else [])]
-        with child(calm.line(*words, epochs=100_000), folder) as began:
+        words = ["--restarts", "1", *option, *(["--resume"] if rates else [])]
+        with child(calm.line(*words, epochs=100_000), folder, often) as began:
             calm.wait(len(calm.taken()) + 20, began)
             time.sleep(min(60.0, 15.0 * minutes))
             rows = [row for row in calm.steps() if row.generation == calm.steps()[-1].generation]
@@ -528,7 +529,8 @@ def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> d
     lost: dict[str, list[float]] = {kind: [] for kind in kinds}
     looks: list[tuple[float, int, int, int, int]] = []
     marks: list[tuple[float, int, str]] = []  # time, step, fault
-    with child(training.line("--restarts", "100000", epochs=100_000), folder) as began:
+    line = training.line("--restarts", "100000", *option, epochs=100_000)
+    with child(line, folder, often) as began:
         training.wait(1, began)
         start = training.steps()[0].when
         launcher = psutil.Process(began.pid)
@@ -568,8 +570,8 @@ def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> d
     epochs = last // STEPS + 1
     plain = Training(folder, "plain", "replicate")
     training.where = plain.where
-    for each, option in ((plain, []), (training, ["--resume"])):
-        words = each.line(*option, pause=0.0, epochs=epochs)
+    for each, more in ((plain, []), (training, ["--resume"])):
+        words = each.line(*more, pause=0.0, epochs=epochs)
         with child(words, folder, {"SAVE_EVERY": "100000"}) as began:
             done = began.done(600)
             assert done.returncode == 0, done.stderr[-2000:]
