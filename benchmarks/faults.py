@@ -580,7 +580,8 @@ def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> d
     parts: dict[str, list[float]] = {}  # fault -> seconds that it and its like have cost
     for (begun, first, kind), (ended, second, _) in itertools.pairwise(marks):
         parts.setdefault(kind, []).append(ended - begun - (second - first) / rate)
-    order = sum(wanted[step] != training.taken().get(step) for step in wanted)
+    had = training.taken()
+    order = sum(ids != had.get(step) for step, ids in wanted.items())
     found, weights = load_file(training.out), load_file(plain.out)
     return {
         "plan": plan,
