@@ -237,7 +237,9 @@ def disturbed(training: Training, case: Case, weights: dict[str, torch.Tensor]) 
         Path(f"{training.out}.nan").write_text(str(case.bad))
     training.plan, training.where = sized(plan, before), ["-n", str(before)]
     line = training.line("--restarts", "3", on_nan=case.on_nan)
-    with child(line, training.folder, fork=True) as began:
+    # the damaged checkpoint is the one to go on from, and no newer copy in memory
+    given = {"RONDE_MEMORY_COPIES": "0"} if case.says == DAMAGE else {}
+    with child(line, training.folder, given, fork=True) as began:
         training.wait(random.randint(11, 18), began)  # two checkpoints are there
         planted = time.time()
         case.plant(training, began)
