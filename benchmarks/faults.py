@@ -511,6 +511,10 @@ def _last(training: Training) -> int:
     return training.steps()[-1].step
 
 
+def _apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[name] - value).abs().max()) for name, value in b.items())
+
+
 def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> dict[str, Any]:
     """A random fault every so many seconds; 4 workers on 2 hosts, a checkpoint every 2 steps."""
     often, option = {"SAVE_EVERY": "2"}, ["--env", "SAVE_EVERY"]
@@ -568,11 +572,12 @@ def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> d
     taken = training.taken()
     last = max(taken)
     undisturbed()
-    # The same steps, undisturbed on two workers, and the disturbed run to the same end.
+    # The same steps, undisturbed, and the disturbed run to the same end. In thousands of steps, the
+    # rounding of another number of workers grows: two undisturbed runs differ as well.
     epochs = last // STEPS + 1
-    plain = Training(folder, "plain", "replicate")
+    plain, alone = (Training(folder, f"plain-{n}", "replicate", n) for n in (2, 1))
     training.where = plain.where
-    for each, more in ((plain, []), (training, ["--resume"])):
+    for each, more in ((plain, []), (alone, []), (training, ["--resume"])):
         words = each.line(*more, pause=0.0, epochs=epochs)
         with child(words, folder, {"SAVE_EVERY": "100000"}) as began:
             done = began.done(600)
@@ -584,7 +589,7 @@ def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> d
         parts.setdefault(kind, []).append(ended - begun - (second - first) / rate)
     had = training.taken()
     order = sum(ids != had.get(step) for step, ids in wanted.items())
-    found, weights = load_file(training.out), load_file(plain.out)
+    weights = load_file(plain.out)
     return {
         "plan": plan,
         "minutes": minutes,
@@ -595,9 +600,8 @@ def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> d
         "part of the undisturbed run's samples": last / (seconds * rate),
         "seconds that one costs": {kind: statistics.mean(cost) for kind, cost in parts.items()},
         "steps whose samples differ": order,
-        "largest difference of a weight": max(
-            float((found[name] - weight).abs().max()) for name, weight in weights.items()
-        ),
+        "largest difference of a weight": _apart(load_file(training.out), weights),
+        "the same, of undisturbed runs on 1 and 2 workers": _apart(load_file(alone.out), weights),
         "looks": looks,
         "restarts": len(training.events("restart")),
     }
