@@ -23,13 +23,14 @@ class MemoryFolder:
         generation: of the workers.
 
     Attributes:
-        variables: what tells workers of it.
+        variables: what tells workers of it; empty text if there is none: a run that a worker
+            starts must not write into the outer one's.
     """
 
     def __init__(self, directory: Path | None, generation: str) -> None:
         self._directory, self._generation = directory, generation
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self.variables: dict[str, str] = {}
+        self.variables = {"RONDE_MEMORY_DIR": ""}
         if directory is None or os.environ.get("RONDE_MEMORY_COPIES") == "0":
             return
         with contextlib.suppress(OSError):  # no such folder: no copies

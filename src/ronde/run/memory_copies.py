@@ -22,6 +22,7 @@ import torch
 
 from ronde.cache.budget import free_disk, free_memory
 from ronde.checkpoint import KeepPolicy, Saver, list_checkpoints, remove
+from ronde.run.exchange_state import has_state
 from ronde.run.persist import Write, holds_all, prepare
 from ronde.world import RondeError, World, usable_cores
 from ronde.world.consensus import gather_json
@@ -100,7 +101,7 @@ class MemoryCopies:
                 "pace": (time.monotonic() - self._at[1]) / max(1, step - self._at[0]),
             },
         )
-        divided = not all(map(holds_all, runs.values()))
+        divided = any(not holds_all(run) or has_state(run) for run in runs.values())
         together = len({each["folder"] for each in everyone}) == 1
         if (divided and not together) or not all(each["fits"] for each in everyone):
             self._next = _NEVER
@@ -153,7 +154,14 @@ class MemoryCopies:
         return path
 
 
-def memory_copies(me: World) -> MemoryCopies | None:
-    """Those of a run whose launcher would start it again, else None."""
-    folder = os.environ.get("RONDE_MEMORY_DIR")
-    return MemoryCopies(me, Path(folder)) if folder else None
+def memory_copies(me: World, directory: Path) -> MemoryCopies | None:
+    """Those of a run whose launcher would start it again, else None.
+
+    Args:
+        directory: of the run. A script's further trainings have others than the launcher moves
+            copies into.
+    """
+    folder, launched = os.environ.get("RONDE_MEMORY_DIR"), os.environ.get("RONDE_RUN_DIR")
+    if not folder or not launched or directory.absolute() != Path(launched):
+        return None
+    return MemoryCopies(me, Path(folder))

@@ -206,7 +206,7 @@ class Run:
         self._ended = False
         group.add(self, part)
         if group.memory is None and directory is not None:
-            group.memory = memory_copies(me)
+            group.memory = memory_copies(me, directory.path)
 
     # -- who and where -----------------------------------------------------------------
 
