@@ -41,6 +41,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from faults_job import Samples, parts  # noqa: E402
 from lab import lab, missing  # noqa: E402
 from processes import Child, child, ronde  # noqa: E402
+from ronde.world.heartbeat import Heartbeat, read_beat  # noqa: E402
 
 JOB = str(Path(__file__).with_name("faults_job.py"))
 PLANS = ["replicate", "shard=parameters", "pipeline=2", "tensor=2"]
@@ -511,14 +512,50 @@ def _last(training: Training) -> int:
     return training.steps()[-1].step
 
 
+def watching(folder: Path, rounds: int) -> list[tuple[float, float, float]]:
+    """What watching for hangs costs, by its parts: milliseconds of a step, processor time of the
+    launcher in a second, less that of one that does not watch, and of the heartbeat in a step.
+
+    Parts can be measured where their sum disappears in the noise of a rate.
+    """
+    beat, count = Heartbeat(None, 0), 20_000
+    start = time.perf_counter()
+    for number in range(count):
+        beat.doing("run.step()", number)
+        beat.doing("", number)
+        beat.stepped(number, 0.001)
+    each = (time.perf_counter() - start) / (3 * count)
+    found = []
+    for number in range(rounds):
+        spent, steps, ticks = {}, 0, 0
+        for hang in ("0", "10"):
+            training = Training(folder, f"watching-{number}-{hang}", "replicate")
+            line = training.line("--hang-timeout", hang, pause=0.0, epochs=100_000)
+            with child(line, folder, {"SAVE_EVERY": "100000"}, fork=True) as began:
+                training.wait(300, began)
+                launcher, worker = psutil.Process(began.pid), psutil.Process(training.worker())
+                file = Path(worker.environ()["RONDE_WATCH_DIR"]) / "heartbeat-0"
+                first, before = read_beat(file), sum(launcher.cpu_times()[:2])
+                time.sleep(COST_SECONDS)
+                last, after = read_beat(file), sum(launcher.cpu_times()[:2])
+                began.kill()
+            spent[hang] = (after - before) / COST_SECONDS
+            steps, ticks = last.steps - first.steps, last.ticks - first.ticks
+        step = COST_SECONDS / steps
+        found.append((1e3 * step, spent["10"] - spent["0"], each * ticks / steps / step))
+    return found
+
+
 def _apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - value).abs().max()) for name, value in b.items())
 
 
-def soak(folder: Path, hosts: Any, minutes: float, every: float, plan: str) -> dict[str, Any]:
+def soak(
+    folder: Path, hosts: Any, minutes: float, every: float, plan: str, only: str
+) -> dict[str, Any]:
     """A random fault every so many seconds; 4 workers on 2 hosts, a checkpoint every 2 steps."""
     often, option = {"SAVE_EVERY": "2"}, ["--env", "SAVE_EVERY"]
-    kinds = ["kill", "agent", "host", "stop", "cable"]
+    kinds = only.split(",") if only else ["kill", "agent", "host", "stop", "cable"]
     calm = Training(folder, "calm", plan, 4, hosts)
     rates = []
 
@@ -627,7 +664,8 @@ def main() -> None:
         if options.soak:
             with lab(folder / "lab", 2) as hosts:
                 plan = options.plans.split(",")[0]
-                answer["soak"] = soak(folder, hosts, options.soak, options.every, plan)
+                given = (options.soak, options.every, plan, options.only)
+                answer["soak"] = soak(folder, hosts, *given)
             print(json.dumps(answer["soak"], indent=1), flush=True)
         elif options.cost:
             for name, more, less in (
@@ -643,6 +681,13 @@ def main() -> None:
                         f"({', '.join(f'{each:.3f}' for each in sorted(ratios))})",
                         flush=True,
                     )
+            answer["watching"] = parts_of_it = watching(folder, options.cost)
+            step, launcher, beats = map(statistics.median, zip(*parts_of_it, strict=True))
+            print(
+                f"watching for hangs, by parts: the launcher uses {launcher:.2%} of a core, and "
+                f"heartbeats {beats:.3%} of a step of {step:.1f} ms",
+                flush=True,
+            )
         elif options.speed:
             _speeds(folder, options.speed, options.only, answer["speed"])
         else:

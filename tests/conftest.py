@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import zygote
+
 _LAUNCHERS = (
     "RANK",
     "WORLD_SIZE",
@@ -127,6 +129,7 @@ def clean_environment():
     saved = {k: v for k, v in os.environ.items() if k in _LAUNCHERS or k.startswith(_PREFIXES)}
     for name in saved:
         del os.environ[name]
+    zygote.measure_briefly()
     yield
     os.environ.update(saved)
 

@@ -347,6 +347,23 @@ def test_a_rank_that_comes_late_finds_what_an_async_call_asked_for(tmp_path):
     assert "rank 0 called dist.all_reduce(float32 [4], SUM) at train.py:9; rank 1 called" in said
 
 
+@pytest.mark.parametrize("call", ["add", "helper.add"])
+def test_forked_workers_compare_calls_of_any_name(tmp_path, call):
+    (tmp_path / "helper.py").write_text("from torch.distributed import all_reduce as add")
+    before = "import helper\nfrom torch.distributed import all_reduce as add\nown ="
+    script = SCRIPT.replace("own =", before).replace("own[1][0]", "helper.add is add")
+    for line, status in ((f"{call}(torch.ones(4 + run.rank))", 1), (f"{call}(torch.ones(4))", 0)):
+        (tmp_path / "train.py").write_text(script.format(line))
+        words = ["run", "-n", "2", "--restarts", "1", "--name", f"it-{status}", "train.py"]
+        done = ronde_run(words, tmp_path)
+        said = done.stdout + done.stderr
+        assert done.returncode == status, said
+        assert ("float32 [4], SUM) at train.py:11; rank 1 called dist" in said) == bool(status), (
+            said
+        )
+    assert "step 3 True" in said  # torch's own again, everywhere
+
+
 def test_a_resumed_run_compares_again(tmp_path):
     line = 'run.print("start", run.state.step, dist.all_reduce is own[1][0])'
     for options, first in ((("--name", "it"), 0), (("--name", "it", "--resume"), 3)):

@@ -507,6 +507,9 @@ def run_workers(
             listener = nodes.listener or listen_on(nodes.address)
         port = listener.getsockname()[1] if listener else nodes.port
         environments = _environments(job, nodes, port, run_id)
+        if listener is not None and "torch" in sys.modules:
+            _open_store(nodes, listener)
+            listener = None
         workers = Workers(job.command, environments, router, job.restarts, starter)
         router.leave = workers.ask_to_leave
         if asked:

@@ -44,7 +44,7 @@ __all__ = ["Fleet", "environment_for"]
 
 _ANSWER_SECONDS = 25.0
 _SILENCE_SECONDS = 10.0
-_SHORT_SILENCE_SECONDS = 1.5  # where others go on without a host: to be wrong costs a restart
+_SHORT_SILENCE_SECONDS = 1.0  # where others go on without a host: to be wrong costs a restart
 _USUAL_SILENCES = 4  # but this many times the longest silence that ended: hosts and networks differ
 _PING_SECONDS = 1.0
 _LOOK_SECONDS = 0.1

@@ -139,7 +139,7 @@ def _serve(connection: socket.socket) -> None:
             for own in (source, sink, connection.detach()):
                 os.close(own)
             _become(json.loads(request))
-        os.waitpid(child, 0)
+        os.waitpid(child, 0)  # only then is the worker the launcher's child
         connection.send(os.read(source, 64))
         os.close(source)
         os.close(sink)
@@ -199,6 +199,7 @@ def main() -> None:
     for name in _IMPORTS:
         importlib.import_module(name)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
+    importlib.import_module("ronde.run.first_collectives").prepare_comparing()
     sys.path.insert(0, "")
     gc.collect()
     gc.freeze()  # or every fork would copy what it looks through

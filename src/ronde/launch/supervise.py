@@ -21,7 +21,7 @@ __all__ = ["WorkerFailure", "Workers"]
 _LOOK_SECONDS = 0.02
 _STATE_SECONDS = 0.15
 _LEAVE_SECONDS = 60.0
-_STOPPED_LOOKS = 4  # in a row: 0.6 s in which this process was awake itself
+_STOPPED_LOOKS = 3  # in a row: 0.45 s in which this process was awake itself
 
 
 class Process(Protocol):

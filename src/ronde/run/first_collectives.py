@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import math
 import os
 import sys
@@ -28,7 +29,7 @@ from ronde.introspect import is_user_file
 from ronde.world import WorldError
 from ronde.world.rendezvous import LateError, Rendezvous
 
-__all__ = ["COMPARED_CALLS", "begin_comparing", "end_comparing"]
+__all__ = ["COMPARED_CALLS", "begin_comparing", "end_comparing", "prepare_comparing"]
 
 COMPARED_CALLS = 500
 """Calls in one process group that are compared at most: each costs messages to the store."""
@@ -56,6 +57,17 @@ _LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent
 _comparison: _Comparison | None = None
 _wrappers: dict[int, Any] = {}  # id of torch's own function -> what stands in for it
 _originals: dict[int, Any] = {}  # and back
+_last, _holding = "", list[str]()  # see prepare_comparing
+
+
+def prepare_comparing() -> None:
+    """Note which modules hold torch's functions, in a process that is forked later: to look again
+    would copy much of its memory.
+    """
+    global _last
+    _wrap()
+    _holding[:] = [name for name in _candidates() if _held(name, _wrappers)]
+    _last = next(reversed(sys.modules))
 
 
 def begin_comparing(meeting: Rendezvous) -> None:
@@ -67,13 +79,7 @@ def begin_comparing(meeting: Rendezvous) -> None:
     if meeting.me.size == 1:
         return
     if _comparison is None:
-        # torch.compile knows torch's functions by identity, which this module notes on import.
-        importlib.import_module("torch.distributed._functional_collectives")
-        for name in _NAMES:
-            original = getattr(dist, name, None)
-            if original is not None and id(original) not in _wrappers:
-                _wrappers[id(original)] = wrapper = _wrapper(name, original)
-                _originals[id(wrapper)] = original
+        _wrap()
         _replace(_wrappers)
     _comparison = _Comparison(meeting)
 
@@ -86,19 +92,42 @@ def end_comparing() -> None:
         _replace(_originals)
 
 
+def _wrap() -> None:
+    # torch.compile knows torch's functions by identity, which this module notes on import.
+    importlib.import_module("torch.distributed._functional_collectives")
+    for name in _NAMES:
+        original = getattr(dist, name, None)
+        if original is not None and id(original) not in _wrappers | _originals:
+            _wrappers[id(original)] = wrapper = _wrapper(name, original)
+            _originals[id(wrapper)] = original
+
+
+def _candidates() -> list[str]:
+    """Modules that may hold functions: all, or those that a fork must look at."""
+    if not _last:
+        return list(sys.modules)
+    new = itertools.takewhile(lambda name: name != _last, reversed(sys.modules))
+    return ["__main__", *_holding, *new]
+
+
+def _held(name: str, functions: Mapping[int, Any]) -> list[str]:
+    """The names under which a module holds one of the functions."""
+    own = name.startswith(("torch.", "ronde.")) and name not in (
+        "torch.distributed",
+        "torch.distributed.distributed_c10d",
+    )
+    module = sys.modules.get(name)
+    if own or not isinstance(module, ModuleType):
+        return []
+    return [key for key, value in list(vars(module).items()) if id(value) in functions]
+
+
 def _replace(functions: Mapping[int, Any]) -> None:
     """Replace functions in torch.distributed, and in all modules that have imported them."""
-    for name, module in list(sys.modules.items()):
-        own = name.startswith(("torch.", "ronde.")) and name not in (
-            "torch.distributed",
-            "torch.distributed.distributed_c10d",
-        )
-        if own or not isinstance(module, ModuleType):
-            continue
-        names = vars(module)
-        for key, value in list(names.items()):
-            if id(value) in functions:
-                names[key] = functions[id(value)]
+    for name in _candidates():
+        for key in _held(name, functions):
+            names = vars(sys.modules[name])
+            names[key] = functions[id(names[key])]
 
 
 def _wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
