@@ -191,6 +191,31 @@ def patient(rank: int) -> str:
     return f"{a.tolist()} {b.tolist()}"
 
 
+class Between:
+    """A store where the last key comes between the questions for all keys and for each."""
+
+    def __init__(self, store) -> None:
+        self._real, self._asked = store, False
+
+    def __getattr__(self, name: str):
+        return getattr(self._real, name)
+
+    def check(self, keys: list[str]) -> bool:
+        here = self._real.check(keys)
+        if len(keys) == 1:
+            self._asked = self._asked or here
+            return here
+        return here and self._asked
+
+
+def met_between(meeting, rank: int) -> list:
+    real, meeting._store = meeting._store, Between(meeting._store)
+    try:
+        return meeting.meet("a call", rank, at_most_seconds=0.2)
+    finally:
+        meeting._store = real
+
+
 def restored() -> bool:
     names = first_collectives._NAMES
     return (
@@ -216,6 +241,7 @@ def worker(folder: Path) -> None:
     ]
     found["refused"] = mismatches(rank, size, pair if size > 2 else None)
     found["patient"] = patient(rank)
+    found["between"] = met_between(run._rendezvous, rank)
     after = []
     for batch in run.batches():
         run.step(batch)
@@ -252,6 +278,10 @@ def test_calls_that_fit_give_the_same_numbers(ranks):
         assert each["checked"] and all(each["equal"]) and all(each["equal later"]), each
         assert each["patient"] == f"{[float(len(ranks))] * 2} [7.0, 7.0]"
         assert each["refused"]["afterwards"] == [float(len(ranks))] * 2
+
+
+def test_a_rank_that_comes_between_two_looks_has_come(ranks):
+    assert [each["between"] for each in ranks] == [list(range(len(ranks)))] * len(ranks)
 
 
 def test_functions_are_torchs_own_after_the_first_steps(ranks):

@@ -244,6 +244,8 @@ class Rendezvous:
             looked = now
             with self._lock:
                 missing = [r for r, key in keys.items() if not self._store.check([key])]
+            if not missing:  # the last came, or one that gave up went, between two questions
+                continue
             for rank in missing:
                 if (gone := self._look(rank, what, keys[rank], past, advice)) is not None:
                     return gone
