@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from processes import PATHS, TESTS, environment
+from ronde.parallel.first_steps import part_digest
 from sampling import ALL
 
 CASES = [
@@ -54,3 +56,26 @@ def test_no_checkpoint_has_a_flipped_bit(tmp_path):
     told = flipped(tmp_path, "replicate", 3, 1, 4, 5)
     assert "after step 5" in told[0] and "of rank 1 differs" in told[0]
     assert not list(tmp_path.rglob("step-*"))
+
+
+@pytest.mark.parametrize("shape", [(), (4, 6), (5, 7)])
+@pytest.mark.parametrize("skipped", [0, 1])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex64, torch.bool],
+)
+def test_any_bit_changes_the_digest(dtype, skipped, shape):
+    """Of any size, in order or transposed; its place in its storage does not."""
+    size, count = dtype.itemsize, int(torch.Size(shape).numel())
+    raw = torch.randint(0, 2, ((skipped + count) * size,), dtype=torch.uint8)
+    bits = 1 if dtype == torch.bool else 8
+    raw *= 2**bits - 1
+    part = raw.view(dtype)[skipped:].reshape(shape).mT if len(shape) > 1 else raw.view(dtype)[-1]
+    digest = part_digest(part)
+    assert part_digest(part.clone()) == digest
+    for at in range(len(raw) - part.numel() * size, len(raw)):
+        for bit in range(bits):
+            raw[at] ^= 1 << bit
+            assert part_digest(part) != digest, (at, bit)
+            raw[at] ^= 1 << bit
+    assert part_digest(part) == digest

@@ -23,6 +23,7 @@ from ronde.world.consensus import gather_json
 __all__ = ["CHECKED_STEPS", "check_step", "held_parameters", "late_gradient", "part_digest"]
 
 CHECKED_STEPS = 2
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Optimizer steps that are checked, after the start and after a resume."""
 
 _ROUNDING = 16  # machine epsilons between workers whose processors round differently
@@ -102,15 +103,23 @@ def late_gradient(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def part_digest(part: torch.Tensor) -> str:
-    """A digest of a tensor's bits, where they are. Any one bit changes it."""
+    """A digest of a tensor's bits, where they are, in one pass at the speed of memory. Any one bit
+    changes it.
+    """
     if not part.numel():
         return ""
     part = part.contiguous()
     if part.is_complex():
         part = torch.view_as_real(part)
-    # The first is exact; it is 0 for any even number of equal values, the second is not.
-    bits = int(torch.hash_tensor(part).view(torch.int64))
-    return f"{bits:x} {float(part.sum(dtype=torch.float64)).hex()}"
+    flat, size = part.reshape(-1), part.element_size()
+    if flat.storage_offset() * size % 8:
+        flat = flat.clone()
+    # Sums of integers wrap, so they are exact, in any order. Words of eight bytes are summed as
+    # fast as they are read; narrower ones one by one.
+    end = flat.numel() * size // 8 * 8 // size
+    parts = flat[:end].view(torch.int64), flat[end:].view(_INTEGERS[size])
+    sums = torch.stack([each.sum(dtype=torch.int64) for each in parts])
+    return " ".join(f"{n % 2**64:x}" for n in sums.tolist())
 
 
 def _differing(everyone: list[Any]) -> list[tuple[str, list[int]]]:
