@@ -534,7 +534,8 @@ def watching(folder: Path, rounds: int) -> list[tuple[float, float, float]]:
             with child(line, folder, {"SAVE_EVERY": "100000"}, fork=True) as began:
                 training.wait(300, began)
                 launcher, worker = psutil.Process(began.pid), psutil.Process(training.worker())
-                file = Path(worker.environ()["RONDE_WATCH_DIR"]) / "heartbeat-0"
+                maps = (Path(each.path) for each in worker.memory_maps())
+                file = next(path for path in maps if path.name == "heartbeat-0")
                 first, before = read_beat(file), sum(launcher.cpu_times()[:2])
                 time.sleep(COST_SECONDS)
                 last, after = read_beat(file), sum(launcher.cpu_times()[:2])

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import textwrap
+import time
+from contextlib import contextmanager
 
 import pytest
 
 from processes import ronde_run
+from ronde.launch.hang_watch import _Worker
+from ronde.launch.supervise import _stopped_at
+from ronde.world.heartbeat import Heartbeat, read_beat
 from sampling import long, some
 
 SCRIPT = textwrap.dedent(
@@ -107,3 +114,48 @@ def test_a_hang_is_followed_by_a_restart(folder):
     events = [json.loads(x) for x in (folder / "runs" / "again" / "record.jsonl").open()]
     kinds = [e["type"] for e in events if e["type"] in ("hang", "restart", "end")]
     assert kinds == ["hang", "restart", "end"] and events[-1]["status"] == "completed"
+
+
+@contextmanager
+def stopping_again_and_again(folder):
+    """A process that stops itself after each step; what lets it take the next one."""
+    if not (pid := os.fork()):
+        beat, number = Heartbeat(folder, 0), 0
+        while True:
+            beat.stepped(number := number + 1)
+            until = time.process_time() + 0.03
+            while time.process_time() < until:
+                pass
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def step() -> None:
+        os.kill(pid, signal.SIGCONT)
+        stopped()
+
+    def stopped() -> None:
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+
+    try:
+        stopped()
+        yield pid, step
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_what_is_slowed_by_stops_is_not_stopped(tmp_path):
+    """As ``cpulimit`` does it: each look may find it stopped."""
+    with stopping_again_and_again(tmp_path) as (pid, step):
+        worker, places = _Worker(0, tmp_path), []
+        start = worker.looked
+        for second in range(1, 9):
+            step()
+            worker.look(start + second)
+            assert worker.stopped <= 1
+            places.append(_stopped_at(pid))
+        assert read_beat(tmp_path / "heartbeat-0").steps == 9
+        assert len(set(places)) == 8 and all(places)
+        for second in range(9, 15):
+            worker.look(start + second)
+        assert worker.stopped >= 6 and _stopped_at(pid) == places[-1]
+    assert _stopped_at(pid) == _stopped_at(os.getpid()) == ""

@@ -64,6 +64,7 @@ class _Worker:
                 self.longest = max(self.longest, now - self.since)
             self.beat, self.since = beat, now
             self.place, self.moved, self._mark = None, "", None
+            self.stopped = 0.0  # it ran since the last look
         if not self.pid:
             self.pid = self._first_pid()
         if self.pid and (not self._pace or now - self._pace[-1].time > _PACE_SECONDS):

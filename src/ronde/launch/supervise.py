@@ -88,7 +88,8 @@ class Workers:
         self._error_files = [router.error_folder / f"error-{e['RANK']}.json" for e in environments]
         self._ranks = [int(e["RANK"]) for e in environments]
         self._processes: list[Process] = []
-        self._stopped: dict[int, int] = {}  # local rank -> looks at which it was stopped
+        # local rank -> looks at which it was stopped, and where it was then
+        self._stopped: dict[int, tuple[int, str]] = {}
         self._looked = time.monotonic()
         self.failures: dict[int, WorkerFailure] = {}
         self._asked: float | None = None
@@ -139,9 +140,11 @@ class Workers:
 
     def _look_for_stopped(self) -> None:
         for local, process in enumerate(self._processes):
-            halted = process.poll() is None and _state(process.pid) == "T"
-            self._stopped[local] = self._stopped.get(local, 0) + 1 if halted else 0
-            if self._stopped[local] >= _STOPPED_LOOKS:
+            looks, where = self._stopped.get(local, (0, ""))
+            now = _stopped_at(process.pid) if process.poll() is None else ""
+            looks = (looks if now == where else 0) + 1 if now else 0
+            self._stopped[local] = looks, now
+            if looks >= _STOPPED_LOOKS:
                 self._fail(local, -signal.SIGSTOP, stopped=True)
 
     def _fail(self, local: int, code: int, stopped: bool = False) -> None:
@@ -215,9 +218,12 @@ def _catches(pid: int, number: int) -> bool:
     return bool(caught >> (number - 1) & 1)
 
 
-def _state(pid: int) -> str:
-    """The state letter of Linux: ``T`` is stopped by a signal, not by a debugger."""
+def _stopped_at(pid: int) -> str:
+    """The processor time that a process has had if a signal has stopped it, not a debugger; else
+    empty. One that is slowed by stopping it again and again has more at each look.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return " ".join(fields[11:13]) if fields[0] == "T" else ""
     except (OSError, IndexError):
         return ""
