@@ -4,7 +4,8 @@
 
 In one training, saves that wait and saves in the background take turns. *stall*: how long
 ``run.save`` returned later. *drag*: how much longer the steps took until the write had ended,
-together. Medians over rounds, of the slowest rank; a table and ``results/checkpoint_cost.json``.
+together. *compare*: how long it took to compare the weights of replicas, which comes before each
+save. Medians over rounds, of the slowest rank; a table and ``results/checkpoint_cost.json``.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ def job(rounds: int, width: int, out: Path) -> None:
         run.save(wait=wait)
         return time.perf_counter() - start
 
-    found = {"waits": [], "stall": [], "drag": [], "step": [], "write": []}
+    def compare() -> float:
+        run.barrier()
+        start = time.perf_counter()
+        run._compare_replicas(run.state.step, save=True)
+        return time.perf_counter() - start
+
+    found = {"waits": [], "stall": [], "drag": [], "step": [], "write": [], "compare": []}
     for i in range(rounds + 1):
         usual = statistics.median([step() for _ in range(6)])
         waits = save(True)
@@ -67,7 +74,7 @@ def job(rounds: int, width: int, out: Path) -> None:
             drag += step() - usual
         write = time.perf_counter() - began
         row = {"waits": waits, "stall": stall, "drag": drag, "step": usual, "write": write}
-        row = run.reduce(row, "max")
+        row = run.reduce({**row, "compare": compare()}, "max")
         if i:  # the first allocates the copies
             for name, value in row.items():
                 found[name].append(value)
@@ -109,12 +116,12 @@ def main() -> None:
                 sys.exit(done.stdout + done.stderr)
             rows.append({"workers": workers, "plan": plan, **json.loads(out.read_text())})
     print(f"{'workers':>7} {'plan':18} {'MB':>6} {'waits s':>8} {'stall s':>8} {'of it':>6} "
-          f"{'drag s':>7} {'both':>6} {'step s':>7}")  # fmt: skip
+          f"{'drag s':>7} {'both':>6} {'step s':>7} {'compare s':>9}")  # fmt: skip
     for r in rows:
         print(
             f"{r['workers']:7} {r['plan']:18} {r['bytes'] / 1e6:6.0f} {r['waits']:8.3f} "
             f"{r['stall']:8.3f} {r['stall'] / r['waits']:6.1%} {r['drag']:7.3f} "
-            f"{(r['stall'] + r['drag']) / r['waits']:6.1%} {r['step']:7.3f}"
+            f"{(r['stall'] + r['drag']) / r['waits']:6.1%} {r['step']:7.3f} {r['compare']:9.4f}"
         )
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     sys.exit(any(r["stall"] > 0.1 * r["waits"] for r in rows))

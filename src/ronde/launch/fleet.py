@@ -411,6 +411,9 @@ class Fleet:
                 link, frame, _ = self._frames.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
                 raise WorldError(f"{', '.join(waiting)}: no answer. Nothing was started.") from None
+            if link not in self._links:
+                self._answered(link, frame)  # a lost host was called, and is still lost
+                continue
             name = link.host.name
             if frame["kind"] == "closed":
                 raise WorldError(
