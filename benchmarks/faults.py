@@ -69,6 +69,7 @@ class Training:
         self.run = folder / "runs" / name
         self.where = ["-n", str(workers)]
         self._rows: list[Step] = []
+        self._generations: dict[str, None] = {}  # in the order in which they began
         self._read = 0
         if hosts is not None:
             named = ",".join(f"{host}:{workers // hosts.count}" for host in hosts.names)
@@ -88,12 +89,15 @@ class Training:
             self._read += len(whole) + 1 if whole else 0
             for t, s, r, p, g, *ids in map(str.split, whole.splitlines()):
                 self._rows.append(Step(float(t), int(s), int(r), int(p), g, [*map(int, ids)]))
+                self._generations[g] = None
         return self._rows
 
     def newest(self) -> dict[int, Step]:
-        """Rank -> the last step of those that have trained last."""
-        rows = self.steps()[-50:]
-        return {row.rank: row for row in rows if row.generation == rows[-1].generation}
+        """Rank -> the last step of those that have begun last: where a cable is healed, one of an
+        older generation may end the step that it was in.
+        """
+        rows, last = self.steps()[-50:], next(reversed(self._generations), "")
+        return {row.rank: row for row in rows if row.generation == last}
 
     def taken(self) -> dict[int, list[int]]:
         """Step -> its samples, of the last generation that took it."""
