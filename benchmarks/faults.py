@@ -539,7 +539,7 @@ def watching(folder: Path, rounds: int) -> list[tuple[float, float, float]]:
                 training.wait(300, began)
                 launcher, worker = psutil.Process(began.pid), psutil.Process(training.worker())
                 maps = (Path(each.path) for each in worker.memory_maps())
-                file = next(path for path in maps if path.name == "heartbeat-0")
+                file = next(path for path in maps if path.name.startswith("heartbeat-"))
                 first, before = read_beat(file), sum(launcher.cpu_times()[:2])
                 time.sleep(COST_SECONDS)
                 last, after = read_beat(file), sum(launcher.cpu_times()[:2])
