@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ronde.introspect import restore_states, states
+from ronde.introspect import Marks
 from ronde.run.snapshot import kept_attributes
 from ronde.world.tensors import leaves, map_leaves, parts
 
@@ -103,7 +103,7 @@ def _memory(tensor: torch.Tensor) -> int:
 @contextmanager
 def _undisturbed(device: torch.device, *owners: Any) -> Iterator[None]:
     """Inside, calls leave no trace: generators and attributes of ``owners`` are put back."""
-    before = states()
+    before = Marks()
     on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     kept = [each for owner in owners for each in kept_attributes(owner)]
     try:
@@ -112,15 +112,12 @@ def _undisturbed(device: torch.device, *owners: Any) -> Iterator[None]:
         eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
         with torch.no_grad(), eager, _Guard():
             yield
-        drawn = not torch.equal(before[0], torch.get_rng_state()) or (
-            str(before[1:]) != str(states()[1:])
-        )
-        if drawn or (
+        if not before.unmoved() or (
             on_device is not None and not torch.equal(on_device, torch.cuda.get_rng_state(device))
         ):
             raise _CannotTell
     finally:
-        restore_states(before)
+        before.put_back()
         if on_device is not None:
             torch.cuda.set_rng_state(on_device, device)
         for each in kept:
