@@ -6,15 +6,18 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from contextlib import contextmanager
 
 import pytest
 
-from processes import ronde_run
+from processes import PATHS, environment, ronde_run
 from ronde.launch.hang_watch import _Worker
 from ronde.launch.supervise import _stopped_at
+from ronde.watch.stack_place import locate, threads_of
 from ronde.world.heartbeat import Heartbeat, read_beat
 from sampling import long, some
 
@@ -159,3 +162,56 @@ def test_what_is_slowed_by_stops_is_not_stopped(tmp_path):
             worker.look(start + second)
         assert worker.stopped >= 6 and _stopped_at(pid) == places[-1]
     assert _stopped_at(pid) == _stopped_at(os.getpid()) == ""
+
+
+BUSY = """
+import os, sys, threading, time, torch.distributed
+from pathlib import Path
+from ronde.launch import worker
+from ronde.world.heartbeat import Heartbeat
+
+def deep(n):
+    return n and deep(n - 1)
+
+def busy():
+    while True:
+        for n in range(200):
+            deep(n % 40)
+        time.sleep(0.0005)
+
+def waits():
+    time.sleep(60)
+
+worker._show_stacks()
+beat = Heartbeat(Path(os.environ["RONDE_WATCH_DIR"]), 0)
+beat.answer(False)
+for _ in range(3):
+    threading.Thread(target=busy, daemon=True).start()
+print("ready", flush=True)
+waits()
+"""
+
+
+def test_a_look_at_busy_threads_does_no_harm(tmp_path):
+    """To read the stacks of running threads in a signal would crash the process, now and then."""
+    file = tmp_path / "busy.py"
+    file.write_text(BUSY)
+    own = {"RONDE_WATCH_DIR": str(tmp_path), "RANK": "0", "PYTHONPATH": PATHS}
+    process = subprocess.Popen(
+        [sys.executable, str(file)], env=environment(own), stdout=subprocess.PIPE
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        worker = _Worker(0, tmp_path)
+        worker.look(time.monotonic())
+        for _ in range(30):
+            dump, _ = worker._stacks()
+            assert process.poll() is None, dump
+            main, *others = threads_of(dump)
+            assert [f for _, _, f in main] == ["waits", "<module>"]
+            assert sum("busy" in [f for _, _, f in other] for other in others) == 3
+        assert locate(dump).line == BUSY.splitlines().index("    time.sleep(60)") + 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()

@@ -110,15 +110,15 @@ class _Worker:
     def _stacks(self) -> tuple[str, list[str]]:
         """Its stack, then those of its loading processes; and what its own thread answers."""
         file = self._folder / f"stacks-{self.rank}"
+        dumps = [_dump(self.pid, file)]
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(self.pid).children(recursive=True)[:16]:
+                dumps.append(_dump(child.pid, file))
         token = f"{time.monotonic_ns()}"
         with contextlib.suppress(OSError):
             descriptor = os.open(self._folder / f"ask-{self.rank}", os.O_WRONLY | os.O_NONBLOCK)
             os.write(descriptor, token.encode())
             os.close(descriptor)
-        dumps = [_dump(self.pid, file)]
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(self.pid).children(recursive=True)[:16]:
-                dumps.append(_dump(child.pid, file))
         self.answer = {}
         limit = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < limit:
@@ -130,7 +130,7 @@ class _Worker:
             if not (self._folder / f"ask-{self.rank}").exists():
                 break
             time.sleep(0.02)
-        return dumps[0], [d for d in dumps[1:] if d]
+        return self.answer.get("threads", "") + dumps[0], [d for d in dumps[1:] if d]
 
     def view(self, now: float, folders: tuple[Path, ...]) -> RankView:
         beat = self.beat
@@ -191,7 +191,7 @@ def _dump(pid: int, file: Path) -> str:
             with file.open(errors="replace") as stream:
                 stream.seek(before)
                 said = stream.read()
-            # the main thread comes last, and its first frame is a module's
+            # the first frame is a module's
             if said == text and said.rstrip().endswith((" in <module>", "...")):
                 break
             text = said

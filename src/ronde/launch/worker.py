@@ -65,8 +65,11 @@ def _formatted(error: BaseException) -> str:
 
 
 def _show_stacks() -> None:
-    """Write the stacks of all threads to a file of the launcher's when it asks, with a signal that
-    no script uses. It works in the middle of an exchange, and under the interpreter's lock.
+    """Write the main thread's stack to a file of the launcher's when it asks, with a signal that no
+    script uses. It works in the middle of an exchange, and under the interpreter's lock.
+
+    Those of threads that run meanwhile, nothing can read from a signal: it would crash one time in
+    five. The heartbeat's thread tells them.
     """
     folder, first = os.environ.get("RONDE_WATCH_DIR"), getattr(signal, "SIGRTMIN", None)
     if folder is None or first is None:
@@ -74,7 +77,7 @@ def _show_stacks() -> None:
     with contextlib.suppress(OSError):
         file = open(Path(folder) / f"stacks-{os.environ['RANK']}", "w")  # noqa: SIM115
         print(os.getpid(), file=file, flush=True)
-        faulthandler.register(int(first) + 7, file, all_threads=True)  # ronde.launch.hang_watch
+        faulthandler.register(int(first) + 7, file, all_threads=False)  # ronde.launch.hang_watch
 
 
 def _note_exits() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 __all__ = ["StackPlace", "locate", "threads_of"]
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
+_THREADS = "Thread 0x", "Stack (most recent"
 _RANK = re.compile(r"\b(\w*rank\w*|is_main\w*|is_master\w*)\b")
 _RONDE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARIES = (sysconfig.get_path("stdlib") + os.sep, _RONDE, "<")
@@ -86,15 +87,12 @@ class StackPlace:
 
 
 def threads_of(dump: str) -> list[list[tuple[str, int, str]]]:
-    """The threads of a faulthandler dump, the main one first: frames ``(file, line, function)``,
-    innermost first.
-
-    faulthandler lists the newest thread first. The current one is that which got the signal: if the
-    process was stopped, any of them.
+    """The threads of a dump, the main one first, which is its last: frames ``(file, line,
+    function)``, innermost first.
     """
     threads: list[list[tuple[str, int, str]]] = []
     for line in dump.splitlines():
-        if line.startswith(("Thread 0x", "Current thread 0x")):
+        if line.startswith(_THREADS):
             threads.append([])
         elif threads and (found := _FRAME.match(line)):
             threads[-1].append((found[1], int(found[2]), found[3]))
@@ -122,11 +120,11 @@ def locate(dump: str, children: Sequence[str] = ()) -> StackPlace:
     """Find the place in a process's dump.
 
     Args:
-        dump: what faulthandler wrote.
+        dump: stacks of its threads as faulthandler writes them, the main one last.
         children: dumps of its loading processes.
 
     Example:
-        >>> locate('Current thread 0x1 (most recent call first):\\n'
+        >>> locate('Stack (most recent call first):\\n'
         ...        '  File "/home/me/train.py", line 8 in <module>\\n').text
         'at train.py:8'
     """

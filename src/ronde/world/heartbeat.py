@@ -14,6 +14,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 __all__ = ["Beat", "Heartbeat", "heartbeat", "read_beat"]
@@ -123,8 +124,8 @@ class Heartbeat:
     def answer(self, cuda: bool) -> None:
         """Let a thread answer the launcher's question where this worker is: it sleeps until then.
 
-        faulthandler names the lines; this thread adds what only Python and torch know, the
-        exchanges under way and the module whose code runs.
+        faulthandler names the main thread's lines; this thread adds those of the others, and what
+        only Python and torch know, the exchanges under way and the module whose code runs.
         """
         self._slots[_CUDA] = cuda
         if self._folder is None or not hasattr(os, "mkfifo"):
@@ -143,9 +144,25 @@ class Heartbeat:
         file = self._folder / f"answer-{self._rank}"
         while token := os.read(descriptor, 64):
             with suppress(Exception):
-                said = {"token": token.decode(), "exchanges": _exchanges(), "module": _module()}
+                found = {"threads": _threads(), "exchanges": _exchanges(), "module": _module()}
+                said = {"token": token.decode(), **found}
                 file.with_suffix(".new").write_text(json.dumps(said))
                 file.with_suffix(".new").rename(file)
+
+
+def _threads() -> str:
+    """The stacks of all threads but the main one and this one, as faulthandler writes them."""
+    text, own = "", {threading.main_thread().ident, threading.get_ident()}
+    for thread, innermost in sys._current_frames().items():
+        if thread in own:
+            continue
+        text += f"Thread {thread:#x} (most recent call first):\n"
+        frame: FrameType | None = innermost
+        while frame is not None:
+            code = frame.f_code
+            text += f'  File "{code.co_filename}", line {frame.f_lineno} in {code.co_name}\n'
+            frame = frame.f_back
+    return text
 
 
 def _exchanges() -> list[dict[str, Any]]:
