@@ -180,6 +180,7 @@ def busy():
         time.sleep(0.0005)
 
 def waits():
+    print("ready", flush=True)
     time.sleep(60)
 
 worker._show_stacks()
@@ -187,7 +188,6 @@ beat = Heartbeat(Path(os.environ["RONDE_WATCH_DIR"]), 0)
 beat.answer(False)
 for _ in range(3):
     threading.Thread(target=busy, daemon=True).start()
-print("ready", flush=True)
 waits()
 """
 

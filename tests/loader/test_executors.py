@@ -1433,11 +1433,13 @@ def test_what_loads_ends_with_the_loop_and_is_kept_from_epoch_to_epoch(nothing_k
                 run.evaluate(other)
                 if epoch == 1:
                     break
-            assert len(seen[-10]) == 2
+            # one that has nothing left to read may have ended before the last step
+            first, second = set().union(*seen[-10:-5]), set().union(*seen[-5:])
+            assert len(first) == 2
             if executor == "threads":
-                assert seen[-10] < seen[-1], "those of the first epoch, and the evaluation's"
+                assert first < second, "those of the first epoch, and the evaluation's"
             else:
-                assert len(seen[-1]) == 2 and not seen[-10] & seen[-1], (
+                assert len(second) == 2 and not first & second, (
                     "the data is the script's: they start for each epoch"
                 )
         assert not loaders() and not loading()

@@ -130,7 +130,8 @@ class _Worker:
             if not (self._folder / f"ask-{self.rank}").exists():
                 break
             time.sleep(0.02)
-        return self.answer.get("threads", "") + dumps[0], [d for d in dumps[1:] if d]
+        others = self.answer.get("threads", "") if dumps[0] else ""  # the main thread's comes last
+        return others + dumps[0], [d for d in dumps[1:] if d]
 
     def view(self, now: float, folders: tuple[Path, ...]) -> RankView:
         beat = self.beat
