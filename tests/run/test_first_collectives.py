@@ -195,17 +195,20 @@ class Between:
     """A store where the last key comes between the questions for all keys and for each."""
 
     def __init__(self, store) -> None:
-        self._real, self._asked = store, False
+        self._real, self._all, self._asked = store, [], False
 
     def __getattr__(self, name: str):
         return getattr(self._real, name)
 
     def check(self, keys: list[str]) -> bool:
-        here = self._real.check(keys)
-        if len(keys) == 1:
-            self._asked = self._asked or here
-            return here
-        return here and self._asked
+        if len(keys) > 1:
+            self._all = keys
+            return self._asked and self._real.check(keys)
+        limit = time.monotonic() + 30
+        while not self._real.check(self._all) and time.monotonic() < limit:
+            time.sleep(0.01)
+        self._asked = True
+        return self._real.check(keys)
 
 
 def met_between(meeting, rank: int) -> list:

@@ -68,8 +68,8 @@ def _show_stacks() -> None:
     """Write the main thread's stack to a file of the launcher's when it asks, with a signal that no
     script uses. It works in the middle of an exchange, and under the interpreter's lock.
 
-    Those of threads that run meanwhile, nothing can read from a signal: it would crash one time in
-    five. The heartbeat's thread tells them.
+    A signal cannot read the stacks of other threads, which go on running: that crashed one time
+    in five. The heartbeat's thread tells them.
     """
     folder, first = os.environ.get("RONDE_WATCH_DIR"), getattr(signal, "SIGRTMIN", None)
     if folder is None or first is None:

@@ -244,7 +244,7 @@ class Rendezvous:
             looked = now
             with self._lock:
                 missing = [r for r, key in keys.items() if not self._store.check([key])]
-            if not missing:  # the last came, or one that gave up went, between two questions
+            if not missing:  # between two checks the last one came, or one gave up
                 continue
             for rank in missing:
                 if (gone := self._look(rank, what, keys[rank], past, advice)) is not None:
