@@ -117,7 +117,7 @@ def _print(console: Any, verdict: Verdict) -> None:
 
     of = f"{verdict.workers} workers against one process, {_count(verdict.steps, 'step')}, float64"
     if verdict.status == "equal":
-        line(("equal", "bold green"), f": {of}")
+        line(("equal", "bold green"), f": {verdict.holds or of}")
     elif verdict.status == "differs":
         line(("differs", "bold red"), f": {of}")
     else:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from ronde.prove.catalogue import Cause
 from ronde.prove.compare import Comparison, Difference
 
-__all__ = ["PlanVerdict", "Status", "Verdict", "verdict_of"]
+__all__ = ["Holds", "PlanVerdict", "Status", "Verdict", "verdict_of"]
 
 Status = Literal["equal", "differs", "refused", "failed", "cannot", "lossy"]
 
@@ -54,6 +54,48 @@ def verdict_of(
     return PlanVerdict(plan, status, cause=why, seconds=seconds, **fields)
 
 
+@dataclass(frozen=True)
+class Holds:
+    """What a proof covers: a claim beyond it has not been proved.
+
+    Attributes:
+        steps: optimizer steps compared.
+        workers: each number of workers compared with one process.
+        plan: the plans that are equal, separated by ``"; "``.
+        dtype: of the computation.
+        epoch_end: whether an epoch ended among the steps, and another one began.
+        short_batch: whether global batches of several sizes were among them.
+        evaluation: whether an evaluation was compared.
+        resume: whether the training was saved and resumed in between.
+    """
+
+    steps: int
+    workers: tuple[int, ...]
+    plan: str
+    dtype: str = "float64"
+    epoch_end: bool = False
+    short_batch: bool = False
+    evaluation: bool = False
+    resume: bool = False
+
+    def __str__(self) -> str:
+        """The sentence behind "equal"."""
+        workers = " and ".join(map(str, self.workers))
+        parts = {
+            "the end of an epoch": self.epoch_end,
+            "a shorter batch": self.short_batch,
+            "evaluation": self.evaluation,
+            "a resume": self.resume,
+        }
+        inside, outside = ([p for p, has in parts.items() if has is want] for want in (True, False))
+        steps = f"{self.steps} step{'' if self.steps == 1 else 's'}"
+        return (
+            f"{workers} workers against one process, {steps}, {self.dtype}"
+            + (f"; with {', '.join(inside)}" if inside else "")
+            + f"; without {', '.join(outside)}" * bool(outside)
+        )
+
+
 @dataclass
 class Verdict:
     """The answer.
@@ -65,6 +107,7 @@ class Verdict:
         steps: steps compared; ``steps_asked`` unless the script ended earlier.
         error: why it cannot be proved.
         notes: changes and omissions for the proof.
+        holds: what an equal verdict covers, see :class:`Holds`; None unless it is equal.
     """
 
     command: list[str]
@@ -78,6 +121,7 @@ class Verdict:
     error: str = ""
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    holds: Holds | None = None
 
     @property
     def exit_status(self) -> int:
@@ -86,4 +130,5 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        return {**dataclasses.asdict(self), "exit_status": self.exit_status}
+        status = {"equal": self.status == "equal", "exit_status": self.exit_status}
+        return {**dataclasses.asdict(self), **status}

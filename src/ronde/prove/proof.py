@@ -22,7 +22,7 @@ from ronde.prove.evidence import Case
 from ronde.prove.experiment import Experiment
 from ronde.prove.failures import FailedRun, explain_exit, explain_failure, note_late_error
 from ronde.prove.plan_list import chosen_plans
-from ronde.prove.plan_verdict import PlanVerdict, Verdict, verdict_of
+from ronde.prove.plan_verdict import Holds, PlanVerdict, Verdict, verdict_of
 from ronde.prove.process_pool import Launch, Pool
 from ronde.prove.run_trace import RunTrace
 from ronde.world import ArgumentError
@@ -114,6 +114,7 @@ class Study:
         self._training = 0
         self._runs: dict[tuple[str, Experiment, bool], RunTrace | None] = {}
         self._one: RunTrace | None = None
+        self._first_steps: list[dict[str, Any]] = []  # of the first training
         self._limit = timeout_seconds  # of runs after the first two
         self._plan_alone: dict[str, Any] | None = None
         self._owns_its_loop = False
@@ -141,10 +142,25 @@ class Study:
                     f"The script calls ronde.distribute {len(begins)} times: {compared} was "
                     "compared, one after the other."
                 )
+            if verdict.status == "equal":
+                verdict.holds = self._holds(verdict)
         finally:
             self._training = 0
             verdict.seconds = time.monotonic() - start
         return verdict
+
+    def _holds(self, verdict: Verdict) -> Holds:
+        """What was inside the first training, which every plan was compared with."""
+        first = self._first_steps
+        plans = [p for p in verdict.plans if p.status == "equal"]
+        return Holds(
+            steps=verdict.steps,
+            workers=(self.pool.workers,),
+            plan="; ".join(p.plan for p in plans),
+            epoch_end=len({s["epoch"] for s in first}) > 1,
+            short_batch=len({len(s["ids"]) for s in first}) > 1,
+            evaluation=all(p.evaluations for p in plans),
+        )
 
     def _prove_later(
         self, verdict: Verdict, begins: list[int], plans: list[str], explicit: bool
@@ -250,6 +266,7 @@ class Study:
             return begins
         steps = one.steps()
         verdict.steps = len(steps)
+        self._first_steps = self._first_steps or steps
         verdict.notes = self._notes(one)
         self._plan_alone = one.first("ready").get("plan")
         has_micro = one.first("opening").get("micro_batch") is not None
