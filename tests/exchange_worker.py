@@ -299,6 +299,8 @@ def noise():
             for taken in run.batches():
                 run.step(taken)
         measured = run._strategy.noise.value
+        low, high = run._strategy.noise.interval()
+        assert low < measured < high, (low, measured, high)
         print(f"noise scale {measured:.1f} under {reducer}, {direct:.1f} directly", flush=True)
         assert abs(measured / direct - 1) < 0.1, (reducer, measured, direct)
 

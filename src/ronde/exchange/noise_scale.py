@@ -7,6 +7,7 @@ squared norm |G|² + tr(Σ)/b. Two batch sizes, a worker's share and the global 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -24,7 +25,7 @@ def squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 class NoiseScale:
-    """Smoothed, unbiased estimates of |G|² and tr(Σ); the ratio is taken last.
+    """Smoothed, unbiased estimates of |G|² and tr(Σ), with their spread; the ratio is taken last.
 
     Attributes:
         steps: optimizer steps so far.
@@ -33,7 +34,8 @@ class NoiseScale:
 
     def __init__(self) -> None:
         self.steps = self.count = 0
-        self._means: torch.Tensor | None = None  # |G|² and tr(Σ)
+        # |G|² and tr(Σ); then their squares and their product
+        self._means: torch.Tensor | None = None
 
     def add(
         self,
@@ -51,7 +53,8 @@ class NoiseScale:
             global_samples: samples behind it.
         """
         trace = (local - averaged) / (inverse - 1.0 / global_samples)
-        now = torch.stack([averaged - trace / global_samples, trace])
+        square = averaged - trace / global_samples
+        now = torch.stack([square, trace, square * square, trace * trace, square * trace])
         self.count += 1
         weight = 1.0 / min(self.count, _WINDOW)
         before = now if self._means is None else self._means.to(now.device)
@@ -63,8 +66,42 @@ class NoiseScale:
         """
         if self.count < _LEAST or self._means is None:
             return None
-        square, trace = self._means.tolist()
+        square, trace = self._means.tolist()[:2]
         return square, trace
+
+    def interval(self) -> tuple[float, float | None] | None:
+        """The 95 % interval of the noise scale, in samples. Waits for the device.
+
+        By Fieller's theorem: |G|² is a small difference of large numbers, and a ratio whose
+        denominator may be zero has no upper end (None). None as a whole without measurements.
+
+        Example:
+            >>> noise = NoiseScale()
+            >>> for k in range(16):
+            ...     local, averaged = torch.tensor([3.0 + k % 2, 2.0], dtype=torch.float64)
+            ...     noise.add(local, torch.tensor(1 / 4), averaged, 8)
+            >>> round(noise.value, 1), [round(end, 1) for end in noise.interval()]
+            (24.0, [12.6, 63.1])
+        """
+        read = self.read()
+        if read is None or self._means is None:
+            return None
+        square, trace = read
+        squares, traces, products = self._means.tolist()[2:]
+        # The variance of a mean: the weights' squares add up to 1 / n, later to those of a decay.
+        w = 1.0 / min(self.count, _WINDOW)
+        end = w / (2.0 - w)
+        shrunk = end + (w - end) * (1.0 - w) ** (2 * max(0, self.count - _WINDOW))
+        freedom = 1.0 / shrunk - 1.0
+        quantile = 1.96 + 2.37 / freedom + 2.8 / freedom**2  # Student's t
+        scale = quantile**2 / freedom
+        a = square * square - scale * (squares - square * square)
+        b = square * trace - scale * (products - square * trace)
+        c = trace * trace - scale * (traces - trace * trace)
+        root = math.sqrt(max(0.0, b * b - a * c))
+        if square <= 0 or a <= 0:
+            return max(0.0, c / (b + root)) if b + root > 0 else 0.0, None
+        return max(0.0, (b - root) / a), (b + root) / a
 
     def to_list(self) -> list[float]:
         """Its state as plain numbers. Waits for the device."""
@@ -72,9 +109,10 @@ class NoiseScale:
         return [self.steps, self.count, *means]
 
     def load(self, values: list[float]) -> None:
-        """Take over :meth:`to_list`."""
-        self.steps, self.count = int(values[0]), int(values[1])
-        self._means = torch.tensor(values[2:], dtype=torch.float64) if self.count else None
+        """Take over :meth:`to_list`. Without a spread, as once written, measuring starts anew."""
+        self.steps, means = int(values[0]), values[2:]
+        self.count = int(values[1]) if len(means) == 5 else 0
+        self._means = torch.tensor(means, dtype=torch.float64) if self.count else None
 
     @property
     def value(self) -> float | None:

@@ -1263,12 +1263,15 @@ class Run:
         noise = self._strategy.noise
         if noise is not None and noise.value and not self._gathers and self.is_main:
             square, trace = noise.read() or (1.0, 0.0)
+            low, high = noise.interval() or (None, None)
             self._watcher.event(
                 NoiseMeasured(
                     step=self.state.step,
                     noise_scale=trace / square,
                     gradient_square=square,
                     measurements=noise.count,
+                    low=low,
+                    high=high,
                 )
             )
 

@@ -198,7 +198,8 @@ class ScriptLoop(Event):
 @dataclass(frozen=True)
 class NoiseMeasured(Event):
     """The gradient noise scale so far, ``noise_scale`` in samples: tr(Σ) / |G|² (McCandlish et al.
-    2018), from ``measurements`` steps; ``gradient_square`` is |G|².
+    2018), from ``measurements`` steps; ``gradient_square`` is |G|². ``low`` and ``high`` are its
+    95 % interval; no ``high``: it may be any larger number.
     """
 
     type: ClassVar[str] = "noise_scale"
@@ -206,6 +207,8 @@ class NoiseMeasured(Event):
     noise_scale: float
     gradient_square: float
     measurements: int
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from ronde.watch.record import (
 )
 from ronde.watch.run_dir import RunDir
 
+_NOISE_WITHIN = 2.0  # high / low of the noise scale's interval, beyond which it is not told
 _TOLD = 0.05  # share of a step above which the script's own time is told
 
 
@@ -60,13 +61,18 @@ class Summary:
     hangs: list[HangFound] = field(default_factory=list)  # slow ranks too
 
     def noise_sentence(self) -> str:
-        """From which global batch on more devices stop paying, if that was measured; else empty."""
-        if self.noise is None or self.loss_kind not in ("mean", "unknown"):
+        """From which global batch on more devices stop paying; empty unless known within a factor
+        of 2.
+        """
+        noise = self.noise
+        if noise is None or self.loss_kind not in ("mean", "unknown"):
             return ""
-        about = float(f"{self.noise.noise_scale:.2g}")
+        if not noise.low or noise.high is None or noise.high > _NOISE_WITHIN * noise.low:
+            return ""
+        about, low, high = (float(f"{v:.2g}") for v in (noise.noise_scale, noise.low, noise.high))
         return (
-            f"beyond a global batch of about {about:,.0f}, more devices stop paying (gradient "
-            "noise scale)"
+            f"beyond a global batch of about {about:,.0f} ({low:,.0f}–{high:,.0f}), more devices "
+            "stop paying (gradient noise scale)"
         )
 
     @property
@@ -115,6 +121,7 @@ class Summary:
                 for h in self.hangs
             ],
             "noise_scale": self.noise.noise_scale if self.noise else None,
+            "noise_scale_interval": [self.noise.low, self.noise.high] if self.noise else None,
             "script_loop": None
             if (loop := self.script_loop) is None
             else {
