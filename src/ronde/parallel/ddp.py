@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -60,6 +61,9 @@ _OPTIONS = inspect.signature(DistributedDataParallel).parameters
 _SYNC = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 _NO_BUFFERS: dict[str, Any] = {_SYNC: False}
 
+# Of a 1×1 convolution, or a parameter that is no whole tensor: exact, and nobody can change it.
+warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+
 
 class _Wrapped(nn.Module):
     """What DDP sees: the carrier comes first, so that it rides in DDP's last bucket."""
@@ -87,6 +91,13 @@ def payload_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
 def _sparse_parameters(model: nn.Module) -> set[torch.Tensor]:
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     return {m.weight for m in embeddings if m.sparse}
+
+
+def _own_values(gradient: torch.Tensor) -> torch.Tensor | None:
+    """A copy of a sparse gradient: embeddings whose outputs are added have the same values in
+    memory, which DDP would divide once for each of them.
+    """
+    return gradient.clone() if gradient.is_sparse else None
 
 
 def _sparse_zeros(p: torch.Tensor) -> torch.Tensor:
@@ -174,7 +185,7 @@ class Replicate(Strategy):
         self._measure_every = _MEASURE_EVERY[self._one_bucket and size < _SMALL_BYTES]
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks = [p.register_hook(_own_values) for p in self._sparse if p.requires_grad]  # type: ignore[no-untyped-call]
         self._flags = Flags(self.model)
         self._ddp = DistributedDataParallel(
             _Wrapped(self.model, self._carrier),
@@ -388,6 +399,8 @@ class Replicate(Strategy):
             scale_gradients(self.parameters, size)
         self.local_loss = self._loss_slot
         self._begun = False
+        if self._sparse:  # gradients are no views of DDP's buckets
+            part_gradients(self.parameters)
         loss = summed[_LOSS]
         # A worker that had no sample yet learns from the others whether the loss has weights.
         if bool(summed[_WEIGHT] != 0) if self._weighted is None else self._weighted:

@@ -236,14 +236,17 @@ def part_gradients(tensors: Iterable[torch.Tensor]) -> None:
 
     Backward passes of views are views: after ``(a.reshape(6) + b.reshape(6)).sum().backward()``,
     ``a.grad`` and ``b.grad`` are the same memory (torch 2.13), and an in-place addition to one
-    changes both.
+    changes both. The same holds for the values of sparse gradients.
     """
     seen: set[int] = set()
     for t in tensors:
         grad = t.grad
-        if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
+        if grad is None or type(grad) is not torch.Tensor:
             continue
-        memory = grad.untyped_storage().data_ptr()
+        if grad.layout not in (torch.strided, torch.sparse_coo):
+            continue
+        values = grad._values() if grad.is_sparse else grad
+        memory = values.untyped_storage().data_ptr()
         if memory in seen:
             t.grad = grad.clone()
         elif memory:
