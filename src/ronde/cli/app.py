@@ -53,7 +53,6 @@ def _verbs() -> None:
         checkpoints,
         doctor,
         horovodrun,
-        migrate,
         pack,
         plan,
         prove,
@@ -68,7 +67,6 @@ def _verbs() -> None:
     for verb in verbs:
         verb.register(app)
     horovodrun.register(app)
-    migrate.register(app)
     tidy(app)
 
 
