@@ -520,7 +520,7 @@ def test_interrupted_and_resumed_is_the_run_that_never_stopped(place, whole):
         and "stopped by SIGINT; every worker has ended" in done.stderr
         and "Traceback" not in done.stderr
     )
-    assert "ronde run --resume --name again" in done.stderr
+    assert "after step 5. Saved: step 4. Go on with: ronde run --resume --name again" in done.stderr
     assert the_end(place, "again").status == "interrupted" and sorted(curve_of(place, "again")) == [
         1,
         2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from processes import child, ronde, ronde_batch, ronde_run
 from ronde.launch.supervise import _catches
+from ronde.watch import Ended, Evaluated, Record, Started, StepRecorded, Warned
 
 STRICT = """
 import argparse
@@ -109,6 +111,53 @@ def test_runs_none_points_to_nothing(folder):
     assert done.returncode == 0, done.stderr
     assert "put it before the script: --workers=2 silent.py" in done.stderr
     assert "nothing is kept" in done.stdout and "ronde-run-" not in done.stdout + done.stderr
+
+
+def test_names_are_shown_as_they_are(folder):
+    """Neither emoji nor markup, whoever they are from: arguments, a record, a name, a warning."""
+    odd = "r1:x: [bold]b[/] [link"
+    start = Started(1, odd, odd, 3, odd, odd, odd, odd, 5, odd, 8, 2, 1, {"batch_size": 4}, {})
+    values = [
+        dataclasses.replace(start, hosts={odd: 2, "b": 1}),
+        StepRecorded(1, 0, 0.5, 0.1, 4),
+        Evaluated(1, 0, 4, {odd: 0.5}, odd),
+        Warned(odd),
+        Ended("failed", 1, 0, 4, 1.0, 1.0, odd, 0),
+    ]
+    for name in ("r1:x", "[r2]"):
+        record = Record(folder / "odd" / name / "record.jsonl")
+        record.write(*values)
+        record.close()
+    (folder / "odd" / "[r2]" / "checkpoints" / "step-000000001").mkdir(parents=True)
+    lines = [
+        ["show", "r1:x", "--runs", "odd"],
+        ["show", "[r2]", "--runs", "odd", "--curve", "no:x:"],
+        ["show", "r1:x", "--runs", "odd", "--curve", f"{odd}/{odd}"],
+        ["runs", "--runs", "odd"],
+        ["runs", "--runs", "no:x:"],
+        ["checkpoints", "[r2]", "--runs", "odd", "--verify"],
+        ["run", "--hosts", "r1:x", "strict.py"],
+        ["run", "--plan", "[bold]:x:", "strict.py"],
+        ["run", "--r1:x:[b]", "strict.py"],
+        ["run", "[bold]:x:.py"],
+        ["submit", "--dry-run", "--array", "[bold]:x:", "strict.py"],
+    ]
+    said = []
+    for done in ronde_batch(lines, folder, env={"COLUMNS": "200"}):
+        text = done.stdout + done.stderr
+        assert "Traceback" not in text and "❌" not in text, text
+        said.append(" ".join(text.replace("│", " ").split()))
+    assert "r1:x: failed" in said[0] and f"3 workers on {odd}:2, b:1 ({odd})" in said[0]
+    assert f"warning: {odd}" in said[0] and f"{odd}: {odd}, 5 parameters, {odd}" in said[0]
+    assert f"{odd} {odd} 0.5000" in said[0] and f"failed: {odd}; its output" in said[0]
+    for text, where in zip(
+        ("no:x:", f"{odd}/{odd}: 0.5", "[r2] failed", "no:x:", "damaged: ", "r1:x:"),
+        said[1:],
+        strict=False,
+    ):
+        assert text in where, where
+    assert all("[bold]:x:" in text for text in (said[7], said[9], said[10]))
+    assert "--r1:x:[b]" in said[8], said[8]
 
 
 TRAINS = """

@@ -67,6 +67,17 @@ def test_only_the_run_room_reaches_into_a_run():
     assert found == []
 
 
+def test_text_of_users_is_never_markup():
+    """rich makes an emoji of the ``:x:`` in ``r1:x: completed``, and drops ``[bold]``."""
+    found = [
+        f"{path.relative_to(SOURCE)}:{number}"
+        for path in _files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\bConsole\(|rich\.markup|from_markup", line)
+    ]
+    assert len(found) == 1 and found[0].startswith("watch/progress.py"), found
+
+
 def test_no_room_is_larger_than_15_percent():
     lines = defaultdict(int)
     for path in _files():

@@ -99,7 +99,8 @@ def test_same_training_and_hostile_arguments(hosts, place, one):
         told = f"[{host} {rank}] I am {rank} 3 {local} {2 - node} {node} {host} {odd!r}"
         assert told in done.stdout.splitlines()
     assert not (place / "caught").exists()
-    assert f"3 workers on {first}:2, {second}:1" in done.stdout
+    assert f"3 workers on {first}:2, {second}:1  ·" in done.stdout
+    assert f"3 workers on {first}:2, {second}:1 (cpu)" in done.stdout  # in the summary, too
     assert "completed" in done.stdout
     run = max((place / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
     assert sorted(p.name for p in (run / "logs").iterdir()) == [f"rank-{r}.log" for r in range(3)]

@@ -265,6 +265,8 @@ def test_summary(tmp_path):
         None,
         2,
     )
+    again = run_with(tmp_path / "e", started(1.0), ended(5.0), started(30.0), ended(37.0))
+    assert summarise(again).seconds == 11.0  # of both parts, without what was between them
     os.utime(stopped.record, (1.0, 1.0))
     assert summarise(stopped).status == "stopped"
     torn = summarise(run_with(tmp_path / "d", '{"type": "sta'))

@@ -86,11 +86,12 @@ def main() -> None:
             raise
         _give_up(error)
     except RondeError as error:
-        from rich.console import Console
+        from rich.text import Text
 
-        Console(stderr=True).print(
-            f"[bold red]error:[/] {_escape(str(error))}", highlight=False, soft_wrap=True
-        )
+        from ronde.watch import plain_console
+
+        told = Text.assemble(("error:", "bold red"), " ", str(error))
+        plain_console(stderr=True).print(told, soft_wrap=True)
         sys.exit(2)
 
 
@@ -103,9 +104,3 @@ def _give_up(error: OSError) -> NoReturn:
             file=sys.stderr,
         )
     os._exit(1)
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

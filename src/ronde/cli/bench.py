@@ -12,6 +12,7 @@ import typer
 
 from ronde.cli.bench_exchange import register_exchange
 from ronde.cli.help_layout import Group, option
+from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 
 _EXAMPLES = """
@@ -68,15 +69,13 @@ def register(app: typer.Typer) -> None:
         ] = False,
         as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
     ) -> None:
-        from rich.console import Console
-
         from ronde.launch import Job, check_workers, resolve_workers, run_here
         from ronde.predict import Cluster
 
         count = resolve_workers(workers)
         check_workers(count)
         check_file(output)
-        console = Console()
+        console = plain_console()
         with tempfile.TemporaryDirectory(prefix="ronde-bench-") as folder:
             file = Path(folder) / "cluster.yaml"
             command = ["-m", "ronde.measure.bench_links", "--output", str(file)]
@@ -85,17 +84,19 @@ def register(app: typer.Typer) -> None:
             plural = f"{count} worker{'s' if count > 1 else ''}"
             job = Job(command, count, None, {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"})
             if console.is_terminal and not as_json:
+                from rich.text import Text
+
                 with console.status(f"starting {plural}") as status:
 
                     def show(message: dict[str, Any]) -> None:
-                        status.update(str(message.get("bench", "")))
+                        status.update(Text(str(message.get("bench", ""))))
 
                     outcome = run_here(job, output_parts.append, show)
             else:
                 outcome = run_here(job, output_parts.append, lambda _: None)
             if outcome.interrupted:
-                Console(stderr=True).print(
-                    f"{outcome.error}; every worker has ended, nothing was written"
+                plain_console(stderr=True).print(
+                    f"{outcome.error}; every worker has ended, nothing was written", soft_wrap=True
                 )
                 raise typer.Exit(outcome.status)
             if outcome.status:

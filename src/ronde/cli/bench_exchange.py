@@ -11,6 +11,7 @@ import typer
 from ronde.cli.help_layout import option
 from ronde.cli.hosts import HostsOption, SshConfigOption, chosen, gathered
 from ronde.cli.reducers import ServersOption, servers_of
+from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 
 __all__ = ["register_exchange"]
@@ -148,7 +149,6 @@ def _size(n: int) -> str:
 
 def _show(answer: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -174,7 +174,7 @@ def _show(answer: dict[str, Any]) -> None:
             text += f" ({bus:,.0f})"
             cells.append(Text(text, style="bold" if row["seconds"] == fastest[size] else ""))
         table.add_row(name, *cells)
-    console = Console()
+    console = plain_console()
     console.print(table)
     for name, why in answer["skipped"].items():
         console.print(Text(f"note: {name} was left out: {why}", style="yellow"), soft_wrap=True)

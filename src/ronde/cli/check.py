@@ -22,6 +22,7 @@ from ronde.cli.hosts import (
     SshConfigOption,
     chosen,
 )
+from ronde.watch import plain_console
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["register", "slow_links"]
@@ -170,11 +171,10 @@ def slow_links(names: list[str], pairs: list[dict[str, Any]]) -> list[str]:
 
 
 def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
+    console = plain_console()
     table = Table(title="hosts", title_justify="left")
     for name in ("host", "devices", "cores", "memory", "disk", "/dev/shm", "torch", "Python"):
         table.add_column(name, justify="left" if name in ("host", "devices") else "right")
@@ -204,4 +204,4 @@ def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[
     for line in said:
         console.print(Text(f"note: {line}", style="yellow"), soft_wrap=True)
     if not said:
-        console.print("the hosts are alike, and nothing stands in the way", highlight=False)
+        console.print("the hosts are alike, and nothing stands in the way")

@@ -16,7 +16,7 @@ from ronde.cli.help_layout import option
 from ronde.cli.show import find_run
 from ronde.plan import Plan
 from ronde.predict.answer_tables import format_bytes
-from ronde.watch import RunDir
+from ronde.watch import RunDir, plain_console
 from ronde.world import ArgumentError, CheckpointError, RondeError
 
 
@@ -98,9 +98,8 @@ def _export(found: checkpoint.Checkpoint, path: Path) -> None:
 
 
 def _print(rows: list[dict[str, Any]], best: int | None) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name, side in (("step", "right"), ("size", "right"), ("written", "left")):
@@ -109,18 +108,18 @@ def _print(rows: list[dict[str, Any]], best: int | None) -> None:
         table.add_column(name)
     for row in rows:
         notes = ["best"] if row["step"] == best else []
-        notes += {True: ["whole"], False: [f"[red]damaged[/]: {escape(row['damage'] or '')}"]}.get(
-            row["whole"], []
-        )
+        notes += {True: ["whole"], False: [f"damaged: {row['damage'] or ''}"]}.get(row["whole"], [])
+        told = Text(", ".join(notes))
+        told.highlight_words(["damaged:"], "red")
         table.add_row(
             f"{row['step']:,}",
             format_bytes(row["bytes"]),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written"])),
             row["plan"] or "",
             str(row["workers"] or ""),
-            ", ".join(notes),
+            told,
         )
-    Console().print(table)
+    plain_console().print(table)
 
 
 def register(app: typer.Typer) -> None:

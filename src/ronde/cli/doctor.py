@@ -28,8 +28,8 @@ from ronde.cli.script import (
     write_json,
 )
 from ronde.cli.spinner import Doing
-from ronde.cli.spinner import console as terminal
 from ronde.doctor.prescribe import is_between_workers
+from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
 _EXAMPLES = """
@@ -131,7 +131,7 @@ def register(app: typer.Typer) -> None:
 
             check_drawing()  # before a minute of measuring
         options = {"seconds": seconds, "rounds": rounds, "to": to, "nodes": nodes, "cold": cold}
-        console = terminal()
+        console = plain_console()
         with Doing(console) as say:
             values = _measured(command, count, fetched, options, say)
         values["script"] = f"-m {module}" if module is not None else command[0]
@@ -152,7 +152,7 @@ def register(app: typer.Typer) -> None:
                 values["applied"] = applied
                 _write(values, file, report)
         if report is not None:
-            console.print(f"written: {report}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"written: {report}", soft_wrap=True)
         if values["refused"]:
             raise typer.Exit(1)
 
@@ -199,7 +199,7 @@ def _show(console: Any, values: dict[str, Any], verbose: bool) -> None:
         Text.assemble(*parts) for parts in screen(values, max(40, min(console.width, 118)), verbose)
     ]
     for text in lines:
-        console.print(text, soft_wrap=True, highlight=False)
+        console.print(text, soft_wrap=True)
 
 
 Line = list[Any]

@@ -93,7 +93,7 @@ def apply_prescriptions(
     from ronde.loader import FeedSettings, settings_file
 
     def line(*parts: str | tuple[str, str]) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
+        console.print(Text.assemble(*parts), soft_wrap=True)
 
     listed = values["prescriptions"]
     if values["healthy"] or not listed:

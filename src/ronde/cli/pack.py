@@ -13,7 +13,7 @@ import typer
 
 from ronde.cli.help_layout import option
 from ronde.cli.plan import parse_bytes
-from ronde.cli.spinner import console as terminal
+from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
 _EXAMPLES = """
@@ -136,7 +136,7 @@ def register(app: typer.Typer) -> None:
                 f", {result.resumed:,} of them by an earlier command" if result.resumed else ""
             )
             line = f"packed {done}{went_on}, in {time.monotonic() - began:.1f} s: {out}"
-        terminal().print(line, highlight=False, soft_wrap=True, markup=False)
+        plain_console().print(line, soft_wrap=True)
 
 
 def _size(text: str) -> int:
@@ -156,7 +156,7 @@ def _bytes(count: int) -> str:
 @contextlib.contextmanager
 def _bar(what: str, as_json: bool) -> Iterator[Any]:
     """A progress bar, on a terminal only; yields a callback (samples done, samples in total)."""
-    console = terminal()
+    console = plain_console()
     if as_json or not console.is_terminal:
         yield None
         return
@@ -197,15 +197,14 @@ def _say_verified(found: Any, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
         return
-    console = terminal()
+    from rich.text import Text
+
+    console = plain_console()
     for problem in found.problems:
-        console.print("[bold red]damaged:[/] ", end="", highlight=False)
-        console.print(problem, highlight=False, soft_wrap=True, markup=False)
+        console.print(Text.assemble(("damaged: ", "bold red"), problem), soft_wrap=True)
     if not found.problems:
         console.print(
             f"{found.path}: {found.samples:,} samples in {found.shards:,} shards, "
             f"{_bytes(found.bytes)}, all as they were packed",
-            highlight=False,
             soft_wrap=True,
-            markup=False,
         )

@@ -23,7 +23,7 @@ from ronde.cli.script import (
     write_json,
 )
 from ronde.cli.spinner import Doing
-from ronde.cli.spinner import console as terminal
+from ronde.watch import plain_console
 from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError, usable_cores
 
@@ -161,7 +161,7 @@ def register(app: typer.Typer) -> None:
         if per_node is not None and per_node < 1:
             raise ArgumentError(f"--per-node {per_node} must be 1 or more.")
         link = _parse_network(network) if network is not None else 0.0
-        console = terminal()
+        console = plain_console()
         with Doing(console, lines=True) as say:
             say(f"starting {command[0] if command[0] != '-m' else command[1]}")
             if device is not None:
@@ -197,7 +197,6 @@ def register(app: typer.Typer) -> None:
         elif save is not None:
             console.print(
                 f"written: {save}; ronde run --workers {target.devices} --plan {save} …",
-                highlight=False,
                 soft_wrap=True,
             )
         if picture is not None and timeline is None:
@@ -317,7 +316,7 @@ def _print(console: Any, explanation: Any, spec: str, timeline: Any, verbose: bo
 
     console.print(render_answer(explanation, verbose=verbose))
     if timeline is not None:
-        console.print(f"\none step of {spec}:", highlight=False)
+        console.print(f"\none step of {spec}:")
         console.print(terminal(timeline, min(console.width, 100)))
 
 

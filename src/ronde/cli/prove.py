@@ -18,7 +18,7 @@ from ronde.cli.script import (
     write_json,
 )
 from ronde.cli.spinner import Doing
-from ronde.cli.spinner import console as terminal
+from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError(f"--timeout {timeout:g} must be above 0.")
         check_folders(json=file)
         wanted: str | list[str] = "all" if plans and "all" in plans else plans or ["replicate"]
-        console = terminal()
+        console = plain_console()
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _stopped)
         try:
@@ -113,7 +113,7 @@ def _print(console: Any, verdict: Verdict) -> None:
     from rich.text import Text
 
     def line(*parts: str | tuple[str, str]) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
+        console.print(Text.assemble(*parts), soft_wrap=True)
 
     of = f"{verdict.workers} workers against one process, {_count(verdict.steps, 'step')}, float64"
     if verdict.status == "equal":

@@ -53,6 +53,7 @@ from ronde.watch import (
     check_name,
     clock,
     curve,
+    plain_console,
     script_stem,
     summarise,
 )
@@ -263,7 +264,7 @@ def register(app: typer.Typer) -> None:
         if temporary and (resume or name):
             raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
         check_upload(upload, kept=temporary is None)
-        console = _console()
+        console = plain_console()
         terminal = console.is_terminal and not quiet
         bar = Bar(console) if terminal else None
         kept = None if temporary else runs
@@ -405,12 +406,6 @@ def _plan(text: str, workers: int) -> str:
     return text
 
 
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
-
-
 def _ignore(_: Any) -> None:
     return None
 
@@ -476,21 +471,21 @@ def _tell_left(outcome: Any, directory: RunDir, limit: Limit, kept: bool) -> Non
 
 
 def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=True)
-    has_checkpoint = (
-        kept and directory.checkpoints.is_dir() and any(directory.checkpoints.glob("step-*"))
-    )
-    again = f"ronde run --resume --name {directory.name} …" if has_checkpoint else ""
+    console = plain_console(stderr=True)
+    names = [p.name[5:] for p in directory.checkpoints.glob("step-*")] if kept else []
+    saved = max((int(n) for n in names if n.isdecimal()), default=None)
+    again = f"ronde run --resume --name {directory.name} …" if saved is not None else ""
     if outcome.interrupted:
-        console.print(
-            f"{outcome.error}; every worker has ended"
-            + (f". Go on with: {again}" if again else ""),
-            highlight=False,
-            soft_wrap=True,
-        )
+        trained, told = summarise(directory).step, ""
+        if saved is not None:
+            told = f", after step {trained:,}. Saved: step {saved:,}. Go on with: {again}"
+        elif trained:
+            told = f", after step {trained:,}. Nothing is saved" + (
+                ": no checkpoint was due. See save_every of ronde.distribute" if kept else ""
+            )
+        console.print(f"{outcome.error}; every worker has ended{told}", soft_wrap=True)
         return
     if outcome.rank is None:
         console.print(Text(outcome.error or "", style="bold red"), soft_wrap=True)
@@ -611,8 +606,9 @@ def print_summary(
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
+    hosts = ", ".join(f"{host}:{n}" for host, n in start.hosts.items()) or start.host
     where = (
-        f"{start.workers} worker{'s' if start.workers > 1 else ''} on {start.host} "
+        f"{start.workers} worker{'s' if start.workers > 1 else ''} on {hosts} "
         f"({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
     )
 
@@ -686,6 +682,7 @@ def print_summary(
         parts += [Text(""), Text(drawn)]
     if summary.warnings:
         parts += [Text(""), *(Text(f"warning: {w}", style="yellow") for w in summary.warnings)]
-    console.print(
-        Panel(Group(*parts), title=f"{directory.name}: {summary.status}", box=ROUNDED, expand=False)
-    )
+    title = Text(
+        f"{directory.name}: {summary.status}"
+    )  # a Text: names may hold brackets and colons
+    console.print(Panel(Group(*parts), title=title, box=ROUNDED, expand=False))

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ronde.cli.help_layout import option
-from ronde.watch import RunDir, clock, summarise
+from ronde.watch import RunDir, clock, plain_console, summarise
 
 
 def _ago(written: float) -> str:
@@ -38,8 +38,8 @@ def register(app: typer.Typer) -> None:
         ] = Path("runs"),
         as_json: Annotated[bool, option("--json", "Print JSON instead of a table.")] = False,
     ) -> None:
-        from rich.console import Console
         from rich.table import Table
+        from rich.text import Text
 
         found = (
             [RunDir(p) for p in folder.iterdir() if p.is_dir() and (p / "record.jsonl").exists()]
@@ -50,11 +50,10 @@ def register(app: typer.Typer) -> None:
         if as_json:
             print(json.dumps([s.to_dict() for s in summaries], indent=1))
             return
-        console = Console()
+        console = plain_console()
         if not summaries:
             console.print(
                 f"no runs in {folder}. 'ronde run SCRIPT' makes one; --runs DIR looks elsewhere.",
-                highlight=False,
                 soft_wrap=True,
             )
             return
@@ -81,7 +80,7 @@ def register(app: typer.Typer) -> None:
         for s in summaries:
             table.add_row(
                 s.run,
-                f"[{colour.get(s.status, 'white')}]{s.status}[/]",
+                Text(s.status, style=colour.get(s.status, "white")),
                 str(s.start.workers) if s.start else "",
                 str(s.epoch),
                 f"{s.step:,}",

@@ -24,7 +24,7 @@ from ronde.cli.script import (
     write_json,
 )
 from ronde.cli.spinner import Doing
-from ronde.cli.spinner import console as terminal
+from ronde.watch import plain_console
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def register(app: typer.Typer) -> None:
             from ronde.watch.html import check_drawing
 
             check_drawing()  # before measuring for minutes
-        console = terminal()
+        console = plain_console()
         threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
         with Doing(console) as say:
             starts = _measured(command, sizes, rounds, seconds, batch, threads, fetched, say)
@@ -170,7 +170,7 @@ def register(app: typer.Typer) -> None:
         finally:  # show the answer even if it cannot be written
             show(console, answer, verbose)
         if report is not None:
-            console.print(f"written: {report}", highlight=False, markup=False, soft_wrap=True)
+            console.print(f"written: {report}", soft_wrap=True)
 
 
 def _measured(
@@ -214,7 +214,7 @@ def show(console: Any, answer: Scaling, verbose: bool = False) -> None:
     from rich.text import Text
 
     def line(*parts: str | tuple[str, str]) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True, highlight=False)
+        console.print(Text.assemble(*parts), soft_wrap=True)
 
     size = f"each step has {answer.batch_size}"
     if answer.batch != "keep":
@@ -331,7 +331,7 @@ def _table(console: Any, answer: Scaling) -> tuple[list[str], bool]:
             console.print(table)
             return omitted, interval
     for row in rows:  # not even three columns: lines, which a terminal wraps instead of cutting
-        console.print(", ".join(f"{h} {row[h]}" for h in shown), soft_wrap=True, highlight=False)
+        console.print(", ".join(f"{h} {row[h]}" for h in shown), soft_wrap=True)
     return omitted, interval
 
 

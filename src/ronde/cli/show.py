@@ -11,7 +11,17 @@ import typer
 
 from ronde.cli.help_layout import option
 from ronde.cli.run import print_summary
-from ronde.watch import Evaluated, Logged, RunDir, StepRecorded, curve, latest, read, summarise
+from ronde.watch import (
+    Evaluated,
+    Logged,
+    RunDir,
+    StepRecorded,
+    curve,
+    latest,
+    plain_console,
+    read,
+    summarise,
+)
 from ronde.world import ArgumentError
 
 
@@ -85,8 +95,6 @@ def register(app: typer.Typer) -> None:
         ] = None,
         as_json: Annotated[bool, option("--json", "Print JSON instead.")] = False,
     ) -> None:
-        from rich.console import Console
-
         run = find_run(folder, name)
         summary = summarise(run)
         if as_json:
@@ -96,7 +104,7 @@ def register(app: typer.Typer) -> None:
                 )
             )
             return
-        console = Console()
+        console = plain_console()
         if series is not None:
             known = _series(run)
             if series not in known:
@@ -111,7 +119,6 @@ def register(app: typer.Typer) -> None:
                 drawn
                 or f"{series}: {known[series][-1][1]:g} at step {known[series][-1][0]:g} (one "
                 "value, no curve)",
-                highlight=False,
             )
             return
         if summary.status != "unreadable":
@@ -121,7 +128,5 @@ def register(app: typer.Typer) -> None:
             console.print(
                 f"{summary.status}: {summary.error}{where}",
                 style="red",
-                highlight=False,
-                markup=False,
                 soft_wrap=True,
             )

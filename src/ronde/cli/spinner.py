@@ -8,13 +8,6 @@ from typing import Any
 import typer
 
 
-def console() -> Any:
-    """Standard output, with color on a terminal only."""
-    from rich.console import Console
-
-    return Console()
-
-
 class Doing:
     """A status line on a terminal, which disappears at the end.
 
@@ -37,10 +30,10 @@ class Doing:
     def say(self, text: str) -> None:
         """Show it. What follows a colon is detail, for a terminal only."""
         if self._status is not None:
-            from rich.markup import escape
+            from rich.text import Text
 
             seconds = time.monotonic() - self._start
-            self._status.update(f"{escape(text)} … [dim]{seconds:.0f} s[/]")
+            self._status.update(Text.assemble(text, " … ", (f"{seconds:.0f} s", "dim")))
         elif self._lines and (phase := text.partition(":")[0]) != self._phase:
             self._phase = phase
             typer.echo(f"{time.monotonic() - self._start:5.1f} s  {phase} …", err=True)

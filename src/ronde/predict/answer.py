@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ronde.predict import answer_tables
@@ -20,6 +20,7 @@ from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.prediction import TERMS, Prediction
 from ronde.predict.search import SearchResult, search
+from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
 _DOUBLINGS = 6  # how far each way a flip is looked for: to 64 times, or a 64th
@@ -659,7 +660,7 @@ def render_answer(
 
 def answer_text(explanation: Explanation, width: int = 100) -> str:
     """:func:`render_answer` as plain text."""
-    console = Console(width=width, color_system=None, force_terminal=False, record=False)
+    console = plain_console(width=width, color_system=None, force_terminal=False, record=False)
     with console.capture() as capture:
         console.print(render_answer(explanation))
     return capture.get()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ronde.plan import parse_reducer
 from ronde.run.run import Run
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
 from ronde.world import ArgumentError, World
+from ronde.world.consensus import gather_json
 
 __all__ = ["announce", "scalar_writer"]
 
@@ -23,6 +24,8 @@ __all__ = ["announce", "scalar_writer"]
 def announce(run: Run, left_out: list[str]) -> None:
     """Record the start, and warn if the training is not the same as on one device."""
     me, directory, order = run.port.world, run.dir, run.port.data.order
+    several = me.size > 1 and me.local_size != me.size
+    hosts = dict(Counter(gather_json(me, me.host))) if several else {}
     run._watcher.event(
         Started(
             schema=SCHEMA_VERSION,
@@ -30,7 +33,8 @@ def announce(run: Run, left_out: list[str]) -> None:
             script=sys.argv[0] if sys.argv else "",
             workers=me.size,
             device=torch.cuda.get_device_name(me.device) if me.device.type == "cuda" else "cpu",
-            host=socket.gethostname(),
+            host=me.host,
+            hosts=hosts if len(hosts) > 1 else {},
             launcher=os.environ.get("RONDE_LAUNCHER", me.launcher),
             model=type(run.model).__name__,
             parameters=sum(p.numel() for p in run.model.parameters()),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Stream,
         choose_display,
         clock,
+        plain_console,
     )
     from ronde.watch.record import (
         EVENTS,
@@ -89,6 +90,7 @@ __all__ = [
     "curve",
     "latest",
     "lock_run",
+    "plain_console",
     "read",
     "recorded",
     "script_stem",
@@ -102,7 +104,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.watch.loss_curve": "curve thin",
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
-            "Stream choose_display clock",
+            "Stream choose_display clock plain_console",
             "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION ScriptLoop Started StepRecorded Warned read",

@@ -38,6 +38,15 @@ def print_line(text: str) -> None:
         print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
 
+def plain_console(**options: Any) -> Console:
+    """A console of rich that shows text as it is: names, hosts, and a script's words may hold
+    ``[bold]`` or ``r1:x:``. What is to have a style is a ``Text``.
+    """
+    from rich.console import Console
+
+    return Console(markup=False, emoji=False, highlight=False, **options)
+
+
 class Display(Protocol):
     """Shows progress. ``state`` has epoch, epochs, step, steps, loss, samples_per_second and
     seconds_left; each may be None.
@@ -143,9 +152,9 @@ class Bar:
         from rich.progress import BarColumn, Progress, TextColumn
 
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[rest]}"),
+            TextColumn("{task.fields[rest]}", markup=False),
         )
         progress = Progress(
             *columns, console=self.console, transient=True, expand=True, refresh_per_second=8
@@ -191,7 +200,7 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Print above the bar."""
-        self.console.print(text, markup=False, highlight=False)
+        self.console.print(text, markup=False, highlight=False, emoji=False)
 
     def close(self) -> None:
         """Take the bar down."""
@@ -209,9 +218,7 @@ def choose_display(is_main: bool) -> Display:
     if mode == "stream":
         return Stream()
     if mode == "" and sys.stdout.isatty():
-        from rich.console import Console
-
-        return Bar(Console())
+        return Bar(plain_console())
     return Lines()
 
 

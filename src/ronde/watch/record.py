@@ -32,7 +32,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """Training started. ``plan`` is plan.yaml, ``parameters`` and ``steps_per_epoch`` counts."""
+    """Training started. ``plan`` is plan.yaml, ``parameters`` and ``steps_per_epoch`` counts,
+    ``host`` that of rank 0; ``hosts`` says how many workers are on each, where there are several.
+    """
 
     type: ClassVar[str] = "start"
     schema: int
@@ -51,6 +53,7 @@ class Started(Event):
     plan: dict[str, Any]
     versions: dict[str, str]
     smallest_batch: int | None = None
+    hosts: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

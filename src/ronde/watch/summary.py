@@ -159,6 +159,17 @@ def summarise(run: RunDir) -> Summary:
     return dataclasses.replace(first, warnings=list(warnings))
 
 
+def _seconds(events: list[Event]) -> float | None:
+    """How long the run has trained: a resume begins a new part of it."""
+    before, begin, found = 0.0, 0.0, None
+    for event in events:
+        if isinstance(event, Started):
+            before, begin, found = found or 0.0, event.time, found or 0.0
+        if found is not None:
+            found = before + event.time - begin
+    return found
+
+
 def _summarise(
     run: RunDir, events: list[Event], parts: dict[str, Summary] | None = None
 ) -> Summary:
@@ -187,7 +198,7 @@ def _summarise(
         else epochs[-1].samples_per_second
         if epochs
         else None,
-        seconds=ended.seconds if ended else (events[-1].time - events[0].time if events else None),
+        seconds=_seconds(events),
         loss=steps[-1].loss if steps else None,
         evaluations=evaluations,
         best=_last(events, BestFound),
