@@ -1,4 +1,4 @@
-"""Ronde: one training script, on one device or on many, the same training.
+"""Ronde: one training script, on one device or on many.
 
     run = ronde.distribute(model, optimizer, train_set, loss=F.cross_entropy, batch_size=256)
 

@@ -19,7 +19,7 @@ from ronde.world.version import VERSION
 app = typer.Typer(
     name="ronde",
     cls=Group,
-    help="One training script, on one device or on many: the same training.",
+    help="One training script, on one device or on many.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,11 +22,15 @@ from ronde.cli.script import (
 )
 from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError
 
 if TYPE_CHECKING:
     from ronde.prove.compare import Difference
     from ronde.prove.plan_verdict import PlanVerdict, Verdict
+    from ronde.watch.proofs import Proof
+
+STEPS = 6
+_TIMEOUT_SECONDS = 600.0
 
 _EXAMPLES = """
 The script runs unchanged, in float64 on the CPU, for some steps: with one process and with
@@ -68,41 +75,128 @@ def register(app: typer.Typer) -> None:
                 "PLAN",
             ),
         ] = None,
-        steps: Annotated[int, option("--steps", "Optimizer steps to compare.", "K")] = 6,
+        steps: Annotated[int, option("--steps", "Optimizer steps to compare.", "K")] = STEPS,
         module: ModuleOption = None,
         timeout: Annotated[
             float, option("--timeout", "Time limit for one run of the script.", "SECONDS")
-        ] = 600.0,
+        ] = _TIMEOUT_SECONDS,
         file: JsonOption = None,
+        runs: Annotated[
+            Path,
+            typer.Option(
+                "--runs",
+                metavar="DIR",
+                help="Folder of runs, where the proof is kept; none keeps nothing.",
+                envvar="RONDE_RUNS",
+            ),
+        ] = Path("runs"),
     ) -> None:
-        from ronde.prove.proof import prove as ask
-
         command = command_of(module, arguments or [])
         if timeout <= 0:
             raise ArgumentError(f"--timeout {timeout:g} must be above 0.")
         check_folders(json=file)
         wanted: str | list[str] = "all" if plans and "all" in plans else plans or ["replicate"]
         console = plain_console()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _stopped)
-        try:
-            with Doing(console) as say:
-                verdict = ask(
-                    command, workers, wanted, steps, timeout_seconds=timeout, progress=say
-                )
-        except KeyboardInterrupt as stop:
-            number = stop.args[0] if stop.args else signal.SIGINT
-            print(
-                f"stopped by {signal.Signals(number).name}; every process has ended",
-                file=sys.stderr,
-            )
-            raise typer.Exit(128 + number) from None
+        verdict = _ask(console, command, workers, wanted, steps, timeout)
         try:
             if file is not None:
                 write_json(file, verdict.to_dict())
         finally:
             _print(console, verdict)
+        _keep(runs, command, verdict)
         raise typer.Exit(verdict.exit_status)
+
+
+def proofs_before_run(
+    command: list[str], plan: str | None, workers: int, runs: Path
+) -> dict[str, Proof]:
+    """``ronde run --prove``: prove the script under the smallest plan of the same kind, unless that
+    is done.
+
+    Args:
+        plan: the plan asked for; None for the script's own.
+        workers: of the run.
+        runs: the folder where proofs are kept.
+
+    Returns:
+        The proofs that hold, by kind of plan.
+
+    Raises:
+        typer.Exit: it is not the same training, or cannot be proved.
+    """
+    from ronde.plan import Plan
+    from ronde.watch.proofs import kept_proofs, kind_of, smallest_like
+
+    if plan == "auto":
+        raise ArgumentError(
+            "--prove needs to know the plan, and --plan auto chooses it later. Let 'ronde plan "
+            "--save plan.yaml' choose, then give --plan plan.yaml."
+        )
+    kept = {} if str(runs) == "none" else kept_proofs(runs, command)
+    asked = Plan.load(plan) if plan and Plan.file_of(plan) else Plan.parse(plan or "replicate")
+    asked = dataclasses.replace(asked, workers=workers)
+    if kind_of(asked) in kept:
+        return kept
+    small = smallest_like(asked)
+    console = plain_console()
+    verdict = _ask(console, command, small.workers, [small.spec], STEPS, _TIMEOUT_SECONDS)
+    _print(console, verdict)
+    if verdict.status != "equal":
+        print("nothing was trained; without --prove, it would be", file=sys.stderr)
+        raise typer.Exit(verdict.exit_status)
+    return kept | _keep(runs, command, verdict)
+
+
+def _ask(
+    console: Any,
+    command: list[str],
+    workers: int,
+    plans: str | list[str],
+    steps: int,
+    timeout_seconds: float,
+) -> Verdict:
+    from ronde.prove.proof import prove
+
+    handlers = {n: signal.signal(n, _stopped) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        with Doing(console) as say:
+            return prove(
+                command, workers, plans, steps, timeout_seconds=timeout_seconds, progress=say
+            )
+    except KeyboardInterrupt as stop:
+        number = stop.args[0] if stop.args else signal.SIGINT
+        print(
+            f"stopped by {signal.Signals(number).name}; every process has ended",
+            file=sys.stderr,
+        )
+        raise typer.Exit(128 + number) from None
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _keep(runs: Path, command: list[str], verdict: Verdict) -> dict[str, Proof]:
+    """Keep what was proved beside the runs, and take back what does not hold any more. Returns the
+    proofs by kind of plan.
+    """
+    from ronde.plan import Plan
+    from ronde.watch.proofs import Proof, digests_of, keep_proofs, kind_of
+
+    proofs: dict[str, Proof | None] = {}
+    for plan in verdict.plans:
+        kind = kind_of(dataclasses.replace(Plan.parse(plan.plan), workers=verdict.workers))
+        aside = "random numbers" if plan.same_draws else ""
+        numbers = verdict.holds.workers if verdict.holds else (verdict.workers,)
+        proof = Proof(numbers, verdict.steps, time.time(), aside)
+        proofs[kind] = proof if plan.status == "equal" and verdict.status == "equal" else None
+    if str(runs) != "none" and verdict.files:
+        # the script too where it has changed the working directory, and its __file__ is relative
+        script = digests_of(command[:1]) if command[0] != "-m" else {}
+        try:
+            keep_proofs(runs, command, verdict.files | script, proofs)
+        except RondeError as error:
+            print(f"warning: the proof is not kept: {error}", file=sys.stderr)
+    return {kind: proof for kind, proof in proofs.items() if proof is not None}
 
 
 def _stopped(number: int, _: object) -> None:

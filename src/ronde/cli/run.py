@@ -26,6 +26,7 @@ from ronde.cli.hosts import (
     gathered,
 )
 from ronde.cli.leaving import Limit, parse_duration, requeue
+from ronde.cli.prove import proofs_before_run
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
 from ronde.cli.script import (
     ArgumentsOption,
@@ -57,6 +58,7 @@ from ronde.watch import (
     script_stem,
     summarise,
 )
+from ronde.watch.proofs import kept_proofs
 from ronde.world import ArgumentError
 
 __all__ = ["register"]
@@ -71,6 +73,8 @@ Examples:
   ronde run --workers 4 --name big -m my.train  a module, under a name
 
   ronde run --resume --name big -m my.train     resume, on any number of workers
+
+  ronde run --prove --workers 8 train.py        first prove that it is the same training
 
   ronde run --feed none train.py                ignore train.feed.yaml
 
@@ -199,6 +203,14 @@ def register(app: typer.Typer) -> None:
                 "that a restart does not wait for that.",
             ),
         ] = True,
+        prove: Annotated[
+            bool,
+            typer.Option(
+                "--prove",
+                help="First prove that the script is the same training on several workers as on "
+                "one, at the smallest size of the plan; end with the difference if it is not.",
+            ),
+        ] = False,
         upload: UploadOption = None,
         horovod: Annotated[
             bool,
@@ -211,7 +223,7 @@ def register(app: typer.Typer) -> None:
         quiet: Annotated[
             bool,
             typer.Option(
-                "--quiet", "-q", help="No progress and no summary; the script's own output only."
+                "--quiet", "-q", help="No progress and no summary. Warnings are still shown."
             ),
         ] = False,
         hosts: HostsOption = None,
@@ -283,6 +295,13 @@ def register(app: typer.Typer) -> None:
         ):
             count = group.workers
             planned = None if plan is None else _plan(plan, count)
+            proofs = (
+                proofs_before_run(command, planned, count, runs)
+                if prove
+                else {}
+                if temporary
+                else kept_proofs(runs, command)
+            )
 
             def told_restart(text: str) -> None:
                 if bar:
@@ -299,7 +318,7 @@ def register(app: typer.Typer) -> None:
             )
             show = _shower(bar, console)
             environment = {
-                "RONDE_PROGRESS": "quiet" if quiet else "stream" if terminal else "lines",
+                "RONDE_PROGRESS": "warnings" if quiet else "stream" if terminal else "lines",
                 "RONDE_RESUME": "1" if resume else "0",
                 "RONDE_FEED": fetched,
             }
@@ -309,6 +328,9 @@ def register(app: typer.Typer) -> None:
                 environment["RONDE_TENSORBOARD"] = "1"
             if horovod:
                 environment["RONDE_HOROVOD"] = "1"
+            if proofs:
+                sentences = {kind: proof.sentence(kind) for kind, proof in proofs.items()}
+                environment["RONDE_PROOFS"] = json.dumps(sentences)
             if planned is not None:
                 environment["RONDE_PLAN"] = planned
             if reducer is not None:
@@ -327,6 +349,9 @@ def register(app: typer.Typer) -> None:
                 for told in (told_feed, *(f"note: {n}" for n in group.notes)):
                     if told:
                         console.print(Text(told), soft_wrap=True)
+            else:
+                for note in group.notes:  # they may be warnings
+                    typer.echo(f"note: {note}", err=True)
             if bar:
                 bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
 
@@ -344,7 +369,7 @@ def register(app: typer.Typer) -> None:
                         hang_timeout or None,
                     ),
                     show,
-                    bar.update if bar else _ignore,
+                    bar.update if bar else _show_warning if quiet else _ignore,
                     group.names if output == "all" else None,
                     restarts=again,
                 )
@@ -408,6 +433,12 @@ def _plan(text: str, workers: int) -> str:
 
 def _ignore(_: Any) -> None:
     return None
+
+
+def _show_warning(message: dict[str, Any]) -> None:
+    """With --quiet: rank 0's warnings, apart from what the script prints."""
+    if "warning" in message:
+        typer.echo(f"warning: {message['warning']}", err=True)
 
 
 def _shower(bar: Bar | None, console: Any) -> Any:
@@ -623,9 +654,7 @@ def print_summary(
     row("where", where)
     if plan.family != "replicate":
         row("plan", plan.spec)
-    known = True if summary.loss_kind in ("mean", "pair", "sum", "gathered") else None
-    warned = any("not the same training" in w for w in summary.warnings)
-    row("batch", plan.sentence(False if warned else known, start.smallest_batch))
+    row("batch", plan.sentence(summary.differs, start.proof, start.smallest_batch))
     row(
         "trained",
         f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} "

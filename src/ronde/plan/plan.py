@@ -420,10 +420,13 @@ class Plan:
             raise ArgumentError(f"{path} holds no plan that can be used: {error}") from None
         return plan
 
-    def sentence(self, same: bool | None = True, smallest: int | None = None) -> str:
-        """The batch contract in one line. ``same`` is False if a run was warned that the training
-        differs from one device, None if it is not known what kind of loss the script has;
-        ``smallest`` is the smallest global batch, if their sizes differ.
+    def sentence(self, differs: bool = False, proof: str = "", smallest: int | None = None) -> str:
+        """The batch contract in one line, and what is known beyond it.
+
+        Args:
+            differs: a run was warned that its training is not the one of one process.
+            proof: what was proved about the script under this plan; empty if nothing.
+            smallest: the smallest global batch, if their sizes differ.
         """
         per_worker = -(-self.batch_size // self.replicas)
         text = f"global batch {self.batch_size}"
@@ -444,12 +447,11 @@ class Plan:
                 f"({self.lr_rule}, warm-up {self.warmup_steps} steps)"
             )
         else:
-            text += {
-                True: "; the same training whatever the number of workers",
-                None: "; the same training whatever the number of workers, if the loss is a mean "
-                "over samples",
-                False: "; not the same training as on one device, see the warnings",
-            }[same]
+            known = "the same samples, order, and rate on any number of workers"
+            if differs:
+                text += f"; {known}, but not the same training: see the warnings"
+            else:
+                text += f"; {proof or f'{known}. `ronde prove` checks the rest'}"
         return text
 
 

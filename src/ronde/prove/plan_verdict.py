@@ -28,6 +28,8 @@ class PlanVerdict:
         largest, where: largest relative difference that is rounding, and its name.
         aside: parameters whose gradient is zero in exact arithmetic.
         error: why it was refused or failed, or what its reducer does.
+        same_draws: it is equal where all workers draw the same random numbers as one process,
+            which they do not in a training.
     """
 
     plan: str
@@ -42,6 +44,7 @@ class PlanVerdict:
     compared: int = 0
     error: str = ""
     seconds: float = 0.0
+    same_draws: bool = False
 
 
 def verdict_of(
@@ -108,6 +111,7 @@ class Verdict:
         error: why it cannot be proved.
         notes: changes and omissions for the proof.
         holds: what an equal verdict covers, see :class:`Holds`; None unless it is equal.
+        files: the script's files and their SHA-256.
     """
 
     command: list[str]
@@ -122,6 +126,7 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     holds: Holds | None = None
+    files: dict[str, str] = field(default_factory=dict)
 
     @property
     def exit_status(self) -> int:

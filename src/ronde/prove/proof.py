@@ -268,6 +268,7 @@ class Study:
         verdict.steps = len(steps)
         self._first_steps = self._first_steps or steps
         verdict.notes = self._notes(one)
+        verdict.files = one.first("files").get("files", {})
         self._plan_alone = one.first("ready").get("plan")
         has_micro = one.first("opening").get("micro_batch") is not None
         self._owns_its_loop = not steps[0]["calls_loss"] and not has_micro
@@ -438,7 +439,7 @@ class Study:
             f"Only random numbers differ ({'; '.join(draws)}): N workers draw other ones than one "
             "process, the same in distribution. Here all drew the same, and the training is equal."
         )
-        return behind
+        return dataclasses.replace(behind, same_draws=True)
 
     def _prove_keyed(self, plan: str) -> PlanVerdict | None:
         """The verdict where random draws do not depend on the number of workers; None if one

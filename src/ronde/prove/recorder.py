@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from ronde.capture import following
-from ronde.introspect import restore_states
+from ronde.introspect import restore_states, user_modules
 from ronde.introspect import states as random_states
 from ronde.loader import TakenOver
 from ronde.parallel import batchnorms, spectral_norms
@@ -46,6 +46,7 @@ from ronde.prove.values import (
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.step_port import RunView
+from ronde.watch.proofs import digests_of
 from ronde.watch.run_dir import RunDir
 from ronde.world.tensors import map_tensors, named_tensors
 
@@ -201,6 +202,8 @@ class Recorder(hooks.Observer):
         if self.draws is not None:
             self.event("draws", shapes=self.draws.shapes)
         self.event("notes", clips_itself=self.clips_itself)
+        files = [f for f in (getattr(m, "__file__", None) for m in user_modules()) if f]
+        self.event("files", files=digests_of(files))
         self.event("end")
         self._events.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -15,6 +16,7 @@ from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import parse_reducer
 from ronde.run.run import Run
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
+from ronde.watch.proofs import kind_of
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import gather_json
 
@@ -45,6 +47,7 @@ def announce(run: Run, left_out: list[str]) -> None:
             plan=run.plan.to_dict(),
             smallest_batch=min(order.sizes(0)) if isinstance(order, BatchOrder) else None,
             versions={"python": platform.python_version(), "torch": torch.__version__},
+            proof=_proof(run),
         )
     )
     _explain_growth(run)
@@ -60,6 +63,14 @@ def announce(run: Run, left_out: list[str]) -> None:
     _warn_of_norms(run)
 
 
+def _proof(run: Run) -> str:
+    """What ``ronde prove`` found out about this script under such a plan; empty if nothing."""
+    proofs: dict[str, str] = json.loads(os.environ.get("RONDE_PROOFS", "{}"))
+    if run.port.data.settings.echo > 1:  # prove reads without settings, and these change samples
+        return ""
+    return proofs.get(kind_of(run.plan), "")
+
+
 def _explain_reducer(run: Run) -> None:
     kind = parse_reducer(run.plan.reducer).kind
     if run._strategy.note:
@@ -67,7 +78,8 @@ def _explain_reducer(run: Run) -> None:
     elif not kind.exact and run.world_size > 1:
         run._warn(
             f"reducer {run.plan.reducer!r} is lossy: {kind.effect}, so this is not the same "
-            "training as on one device"
+            "training as on one device",
+            differs=True,
         )
 
 
@@ -98,13 +110,15 @@ def _warn_of_norms(run: Run) -> None:
         run._warn(
             f"batch normalization ({norms[0]!r}{more}) sees {size} samples at a time, not the "
             f"global batch of {plan.batch_size}: this is not the same training as on one "
-            f"device{cure}"
+            f"device{cure}",
+            differs=True,
         )
     if plan.accumulation > 1 and (iterating := spectral_norms(run.model)):
         run._warn(
             f"spectral normalization ({iterating[0]!r}) iterates once in each forward pass, and a "
             f"step has {plan.accumulation} of them: this is not the same training as without "
-            "micro-batches"
+            "micro-batches",
+            differs=True,
         )
 
 

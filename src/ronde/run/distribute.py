@@ -94,7 +94,7 @@ def distribute(
     tensorboard: bool = False,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Run:
-    """Train one script's model on one device or on many: the same training.
+    """Train one script's model on one device or on many.
 
     Under plain ``python`` the script uses one device. Under ``ronde run --workers N``,
     ``torchrun``, ``srun``, ``mpirun``, or in a SageMaker-style container, the same lines run on all

@@ -144,4 +144,4 @@ class LossCheck:
             )
         if kind in _WARNINGS and not self._warned:
             self._warned = self._over = True
-            run._warn(_WARNINGS[kind])
+            run._warn(_WARNINGS[kind], differs=True)

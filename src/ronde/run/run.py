@@ -961,11 +961,11 @@ class Run:
 
     def _report_passes(self) -> None:
         if report := self._passes.end():
-            self._warn(report)
+            self._warn(report, differs=True)
 
     def _update(self, share: Share) -> torch.Tensor:
         if report := self._own_samples.end():
-            self._warn(report)
+            self._warn(report, differs=True)
         loss = self._strategy.finish()
         if self._comparison is not None:
             self._comparison.end_passes()
@@ -1294,9 +1294,10 @@ class Run:
     def _say(self, text: str) -> None:
         self._watcher.say(f"{self._part}: {text}" if self._part else text)
 
-    def _warn(self, text: str) -> None:
-        self._watcher.event(Warned(text=text))
-        self._watcher.say(f"warning: {text}")
+    def _warn(self, text: str, differs: bool = False) -> None:
+        """Warn; ``differs`` if the training is another one for it than in one process."""
+        self._watcher.event(Warned(text=text, differs=differs))
+        self._watcher.warn(text)
 
     def _report_feed(self, text: str, warning: bool) -> None:
         self._warn(text) if warning else self._watcher.say(text)

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +29,21 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
-def print_line(text: str) -> None:
+def print_line(text: str, file: TextIO | None = None) -> None:
     """Print a line; characters that the terminal lacks become ``?``, and a full disk is nothing
     that may end a training.
     """
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    file = file or sys.stdout
+    encoding = getattr(file, "encoding", None) or "utf-8"
     with contextlib.suppress(OSError, ValueError):
-        print(text.encode(encoding, "replace").decode(encoding), flush=True)
+        print(text.encode(encoding, "replace").decode(encoding), file=file, flush=True)
+
+
+def send_message(message: dict[str, Any]) -> None:
+    """Send the launcher a message, inside this process's own output."""
+    sys.stdout.flush()
+    # one write: it is not torn by other output
+    os.write(1, (MARK + json.dumps(message) + "\n").encode())
 
 
 def plain_console(**options: Any) -> Console:
@@ -60,6 +68,9 @@ class Display(Protocol):
     def say(self, text: str) -> None:
         """Show a line of text."""
 
+    def warn(self, text: str) -> None:
+        """Show a warning."""
+
     def close(self) -> None:
         """Take the display down."""
 
@@ -75,8 +86,27 @@ class Silent:
     def say(self, text: str) -> None:
         """Nothing."""
 
+    def warn(self, text: str) -> None:
+        """Nothing."""
+
     def close(self) -> None:
         """Nothing."""
+
+
+class Quiet(Silent):
+    """Shows warnings only, on standard error: standard output is the script's own. A launcher that
+    merges both is sent a message.
+    """
+
+    def __init__(self, launched: bool) -> None:
+        self._launched = launched
+
+    def warn(self, text: str) -> None:
+        """Print it, or send it."""
+        if self._launched:
+            send_message({"warning": text})
+        else:
+            print_line(f"warning: {text}", sys.stderr)
 
 
 def _describe(state: dict[str, Any]) -> str:
@@ -110,6 +140,10 @@ class Lines:
         """Print it."""
         print_line(text)
 
+    def warn(self, text: str) -> None:
+        """Print it."""
+        self.say(f"warning: {text}")
+
     def close(self) -> None:
         """Nothing to take down."""
 
@@ -119,22 +153,21 @@ class Stream:
 
     interval_seconds = 0.2
 
-    def _send(self, message: dict[str, Any]) -> None:
-        sys.stdout.flush()
-        # one write: it is not torn by other output
-        os.write(1, (MARK + json.dumps(message) + "\n").encode())
-
     def update(self, state: dict[str, Any]) -> None:
         """Send the state."""
-        self._send(state)
+        send_message(state)
 
     def say(self, text: str) -> None:
         """Print it; the launcher shows and logs what rank 0 prints."""
         print_line(text)
 
+    def warn(self, text: str) -> None:
+        """Print it."""
+        self.say(f"warning: {text}")
+
     def close(self) -> None:
         """Ask the launcher to take the bar down."""
-        self._send({"close": True})
+        send_message({"close": True})
 
 
 class Bar:
@@ -202,6 +235,10 @@ class Bar:
         """Print above the bar."""
         self.console.print(text, markup=False, highlight=False, emoji=False)
 
+    def warn(self, text: str) -> None:
+        """Print it above the bar."""
+        self.say(f"warning: {text}")
+
     def close(self) -> None:
         """Take the bar down."""
         if self._progress is not None:
@@ -213,8 +250,10 @@ class Bar:
 def choose_display(is_main: bool) -> Display:
     """Choose this process's display; only rank 0 shows anything."""
     mode = os.environ.get("RONDE_PROGRESS", "")
-    if not is_main or mode == "quiet":
+    if not is_main:
         return Silent()
+    if mode in ("quiet", "warnings"):
+        return Quiet(launched=mode == "warnings")
     if mode == "stream":
         return Stream()
     if mode == "" and sys.stdout.isatty():

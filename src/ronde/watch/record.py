@@ -34,6 +34,7 @@ class Event:
 class Started(Event):
     """Training started. ``plan`` is plan.yaml, ``parameters`` and ``steps_per_epoch`` counts,
     ``host`` that of rank 0; ``hosts`` says how many workers are on each, where there are several.
+    ``proof`` is the sentence of ``ronde prove`` about this script under such a plan, or empty.
     """
 
     type: ClassVar[str] = "start"
@@ -54,6 +55,7 @@ class Started(Event):
     versions: dict[str, str]
     smallest_batch: int | None = None
     hosts: dict[str, int] = field(default_factory=dict)
+    proof: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,10 +168,13 @@ class NonFiniteStep(Event):
 
 @dataclass(frozen=True)
 class Warned(Event):
-    """A warning shown to the user."""
+    """A warning shown to the user. ``differs``: the training is another one for it than in one
+    process.
+    """
 
     type: ClassVar[str] = "warning"
     text: str
+    differs: bool = False
 
 
 @dataclass(frozen=True)

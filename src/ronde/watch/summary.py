@@ -52,6 +52,7 @@ class Summary:
     curve: list[tuple[int, float]] = field(default_factory=list)
     checkpoints: int = 0
     warnings: list[str] = field(default_factory=list)
+    differs: bool = False  # by a warning, the training is another one than in one process
     loss_kind: str = "unknown"
     error: str | None = None
     written: float = 0.0
@@ -105,6 +106,7 @@ class Summary:
             "workers": start.workers if start else None,
             "device": start.device if start else None,
             "plan": start.plan if start else None,
+            "proof": start.proof if start else "",
             "epoch": self.epoch,
             "step": self.step,
             "samples": self.samples,
@@ -156,7 +158,8 @@ def summarise(run: RunDir) -> Summary:
     first = _summarise(run, [e for e in every if e.part is None], parts)
     warnings = dict.fromkeys(e.text for e in every if isinstance(e, Warned))
     warnings |= dict.fromkeys(h.sentence for h in first.hangs if h.slow)
-    return dataclasses.replace(first, warnings=list(warnings))
+    differs = any(e.differs for e in every if isinstance(e, Warned))
+    return dataclasses.replace(first, warnings=list(warnings), differs=differs)
 
 
 def _seconds(events: list[Event]) -> float | None:

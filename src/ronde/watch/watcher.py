@@ -169,6 +169,12 @@ class Watcher:
         if self.active:
             self.display.say(text)
 
+    @_guarded
+    def warn(self, text: str) -> None:
+        """Show the user a warning, once, on rank 0."""
+        if self.active:
+            self.display.warn(text)
+
     def close(self) -> None:
         """Write pending losses and take the display down."""
         self.flush()
