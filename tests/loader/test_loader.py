@@ -386,7 +386,24 @@ def test_samplers():
         def __iter__(self):
             return iter(range(19, -1, -1))
 
-    assert ids_of(read(take(DataLoader(data, sampler=Reversed(data))))) == list(range(19, -1, -1))
+    class Falling(RandomSampler):
+        __iter__ = Reversed.__iter__
+
+    class Dealt(DistributedSampler):
+        __iter__ = Reversed.__iter__
+
+    alone = Dealt(data, num_replicas=1, rank=0)
+    for sampler in (Reversed(data), Falling(data), alone):
+        assert ids_of(read(take(DataLoader(data, sampler=sampler)))) == list(range(19, -1, -1))
+    with pytest.raises(ArgumentError, match=r"Dealt.* its own samples .num_replicas=2"):
+        take(DataLoader(data, sampler=Dealt(data, num_replicas=2, rank=0)))
+
+    class Mixes(DataLoader):
+        def __iter__(self):
+            return (batch.flip(0) for batch in super().__iter__())
+
+    with pytest.raises(ArgumentError, match=r"Mixes.* in a __iter__ of its own"):
+        take(Mixes(data, batch_size=4))
 
 
 class Wrong(SubsetRandomSampler):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         preserve_state,
         reopen_files,
         shares_within,
+        state_mark,
     )
     from ronde.introspect.random_state import Marks, restore_states, seed_all, states
 
@@ -39,7 +40,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
             "ronde.introspect.object_graph": "attributes stored_functions nested_datasets walk",
             "ronde.introspect.open_handles": (
-                "detached_copy describe_open reopen_files preserve_state shares_within"
+                "detached_copy describe_open reopen_files preserve_state shares_within state_mark"
             ),
             "ronde.introspect.random_state": "Marks restore_states seed_all states",
         },

@@ -7,8 +7,11 @@ import copy
 import functools
 import io
 import random
+import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -16,7 +19,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ronde.introspect.code_owner import is_ronde, user_modules
-from ronde.introspect.object_graph import attributes, walk
+from ronde.introspect.object_graph import attributes, children, walk
 from ronde.introspect.random_state import restore_states, states
 
 _FEW = 1000  # entries of what is copied
@@ -130,7 +133,7 @@ def reopen_files(dataset: Any) -> Iterator[None]:
                         del space[name]
 
 
-def _undo_draws(one: Any) -> Callable[[], Any] | None:
+def _undo_draws(one: Any) -> functools.partial[Any] | None:
     kind = type(one)
     if issubclass(kind, np.random.Generator):
         one = one.bit_generator
@@ -146,6 +149,46 @@ def _undo_draws(one: Any) -> Callable[[], Any] | None:
         if issubclass(kind, torch.Generator)
         else None
     )
+
+
+def _parts_of(one: Any) -> dict[Any, Any]:
+    """An object's attributes, a container's first items, or what a function closes over."""
+    cells = one.__closure__ or () if type(one) is FunctionType else ()
+    with contextlib.suppress(ValueError):  # a cell that is not filled yet
+        inside = [*children(one), *(cell.cell_contents for cell in cells)]
+        return {**attributes(one), **dict(enumerate(inside))}
+    return attributes(one)
+
+
+def state_mark(root: Any) -> tuple[Any, ...]:
+    """What tells whether an object, or one that it refers to, was changed: its plain values, which
+    objects it holds, their lengths, and the states of generators. Contents of large arrays are not
+    read.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> data = SimpleNamespace(epoch=0)
+        >>> before = state_mark(data)
+        >>> data.epoch = 1
+        >>> state_mark(data) == before
+        False
+    """
+    found: list[Any] = []
+    for one in walk(root, lambda one: _parts_of(one).values(), functions=True):
+        undo = _undo_draws(one)
+        found.append(str(undo.args) if undo is not None else type(one))
+        if issubclass(type(one), list | tuple | dict | set | deque):
+            found.append(len(one))
+        for name, value in _parts_of(one).items():
+            if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+                found.append((name, value))
+            elif isinstance(value, torch.Tensor):
+                found.append((name, id(value), value._version))
+            elif isinstance(value, np.ndarray) and value.nbytes <= _FEW:
+                found.append((name, value.tobytes()))
+            elif not isinstance(value, types.MethodType):  # which is made anew for each access
+                found.append((name, id(value)))
+    return tuple(found)
 
 
 @contextlib.contextmanager

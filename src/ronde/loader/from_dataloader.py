@@ -58,6 +58,12 @@ class TakenOver:
     notes: tuple[str, ...] = ()
     fingerprint: str | None = None
 
+    @property
+    def resized(self) -> int | None:
+        """The data set's length now, if the order was made for another one."""
+        n = len(self.dataset) if self.order.draw is None else self.order.n  # type: ignore[arg-type]
+        return n if n != self.order.n else None
+
 
 def _length(dataset: Any, argument: str) -> int:
     kind = type(dataset).__name__
@@ -147,24 +153,35 @@ def _order_of(
             )
         return order_of_batches(loader.batch_sampler, loader.dataset, seed, argument), []
     ready_made = (
-        isinstance(sampler, RandomSampler) and not sampler.replacement and sampler.num_samples == n
+        # a subclass may draw in another way
+        getattr(type(sampler), "__iter__", None) is RandomSampler.__iter__
+        and not sampler.replacement
+        and sampler.num_samples == n
     )
     stream = isinstance(loader.dataset, IterableDataset)
+    usual = isinstance(sampler, DistributedSampler)
+    if usual and type(sampler).__iter__ is not DistributedSampler.__iter__:
+        usual = False
+        if sampler.num_replicas > 1:
+            raise ArgumentError(
+                f"the sampler of {argument} ({type(sampler).__name__}) gives each rank its own "
+                f"samples (num_replicas={sampler.num_replicas}), but ronde divides what it draws "
+                "over the workers. Build it with num_replicas=1 and rank=0."
+            )
     if shuffle is not None:
-        usual = isinstance(sampler, SequentialSampler | DistributedSampler)
-        if not (ready_made or usual or stream):
+        if not (ready_made or usual or stream or isinstance(sampler, SequentialSampler)):
             raise ArgumentError(
                 f"shuffle={shuffle} contradicts the sampler of {argument} "
                 f"({type(sampler).__name__}), which decides the order: give one of them."
             )
         return _order(loader.dataset, n, seed, shuffle), []
-    if evaluate and (ready_made or isinstance(sampler, DistributedSampler)):
+    if evaluate and (ready_made or usual):
         return Order(n, seed, False), []  # each sample once: in which order does not matter
     if stream or type(sampler) is SequentialSampler:
         return Order(n, seed, False), []
     if ready_made:
         return _order(loader.dataset, n, seed, True), []
-    if isinstance(sampler, DistributedSampler):
+    if usual:
         return _order(loader.dataset, n, seed, bool(sampler.shuffle)), [
             f"the DistributedSampler of {argument} is not used: ronde distributes the samples, "
             "without repeats"
@@ -244,6 +261,13 @@ def take_over(
         )
         return TakenOver(data, order, settings_of(data), batch_size, drop_last, fingerprint=known)
 
+    for name in ("__iter__", "_get_iterator"):
+        if getattr(type(data), name) is not getattr(DataLoader, name):
+            raise ArgumentError(
+                f"{argument} ({type(data).__name__}) makes its batches in a {name} of its own, "
+                "which ronde does not call: it reads the data set itself. Do what it does in the "
+                "data set or in collate_fn, and give a torch DataLoader."
+            )
     if data.batch_size is None and data.batch_sampler is None:
         own_size = None
     elif _own_batches(data):

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from ronde.data import Echoed, Order, Pipeline, key_of, named_stages
-from ronde.introspect import Marks, describe_open, is_ronde, preserve_state, walk
+from ronde.introspect import Marks, describe_open, is_ronde, preserve_state, state_mark, walk
 from ronde.loader.autotune import choose_executor, try_samples
 from ronde.loader.process_workers import batches as from_processes
 from ronde.loader.process_workers import end as end_processes
@@ -195,6 +195,7 @@ class Feed:
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
         self._receiver = Receiver()
+        self._mark: tuple[Any, ...] = ()  # of the data set, when processes that stay began
         self._reading: weakref.ref[Generator[Any, None, None]] | None = None
 
     # -- what it reads with ------------------------------------------------------------
@@ -400,7 +401,20 @@ class Feed:
             return self._from_here(shares)
         if self._loader is None:
             self._make_loader()
+        self._renew_processes()
         return self._from_loader(shares, after if self._may_read_ahead else None)
+
+    def _renew_processes(self) -> None:
+        """End processes that stay if the script has changed the data set since they started, by
+        ``dataset.set_epoch(epoch)`` for instance: each has a copy of it.
+        """
+        if self._is_own or self._loader is None or not self._loader.persistent_workers:
+            return
+        settings, reader = self.settings, self._reader
+        mark = state_mark([reader and reader.given, settings.collate, settings.init])
+        if mark != self._mark:
+            end_processes(self._loader)
+        self._mark = mark
 
     @property
     def _may_read_ahead(self) -> bool:

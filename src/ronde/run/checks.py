@@ -23,6 +23,7 @@ __all__ = [
     "check_batches",
     "check_draw",
     "check_init",
+    "check_length",
     "check_model",
     "check_optimizer",
     "check_same_parameters",
@@ -226,6 +227,16 @@ def check_draw(me: World, order: Order, epoch: int, where: str) -> None:
     if me.size > 1:
         fact = f"the order that the sampler draws for epoch {epoch}"
         agree(me, {fact: _drawn(order, epoch)}, where)
+
+
+def check_length(taken: TakenOver, epoch: int) -> None:
+    """Refuse a data set that has grown or shrunk since its order was made."""
+    if (n := taken.resized) is not None:
+        raise ArgumentError(
+            f"the data set has {n} samples in epoch {epoch + 1}, and had {taken.order.n} when "
+            "ronde.distribute was called: its order is one of that number. Keep the length and "
+            "give a sampler that chooses the samples of an epoch, or start another run."
+        )
 
 
 def check_batches(plan: Plan, order: Order, auto: bool) -> None:

@@ -304,7 +304,9 @@ def evaluation_of(run: RunParts, data: Any, say: Callable[[str, bool], None]) ->
     """The run's evaluation of a data set: the one of an earlier call, or a new one."""
     evaluation: Evaluation | None = run._evaluations.get(id(data))
     if evaluation is not None and evaluation.data is data:
-        return evaluation
+        if evaluation.taken.resized is None:
+            return evaluation
+        evaluation.feed.close()
     taken = take_over(
         data,
         seed=run.plan.seed,

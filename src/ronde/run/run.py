@@ -1106,6 +1106,7 @@ class Run:
             self._end_epoch()  # the script has its own loop over epochs
         self._share = None  # a loop that was left before its last step may have set it
         epoch = state.epoch
+        checks.check_length(self._taken, epoch)
         with self._rendezvous.call("run.batches()"):
             self._strategy.start_epoch()
         hooks.observer.on_epoch_start(self)

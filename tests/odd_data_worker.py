@@ -1,0 +1,119 @@
+"""Run by every rank: trains on data of many kinds, and writes what rank 0 ends with: losses,
+weights, evaluations, warnings, and errors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.util import _run_finalizers
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
+
+import ronde
+from ronde.watch import Warned, read
+
+os.environ["RONDE_RUNS"] = str(Path(sys.argv[1]).with_suffix(".runs"))
+torch.set_default_dtype(torch.float64)
+N = 26
+X = torch.randn(N, 5, generator=torch.Generator().manual_seed(1))
+CASES: dict[str, Callable[[], dict[str, Any]]] = {}
+
+
+class Data(Dataset):
+    def __init__(self, n: int = N) -> None:
+        self.n, self.epoch = n, 0
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, i: int) -> Any:
+        return X[i] + self.epoch, X[i].sin()[:2]
+
+
+def case(call: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    CASES[call.__name__] = call
+    return call
+
+
+def train(
+    data: Any,
+    *,
+    epochs: int = 1,
+    change: Callable[[Any], Any] = lambda batch: batch,
+    each: Callable[[int], None] = lambda epoch: None,
+    test: Any = None,
+    loss: Any = F.mse_loss,
+    metrics: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    size = {} if isinstance(data, DataLoader) else {"batch_size": 8}
+    how: dict[str, Any] = {"shuffle": False, **size, **options}
+    run = ronde.distribute(model, optimizer, data, loss=loss, **how)
+    losses, tested = [], []
+    for epoch in run.epochs(epochs):
+        each(epoch)
+        for batch in run.batches():
+            losses.append(run.step(change(batch)))
+        if test is not None:
+            tested.append(run.evaluate(test, metrics))
+    whole = torch.cat([p.detach().flatten() for p in model.parameters()])
+    events = read(run.dir.path / "record.jsonl") if run.is_main else []
+    warned = [e.text for e in events if isinstance(e, Warned)]
+    numbers = [float(each) for each in losses]
+    return {"losses": numbers, "weights": whole.tolist(), "tested": tested, "warned": warned}
+
+
+def _epochs(stay: bool) -> dict[str, Any]:
+    data = Data()
+    loader = DataLoader(data, 8, num_workers=1, persistent_workers=stay)
+    each = lambda epoch: setattr(data, "epoch", epoch)  # noqa: E731
+    return train(loader, epochs=3, each=each)
+
+
+@case
+def epoch_of_processes_that_stay() -> dict[str, Any]:
+    return _epochs(True)
+
+
+@case
+def epoch_of_processes() -> dict[str, Any]:
+    return _epochs(False)
+
+
+@case
+def epoch_here() -> dict[str, Any]:
+    data = Data()
+    return train(data, epochs=3, each=lambda epoch: setattr(data, "epoch", epoch))
+
+
+@case
+def data_that_grow() -> dict[str, Any]:
+    data = Data(20)
+    return train(data, epochs=3, each=lambda epoch: setattr(data, "n", 20 + epoch))
+
+
+@case
+def test_data_that_grow() -> dict[str, Any]:
+    test = Data(20)
+    return train(Data(), epochs=2, each=lambda epoch: setattr(test, "n", 20 + epoch), test=test)
+
+
+results = {}
+for name, call in CASES.items():
+    try:
+        results[name] = call()
+    except ronde.RondeError as error:
+        results[name] = {"error": f"{type(error).__name__}: {error}"}
+if ronde.world().rank == 0:
+    Path(sys.argv[1]).write_text(json.dumps(results))
+_run_finalizers()  # forked.py ends ranks at once, and loading processes have a folder

@@ -1,0 +1,57 @@
+"""Data that were silently another training on several workers: now equal to one process, refused,
+or said.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from processes import PATHS, TESTS, forked, python
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("odd_data")
+    results = {}
+    for workers in (1, 2, 3):
+        out = folder / f"{workers}.json"
+        command = forked(TESTS / "odd_data_worker.py", workers, out)[1:]
+        done = python(command, folder, 120, {"PYTHONPATH": PATHS})
+        assert done.returncode == 0, done.stdout + done.stderr
+        results[workers] = json.loads(out.read_text())
+    return results
+
+
+def check_same(found, name):
+    one = found[1][name]
+    assert "error" not in one, one
+    for workers in (2, 3):
+        many = found[workers][name]
+        assert "error" not in many, many
+        for part in ("losses", "weights"):
+            assert many[part] == pytest.approx(one[part], rel=1e-12, abs=1e-14), (workers, part)
+        assert len(many["tested"]) == len(one["tested"])
+        for mine, theirs in zip(many["tested"], one["tested"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-12, abs=1e-14), workers
+
+
+@pytest.mark.parametrize(
+    "name", ["epoch_of_processes_that_stay", "epoch_of_processes", "epoch_here"]
+)
+def test_an_epoch_that_the_script_sets_reaches_the_loaders(found, name):
+    check_same(found, name)
+    assert found[1][name]["losses"] == found[1]["epoch_here"]["losses"]
+
+
+def test_a_data_set_that_grows_is_refused(found):
+    for workers in (1, 2, 3):
+        said = found[workers]["data_that_grow"]["error"]
+        assert "the data set has 21 samples in epoch 2, and had 20 when" in said
+
+
+def test_an_evaluation_follows_its_data_set(found):
+    check_same(found, "test_data_that_grow")
+    first, second = found[1]["test_data_that_grow"]["tested"]
+    assert first != second
