@@ -1,12 +1,14 @@
 """What a run says about its training follows from what was proved, and warnings are never hidden."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from processes import ronde_run
-from ronde.watch.proofs import Proof, digests_of, keep_proofs, kept_proofs
+from ronde.plan import Plan
+from ronde.watch.proofs import Proof, digests_of, keep_proofs, kept_proofs, kind_of, smallest_like
 from ronde.world import RondeError
 
 pytestmark = pytest.mark.timeout(180)
@@ -94,3 +96,24 @@ def test_the_store_of_proofs(tmp_path, monkeypatch):
     Path("other").write_text("a file")
     with pytest.raises(RondeError, match="cannot be written"):
         keep_proofs(Path("other"), command, files, {"replicate": proof})
+
+
+@pytest.mark.parametrize(
+    "spec,workers,kind,least",
+    [
+        ("replicate", 8, "replicate", 2),
+        ("replicate", 1, "replicate", 2),
+        ("zero3", 8, "shard=parameters", 2),
+        ("pipeline=4", 4, "pipeline=2", 2),
+        ("pipeline=4", 8, "pipeline=2,replicate", 4),
+        ("pipeline=4,shard=optimizer", 4, "pipeline=2", 2),  # one replica: nothing to shard
+        ("pipeline=4,shard=optimizer", 8, "pipeline=2,shard=optimizer", 4),
+        ("tensor=2,recompute=full", 2, "tensor=2,recompute=full", 2),
+        ("replicate,reducer=hierarchical", 4, "replicate,reducer=hierarchical", 2),
+    ],
+)
+def test_a_proof_is_of_a_kind_of_plan(spec, workers, kind, least):
+    plan = dataclasses.replace(Plan.parse(spec), workers=workers)
+    small = smallest_like(plan)
+    assert (kind_of(plan), small.workers) == (kind, least)
+    assert kind_of(small) == kind  # what was proved is what was asked

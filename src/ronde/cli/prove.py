@@ -71,7 +71,7 @@ def register(app: typer.Typer) -> None:
             option(
                 "--plans",
                 "Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
-                "for each hybrid. Default: replicate.",
+                "for each hybrid. Default: the script's own, at its smallest size.",
                 "PLAN",
             ),
         ] = None,
@@ -95,7 +95,7 @@ def register(app: typer.Typer) -> None:
         if timeout <= 0:
             raise ArgumentError(f"--timeout {timeout:g} must be above 0.")
         check_folders(json=file)
-        wanted: str | list[str] = "all" if plans and "all" in plans else plans or ["replicate"]
+        wanted: str | list[str] | None = "all" if plans and "all" in plans else plans
         console = plain_console()
         verdict = _ask(console, command, workers, wanted, steps, timeout)
         try:
@@ -103,7 +103,7 @@ def register(app: typer.Typer) -> None:
                 write_json(file, verdict.to_dict())
         finally:
             _print(console, verdict)
-        _keep(runs, command, verdict)
+        _keep(runs, command, verdict, script_plan=wanted is None)
         raise typer.Exit(verdict.exit_status)
 
 
@@ -133,25 +133,37 @@ def proofs_before_run(
             "--save plan.yaml' choose, then give --plan plan.yaml."
         )
     kept = {} if str(runs) == "none" else kept_proofs(runs, command)
-    asked = Plan.load(plan) if plan and Plan.file_of(plan) else Plan.parse(plan or "replicate")
-    asked = dataclasses.replace(asked, workers=workers)
-    if kind_of(asked) in kept:
-        return kept
-    small = smallest_like(asked)
+    if plan is None:
+        plan = next((p.plan for p in kept.values() if p.script_plan), None)
+    elif Plan.file_of(plan):
+        plan = Plan.load(plan).spec
+    if plan is None:
+        verdict = _ask_equal(command, 2, None)
+        kept |= _keep(runs, command, verdict, script_plan=True)
+        plan = verdict.plans[0].plan
+    asked = dataclasses.replace(Plan.parse(plan), workers=workers)
+    if kind_of(asked) not in kept:
+        small = smallest_like(asked)
+        kept |= _keep(runs, command, _ask_equal(command, small.workers, [small.spec]))
+    return kept
+
+
+def _ask_equal(command: list[str], workers: int, plans: list[str] | None) -> Verdict:
+    """A verdict that is equal; any other one is printed, and ends this process."""
     console = plain_console()
-    verdict = _ask(console, command, small.workers, [small.spec], STEPS, _TIMEOUT_SECONDS)
+    verdict = _ask(console, command, workers, plans, STEPS, _TIMEOUT_SECONDS)
     _print(console, verdict)
     if verdict.status != "equal":
         print("nothing was trained; without --prove, it would be", file=sys.stderr)
         raise typer.Exit(verdict.exit_status)
-    return kept | _keep(runs, command, verdict)
+    return verdict
 
 
 def _ask(
     console: Any,
     command: list[str],
     workers: int,
-    plans: str | list[str],
+    plans: str | list[str] | None,
     steps: int,
     timeout_seconds: float,
 ) -> Verdict:
@@ -175,9 +187,11 @@ def _ask(
             signal.signal(number, handler)
 
 
-def _keep(runs: Path, command: list[str], verdict: Verdict) -> dict[str, Proof]:
+def _keep(
+    runs: Path, command: list[str], verdict: Verdict, script_plan: bool = False
+) -> dict[str, Proof]:
     """Keep what was proved beside the runs, and take back what does not hold any more. Returns the
-    proofs by kind of plan.
+    proofs by kind of plan. ``script_plan``: it is the one that the script asks for.
     """
     from ronde.plan import Plan
     from ronde.watch.proofs import Proof, digests_of, keep_proofs, kind_of
@@ -187,7 +201,7 @@ def _keep(runs: Path, command: list[str], verdict: Verdict) -> dict[str, Proof]:
         kind = kind_of(dataclasses.replace(Plan.parse(plan.plan), workers=verdict.workers))
         aside = "random numbers" if plan.same_draws else ""
         numbers = verdict.holds.workers if verdict.holds else (verdict.workers,)
-        proof = Proof(numbers, verdict.steps, time.time(), aside)
+        proof = Proof(numbers, verdict.steps, time.time(), aside, plan.plan, script_plan)
         proofs[kind] = proof if plan.status == "equal" and verdict.status == "equal" else None
     if str(runs) != "none" and verdict.files:
         # the script too where it has changed the working directory, and its __file__ is relative

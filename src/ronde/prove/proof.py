@@ -62,7 +62,7 @@ def _silent(_: str) -> None:
 def prove(
     command: list[str],
     workers: int = 2,
-    plans: str | Sequence[str] = "replicate",
+    plans: str | Sequence[str] | None = None,
     steps: int = 6,
     *,
     timeout_seconds: float = 600.0,
@@ -73,7 +73,8 @@ def prove(
     Args:
         command: script path and its arguments, or ``-m``, module, and arguments.
         workers: number of workers.
-        plans: one plan, several, or ``"all"``.
+        plans: one plan, several, or ``"all"``; None is the one that the script asks for, at its
+            smallest size.
         steps: optimizer steps to compare.
         timeout_seconds: limit of one run of the script.
         progress: called with a line on each run.
@@ -89,7 +90,7 @@ def prove(
     if steps < 1:
         raise ArgumentError(f"steps={steps} must be 1 or more.")
     explicit = plans != "all"
-    chosen = chosen_plans(plans, workers)
+    chosen = None if plans is None else chosen_plans(plans, workers)
     with Pool(workers) as pool:
         return Study(pool, command, steps, timeout_seconds, progress).verdict(chosen, explicit)
 
@@ -129,8 +130,10 @@ class Study:
         self._keyed: tuple[RunTrace, RunTrace, dict[str, list[int]]] | None = None
         self._keyed_before: list[PlanVerdict] = []
 
-    def verdict(self, plans: list[str], explicit: bool = True) -> Verdict:
-        """Run the script and compare. ``explicit``: a refused plan is no proof."""
+    def verdict(self, plans: list[str] | None, explicit: bool = True) -> Verdict:
+        """Run the script and compare. ``plans`` is None for the script's own; ``explicit``: a
+        refused plan is no proof.
+        """
         start = time.monotonic()
         verdict = Verdict(self.command, self.pool.workers, self.steps)
         try:
@@ -163,7 +166,7 @@ class Study:
         )
 
     def _prove_later(
-        self, verdict: Verdict, begins: list[int], plans: list[str], explicit: bool
+        self, verdict: Verdict, begins: list[int], plans: list[str] | None, explicit: bool
     ) -> None:
         """Compare later trainings of the same script; the earliest difference is the answer."""
         tick, of = self._tick(verdict), len(begins)
@@ -255,7 +258,9 @@ class Study:
 
     # -- one training ------------------------------------------------------------------
 
-    def _prove_training(self, verdict: Verdict, plans: list[str], explicit: bool) -> list[int]:
+    def _prove_training(
+        self, verdict: Verdict, plans: list[str] | None, explicit: bool
+    ) -> list[int]:
         """Fill the verdict in; returns when each of the script's trainings began."""
         first, second = self._run_twice()
         one, rounded = RunTrace(first.folder, 1), RunTrace(second.folder, 1)
@@ -279,7 +284,7 @@ class Study:
         if verdict.status == "differs":
             return begins
         before: list[PlanVerdict] = []
-        for plan in plans:
+        for plan in plans or [one.first("opening")["script_plan"]]:
             answer = self._prove_plan(plan, one, rounded, before)
             before.append(answer)
             if answer.cause is not None and answer.cause.id == "randomness":

@@ -46,7 +46,7 @@ from ronde.prove.values import (
 from ronde.run import hooks
 from ronde.run.losses import LossCall
 from ronde.run.step_port import RunView
-from ronde.watch.proofs import digests_of
+from ronde.watch.proofs import digests_of, smallest_like
 from ronde.watch.run_dir import RunDir
 from ronde.world.tensors import map_tensors, named_tensors
 
@@ -300,6 +300,7 @@ class Recorder(hooks.Observer):
             hooked=hooked,
             shared=[names for names in storages.values() if len(names) > 1],
             micro_batch=opening.micro_batch,
+            script_plan=smallest_like(opening.script_plan).spec,
         )
         start = {f"init|{n}": to_array(p) for n, p in named.items() if _has_values(p)}
         for n, b in model.named_buffers():

@@ -35,7 +35,7 @@ from ronde.run.model_values import filler, shape_lazy
 from ronde.run.non_finite import ON_NAN, check_on_nan
 from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
 from ronde.run.persist import holds_all
-from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_sizes
+from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_sizes, script_plan
 from ronde.run.resume import resume
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
@@ -223,8 +223,9 @@ def distribute(
             "learning rate would grow as well. Give lr_rule='none', or a loss that is a mean."
         )
     auto = (os.environ.get("RONDE_PLAN") or plan) == "auto"
-    fields = {"shard": shard, "pipeline": pipeline, "tensor": tensor}
-    asked = asked_plan(plan, me, {**fields, "recompute": recompute, "split_at": split_at})
+    fields: dict[str, Any] = {"shard": shard, "pipeline": pipeline, "tensor": tensor}
+    fields |= {"recompute": recompute, "split_at": split_at}
+    asked = asked_plan(plan, me, fields)
     checks.check_model(model, me)
     checks.check_init(init, model)
     left_out = checks.check_optimizer(optimizer, model)
@@ -258,6 +259,7 @@ def distribute(
         # torch's SyncBatchNorm refuses the CPU; Ronde computes the same there.
         sync_batchnorm or (me.device.type == "cpu" and converted(model)),
         seed,
+        script_plan(plan, me, fields) if hooks.observed() else asked,
     )
     hooks.observer.on_open(opening)
     if source is not None:  # as a study may have changed it

@@ -29,7 +29,9 @@ __all__ = ["Observer", "Opening", "examiner", "observed", "observer", "planner"]
 
 @dataclass
 class Opening:
-    """The arguments of ``distribute`` before any exchange; an observer may replace them."""
+    """The arguments of ``distribute`` before any exchange; an observer may replace them.
+    ``script_plan`` is the split of the script's own arguments, which a study may have overridden.
+    """
 
     model: nn.Module
     optimizer: Optimizer
@@ -42,6 +44,7 @@ class Opening:
     micro_batch: int | None
     sync_batchnorm: bool
     seed: int
+    script_plan: Plan
 
 
 class Observer:

@@ -13,20 +13,16 @@ from torch.optim import Optimizer
 from ronde.plan import Plan, split
 from ronde.plan.schedules import micro_batches_of
 from ronde.run import lr_rules
+from ronde.run.hooks import observed
 from ronde.world import ArgumentError, World
 
-__all__ = ["accumulate", "asked_plan", "grow", "micro_batch_sizes"]
+__all__ = ["accumulate", "asked_plan", "grow", "micro_batch_sizes", "script_plan"]
 
 
 def asked_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[str, Any]) -> Plan:
     """The split, from ``ronde run --plan``, the argument ``plan``, or single fields."""
-    chosen = _read_plan(os.environ.get("RONDE_PLAN") or plan, me)
-    changes: dict[str, Any] = {k: v for k, v in fields.items() if v is not None}
-    if "split_at" in changes:
-        changes["split_at"] = tuple(changes["split_at"])
-    if os.environ.get("RONDE_PLAN"):
-        changes = {}
-    chosen = dataclasses.replace(chosen, **changes)
+    given = os.environ.get("RONDE_PLAN")
+    chosen = _read_plan(given, me) if given else script_plan(plan, me, fields)
     if chosen.schedule in ("interleaved", "looped", "zbv") and chosen.virtual == 1:
         chosen = dataclasses.replace(chosen, virtual=2)
     chosen = dataclasses.replace(chosen, workers=me.size)
@@ -35,6 +31,14 @@ def asked_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[s
     chosen.check()
     chosen.check_workers(me.size)
     return chosen
+
+
+def script_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[str, Any]) -> Plan:
+    """The split of the script's own arguments, whatever ``ronde run --plan`` says."""
+    changes: dict[str, Any] = {k: v for k, v in fields.items() if v is not None}
+    if "split_at" in changes:
+        changes["split_at"] = tuple(changes["split_at"])
+    return dataclasses.replace(_read_plan(plan, me), **changes)
 
 
 def _read_plan(asked: Any, me: World) -> Plan:
@@ -51,7 +55,7 @@ def _read_plan(asked: Any, me: World) -> Plan:
     if not file.is_file():
         raise ArgumentError(f"plan={str(file)!r}: there is no such file (in {Path.cwd()}).")
     plan = Plan.load(file)
-    if plan.workers not in (1, me.size):
+    if plan.workers not in (1, me.size) and not observed():
         raise ArgumentError(f"the plan in {file} is for {plan.workers} workers, not {me.size}.")
     return plan
 

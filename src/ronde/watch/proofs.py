@@ -36,12 +36,16 @@ class Proof:
         steps: optimizer steps.
         time: seconds since 1970.
         aside: what was made the same for the comparison, and is not in a training; may be empty.
+        plan: as it was run.
+        script_plan: it is the plan that the script itself asks for.
     """
 
     workers: tuple[int, ...]
     steps: int
     time: float
     aside: str = ""
+    plan: str = ""
+    script_plan: bool = False
 
     def sentence(self, kind: str) -> str:
         """The proof in a few words.
@@ -69,7 +73,7 @@ def smallest_like(plan: Plan) -> Plan:
     """
     pipeline, tensor = min(plan.pipeline, 2), min(plan.tensor, 2)
     divided = pipeline * tensor
-    replicated = plan.replicas > 1 or plan.shard != "none" or divided == 1
+    replicated = plan.replicas > 1 or divided == 1
     return dataclasses.replace(
         plan,
         workers=divided * (2 if replicated else 1),
@@ -88,6 +92,8 @@ def kind_of(plan: Plan) -> str:
         >>> kind_of(Plan.parse("pipeline=4")), kind_of(dataclasses.replace(Plan(), workers=8))
         ('pipeline=2', 'replicate')
     """
+    if plan.replicas == 1:  # nothing is sharded
+        plan = dataclasses.replace(plan, shard="none")
     small = smallest_like(plan)
     both = small.replicas > 1 and small.shard == "none" and small.spec != "replicate"
     return small.spec + (",replicate" if both and "replicate" not in small.spec else "")
