@@ -27,6 +27,7 @@ from torch.utils.data import TensorDataset
 import ronde
 from forked import fork
 from ronde.checkpoint import find_valid
+from ronde.plan import Plan
 from ronde.run import group
 from sampling import ALL
 from tiny_models import UnevenNet
@@ -168,6 +169,11 @@ def matrix(name: str, folder: Path) -> None:
             train(run, STOP)
             path = run.save()
             assert (path is not None) == run.is_main
+            if path is not None:
+                manifest = json.loads((path / "manifest.json").read_text())
+                recorded = [Plan.load(folder / plan / "plan.yaml").split_at, run.plan.split_at]
+                recorded.append(tuple(manifest["state"]["plan"]["split_at"]))
+                assert len(set(recorded)) == 1 and len(recorded[0]) == run.plan.pipeline - 1
             run.export(folder / f"{plan}.at-stop")
             if plan == "single":
                 again = start("replicate", norm, folder / "whole", False)
@@ -180,6 +186,8 @@ def matrix(name: str, folder: Path) -> None:
             for source in (a for a, b in pairs if b == plan):
                 run = start(PLANS[plan][1], norm, folder / f"{source}.{plan}", True)
                 assert run.state.step == STOP, run.state
+                if plan.startswith("pipeline"):
+                    assert (run.plan.split_at == ("blocks.2",)) == (plan == "pipeline"), run.plan
                 train(run, END)
                 run.save()  # what was resumed is resumed again
                 run.export(folder / f"{source}.{plan}.safetensors")
@@ -190,6 +198,9 @@ def matrix(name: str, folder: Path) -> None:
         shutil.copytree(
             folder / source / "checkpoints", folder / f"{source}.{plan}" / "checkpoints"
         )
+        if plan == "pipeline":  # as if another cut had been chosen then
+            recorded = Plan.parse("pipeline=2,split_at=blocks.2")
+            recorded.save(folder / f"{source}.{plan}" / "plan.yaml")
     for size in by_size:
         fork(size, lambda size=size: read(size))
     result = {
@@ -237,7 +248,7 @@ def states(folder: Path) -> None:
     os.environ["RONDE_RUNS"] = "none"
 
     def go(plan: str) -> None:
-        # not the cut that times choose: after the tied embedding, the last stage holds all weights
+        # after the tied embedding, the last stage would hold all weights
         cut = {"split_at": ["blocks.1"]} if plan.startswith("pipeline") else {}
         run = start(PLANS[plan][1], False, folder / plan, False, **cut)
         said: list[str] = []

@@ -508,6 +508,35 @@ def test_no_cut_where_the_path_may_change():
     assert [p.name for p in choose_cut.usable(trace, 3)] == ["0.b", "1", "2", "2.b"]
 
 
+@pytest.mark.parametrize("kind", ["mlp", "transformer"])
+def test_equal_blocks_are_cut_alike_each_time(kind):
+    """In the middle, whatever the machine does besides: no clock is read."""
+    from ronde.parallel import choose_cut
+    from ronde.plan import Plan
+
+    assert not hasattr(choose_cut, "time")
+
+    def block() -> nn.Module:
+        if kind == "transformer":
+            return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))
+
+    for blocks, stages, wanted in [(4, 2, ["2"]), (8, 2, ["4"]), (4, 4, ["1", "2", "3"])]:
+        model = nn.Sequential(*(block() for _ in range(blocks)))
+        built = Built(model.double(), torch.randn(2, 5, 16).double(), foreign.square)
+        before = snapshot(model)
+        plan = Plan(workers=stages, pipeline=stages, batch_size=8, micro_batch=2, accumulation=4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        cuts = [
+            choose_cut.choose_cut(
+                plan, model, optimizer, followed(built), 2, lambda: built.call(model, built.batch)
+            )
+            for _ in range(2)
+        ]
+        assert cuts == [wanted, wanted]
+        untouched(model, before)
+
+
 def test_converting_a_module_is_not_differentiating():
     """Module.to reads gradients: the first time there are none."""
 

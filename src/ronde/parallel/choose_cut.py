@@ -1,30 +1,34 @@
-"""Choose a pipeline cut for a model: follow it once, time and weigh it on rank 0, cut with
-:mod:`ronde.predict.partition`.
+"""Choose a pipeline cut for a model: follow it once, count and weigh it on rank 0, cut with
+:mod:`ronde.predict.partition`. No clock is read: one model has one cut.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from ronde.capture import Point, Trace
 from ronde.plan import Plan
 from ronde.predict import Costs, Cut, LinearCost, Unit, cut, cut_at
 from ronde.world import ArgumentError
+from ronde.world.tensors import tensors_in
 
 __all__ = ["choose_cut", "state_ratio", "usable"]
 
-_REPEATS = 3
-# A cut between blocks may make the slowest stage this much slower than the best cut.
-_WHOLE_BLOCKS = 1.05
+# Operations and bytes a second that a device does, about, and what an operation costs besides. Only
+# their ratios decide.
+_SPEEDS = {"cpu": (5e10, 1e10), "cuda": (5e13, 1e12)}
+_OPERATION_SECONDS = 5e-6
+# A cut between blocks may make the slowest stage this much slower than the best cut, and this many
+# seconds: in a small model, single operations must not move it into a block.
+_WHOLE_BLOCKS, _FEW_OPERATIONS = 1.05, 10 * _OPERATION_SECONDS
 
 
 def state_ratio(optimizer: Optimizer) -> float:
@@ -59,68 +63,30 @@ def usable(trace: Trace, wanted: int | None = None) -> list[Point]:
     return steady if wanted is not None and len(steady) >= wanted else points
 
 
-@contextmanager
-def _marks(
-    model: nn.Module,
-    points: list[Point],
-    forward: list[float],
-    backward: list[float],
-    saved: list[int],
-) -> Iterator[None]:
-    """Record when forward and backward pass each point, and the bytes saved between points."""
-    modules = dict(model.named_modules())
-    wanted: dict[tuple[str, int], int] = {(p.path, p.nth): i for i, p in enumerate(points)}
-    counts: dict[str, int] = {}
-    handles = []
-    at = -1
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: set[int] = set()
+@dataclasses.dataclass
+class _Parts:
+    """What each part of a model costs, from one point where a stage may begin to the next.
 
-    def enter(path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            nonlocal at
-            nth = counts.get(path, 0)
-            counts[path] = nth + 1
-            i = wanted.get((path, nth))
-            if i is None:
-                return
-            at = i
-            forward[i] = time.perf_counter()
-            for value in [*args, *kwargs.values()]:
-                if isinstance(value, torch.Tensor) and value.requires_grad:
+    Attributes:
+        forward: seconds of its forward pass.
+        backward: seconds of its backward pass.
+        saved: bytes that it keeps for its backward pass.
+    """
 
-                    def reached(_: torch.Tensor, i: int = i) -> None:
-                        backward[i] = time.perf_counter()
-
-                    handles.append(value.register_hook(reached))  # type: ignore[no-untyped-call]
-                    break
-
-        return hook
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is not torch.strided:
-            return tensor  # a graph's edges: they have no one storage, and are the batch's own
-        place = tensor.untyped_storage().data_ptr()
-        if place not in parameters and place not in seen:
-            seen.add(place)
-            saved[at + 1] += tensor.untyped_storage().nbytes()
-        return tensor
-
-    for path in {p.path for p in points}:
-        handles.append(modules[path].register_forward_pre_hook(enter(path), with_kwargs=True))
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    forward: list[float]
+    backward: list[float]
+    saved: list[int]
 
 
-class _NoExchange(TorchDispatchMode):
-    """Refuses collectives: only this worker runs the model, and would wait for ever."""
+class _Counter(TorchDispatchMode):
+    """Counts what operations cost, where only this worker runs the model: a collective would wait
+    for ever, and is refused.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, speed: tuple[float, float]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._speed = speed
+        self.seconds, self.part = [0.0], 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -129,58 +95,99 @@ class _NoExchange(TorchDispatchMode):
                 "in its forward or backward pass. A pipeline's stages run it at other times, so it "
                 "cannot be carried out: use another plan, or call it outside of the step."
             )
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if not getattr(func, "is_view", True):
+            given = tensors_in((args, kwargs))
+            moved = sum(t.nbytes for t in (*given, *tensors_in(out)) if _is_dense(t))
+            per_second, bytes_per_second = self._speed
+            cost = _operations(func, args, kwargs or {}, given, out) / per_second
+            self.seconds[self.part] += cost + moved / bytes_per_second + _OPERATION_SECONDS
+        return out
 
 
-def time_points(
-    model: nn.Module, points: list[Point], call: Callable[[], torch.Tensor], repeats: int = _REPEATS
-) -> tuple[list[float], list[float], list[int]]:
-    """Forward and backward seconds and saved bytes of each part: the minimum of several runs, after
-    one that warms up.
+def _operations(func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> float:
+    """Floating-point operations of one call, those of torch's counter and two that it lacks."""
+    if (formula := flop_registry.get(func.overloadpacket)) is not None:
+        return float(formula(*args, **kwargs, out_val=out))
+    name, back = func._opname, "backward" in func._opname
+    if "attention" in name and len(given) > 2:
+        return (10.0 if back else 4.0) * given[0].numel() * given[1 + back].shape[-2]
+    if "rnn" in name:
+        rows = given[0].numel() / given[0].shape[-1]
+        return (4.0 if back else 2.0) * rows * sum(t.numel() for t in given[1:] if t.dim() == 2)
+    return 0.0
 
-    Changes nothing.
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def count_parts(model: nn.Module, points: list[Point], call: Callable[[], torch.Tensor]) -> _Parts:
+    """Count what each part costs, by the operations and bytes of one pass: the same on every
+    machine and under any load, so that a run is cut in the same place each time. Changes nothing.
     """
-    parts = len(points) + 1
-    forward, backward, kept = [float("inf")] * parts, [float("inf")] * parts, [0] * parts
     random = torch.get_rng_state()
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     gradients = [(p, p.grad) for p in model.parameters()]
+    modules = dict(model.named_modules())
+    wanted = {(p.path, p.nth): i for i, p in enumerate(points)}
+    counts: dict[str, int] = {}
+    handles: list[Any] = []
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: set[int] = set()
+    counter = _Counter(_SPEEDS.get(next(model.parameters()).device.type, _SPEEDS["cuda"]))
+    parts = len(points) + 1
+    saved = [0] * parts
+
+    def enter(path: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            nth = counts.get(path, 0)
+            counts[path] = nth + 1
+            i = wanted.get((path, nth))
+            if i is None:
+                return
+            counter.part = i + 1
+            for value in [*args, *kwargs.values()]:
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+
+                    def reached(_: torch.Tensor, i: int = i) -> None:
+                        counter.part = min(counter.part, i)
+
+                    handles.append(value.register_hook(reached))  # type: ignore[no-untyped-call]
+                    break
+
+        return hook
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_dense(tensor):
+            return tensor  # a graph's edges: they have no one storage, and are the batch's own
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights and place not in seen:
+            seen.add(place)
+            saved[counter.part] += tensor.untyped_storage().nbytes()
+        return tensor
+
     try:
-        for repeat in range(repeats + 1):
-            for p, _ in gradients:
-                p.grad = None
-            f, b, saved = [float("nan")] * len(points), [float("nan")] * len(points), [0] * parts
-            alone = _NoExchange() if repeat == 0 else nullcontext()
-            start = time.perf_counter()
-            with alone, _marks(model, points, f, b, saved):
-                loss = call()
-            middle = time.perf_counter()
-            with alone:
-                loss.backward()  # type: ignore[no-untyped-call]
-            end = time.perf_counter()
-            if repeat == 0:
-                continue  # the first one warms up
-            kept = saved
-            f = _filled([start, *f, middle])
-            b = _filled([end, *b, middle])
-            forward = [min(old, f[i + 1] - f[i]) for i, old in enumerate(forward)]
-            backward = [min(old, max(0.0, b[i] - b[i + 1])) for i, old in enumerate(backward)]
+        for p, _ in gradients:
+            p.grad = None
+        for path in {p.path for p in points}:
+            handles.append(modules[path].register_forward_pre_hook(enter(path), with_kwargs=True))
+        counter.seconds = [0.0] * parts
+        with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            loss = call()
+        forward, counter.seconds = counter.seconds, [0.0] * parts
+        with counter:
+            loss.backward()  # type: ignore[no-untyped-call]
     finally:
+        for handle in handles:
+            handle.remove()
         torch.set_rng_state(random)
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
         for p, g in gradients:
             p.grad = g
-    return forward, backward, kept
-
-
-def _filled(stamps: list[float]) -> list[float]:
-    """Give a skipped point the next one's time: its code counts toward the part before."""
-    for i in range(len(stamps) - 2, -1, -1):
-        if stamps[i] != stamps[i]:
-            stamps[i] = stamps[i + 1]
-    return stamps
+    return _Parts(forward, counter.seconds, saved)
 
 
 def chain_of_model(
@@ -189,9 +196,9 @@ def chain_of_model(
     trace: Trace,
     samples: int,
     points: list[Point],
-    times: tuple[list[float], list[float], list[int]] | None,
+    counted: _Parts | None,
 ) -> Costs:
-    """The model as units between possible cuts; without times, bytes stand for seconds."""
+    """The model as units between possible cuts; not counted, bytes stand for seconds."""
     edges = [0, *(p.at for p in points), len(trace.events)]
     names = ["(start)", *(p.name for p in points)]
     ratio = state_ratio(optimizer)
@@ -210,14 +217,15 @@ def chain_of_model(
         crossing = points[i].crossing if i < len(points) else ()
         size = sum(trace.values[v].bytes for v in crossing)
         back = sum(trace.values[v].bytes for v in crossing if trace.values[v].requires_grad)
-        if times is None:
+        if counted is None:
             events = trace.events[edges[i] : edges[i + 1]]
             saved = sum(trace.values[v].bytes for e in events for v in e.made)
             weights = sum(p.numel() * p.element_size() for p in held[i].values())
             seconds = (saved + weights * samples) * 1e-10
             backwards = (saved + weights * samples) * 2e-10
         else:
-            seconds, backwards, saved = times[0][i], times[1][i], times[2][i]
+            seconds, backwards = counted.forward[i], counted.backward[i]
+            saved = counted.saved[i]
         units.append(
             Unit(
                 name=name,
@@ -276,10 +284,10 @@ def choose_cut(
             micro_batches=plan.accumulation,
         )
         if call is not None:
-            time_points(model, points, call, 0)  # for what it refuses
+            count_parts(model, points, call)  # for what it refuses
         return split_at
-    times = time_points(model, points, call) if call is not None else None
-    costs = chain_of_model(model, optimizer, trace, samples, points, times)
+    counted = count_parts(model, points, call) if call is not None else None
+    costs = chain_of_model(model, optimizer, trace, samples, points, counted)
 
     def best(units: tuple[Unit, ...]) -> Cut:
         return cut(
@@ -293,11 +301,15 @@ def choose_cut(
         )
 
     fine = best(costs.units)
-    whole = _between_blocks(model, costs.units)
-    if sum(u.cut_after for u in whole[:-1]) >= stages - 1:
-        coarse = best(whole)
-        if _slowest(coarse, plan.pipeline) <= _slowest(fine, plan.pipeline) * _WHOLE_BLOCKS:
-            return coarse.names(costs)
+    limit = _slowest(fine, plan.pipeline) * _WHOLE_BLOCKS + _FEW_OPERATIONS
+    tried = 0
+    for depth in range(max(unit.name.count(".") for unit in costs.units) + 1):
+        whole = _between_blocks(model, costs.units, depth)
+        places = sum(u.cut_after for u in whole[:-1])
+        if places >= stages - 1 and places > tried:
+            tried, coarse = places, best(whole)
+            if _slowest(coarse, plan.pipeline) <= limit:
+                return coarse.names(costs)
     return fine.names(costs)
 
 
@@ -311,14 +323,17 @@ def _resolve(name: str, trace: Trace) -> str:
     return next((p.name for p in points if p.at == start), name)
 
 
-def _between_blocks(model: nn.Module, units: tuple[Unit, ...]) -> tuple[Unit, ...]:
-    """The chain, cut only where a child of the model or a member of a module list begins."""
+def _between_blocks(model: nn.Module, units: tuple[Unit, ...], depth: int) -> tuple[Unit, ...]:
+    """The chain, cut only where a child of the model or a member of a module list begins, inside of
+    at most ``depth`` modules.
+    """
     modules = dict(model.named_modules())
 
     def begins_block(name: str) -> bool:
         parent, _, _ = name.partition("#")[0].rpartition(".")
         lists = nn.Sequential | nn.ModuleList | nn.ModuleDict
-        return not parent or isinstance(modules.get(parent), lists)
+        inside = name.count(".") <= depth
+        return inside and (not parent or isinstance(modules.get(parent), lists))
 
     return tuple(
         dataclasses.replace(u, cut_after=u.cut_after and begins_block(after.name))

@@ -124,6 +124,7 @@ class PipelineParallel(Strategy):
         self._mixed_tensors = ExitStack()
         self.owner = StageOwnership(plan, work, me, self.stages, self.data, self.divided)
         self.points, self.parameters = self.owner.points, self.owner.parameters
+        self.split_at = tuple(point.name for point in self.points)
         self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
         self._samples = 1
         self._reached: set[int] = set()

@@ -100,6 +100,7 @@ class Strategy:
             script cannot write its own loop.
         exchange: what averages gradients in another way than the backend's all-reduce; else None.
         note: a sentence about how it was chosen, or empty.
+        split_at: names of the modules that begin a pipeline's later stages.
         noise: measures the gradient noise scale, where that costs nothing; else None.
         waited_seconds: how long this worker waited for the exchange of the last step, if known.
     """
@@ -113,6 +114,7 @@ class Strategy:
     whole_step: bool = False
     exchange: Exchange | None = None
     note: str = ""
+    split_at: tuple[str, ...] = ()
     noise: NoiseScale | None = None
     waited_seconds: float | None = None
 

@@ -115,7 +115,8 @@ class Plan:
         pipeline: workers that one copy of the model is cut over, layer after layer.
         virtual: stages per worker of the pipeline.
         schedule: the order of the micro-batches through the pipeline.
-        split_at: names of the modules that begin a stage; empty: chosen.
+        split_at: names of the modules that begin a pipeline's later stages; empty: chosen when the
+            run starts, which then has them here.
         optimize: whether the cut evens out time (``"speed"``) or memory (``"memory"``).
         tensor: workers that hold each layer together.
         sequence_parallel: whether these workers also divide the activations between the layers

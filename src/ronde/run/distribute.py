@@ -35,7 +35,14 @@ from ronde.run.model_values import filler, shape_lazy
 from ronde.run.non_finite import ON_NAN, check_on_nan
 from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
 from ronde.run.persist import holds_all
-from ronde.run.plan_arguments import accumulate, asked_plan, grow, micro_batch_sizes, script_plan
+from ronde.run.plan_arguments import (
+    accumulate,
+    asked_plan,
+    grow,
+    micro_batch_sizes,
+    recorded_cut,
+    script_plan,
+)
 from ronde.run.resume import resume
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
@@ -291,9 +298,15 @@ def distribute(
             "before the first step of either."
         )
     directory = group.directory
+    before: tuple[str, ...] = ()
+    if group.resumes and directory is not None and not part and chosen.pipeline > 1:
+        before = recorded_cut(chosen, directory.plan, me)
+        chosen = dataclasses.replace(chosen, split_at=chosen.split_at or before)
     skeleton = skeleton_of(opening.model, chosen)
     with group.buffers_kept():
         strategy = carry_out(chosen, work, me)
+    if strategy.split_at:
+        chosen = dataclasses.replace(chosen, split_at=strategy.split_at)
     if (first := group.first) is None:
         record = Record(directory.record) if me.is_main and directory is not None else None
         watcher = Watcher(record, choose_display(me.is_main), me.is_main)
@@ -329,6 +342,11 @@ def distribute(
     exchange_state.check_save_every(run, save_every)
     check_on_nan(run, on_nan)
     announce(run, left_out)
+    if before and before != chosen.split_at:
+        watcher.say(
+            f"the pipeline is cut at {', '.join(chosen.split_at)}, as asked; before the resume it "
+            f"was cut at {', '.join(before)}"
+        )
     _begin(run, forecast, group.resumes)
     if not hooks.observed():  # prove looks at who calls torch
         begin_comparing(run._rendezvous)

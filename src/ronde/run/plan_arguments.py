@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,16 @@ from ronde.plan.schedules import micro_batches_of
 from ronde.run import lr_rules
 from ronde.run.hooks import observed
 from ronde.world import ArgumentError, World
+from ronde.world.consensus import broadcast_json
 
-__all__ = ["accumulate", "asked_plan", "grow", "micro_batch_sizes", "script_plan"]
+__all__ = [
+    "accumulate",
+    "asked_plan",
+    "grow",
+    "micro_batch_sizes",
+    "recorded_cut",
+    "script_plan",
+]
 
 
 def asked_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[str, Any]) -> Plan:
@@ -58,6 +67,19 @@ def _read_plan(asked: Any, me: World) -> Plan:
     if plan.workers not in (1, me.size) and not observed():
         raise ArgumentError(f"the plan in {file} is for {plan.workers} workers, not {me.size}.")
     return plan
+
+
+def recorded_cut(plan: Plan, file: Path, me: World) -> tuple[str, ...]:
+    """Where the ``plan.yaml`` of a run to resume cuts a pipeline of as many stages; empty if it has
+    another number, or is not there. A collective.
+    """
+    names: list[str] = []
+    if me.is_main:
+        with suppress(ArgumentError):
+            before = Plan.load(file)
+            if (before.pipeline, before.virtual) == (plan.pipeline, plan.virtual):
+                names = list(before.split_at)
+    return tuple(broadcast_json(me, names))
 
 
 def grow(
