@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable
 from multiprocessing.util import _run_finalizers
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import ronde
 from ronde.watch import Warned, read
@@ -106,6 +107,82 @@ def data_that_grow() -> dict[str, Any]:
 def test_data_that_grow() -> dict[str, Any]:
     test = Data(20)
     return train(Data(), epochs=2, each=lambda epoch: setattr(test, "n", 20 + epoch), test=test)
+
+
+RANK, SIZE = (int(os.environ.get(name, n)) for name, n in (("RANK", 0), ("WORLD_SIZE", 1)))
+
+
+class Divided(Data):
+    """Its own part of 6 x 4 samples; every rank has as many."""
+
+    def __init__(self) -> None:
+        super().__init__(24 // SIZE)
+
+    def __getitem__(self, i: int) -> Any:
+        return super().__getitem__(i * SIZE + RANK)
+
+
+class Stream(IterableDataset):
+    def __init__(self, data: Dataset) -> None:
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __iter__(self) -> Any:
+        return (self.data[i] for i in range(len(self)))
+
+
+class Noisy(Data):
+    """Draws from a generator of its own, which every rank has seeded in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = random.Random(RANK)
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return x + self.draw.random(), y
+
+
+@case
+def divided() -> dict[str, Any]:
+    return train(Divided())
+
+
+@case
+def divided_by_subset() -> dict[str, Any]:
+    return train(Subset(Data(24), range(RANK * 24 // SIZE, (RANK + 1) * 24 // SIZE)))
+
+
+@case
+def divided_in_processes() -> dict[str, Any]:
+    return train(DataLoader(Divided(), 8, num_workers=1))
+
+
+@case
+def divided_stream() -> dict[str, Any]:
+    return train(Stream(Divided()))
+
+
+@case
+def divided_stream_in_a_process() -> dict[str, Any]:
+    return train(DataLoader(Stream(Divided()), 8, num_workers=1))
+
+
+@case
+def divided_test_data() -> dict[str, Any]:
+    return train(Data(), test=Divided())
+
+
+@case
+def whole_stream() -> dict[str, Any]:
+    return train(DataLoader(Stream(Data()), 8, num_workers=1), epochs=2)
+
+
+@case
+def noise_of_each_rank() -> dict[str, Any]:
+    return train(Noisy())
 
 
 results = {}

@@ -55,3 +55,21 @@ def test_an_evaluation_follows_its_data_set(found):
     check_same(found, "test_data_that_grow")
     first, second = found[1]["test_data_that_grow"]["tested"]
     assert first != second
+
+
+@pytest.mark.parametrize(
+    "kind", ["", "_by_subset", "_in_processes", "_stream", "_stream_in_a_process", "_test_data"]
+)
+def test_data_that_divide_themselves_are_refused(found, kind):
+    assert "error" not in found[1][f"divided{kind}"]
+    for workers in (2, 3):
+        said = found[workers][f"divided{kind}"]["error"]
+        where = "run.evaluate" if kind == "_test_data" else "run.batches"
+        assert said.startswith(
+            f"WorldError: {where}: sample 0 of the data set is another one on rank 1"
+        )
+
+
+def test_whole_data_are_not_refused(found):
+    check_same(found, "whole_stream")
+    assert all("error" not in found[workers]["noise_of_each_rank"] for workers in (2, 3))

@@ -136,12 +136,15 @@ class Feed:
             otherwise wait for.
         say: told what was chosen, once, where there was a choice; a second argument is true where
             it is a warning.
+        compares: other ranks read the same data set: :attr:`facts` is for them.
 
     Attributes:
         executor: what it reads with: ``none``, ``threads`` or ``processes``; ``auto`` until it has
             read something.
         skipped: ``(id, text)`` of each bad sample among those handed out since the reading began,
             repeats included.
+        facts: the indices of samples that every rank has read, and what they are, once the first
+            share was read; None before, and after :meth:`take_facts`.
         left_out: how many samples are missing in each micro-batch of the last share, in evaluation.
     """
 
@@ -155,6 +158,7 @@ class Feed:
         evaluate: bool = False,
         on_cpu: bool = False,
         say: Callable[[str, bool], None] | None = None,
+        compares: bool = False,
     ) -> None:
         self.order = order
         self.settings = settings
@@ -162,6 +166,8 @@ class Feed:
         self.executor: Executor = settings.chosen
         self.skipped: list[tuple[int, str]] = []
         self.left_out: tuple[int, ...] = ()
+        self.facts: tuple[list[int], list[Any]] | None = None
+        self._compares = compares
         self._evaluate = evaluate
         # Only what gives the same bits in any thread: a function of the user's may add up in
         # another order with fewer compute threads.
@@ -392,9 +398,31 @@ class Feed:
         finally:
             self._probe.uninstall()
 
+    def take_facts(self) -> tuple[list[int], list[Any]] | None:
+        """:attr:`facts`, once."""
+        facts, self.facts = self.facts, None
+        return facts
+
+    def _facts_asks(self, shares: Shares) -> list[Ask]:
+        """Asks for the first and the last sample of the first global batch, once: all ranks know
+        them. Of a stream the first only.
+        """
+        first = next(shares(), None) if self._compares else None
+        if first is None:
+            return []
+        self._compares = False
+        places = [first.start] if self._stream else sorted({first.start, first.stop - 1})
+        ids = [int(self.order.ids(first.epoch, at, at + 1)[0]) for at in places]
+        self.facts = (ids, [])
+        return [Ask(first.epoch, first.start, ids, facts=True)]
+
     def _read(
         self, shares: Shares, after: Shares | None = None
     ) -> Iterator[tuple[Share, list[Any]]]:
+        if self.executor == "threads" or self._direct:
+            assert self._reader is not None
+            for ask in self._facts_asks(shares):
+                self.facts = (ask.ids, self._reader.facts(ask))
         if self.executor == "threads":
             return self._read_in_threads(shares, after if self._may_read_ahead else None)
         if self._direct:
@@ -462,11 +490,14 @@ class Feed:
         assert self._loader is not None
         line = self._continue_ahead(shares)
         if line is None:
-            road = RequestQueue(self.order, shares)
+            asks = self._facts_asks(shares)
+            road = RequestQueue(self.order, shares, asks)
             self._asks.source = road.__iter__
             if self._stream is not None:
                 self._stream.asks = list(road) if self._loader.num_workers else iter(road)
             line = RequestLine(road, from_processes(self._loader, self._receiver))
+            for ask in asks:
+                self.facts = (ask.ids, next(line.results))
         line.road.follow(after)
         kept = False
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,8 @@ from ronde.data import (
     sample_keys,
     stage,
 )
-from ronde.introspect import restore_states, states
+from ronde.introspect import Marks, preserve_state, restore_states, seed_all, states
+from ronde.loader.sample_facts import Facts, facts_of
 from ronde.world import ArgumentError, RondeError, SampleError
 
 if TYPE_CHECKING:
@@ -50,12 +52,14 @@ class Ask:
         ids: the indices that stand there.
         upto: the end of the global batch, if this is its last part, else 0. Every worker reads a
             stream up to there.
+        facts: no batch is wanted, but what its samples are, see :meth:`Reader.facts`.
     """
 
     epoch: int
     start: int
     ids: list[int]
     upto: int = 0
+    facts: bool = False
 
     def part(self, low: int, high: int) -> Ask:
         """The positions from ``low`` to ``high`` of this one."""
@@ -245,6 +249,8 @@ class Reader(Dataset[Any]):
     # -- one micro-batch ---------------------------------------------------------------
 
     def __getitem__(self, ask: Ask) -> Any:
+        if ask.facts:
+            return self.facts(ask)
         if self.probe is None:
             return self._one(ask)
         return self.probe.make(self._one, ask, len(ask.ids))
@@ -283,6 +289,22 @@ class Reader(Dataset[Any]):
             return self.join(ask, samples)
 
         return self.randomness.batch(ask.epoch, self._keys(ask), read_one, read_all, collate)
+
+    def facts(self, ask: Ask) -> list[Facts | None]:
+        """What each sample is, to compare it with other ranks'; None if it cannot be read, or is
+        another one the second time. Leaves no trace in the data set's generators and files.
+        """
+        found: list[Facts | None] = []
+        for j in range(len(ask.ids)):
+            part, both = ask.part(j, j + 1), []
+            with suppress(Exception), preserve_state(self.given):  # a training read names it
+                for _ in range(2):
+                    seed_all(key_of(self.seed, 1, ask.epoch, self._keys(part)[0]))
+                    with self.keys(part, 1):
+                        both.append(facts_of(self.given[ask.ids[j]]))
+            same = len(both) == 2 and repr(both[0]) == repr(both[1])
+            found.append(both[0] if same else None)
+        return found
 
     def _keys(self, ask: Ask) -> Sequence[int]:
         # A sampler may draw a sample twice in an epoch; each draw is augmented differently.
@@ -508,11 +530,16 @@ class StreamReader(IterableDataset[Any]):
         sample: Any = None
         for ask in self.asks:
             samples: list[Any] = []
+            marks = Marks() if ask.facts else None
             for wanted in ask.ids:
                 # Padding repeats the position just read, so the last sample serves again.
                 while position <= wanted:
                     sample, position = self._next(stream, position), position + 1
                 samples.append(sample)
+            if marks is not None:  # it cannot be read twice: one that draws is left alone
+                still = marks.unmoved()
+                yield [facts_of(each) if still else None for each in samples]
+                continue
             # All workers stop at the same place, for streams that continue in the next epoch.
             while position < ask.upto:
                 sample, position = self._next(stream, position), position + 1

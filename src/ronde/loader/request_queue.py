@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,16 @@ class RequestQueue:
     Args:
         order: which sample stands where.
         shares: makes the shares of (the rest of) one epoch.
+        before: asked for first.
 
     Attributes:
         asked: shares that were asked for and not yet handed out.
     """
 
-    def __init__(self, order: Order, shares: Shares) -> None:
+    def __init__(self, order: Order, shares: Shares, before: Sequence[Ask] = ()) -> None:
         self.asked: deque[Share] = deque()
         self._order = order
+        self._before = before
         self._shares = shares
         self._after: Shares | None = None
         self._lock = threading.Lock()
@@ -75,6 +77,7 @@ class RequestQueue:
             )
 
     def __iter__(self) -> Iterator[Ask]:
+        yield from self._before
         shares: Iterator[Share] = self._shares()
         while True:
             for share in shares:

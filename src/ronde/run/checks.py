@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ronde.data import Order
-from ronde.loader import TakenOver
+from ronde.loader import TakenOver, is_other
 from ronde.plan import Plan
-from ronde.world import ArgumentError, PlanError, World
-from ronde.world.consensus import agree
+from ronde.world import ArgumentError, PlanError, World, WorldError
+from ronde.world.consensus import agree, gather_json
 
 __all__ = [
     "check_arguments",
@@ -27,6 +27,7 @@ __all__ = [
     "check_model",
     "check_optimizer",
     "check_same_parameters",
+    "check_same_samples",
     "check_same_shares",
     "check_scheduler",
     "check_shared",
@@ -237,6 +238,28 @@ def check_length(taken: TakenOver, epoch: int) -> None:
             "ronde.distribute was called: its order is one of that number. Keep the length and "
             "give a sampler that chooses the samples of an epoch, or start another run."
         )
+
+
+def check_same_samples(me: World, facts: tuple[list[int], list[Any]] | None, where: str) -> None:
+    """Raise if ranks have other samples under the same index. A collective if there are facts.
+
+    Raises:
+        WorldError: on every rank.
+    """
+    if facts is None:
+        return
+    ids, mine = facts
+    everyone = gather_json(me, mine)
+    for rank, theirs in enumerate(everyone):
+        for i, one, other in zip(ids, everyone[0], theirs, strict=True):
+            if is_other(one, other):
+                raise WorldError(
+                    f"{where}: sample {i} of the data set is another one on rank {rank} than on "
+                    "rank 0: the data set divides itself over the ranks (by RANK, with a Subset or "
+                    "files of their own), or each has an order of its own. Ronde divides it again, "
+                    "and samples would never be used: give every rank the whole data set, in one "
+                    "order."
+                )
 
 
 def check_batches(plan: Plan, order: Order, auto: bool) -> None:

@@ -24,7 +24,7 @@ from ronde.loader import (
 )
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
-from ronde.run.checks import check_draw
+from ronde.run.checks import check_draw, check_same_samples
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of
@@ -162,6 +162,7 @@ class Evaluation:
             evaluate=True,
             on_cpu=me.device.type == "cpu",
             say=say,
+            compares=me.size > 1 and taken.fingerprint is None and not hooks.observed(),
         )
         self.skipped: list[tuple[int, str]] = []
         self._asks = True  # what kind of loss it is
@@ -293,6 +294,7 @@ class Evaluation:
             return shares(0, 0, samples, size, replica, replicas, self.micro_batch, ends=ends)
 
         for share, micros in self.feed.read(mine):
+            check_same_samples(self.me, self.feed.take_facts(), "run.evaluate")
             left_out = self.feed.left_out or (0,) * len(micros)
             ready = on_device(self.feed, share, micros, self.me.device)
             for batch, (low, high), missing in zip(ready, share.micro, left_out, strict=True):

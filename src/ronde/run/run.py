@@ -159,6 +159,7 @@ class Run:
             plan.seed,
             on_cpu=self._reads_are_free,
             say=self._weak_reporter(),
+            compares=me.size > 1 and self._taken.fingerprint is None and not hooks.observed(),
         )
         self._scaler = torch.amp.GradScaler(device, enabled=True) if precision == "fp16" else None
         self._scale: Callable[[torch.Tensor], torch.Tensor] | None = (
@@ -1156,6 +1157,7 @@ class Run:
                     )
                 if hooks.observer.is_over():
                     return
+                checks.check_same_samples(self._me, self._feed.take_facts(), "run.batches")
                 self._group.save_if_due(self)
                 ready = self._hand_out(share, micros)
                 if hooks.observer.splits_steps(self):
