@@ -49,7 +49,10 @@ FACTS = Facts(1, 2, "processes", 8, devices_per_node=8)
 def test_a_sampler_that_takes_a_third_of_each_epoch_is_the_verdict(at_once):
     order = {"seconds": 3.0, "share": 0.33, "at_once": at_once}
     values, text = shown(judged(order=order), FACTS)
-    assert values["cause"] == {"stage": "sampler", "points": 33.0} and not values["healthy"]
+    assert (
+        values["cause"] == {"stage": "sampler", "points": 33.0, "of": "epoch"}
+        and not values["healthy"]
+    )
     (cure,) = values["prescriptions"]
     assert cure["id"] == "sampler" and cure["gain_here_points"] == pytest.approx(33)
     assert ("at once" in cure["text"]) != at_once
@@ -167,6 +170,55 @@ def test_a_limit_of_each_worker_is_not_one_that_all_share():
     assert gaps["unknown"]["gap"] < 0.05 and gaps["unknown"]["high"] > 0.75
     assert gaps["unknown"]["shared_gap"] == pytest.approx(gaps["shared"]["gap"])
     assert walls["unknown"][0]["limit"] == "unknown"
+
+
+def lock(scope="unknown", **more):
+    """Recorded: samples take 6 ms under a lock of all loaders, a step of 16 takes 20 ms."""
+    stages = (TimedStage("python", wall_seconds=0.0123, cpu_seconds=0.0003, removable=False),)
+    arms = {"synthetic": 821.0, "replayed": 811.0}
+    values = judged(stages, 159.0, arms, waits=((0.081,),) * 3)
+    values["loading_samples_per_second"] = 156.0
+    sweep = {"loading_sweep": ((2, 156.0), (4, 152.0)), "scope": scope}
+    return values, replace(FACTS, cores=2, **{**sweep, **more})
+
+
+@pytest.mark.parametrize("scope", ["unknown", "own", "shared"])
+def test_more_loaders_are_not_prescribed_where_they_brought_nothing(scope):
+    values, facts = lock(scope)
+    (more,) = [r for r in remedies(values, facts) if r.id == "loaders"]
+    assert more.settings.workers == 8
+    values, text = shown(values, facts)
+    assert "loaders" not in [p["id"] for p in values["prescriptions"]], text
+    assert values["walls"] and values["scale"][-1]["gap"] > 0.8
+    assert "python wall" in text
+
+
+def test_a_prescription_promises_no_more_than_its_own_trial_gave():
+    values, facts = lock(loading_sweep=())  # without a sweep, the model would promise everything
+    (more,) = [r for r in remedies(values, facts) if r.id == "loaders"]
+    (free,) = prescriptions(values, facts, [more], 8)
+    assert free["gap_here"] < 0.3
+    for rate in (159.0, 300.0, 500.0):
+        tried = prescriptions(values, facts, [replace(more, rate=rate, tried=True)], 8)
+        if rate == 159.0:
+            assert not tried
+        else:
+            gap = pytest.approx(1 - rate / 821, abs=0.03)
+            assert (tried[0]["gap_here"], tried[0]["gap_largest"]) == (gap, gap)
+
+
+def test_the_points_of_a_cause_are_a_part_of_what_they_are_said_to_be():
+    order = {"seconds": 3.0, "share": 0.33, "at_once": True}
+    alone = tuple((900.0, 900.0) for _ in range(3))
+    for of, values in (
+        ("gap", judged(real=400)),
+        ("gap", judged(real=400, others={"without:read": 1100.0})),
+        ("epoch", judged(order=order)),
+        ("ideal", judged(real=930, workers=2, alone=alone)),
+    ):
+        cause = values["cause"]
+        assert cause["of"] == of
+        assert of != "gap" or cause["points"] <= 100 * values["gap"]
 
 
 def test_threads_of_a_library_meet_the_cores_and_not_a_storage():

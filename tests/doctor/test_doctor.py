@@ -355,7 +355,12 @@ def test_what_is_left_when_samples_are_only_replayed_is_the_way_between_processe
 def test_a_rank_whose_step_is_slower_is_a_straggler():
     alone = ((500.0, 330.0), (498.0, 331.0), (501.0, 329.0))
     found = judge(seen(rounds(synthetic=650, real=645), STAGES, workers=2, alone=alone)).values
-    assert found["cause"] == {"stage": "straggler", "points": pytest.approx(34, abs=1), "rank": 1}
+    assert found["cause"] == {
+        "stage": "straggler",
+        "points": pytest.approx(34, abs=1),
+        "rank": 1,
+        "of": "ideal",
+    }
     assert found["straggler"]["slower"] == pytest.approx(1.51, abs=0.02)
     assert found["exchange_points"] < 3
 
@@ -391,6 +396,7 @@ def test_what_is_lost_between_workers_counts_as_much_less_as_they_wait_for_their
     assert found["cause"] == {
         "stage": "decode",
         "points": pytest.approx(rows["decode"]["lost_points"]),
+        "of": "gap",
     }
     assert rows["decode"]["lost_points"] == pytest.approx(52, abs=4) and rows["augment"][
         "lost_points"
@@ -444,7 +450,7 @@ def outlook_of(
     real=500,
     loading=500.0,
     sweep=(),
-    **stages,
+    tried=(),
 ):
     values = judge(
         seen(
@@ -459,15 +465,16 @@ def outlook_of(
     facts = Facts(
         1, 0 if executor == "none" else 2, executor, 8, devices_per_node=8, loading_sweep=sweep
     )
-    return outlook(values, facts, 32)
+    return outlook(values, facts, 32, tried=tried)
 
 
 def test_loaders_that_wait_are_named_by_what_takes_their_time_not_by_what_computes_most():
-    rows, walls = outlook_of()
-    assert (
-        walls == [{"stage": "augment", "devices": 1, "limit": "loaders"}]
-        and rows[3]["wall"] == "augment"
-    )
+    for rate, is_wall in ((None, False), (900.0, False), (520.0, True)):
+        more = Remedy("loaders", "", None, "same bits", rate=rate, loaders=2, tried=bool(rate))
+        rows, walls = outlook_of(tried=[more])
+        # a wall is what more loaders do not move
+        assert walls == [{"stage": "augment", "devices": 1, "limit": "loaders"}] * is_wall
+        assert rows[3]["wall"] == ("augment" if is_wall else None)
 
 
 def test_what_more_loaders_do_not_bring_is_named_after_the_stage_that_waits():
@@ -963,11 +970,10 @@ def test_a_transform_read_in_the_training_process_is_found_by_itself(job):
 
 
 @pytest.mark.parametrize("fault", some(["augment", "collate"], 2))
-def test_the_wall_is_named_after_the_stage_that_waits_and_more_devices_lose_no_less(job, fault):
+def test_loaders_that_would_help_are_no_wall_and_more_devices_lose_no_less(job, fault):
     values, done = examine(job, fault, "0", seconds="4")
-    assert values["walls"] == [{"stage": fault, "devices": 1, "limit": "loaders"}], done.stdout
-    assert f"<- {fault} wall here already" in done.stdout and "read wall" not in done.stdout
-    assert values["scale"][0]["wall"] == fault and "loading more" not in values["arms"]
+    assert values["cause"]["stage"] == fault and values["walls"] == [], done.stdout
+    assert " wall" not in done.stdout and "loading more" not in values["arms"]
     gaps = [row["gap"] for row in values["scale"]]
     # the first was measured, the others follow from its parts
     assert all(b > a - 0.03 for a, b in itertools.pairwise(gaps)), gaps

@@ -14,7 +14,7 @@ import torch
 from processes import ronde_run
 from ronde.doctor.loop_trial import judge_script_loop
 from ronde.run import script_time
-from ronde.run.script_time import ScriptTime, timing_event
+from ronde.run.script_time import ScriptTime, mean_over_periods, timing_event
 
 SCRIPT = """
 import json, os, sys, torch, ronde
@@ -82,7 +82,7 @@ for epoch in run.epochs(2):
             run.step(batch)
             break
 if run.is_main:
-    print(json.dumps(run.port.script_seconds))
+    print(json.dumps(run.port.script_time.cost()))
 """
 
 
@@ -129,9 +129,60 @@ def test_the_doctor_lets_the_script_take_steps(tmp_path):
     assert (loop["before_seconds"], loop["after_seconds"]) == pytest.approx((0.01, 0.03))
     # 40 ms beside a step of 0.5 s
     assert loop["points"] == pytest.approx(100 * 0.04 / 0.54)
-    assert answer["cause"] == {"stage": "script", "points": pytest.approx(loop["points"])}
+    assert answer["cause"] == {
+        "stage": "script",
+        "points": pytest.approx(loop["points"]),
+        "of": "loop",
+    }
     assert not answer["healthy"] and answer["prescriptions"][0]["id"] == "script-loop"
     assert answer["notes"] == []
+
+
+def looped(monkeypatch, steps, every, first, own=False):
+    """What a loop costs that works 0.6 s in each ``every``-th step, 0.001 s in the others."""
+    now = [0.0]
+    monkeypatch.setattr(script_time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(script_time, "_compiles", lambda: False)
+    clock, model = ScriptTime(), torch.nn.Linear(1, 1)
+    clock.sampled = 1
+    for step in range(steps):
+        clock.handed()
+        rare = 0.6 if step % every == first else 0.001
+        if own:  # it works between the batch and its own forward pass
+            now[0] += rare
+            model(torch.ones(1))
+            now[0] += 1.0
+            clock.enter(own=True)
+        else:
+            clock.enter()
+        now[0] += 0.02
+        clock.leave()
+        now[0] += 0.0 if own else rare
+        clock.enter()
+    return clock
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("first", [0, 19, 7])
+def test_work_in_every_twentieth_step_is_counted_whole(monkeypatch, first, own):
+    clock = looped(monkeypatch, 60, 20, first, own)
+    found = clock.cost()
+    whole = (0.6 + 19 * 0.001) / 20
+    assert found["before_seconds"] + found["after_seconds"] == pytest.approx(whole)
+    assert clock.wanted_steps() == 0
+
+
+@pytest.mark.parametrize("first", [0, 49])
+def test_a_rare_cost_is_waited_for_until_it_comes_again(monkeypatch, first):
+    wanted = looped(monkeypatch, 60, 50, first).wanted_steps()
+    assert wanted in (101, 103)
+    clock = looped(monkeypatch, wanted, 50, first)
+    assert clock.cost()["after_seconds"] == pytest.approx((0.6 + 49 * 0.001) / 50)
+
+
+def test_costs_that_come_now_and_then_are_a_plain_mean():
+    for values in ([1.0] * 9, [0.0] * 9 + [6.0], [0, 6, 0, 0, 6, 0, 6, 0, 0, 0], [0.0] * 5):
+        assert mean_over_periods(values) == sum(values) / len(values)
 
 
 def canned(executor="none", real=100.0, cause=None):

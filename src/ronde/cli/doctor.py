@@ -28,7 +28,7 @@ from ronde.cli.script import (
     write_json,
 )
 from ronde.cli.spinner import Doing
-from ronde.doctor.prescribe import is_between_workers
+from ronde.doctor.verdict import is_between_workers
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
 

@@ -683,11 +683,13 @@ class _Study:
         reason = next(iter(self._refusals(settings)), None)
         rates: list[float] = []
         if reason is None:
-            if self.clock.left() + self.grace <= 2 * self.costs.get("real", 0.0):
+            enough = self.clock.left() + self.grace > 2 * self.costs.get("real", 0.0)
+            if not enough and remedy.loaders == 1:
                 return remedy
             arm = Arm("real", settings=settings)
             try:
-                for _ in range(2):
+                # More loaders are promised most often, and a lock may make them useless.
+                for _ in range(2 if enough else 1):
                     window = self.measure(f"try:{remedy.id}", arm, None)
                     rates.append(window.samples_per_second)
             except Exception as error:
@@ -800,7 +802,7 @@ def examine(
         values["script"] = Path(sys.argv[0]).name if sys.argv else ""
         values["model"] = type(run.model).__name__
         values["threads"] = torch.get_num_threads()
-        values["scale"], values["walls"] = outlook(values, facts, largest, nodes)
+        values["scale"], values["walls"] = outlook(values, facts, largest, nodes, usable)
         values["prescriptions"] = []
         if not verdict.refused:
             values["prescriptions"] = prescriptions(values, facts, usable, to, nodes)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ronde.data import DECODERS
-from ronde.doctor.verdict import HEALTHY_POINTS
+from ronde.doctor.verdict import HEALTHY_POINTS, is_between_workers
 from ronde.loader import FeedSettings
 from ronde.predict import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, walls
 from ronde.predict.input_capacity import own_limit, predict
@@ -213,15 +213,6 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
         return sampler
     kinds = (_of_threads, _of_loaders, _of_device, _of_decoding, _of_storage, _of_repetition)
     return sampler + [remedy for kind in kinds for remedy in kind(case)]
-
-
-def is_between_workers(cause: Mapping[str, Any] | None) -> bool:
-    """Whether the loss is in the steps, between workers, so that no input cures it."""
-    return (
-        cause is not None
-        and cause["stage"] in ("exchange", "straggler")
-        and cause.get("within") in (None, "step")
-    )
 
 
 def _of_sampler(case: _Case) -> Iterator[Remedy]:
@@ -532,37 +523,60 @@ def _sizes(here: int, to: int) -> list[int]:
 
 
 def outlook(
-    values: Mapping[str, Any], facts: Facts, to: int, nodes: int | None = None
+    values: Mapping[str, Any],
+    facts: Facts,
+    to: int,
+    nodes: int | None = None,
+    tried: Sequence[Remedy] = (),
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The gap at more devices, and the limits on the way.
 
     Args:
         to: the most devices.
         nodes: that the largest size fills; None as many as it takes.
+        tried: remedies, with their measured rates.
 
     Returns:
         tuple: rows ``{devices, nodes, gap, low, high, wall, shared_gap}``, and ``{stage, devices,
             limit}``. ``shared_gap`` and the limit ``unknown`` are of a limit that workers may
-            share, or not, which one worker cannot tell.
+            share, or not, which one worker cannot tell. Loaders are a wall only where more of them
+            were seen to bring no more.
     """
     c = _on_nodes(capacities_of(values, facts), to, nodes)
     worst = c
     if facts.scope == "unknown":  # then it may be each worker's own, or all may share it
         worst = _on_nodes(capacities_of(values, facts, "shared"), to, nodes)
-    rows = []
+    rows, unmoved = [], _are_unmoved(values, facts, tried)
     for n in _sizes(facts.workers, to):
         p, shared = predict(c, n), predict(worst, n)
         row: dict[str, Any] = {"devices": n, "nodes": p.nodes, "gap": p.gap, "low": p.low}
-        row |= {"high": max(p.high, shared.high), "wall": p.wall}
+        is_wall = p.limit != "loaders" or unmoved
+        row |= {"high": max(p.high, shared.high), "wall": p.wall if is_wall else None}
         rows.append({**row, "shared_gap": shared.gap if shared.gap > p.gap + _APART else None})
     # The first size is this one, which was measured.
     rows[0].update(gap=values["gap"], low=values["gap_low"], high=values["gap_high"])
     rows[0]["shared_gap"] = None
-    met = walls(c, max(to, facts.workers))
+    met = [w for w in walls(c, max(to, facts.workers)) if w.limit != "loaders" or unmoved]
     more = [w._replace(limit="unknown") for w in walls(worst, max(to, facts.workers))]
     more = [w for w in more if worst is not c and w.devices > facts.workers and w not in met]
     found = sorted([*met, *more], key=lambda w: w.devices)
     return rows, [{"stage": w.stage, "devices": w.devices, "limit": w.limit} for w in found]
+
+
+def _are_unmoved(values: Mapping[str, Any], facts: Facts, tried: Sequence[Remedy]) -> bool:
+    """Whether more loaders were seen to bring no more samples."""
+    sweep, real = facts.loading_sweep, float(values["samples_per_second"]["real"])
+    rates = [r.rate for r in tried if r.tried and r.loaders > 1 and r.rate is not None]
+    return (len(sweep) > 1 and plateau(sweep)[1]) or any(rate < 1.1 * real for rate in rates)
+
+
+def _seen_to_give(facts: Facts, loaders: float) -> float:
+    """The most samples per second that the sweep leaves to so many loaders of all workers."""
+    sweep = sorted(facts.loading_sweep)
+    if len(sweep) < 2 or (loaders > sweep[-1][0] and not plateau(sweep)[1]):
+        return math.inf
+    enough = next((i for i, (n, _) in enumerate(sweep) if n >= loaders), len(sweep) - 1)
+    return max(rate for _, rate in sweep[: enough + 1])
 
 
 def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capacities:
@@ -620,6 +634,9 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
     else:
         rate = real * (before / after if after > 0 else math.inf) * remedy.loaders
         rate = real if before == after and remedy.loaders == 1 else min(rate, synthetic)
+        if remedy.loaders > 1:
+            asked = facts.workers * facts.loaders * remedy.loaders
+            rate = min(rate, _seen_to_give(facts, asked))
     if "transport" in remedy.faster:
         way = sum(float(r["lost_points"]) for r in rows if r["name"] == "transport")
         rate = max(rate, _gained(values, way))
@@ -678,10 +695,16 @@ def prescriptions(
             measured = _from_trial(values, facts, min(rate, synthetic))
             altered = _on_nodes(capacities_of(measured, facts), largest, nodes)
         else:
-            altered = _altered(c, values, remedy)
+            starves = facts.loaders > 0 and remedy.loaders > 1 and rate < _FED * synthetic
+            times = rate / float(values["samples_per_second"]["real"])
+            # no more than they bring here
+            loaders = min(remedy.loaders, max(1.0, times)) if starves else remedy.loaders
+            altered = _altered(c, values, replace(remedy, loaders=loaders))
         p = predict(altered, largest)
         gap_largest = max(0.0, 1.0 - (1.0 - p.gap) * remedy.echo) if remedy.echo > 1 else p.gap
         gap_largest = min(gap_largest, before) if largest > facts.workers else gap_here
+        if remedy.tried:
+            gap_largest = max(gap_largest, gap_here)  # more devices are fed no better
         gain = 100 * (here - gap_here)
         gain_largest = 100 * (before - gap_largest)
         if remedy.tried and here > HEALTHY_POINTS / 100 and gain < _WORTH:

@@ -584,7 +584,7 @@ def judge(seen: Measurements) -> Diagnosis:
     cause = _or_unexplained(cause, rows, 100 * gap, neighbour)
     claimed = max(gap if not healthy_input else 0.0, (cause["points"] / 100 if cause else 0.0))
     refused = _refused(seen, j, claimed) or _undecided(j, gap, healthy_input)
-    cause = _or_sampler(seen, cause)
+    cause = _of(_or_sampler(seen, cause), gap)
     healthy = healthy_input and cause is None and refused is None
     rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else 2.5)
     # The gap is the median over rounds, each with both rates. The real rate follows from it: on a
@@ -646,6 +646,28 @@ def _between_workers(
     if exchange >= _EXCHANGE_POINTS:
         return {"stage": "exchange", "points": exchange}
     return cause
+
+
+def _of(cause: dict[str, Any] | None, gap: float) -> dict[str, Any] | None:
+    """The cause with what its points are a part of: ``gap`` (never more than it), ``epoch``, or the
+    ``ideal`` rate of workers that need not wait for each other.
+    """
+    if cause is None:
+        return None
+    if cause["stage"] == "sampler":
+        return {**cause, "of": "epoch"}
+    if is_between_workers(cause):
+        return {**cause, "of": "ideal"}
+    return {**cause, "points": min(cause["points"], 100 * gap), "of": "gap"}
+
+
+def is_between_workers(cause: Mapping[str, Any] | None) -> bool:
+    """Whether the loss is in the steps, between workers, so that no input cures it."""
+    return (
+        cause is not None
+        and cause["stage"] in ("exchange", "straggler")
+        and cause.get("within") in (None, "step")
+    )
 
 
 def _or_sampler(seen: Measurements, cause: dict[str, Any] | None) -> dict[str, Any] | None:

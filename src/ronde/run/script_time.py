@@ -8,9 +8,11 @@ more is counted than the device is idle.
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -31,6 +33,7 @@ _SAMPLED = (
     37  # one step of so many has hooks, and the 4th, 8th and 16th: scripts log every 10 or 32
 )
 _FEWEST = 5  # steps that say something
+_KEPT = 1024  # steps that are kept one by one, for costs that come in every k-th step only
 
 
 class _Forwards:
@@ -93,10 +96,12 @@ class ScriptTime:
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
         self.event = event
         self.measurable = True  # False where the device has no timing events
+        self.sampled = _SAMPLED  # one step of so many has hooks
         self._steps = 0
         self._handed = 0
         self._period = 0.0
         self._spent = [0.0, 0.0]  # before the step, after it
+        self._each: tuple[list[float], list[float]] = ([], [])  # of the first steps
         self._pending = [0.0, 0.0]
         self._excluded = 0.0
         self._begun: float | None = None  # when the current batch was given
@@ -110,6 +115,7 @@ class ScriptTime:
         self._rests: tuple[list[float], list[float]] = ([], [])
         self._idle: list[float] = []
         self._events: list[Any] = []
+        self._late: list[tuple[Any, Any, float]] = []
         self._asked = self._wait = 0.0
 
     # -- called in each step -----------------------------------------------------------
@@ -123,7 +129,7 @@ class ScriptTime:
             self._begun = now
         self._stepped = 0
         self._handed = count = self._handed + 1
-        self._samples = (count % _SAMPLED == 0 or count in (4, 8, 16)) and not _compiles()
+        self._samples = (count % self.sampled == 0 or count in (4, 8, 16)) and not _compiles()
         if self._samples:
             for seconds in self._rests:
                 seconds.append(0.0)
@@ -172,6 +178,9 @@ class ScriptTime:
         if self._handed > _SKIPPED and self._begun is not None:
             self._spent[0] += before
             self._spent[1] += after
+            if len(self._each[0]) < _KEPT:
+                self._each[0].append(before)
+                self._each[1].append(after)
             self._period += now - self._begun - self._excluded
             self._steps += 1
         self._pending[0] = self._pending[1] = self._excluded = 0.0
@@ -212,15 +221,28 @@ class ScriptTime:
 
     def _read_idle(self) -> None:
         """Device seconds from the end of a sampled step to the next, without the wait for input.
-        They are read one sampled step later, when nothing waits for them.
+        They are read in later sampled steps, when nothing waits for them.
         """
         events, self._events = self._events, []
-        if len(events) < 2:
-            return
-        last = events[1 if self._own or len(events) < 3 else 2]
-        if last.query():
-            idle = events[0].elapsed_time(last) / 1e3 - self._wait
-            self._idle.append(max(0.0, idle))
+        if len(events) >= 2:
+            last = events[1 if self._own or len(events) < 3 else 2]
+            self._late.append((events[0], last, self._wait))
+        while self._late and self._late[0][1].query():
+            first, last, wait = self._late.pop(0)
+            self._idle.append(max(0.0, first.elapsed_time(last) / 1e3 - wait))
+
+    def _per_step(self, stepped: int) -> float:
+        each = self._each[stepped]
+        whole = self._steps > len(each)
+        return self._spent[stepped] / self._steps if whole else mean_over_periods(each)
+
+    def wanted_steps(self) -> int:
+        """Steps in all that show how often a rare cost comes that was seen once; 0 if none was."""
+        for each in self._each:
+            found = peaks(each) if len(each) >= _FEWEST else []
+            if len(found) == 1:  # in step k, and again in 2k, if not in 2k - 1
+                return 2 * (found[0] + _SKIPPED + 1) + 1
+        return 0
 
     def cost(self) -> dict[str, Any] | None:
         """Seconds of a step, on average: ``before_seconds`` from a batch to its step,
@@ -235,11 +257,11 @@ class ScriptTime:
             return None
         # The difference of two long times would be mostly noise: sampled rests count as they are.
         before, after = (
-            _mean(rests) if trains else spent / self._steps
-            for spent, trains, rests in zip(self._spent, self._trains, self._rests, strict=True)
+            mean_over_periods(rests) if trains else self._per_step(i)
+            for i, (trains, rests) in enumerate(zip(self._trains, self._rests, strict=True))
         )
         if self.event is not None and before + after > 0:
-            share = min(1.0, _mean(self._idle) / (before + after))
+            share = min(1.0, mean_over_periods(self._idle) / (before + after))
             before, after = before * share, after * share
         return {
             "steps": self._steps,
@@ -249,8 +271,28 @@ class ScriptTime:
         }
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def peaks(values: Sequence[float]) -> list[int]:
+    """Where a cost comes that most steps do not have; empty if it is little of the whole."""
+    usual, most = statistics.median(values), max(values)
+    found = [i for i, v in enumerate(values) if v - usual > (most - usual) / 2]
+    rare = sum(values[i] - usual for i in found)
+    few = len(found) <= len(values) / 3
+    return found if few and rare > 0.1 * sum(values) else []
+
+
+def mean_over_periods(values: Sequence[float]) -> float:
+    """The mean of a cost per step, over whole periods if it comes in every k-th step only.
+
+    Example:
+        >>> mean_over_periods([0.0, 0.0, 6.0] * 2 + [0.0])
+        2.0
+    """
+    found = peaks(values)
+    apart = {b - a for a, b in itertools.pairwise(found)}
+    # one distance, and no room for another before the first or after the last
+    if len(apart) != 1 or max(found[0], len(values) - 1 - found[-1]) >= max(apart):
+        return statistics.fmean(values)
+    return statistics.fmean(values[found[0] + 1 : found[-1] + 1])
 
 
 def _compiles() -> bool:

@@ -180,9 +180,9 @@ class StepPort:
         return self._run._loss
 
     @property
-    def script_seconds(self) -> dict[str, Any] | None:
-        """What the script's own loop takes of each step here, see :meth:`ScriptTime.cost`."""
-        return self._run._script_time.cost()
+    def script_time(self) -> ScriptTime:
+        """The clock of the script's own loop."""
+        return self._run._script_time
 
     @property
     def backwards(self) -> int:
