@@ -1,11 +1,14 @@
 """Does `ronde run` name the rank that hangs, and the line, and leave slow runs alone?
 
-Each case is one small training on three workers. Twelve hang on purpose: the verdict must name the
-rank and the line that is marked in the script. Six are slow and alive: none may be ended.
+Each case is one small training on three workers, with the default options. Those that hang on
+purpose must be named with the rank and the line that is marked in the script, within 15 s. The
+others are slow and alive: none may be ended. Links are slowed with tc, in a network namespace: that
+needs root.
 
     python benchmarks/hang_truth.py                 # all, some minutes
     python benchmarks/hang_truth.py --only lock     # those whose name holds this
-    python benchmarks/hang_truth.py --seconds 10    # with the default time limit
+    python benchmarks/hang_truth.py --seconds 4     # --hang-timeout 4: those that hang are ended
+    python benchmarks/hang_truth.py --restarts      # with --restarts 1, which waits for 60 s only
 """
 
 from __future__ import annotations
@@ -14,6 +17,9 @@ import argparse
 import concurrent.futures
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -24,7 +30,12 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-_LIMIT = 180.0
+_LIMIT = 400.0
+_NAMED_SECONDS = 15.0
+_SLOW_LINK = (
+    "ip link set lo up && tc qdisc add dev lo root tbf rate {rate} burst 128kb latency 400ms && "
+    'exec "$@"'
+)
 
 _SCRIPT = """
 import fcntl, os, queue, signal, subprocess, sys, threading, time, torch
@@ -37,8 +48,8 @@ torch.manual_seed(0)
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.body = torch.nn.Linear(3, 8)
-        self.head = torch.nn.Linear(8, 1)
+        self.body = torch.nn.Linear(3, width)
+        self.head = torch.nn.Linear(width, 1)
     def forward(self, x):
         forward(self)
         return self.head(self.body(x).relu())
@@ -58,8 +69,11 @@ class Kept:
         pass
 
 def nothing(*_): pass
+def hangs():
+    with open(os.environ["HUNG"], "w") as file:
+        file.write(str(time.time()))
 forward = read = keep = after = measure = caught = done = nothing
-metrics, save_at, workers, failing = {}, 0, 0, None
+metrics, save_at, workers, failing, width = {}, 0, 0, None, 8
 lock = threading.Lock()
 mine = lambda: RANK == 1 and run.state.step == 6
 {setup}
@@ -98,11 +112,13 @@ class Case:
         name: what is wrong.
         setup: code that plants it. The line of a hang ends with ``# HERE``.
         rank: the rank that hangs; None: nobody does.
+        rate: of the link between the workers; empty for loopback's.
     """
 
     name: str
     setup: str
     rank: int | None = 1
+    rate: str = ""
 
 
 HANGS = (
@@ -282,43 +298,170 @@ SLOW = (
         """,
         None,
     ),
+    Case(
+        "a wait in each step",
+        """
+        def after():
+            if RANK == 1 and run.state.step <= 4:
+                time.sleep(1.2 * T)
+        """,
+        None,
+    ),
+    Case(
+        "a wait now and then",
+        """
+        def after():
+            if RANK == 1 and run.state.step % 8 == 0:
+                time.sleep(1.2 * T)
+        """,
+        None,
+    ),
+    Case(
+        "an upload by one rank",
+        """
+        import socket
+        SINK = (
+            "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1],"
+            " flush=True); c, _ = s.accept()\\nwhile c.recv(65536): pass"
+        )
+        def after():
+            if RANK == 0 and run.state.step == 6:
+                sink = subprocess.Popen([sys.executable, "-c", SINK], stdout=subprocess.PIPE)
+                link = socket.create_connection(("127.0.0.1", int(sink.stdout.readline())))
+                limit = time.monotonic() + 2.5 * T
+                while time.monotonic() < limit:
+                    link.sendall(bytes(20_000))
+                    time.sleep(0.1)
+                link.close()
+        """,
+        None,
+    ),
+    Case(
+        "a subprocess that sleeps",
+        """
+        def after():
+            if RANK == 0 and run.state.step == 6:
+                subprocess.run(["sleep", str(2.5 * T)])
+        """,
+        None,
+    ),
+    Case(
+        "a subprocess that computes",
+        """
+        BUSY = "import sys, time\\nwhile time.time() < float(sys.argv[1]): pass"
+        def after():
+            if RANK == 0 and run.state.step == 6:
+                subprocess.run([sys.executable, "-c", BUSY, str(time.time() + 2.5 * T)])
+        """,
+        None,
+    ),
+    Case(
+        "a rank that prints",
+        """
+        def after():
+            limit = time.monotonic() + 2.5 * T
+            while RANK == 0 and run.state.step == 6 and time.monotonic() < limit:
+                print("still here", flush=True)
+                time.sleep(1)
+        """,
+        None,
+    ),
+    Case(
+        "a long pause in an evaluation",
+        """
+        paused = []
+        def judge(output, target):
+            if RANK == 1 and not paused:
+                paused.append(time.sleep(4 * T))
+            return (output - target).abs().mean()
+        metrics = {"judge": judge}
+        """,
+        None,
+    ),
+    Case(
+        "a link of 1 Mbit/s",  # 12 s for each exchange, from the start on
+        """
+        width = 20_000
+        def after():
+            return "leave" if run.state.step == 4 else None
+        """,
+        None,
+        "1mbit",
+    ),
+    Case(
+        "25 million parameters at 150 Mbit/s",
+        """
+        width = 5_000_000
+        def after():
+            return "leave" if run.state.step == 3 else None
+        """,
+        None,
+        "150mbit",
+    ),
 )
 
 
-def measure(case: Case, seconds: float) -> dict[str, Any]:
+def measure(case: Case, seconds: float | None, restarts: bool = False) -> dict[str, Any]:
     """Run one case and compare."""
     text = _SCRIPT.replace("{setup}", textwrap.dedent(case.setup).strip())
+    text = re.sub(r"^( +)(.*# HERE)$", r"\1hangs()\n\1\2", text, flags=re.MULTILINE)
     lines = text.splitlines()
     line = next((n for n, each in enumerate(lines, 1) if each.endswith("# HERE")), 0)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "train.py").write_text(text)
         os.mkfifo(Path(folder) / "fifo")
         command = [sys.executable, "-m", "ronde", "run", "-q", "-n", "3", "--name", "case"]
-        command += ["--hang-timeout", str(seconds), "train.py"]
+        command += ["--hang-timeout", str(seconds)] if seconds else []
+        command += ["--restarts", "1"] if restarts else []
+        command += ["train.py"]
+        if case.rate:
+            shaped = _SLOW_LINK.format(rate=case.rate)
+            command = ["unshare", "-n", "sh", "-c", shaped, "-", *command]
         environment = {
             **os.environ,
-            "SECONDS": str(seconds),
+            "SECONDS": str(seconds or 10.0),
             "FIFO": f"{folder}/fifo",
             "LOCK": f"{folder}/lock",
+            "HUNG": f"{folder}/hung",
             "RONDE_DEVICE": "cpu",
         }
-        start = time.monotonic()
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=_LIMIT
-            )
-            status, said = done.returncode, done.stderr
-        except subprocess.TimeoutExpired:
-            status, said = -1, "it hung on"
-        took = time.monotonic() - start
         record = Path(folder) / "runs" / "case" / "record.jsonl"
-        events = [json.loads(x) for x in record.open()] if record.exists() else []
-    found = [e for e in events if e["type"] == "hang" and not e["slow"]]
-    named = found[0] if found else {"rank": None, "place": "", "sentence": said.strip()[-300:]}
+
+        def found() -> list[dict[str, Any]]:
+            events = [json.loads(x) for x in record.open()] if record.exists() else []
+            return [e for e in events if e["type"] == "hang"]
+
+        start = time.monotonic()
+        output = (Path(folder) / "output").open("w+")
+        with (
+            output,
+            subprocess.Popen(
+                command, cwd=folder, env=environment, stdout=output, stderr=output
+            ) as process,
+        ):
+            while process.poll() is None and time.monotonic() < start + _LIMIT:
+                time.sleep(0.2)
+                if case.rank is not None and not seconds and found():
+                    process.send_signal(signal.SIGINT)
+                    process.wait()
+            status = process.poll()
+            if status is None:
+                process.kill()
+            output.seek(0)
+            said = output.read()
+        took = time.monotonic() - start
+        hangs = found()
+        hung = Path(folder) / "hung"
+        begun = float(hung.read_text()) if hung.exists() else None
+    ended = [e for e in hangs if not e["slow"]]
+    hangs = ended if seconds else hangs
+    named = hangs[0] if hangs else {"rank": None, "place": "", "sentence": said.strip()[-300:]}
+    after = named["time"] - begun if begun and hangs else None
     if case.rank is None:
-        right = status == 0 and not found
+        right = status == 0 and not ended and "restart 1" not in said
     else:
-        right = bool(found) and named["rank"] == case.rank and named["place"] == f"train.py:{line}"
+        right = bool(hangs) and named["rank"] == case.rank and named["place"] == f"train.py:{line}"
+        right = right and (bool(seconds) or (after is not None and after <= _NAMED_SECONDS))
     return {
         "case": case.name,
         "hangs": case.rank is not None,
@@ -326,8 +469,9 @@ def measure(case: Case, seconds: float) -> dict[str, Any]:
         "rank": [named["rank"], case.rank],
         "place": [named["place"], f"train.py:{line}" if line else ""],
         "seconds": round(took, 1),
-        "sentence": named["sentence"] if found or status else "",
-        "slow": [e["sentence"] for e in events if e["type"] == "hang" and e["slow"]],
+        "named_after_seconds": None if after is None else round(after, 1),
+        "sentence": named["sentence"] if (case.rank is not None and hangs) or status else "",
+        "slow": [e["sentence"] for e in hangs if e["slow"]] if case.rank is None else [],
     }
 
 
@@ -335,17 +479,21 @@ def main() -> None:
     """Measure all cases, print a table, write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="")
-    parser.add_argument("--seconds", type=float, default=4.0, help="--hang-timeout")
+    parser.add_argument("--seconds", type=float, help="--hang-timeout; default: the default")
+    parser.add_argument("--restarts", action="store_true", help="with --restarts 1")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at the same time")
     parser.add_argument("--out", type=Path, default=_HERE / "results" / "hang_truth.json")
     given = parser.parse_args()
-    cases = [c for c in (*HANGS, *SLOW) if given.only in c.name]
+    slows_links = os.geteuid() == 0 and shutil.which("tc") and shutil.which("unshare")
+    cases = [c for c in (*HANGS, *SLOW) if given.only in c.name and (slows_links or not c.rate)]
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        rows = list(pool.map(lambda c: measure(c, given.seconds), cases))
+        rows = list(pool.map(lambda c: measure(c, given.seconds, given.restarts), cases))
     for row in rows:
         kind = "hangs" if row["hangs"] else "slow"
         print(f"{'right' if row['right'] else 'WRONG'}  {kind:5}  {row['case']}", flush=True)
-        print(f"       {row['seconds']:5.1f} s  {row['sentence'] or '-'}")
+        after = row["named_after_seconds"]
+        named = f", named after {after} s" if after else ""
+        print(f"       {row['seconds']:5.1f} s{named}  {row['sentence'] or '-'}")
         for sentence in row["slow"]:
             print(f"       slow: {sentence}")
     for kind, wanted in (("hangs", True), ("slow", False)):

@@ -18,7 +18,12 @@ SLEEPS = StackPlace("/a/train.py", 14, "time.sleep(9)", "if rank == 1", "", "", 
 
 def view(rank: int, place: StackPlace = WAITS, **values) -> RankView:
     known = {"phase": "training", "doing": "run.step(batch)", "begun": 20, "step": 7, "steps": 7}
-    return RankView(rank, **{**known, "idle_seconds": 11.0, "place": place, **values})
+    values = {**known, "idle_seconds": 11.0, "place": place, **values}
+    return RankView(rank, **{"quiet_seconds": values["idle_seconds"], **values})
+
+
+def idle(view: RankView, seconds: float) -> RankView:
+    return dataclasses.replace(view, idle_seconds=seconds, quiet_seconds=seconds)
 
 
 LATE = view(1, SLEEPS, doing="", begun=18)
@@ -50,10 +55,13 @@ def test_the_rank_that_does_not_wait_is_named():
     ],
 )
 def test_grace(late):
+    late = {"idle_seconds": 11.0, **late}
     views = [view(0, idle_seconds=700.0), dataclasses.replace(LATE, **late)]
-    assert judge_hang(views, LIMITS) is None
+    views[1] = idle(views[1], late["idle_seconds"])
+    verdict = judge_hang(views, LIMITS)
+    assert verdict is None or (verdict.slow and verdict.rank == 1)
     if "place" not in late or late["place"] is not None:
-        views[1] = dataclasses.replace(views[1], idle_seconds=601.0)
+        views[1] = idle(views[1], 601.0)
         verdict = judge_hang(views, LIMITS)
         assert verdict is not None and not verdict.slow and verdict.rank == 1
 
@@ -62,6 +70,7 @@ def test_a_rank_that_works_is_slow_and_at_last_hung():
     works = dataclasses.replace(
         LATE, working="it uses CPU", reasons=("it is swapping: 900 pages/s",), longest_seconds=0.5
     )
+    works = dataclasses.replace(works, quiet_seconds=1.0)
     verdict = judge_hang([view(0), works], LIMITS)
     assert verdict is not None and verdict.slow
     assert verdict.sentence == (
@@ -69,8 +78,77 @@ def test_a_rank_that_works_is_slow_and_at_last_hung():
         "(`time.sleep(9)`), inside `if rank == 1`, it is swapping: 900 pages/s; rank 0 is waiting "
         "for it."
     )
-    verdict = judge_hang([view(0), dataclasses.replace(works, idle_seconds=61.0)], LIMITS)
+    verdict = judge_hang([view(0), dataclasses.replace(works, idle_seconds=3601.0)], LIMITS)
     assert verdict is not None and not verdict.slow
+
+
+LATER = Limits(600.0)
+
+
+def test_said_early_and_ended_late():
+    verdict = judge_hang([view(0), LATE, view(2)], LATER)
+    assert verdict is not None and verdict.slow and verdict.rank == 1
+    assert verdict.sentence.endswith(
+        "ranks 0, 2 are waiting for it. Without a sign of life, the run ends after 600 s "
+        "(--hang-timeout)."
+    )
+    for seconds, ends in ((599.0, False), (601.0, True)):
+        verdict = judge_hang([idle(v, seconds) for v in (view(0), LATE)], LATER)
+        assert verdict is not None and verdict.slow is not ends
+    late = dataclasses.replace(idle(LATE, 601.0), quiet_seconds=3.0, working="it prints")
+    verdict = judge_hang([view(0), late], LATER)
+    assert verdict is not None and verdict.slow and "it prints" in verdict.sentence
+    # a pause that was seen before is not said again
+    assert judge_hang([view(0), dataclasses.replace(LATE, longest_seconds=9.0)], LATER) is None
+
+
+GATHER = StackPlace("/a/train.py", 31, "dist.all_reduce(a)", "", "exchange", "all_reduce", "z")
+LOADS = dataclasses.replace(SLEEPS, waits="loading")
+
+
+@pytest.mark.parametrize(
+    ("change", "ends"),
+    [
+        ({"place": GATHER, "doing": ""}, True),  # in another exchange
+        ({}, False),  # in the same one
+        ({"place": GATHER, "doing": "", "in_flight": True}, False),  # a network that is away
+        ({"place": GATHER, "doing": "", "quiet_seconds": 2.0}, False),
+        ({"place": LOADS, "lost_loader": True}, True),
+        ({"place": SLEEPS, "lost_loader": True}, False),
+    ],
+)
+def test_a_certain_deadlock_is_ended_at_once(change, ends):
+    verdict = judge_hang([view(0), view(1, **change), view(2)], LATER)
+    assert verdict is not None and verdict.slow is not ends
+
+
+def test_exchanges_are_compared():
+    mine = {"group": "0", "number": 57, "name": "all_reduce", "sizes": [[4]], "done": False}
+    for change, ends in (({"number": 56}, True), ({"name": "broadcast"}, True), ({}, False)):
+        views = [view(0, exchanges=(mine,)), view(1, exchanges=({**mine, **change},))]
+        verdict = judge_hang(views, LATER)
+        assert verdict is not None and verdict.slow is not ends
+    pairs = [view(r, exchanges=({**mine, "number": r, "pair": True},)) for r in (0, 1)]
+    verdict = judge_hang(pairs, LATER)
+    assert verdict is not None and verdict.slow
+
+
+def test_a_slow_link_is_named_and_never_ends():
+    moves = {"quiet_seconds": 1.0, "working": "bytes move", "bytes_per_second": 112_000.0}
+    views = [view(r, idle_seconds=9000.0, **moves) for r in (0, 1)]
+    verdict = judge_hang(views, LATER)
+    assert verdict is not None and verdict.slow and verdict.rank is None
+    assert "the exchange moves 0.9 Mbit/s" in verdict.sentence
+    # nor is one whose ranks are at different exchanges, because one has its bytes already
+    views[0] = dataclasses.replace(views[0], place=GATHER, doing="")
+    verdict = judge_hang(views, LATER)
+    assert verdict is not None and verdict.slow and "0.9 Mbit/s" in verdict.sentence
+
+
+def test_a_rank_that_has_left_the_loop_is_named():
+    gone = dataclasses.replace(LATE, phase="ended")
+    verdict = judge_hang([view(0), gone], LATER)
+    assert verdict is not None and verdict.rank == 1 and "train.py:14" in verdict.sentence
 
 
 def test_a_stopped_rank():

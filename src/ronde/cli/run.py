@@ -87,6 +87,8 @@ Examples:
   ronde run --upload s3://bucket/runs train.py  keep the checkpoints there, too
 """
 
+_HANG_SECONDS = 600.0, 60.0  # with restarts, which lose little
+_LONGER = "if it was only slow: --hang-timeout SECONDS waits longer, 0 for ever"
 _MEASURE_SECONDS = 10.0
 _LAST_LINES = 20  # of a failed worker's output, where its log is not kept
 
@@ -151,15 +153,16 @@ def register(app: typer.Typer) -> None:
             ),
         ] = False,
         hang_timeout: Annotated[
-            float,
+            float | None,
             typer.Option(
                 "--hang-timeout",
                 metavar="SECONDS",
                 min=0.0,
-                help="End the run when a worker makes no progress for so long, and say which and "
-                "where; 0 never does.",
+                help="End the run when a worker gives no sign of life for so long; which and where "
+                "is said after 10 s. 0 does neither. Default: 600, with --restarts 60.",
+                show_default=False,
             ),
-        ] = 10.0,
+        ] = None,
         tensorboard: Annotated[
             bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
         ] = False,
@@ -366,7 +369,8 @@ def register(app: typer.Typer) -> None:
                         directory.path,
                         environment,
                         bool(restarts),
-                        hang_timeout or None,
+                        (_HANG_SECONDS[bool(restarts)] if hang_timeout is None else hang_timeout)
+                        or None,
                     ),
                     show,
                     bar.update if bar else _show_warning if quiet else _ignore,
@@ -520,6 +524,8 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
         return
     if outcome.rank is None:
         console.print(Text(outcome.error or "", style="bold red"), soft_wrap=True)
+        if outcome.hang:
+            console.print(_LONGER, highlight=False, soft_wrap=True)
         again = again and f"   go on with: {again}"
         console.print(
             f"its output: {short(directory.logs)}{again}", highlight=False, soft_wrap=True
@@ -527,6 +533,7 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
         return
     if outcome.hang:
         console.print(Text(outcome.error or "", style="bold red"), soft_wrap=True)
+        console.print(_LONGER, highlight=False, soft_wrap=True)
     elif outcome.traceback:
         told = (
             f"{outcome.before}; rank {outcome.rank} failed then:"

@@ -136,7 +136,7 @@ class Outcome:
         left: ranks that called ``os._exit(0)``, where no rank failed: ``rank 0``; else empty.
         interrupted: whether a signal to the launcher ended it.
         hang: what was found where the run hung; None where it did not.
-        slow: what was found about slow ranks.
+        slow: what was found about slow ranks, and no record has yet.
     """
 
     status: int
@@ -421,16 +421,16 @@ class _Stopped(BaseException):
         self.number = number
 
 
-def _hang_watch(job: Job, router: Router, nodes: Nodes) -> HangWatch | None:
+def _hang_watch(job: Job, router: Router, nodes: Nodes, port: int) -> HangWatch | None:
     if job.hang_timeout is None:
         return None
     limits = Limits(job.hang_timeout)
     first = job.workers * nodes.rank if nodes.first is None else nodes.first
     ranks = range(first, first + job.workers)
     folders = (Path(tempfile.gettempdir()), *([job.directory] if job.directory else []))
-    local = LocalWorkers(router.error_folder, ranks, limits, folders)
+    local = LocalWorkers(router.error_folder, ranks, limits, folders, router.printed, port)
     total = nodes.total or job.workers * nodes.count
-    watch = HangWatch(local, limits, total, router.say, router.log, router.report)
+    watch = HangWatch(local, limits, total, router.say, router.log, router.report, job.directory)
     router.hang = watch.end
     return watch
 
@@ -439,7 +439,7 @@ def _found(watch: HangWatch | None) -> dict[str, Any]:
     """What an outcome says about hangs and slow ranks."""
     if watch is None:
         return {}
-    found: dict[str, Any] = {"slow": [dataclasses.asdict(each) for each in watch.slow]}
+    found: dict[str, Any] = {"slow": [dataclasses.asdict(each) for each in watch.unwritten]}
     if (hang := watch.verdict) is not None:
         found.update(rank=hang.rank, error=hang.sentence, traceback="", before="", exited=False)
         found.update(consequence=False, hang=dataclasses.asdict(hang))
@@ -500,12 +500,12 @@ def run_workers(
         signal.signal(signal.SIGTERM, ask)
         handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
     failed = done = False
-    watch = _hang_watch(job, router, nodes)
     try:
         listener = None
         if nodes.rank == 0:
             listener = nodes.listener or listen_on(nodes.address)
         port = listener.getsockname()[1] if listener else nodes.port
+        watch = _hang_watch(job, router, nodes, port)
         environments = _environments(job, nodes, port, run_id)
         if listener is not None and "torch" in sys.modules:
             _open_store(nodes, listener)

@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -135,6 +136,7 @@ class Router:
         leave: what to do when a worker says that it was asked to leave.
         hang: what to do when the launcher says that the run hangs.
         report: called with what is known of the ranks, where the launcher of several nodes judges.
+        printed: rank -> when it printed last, of ``time.monotonic()``.
     """
 
     def __init__(self, workers: int, sink: Sink, first: int = 0) -> None:
@@ -142,6 +144,7 @@ class Router:
         self._folder = tempfile.TemporaryDirectory(prefix=temporary_prefix())
         self._sink, self._first = sink, first
         self._rest: dict[int, bytes] = {}
+        self.printed: dict[int, float] = {}
         self.leave: Callable[[], object] | None = None
         self.hang: Callable[[HangVerdict], object] | None = None
         self.report: Callable[[list[dict[str, Any]]], object] | None = None
@@ -196,6 +199,7 @@ class Router:
 
     def _out(self, rank: int, data: bytes) -> None:
         if data:
+            self.printed[self._first + rank] = time.monotonic()
             self._sink.out(self._first + rank, data)
 
     def _messages(self, rank: int, data: bytes) -> bytes:

@@ -46,6 +46,8 @@ _ANSWER_SECONDS = 25.0
 _SILENCE_SECONDS = 10.0
 _SHORT_SILENCE_SECONDS = 1.0  # where others go on without a host: to be wrong costs a restart
 _USUAL_SILENCES = 4  # but this many times the longest silence that ended: hosts and networks differ
+_HEARD_SECONDS = 1.0  # a host from which others heard something since then is not lost
+_ASK_SECONDS = 0.25
 _PING_SECONDS = 1.0
 _LOOK_SECONDS = 0.1
 _STOP_SECONDS = 2.5
@@ -94,6 +96,9 @@ class _Link:
         self.facts: Facts | None = None
         self.silent = ""
         self._silence: Silence | None = None
+        self.address = ""  # of its workers
+        self.asked, self.asked_first = 0.0, 0.0  # when others were asked whether they hear it
+        self.heard: dict[str, tuple[float, float]] = {}  # address -> when it answered, seconds
         try:
             self.process = subprocess.Popen(
                 argv,
@@ -132,7 +137,9 @@ class _Link:
         if not self.up:
             self.printed += seen.decode(errors="replace").splitlines()[-_LINES:]
         while self.up and (frame := receive(stream)) is not None:
-            if frame[0]["kind"] != "alive":
+            if frame[0]["kind"] == "heard":
+                self.heard[frame[0]["address"]] = time.monotonic(), frame[0]["seconds"]
+            elif frame[0]["kind"] != "alive":
                 self._arrived(self, *frame)
             elif self._silence is None:  # from now on it shows that it lives, four times a second
                 self._silence = Silence(pipe)
@@ -150,14 +157,19 @@ class _Link:
                 self.process.stdin.flush()
             self._lock.release()
 
-    def look(self, longest: float) -> None:
-        """Give the agent up if nothing has come from it for so long."""
+    def look(self, longest: float) -> float:
+        """For how many seconds nothing has come from the agent; 0 if that is not too long."""
         if self._silence is None or self.silent:
-            return
+            return 0.0
         seconds = self._silence.seconds()
         usual = _USUAL_SILENCES * self._silence.longest
         if seconds < min(max(longest, usual), _SILENCE_SECONDS):
-            return
+            self.asked_first = 0.0
+            return 0.0
+        return seconds
+
+    def give_up(self, seconds: float) -> None:
+        """Give the agent up, from which nothing has come for so long."""
         self.silent = (
             f"nothing came from it for {seconds:.1f} s. Its network or the machine itself "
             "is down, or it is too busy to answer"
@@ -297,9 +309,25 @@ class Fleet:
             for link in [*self._links, *self._coming]:
                 if pings:
                     link.ping()
-                link.look(self._longest)
+                if (silent := link.look(self._longest)) and not self._is_heard(link, silent):
+                    link.give_up(silent)
                 if order:
                     link.order(order)
+
+    def _is_heard(self, link: _Link, silent: float) -> bool:
+        """Whether a host whose agent is silent may be there: its link may carry too much. The
+        kernels of other hosts know when something came from it; they are asked.
+        """
+        others = [o for o in self._links if o is not link and not o.closed]
+        if silent >= _SILENCE_SECONDS or not link.address or not others:
+            return False
+        now = time.monotonic()
+        if now - link.asked >= _ASK_SECONDS:
+            link.asked, link.asked_first = now, link.asked_first or now
+            for other in others:
+                other.order("heard", address=link.address)
+        told = [o.heard.get(link.address, (0.0, 0.0)) for o in others]
+        return any(at < link.asked_first or ago < _HEARD_SECONDS for at, ago in told)
 
     def _answers(self, kind: str) -> dict[str, dict[str, Any]]:
         """One frame of a kind from each host that is asked; all problems at once.
@@ -557,10 +585,11 @@ class Fleet:
                 environment=environment,
                 files=_contents(environment),
             )
+            link.address = own.get(link.host.name, address)
             first += count
         limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
         self._ranks, self._slow, self._hang = {}, [], None
-        self._pace = SlowRanks(job.workers, job.hang_timeout or 0.0)
+        self._pace = SlowRanks(job.workers, limits.say if limits else 0.0)
         outcome = self._watch(output, start, run_id, job, limits)
         slow = [dataclasses.asdict(each) for each in self._slow]
         record_hangs(job.directory, [*slow, outcome.hang])
@@ -790,6 +819,9 @@ class Fleet:
 
     def _stop(self, number: int, output: Output, start: float) -> Outcome:
         """End every worker after a signal to the launcher; a second one does not wait."""
+        if self._wanted is not None:
+            slow = [dataclasses.asdict(each) for each in self._slow]
+            record_hangs(self._wanted.directory, slow)
         told = Outcome(
             128 + number,
             error=f"stopped by {signal.Signals(number).name}",

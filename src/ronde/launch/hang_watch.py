@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import signal
@@ -16,10 +17,21 @@ from typing import Any
 import psutil
 
 from ronde.watch import HangFound, Record, RunDir
-from ronde.watch.hang_judge import STOPPED_SECONDS, HangVerdict, Limits, RankView, judge_hang
+from ronde.watch.hang_judge import (
+    GOES_ON,
+    STOPPED_SECONDS,
+    HangVerdict,
+    Limits,
+    RankView,
+    is_step,
+    judge_hang,
+    rate_text,
+    waits_for_others,
+)
 from ronde.watch.process_facts import ProcessFacts, is_stopped, process_facts, reasons
 from ronde.watch.slow_rank import SlowRanks
 from ronde.watch.stack_place import StackPlace, locate
+from ronde.watch.tcp_facts import TcpConnection, tcp_connections
 from ronde.world.heartbeat import Beat, read_beat
 
 __all__ = ["HangWatch", "LocalWorkers", "is_new", "record_hangs"]
@@ -33,6 +45,8 @@ _PACE_SECONDS = 5.0  # from one look at what the machine says to the next
 _REPORT_SECONDS = 2.0  # where another process judges
 _BUSY = 0.25  # of a core
 _BUSY_BYTES = 1 << 20  # read or written in a second
+_SENT_BYTES = 1000  # over TCP, in a second
+_SIGN_SECONDS = 5.0  # a sign of life is worth mentioning for so long
 
 
 class _Worker:
@@ -43,27 +57,29 @@ class _Worker:
         self.pid = 0
         self.beat: Beat | None = None
         self.since = time.monotonic()
-        self.longest = 0.0
+        self.longest: dict[str, float] = {}  # by call; steps, and what is between them, are one
         self.looked = time.monotonic()
         self.stopped = 0.0  # seconds in which this process was awake itself
         self.asked = 0.0
         self.place: StackPlace | None = None
-        self.moved = ""
+        self.alive = self.since  # the last sign of life
+        self.sign = ""
         self.dump = ""
         self.answer: dict[str, Any] = {}
-        self._mark: ProcessFacts | None = None
+        self._mark: ProcessFacts | None = None  # of the first look since the last progress
         self._fact: ProcessFacts | None = None
         self._pace: list[ProcessFacts] = []  # some seconds apart
 
     def look(self, now: float) -> None:
         beat = read_beat(self._folder / f"heartbeat-{self.rank}")
         if beat is not None and (self.beat is None or beat.pid != self.beat.pid):
-            self.longest, self.pid = 0.0, beat.pid
+            self.longest, self.pid = {}, beat.pid
         if beat is not None and (self.beat is None or beat.ticks != self.beat.ticks):
-            if self.beat is not None and self.beat.steps >= 2 and _is_step(self.beat.doing):
-                self.longest = max(self.longest, now - self.since)
-            self.beat, self.since = beat, now
-            self.place, self.moved, self._mark = None, "", None
+            if self.beat is not None and (self.beat.steps or is_step(self.beat.doing)):
+                kind = _kind(self.beat.doing)
+                self.longest[kind] = max(self.longest.get(kind, 0.0), now - self.since)
+            self.beat, self.since, self.alive = beat, now, now
+            self.place, self.sign, self._mark, self._fact = None, "", None, None
             self.stopped = 0.0  # it ran since the last look
         if not self.pid:
             self.pid = self._first_pid()
@@ -93,19 +109,34 @@ class _Worker:
             os.kill(self.pid, signal.SIGSTOP)
         self.place = locate(self.dump)
 
-    def examine(self, now: float, limit: float) -> None:
-        """Ask where it is, and measure whether it works."""
+    def examine(
+        self, now: float, limit: float, tcp: Mapping[int, TcpConnection], printed: float
+    ) -> None:
+        """Ask where it is, and look for signs of life."""
         if self.stopped or now - self.asked < min(_ASK_SECONDS, limit / 4):
             return
         self.asked = now
-        fact = process_facts(self.pid)
-        self._mark = self._mark or fact
-        self._fact = fact
+        fact = process_facts(self.pid, tcp=tcp)
+        before, place, numbers = self._fact, self.place, _numbers(self.answer)
+        self._mark, self._fact = self._mark or fact, fact
         self.dump, children = self._stacks()
-        place = locate(self.dump, children)
-        if self.place is not None and place.chain != self.place.chain:
-            self.moved = "its stack changes"
-        self.place = place
+        ended = self.beat is not None and self.beat.phase == "ended"
+        # a process that is gone has no stack
+        self.place = None if ended and not self.dump else locate(self.dump, children)
+        if before is None or place is None or self.place is None:
+            return
+        cuda = bool(self.beat and self.beat.cuda)
+        exchanges = self.answer.get("exchanges", ())
+        if waits_for_others(self.place, cuda, exchanges):
+            # not its CPU: it may spin. gloo reads and writes, where Python sends and receives.
+            sent = _sent(before, fact) if cuda else min(_sent(before, fact), _io(before, fact))
+            moved = _way(place) != _way(self.place) or numbers != _numbers(self.answer)
+            sign = GOES_ON if moved else "bytes move" if sent > _SENT_BYTES else ""
+        else:
+            sign = "it prints" if printed > self.alive else _sign(before, fact)
+            sign = sign or ("its stack changes" if place.chain != self.place.chain else "")
+        if sign:
+            self.alive, self.sign = now, sign
 
     def _stacks(self) -> tuple[str, list[str]]:
         """Its stack, then those of its loading processes; and what its own thread answers."""
@@ -136,16 +167,10 @@ class _Worker:
     def view(self, now: float, folders: tuple[Path, ...]) -> RankView:
         beat = self.beat
         mark, fact = self._mark, self._fact
-        working = self.moved
         why: tuple[str, ...] = ()
+        rate = 0.0
         if mark is not None and fact is not None and fact.time > mark.time:
-            seconds = fact.time - mark.time
-            if fact.runs or (fact.cpu_seconds - mark.cpu_seconds) / seconds > _BUSY:
-                working = "it uses CPU"
-            elif (fact.io_bytes - mark.io_bytes) / seconds > _BUSY_BYTES:
-                working = "it reads or writes"
-            elif fact.waits_for_disk and mark.waits_for_disk:
-                working = "it waits for a disk"
+            rate = max(fact.received - mark.received, 0) / (fact.time - mark.time)
             why = reasons(mark, fact, folders)
         elif len(self._pace) > 1:
             why = reasons(self._pace[0], self._pace[-1])
@@ -157,21 +182,57 @@ class _Worker:
             beat.step if beat else 0,
             beat.steps if beat else 0,
             now - self.since,
-            self.longest,
+            self.longest.get(_kind(beat.doing if beat else ""), 0.0),
             self.stopped,
             bool(beat and beat.cuda),
-            working,
+            self.sign if now - self.alive < _SIGN_SECONDS else "",
             why,
             self.place,
             tuple(self.answer.get("exchanges", ())),
             self.answer.get("module", ""),
             beat.error if beat else "",
             waited_seconds=beat.waited_seconds if beat else -1.0,
+            quiet_seconds=now - max(self.alive, self.since),
+            bytes_per_second=rate,
+            in_flight=bool(fact and fact.in_flight),
+            lost_loader=bool(fact and fact.lost_loader),
         )
 
 
-def _is_step(doing: str) -> bool:
-    return not doing.startswith(("run.evaluate", "run.save", "run.export", "run.whole", "run.doc"))
+def _kind(doing: str) -> str:
+    return "" if not doing or is_step(doing) else doing
+
+
+def _numbers(answer: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """How far a rank's exchanges are."""
+    return [(e["group"], e["number"], e["done"]) for e in answer.get("exchanges", ())]
+
+
+def _way(place: StackPlace) -> tuple[Any, ...]:
+    return place.file, place.line, place.function
+
+
+def _io(before: ProcessFacts, fact: ProcessFacts) -> float:
+    """Bytes read and written in a second."""
+    return (fact.io_bytes - before.io_bytes) / max(fact.time - before.time, 1e-3)
+
+
+def _sent(before: ProcessFacts, fact: ProcessFacts) -> float:
+    """Bytes over TCP in a second, both ways."""
+    moved = fact.sent + fact.received - before.sent - before.received
+    return moved / max(fact.time - before.time, 1e-3)
+
+
+def _sign(before: ProcessFacts, fact: ProcessFacts) -> str:
+    """What a process and its children have done between two moments; empty if nothing."""
+    cpu = fact.cpu_seconds - before.cpu_seconds
+    if fact.runs or cpu / max(fact.time - before.time, 1e-3) > _BUSY:
+        return "it uses CPU"
+    if (sent := _sent(before, fact)) > _SENT_BYTES:
+        return f"it moves {rate_text(sent)} over the network"
+    if _io(before, fact) > _BUSY_BYTES:
+        return "it reads or writes"
+    return "it waits for a disk" if fact.waits_for_disk and before.waits_for_disk else ""
 
 
 def _dump(pid: int, file: Path) -> str:
@@ -226,13 +287,22 @@ class LocalWorkers:
         ranks: theirs.
         limits: when to look closer.
         folders: on whose disks the run writes.
+        printed: rank -> when it printed last, of ``time.monotonic()``.
+        port: of the store at which workers meet, whose connections are no exchange.
     """
 
     def __init__(
-        self, folder: Path, ranks: Sequence[int], limits: Limits, folders: tuple[Path, ...] = ()
+        self,
+        folder: Path,
+        ranks: Sequence[int],
+        limits: Limits,
+        folders: tuple[Path, ...] = (),
+        printed: Mapping[int, float] | None = None,
+        port: int = 0,
     ) -> None:
         self._workers = [_Worker(rank, folder) for rank in ranks]
         self._limits, self._folders = limits, folders
+        self._printed, self._port = {} if printed is None else printed, port
 
     def look(self) -> list[RankView]:
         """What is known of each rank now. After half of the limit without progress, their stacks
@@ -245,10 +315,12 @@ class LocalWorkers:
             if worker.stopped >= STOPPED_SECONDS:
                 worker.examine_stopped()
         active = [w for w in self._workers if not w.beat or w.beat.phase != "ended"]
-        if active and max(now - w.since for w in active) >= self._limits.seconds / 2:
-            for worker in active:
-                if worker.beat is not None and worker.pid:
-                    worker.examine(now, self._limits.seconds)
+        if active and max(now - w.since for w in active) >= self._limits.say / 2:
+            tcp = {i: c for i, c in tcp_connections().items() if self._port not in c.ports}
+            for worker in self._workers:  # those that have left the loop too: others may wait
+                if worker.pid:
+                    printed = self._printed.get(worker.rank, 0.0)
+                    worker.examine(now, self._limits.say, tcp, printed)
         return [w.view(now, self._folders) for w in self._workers]
 
     def stacks(self) -> dict[int, str]:
@@ -270,18 +342,19 @@ class HangWatch:
         workers: of this node's workers.
         limits: when a run hangs.
         size: number of ranks on all nodes.
-        say: called with a sentence about a slow rank.
+        say: called with a sentence about a rank that is slow or does nothing.
         log: called with rank and text for that rank's log.
         report: called with what is known of the ranks, where their launcher judges, which sees
             those of other nodes too; it calls :meth:`end` then.
+        directory: the run directory, whose record gets what is said.
 
     Attributes:
         verdict: why it ended them; None if it did not.
-        slow: what it said about slow ranks.
+        unwritten: what it said and the record does not have: there was none yet.
 
     Example::
 
-        with HangWatch(workers, Limits(10.0), 4, print, log) as watch:
+        with HangWatch(workers, Limits(600.0), 4, print, log) as watch:
             ...
         print(watch.verdict)
     """
@@ -294,14 +367,17 @@ class HangWatch:
         say: Callable[[str], None],
         log: Callable[[int, str], None],
         report: Callable[[list[dict[str, Any]]], object] | None = None,
+        directory: Path | None = None,
     ) -> None:
+        self._directory = directory
         self._workers, self._limits, self._size = workers, limits, size
         self._say, self._log, self._report = say, log, report
-        self._pace, self._reported = SlowRanks(size, limits.seconds), 0.0
+        self._pace, self._reported = SlowRanks(size, limits.say), 0.0
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ronde-hangs", daemon=True)
         self.verdict: HangVerdict | None = None
-        self.slow: list[HangVerdict] = []
+        self._said: list[HangVerdict] = []
+        self.unwritten: list[HangVerdict] = []
 
     def __enter__(self) -> HangWatch:
         self._thread.start()
@@ -318,8 +394,7 @@ class HangWatch:
                 now = time.monotonic()
                 if self._report is not None:
                     if now > self._reported + _REPORT_SECONDS or any(
-                        v.idle_seconds >= self._limits.seconds / 2 or v.stopped_seconds
-                        for v in views
+                        v.idle_seconds >= self._limits.say / 2 or v.stopped_seconds for v in views
                     ):
                         self._reported = now
                         self._report([v.to_dict() for v in views])
@@ -331,13 +406,14 @@ class HangWatch:
                     f"ronde: hangs are not watched any more ({type(error).__name__}: {error})"
                 )
                 return
-            if verdict is None:
-                continue
-            if not verdict.slow:
+            if verdict is not None and not verdict.slow:
                 self.end(verdict)
-            elif is_new(verdict, self.slow):
-                self.slow.append(verdict)
+            elif verdict is not None and is_new(verdict, self._said):
+                self._said.append(verdict)
+                self.unwritten.append(verdict)
                 self._say(f"warning: {verdict.sentence}")
+            if record_hangs(self._directory, [dataclasses.asdict(v) for v in self.unwritten]):
+                self.unwritten.clear()
 
     def end(self, verdict: HangVerdict) -> None:
         """Write the stacks that were seen to the logs, and end the workers."""
@@ -352,12 +428,13 @@ def is_new(verdict: HangVerdict, known: Sequence[HangVerdict]) -> bool:
     return all((v.rank, v.step) != (verdict.rank, verdict.step) for v in known)
 
 
-def record_hangs(directory: Path | None, found: Sequence[Mapping[str, Any] | None]) -> None:
-    """Write what was found about hanging and slow ranks to a run's record."""
+def record_hangs(directory: Path | None, found: Sequence[Mapping[str, Any] | None]) -> bool:
+    """Write what was found about hanging and slow ranks to a run's record, if there is one yet."""
     if directory is None or not any(found) or not RunDir(directory).record.is_file():
-        return
+        return False
     record = Record(RunDir(directory).record)
     with contextlib.suppress(OSError):  # a full disk must not end the run
         for each in filter(None, found):
             record.write(HangFound(**{**each, "waiting": list(each["waiting"])}))
         record.close()
+    return True

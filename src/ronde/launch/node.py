@@ -37,6 +37,7 @@ from ronde.launch.frames import MARKER, Pipe, Sender, Silence
 from ronde.launch.mirror import Mirror, forget_others, unpack
 from ronde.launch.spares import Spares
 from ronde.watch.hang_judge import HangVerdict
+from ronde.watch.tcp_facts import heard_seconds, tcp_connections
 from ronde.world.fence import name_generation
 from ronde.world.network import addresses, listen_on
 
@@ -80,6 +81,7 @@ class _Orders:
         self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
         self.silence = 60.0
         self.hang: Callable[[HangVerdict], object] = _ignore
+        self.heard: Callable[[str], object] = _ignore
         self.kept = 0  # a process that outlives workers
         self._lock = threading.Lock()
         self._runs = False
@@ -98,6 +100,8 @@ class _Orders:
                 warn_workers()
             elif order["order"] == "hang":
                 self.hang(HangVerdict.from_dict(order["verdict"]))
+            elif order["order"] == "heard":
+                self.heard(order["address"])
             elif order["order"] != "ping":
                 self._orders.put(order)
         self._end()
@@ -214,6 +218,9 @@ def _show_life(sender: Sender, restarts: bool) -> None:
 
 
 def _serve(orders: _Orders, sender: Sender) -> None:
+    orders.heard = lambda address: sender.send(
+        "heard", address=address, seconds=heard_seconds(address, tcp_connections().values())
+    )
     hello = orders.take("hello")
     orders.silence = float(hello["silence"])
     try:

@@ -10,13 +10,27 @@ from typing import Any
 from ronde.watch.stack_place import StackPlace
 from ronde.world.identity import ranks_text
 
-__all__ = ["HangVerdict", "Limits", "RankView", "STOPPED_SECONDS", "judge_hang"]
+__all__ = [
+    "GOES_ON",
+    "HangVerdict",
+    "Limits",
+    "RankView",
+    "STOPPED_SECONDS",
+    "is_step",
+    "judge_hang",
+    "rate_text",
+    "waits_for_others",
+]
 
 STOPPED_SECONDS = 5.0
 """After so long, a process that a signal has stopped hangs."""
-_TIMES = 5  # the longest step so far
-_EVALUATE, _SAVE, _FIRST, _START = 3, 6, 6, 60  # grace, in limits of a step
-_WORKING = 6  # a rank that uses CPU, or whose stack changes, may take so many limits
+GOES_ON = "it goes from one exchange to the next"
+"""A sign of life of a rank that waits for others."""
+_SAY_SECONDS = 10.0
+_TIMES = 5  # the longest pause so far, before the end
+_SAY_TIMES = 1.4  # the same, before something is said
+_EVALUATE, _SAVE, _FIRST, _START, _WORKS = 3, 6, 6, 60, 360  # grace, in limits for a sentence
+_WORKING = 6  # a rank that gives signs of life may take so many limits
 _FIRST_STEPS = 2
 _OTHERS = ("exchange", "meeting")
 _DOING = {
@@ -34,10 +48,16 @@ class Limits:
     """When a rank without progress is hung.
 
     Attributes:
-        seconds: for a step; evaluation, saving, and start-up get several of them.
+        seconds: after how many without a sign of life the run is ended, unless a deadlock is
+            certain.
     """
 
-    seconds: float = 10.0
+    seconds: float = 600.0
+
+    @property
+    def say(self) -> float:
+        """After how many seconds without progress that is said; a certain deadlock is ended."""
+        return min(_SAY_SECONDS, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ class RankView:
         longest_seconds: the longest time between two signs of progress so far.
         stopped_seconds: for how long a signal has stopped its process; 0 if it runs.
         cuda: whether it trains on a GPU.
-        working: why it seems to work all the same: ``it uses CPU``; empty if it does not.
+        working: the last sign of life, if it is recent: ``it uses CPU``; empty if there is none.
         reasons: why it may be slow, as the machine says.
         place: where it is; None if nobody has asked yet.
         exchanges: the last exchange of each of its process groups.
@@ -63,6 +83,10 @@ class RankView:
         error: the last error that a call raised into its script.
         host: where it runs; empty for this machine.
         waited_seconds: waited in exchanges of gradients so far; below 0 if that is not known.
+        quiet_seconds: since the last progress or other sign of life.
+        bytes_per_second: that came over TCP, while it made no progress.
+        in_flight: whether it has sent bytes that have not arrived.
+        lost_loader: whether a loading process of it is dead.
     """
 
     rank: int
@@ -83,6 +107,10 @@ class RankView:
     error: str = ""
     host: str = ""
     waited_seconds: float = -1.0
+    quiet_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+    in_flight: bool = False
+    lost_loader: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -98,12 +126,33 @@ class RankView:
     @property
     def waits(self) -> bool:
         """Whether it waits for other ranks."""
-        if self.place is None:
-            return False
-        if self.place.waits in _OTHERS:
-            return True
-        # A GPU's exchange is waited for wherever a value is read first.
-        return self.cuda and not self.place.waits and any(not e["done"] for e in self.exchanges)
+        return waits_for_others(self.place, self.cuda, self.exchanges)
+
+
+def waits_for_others(
+    place: StackPlace | None, cuda: bool, exchanges: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether a rank at a place waits for other ranks."""
+    if place is None:
+        return False
+    if place.waits in _OTHERS:
+        return True
+    # A GPU's exchange is waited for wherever a value is read first.
+    return cuda and not place.waits and any(not e["done"] for e in exchanges)
+
+
+def is_step(doing: str) -> bool:
+    """Whether a call of Ronde is part of a step."""
+    return doing.startswith(("run.step", "run.backward", "run.update", "run.batches"))
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """A rate as links are named: ``0.9 Mbit/s``."""
+    bits = 8 * bytes_per_second
+    unit, size = (
+        ("Gbit/s", 1e9) if bits >= 1e9 else ("Mbit/s", 1e6) if bits >= 1e5 else ("kbit/s", 1e3)
+    )
+    return f"{bits / size:.2g} {unit}"
 
 
 @dataclass(frozen=True)
@@ -116,7 +165,7 @@ class HangVerdict:
         step: the optimizer step, from 1.
         place: where the rank is: ``train.py:88``; empty if unknown.
         waiting: ranks that wait for it.
-        slow: whether it is only slow: it works, and its limit has not passed.
+        slow: whether the run goes on: it is only said.
     """
 
     sentence: str
@@ -132,21 +181,36 @@ class HangVerdict:
         return cls(**{**values, "waiting": tuple(values["waiting"])})
 
 
-def _limit(view: RankView, limits: Limits) -> float:
-    """After how many seconds without progress a rank is hung."""
-    seconds = max(limits.seconds, _TIMES * view.longest_seconds)
+def _grace(view: RankView) -> int:
+    """How many limits a rank may take for what it does."""
     waits = view.place.waits if view.place else ""
-    if view.phase == "start-up" or waits == "compiling":
-        factor = _START
-    elif view.doing.startswith(("run.save", "run.export", "run.whole_model")) or waits == "saving":
-        factor = _SAVE
-    elif view.steps < _FIRST_STEPS:
-        factor = _FIRST
-    elif view.doing.startswith("run.evaluate") and waits != "meeting":
-        factor = _EVALUATE
-    else:
-        return seconds
-    return max(factor * limits.seconds, seconds)
+    if (view.phase == "start-up" and not is_step(view.doing)) or waits == "compiling":
+        return _START
+    if view.doing.startswith(("run.save", "run.export", "run.whole_model")) or waits == "saving":
+        return _SAVE
+    if view.steps < _FIRST_STEPS:
+        return _FIRST
+    return _EVALUATE if view.doing.startswith("run.evaluate") and waits != "meeting" else 1
+
+
+def _limit(view: RankView, limits: Limits) -> float:
+    """After how many seconds without a sign of life a rank is hung."""
+    seconds = max(limits.seconds, _TIMES * view.longest_seconds)
+    grace = _grace(view)
+    return seconds if grace == 1 else max(grace * limits.say, seconds)
+
+
+def _says(view: RankView, waiting: Sequence[RankView], limits: Limits) -> bool:
+    """Whether it is time to say that a rank makes no progress."""
+    if view.idle_seconds < max(limits.say, _SAY_TIMES * view.longest_seconds):
+        return False
+    grace = _grace(view)
+    if grace == _START:  # one that loads its data, or compiles, is not worth a word
+        late = not waiting or min(v.idle_seconds for v in waiting) < limits.say
+        return not late and not view.working
+    if grace == _FIRST and view.working and not waiting:
+        return view.idle_seconds >= grace * limits.say
+    return True
 
 
 def judge_hang(
@@ -160,32 +224,80 @@ def judge_hang(
 
     Returns:
         HangVerdict | None: None while everything goes on, as far as can be told. ``slow`` is set
-        for a rank that holds the others up and works.
+        where the run is not to be ended yet.
     """
     for view in views:
         if view.stopped_seconds >= STOPPED_SECONDS:
             return _stopped(view, views)
     active = [v for v in views if v.phase != "ended"]
-    if not active or max(v.idle_seconds for v in active) < limits.seconds:
+    if not active or max(v.idle_seconds for v in active) < limits.say:
         return None
     if any(v.place is None for v in active):
         return None  # their stacks come with the next look
+    if all(v.waits for v in active):  # perhaps for one that has left the loop
+        active = [v for v in views if v.place is not None]
     late = [v for v in active if not v.waits]
     if late:
         view = min(late, key=lambda v: (v.begun, -v.idle_seconds, v.rank))
-        if view.idle_seconds < limits.seconds:
-            return None
-        limit = _limit(view, limits)
-        if view.idle_seconds >= limit * (_WORKING if view.working else 1):
-            return _late(view, late, active)
-        if view.idle_seconds < limit or view.phase == "start-up":
-            return None
-        return _slow(view, active)
+        return _judge_late(view, late, active, limits)
     if size is not None and len(views) < size:
         return None  # they may wait for a rank that somebody else watches
-    if any(v.idle_seconds < _limit(v, limits) for v in active):
+    if any(v.idle_seconds < max(limits.say, _SAY_TIMES * v.longest_seconds) for v in active):
         return None
-    return _all_wait(active)
+    if any(v.working == GOES_ON for v in active):
+        return None
+    if any(v.working for v in active):
+        return _slow_link(active)
+    verdict = _all_wait(active)
+    certain = (
+        _is_certain(active)
+        and len(active) == len(views)
+        and not any(v.in_flight or v.phase == "start-up" for v in active)
+    )
+    limit = limits.say if certain else max(_limit(v, limits) for v in active)
+    if all(v.quiet_seconds >= limit for v in active):
+        return verdict
+    return dataclasses.replace(verdict, sentence=_until(verdict.sentence, limit), slow=True)
+
+
+def _judge_late(
+    view: RankView, late: Sequence[RankView], active: Sequence[RankView], limits: Limits
+) -> HangVerdict | None:
+    """A rank that does not wait for others."""
+    limit = _limit(view, limits)
+    if view.lost_loader and view.place and view.place.waits == "loading":
+        limit = limits.say  # what is dead does not come back
+    works = max(_WORKING * limit, _WORKS * limits.say)
+    if view.quiet_seconds >= limit or view.idle_seconds >= works:
+        return _late(view, late, active)
+    if not _says(view, [v for v in active if v.waits], limits):
+        return None
+    if view.working:
+        return _slow(view, active)
+    verdict = _late(view, late, active)
+    return dataclasses.replace(verdict, sentence=_until(verdict.sentence, limit), slow=True)
+
+
+def _is_certain(active: Sequence[RankView]) -> bool:
+    """Whether ranks that all wait do so for different exchanges."""
+    if len({(v.doing, v.begun, _line(v)) for v in active}) > 1:
+        return True
+    found: dict[str, set[tuple[Any, ...]]] = {}
+    for view in active:
+        for each in view.exchanges:
+            if not each.get("pair"):
+                found.setdefault(each["group"], set()).add((each["number"], each["name"]))
+    return any(len(exchanges) > 1 for exchanges in found.values())
+
+
+def _line(view: RankView) -> tuple[Any, ...]:
+    return (view.place.file, view.place.line) if view.place else ()
+
+
+def _until(sentence: str, seconds: float) -> str:
+    return (
+        f"{sentence} Without a sign of life, the run ends after {seconds:.0f} s (--hang-timeout)."
+    )
 
 
 def _who(ranks: Sequence[int]) -> str:
@@ -329,6 +441,22 @@ def _all_wait(active: Sequence[RankView]) -> HangVerdict:
         step,
         _short(place),
         tuple(v.rank for v in active),
+    )
+
+
+def _slow_link(active: Sequence[RankView]) -> HangVerdict:
+    step = max(v.step for v in active) + 1
+    place = active[0].place or StackPlace()
+    rate = rate_text(max(v.bytes_per_second for v in active))
+    return HangVerdict(
+        f"All ranks wait in an exchange of step {step} for "
+        f"{min(v.idle_seconds for v in active):.0f} s, {place.text}: the exchange moves {rate}. "
+        "A slow link does not end the run.",
+        None,
+        step,
+        _short(place),
+        tuple(v.rank for v in active),
+        slow=True,
     )
 
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from ronde.watch.tcp_facts import TcpConnection, connections_of
+
 __all__ = ["ProcessFacts", "is_stopped", "process_facts", "reasons"]
 
 _FULL_BYTES = 1 << 20
+_LOADER = "pt_data_worker"  # what torch calls a DataLoader's process
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class ProcessFacts:
         delayed: seconds for which its main thread could run and got no CPU so far.
         runs: whether its main thread runs, or could.
         waits_for_disk: whether it waits for a device, and cannot be interrupted.
+        sent: bytes that its TCP peers have acknowledged so far, on connections that are open.
+        received: bytes that came over them.
+        in_flight: whether a peer has not acknowledged what was sent.
+        lost_loader: whether a loading process of it is dead.
     """
 
     time: float
@@ -40,6 +48,10 @@ class ProcessFacts:
     delayed: float
     runs: bool
     waits_for_disk: bool
+    sent: int = 0
+    received: int = 0
+    in_flight: bool = False
+    lost_loader: bool = False
 
 
 def is_stopped(pid: int) -> bool:
@@ -52,15 +64,31 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def process_facts(pid: int, children: bool = True) -> ProcessFacts:
-    """Read the counters; what cannot be read is 0. To find ``children`` takes some milliseconds."""
+def process_facts(
+    pid: int, children: bool = True, tcp: Mapping[int, TcpConnection] | None = None
+) -> ProcessFacts:
+    """Read the counters; what cannot be read is 0. To find ``children`` takes some milliseconds.
+
+    Args:
+        pid: the process.
+        children: whether its children count.
+        tcp: connections by inode, of which its own are found.
+    """
     cpu, io, faults, delayed, status = 0.0, 0, 0, 0.0, ""
+    sockets: set[int] = set()
+    lost = False
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         status = process.status()
         with contextlib.suppress(OSError, ValueError, IndexError):
             delayed = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
         for each in (process, *(process.children(recursive=True) if children else ())):
+            if tcp:
+                sockets |= connections_of(each.pid)
+            with contextlib.suppress(psutil.Error):
+                lost = lost or (
+                    each.status() == psutil.STATUS_ZOMBIE and each.name().startswith(_LOADER)
+                )
             with contextlib.suppress(psutil.Error, OSError):
                 times = each.cpu_times()
                 cpu += times.user + times.system
@@ -70,6 +98,7 @@ def process_facts(pid: int, children: bool = True) -> ProcessFacts:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 stat = Path(f"/proc/{each.pid}/stat").read_text().rpartition(")")[2].split()
                 faults += int(stat[9])
+    own = [tcp[inode] for inode in sockets if inode in tcp] if tcp else []
     stolen = getattr(psutil.cpu_times(), "steal", 0.0) / (psutil.cpu_count() or 1)
     return ProcessFacts(
         time.monotonic(),
@@ -81,6 +110,10 @@ def process_facts(pid: int, children: bool = True) -> ProcessFacts:
         delayed,
         status == psutil.STATUS_RUNNING,
         status == psutil.STATUS_DISK_SLEEP,
+        sum(c.sent for c in own),
+        sum(c.received for c in own),
+        any(c.in_flight for c in own),
+        lost,
     )
 
 

@@ -233,9 +233,9 @@ class Restarted(Event):
 
 @dataclass(frozen=True)
 class HangFound(Event):
-    """The launcher found a worker that hangs (then the run ends), or is ``slow``. ``sentence`` says
-    which and where; ``rank`` is None if all wait for each other; ``place`` is ``FILE:LINE`` of the
-    script, or empty; ``waiting`` are the ranks that wait for it.
+    """The launcher found a worker that makes no progress. ``slow``: it was said, and the run went
+    on; else it was ended. ``sentence`` says which and where; ``rank`` is None if all wait;
+    ``place`` is ``FILE:LINE`` of the script, or empty; ``waiting`` are the ranks that wait for it.
     """
 
     type: ClassVar[str] = "hang"

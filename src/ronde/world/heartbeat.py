@@ -179,6 +179,7 @@ def _exchanges() -> list[dict[str, Any]]:
             found[group] = {
                 "group": group,
                 "number": entry["record_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+                "pair": bool(entry["is_p2p"]),
                 "name": str(entry["profiling_name"]).partition(":")[2],
                 "sizes": entry["input_sizes"],
                 "done": bool(entry["retired"]),
