@@ -14,12 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
-import json
 import os
-import re
 import shutil
-import stat
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -30,6 +26,19 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from ronde.checkpoint.manifest import (
+    FILE,
+    FORMAT,
+    SHARDED,
+    WHOLE,
+    check_files,
+    damaged,
+    list_checkpoints,
+    manifest_digest,
+    manifest_text,
+    read_manifest,
+    step_of,
+)
 from ronde.checkpoint.pieces import Box, PieceEntry, PieceSource, sharding_info
 from ronde.checkpoint.retention import KeepPolicy
 from ronde.checkpoint.tensor_file import write_tensors
@@ -38,9 +47,6 @@ from ronde.world.fence import refuse_fenced
 
 __all__ = ["Checkpoint", "export", "find_valid", "list_checkpoints", "trust", "verify", "write"]
 
-_FORMAT, _WHOLE, _SHARDED = "ronde.checkpoint", 1, 2
-_NAME = re.compile(r"step-(\d{9,})")
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 _TEMPORARY = ".writing-"
 
 Tensors = Mapping[str, torch.Tensor]
@@ -85,23 +91,6 @@ class Checkpoint:
             return {name: source.read(name) for name in source.entries}
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest_digest(body: Mapping[str, Any]) -> str:
-    text = json.dumps(
-        {k: v for k, v in body.items() if k != "digest"}, sort_keys=True, separators=(",", ":")
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _manifest_text(body: Mapping[str, Any]) -> str:
-    """The canonical text of a manifest; any other spelling counts as changed."""
-    return json.dumps(body, indent=1)
-
-
 def sync(path: Path) -> None:
     """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -137,7 +126,7 @@ def add(
     """Write one file of tensors, flushed to disk; return its manifest entry. ``boxes``: the boxes
     of the whole tensors they are.
     """
-    if not _FILE.fullmatch(name):
+    if not FILE.fullmatch(name):
         raise CheckpointError(f"{name!r} is not a name for a file of tensors")
     return write_tensors(temporary / name, tensors, None if boxes is None else sharding_info(boxes))
 
@@ -154,9 +143,9 @@ def finish(
     """Write the manifest, publish the checkpoint, and remove old ones. Returns its path."""
     folder = temporary.parent
     target = folder / f"step-{step:09d}"
-    version = _SHARDED if tensors else _WHOLE
+    version = SHARDED if tensors else WHOLE
     body: dict[str, Any] = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "version": version,
         "step": step,
         "written": time.time(),
@@ -171,9 +160,9 @@ def finish(
     if policy is not None:
         body["keep"] = {**dataclasses.asdict(policy), "protected": protected}
     body["state"] = dict(state)
-    body["digest"] = _manifest_digest(body)
+    body["digest"] = manifest_digest(body)
     manifest = temporary / "manifest.json"
-    manifest.write_text(_manifest_text(body), encoding="utf-8")
+    manifest.write_text(manifest_text(body), encoding="utf-8")
     sync(manifest)
     sync(temporary)
     refuse_fenced()
@@ -196,11 +185,6 @@ def remove(path: Path) -> bool:
         return False
     shutil.rmtree(doomed, ignore_errors=True)
     return True
-
-
-def step_of(path: Path) -> int:
-    """The optimizer steps that a checkpoint's name says."""
-    return int(path.name.removeprefix("step-"))
 
 
 def is_full(error: Exception) -> bool:
@@ -290,49 +274,6 @@ def write(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest step first, unverified."""
-    if not folder.is_dir():
-        return []
-    found = [p for p in folder.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def _manifest(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's manifest and check its digest."""
-    file = path / "manifest.json"
-    try:
-        if not stat.S_ISREG(file.lstat().st_mode):  # a FIFO would wait for its writer for ever
-            raise _find_damage(path, "manifest.json is not a plain file")
-        text = file.read_text(encoding="utf-8")
-        body = json.loads(text)
-    except FileNotFoundError:
-        raise _find_damage(path, "manifest.json is missing") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise _find_damage(path, f"manifest.json cannot be read ({error})") from None
-    if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise _find_damage(path, "manifest.json is not of a Ronde checkpoint")
-    if body.get("version") not in (_WHOLE, _SHARDED):
-        raise _find_damage(
-            path,
-            f"it has version {body.get('version')} of the format, this Ronde reads "
-            f"{_WHOLE} and {_SHARDED}",
-        )
-    if body.get("digest") != _manifest_digest(body) or text != _manifest_text(body):
-        raise _find_damage(path, "manifest.json does not match its own digest")
-    for name, kind in (("step", int), ("files", dict), ("state", dict), ("tensors", dict)):
-        found = body.get(name, {} if name == "tensors" else None)
-        if not isinstance(found, kind) or isinstance(found, bool):
-            raise _find_damage(path, f"its {name} in manifest.json is {found!r:.60}")
-    if _NAME.fullmatch(path.name) and body["step"] != int(path.name.removeprefix("step-")):
-        raise _find_damage(path, f"manifest.json is of step {body['step']}")
-    return body
-
-
-def _find_damage(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not a whole checkpoint: {why}")
-
-
 def _checkpoint(path: Path, body: Mapping[str, Any]) -> Checkpoint:
     tensors = {
         part: {n: PieceEntry.from_json(e) for n, e in named.items()}
@@ -350,30 +291,16 @@ def verify(path: Path) -> Checkpoint:
         CheckpointError: something is missing, has another size or digest, or is not of this format.
     """
     try:
-        return _verified(path, _manifest(path))
+        return _verified(path, read_manifest(path))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         why = f"manifest.json cannot be understood ({type(error).__name__}: {error})"
     except (OSError, RecursionError, SafetensorError) as error:
         why = f"it cannot be read ({error})"
-    raise _find_damage(path, why)
+    raise damaged(path, why)
 
 
 def _verified(path: Path, body: Mapping[str, Any]) -> Checkpoint:
-    for name, entry in body["files"].items():
-        if not _FILE.fullmatch(name):
-            raise _find_damage(
-                path, f"its manifest names {name!r}, which is not a file of a checkpoint"
-            )
-        file = path / name
-        if not file.is_file() or file.is_symlink():
-            raise _find_damage(path, f"{name} is missing")
-        size = file.stat().st_size
-        if size != entry["bytes"]:
-            raise _find_damage(path, f"{name} has {size} bytes, expected {entry['bytes']}")
-        if _digest(file) != entry["sha256"]:
-            raise _find_damage(
-                path, f"{name} does not match its digest: a bit has changed since it was written"
-            )
+    check_files(path, body)
     found = _checkpoint(path, body)
     for part, entries in found.tensors.items():
         _verify_pieces(path, part, entries, found.files)
@@ -388,7 +315,7 @@ def _verify_pieces(
     """
     named = {file for entry in entries.values() for file in entry.pieces}
     for file in sorted(named - set(files)):
-        raise _find_damage(
+        raise damaged(
             path, f"its manifest says that {file} holds pieces of the {part}, and does not list it"
         )
     held: dict[str, dict[str, PieceEntry]] = {}
@@ -400,18 +327,18 @@ def _verify_pieces(
             found = held[file].get(name)
             if found is None or found.shape != box.sizes or found.dtype != entry.dtype:
                 there = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
-                raise _find_damage(
+                raise damaged(
                     path,
                     f"{file} holds {there} of {name!r}, its manifest says {entry.dtype} "
                     f"{list(box.sizes)}",
                 )
             if not box.fits(entry.shape):
-                raise _find_damage(
+                raise damaged(
                     path, f"{file} holds {box} of {name!r}, which has shape {list(entry.shape)}"
                 )
         total = sum(box.numel for box in entry.pieces.values())
         if total != Box.whole(entry.shape).numel or not entry.pieces:
-            raise _find_damage(
+            raise damaged(
                 path,
                 f"{name!r} of shape {list(entry.shape)} is not whole: "
                 f"{', '.join(entry.pieces) or 'no file'} hold {total} elements",
@@ -423,7 +350,7 @@ def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
     its files again.
     """
     try:
-        body = _manifest(path)
+        body = read_manifest(path)
     except CheckpointError:
         return None
     same = digest in (None, body["digest"]) and all(
@@ -463,7 +390,7 @@ def find_valid(
                 check(found)
             return found, passed
         except CheckpointError as error:
-            passed.append(str(_find_damage(path, str(error))))
+            passed.append(str(damaged(path, str(error))))
     return None, passed
 
 

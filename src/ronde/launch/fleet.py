@@ -505,7 +505,7 @@ class Fleet:
                 else:
                     if outcome.again:
                         outcome = self._after_leaving(outcome)
-                    if restarts is None or not restarts.goes_on(outcome):
+                    if restarts is None or not restarts.goes_on(outcome, lambda: self._asked):
                         return _with_seconds(outcome, time.monotonic() - start)
                 counts = self._regroup(job, least)
                 self._short = sum(counts) < job.workers

@@ -104,7 +104,7 @@ def run_here(
             router = Router(job.workers, output, first)
             outcome = run_workers(mine, router, nodes, run_id, spares, asked_before=asked)
             record_hangs(job.directory, [*outcome.slow, outcome.hang])
-            if restarts is None or not restarts.goes_on(outcome):
+            if restarts is None or not restarts.goes_on(outcome, lambda: bool(asked)):
                 return dataclasses.replace(outcome, seconds=time.monotonic() - start)
     finally:
         for taken, handler in handlers.items():

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import shutil
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+from ronde.checkpoint.manifest import check_files, list_checkpoints, read_manifest
 from ronde.launch.agent import Outcome
 from ronde.watch import Record, Restarted, RunDir
+from ronde.world import CheckpointError, WorldError
 from ronde.world.fence import name_generation
 
 __all__ = ["Restarts"]
+
+_ROOM_SECONDS, _LOOK_SECONDS = 600.0, 0.5
+_ROOM_BYTES = 1 << 20  # for the record, the plan, and logs
+_READ_BYTES = 256 << 20
 
 
 class Restarts:
@@ -56,8 +65,13 @@ class Restarts:
             environment |= {"RONDE_RESUME": "1", **self._renew()}
         return environment
 
-    def goes_on(self, outcome: Outcome) -> bool:
-        """This generation ended because of ``outcome``: whether another one follows."""
+    def goes_on(self, outcome: Outcome, asked: Callable[[], object] = bool) -> bool:
+        """This generation ended because of ``outcome``: whether another one follows.
+
+        Args:
+            outcome: how it ended.
+            asked: whether the run was asked to leave: then nothing is waited for.
+        """
         if not outcome.status or outcome.interrupted or outcome.exited:
             return False
         if self._failures >= self.most:
@@ -65,6 +79,8 @@ class Restarts:
         newest = self._checkpoint()
         if outcome.traceback and (outcome.error, newest) == (self._error, self._newest):
             self.say("the same error again, and no checkpoint in between: a restart does not help")
+            return False
+        if not self._has_room(asked):
             return False
         self._error, self._newest = outcome.error or "", newest
         self._failures += 1
@@ -87,8 +103,38 @@ class Restarts:
                 record.write(Restarted(generation=self.generation, reason=reason[:2000], rank=rank))
                 record.close()
 
+    def _has_room(self, asked: Callable[[], object]) -> bool:
+        """Wait while the run directory's disk is full; whether workers can write there again."""
+        limit, said = time.monotonic() + _ROOM_SECONDS, False
+        while self._directory is not None and not asked():
+            folder = self._directory.path
+            free, why = 0, f"the disk of {folder} is full"
+            try:
+                name_generation(folder, f"{self._run}-{self.generation + 1}")
+                free = shutil.disk_usage(folder).free
+            except WorldError as error:
+                if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
+                    limit, why = 0.0, str(error)
+            if free >= _ROOM_BYTES:
+                break
+            if time.monotonic() > limit:
+                self.say(f"no restart: {why}")
+                return False
+            if not said:
+                self.say(f"{why}: waiting for room, at most {_ROOM_SECONDS / 60:.0f} min")
+            said = True
+            time.sleep(_LOOK_SECONDS)
+        return True
+
     def _checkpoint(self) -> str:
-        """The newest checkpoint's name; workers verify it."""
-        if self._directory is None or not self._directory.checkpoints.is_dir():
-            return ""
-        return max((p.name for p in self._directory.checkpoints.glob("step-*")), default="")
+        """The name of the newest checkpoint that is whole, the one that workers go on from.
+
+        They verify it, too. What is large is not read twice: its files have their sizes.
+        """
+        for path in list_checkpoints(self._directory.checkpoints) if self._directory else ():
+            with contextlib.suppress(CheckpointError, OSError, LookupError, TypeError, ValueError):
+                body = read_manifest(path)
+                size = sum(entry["bytes"] for entry in body["files"].values())
+                check_files(path, body, digests=size <= _READ_BYTES)
+                return path.name
+        return ""

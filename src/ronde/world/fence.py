@@ -7,6 +7,7 @@ there, because its host was out of reach for a while, writes nothing any more.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -22,11 +23,23 @@ _FILE = ".generation"
 
 
 def name_generation(directory: Path, name: str) -> None:
-    """Write which generation may write to a run directory: all at once, over what was there."""
+    """Write which generation may write to a run directory: all at once, over what was there.
+
+    Raises:
+        WorldError: it cannot be written.
+    """
     # hosts may share the directory, and their processes have the same numbers
     temporary = directory / f"{_FILE}.{secrets.token_hex(4)}"
-    temporary.write_text(name)
-    temporary.rename(directory / _FILE)
+    try:
+        temporary.write_text(name)
+        temporary.rename(directory / _FILE)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise WorldError(
+            f"{directory} cannot be written to: {error.strerror}. Free some space there, or name "
+            "another folder with --runs."
+        ) from error
 
 
 def is_fenced() -> bool:
