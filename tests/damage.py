@@ -14,9 +14,9 @@ def flip(path: Path, bit: int) -> None:
 
 def damage_manifest(path: Path, change) -> None:
     """Change the manifest and make its own digest right again, as someone with intent would."""
-    from ronde.checkpoint.files import _manifest_digest
+    from ronde.checkpoint.manifest import manifest_digest
 
     body = json.loads((path / "manifest.json").read_text())
     change(body)
-    body["digest"] = _manifest_digest(body)
+    body["digest"] = manifest_digest(body)
     (path / "manifest.json").write_text(json.dumps(body, indent=1))

@@ -42,7 +42,7 @@ import ronde
 from processes import child, ronde_run
 from ronde import ArgumentError, CheckpointError, FeedError, SampleError
 from ronde.adapt import requested_settings
-from ronde.checkpoint.files import _manifest_digest, _manifest_text
+from ronde.checkpoint.manifest import manifest_digest, manifest_text
 from ronde.data import named_stages
 from ronde.feed import (
     Feed,
@@ -1952,8 +1952,8 @@ def test_a_resume_under_another_sampler_or_another_end_of_the_epoch_is_refused(
     path = max((tmp_path / "own" / "checkpoints").iterdir()) / "manifest.json"
     body = json.loads(path.read_text())
     del body["state"]["data"]["sampler"]
-    body["digest"] = _manifest_digest(body)
-    path.write_text(_manifest_text(body))
+    body["digest"] = manifest_digest(body)
+    path.write_text(manifest_text(body))
     assert start("own", True, **weighted, steps=1).state.step == 5
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ronde
-from ronde.checkpoint.files import _digest, _manifest_digest
+from ronde.checkpoint.manifest import file_digest, manifest_digest
 
 WRONG = [None, -1, 1.5, True, "x", [], {}, [[]], 2**70, float("nan")]
 GONE = object()
@@ -62,7 +62,7 @@ def checkpoints(tmp_path, monkeypatch) -> Path:
 
 
 def write_manifest(path: Path, body: dict[str, Any]) -> None:
-    body["digest"] = _manifest_digest(body)
+    body["digest"] = manifest_digest(body)
     (path / "manifest.json").write_text(json.dumps(body, indent=1))
 
 
@@ -177,7 +177,7 @@ def test_what_stands_in_a_file_s_place(checkpoints, capsys):
     file = newest / "model.safetensors"
     save_file({k: v.half() for k, v in load_file(file).items()}, file)
     body = json.loads((newest / "manifest.json").read_text())
-    body["files"]["model.safetensors"] = {"bytes": file.stat().st_size, "sha256": _digest(file)}
+    body["files"]["model.safetensors"] = {"bytes": file.stat().st_size, "sha256": file_digest(file)}
     write_manifest(newest, body)
     with pytest.raises(ronde.CheckpointError, match=r"'0\.weight' is of type torch\.float16 there"):
         start()

@@ -108,6 +108,8 @@ def _meaning(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str]:
     for number, (file, _, function) in enumerate(frames):
         if _is_script(file):
             break
+        if function == "<module>":
+            return "", "import"  # of a library: it waits for nobody
         if number == 0 and file.endswith("torch/autograd/graph.py"):
             continue  # a backward pass: who called it tells
         for part, functions, meaning in _MEANINGS:
