@@ -31,7 +31,7 @@ from ronde.watch.hang_judge import (
 from ronde.watch.process_facts import ProcessFacts, is_stopped, process_facts, reasons
 from ronde.watch.slow_rank import SlowRanks
 from ronde.watch.stack_place import StackPlace, locate
-from ronde.watch.tcp_facts import TcpConnection, tcp_connections
+from ronde.watch.tcp_facts import TcpConnection, connections_of, tcp_connections
 from ronde.world.heartbeat import Beat, read_beat
 
 __all__ = ["HangWatch", "LocalWorkers", "is_new", "record_hangs"]
@@ -110,13 +110,19 @@ class _Worker:
         self.place = locate(self.dump)
 
     def examine(
-        self, now: float, limit: float, tcp: Mapping[int, TcpConnection], printed: float
+        self,
+        now: float,
+        limit: float,
+        tcp: Mapping[int, TcpConnection],
+        exchanged: tuple[int, int],
+        printed: float,
     ) -> None:
         """Ask where it is, and look for signs of life."""
         if self.stopped or now - self.asked < min(_ASK_SECONDS, limit / 4):
             return
         self.asked = now
         fact = process_facts(self.pid, tcp=tcp)
+        fact = dataclasses.replace(fact, exchanged=sum(exchanged), arrived=exchanged[1])
         before, place, numbers = self._fact, self.place, _numbers(self.answer)
         self._mark, self._fact = self._mark or fact, fact
         self.dump, children = self._stacks()
@@ -128,8 +134,8 @@ class _Worker:
         cuda = bool(self.beat and self.beat.cuda)
         exchanges = self.answer.get("exchanges", ())
         if waits_for_others(self.place, cuda, exchanges):
-            # not its CPU: it may spin. gloo reads and writes, where Python sends and receives.
-            sent = _sent(before, fact) if cuda else min(_sent(before, fact), _io(before, fact))
+            # not its CPU: it may spin
+            sent = (fact.exchanged - before.exchanged) / max(fact.time - before.time, 1e-3)
             moved = _way(place) != _way(self.place) or numbers != _numbers(self.answer)
             sign = GOES_ON if moved else "bytes move" if sent > _SENT_BYTES else ""
         else:
@@ -170,7 +176,7 @@ class _Worker:
         why: tuple[str, ...] = ()
         rate = 0.0
         if mark is not None and fact is not None and fact.time > mark.time:
-            rate = max(fact.received - mark.received, 0) / (fact.time - mark.time)
+            rate = max(fact.arrived - mark.arrived, 0) / (fact.time - mark.time)
             why = reasons(mark, fact, folders)
         elif len(self._pace) > 1:
             why = reasons(self._pace[0], self._pace[-1])
@@ -210,6 +216,23 @@ def _numbers(answer: Mapping[str, Any]) -> list[tuple[Any, ...]]:
 
 def _way(place: StackPlace) -> tuple[Any, ...]:
     return place.file, place.line, place.function
+
+
+def _exchanged(
+    tcp: Mapping[int, TcpConnection], pids: Mapping[int, int]
+) -> dict[int, tuple[int, int]]:
+    """Bytes that each rank has sent to others and received, not those of its other connections on
+    this machine.
+    """
+    owners = {inode: rank for rank, pid in pids.items() for inode in connections_of(pid)}
+    ends = {c.ports: inode for inode, c in tcp.items()}
+    found = dict.fromkeys(pids, (0, 0))
+    for inode, rank in owners.items():
+        if (own := tcp.get(inode)) is not None:
+            other = ends.get(own.ports[::-1])
+            if other is None or owners.get(other, rank) != rank:
+                found[rank] = found[rank][0] + own.sent, found[rank][1] + own.received
+    return found
 
 
 def _io(before: ProcessFacts, fact: ProcessFacts) -> float:
@@ -317,10 +340,11 @@ class LocalWorkers:
         active = [w for w in self._workers if not w.beat or w.beat.phase != "ended"]
         if active and max(now - w.since for w in active) >= self._limits.say / 2:
             tcp = {i: c for i, c in tcp_connections().items() if self._port not in c.ports}
+            exchanged = _exchanged(tcp, {w.rank: w.pid for w in self._workers if w.pid})
             for worker in self._workers:  # those that have left the loop too: others may wait
                 if worker.pid:
                     printed = self._printed.get(worker.rank, 0.0)
-                    worker.examine(now, self._limits.say, tcp, printed)
+                    worker.examine(now, self._limits.say, tcp, exchanged[worker.rank], printed)
         return [w.view(now, self._folders) for w in self._workers]
 
     def stacks(self) -> dict[int, str]:

@@ -37,6 +37,8 @@ class ProcessFacts:
         received: bytes that came over them.
         in_flight: whether a peer has not acknowledged what was sent.
         lost_loader: whether a loading process of it is dead.
+        exchanged: bytes sent to and received from other ranks, by who knows these.
+        arrived: those received.
     """
 
     time: float
@@ -52,6 +54,8 @@ class ProcessFacts:
     received: int = 0
     in_flight: bool = False
     lost_loader: bool = False
+    exchanged: int = 0
+    arrived: int = 0
 
 
 def is_stopped(pid: int) -> bool:
