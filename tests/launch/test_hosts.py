@@ -482,7 +482,8 @@ def test_as_the_entry_point_of_containers(hosts, place, one):
     equal(place / "box.st", one)
     assert not hosts.ssh(hosts.names[1], f"find {base}/model {base}/checkpoints -type f")
     reason = hosts.ssh(hosts.names[1], f"cat {base}/output/failure")
-    assert reason.startswith("rank 3: Traceback") and "ValueError: on purpose" in reason
+    assert reason.startswith("rank 3: Traceback") and reason.endswith("ValueError: on purpose")
+    assert "--runs none" not in second.stderr and "the first host keeps" in second.stderr
 
 
 @pytest.mark.parametrize("which", some(["mpirun.openmpi", "mpirun.mpich"], 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 
@@ -145,8 +146,20 @@ def submit(*words: str) -> list[str]:
     return ["submit", "--kubernetes", *words, "--image", "me/train:1", "--dry-run"]
 
 
+def again(kind: str) -> list[str]:
+    return [] if kind == "trainjob" else ["--requeue"]
+
+
+def expanded(word: str) -> str:
+    """What Kubernetes makes of a word of a command, in a pod without variables."""
+    found = re.findall(r"\$\$|\$\([^)]*\)|.", word)
+    assert not any(part.startswith("$(") for part in found), word
+    return "".join("$" if part == "$$" else part for part in found)
+
+
 def test_manifests(tmp_path):
-    full = ["--nodes", "4", "--gpus", "8", "--cores", "4", "--time", "1-00", "--requeue"]
+    full = ["--nodes", "4", "--gpus", "8", "--cores", "4", "--time", "1-00"]
+    odd = ["$(x)", "a b", "$$", "$$(x)", "$HOME", "a$", "5$$$(y"]
     named = ["--name", "Big_Run.2"]
     wrong = [
         ["submit", "--kubernetes", "--dry-run", "train.py"],
@@ -155,10 +168,13 @@ def test_manifests(tmp_path):
         [*submit("trainjob"), "--volume", "a:/b", "train.py"],
         [*submit(), "--volume", "a", "train.py"],
         ["submit", "--image", "a", "--dry-run", "train.py"],
+        [*submit("pytorchjobs"), "train.py"],
+        [*submit("PyTorchJob"), "train.py"],
+        [*submit("trainjob"), "--requeue", "train.py"],
     ]
     commands = [
         *([*submit(kind), "train.py"] for kind in SPECS),
-        *([*submit(k), *full, *named, "train.py", "--lr", "$(x)", "a b"] for k in SPECS),
+        *([*submit(k), *full, *named, *again(k), "train.py", *odd] for k in SPECS),
         [*submit(), "--volume", "code:/code", "--volume", "data:/data", "-m", "my.train"],
         *wrong,
     ]
@@ -168,7 +184,11 @@ def test_manifests(tmp_path):
         for each in (small, big):
             assert each.returncode == 0, each.stderr
             jsonschema.Draft202012Validator(schema(kind)).validate(yaml.safe_load(each.stdout))
-        assert "--lr\n" in big.stdout and "$(x)" in big.stdout
+        (told,) = re.findall(r"command:\n((?: *- .*\n)+)", big.stdout)[:1]
+        assert [expanded(word) for word in yaml.safe_load(told)][-len(odd) :] == odd
+        assert "- $$(x)\n" in told and "- $HOME\n" in told
+        assert ("OnFailure" in big.stdout or "maxRestarts: 10" in big.stdout) == bool(again(kind))
+        assert bool(again(kind)) == ("note: --requeue resumes" in big.stderr)
         assert yaml.safe_load(big.stdout)["metadata"] == {"name": "big-run-2"}
         assert "86400" in big.stdout and "nvidia.com/gpu: 8" in big.stdout
     made = yaml.safe_load(done[6].stdout)
@@ -180,6 +200,7 @@ def test_manifests(tmp_path):
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(schema("pytorchjob")).validate(made)
     told = ["--image", "--dry-run", "--partition is for Slurm", "runtime", "CLAIM:/PATH", "are for"]
+    told += 2 * ["expected one of pytorchjob, trainjob, jobset."] + ["failurePolicy.maxRestarts"]
     for each, text in zip(done[-len(wrong) :], told, strict=True):
         assert each.returncode == 2 and text in each.stderr, each
 

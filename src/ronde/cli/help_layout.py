@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -35,12 +37,13 @@ def _flags_alone(params: list[Any]) -> list[Any]:
     return params
 
 
-_VALUE = re.compile(r"auto|local|yarn|pytorchjob|trainjob|jobset|[^\s/:]+:\S+|local\S*\[.*\]")
+_VALUE = re.compile(r"auto|local|yarn|[^\s/:]+:\S+|local\S*\[.*\]")
+_KIND = re.compile(r"[^-./][^./]*")  # a word that is no script: a wrong one gets an error
 
 
 def filled_in(params: list[Any], args: list[str]) -> list[str]:
     """Arguments in which every option with a value in brackets, ``[ADDRESS]``, has one: ``auto`` if
-    no address follows it.
+    neither an address nor a kind follows it.
     """
     options = {name: p for p in params if p.param_type_name == "option" for name in p.opts}
     found: list[str] = []
@@ -50,12 +53,28 @@ def filled_in(params: list[Any], args: list[str]) -> list[str]:
         param = options.get(word)
         if param is None or param.is_flag:
             continue
-        if (param.metavar or "").startswith("[") and not (rest and _VALUE.fullmatch(rest[0])):
+        value = _KIND if param.metavar == "[KIND]" else _VALUE
+        if (param.metavar or "").startswith("[") and not (rest and value.fullmatch(rest[0])):
             found.append("auto")
         else:
             found += rest[:1]
             del rest[:1]
     return found + rest
+
+
+@contextlib.contextmanager
+def _refusals_told(verb: str | None) -> Iterator[None]:
+    """Where a service runs this command, it gets the reason why ``ronde run`` was refused."""
+    try:
+        yield
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if verb == "run":
+            from ronde.launch.container import tell_service
+
+            tell_service(getattr(error, "format_message", error.__str__)())
+        raise
 
 
 class Verb(TyperCommand):
@@ -67,14 +86,16 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse what is written, with the values that may be left out."""
-        return list(super().parse_args(ctx, filled_in(self.params, args)))
+        with _refusals_told(self.name):
+            return list(super().parse_args(ctx, filled_in(self.params, args)))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb."""
         _own_options[:] = [
             name for p in self.params if p.param_type_name == "option" for name in p.opts
         ]
-        return super().invoke(ctx)
+        with _refusals_told(self.name):
+            return super().invoke(ctx)
 
 
 class Group(TyperGroup):

@@ -242,16 +242,17 @@ def register(app: typer.Typer) -> None:
         from ronde.launch import Job, Restarts, container, pod
 
         box = None if hosts or hostfile or slurm or ray or spark else container() or pod()
+        second = box is not None and box.rank > 0
+        command = command_of(module, arguments or [])
         if box is not None:
-            arguments = [*(arguments or []), *box.arguments]
+            command += box.arguments
             os.environ.update(box.environment)
-            name = name or script_stem(module or arguments[0])
+            name = name or script_stem(module or command[0])
             runs = box.checkpoints or runs
             resume = resume or (runs / name / "checkpoints").is_dir() or has_whole(upload, name)
-            if box.rank > 0:  # rank 0 writes; the service may join the folders of all hosts
+            if second:  # rank 0 writes; the service may join the folders of all hosts
                 runs, name, resume, quiet = Path("none"), None, False, True
                 upload = None
-        command = command_of(module, arguments or [])
         if name is not None:
             check_name(name)
         if output not in ("main", "all"):
@@ -273,7 +274,7 @@ def register(app: typer.Typer) -> None:
                 "--min-workers says how few workers may go on when --restarts loses hosts: give "
                 "--restarts, and several hosts."
             )
-        if temporary and restarts is not None:
+        if temporary and restarts is not None and not second:
             raise ArgumentError("--restarts goes on from checkpoints, and --runs none keeps none.")
         seconds = None if time_limit is None else parse_duration(time_limit)
         if temporary and (resume or name):
@@ -384,15 +385,18 @@ def register(app: typer.Typer) -> None:
             _tell_left(outcome, directory, limit, kept=temporary is None)
             raise typer.Exit(outcome.status)
         if outcome.status:
-            if box is not None and outcome.rank is not None:
-                box.tell(f"rank {outcome.rank}: {outcome.traceback or outcome.error}")
+            if box is not None and not outcome.interrupted:
+                box.tell(outcome.traceback or outcome.error or "", outcome.rank)
             _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
-            _tell_failure(outcome, directory, kept=temporary is None)
+            why = "the first host keeps the run" if second else "--runs none"
+            _tell_failure(outcome, directory, why if temporary else "")
             if outcome.exited and (hint := hint_after_exit(command)):
                 typer.echo(f"note: {hint}", err=True)
             raise typer.Exit(outcome.status)
         if outcome.left and summarise(directory).status in ("running", "stopped"):
             error = f"{outcome.left} left with status 0 before the training had ended (os._exit)"
+            if box is not None:
+                box.tell(error)
             _note_failure(directory, error, 0, outcome.seconds)
             typer.echo(
                 f"{error}. What it trained after its last checkpoint is lost: let the script end "
@@ -505,11 +509,12 @@ def _tell_left(outcome: Any, directory: RunDir, limit: Limit, kept: bool) -> Non
     typer.echo(f"{why}: it has left after step {step}{again}", err=True)
 
 
-def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
+def _tell_failure(outcome: Any, directory: RunDir, lost: str = "") -> None:
+    """Say what failed, and what to do. ``lost`` says why the run directory goes now, if it does."""
     from rich.text import Text
 
     console = plain_console(stderr=True)
-    names = [p.name[5:] for p in directory.checkpoints.glob("step-*")] if kept else []
+    names = [p.name[5:] for p in directory.checkpoints.glob("step-*")] if not lost else []
     saved = max((int(n) for n in names if n.isdecimal()), default=None)
     again = f"ronde run --resume --name {directory.name} …" if saved is not None else ""
     if outcome.interrupted:
@@ -518,7 +523,7 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
             told = f", after step {trained:,}. Saved: step {saved:,}. Go on with: {again}"
         elif trained:
             told = f", after step {trained:,}. Nothing is saved" + (
-                ": no checkpoint was due. See save_every of ronde.distribute" if kept else ""
+                ": no checkpoint was due. See save_every of ronde.distribute" if not lost else ""
             )
         console.print(f"{outcome.error}; every worker has ended{told}", soft_wrap=True)
         return
@@ -555,16 +560,14 @@ def _tell_failure(outcome: Any, directory: RunDir, kept: bool = True) -> None:
         if meant is not None:
             console.print(Text(f"that is: {meant}"), soft_wrap=True)
     log = directory.logs / f"rank-{outcome.rank}.log"
-    if not kept:  # the folder goes now
+    if lost:
         last = (
             []
             if outcome.traceback or not log.is_file()
             else log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         )
         print(*last, sep="\n", end="\n" if last else "", file=sys.stderr, flush=True)
-        console.print(
-            "the rest of its output was not kept: --runs none", highlight=False, soft_wrap=True
-        )
+        console.print(f"the rest of its output was not kept: {lost}", soft_wrap=True)
         return
     console.print(
         f"its output: {short(log)}" + (f"   go on with: {again}" if again else ""),

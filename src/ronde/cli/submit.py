@@ -175,6 +175,12 @@ def register(app: typer.Typer) -> None:
                 raise ArgumentError("no script given: name one, as it is called in the image.")
             name = name or script_stem(module or given[0])
             check_name(name)
+            if requeue and not volume:
+                typer.echo(
+                    "note: --requeue resumes from checkpoints, and a new pod has none: give a "
+                    "--volume that keeps them.",
+                    err=True,
+                )
             manifest = Manifest(
                 KINDS[0] if kubernetes == "auto" else kubernetes,
                 ["-m", module, *given] if module else given,

@@ -7,6 +7,7 @@ its toolkit reads.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,11 +22,14 @@ from ronde.launch.agent import Nodes
 from ronde.world import WorldError
 from ronde.world.network import addresses, listen_on
 
-__all__ = ["Container", "container"]
+__all__ = ["REASON", "Container", "container", "tell_service"]
+
+REASON = Path("/dev/termination-log")
+"""The termination message of a pod."""
 
 _PORT = 7777
 _RESOLVE_SECONDS = 900.0
-_FAILURE = 1024  # characters that the service keeps
+_FAILURE = 1024  # characters that the service keeps, from the beginning
 
 
 @dataclass(frozen=True)
@@ -96,10 +100,28 @@ class Container:
             tells=True,
         )
 
-    def tell(self, text: str) -> None:
+    def tell(self, text: str, rank: int | None = None) -> None:
         """Write the reason of a failure where the service looks for it."""
-        self.failure.parent.mkdir(parents=True, exist_ok=True)
-        self.failure.write_text(text[:_FAILURE])
+        _tell(self.failure, text, "" if rank is None else f"rank {rank}: ")
+
+
+def _tell(file: Path, text: str, who: str = "") -> None:
+    """The end of a text that is too long: a traceback names the error there."""
+    text, room = text.strip(), _FAILURE - len(who)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(who + (text if len(text) <= room else f"…{text[1 - room :]}"))
+
+
+def tell_service(text: str, env: Mapping[str, str] = os.environ) -> None:
+    """Write why nothing was started where the service looks for it; nothing outside a container."""
+    base = Path(env.get("SAGEMAKER_BASE_DIR") or "/opt/ml")
+    if (base / "input" / "config" / "resourceconfig.json").exists():
+        _tell(base / "output" / "failure", text)
+    elif (base / "config" / "resourceconfig.json").exists():
+        _tell(base / "output" / "message", text)
+    elif env.get("KUBERNETES_SERVICE_HOST") and env.get("PET_NNODES") and REASON.exists():
+        _tell(REASON, text)
 
 
 def _resolved(host: str) -> str:
@@ -129,20 +151,22 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(p), "") if p.isdigit() else (-1, p) for p in parts if p]
 
 
-def _value(text: Any) -> Any:
-    """A hyperparameter: JSON in a string, where it is JSON."""
+def _value(text: Any) -> str:
+    """A hyperparameter as it was given: a string of JSON is unquoted, ``1.10`` stays ``1.10``."""
+    if not isinstance(text, str):
+        return json.dumps(text)
     try:
-        return json.loads(text)
-    except (TypeError, ValueError):
+        value = json.loads(text)
+    except ValueError:
         return text
+    return value if isinstance(value, str) else text
 
 
 def _arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
     found: list[str] = []
     for name, text in values.items():
-        value = _value(text)
         if not name.startswith(("sagemaker_", "_tuning_")):
-            found += [f"--{name}", value if isinstance(value, str) else json.dumps(value)]
+            found += [f"--{name}", _value(text)]
     return tuple(found)
 
 

@@ -15,14 +15,13 @@ from typing import Any
 
 import yaml
 
-from ronde.launch.container import Container
+from ronde.launch.container import REASON, Container
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["KINDS", "Manifest", "pod"]
 
 KINDS = ("pytorchjob", "trainjob", "jobset")
 _PORT = 29400
-_REASON = Path("/dev/termination-log")
 
 
 def pod(env: Mapping[str, str] = os.environ) -> Container | None:
@@ -53,7 +52,7 @@ def pod(env: Mapping[str, str] = os.environ) -> Container | None:
         raise WorldError(f"PET_NODE_RANK={rank} is not below PET_NNODES={count}.")
     port = _whole(env, "PET_MASTER_PORT") or _whole(env, "MASTER_PORT") or _PORT
     hosts = (address, *(f"pod-{n}" for n in range(1, count)))
-    reason = _REASON if _REASON.exists() else Path(os.devnull)
+    reason = REASON if REASON.exists() else Path(os.devnull)
     return Container(hosts, hosts[rank], "eth0", (), {}, None, reason, port)
 
 
@@ -110,6 +109,11 @@ class Manifest:
                 "--volume: a TrainJob gets its volumes from its runtime. Name them there, or use "
                 "--kubernetes jobset."
             )
+        if self.restarts and self.kind == "trainjob":
+            raise ArgumentError(
+                "--requeue: how often a TrainJob starts again stands in its runtime "
+                "(failurePolicy.maxRestarts). Set it there, or use --kubernetes jobset."
+            )
 
     @property
     def _label(self) -> str:
@@ -126,10 +130,15 @@ class Manifest:
         made = {"pytorchjob": self._pytorchjob, "trainjob": self._trainjob, "jobset": self._jobset}
         return yaml.safe_dump(made[self.kind](), sort_keys=False, width=100)
 
-    def _run(self) -> list[str]:
+    def _command(self) -> list[str]:
+        """What a pod runs. Kubernetes puts variables in for ``$(NAME)``, and ``$`` for ``$$``."""
+        return [re.sub(r"\$+(?=\()|\${2,}", r"\g<0>\g<0>", w) for w in self._words()]
+
+    def _words(self) -> list[str]:
         own = ["ronde", "run", "--workers", str(self._workers), "--name", self.name]
         runs = [v.partition(":")[2] for v in self.volumes[:1]]
-        return [*own, *(["--runs", f"{runs[0]}/runs"] if runs else []), *self.options]
+        kept = ["--runs", f"{runs[0]}/runs"] if runs else []
+        return [*own, *kept, *self.options, *self.command]
 
     def _resources(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -148,7 +157,7 @@ class Manifest:
         own: dict[str, Any] = {
             "name": container,
             "image": self.image,
-            "command": [*self._run(), *self.command],
+            "command": self._command(),
             # loading processes share memory
             "volumeMounts": [*mounts, {"name": "shm", "mountPath": "/dev/shm"}],
         }
@@ -186,7 +195,7 @@ class Manifest:
     def _trainjob(self) -> dict[str, Any]:
         trainer: dict[str, Any] = {
             "image": self.image,
-            "command": [*self._run(), *self.command],
+            "command": self._command(),
             "numNodes": self.nodes,
             "numProcPerNode": self._workers,
         }
