@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 import ronde
 from ronde.watch import Warned, read
@@ -25,6 +25,10 @@ torch.set_default_dtype(torch.float64)
 N = 26
 X = torch.randn(N, 5, generator=torch.Generator().manual_seed(1))
 CASES: dict[str, Callable[[], dict[str, Any]]] = {}
+
+
+class Run:
+    gather: Any  # of the run of now
 
 
 class Data(Dataset):
@@ -52,26 +56,42 @@ def train(
     test: Any = None,
     loss: Any = F.mse_loss,
     metrics: Any = None,
+    own: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     size = {} if isinstance(data, DataLoader) else {"batch_size": 8}
     how: dict[str, Any] = {"shuffle": False, **size, **options}
     run = ronde.distribute(model, optimizer, data, loss=loss, **how)
     losses, tested = [], []
+    Run.gather = run.gather
     for epoch in run.epochs(epochs):
         each(epoch)
         for batch in run.batches():
-            losses.append(run.step(change(batch)))
+            if not own:
+                losses.append(run.step(change(batch)))
+                continue
+            run.backward(loss(model(batch[0]), batch[1]))
+            losses.append(run.update())
         if test is not None:
             tested.append(run.evaluate(test, metrics))
-    whole = torch.cat([p.detach().flatten() for p in model.parameters()])
+    with run.whole_model() as copy:
+        whole = torch.cat([p.detach().flatten() for p in copy.parameters()])
+        good = [each for i in range(N) if (each := Broken()[i]) is not None]
+        x, y = default_collate(good)
+        direct = float(F.mse_loss(copy(x), y))
     events = read(run.dir.path / "record.jsonl") if run.is_main else []
     warned = [e.text for e in events if isinstance(e, Warned)]
     numbers = [float(each) for each in losses]
-    return {"losses": numbers, "weights": whole.tolist(), "tested": tested, "warned": warned}
+    return {
+        "losses": numbers,
+        "weights": whole.tolist(),
+        "tested": tested,
+        "warned": warned,
+        "direct": direct,
+    }
 
 
 def _epochs(stay: bool) -> dict[str, Any]:
@@ -185,8 +205,131 @@ def noise_of_each_rank() -> dict[str, Any]:
     return train(Noisy())
 
 
+class Broken(Data):
+    """Some samples are None, none of them in the first batch where ``late``."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.late = late
+
+    def __getitem__(self, i: int) -> Any:
+        bad = i in (1, 2, 5, 7, 11, 16, 20) and not (self.late and i < 8)
+        return None if bad else super().__getitem__(i)
+
+
+def keep(samples: list[Any]) -> Any:
+    return default_collate([each for each in samples if each is not None])
+
+
+def crops(samples: list[Any]) -> Any:
+    x, y = default_collate(samples)
+    return torch.cat([x, x.cos()]), torch.cat([y, y])
+
+
+def accuracy(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((out - y).abs() < 0.5).double().mean()
+
+
+def _broken(late: bool = False, collate: Any = keep, **options: Any) -> dict[str, Any]:
+    data = DataLoader(Broken(late), 8, collate_fn=collate)
+    return train(data, epochs=2, test=data, metrics={"accuracy": accuracy}, **options)
+
+
+@case
+def broken() -> dict[str, Any]:
+    return _broken()
+
+
+@case
+def broken_late_in_parts() -> dict[str, Any]:
+    return _broken(late=True, micro_batch=3 if SIZE == 1 else 2)
+
+
+@case
+def broken_sharded() -> dict[str, Any]:
+    return _broken(shard="parameters" if SIZE > 1 else None)
+
+
+@case
+def broken_optimizer_sharded() -> dict[str, Any]:
+    return _broken(shard="optimizer" if SIZE > 1 else None, clip_norm=0.5)
+
+
+@case
+def broken_piped() -> dict[str, Any]:
+    return _broken(pipeline=2 if SIZE == 2 else None, micro_batch=4 if SIZE == 2 else None)
+
+
+@case
+def broken_tensor() -> dict[str, Any]:
+    return _broken(tensor=2 if SIZE == 2 else None)
+
+
+@case
+def broken_own_loop() -> dict[str, Any]:
+    return _broken(own=True)
+
+
+@case
+def broken_gathered() -> dict[str, Any]:
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out, y = Run.gather(out), Run.gather(y)
+        return ((out - y) ** 2).mean() + (out.std(0) - 1).square().mean()
+
+    return _broken(loss=loss)
+
+
+@case
+def broken_pairs() -> dict[str, Any]:
+    def loss(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return ((out - y) ** 2).sum(), 2 * len(y)
+
+    return _broken(loss=loss)
+
+
+@case
+def broken_in_lists() -> dict[str, Any]:
+    def lists(samples: list[Any]) -> Any:
+        return tuple(zip(*[each for each in samples if each is not None], strict=True))
+
+    def forward(model: Any, batch: Any) -> Any:
+        return torch.stack([model(x) for x in batch[0]]), torch.stack(list(batch[1]))
+
+    return _broken(collate=lists, forward=forward)
+
+
+@case
+def two_crops() -> dict[str, Any]:
+    return train(DataLoader(Data(), 8, collate_fn=crops), test=Data())
+
+
+@case
+def left_out_in_the_loop() -> dict[str, Any]:
+    def some(batch: Any) -> Any:
+        mask = batch[0][:, 0] > -0.5
+        return [each[mask] for each in batch]
+
+    return train(Data(), change=some)
+
+
+@case
+def left_out_without_a_trace() -> dict[str, Any]:
+    def ragged(samples: list[Any]) -> Any:
+        kept = [each for each in samples if each is not None]
+        x, y = default_collate(kept)
+        return torch.cat([x, x]), y
+
+    def forward(model: Any, batch: Any) -> Any:
+        return model(batch[0][: len(batch[1])]), batch[1]
+
+    return _broken(collate=ragged, forward=forward)
+
+
+only = sys.argv[2:]
 results = {}
 for name, call in CASES.items():
+    if only and name not in only:
+        continue
     try:
         results[name] = call()
     except ronde.RondeError as error:

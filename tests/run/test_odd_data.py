@@ -73,3 +73,36 @@ def test_data_that_divide_themselves_are_refused(found, kind):
 def test_whole_data_are_not_refused(found):
     check_same(found, "whole_stream")
     assert all("error" not in found[workers]["noise_of_each_rank"] for workers in (2, 3))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "broken",
+        "broken_late_in_parts",
+        "broken_sharded",
+        "broken_optimizer_sharded",
+        "broken_piped",
+        "broken_tensor",
+        "broken_own_loop",
+        "broken_gathered",
+        "broken_pairs",
+        "broken_in_lists",
+        "two_crops",
+        "left_out_in_the_loop",
+    ],
+)
+def test_a_mean_weighs_the_rows_that_are_there(found, name):
+    check_same(found, name)
+    assert not any(found[workers][name]["warned"] for workers in (1, 2, 3))
+
+
+def test_an_evaluation_is_the_mean_over_the_rows_that_are_there(found):
+    one = found[1]["broken"]
+    assert one["tested"][-1]["loss"] == pytest.approx(one["direct"], rel=1e-12)
+
+
+def test_rows_that_cannot_be_counted_are_said(found):
+    assert not found[1]["left_out_without_a_trace"]["warned"]
+    said = found[3]["left_out_without_a_trace"]["warned"]
+    assert "a batch of 3 samples has tensors of 1, 2 rows: ronde cannot tell" in said[0]

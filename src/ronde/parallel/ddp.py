@@ -139,6 +139,7 @@ class Replicate(Strategy):
         self._begun = False  # whether a step is under way
         self._factors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._weighted: bool | None = None
+        self._pairs: bool | None = None  # whether the loss is (sum, weight)
         self._reached: set[int] | None = None
         self._hooks: list[Any] = []
         self._measures = False  # whether this step's gradient noise is measured
@@ -279,7 +280,7 @@ class Replicate(Strategy):
         assert self.noise is not None
         self.noise.steps += 1
         exact = self.exchange is None or self.exchange.reducer.exact
-        mean = self._weighted is False and not part.summed and not self._scaled
+        mean = self._pairs is False and not part.summed and not self._scaled
         large = part.global_samples >= 2 * self.me.size
         return (
             self.noise.steps % self._measure_every == 0
@@ -326,12 +327,16 @@ class Replicate(Strategy):
 
     def _weigh(self, weight: torch.Tensor | None, part: Part, workers: int = 1) -> float:
         """The factor of a micro-batch's loss in the global one; notes its weight, if it has one."""
-        self._weighted = weight is not None
+        self._weighted = weight is not None or part.weight is not None
+        self._pairs = weight is not None
         factor = workers / part.global_samples
-        if weight is None:
-            return float(workers) if part.summed else factor * part.samples
-        self._weight_slot.add_(weight, alpha=factor)
-        return factor
+        if weight is not None:
+            self._weight_slot.add_(weight, alpha=factor)
+            return factor
+        if part.weight is not None:
+            self._weight_slot += factor * part.weight
+            return factor * part.weight
+        return float(workers) if part.summed else factor * part.samples
 
     def _backward(self, value: torch.Tensor, factor: float, scale: Scale | None) -> None:
         """Backward pass of ``factor * value``: the factor is where the chain rule starts."""
@@ -405,7 +410,7 @@ class Replicate(Strategy):
         # A worker that had no sample yet learns from the others whether the loss has weights.
         if bool(summed[_WEIGHT] != 0) if self._weighted is None else self._weighted:
             scale_gradients(self.parameters, 1.0 / summed[_WEIGHT])
-            return loss / summed[_WEIGHT]
+            loss = loss / summed[_WEIGHT]
         if self._measures and self.noise is not None:
             square = squared_norm(p.grad for p in self.parameters if p.grad is not None)
             local, inverse, count = summed[_NORM:_UNUSED].double().unbind()

@@ -656,7 +656,7 @@ class Shard(Replicate):
         else:
             with absent():
                 value, weight = compute()
-            self._weighted, factor = weight is not None, 0.0
+            self._weighted, factor = weight is not None or part.weight is not None, 0.0
         self._backward(value, factor, scale)
         if self._is_gathered():
             raise RondeError(

@@ -262,6 +262,9 @@ class PipelineParallel(Strategy):
             if part.samples:  # an empty micro-batch is a stand-in
                 factor = (1.0 if weight is not None else part.samples) / part.global_samples
                 factor = 1.0 if part.summed else factor
+                if weight is None and part.weight is not None:
+                    factor = part.weight / part.global_samples
+                    self._loss[1] += part.weight
             flight.root, flight.factor = value, factor
             if part.samples:
                 self._loss[0] += value.detach().to(torch.float64) * factor

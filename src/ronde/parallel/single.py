@@ -40,6 +40,8 @@ class Single(Strategy):
                 p.grad = None
         value, weight = compute()
         self._samples = part.global_samples
+        if weight is None and part.weight is not None:
+            value, weight = value * part.weight, value.new_tensor(part.weight)
         if weight is not None:
             # keeps its size near one until the true weight is known
             loss = value / part.global_samples

@@ -45,12 +45,20 @@ class Part:
         global_samples: the size of the global batch, over all workers.
         last: whether it is this worker's last micro-batch of the step.
         summed: the loss is a sum over samples, and so is the global one.
+        rows: the weight of its mean, if that is not the number of samples on each worker: a collate
+            function may have left some out.
     """
 
     samples: int
     global_samples: int
     last: bool
     summed: bool = False
+    rows: float | None = None
+
+    @property
+    def weight(self) -> float | None:
+        """The weight of its mean where that is :attr:`rows`, else None."""
+        return None if self.summed else self.rows
 
 
 @dataclass

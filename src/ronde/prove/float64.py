@@ -312,8 +312,8 @@ def _patch_own_generators(recorder: Recorder) -> None:
 def _patch_metrics(recorder: Recorder) -> None:
     original = evaluation._sum_and_weight
 
-    def sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
-        recorder.record_metric(name, value, samples)
+    def sum_and_weight(name: str, value: Any, samples: float) -> tuple[float, float]:
+        recorder.record_metric(name, value, int(samples))
         return original(name, value, samples)
 
     evaluation._sum_and_weight = sum_and_weight

@@ -25,6 +25,7 @@ from ronde.loader import (
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
 from ronde.run.checks import check_draw, check_same_samples
+from ronde.run.rows import Rows, collates, lengths
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of
@@ -95,7 +96,7 @@ def _is_torchmetric(metric: Any) -> bool:
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
-def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
+def _sum_and_weight(name: str, value: Any, samples: float) -> tuple[float, float]:
     """The value of a plain metric, as a sum and its weight."""
     if isinstance(value, tuple | list) and len(value) == 2:
         return float(value[0]), float(value[1])
@@ -105,7 +106,7 @@ def _sum_and_weight(name: str, value: Any, samples: int) -> tuple[float, float]:
         if value.shape[0] == samples:
             return float(value.double().sum()), float(value.numel())
         raise ArgumentError(
-            f"metric {name!r} returned a tensor of shape {tuple(value.shape)} for {samples} "
+            f"metric {name!r} returned a tensor of shape {tuple(value.shape)} for {samples:g} "
             "samples: expected a mean (0-d), one value per sample, or (sum, weight)."
         )
     if isinstance(value, int | float):
@@ -165,6 +166,7 @@ class Evaluation:
             compares=me.size > 1 and taken.fingerprint is None and not hooks.observed(),
         )
         self.skipped: list[tuple[int, str]] = []
+        self.rows = Rows(collates(settings), True)
         self._asks = True  # what kind of loss it is
         self.layout = plan.layout
         # One worker of each replica counts: its last stage, and the first rank of a tensor group.
@@ -190,6 +192,9 @@ class Evaluation:
 
         with torch.no_grad():
             kind = self._add_up(run, judge, plain, objects, sums)
+        unclear, self.rows.unclear = self.rows.unclear, ""
+        if unclear and not loss.pairs:
+            run._warn(unclear)
         if self._asks:
             kind = run._loss_check.of_evaluation(run, kind)
             self._asks = kind == "flat"
@@ -251,7 +256,7 @@ class Evaluation:
         run_empty = strategy.run_empty_inference or gathers
         for batch, samples, count in self._read(run):
             run._rendezvous.heartbeat.tick()
-            run._evaluated, check.gathered = (samples, count), False
+            run._evaluated, check.gathered = (int(samples), count), False
             if not samples:
                 stand_in = batch
                 if run_empty:
@@ -262,7 +267,7 @@ class Evaluation:
                 continue  # it counts on another worker of this replica
             arguments, value, weight = judged
             if self._asks and kind == "flat":
-                kind = check.kind_of(run, batch, arguments, samples)
+                kind = check.kind_of(run, batch, arguments, int(samples))
             sums[-1] += samples
             added = weight is not None or run._loss.reduction == "sum"
             sums[0] += float(value) if added else float(value) * samples
@@ -281,9 +286,9 @@ class Evaluation:
                     _clear_but_typed(metric)
         return kind
 
-    def _read(self, run: RunParts) -> Iterator[tuple[Any, int, int]]:
-        """Each micro-batch of this worker, how many of its samples count, and how many there are
-        in its batch.
+    def _read(self, run: RunParts) -> Iterator[tuple[Any, float, int]]:
+        """Each micro-batch of this worker, how many of its samples are in it, and how many there
+        are in its batch.
         """
         layout, order = self.layout, self.taken.order
         samples, ends = order.samples_in(0), order.ends(0)
@@ -297,9 +302,14 @@ class Evaluation:
             check_same_samples(self.me, self.feed.take_facts(), "run.evaluate")
             left_out = self.feed.left_out or (0,) * len(micros)
             ready = on_device(self.feed, share, micros, self.me.device)
-            for batch, (low, high), missing in zip(ready, share.micro, left_out, strict=True):
+            found = [lengths(batch) for batch in ready]
+            counts = [h - low - n for (low, h), n in zip(share.micro, left_out, strict=True)]
+            if self.rows.is_open:
+                self.rows.settle(self.me, found, counts)
+            for i, (low, high) in enumerate(share.micro):
                 hooks.observer.on_evaluation_batch(run, share, low, high)
-                yield batch, high - low - missing, len(ready)
+                rows = self.rows.in_evaluation(found[i], counts[i])
+                yield ready[i], rows, len(ready)
 
 
 def evaluation_of(run: RunParts, data: Any, say: Callable[[str, bool], None]) -> Evaluation:

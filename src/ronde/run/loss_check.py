@@ -69,7 +69,7 @@ class LossCheck:
             return
         self._steps += 1
         if self._steps in _STEPS:
-            samples, i = max((part.samples, -i) for i, part in enumerate(parts))
+            samples, i = max((int(p.rows or p.samples), -i) for i, p in enumerate(parts))
             self._asked = micros[-i], samples
             self.gathered = False
             run._loss.keep(micros[-i])

@@ -38,6 +38,7 @@ class LossCall:
         self.loss = loss
         self.forward = forward
         self.reduction = reduction
+        self.pairs = False  # whether the last one was (sum, weight)
         self._keep_for: Any = None
         self._kept: tuple[Any, ...] | None = None
 
@@ -75,6 +76,7 @@ class LossCall:
 
     def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A loss's value as ``(mean, None)`` or ``(sum, weight)``; LossError for others."""
+        self.pairs = isinstance(value, tuple | list)
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             return value.reshape(()), None
         pair = isinstance(value, tuple | list) and len(value) == 2

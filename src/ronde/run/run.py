@@ -54,6 +54,7 @@ from ronde.run.non_finite import NAN_EVERY, NonFiniteGuard, refuse_loss
 from ronde.run.per_pass_buffers import OwnSamples, Passes
 from ronde.run.registered import Registered, Registry
 from ronde.run.resume import roll_back
+from ronde.run.rows import Lengths, Rows, collates, lengths
 from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.run.script_time import timing_event
 from ronde.run.seeding import reseeding, seed_step
@@ -126,6 +127,9 @@ class Run:
         self._work = work
         self._loss: LossCall = opening.calls
         self._loss_check = LossCheck()
+        alone = plan.replicas == 1 and plan.accumulation == 1
+        self._rows = Rows(not alone, collates(opening.taken.settings))
+        self._delivered: list[Lengths] = []  # of the micro-batches that were handed out
         self._gathers: bool | None = None  # whether the script calls gather, once that is known
         self._stepping = False  # inside step(), which decides who runs the loss
         self._evaluated: tuple[int, int] | None = None  # samples and micro-batches of its batch
@@ -368,9 +372,11 @@ class Run:
             )
         self._strategy.refresh()
         last, summed = len(micros) - 1, self._loss.reduction == "sum"
+        self._delivered = [lengths(micro) for micro in micros] if self._rows.asks else []
+        rows = self._rows_of(share)
         parts = [
-            Part(high - low, share.global_samples, i == last, summed)
-            for i, (low, high) in enumerate(share.micro)
+            Part(high - low, share.global_samples, i == last, summed, n)
+            for i, ((low, high), n) in enumerate(zip(share.micro, rows, strict=True))
         ]
         if self._gathers is None and share.global_samples < self.plan.replicas:
             self._strategy.run_empty_shares()  # the loss may call gather, which needs everyone
@@ -385,6 +391,7 @@ class Run:
         finally:
             self._stepping = False
         self._gathers = bool(self._gathers)
+        self._report_rows()
         self._loss_check.end(self)
         self._report_passes()
         loss = self._update(share)
@@ -415,9 +422,11 @@ class Run:
             )
         value = self._loss.check(loss)
         low, high = share.micro[self._backwards]
+        rows = self._rows_of(share)[self._backwards]
+        self._report_rows()
         self._backwards += 1
         summed = self._loss.reduction == "sum"
-        part = Part(high - low, share.global_samples, self._backwards == count, summed)
+        part = Part(high - low, share.global_samples, self._backwards == count, summed, rows)
         with self._group.gradients_of(self):
             strategy.micro(lambda: value, part, self._scale)
         if self._backwards == 1:
@@ -480,6 +489,10 @@ class Run:
             samples, count = self._evaluated
         elif share is not None:
             samples, count = share.samples, len(share.micro)
+            if not self._rows.asks and self._rows.collates:
+                samples = len(tensor)  # some may be left out, and there is nobody to agree with
+            elif self._rows.weighs:
+                samples = int(sum(n or 0 for n in self._rows_of(share)))
         else:
             raise RondeError(
                 "run.gather() was called outside of a step: call it between run.batches() and the "
@@ -942,6 +955,21 @@ class Run:
             )
         return self._share
 
+    def _rows_of(self, share: Share) -> list[float | None]:
+        """The weights of a step's means, see :class:`Rows`. A collective in the first step."""
+        found = self._delivered
+        samples = [high - low for low, high in share.micro]
+        if len(found) != len(samples):  # a study hands micro-batches out one by one
+            return [None] * len(samples)
+        if self._rows.is_open:
+            self._rows.settle(self._me, found, samples)
+        return [self._rows.of(*each, self._loss) for each in zip(found, samples, strict=True)]
+
+    def _report_rows(self) -> None:
+        unclear, self._rows.unclear = self._rows.unclear, ""
+        if unclear and not self._loss.pairs and self._loss.reduction == "mean":
+            self._warn(unclear)
+
     def _refuse_own_loop(self, call: str) -> None:
         if self._strategy.whole_step:
             raise RondeError(
@@ -1198,11 +1226,13 @@ class Run:
         low, high = share.micro[0]
         self._strategy.before_batch(high > low)
         self._own_samples.begin()
+        ready = on_device(self._feed, share, micros, self.device)
+        if self._rows.asks:
+            self._delivered = [lengths(micro) for micro in ready]
         for ref in self._followers:
             if (follower := ref()) is not None:
                 follower._follow(share)
         self._group.announce()
-        ready = on_device(self._feed, share, micros, self.device)
         return hooks.observer.on_batch(self, share, ready)
 
     def _tracked_batches(self) -> Generator[Any, None, None]:
@@ -1228,6 +1258,8 @@ class Run:
                 "batch is taken: call update() in the same pass of the loop."
             )
         self._share, self._backwards = share, 0
+        if self._source is not None:
+            self._delivered = self._source._delivered
         low, high = share.micro[0]
         if self._needs_batch:
             self._needs_batch = False
