@@ -5,8 +5,36 @@ from __future__ import annotations
 import sys
 import time
 
+from ronde.launch import driver
 from ronde.launch.engine import Host
 from ronde.launch.fleet import Fleet
+
+
+def test_a_slow_driver_is_told_until_it_has_places(tmp_path, monkeypatch, capfd):
+    """Ray and Spark take up to two minutes; this one waits until it was told of twice."""
+    lines = [
+        "def main():",
+        "    import sys, time",
+        "    sys.stdin.readline()",
+        f"    while not open({str(tmp_path / 'go')!r}).read(): time.sleep(0.01)",
+        '    print(\'{"hosts": [["a", 2, 0]]}\', flush=True)',
+        "    sys.stdin.read()",
+    ]
+    (tmp_path / "slow_driver.py").write_text("\n".join(lines))
+    (tmp_path / "go").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(driver, "_SAY_SECONDS", 0.01)
+    said = []
+
+    def say(*words, file):
+        said.append(words[0])
+        (tmp_path / "go").write_text("go" if len(said) > 1 else "")
+
+    monkeypatch.setattr(driver, "print", say, raising=False)
+    engine = driver.Driven("Ray", "slow_driver", "ray", "json", {}, None)
+    engine.close()
+    assert engine.hosts == [Host("a", 2)]
+    assert len(said) > 1 and all(line.startswith("ronde: Ray is starting, for ") for line in said)
 
 
 class Here:

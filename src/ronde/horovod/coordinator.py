@@ -149,7 +149,7 @@ class Coordinator(threading.Thread):
             if rank is not None:
                 del self._sockets[rank]
                 if rank not in self._left:
-                    self._leave(rank, "has ended")
+                    self._leave(rank, "ended")
             return
         buffer = self._incoming[sock]
         buffer += data
@@ -214,7 +214,7 @@ class Coordinator(threading.Thread):
                 self._settle(key)
             self._end_join()
         elif "bye" in message:
-            self._leave(rank, "has shut down")
+            self._leave(rank, "shut down")
             self._send(rank, {"bye": True})
 
     def _announce(self, rank: int, key: Key, meta: dict[str, Any]) -> None:
@@ -250,7 +250,7 @@ class Coordinator(threading.Thread):
         if gone := [r for r in absent if r in self._left]:
             self._fail(
                 key,
-                f"{describe(key)} cannot complete: {ranks_text(gone)} {self._left[gone[0]]}.",
+                f"{describe(key)} cannot complete: {self._ranks_left(gone)}.",
             )
             return
         if any(r not in self._joined for r in absent):
@@ -322,6 +322,15 @@ class Coordinator(threading.Thread):
 
     # ------------------------------------------------------------------ ranks that stay away
 
+    def _ranks_left(self, ranks: list[int]) -> str:
+        """Who has left, and how: ``rank 1 has ended; ranks 0, 2 have shut down``."""
+        whys = {why: [r for r in ranks if self._left[r] == why] for why in ("ended", "shut down")}
+        return "; ".join(
+            f"{ranks_text(some)} {'has' if len(some) == 1 else 'have'} {why}"
+            for why, some in whys.items()
+            if some
+        )
+
     def _leave(self, rank: int, why: str) -> None:
         self._left[rank] = why
         self._waits.pop(rank, None)
@@ -332,7 +341,9 @@ class Coordinator(threading.Thread):
         for key in list(self._pending):
             self._settle(key)
         for r in self._joined:
-            self._send(r, {"joined": None, "error": f"hvd.join() cannot end: rank {rank} {why}."})
+            self._send(
+                r, {"joined": None, "error": f"hvd.join() cannot end: rank {rank} has {why}."}
+            )
         self._joined.clear()
 
     def _end_join(self) -> None:

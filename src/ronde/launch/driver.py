@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import secrets
+import select
 import shutil
 import socket
 import subprocess
@@ -31,6 +32,7 @@ __all__ = ["Driven", "System", "serve"]
 
 _CLOSE_SECONDS = 8.0
 _LOOK_SECONDS = 0.1
+_SAY_SECONDS = 10.0
 _WHY_SECONDS = 0.7  # the others are ended only then
 
 
@@ -76,6 +78,10 @@ class Driven(Engine):
         with contextlib.suppress(OSError):
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
+        begin = time.monotonic()
+        while not select.select([self._process.stdout], [], [], _SAY_SECONDS)[0]:
+            seconds = time.monotonic() - begin
+            print(f"ronde: {self.name} is starting, for {seconds:.0f} s now", file=sys.stderr)
         line = self._process.stdout.readline()
         answer = json.loads(line) if line else {"error": self._last() or "it said nothing"}
         if "error" in answer:
