@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "prove_scripts"))
 
-from cases import BEHIND, FAULTS, HEALTHY, HERE, HIDDEN, LATER, NEWER, NOISY, healthy_command, judge  # noqa: E402
+from cases import EVERY, HEALTHY, HERE, NOISY, healthy_command, judge  # noqa: E402
 
 from ronde.prove.plan_list import chosen_plans  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
@@ -34,8 +34,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    every = [*FAULTS, *LATER, *NEWER, *HIDDEN, *BEHIND]
-    faults = [f for f in every if not given.names or f.fault in given.names]
+    faults = [f for f in EVERY if not given.names or f.fault in given.names]
     sound = {name: healthy_command(name) for name in HEALTHY}
     sound |= {name: [str(HERE / script), name] for script, name in NOISY}
     healthy = [h for h in sound if not given.names or h in given.names]

@@ -99,7 +99,7 @@ LATER = [
     Fault(name, *what[:3], script="more_faults.py", plan=what[3] if len(what) > 3 else "replicate")
     for name, *what in [
         ("softmax_over_batch", "batch-dependent-layer", "outputs", "5"),
-        ("clock", "nondeterministic-kernel", "outputs", "5"),
+        ("clock", "not-repeatable", "outputs", "5"),
         ("backward_hook", "gradient-hook", "gradients", "0.weight"),
         ("batchnorm_2d", "batchnorm", "outputs", "1"),
         ("batchnorm_micro", "batchnorm", "outputs", "1"),
@@ -134,7 +134,7 @@ LATER = [
             "distribute",
             "the order that the sampler draws",
         ),
-        ("mixup", "batch-changed-by-script", "outputs", "0"),
+        ("mixup", "loop-mixes-rows", "batch", "(batch)[0]"),
         ("scheduler_per_sample", "scheduler", "learning rate", "learning rate of group 0"),
         ("lr_by_rank", "learning-rate", "learning rate", "learning rate of group 0"),
         ("ema_into_weights", "weights-changed-by-script", "weights between steps", "0.weight"),
@@ -160,7 +160,7 @@ NEWER = [
         ("read_counter", "data-not-by-index", "data", "sample"),
         ("stop_on_local", "rank-dependent-loop", "steps", ""),
         ("own_generator", "randomness", "outputs", "head"),
-        ("own_mixup", "randomness", "outputs", ""),
+        ("own_mixup", "randomness", "batch", ""),
         ("collate_random", "randomness", "data", "(batch)"),
         ("collate_standardise", "batch-dependent-collate", "data", "(batch)"),
         ("functional_batchnorm", "batchnorm", "outputs", "head"),
@@ -255,6 +255,44 @@ HIDDEN = [
     ]
 ]
 
+# What the loop does to a batch, rows that are not the samples asked for, and what one rank does.
+LOOP = [
+    Fault(name, *what, script="loop_faults.py")
+    for name, *what in [
+        ("flip_mixes", "loop-mixes-rows", "batch", "(batch)[0]", 1),
+        ("in_place_mixes", "loop-mixes-rows", "batch", "(batch)[0]", 1),
+        ("standardizes", "loop-mixes-rows", "batch", "(batch)[0]", 1),
+        ("targets_mixed", "loop-mixes-rows", "batch", "(batch)[1]", 1),
+        ("keeps_hard_half", "loop-mixes-rows", "loss", "loss", 1),
+        ("last_batch_blended", "loop-mixes-rows", "batch", "(batch)[0]", 4),
+        ("own_loop_mixes", "loop-mixes-rows", "outputs", "0", 1),
+        ("scaled_by_rank", "batch-changed-by-script", "batch", "(batch)[0]", 1),
+        ("drops_rows", "rows-are-not-samples", "loss", "loss"),
+        ("keeps_longest", "rows-are-not-samples", "data", "rows of the batch", 1),
+        ("divides_itself", "data-depends-on-workers", "contract", "the length of the data set"),
+        ("stream_divides_itself", "data-depends-on-rank", "data", "sample 1", 1),
+        ("same_index", "data-depends-on-rank", "data", "sample", 1),
+        ("decay_of_rank_1", "optimizer-settings", "optimizer settings", "weight_decay of", 1),
+        ("momentum_after_step_2", "optimizer-settings", "optimizer settings", "momentum of", 3),
+        ("rate_of_rank_1", "learning-rate", "learning rate", "learning rate of group 0", 2),
+        ("state_of_rank_1", "optimizer-depends-on-workers", "weights", "0.weight", 4),
+        ("left_out_update", "optimizer-depends-on-workers", "weights", "2.bias", 3),
+        (
+            "frozen_on_rank_1",
+            "optimizer-settings",
+            "optimizer settings",
+            "parameters of group 0",
+            1,
+        ),
+        ("buffer_of_rank_1", "buffers", "buffers", "seen", 2),
+        ("rate_by_clock", "rate-by-clock", "learning rate", "learning rate of group 0", 2),
+        ("rate_by_elapsed", "rate-by-clock", "learning rate", "learning rate of group 0", 2),
+        ("scheduled_by_clock", "rate-by-clock", "contract", "the optimizer's lr", 0),
+        ("weights_by_clock", "not-repeatable", "weights between steps", "0.bias", 2),
+        ("broken_off", "rank-dependent-loop", "loop", "the batch that the loop is at"),
+    ]
+]
+
 # Faults behind random draws, which differ between N workers and one process anyway.
 BEHIND = [
     Fault(name, *what, script="noisy.py")
@@ -268,6 +306,7 @@ BEHIND = [
         ("shuffled_pairs", "randomness", "outputs", "inner", 1),
     ]
 ]
+EVERY = [*FAULTS, *LATER, *NEWER, *HIDDEN, *BEHIND, *LOOP]
 # Sound scripts that draw random numbers: equal, and the draws are told.
 NOISY = [
     ("faults.py", "noise"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import sys
 import time
@@ -39,7 +40,7 @@ weights, scheduler, buffers, evaluation.
 
 Examples:
 
-  ronde prove train.py                                   2 workers, the data split
+  ronde prove train.py                                   2 and 3 workers, the script's plan
 
   ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can run
 
@@ -64,12 +65,17 @@ def register(app: typer.Typer) -> None:
     def prove(
         arguments: ArgumentsOption = None,
         workers: Annotated[
-            int, option("--workers -n", "How many workers to compare with one process.", "N")
-        ] = 2,
+            str,
+            option(
+                "--workers -n",
+                "How many workers to compare with one process: a number, or several.",
+                "N",
+            ),
+        ] = "2,3",
         plans: Annotated[
             list[str] | None,
             option(
-                "--plans",
+                "--plan --plans",
                 "Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
                 "for each hybrid. Default: the script's own, at its smallest size.",
                 "PLAN",
@@ -96,8 +102,9 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError(f"--timeout {timeout:g} must be above 0.")
         check_folders(json=file)
         wanted: str | list[str] | None = "all" if plans and "all" in plans else plans
+        counts = _counts(workers)
         console = plain_console()
-        verdict = _ask(console, command, workers, wanted, steps, timeout)
+        verdict = _ask(console, command, counts, wanted, steps, timeout)
         try:
             if file is not None:
                 write_json(file, verdict.to_dict())
@@ -159,10 +166,16 @@ def _ask_equal(command: list[str], workers: int, plans: list[str] | None) -> Ver
     return verdict
 
 
+def _counts(workers: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", workers):
+        raise ArgumentError(f"--workers {workers}: a number, or several as in 2,3.")
+    return list(map(int, workers.split(",")))
+
+
 def _ask(
     console: Any,
     command: list[str],
-    workers: int,
+    workers: int | list[int],
     plans: str | list[str] | None,
     steps: int,
     timeout_seconds: float,
@@ -200,8 +213,7 @@ def _keep(
     for plan in verdict.plans:
         kind = kind_of(dataclasses.replace(Plan.parse(plan.plan), workers=verdict.workers))
         aside = "random numbers" if plan.same_draws else ""
-        numbers = verdict.holds.workers if verdict.holds else (verdict.workers,)
-        proof = Proof(numbers, verdict.steps, time.time(), aside, plan.plan, script_plan)
+        proof = Proof(plan.workers, verdict.steps, time.time(), aside, plan.plan, script_plan)
         proofs[kind] = proof if plan.status == "equal" and verdict.status == "equal" else None
     if str(runs) != "none" and verdict.files:
         # the script too where it has changed the working directory, and its __file__ is relative
@@ -288,6 +300,8 @@ def describe(difference: Difference) -> list[str]:
     who = f" of rank {d.rank}" if d.rank is not None else ""
     if d.phase == "optimizer":
         text = f"the optimizer, {when}: {d.name}"
+    elif d.phase == "batch" and d.name.startswith("(batch)"):
+        text = f"the batch that run.step() gets{who} differs first, {when}: {d.name}"
     elif d.phase.startswith(("initial", "weights", "outputs", "gradients", "clipped", "buffers")):
         text = f"{d.phase} of {d.name!r}{who} differ first, {when}"
     else:

@@ -43,6 +43,33 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Two equal runs of one process differ: an operation is not deterministic.",
         "Look for nondeterministic kernels, separate generators, uninitialized memory, or a clock.",
     ),
+    "rate-by-clock": (
+        "The learning rate depends on something other than the step: the clock?",
+        "Compute it from run.state.step or run.state.samples, or by a scheduler passed to "
+        "ronde.distribute.",
+    ),
+    "not-repeatable": (
+        "Two equal runs of one process differ, and no operation is to blame: the script depends on "
+        "the clock, or on a generator that was never seeded.",
+        "Compute it from run.state.step, and draw from generators that the script seeds.",
+    ),
+    "rows-are-not-samples": (
+        "A batch has another number of rows than samples were asked for: the collate function "
+        "drops or adds some, and which ones depends on the share.",
+        "Filter in the dataset, before ronde.distribute, so that every sample is one row.",
+    ),
+    "loop-mixes-rows": (
+        "Between run.batches() and run.step(), the loop mixes or selects the rows of the worker's "
+        "share (mixup, CutMix, statistics of the batch, hard samples): those of the global batch "
+        "are not there.",
+        "Change each row by itself, or mix by what all workers have: run.gather(x) returns the "
+        "rows of the global batch.",
+    ),
+    "optimizer-settings": (
+        "The optimizer's settings (weight decay, momentum, the parameters it holds) are not those "
+        "of one process.",
+        "Set them alike on every worker, from run.state.step or from values that all workers have.",
+    ),
     "data-depends-on-workers": (
         "The dataset depends on the number of workers.",
         "Give every worker the whole dataset: ronde divides the samples among them.",
@@ -270,7 +297,10 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Only this plan differs, replicate is equal: the plan does not train this model exactly.",
         "Use another plan for this model, and report this: ronde should refuse it or get it right.",
     ),
-    "unknown": ("The cause is not known.", "The names above say where to look."),
+    "unknown": (
+        "The cause is not known; what is known follows.",
+        "Look at what happens between what is equal and what is not.",
+    ),
 }
 """Identifier -> (explanation, cure)."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ronde.prove.run_trace import RunTrace, Values
 
-__all__ = ["BATCH", "EPOCHS", "Comparison", "Difference", "compare", "lost_from"]
+__all__ = ["BATCH", "EPOCHS", "ROWS", "Comparison", "Difference", "compare", "lost_from"]
 
 Step = dict[str, Any]
 Differences = Iterator["Difference"]
@@ -20,21 +20,26 @@ RELATIVE = 1e-9
 EPOCHS = "the number of epochs"
 BATCH = "(batch)"
 """The output of the collate function, among the outputs."""
+ROWS = "rows of the batch"
 PHASES = (
     "contract",
     "distribute",
     "initial weights",
     "initial buffers",
+    "loop",
     "order",
     "data",
     "weights between steps",
+    "batch",
     "dropout",
     "outputs",
     "loss",
     "gradients",
     "clipped gradients",
     "learning rate",
+    "optimizer settings",
     "weights",
+    "optimizer state",
     "scheduler",
     "buffers",
     "evaluation",
@@ -183,7 +188,7 @@ class _Comparer:
         self.names: list[str] = one.first("opening").get("names", [])
 
     def differences(self) -> Differences:
-        yield from self._contract()
+        yield from self._of_ranks(self._contract)
         yield from self._tensors(-1, "init", "initial weights", ranks=False)
         yield from self._tensors(-1, "initbuffer", "initial buffers", ranks=False)
         expected, counts = len(self.one.steps()), [len(s) for s in self.many.all_steps()]
@@ -199,12 +204,20 @@ class _Comparer:
 
     # -- before the first step ---------------------------------------------------------
 
-    def _contract(self) -> Differences:
-        for rank in range(self.many.size):
-            a, b = self.one.first("opening"), self.many.first("opening", rank)
-            for name, x, y in self._facts(rank, a, b) if a and b else ():
-                if x != y:
-                    yield Difference("contract", 0, name, rank or None, x, y)
+    def _of_ranks(self, differences: Callable[[int], Differences]) -> Differences:
+        """The first difference of the first rank that has one, and of no rank in particular if all
+        have.
+        """
+        found = [next(differences(rank), None) for rank in range(self.many.size)]
+        first = next((d for d in found if d is not None), None)
+        if first is not None:
+            yield first if None in found else replace(first, rank=None)
+
+    def _contract(self, rank: int) -> Differences:
+        a, b = self.one.first("opening"), self.many.first("opening", rank)
+        for name, x, y in self._facts(rank, a, b) if a and b else ():
+            if x != y:
+                yield Difference("contract", 0, name, rank, x, y)
 
     def _facts(self, rank: int, a: Step, b: Step) -> Iterator[tuple[str, Any, Any]]:
         yield "the length of the data set", a["samples"], b["samples"]
@@ -224,39 +237,61 @@ class _Comparer:
 
     def _step(self, k: int) -> Differences:
         mine, theirs = self.one.steps()[k], [steps[k] for steps in self.many.all_steps()]
-        yield from self._order(k, mine, theirs)
-        yield from self._samples(k, mine, theirs)
+
+        def ranks(compare_rank: Callable[[int, Step, Step], Differences]) -> Differences:
+            return self._of_ranks(lambda rank: compare_rank(k, mine, theirs[rank]))
+
+        for rank, other in enumerate(theirs):
+            other["rank"] = rank
+        yield from ranks(self._loop)
+        yield from ranks(self._order)
+        yield from ranks(self._samples)
         yield from self._starts(k)
-        yield from self._dropout(k, mine, theirs)
-        yield from self._outputs(k)
-        yield from self._loss(k, mine, theirs)
+        yield from self._outputs(k, "out", "data")
+        yield from self._rows(k, "out", "data")
+        yield from self._outputs(k, "given", "batch")
+        yield from self._rows(k, "given", "batch")
+        yield from ranks(self._dropout)
+        yield from self._outputs(k, "out", "outputs")
+        yield from ranks(self._loss)
         yield from self._tensors(k, "gradient", "gradients")
         yield from self._tensors(k, "clipped", "clipped gradients")
-        yield from self._rates(k, mine, theirs, "lr", "learning rate")
+        yield from ranks(self._rates("lr", "learning rate"))
+        yield from ranks(self._settings)
         yield from self._tensors(k, "weight", "weights")
-        yield from self._rates(k, mine, theirs, "lr_after", "scheduler")
-        yield from self._tensors(k, "buffer", "buffers", ranks=False)
+        yield from self._tensors(k, "state", "optimizer state")
+        yield from ranks(self._rates("lr_after", "scheduler"))
+        yield from self._tensors(k, "buffer", "buffers")
 
-    def _order(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
-        a = mine["ids"]
-        for rank, other in enumerate(theirs):
-            b = other["ids"]
-            i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-            if i is not None:
-                name = f"place {i + 1} of the global batch"
-                yield Difference("order", k + 1, name, rank or None, a[i], b[i])
-            elif len(a) != len(b):
-                name = "the size of the global batch"
-                yield Difference("order", k + 1, name, rank or None, len(a), len(b))
+    def _loop(self, k: int, mine: Step, other: Step) -> Differences:
+        """Where the loop is in the data: a loop that was broken off goes on in another epoch."""
+        a, b = ((step["epoch"], step["start"]) for step in (mine, other))
+        if a != b:
+            x, y = (f"epoch {epoch + 1}, from sample {start}" for epoch, start in (a, b))
+            yield Difference("loop", k + 1, "the batch that the loop is at", other["rank"], x, y)
 
-    def _samples(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
+    def _order(self, k: int, mine: Step, other: Step) -> Differences:
+        a, b, rank = mine["ids"], other["ids"], other["rank"]
+        i = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if i is not None:
+            yield Difference("order", k + 1, f"place {i + 1} of the global batch", rank, a[i], b[i])
+        elif len(a) != len(b):
+            name = "the size of the global batch"
+            yield Difference("order", k + 1, name, rank, len(a), len(b))
+
+    def _samples(self, k: int, mine: Step, other: Step) -> Differences:
         known: dict[int, set[str]] = {}  # a sampler with replacement deals a sample several times
         for i, digest in mine["digests"]:
             known.setdefault(i, set()).add(digest)
-        for rank, other in enumerate(theirs):
-            for i, digest in other["digests"]:
-                if digest not in known.get(i, (digest,)):
-                    yield Difference("data", k + 1, f"sample {i}", rank)
+        for i, digest in other["digests"]:
+            if digest not in known.get(i, (digest,)):
+                yield Difference("data", k + 1, f"sample {i}", other["rank"])
+
+    def _rows(self, k: int, kind: str, phase: str) -> Differences:
+        """The rows of the whole batch, which may be fewer than the samples asked for."""
+        one, many = self.one.rows(k, kind), self.many.rows(k, kind)
+        if one is not None and many is not None and one != many:
+            yield Difference(phase, k + 1, ROWS, None, one, many)
 
     def _starts(self, k: int) -> Differences:
         """Weights at the start of a step: the script may have changed them since the last one."""
@@ -268,6 +303,7 @@ class _Comparer:
         largest = _size(expected)
         bad = []
         for name in self._sorted(changed & set(expected) - set(self.result.aside)):
+            equal, found = 0, None
             for rank in range(self.many.size):
                 value = self.many.of(rank, k, "start").get(name)
                 if value is None and k:
@@ -277,51 +313,70 @@ class _Comparer:
                 where = f"{phase} of {name!r}, step {k + 1}"
                 floor = rounded.get(name)
                 relative = self.judge.differs(expected[name], value, floor, largest, where)
-                if relative is not None:
-                    bad.append(Difference(phase, k + 1, name, rank or None, relative=relative))
-                    break
+                if relative is None:
+                    equal += 1
+                elif found is None:
+                    found = Difference(phase, k + 1, name, rank, relative=relative)
+            if found is not None:
+                bad.append(found if equal else replace(found, rank=None))
         yield from _first_of(bad)
 
-    def _dropout(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
-        for rank, other in enumerate(theirs):
-            for where, rates in other["dropout"].items():
-                known = mine["dropout"].get(where, [0.0])  # not called at all
-                new = [rate for rate in rates if rate not in known]
-                if new:
-                    name = f"the rate at {where}"
-                    yield Difference("dropout", k + 1, name, rank or None, known[0], new[0])
+    def _dropout(self, k: int, mine: Step, other: Step) -> Differences:
+        for where, rates in other["dropout"].items():
+            known = mine["dropout"].get(where, [0.0])  # not called at all
+            new = [rate for rate in rates if rate not in known]
+            if new:
+                name = f"the rate at {where}"
+                yield Difference("dropout", k + 1, name, other["rank"], known[0], new[0])
 
-    def _outputs(self, k: int) -> Differences:
-        theirs = self.many.outputs(k)
-        rounded = self.floor.outputs(k) if self.floor else {}
+    def _outputs(self, k: int, kind: str, phase: str) -> Differences:
+        theirs = self.many.outputs(k, kind)
+        rounded = self.floor.outputs(k, kind) if self.floor else {}
         bad = []
-        for name, (value, shape) in self.one.outputs(k).items():
+        for name, (value, shape) in self.one.outputs(k, kind).items():
             if name not in theirs or theirs[name][1] != shape:
+                continue
+            if name.startswith(BATCH) == (phase == "outputs"):
                 continue
             floor = rounded[name][0] if name in rounded else None
             where = f"output of {name!r}, step {k + 1}"
             relative = self.judge.differs(value, theirs[name][0], floor, 0.0, where)
             if relative is not None:
-                if name.startswith(BATCH):
-                    yield Difference("data", k + 1, name, relative=relative)
-                bad.append(Difference("outputs", k + 1, name, relative=relative))
+                bad.append(Difference(phase, k + 1, name, relative=relative))
         yield from _first_of(bad)
 
-    def _loss(self, k: int, mine: Step, theirs: list[Step]) -> Differences:
+    def _loss(self, k: int, mine: Step, other: Step) -> Differences:
         rounded = self.floor.steps() if self.floor else []
         floor = rounded[k]["loss"] if k < len(rounded) else None
-        for rank, other in enumerate(theirs):
-            a, b = mine["loss"], other["loss"]
-            relative = self.judge.scalars(a, b, floor, f"loss, step {k + 1}")
-            if relative is not None:
-                yield Difference("loss", k + 1, "loss", rank or None, a, b, relative)
+        a, b = mine["loss"], other["loss"]
+        relative = self.judge.scalars(a, b, floor, f"loss, step {k + 1}")
+        if relative is not None:
+            yield Difference("loss", k + 1, "loss", other["rank"], a, b, relative)
 
-    def _rates(self, k: int, mine: Step, theirs: list[Step], key: str, phase: str) -> Differences:
-        for rank, other in enumerate(theirs):
+    def _rates(self, key: str, phase: str) -> Callable[[int, Step, Step], Differences]:
+        def differences(k: int, mine: Step, other: Step) -> Differences:
             for i, (a, b) in enumerate(zip(mine[key], other[key], strict=False)):
                 if abs(a - b) > RELATIVE * abs(a):
                     name, relative = f"learning rate of group {i}", abs(a - b) / (abs(a) or 1.0)
-                    yield Difference(phase, k + 1, name, rank or None, a, b, relative)
+                    yield Difference(phase, k + 1, name, other["rank"], a, b, relative)
+
+        return differences
+
+    def _settings(self, k: int, mine: Step, other: Step) -> Differences:
+        """Settings of the optimizer's groups, and the parameters that they hold."""
+        phase, rank = "optimizer settings", other["rank"]
+        one, many = mine["groups"], other["groups"]
+        if len(one) != len(many):
+            yield Difference(phase, k + 1, "number of groups", rank, len(one), len(many))
+        owned = set(self.many.of(rank, k, "weight"))
+        for i, (a, b) in enumerate(zip(one, many, strict=False)):
+            x, y = set(a["params"]) & owned, set(b["params"])
+            if x != y:
+                name = f"parameters of group {i}: {min(x ^ y)!r}"
+                yield Difference(phase, k + 1, name, rank, *_held(min(x ^ y), x))
+            for key in a.keys() & b.keys() - {"params"}:
+                if not _same_setting(a[key], b[key]):
+                    yield Difference(phase, k + 1, f"{key} of group {i}", rank, a[key], b[key])
 
     def _tensors(self, k: int, kind: str, phase: str, ranks: bool = True) -> Differences:
         """Every rank's tensors of one kind against those of one process."""
@@ -333,11 +388,17 @@ class _Comparer:
         bad: list[Difference] = []
         for name in self._sorted({*expected, *merged} - set(self.result.aside)):
             mine = expected.get(name)
+            if kind == "state":
+                parameter, _, key = name.rpartition("|")
+                if parameter in self.result.aside:
+                    continue
+                largest = _size({n: v for n, v in expected.items() if n.endswith(f"|{key}")})
             if is_gradient and mine is not None and mine.size:
                 theirs_size = _magnitude(merged[name]) if name in merged else 0.0
                 if 0 < max(_magnitude(mine), theirs_size) <= _ZERO * largest:
                     self.result.aside.append(name)
                     continue
+            equal, found = 0, None
             for rank, tensors in enumerate(everyone):
                 theirs = tensors.get(name)
                 if theirs is None and (mine is None or (ranks and name in merged)):
@@ -349,16 +410,19 @@ class _Comparer:
                     b = np.zeros_like(mine) if b is None and mine is not None else b
                 if a is None or b is None:
                     # a tensor that no worker has was not compared: that is no proof
-                    if kind != "clipped" and name in expected:
+                    if kind not in ("clipped", "state") and name in expected:
                         bad.append(Difference(phase, k + 1, name, None, "there", "missing"))
                     break
                 where = f"{phase} of {name!r}, step {k + 1}"
                 relative = self.judge.differs(a, b, rounded.get(name), largest, where)
-                if relative is not None:
+                if relative is None:
+                    equal += 1
+                elif found is None:
                     x: Any = _number(a) if a.shape == b.shape else list(a.shape)
                     y: Any = _number(b) if a.shape == b.shape else list(b.shape)
-                    bad.append(Difference(phase, k + 1, name, rank or None, x, y, relative))
-                    break
+                    found = Difference(phase, k + 1, name, rank, x, y, relative)
+            if found is not None:
+                bad.append(found if equal else replace(found, rank=None))
         yield from _first_of(bad)
 
     def _sorted(self, names: set[str]) -> list[str]:
@@ -400,6 +464,18 @@ class _Comparer:
                     if relative is not None:
                         yield Difference("evaluation", step, name, rank or None, x, y, relative)
                 self.result.evaluations += rank == 0
+
+
+def _held(name: str, one: set[str]) -> tuple[str, str]:
+    return ("held", "not held") if name in one else ("not held", "held")
+
+
+def _same_setting(a: Any, b: Any) -> bool:
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same_setting, a, b))
+    if isinstance(a, float) and isinstance(b, float):
+        return abs(a - b) <= RELATIVE * abs(a)
+    return bool(a == b)
 
 
 def _evaluations(run: RunTrace, rank: int, step: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from ronde.prove.catalogue import Cause, cause
-from ronde.prove.compare import BATCH, EPOCHS, Difference
+from ronde.prove.compare import BATCH, EPOCHS, ROWS, Difference
 from ronde.prove.evidence import Case, first_steps, module_of
 from ronde.prove.experiment import Experiment
 from ronde.prove.loss_evidence import LOSS_ANSWERS, LOSS_CAUSES, ask_gradients
@@ -22,14 +22,19 @@ SEEDED = "where all workers start with the same seed"
 """Where an unseeded script is equal."""
 _STARTS = ("contract", "initial weights", "initial buffers", "data", "order")
 _AFTER_FORWARD = ("outputs", "loss", "gradients", "buffers")
-_DRAWING = ("dropout", "outputs", "loss", "gradients", "clipped gradients")
+_DRAWING = ("batch", "dropout", "outputs", "loss", "gradients", "clipped gradients")
 # phase -> cause, and where asking for the rank would explain it
 _BY_READING = {
+    "loop": ("rank-dependent-loop", "between", "setup"),
     "order": ("sampler-depends-on-workers", "setup", "between"),
     "weights between steps": ("weights-changed-by-script", "between"),
     "steps": ("rank-dependent-loop", "between", "setup"),
 }
 _BY_RANK = {
+    "loop": "rank-dependent-loop",
+    "batch": "batch-changed-by-script",
+    "optimizer settings": "optimizer-settings",
+    "optimizer state": "optimizer-depends-on-workers",
     "initial weights": "init-depends-on-workers",
     "initial buffers": "init-depends-on-workers",
     "order": "sampler-depends-on-workers",
@@ -48,6 +53,8 @@ _BY_RANK = {
     "steps": "rank-dependent-loop",
 }
 _BY_SEED = _BY_RANK.keys() - {
+    "optimizer settings",
+    "optimizer state",
     "initial weights",
     "clipped gradients",
     "scheduler",
@@ -209,7 +216,7 @@ def _not_of_splitting(case: Case, by_rank: str) -> Cause:
     if reads:
         return cause(by_rank, reads, evidence)
     unseen = f"{evidence}, and the script was not seen to ask for its rank"
-    return _of_state(case) or cause("unknown", unseen)
+    return _of_state(case) or _unknown(case, unseen)
 
 
 # -- rules by phase ------------------------------------------------------------------------
@@ -225,8 +232,10 @@ def _of_phase(case: Case) -> Cause:
     return cause("randomness", drawn) if drawn else _BY_PHASE.get(phase, _unknown)(case)
 
 
-def _unknown(case: Case) -> Cause:
-    return cause("unknown", case.reads_of_rank("setup", "step", "between", "update", "evaluate"))
+def _unknown(case: Case, *evidence: str | None) -> Cause:
+    """What is known, where no cause is."""
+    reads = case.reads_of_rank("setup", "step", "between", "update", "evaluate")
+    return cause("unknown", *evidence, case.who_differs(), case.what_is_equal(), reads)
 
 
 def _of_contract(case: Case) -> Cause:
@@ -267,10 +276,12 @@ def _of_init(case: Case) -> Cause:
     if reads := case.asks_for_rank("setup"):
         return cause("init-depends-on-workers", reads)
     alike = "one process starts alike every time, and the script was not seen to ask for its rank"
-    return cause("unknown", alike)
+    return _unknown(case, alike)
 
 
 def _of_data(case: Case) -> Cause:
+    if case.difference.name == ROWS:
+        return cause("rows-are-not-samples", case.dropped_rows("out"))
     # without digests, the script's own loading processes read the samples
     recorded = any(s["digests"] for s in case.one.steps())
     if case.difference.name.startswith(BATCH) and recorded:
@@ -282,15 +293,25 @@ def _of_data(case: Case) -> Cause:
     return cause("data-depends-on-rank" if reads else "data-not-by-index", reads)
 
 
+def _of_batch(case: Case) -> Cause:
+    """The batch that the loop passes to ``run.step``, made of the same rows."""
+    if own := case.many.places("own generator", "step"):
+        return cause("batch-changed-by-script", f"drawn from a generator of its own: {own[0]}")
+    alone = "the batch that run.batches() yields is the same, the one that run.step() gets is not"
+    return cause("loop-mixes-rows", alone, case.dropped_rows("given"))
+
+
 def _of_dropout(case: Case) -> Cause:
     if reads := case.asks_for_rank():
         return cause("rank-dependent-forward", reads)
-    return _of_state(case) or cause("unknown")
+    return _of_state(case) or _unknown(case)
 
 
 def _of_outputs(case: Case) -> Cause:
     if case.has_other_inputs("(model)"):
-        return cause("batch-changed-by-script", "the batch is the same, the model's inputs are not")
+        alone = "the batch is the same, the model's inputs are not"
+        id = "batch-changed-by-script" if case.reads_of_rank("step") else "loop-mixes-rows"
+        return cause(id, alone)
     splitting = case.splitting()
     source = case.difference
     if isinstance(splitting, Difference) and splitting.phase == "outputs":
@@ -359,6 +380,10 @@ def _of_mixing(
 
 
 def _of_loss(case: Case) -> Cause:
+    if dropped := case.dropped_rows("out"):
+        return cause("rows-are-not-samples", dropped)
+    if dropped := case.dropped_rows("given"):
+        return cause("loop-mixes-rows", dropped)
     kind = case.one.loss_kind()
     if kind in LOSS_CAUSES:
         return cause(LOSS_CAUSES[kind], LOSS_ANSWERS[kind])
@@ -422,7 +447,7 @@ def _of_gradients(case: Case) -> Cause:
         id = "rank-dependent-gradients" if reads else "gradient-hook"
         return cause(id, reads, f"{hooked[0]!r} has a hook")
     if splitting is None:
-        return cause("unknown", reads)
+        return _unknown(case)
     return cause("batch-dependent-gradients", "one process that splits the batch alike differs too")
 
 
@@ -459,6 +484,8 @@ def _of_rate(case: Case) -> Cause:
     reads = case.asks_for_rank("between", "setup")
     steps = [s for run in case.runs for s in run.all_steps()]
     counts = {s[case.k].get("scheduled") for s in steps if case.k < len(s)}
+    if clock := case.reads_of_clock():
+        return cause("rate-by-clock", clock)
     # stepped equally often everywhere: its values depend on the number of workers
     if (scheduled or stepped) and len(counts) == 1 and reads:
         starts = {tuple(s[0]["lr"]) for s in steps}
@@ -531,12 +558,15 @@ _BY_PHASE: dict[str, Callable[[Case], Cause]] = {
     "initial weights": _of_init,
     "initial buffers": _of_init,
     "data": _of_data,
+    "batch": _of_batch,
     "dropout": _of_dropout,
     "outputs": _of_outputs,
     "loss": _of_loss,
     "gradients": _of_gradients,
     "clipped gradients": _of_gradients,
     "learning rate": _of_rate,
+    "optimizer settings": lambda case: cause("optimizer-settings", case.reads_of_rank()),
+    "optimizer state": _of_weights,
     "scheduler": _of_rate,
     "weights": _of_weights,
     "buffers": _of_buffers,

@@ -8,11 +8,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ronde.prove.compare import Difference, compare
+from ronde.prove.compare import PHASES, Difference, compare
 from ronde.prove.experiment import Experiment
 from ronde.prove.run_trace import RunTrace
 
-__all__ = ["Case", "first_steps", "module_of"]
+__all__ = ["Case", "clock_of", "first_steps", "module_of"]
+
+KINDS = {
+    "gradients": "gradient",
+    "clipped gradients": "clipped",
+    "weights": "weight",
+    "optimizer state": "state",
+    "buffers": "buffer",
+}
+"""Phase -> kind of the tensors that every worker has whole."""
+_TOLD = {
+    "order": "the order",
+    "data": "the samples",
+    "batch": "the batch",
+    "outputs": "the outputs",
+    "loss": "the loss",
+    "gradients": "the averaged gradients",
+    "optimizer settings": "the optimizer's settings",
+    "weights": "the weights",
+}
 
 
 @dataclass
@@ -86,6 +105,55 @@ class Case:
     def asks_for_rank(self, *phases: str) -> str | None:
         """Where the script asks for its rank, unless that makes no difference, as for printing."""
         return None if self.is_by_rank() is False else self.reads_of_rank(*phases)
+
+    def reads_of_clock(self, *phases: str) -> str | None:
+        """Where the script reads the clock for what it sets between steps."""
+        return clock_of(self.many, *(phases or ("between", "update")))
+
+    def dropped_rows(self, kind: str) -> str | None:
+        """Whether a batch has fewer or more rows than samples: as handed out (``"out"``), or as
+        ``run.step`` gets it (``"given"``).
+        """
+        for run in self.runs:
+            for rank, steps in enumerate(run.all_steps()):
+                step = steps[self.k]
+                asked = [high - low for low, high in step["micro"]]
+                for rows, samples in zip(step["rows"].get(kind, []), asked, strict=False):
+                    if rows is not None and rows != samples:
+                        who = "one process" if run.size == 1 else f"rank {rank}"
+                        got = "the collate function returns" if kind == "out" else "run.step() gets"
+                        return f"on {who}, {got} {rows} rows for {samples} samples"
+        return None
+
+    def who_differs(self) -> str | None:
+        """Whether all workers have the same wrong tensor, or one of them another."""
+        d, kind = self.difference, KINDS.get(self.difference.phase)
+        if kind is None or not self.replicated or d.step < 1:
+            return None
+        ranks = [self.many.of(rank, self.k, kind) for rank in range(self.many.size)]
+        theirs = [tensors[d.name] for tensors in ranks if d.name in tensors]
+        if len(theirs) < len(ranks) or len({t.shape for t in theirs}) > 1:
+            return None
+        first = theirs[0]
+        floor = 1e-9 * float(np.abs(first).max(initial=0.0))
+        if all(np.allclose(t, first, rtol=0.0, atol=floor, equal_nan=True) for t in theirs[1:]):
+            return (
+                f"all workers have the same wrong {d.phase}: what they exchange, or do alike "
+                "with it, and not one worker's data"
+            )
+        if d.rank is not None:
+            return f"the {d.phase} of rank {d.rank} alone are wrong: something it does by itself"
+        return f"every worker has other {d.phase}: something each does by itself"
+
+    def what_is_equal(self) -> str | None:
+        """What was compared before the difference in its step, and is equal."""
+        d = self.difference
+        before = [p for p in _TOLD if p in PHASES and PHASES.index(p) < PHASES.index(d.phase)]
+        if d.step < 1 or not before:
+            return None
+        if not self.many.outputs(self.k):
+            before = [p for p in before if p != "outputs"]
+        return f"in step {d.step}, {', '.join(_TOLD[p] for p in before)} are those of one process"
 
     def draws(self, key: str = "drawn") -> str | None:
         """Where the step draws random numbers that may differ, if it does."""
@@ -225,6 +293,12 @@ class Case:
                 pairs = [(a, b) for a, b in zip(mine, shape, strict=False) if a != b]
                 same_rank = len(shape) == len(mine)
                 yield text, same_rank and all(a in whole and b in part for a, b in pairs)
+
+
+def clock_of(run: RunTrace, *phases: str) -> str | None:
+    """Where the script reads the clock."""
+    places = run.places("clock", *phases)
+    return f"the script calls {', '.join(places[:3])}" if places else None
 
 
 def module_of(name: str) -> str:

@@ -276,6 +276,19 @@ def _patch_training_calls(recorder: Recorder) -> None:
         _before(torch.nn.utils, name, note_clip)
 
 
+def _note_clock(recorder: Recorder) -> None:
+    """Note where the script reads the clock."""
+    for name in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic"):
+        original = getattr(time, name)
+
+        def call(name: str = name, original: Callable[[], Any] = original) -> Any:
+            if where := _place(True):
+                recorder.note("clock", f"time.{name}()@{where}")
+            return original()
+
+        setattr(time, name, call)
+
+
 def _patch_clock(ahead: float) -> None:
     now, now_ns, count, count_ns = time.time, time.time_ns, time.perf_counter, time.perf_counter_ns
     time.time = lambda: now() + ahead
@@ -386,6 +399,7 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
     _patch_training_calls(recorder)
     if settings.experiment is Experiment.ROUNDED:
         _patch_clock(_CLOCK_AHEAD_SECONDS)
+    _note_clock(recorder)
     _patch_own_generators(recorder)
     _patch_metrics(recorder)
     _patch_autocast(recorder)

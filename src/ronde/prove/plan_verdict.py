@@ -30,6 +30,7 @@ class PlanVerdict:
         error: why it was refused or failed, or what its reducer does.
         same_draws: it is equal where all workers draw the same random numbers as one process,
             which they do not in a training.
+        workers: the numbers of workers that it holds for, the one that differs last.
     """
 
     plan: str
@@ -45,6 +46,20 @@ class PlanVerdict:
     error: str = ""
     seconds: float = 0.0
     same_draws: bool = False
+    workers: tuple[int, ...] = ()
+
+    def joined(self, other: PlanVerdict) -> PlanVerdict:
+        """This one, equal, and ``other``, of another number of workers."""
+        if other.status != "equal":
+            return other
+        largest = max(self, other, key=lambda verdict: verdict.largest)
+        return dataclasses.replace(
+            largest,
+            aside=tuple(dict.fromkeys(self.aside + other.aside)),
+            compared=self.compared + other.compared,
+            seconds=self.seconds + other.seconds,
+            workers=self.workers + other.workers,
+        )
 
 
 def verdict_of(
@@ -105,6 +120,7 @@ class Verdict:
 
     Attributes:
         status: ``"equal"``, ``"differs"``, or ``"cannot"`` (be proved).
+        workers: the first number of workers, or the one that differs.
         plans: one verdict for each.
         difference, cause: of the first plan that differs, or of the reference itself.
         steps: steps compared; ``steps_asked`` unless the script ended earlier.

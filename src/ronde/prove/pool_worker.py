@@ -1,7 +1,8 @@
 """A worker process of ``ronde prove``: it imports torch once, and forks for each run of the script.
 
-:mod:`ronde.prove.process_pool` starts it. A line of JSON on standard input asks for a run. Two
-lines on standard output answer: the process that starts, and how it ended.
+:mod:`ronde.prove.process_pool` starts it, with pipes for further workers. A line of JSON on
+standard input asks for a run. Two lines on standard output answer: the process that starts, and how
+it ended.
 """
 
 from __future__ import annotations
@@ -113,17 +114,24 @@ def _run(job: dict[str, Any]) -> None:
     os._exit(code)
 
 
-def run_pool_worker() -> None:
-    """Serve runs until standard input ends."""
+def run_pool_worker(pipes: list[int]) -> None:
+    """Serve runs until standard input ends; fork a server of its own for each pair of ``pipes``."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answered = os.dup(1)
     os.dup2(2, 1)
     import torch
 
     import ronde.prove.float64  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
+    for asked, answers_of_fork in zip(pipes[::2], pipes[1::2], strict=True):
+        if not os.fork():
+            _die_with_parent()
+            os.dup2(asked, 0)
+            answered = answers_of_fork
+            break
+    answers = os.fdopen(answered, "w", buffering=1)
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         job = json.loads(line)
@@ -143,4 +151,4 @@ def run_pool_worker() -> None:
 
 
 if __name__ == "__main__":
-    run_pool_worker()
+    run_pool_worker(list(map(int, sys.argv[1:])))

@@ -17,13 +17,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 from ronde.world import RondeError, threads_per_worker
 from ronde.world.temporary import temporary_prefix
 
 __all__ = ["CONSEQUENCES", "Failure", "Launch", "Pool"]
 
+_INTERPRETERS = 2  # that import torch
 _START_SECONDS = 300.0
 _GRACE_SECONDS = 1.5  # others' time to end by themselves once a worker has failed
 # variables that a launcher sets
@@ -100,6 +101,8 @@ class Pool:
             "PYTHONUNBUFFERED": "1",
         }
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._inputs: list[IO[bytes]] = []  # of each place
+        self._outputs: list[IO[bytes]] = []
         self._rest: dict[int, bytes] = {}
         self._selector = selectors.DefaultSelector()
         self._busy: dict[int, Launch] = {}
@@ -109,22 +112,35 @@ class Pool:
         self._count = 0
 
     def __enter__(self) -> Self:
+        # Further places fork from the first ones, which spares them the import of torch.
+        pipes = {p: (os.pipe(), os.pipe()) for p in range(_INTERPRETERS, self.workers)}
         with (self.folder / "pool.log").open("ab") as log:
-            for place in range(self.workers):
+            for place in range(min(_INTERPRETERS, self.workers)):
+                forked = [pipes[p] for p in pipes if p % _INTERPRETERS == place]
+                theirs = [fd for down, up in forked for fd in (down[0], up[1])]
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "ronde.prove.pool_worker"],
+                    [sys.executable, "-m", "ronde.prove.pool_worker", *map(str, theirs)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    # Sets have another order in every process, as in a training, but the same in
+                    # Sets have another order in each of the two, as in a training, but the same in
                     # every study.
                     env={"PYTHONHASHSEED": str(1 + place), **self._environment},
                     bufsize=0,
+                    pass_fds=theirs,
                     start_new_session=True,  # Ctrl-C must not reach the workers
                 )
                 self._processes.append(process)
-                assert process.stdout is not None
-                self._selector.register(process.stdout, selectors.EVENT_READ, place)
+                assert process.stdin is not None and process.stdout is not None
+                self._inputs.append(process.stdin)
+                self._outputs.append(process.stdout)
+        for down, up in pipes.values():
+            for fd in (down[0], up[1]):
+                os.close(fd)
+            self._inputs.append(os.fdopen(down[1], "wb", buffering=0))
+            self._outputs.append(os.fdopen(up[0], "rb", buffering=0))
+        for place, output in enumerate(self._outputs):
+            self._selector.register(output, selectors.EVENT_READ, place)
         return self
 
     def __exit__(
@@ -143,10 +159,9 @@ class Pool:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                for stream in (process.stdin, process.stdout):
-                    if stream is not None:
-                        with contextlib.suppress(OSError):
-                            stream.close()
+            for stream in (*self._inputs, *self._outputs):
+                with contextlib.suppress(OSError):
+                    stream.close()
             self._selector.close()
             self._temporary.cleanup()
         finally:
@@ -193,10 +208,8 @@ class Pool:
                 "log": str(folder / f"output-{rank}.log"),
             }
             self._busy[place] = launch
-            stdin = self._processes[place].stdin
-            assert stdin is not None
             try:
-                stdin.write(json.dumps(job).encode() + b"\n")
+                self._inputs[place].write(json.dumps(job).encode() + b"\n")
             except BrokenPipeError:
                 self._refuse(place)
         return launch

@@ -18,7 +18,7 @@ from ronde.plan import Plan, parse_reducer
 from ronde.prove.catalogue import cause
 from ronde.prove.compare import Difference, compare, lost_from
 from ronde.prove.diagnose import diagnose
-from ronde.prove.evidence import Case
+from ronde.prove.evidence import Case, clock_of
 from ronde.prove.experiment import Experiment
 from ronde.prove.failures import FailedRun, explain_exit, explain_failure, note_late_error
 from ronde.prove.plan_list import chosen_plans
@@ -30,7 +30,17 @@ from ronde.world import ArgumentError
 __all__ = ["Study", "prove"]
 
 _AT_FIRST = ("contract", "distribute", "initial weights", "initial buffers", "data")
-_COMPUTED = ("outputs", "loss", "gradients", "clipped gradients", "weights", "buffers")
+_COMPUTED = (
+    "data",
+    "loop",
+    "batch",
+    "outputs",
+    "loss",
+    "gradients",
+    "clipped gradients",
+    "weights",
+    "buffers",
+)
 _TRAININGS = 3  # calls of ronde.distribute that are compared, at most
 _LOST = 1e3  # times the effect of rounding: up to that, a chaotic training has no error
 _CHAOS = 1e-6  # two runs of one process that differ by more are not the same computation
@@ -41,7 +51,10 @@ _UNSEEDED = {
     "initial buffers": "unseeded-init",
     "order": "unseeded-sampler",
     "data": "unseeded-data",
+    "batch": "unseeded-script",
 }
+_RATES = ("learning rate", "optimizer settings", "scheduler")
+_BETWEEN = ("loop", "weights between steps", "steps")
 _TITLES = {
     Experiment.AGAIN: "one process once more: two runs of it differ",
     Experiment.SPLIT: "one process that splits the batch",
@@ -61,7 +74,7 @@ def _silent(_: str) -> None:
 
 def prove(
     command: list[str],
-    workers: int = 2,
+    workers: int | Sequence[int] = (2, 3),
     plans: str | Sequence[str] | None = None,
     steps: int = 6,
     *,
@@ -72,9 +85,10 @@ def prove(
 
     Args:
         command: script path and its arguments, or ``-m``, module, and arguments.
-        workers: number of workers.
-        plans: one plan, several, or ``"all"``; None is the one that the script asks for, at its
-            smallest size.
+        workers: the number of workers, or several numbers. A plan that does not fit one after the
+            first is not compared there.
+        plans: one plan, several, or ``"all"``; None is the one that the script
+            asks for, at its smallest size.
         steps: optimizer steps to compare.
         timeout_seconds: limit of one run of the script.
         progress: called with a line on each run.
@@ -85,14 +99,17 @@ def prove(
     Raises:
         ArgumentError: an argument cannot be used.
     """
-    if workers < 2:
-        raise ArgumentError(f"workers={workers}: a proof against one process takes at least 2.")
+    counts = [workers] if isinstance(workers, int) else list(dict.fromkeys(workers))
+    if not counts or min(counts) < 2:
+        few = min(counts, default=0)
+        raise ArgumentError(f"workers={few}: a proof against one process takes at least 2.")
     if steps < 1:
         raise ArgumentError(f"steps={steps} must be 1 or more.")
     explicit = plans != "all"
-    chosen = None if plans is None else chosen_plans(plans, workers)
-    with Pool(workers) as pool:
-        return Study(pool, command, steps, timeout_seconds, progress).verdict(chosen, explicit)
+    chosen = None if plans is None else chosen_plans(plans, counts[0])
+    with Pool(max(counts)) as pool:
+        study = Study(pool, command, steps, timeout_seconds, progress, counts)
+        return study.verdict(chosen, explicit)
 
 
 class Study:
@@ -105,15 +122,18 @@ class Study:
         steps: int,
         timeout_seconds: float,
         progress: Callable[[str], None] = _silent,
+        workers: Sequence[int] = (),
     ) -> None:
         self.pool = pool
+        self.counts = list(workers) or [pool.workers]
+        self._workers = self.counts[0]  # of the runs now
         self.command = command
         self.steps = steps
         self.timeout = timeout_seconds
         self.say = progress
         self._began = time.time()
         self._training = 0
-        self._runs: dict[tuple[str, Experiment, bool], RunTrace | None] = {}
+        self._runs: dict[tuple[str, Experiment, bool, int], RunTrace | None] = {}
         self._one: RunTrace | None = None
         self._first_steps: list[dict[str, Any]] = []  # of the first training
         self._limit = timeout_seconds  # of runs after the first two
@@ -135,7 +155,7 @@ class Study:
         refused plan is no proof.
         """
         start = time.monotonic()
-        verdict = Verdict(self.command, self.pool.workers, self.steps)
+        verdict = Verdict(self.command, self.counts[0], self.steps)
         try:
             begins = self._prove_training(verdict, plans, explicit)
             self._prove_later(verdict, begins, plans, explicit)
@@ -158,7 +178,8 @@ class Study:
         plans = [p for p in verdict.plans if p.status == "equal"]
         return Holds(
             steps=verdict.steps,
-            workers=(self.pool.workers,),
+            # every plan was compared on these
+            workers=tuple(n for n in self.counts if all(n in p.workers for p in plans)),
             plan="; ".join(p.plan for p in plans),
             epoch_end=len({s["epoch"] for s in first}) > 1,
             short_batch=len({len(s["ids"]) for s in first}) > 1,
@@ -176,12 +197,12 @@ class Study:
                 break  # a later training differs because of it
             self.say(f"training {number} of {of}")
             self._runs.clear()
-            later = Verdict(self.command, self.pool.workers, self.steps)
+            later = Verdict(self.command, self.counts[0], self.steps)
             self._prove_training(later, plans, explicit)
             later_tick = self._tick(later)
             if later_tick is not None and (tick is None or later_tick < tick):
                 tick = later_tick
-                for name in ("status", "difference", "cause", "plans", "steps", "error"):
+                for name in ("status", "workers", "difference", "cause", "plans", "steps", "error"):
                     setattr(verdict, name, getattr(later, name))
                 verdict.notes.insert(
                     0,
@@ -210,7 +231,7 @@ class Study:
         settings = {
             "experiment": experiment,
             "steps": self.steps,
-            "workers": self.pool.workers,
+            "workers": self._workers,
             "training": self._training,
             "began": self._began,
             "launched": time.time(),
@@ -218,7 +239,7 @@ class Study:
             "plan_alone": self._plan_alone,
             "draws": self._draws,
         }
-        places = list(range(self.pool.workers))
+        places = list(range(self._workers))
         if experiment.is_one_process:
             places = [1] if experiment is Experiment.ROUNDED else [0]
         environment = {"RONDE_PLAN": plan}
@@ -227,7 +248,7 @@ class Study:
 
     def _run(self, plan: str, experiment: Experiment) -> RunTrace | None:
         """The run of an experiment, started at most once; None if it failed."""
-        key = (plan, experiment, self._draws is not None)
+        key = (plan, experiment, self._draws is not None, self._workers)
         if key not in self._runs:
             self.say(_TITLES[experiment])
             launch = self._start(experiment, "replicate" if experiment.is_one_process else plan)
@@ -262,6 +283,7 @@ class Study:
         self, verdict: Verdict, plans: list[str] | None, explicit: bool
     ) -> list[int]:
         """Fill the verdict in; returns when each of the script's trainings began."""
+        self._workers = self.counts[0]
         first, second = self._run_twice()
         one, rounded = RunTrace(first.folder, 1), RunTrace(second.folder, 1)
         self._one = one
@@ -285,13 +307,11 @@ class Study:
             return begins
         before: list[PlanVerdict] = []
         for plan in plans or [one.first("opening")["script_plan"]]:
-            answer = self._prove_plan(plan, one, rounded, before)
-            before.append(answer)
-            if answer.cause is not None and answer.cause.id == "randomness":
-                answer = self._look_behind(plan, answer, one)
+            answer = self._prove_counts(plan, one, rounded, before)
             verdict.plans.append(answer)
             if answer.status == "differs" and verdict.difference is None:
                 verdict.difference, verdict.cause = answer.difference, answer.cause
+                verdict.workers = answer.workers[-1]
         self._find_common_fault(verdict, one)
         if verdict.difference is None:
             verdict.notes += filter(None, (self._log_note, self._noise_note))
@@ -324,7 +344,8 @@ class Study:
         d = compare(one, rounded, tolerance=_CHAOS).difference
         if d is None:
             return
-        id = _UNSEEDED.get(d.phase)
+        clock = clock_of(one)
+        id = "rate-by-clock" if clock and _is_rate(d) else _UNSEEDED.get(d.phase)
         if id is None or (d.phase == "initial weights" and d.step):
             self.say(_TITLES[Experiment.AGAIN])
             again = self._run_again()
@@ -340,7 +361,12 @@ class Study:
                 )
                 return
             d, id = same, "nondeterministic-kernel"
-        verdict.status, verdict.difference, verdict.cause = "differs", d, cause(id)
+            if _is_rate(d):
+                id = "rate-by-clock"
+            elif d.phase in _BETWEEN or clock_of(one, "step"):
+                id = "not-repeatable"
+        evidence = clock if id in ("rate-by-clock", "not-repeatable") else None
+        verdict.status, verdict.difference, verdict.cause = "differs", d, cause(id, evidence)
         if d.phase in _AT_FIRST:
             # the first two ran at the same time: only a third reads what they have written
             again_trace = RunTrace(self._run_again().folder, 1)
@@ -370,6 +396,32 @@ class Study:
 
     # -- one plan ----------------------------------------------------------------------
 
+    def _prove_counts(
+        self, plan: str, one: RunTrace, rounded: RunTrace, before: list[PlanVerdict]
+    ) -> PlanVerdict:
+        """The verdict for a plan on each number of workers; the first that is not equal is it."""
+        answer: PlanVerdict | None = None
+        # the one process has the batch of the first number then
+        grows = one.first("opening").get("contract", {}).get("batch") == "grow"
+        for workers in self.counts[:1] if grows else self.counts:
+            if answer is not None and not _fits(plan, workers):
+                continue
+            self._workers = workers
+            behind = self._prove_keyed(plan) if answer is not None and self._keyed else None
+            now = behind or self._prove_plan(plan, one, rounded, before)
+            if answer is None:
+                before.append(now)
+            if now.cause is not None and now.cause.id == "randomness":
+                now = self._look_behind(plan, now, one)
+            self._draws = None
+            now = dataclasses.replace(now, workers=(workers,))
+            answer = now if answer is None else answer.joined(now)
+            if answer.status != "equal":
+                break
+        self._workers = self.counts[0]
+        assert answer is not None
+        return answer
+
     def _prove_plan(
         self, plan: str, one: RunTrace, rounded: RunTrace, before: list[PlanVerdict]
     ) -> PlanVerdict:
@@ -380,11 +432,11 @@ class Study:
         if not one.steps()[0]["calls_loss"] and Plan.parse(plan).pipeline > 1:
             error = "the script owns its loop (run.backward), a pipeline needs run.step(batch)"
             return PlanVerdict(plan, "refused", error=error)
-        self.say(f"{self.pool.workers} workers, {plan}")
+        self.say(f"{self._workers} workers, {plan}")
         name = plan.replace("=", "-").replace(",", "_")
         launch = self._start(Experiment.PLAN, plan, name)
         self.pool.wait(launch)
-        many, seconds = RunTrace(launch.folder, self.pool.workers), launch.seconds
+        many, seconds = RunTrace(launch.folder, self._workers), launch.seconds
 
         def run(experiment: Experiment) -> RunTrace | None:
             return self._run(plan, experiment)
@@ -467,7 +519,7 @@ class Study:
 
     def _too_uncertain(self, d: Difference | None, one: RunTrace, many: RunTrace) -> str:
         """Why the runs cannot be told d: values are not finite, or rounding is magnified."""
-        lost, chaos, workers = lost_from(one, many), self._chaos, self.pool.workers
+        lost, chaos, workers = lost_from(one, many), self._chaos, self._workers
         if lost is not None and (d is None or d.step >= lost):
             return (
                 f"from step {lost} on the loss or every weight is not finite (nan or infinite), "
@@ -542,6 +594,18 @@ def _conclude(verdict: Verdict, explicit: bool) -> None:
         verdict.error = f"{unproved[0].plan}: {unproved[0].error}"
     else:
         verdict.status = "equal"
+
+
+def _fits(plan: str, workers: int) -> bool:
+    try:
+        Plan.parse(plan).check_workers(workers)
+    except ArgumentError:
+        return False
+    return True
+
+
+def _is_rate(d: Difference) -> bool:
+    return d.phase in _RATES or (d.phase == "contract" and "'s lr " in d.name)
 
 
 def _known_cause(d: Difference, before: list[PlanVerdict]) -> Any:

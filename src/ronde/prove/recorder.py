@@ -35,6 +35,7 @@ from ronde.prove.recorded_data import NotedStream, cut_epoch, cut_order, note_sa
 from ronde.prove.values import (
     Array,
     cast,
+    count_rows,
     digest_value,
     draws_since,
     generators,
@@ -323,6 +324,7 @@ class Recorder(hooks.Observer):
             run.dir.path.mkdir(exist_ok=True)
             run.save = lambda *, wait=True: None  # type: ignore[assignment,method-assign,misc]
         self._watch_gradients(run)
+        self._watch_batches(run)
         if self.splits_steps(run):
             self._keep_gradients(run)
         self.event("ready", plan=plan.to_dict())
@@ -355,6 +357,20 @@ class Recorder(hooks.Observer):
                 left.update(_gradient_states(run.model))
 
         run.backward = watched  # type: ignore[method-assign]
+
+    def _watch_batches(self, run: RunView) -> None:
+        """Record the batch that the loop passes to ``run.step``."""
+        step = run.step
+
+        def watched(batch: Any) -> torch.Tensor:
+            # a list, where the script asks for micro-batches
+            parts = list(batch) if len(self._sizes) > 1 else [batch]
+            if len(parts) == len(self._sizes) and self.phase == Phase.STEP:
+                with torch._C.DisableTorchFunction():
+                    self._record_batch("given", parts)
+            return step(batch)
+
+        run.step = watched  # type: ignore[method-assign]
 
     # -- the loop ----------------------------------------------------------------------
 
@@ -420,12 +436,20 @@ class Recorder(hooks.Observer):
             self._perturb(run.model)
         self._versions = {n: p._version for n, p in run.model.named_parameters()}
         self.phase = Phase.STEP
-        for i, micro in enumerate(micros):
-            self._record_values("out", "(batch)", micro, i)
+        self._record_batch("out", micros)
         self._handed, self._passes = micros, 0
         self._mark()
         self._use_samples_of(0)
         return micros
+
+    def _record_batch(self, kind: str, parts: list[Any]) -> None:
+        """Record a batch's values, and how many rows it has."""
+        self._step.setdefault("rows", {})[kind] = [
+            count_rows(part, size) if size else 0
+            for part, size in zip(parts, self._sizes, strict=True)
+        ]
+        for i, part in enumerate(parts):
+            self._record_values(kind, "(batch)", part, i)
 
     # -- random draws that are the same for any number of workers ----------------------
 
@@ -564,8 +588,18 @@ class Recorder(hooks.Observer):
             return
         if run.plan.clip_norm is not None:
             self._record_gradients(run, "clipped")
+        self._step["groups"] = self._groups(run)
         self._marks = generators()
         self.phase = Phase.UPDATE
+
+    def _groups(self, run: RunView) -> list[dict[str, Any]]:
+        """The optimizer's settings, and the parameters that it holds of this worker's."""
+        names = {id(p): name for name, p in self._owned(run)}
+        return [
+            {key: value for key, value in group.items() if _is_setting(value) and key != "lr"}
+            | {"params": sorted(names[id(p)] for p in group["params"] if id(p) in names)}
+            for group in run.optimizer.param_groups
+        ]
 
     def after_update(self, run: RunView, share: Share) -> None:
         """Record weights and buffers, and write the step."""
@@ -581,6 +615,11 @@ class Recorder(hooks.Observer):
         for name, b in run.model.named_buffers():
             if b.device.type != "meta" and run.port.strategy.owns(name):
                 self._tensors[f"buffer|{name}"] = to_array(b)
+        for name, p in self._owned(run):
+            for key, value in run.optimizer.state.get(p, {}).items():
+                # a piece of a sharded tensor shows in the weights of the next step
+                if isinstance(value, torch.Tensor) and not hasattr(value, "full_tensor"):
+                    self._tensors[f"state|{name}|{key}"] = to_array(value)
         save_file(self._tensors, self.folder / f"step-{self._step['step']}.safetensors")
         self._tensors = {}
         self.event("step", **self._step)
@@ -839,6 +878,12 @@ def _dropout_rates(model: nn.Module) -> dict[str, float]:
 
 def _has_values(tensor: torch.Tensor) -> bool:
     return not torch.nn.parameter.is_lazy(tensor) and tensor.device.type != "meta"
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(isinstance(v, int | float) for v in value)
+    return isinstance(value, bool | int | float | str)
 
 
 def _learning_rates(run: RunView) -> list[float]:

@@ -90,6 +90,17 @@ class RunTrace:
             merged |= {n: v for n, v in self.of(rank, step, kind).items() if n not in merged}
         return merged
 
+    def rows(self, step: int, kind: str) -> int | None:
+        """Rows of the global batch: ``"out"``, as it was handed out; ``"given"`` to ``run.step``.
+        None if they are not known.
+        """
+        counts: list[int | None] = []
+        for steps in self.all_steps():
+            pipeline, _, tensor = steps[step]["place"]
+            if not pipeline and not tensor:  # others have the same samples
+                counts += steps[step]["rows"].get(kind, [None])
+        return None if None in counts else sum(filter(None, counts))
+
     def outputs(self, step: int, kind: str = "out") -> dict[str, tuple[Values, str]]:
         """Output -> one number per sample of the global batch, and the shape of a sample; in the
         order of computation. Outputs that lack samples are left out.

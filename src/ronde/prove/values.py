@@ -18,6 +18,7 @@ __all__ = [
     "Array",
     "NARROW",
     "cast",
+    "count_rows",
     "digest_value",
     "draws_since",
     "generators",
@@ -45,6 +46,17 @@ def cast(value: Any) -> Any:
         return t.to(torch.complex128) if t.dtype == torch.complex64 else t
 
     return map_tensors(widen, value)
+
+
+def count_rows(batch: Any, samples: int) -> int | None:
+    """The rows of a batch: as many as samples if a tensor has an axis of that length, or the length
+    of all tensors' first axis; None if they have different ones.
+    """
+    shapes = [tensor.shape for _, tensor in named_tensors(batch) if tensor.dim()]
+    if not shapes or any(samples in shape for shape in shapes):
+        return samples
+    lengths = {shape[0] for shape in shapes}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 _weights: dict[int, torch.Tensor] = {}
