@@ -55,6 +55,9 @@ class NotedStream(IterableDataset[Any]):
             self._note(i, value)
             yield value
 
+    def __len__(self) -> int:
+        return len(self._inner)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._inner, memo)  # samples before the training are not noted
 
