@@ -267,7 +267,6 @@ LOOP = [
         ("last_batch_blended", "loop-mixes-rows", "batch", "(batch)[0]", 4),
         ("own_loop_mixes", "loop-mixes-rows", "outputs", "0", 1),
         ("scaled_by_rank", "batch-changed-by-script", "batch", "(batch)[0]", 1),
-        ("drops_rows", "rows-are-not-samples", "loss", "loss"),
         ("keeps_longest", "rows-are-not-samples", "data", "rows of the batch", 1),
         ("divides_itself", "data-depends-on-workers", "contract", "the length of the data set"),
         ("stream_divides_itself", "data-depends-on-rank", "data", "sample 1", 1),
@@ -348,6 +347,7 @@ HEALTHY = [
     "asks_its_process",
     "of_a_record",
     "of_a_mapping",
+    "drops_rows",
 ]
 _IN_NEWER = ("complex", "synced", "asks_its_process")
 _IN_HIDDEN = ("of_a_record", "of_a_mapping")
@@ -359,6 +359,8 @@ def healthy_command(name: str) -> list[str]:
         if name in _IN_HIDDEN
         else "newer_faults.py"
         if name in _IN_NEWER
+        else "loop_faults.py"
+        if name == "drops_rows"
         else "healthy.py"
     )
     return [str(HERE / script), name]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from ronde.data import BatchOrder, Order
 from ronde.loader import LoaderSettings, TakenOver
@@ -116,6 +117,8 @@ def wide_loader(
             drawn(names)
         return cast(batch)
 
+    if collate is not default_collate:
+        functools.update_wrapper(wide, collate)  # a run asks whose it is
     needs_workers = settings.init is not None or _asks_for_its_process(dataset)
     workers = settings.num_workers if needs_workers else 0
     return dataclasses.replace(settings, collate=wide, num_workers=workers)
