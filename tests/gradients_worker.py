@@ -44,28 +44,34 @@ def weighted(output, target):
     return (weights * (output - target) ** 2).sum(), weights.sum()
 
 
-def plain(make, optimizer, data, loss, step=None):
+def plain(make, optimizer, data, loss, prepare=None):
     """One process, whole batches, nothing of Ronde."""
     torch.manual_seed(7)
     model = make().double()
     optimizer = optimizer(model.parameters())
+    if prepare is not None:
+        prepare(model)
     for x, y in zip(*(t.split(BATCH) for t in data), strict=True):
         optimizer.zero_grad()
         value = loss(model(x), y)
         (value[0] / value[1] if isinstance(value, tuple) else value).backward()
-        if step is not None:
-            step(model)
         optimizer.step()
     return model.state_dict()
 
 
-def trained(make, optimizer, data, loss, **options):
+def trained(make, optimizer, data, loss, prepare=None, later=None, said=None, **options):
     torch.manual_seed(7)
     model = make().double()
+    if prepare is not None:
+        prepare(model)
     run = ronde.distribute(
         model, optimizer(model.parameters()), TensorDataset(*data), loss=loss, batch_size=BATCH,
         shuffle=False, **options,
     )  # fmt: skip
+    if said is not None:
+        run._warn = lambda text, **_: said.append(text)
+    if later is not None:
+        later(model)
     for batch in run.batches():
         run.step(batch)
     with run.whole_model() as whole:
@@ -94,7 +100,60 @@ def sparse_adam(parameters):
     return torch.optim.SparseAdam(sparse, 0.03)
 
 
-CASES = {f.__name__: f for f in (sparse_gradients,)}
+def net():
+    return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def clamp_and_sign(model):
+    first, *_, last = model.parameters()
+    first.register_hook(lambda g: g.clamp(-0.05, 0.05))
+
+    def half(p):
+        p.grad.copy_(p.grad.sign() * p.grad.abs().sqrt())
+
+    last.register_post_accumulate_grad_hook(half)
+
+
+def hooks_on_gradients():
+    x, y = pairs()
+    data, sgd = (x.double() - 2.5, y), lambda p: torch.optim.SGD(p, 0.3)
+    for loss in (F.mse_loss, weighted):
+        want = plain(net, sgd, data, loss, clamp_and_sign)
+        options = [{}, {"micro_batch": 2}, {"plan": "shard=optimizer"}, {"plan": "pipeline=2"}]
+        for each in options:
+            found = trained(net, sgd, data, loss, clamp_and_sign, **each)
+            same(f"hooks {each}", found, want)
+        found = trained(net, sgd, data, loss, later=clamp_and_sign, plan="shard")
+        same("hooks shard", found, want)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        out.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        return out
+
+
+def hooks_on_activations():
+    x, y = pairs()
+    data, sgd = (x.double(), y), lambda p: torch.optim.SGD(p, 0.3)
+
+    def clamp_inputs(model):
+        model[2].register_full_backward_hook(lambda m, gi, go: None)
+
+    for plan in ("replicate", "pipeline=2"):
+        said = []
+        trained(net, sgd, data, F.mse_loss, clamp_inputs, said=said, plan=plan)
+        assert len(said) == 1 and "the backward hook of '2' sees" in said[0], said
+        said = []
+        trained(lambda: Clamped(2, 1), sgd, data, F.mse_loss, said=said)
+        assert len(said) == 1 and "hook at gradients_worker.py:" in said[0], said
+        said = []
+        trained(net, sgd, data, F.mse_loss, clamp_and_sign, said=said, plan=plan)
+        assert not said, said
+
+
+CASES = {f.__name__: f for f in (sparse_gradients, hooks_on_gradients, hooks_on_activations)}
 
 if __name__ == "__main__":
     warnings.simplefilter("error")

@@ -46,7 +46,6 @@ SAMPLE = [
     "own_sum",
     "loss_ignored",
     "accumulate_twice",
-    "hook_clip",
     "tied_by_data",
     "replaced_head",
     "scheduler_by_rank",

@@ -68,7 +68,6 @@ FAULTS = [
     Fault("padding", "padding", "loss", "loss", 1, script="healthy.py"),
     Fault("accumulate_twice", "accumulation", "loss", "loss", 1),
     # gradients
-    Fault("hook_clip", "gradient-hook", "gradients", "first.weight", 1),
     Fault("hook_divide", "rank-dependent-gradients", "gradients", "second.weight", 1),
     Fault("own_divides", "rank-dependent-gradients", "gradients", "first.weight", 1),
     Fault("clip_micro", "clipping", "gradients", "first.weight", 1),
@@ -348,6 +347,7 @@ HEALTHY = [
     "of_a_record",
     "of_a_mapping",
     "drops_rows",
+    "hook_clip",  # hooks on parameters run on averaged gradients
 ]
 _IN_NEWER = ("complex", "synced", "asks_its_process")
 _IN_HIDDEN = ("of_a_record", "of_a_mapping")
@@ -355,7 +355,9 @@ _IN_HIDDEN = ("of_a_record", "of_a_mapping")
 
 def healthy_command(name: str) -> list[str]:
     script = (
-        "hidden_faults.py"
+        "faults.py"
+        if name == "hook_clip"
+        else "hidden_faults.py"
         if name in _IN_HIDDEN
         else "newer_faults.py"
         if name in _IN_NEWER

@@ -170,8 +170,8 @@ def refuse_hooks(parameters: Mapping[str, torch.Tensor], plan: str, within: str 
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ArgumentError(
                 f"{plan}: {name.removeprefix(within)!r} has a hook on its gradient, which this "
-                "plan divides. Do the hook's work between run.backward(…) and run.update(), or "
-                "use shard='none' or 'optimizer'."
+                "plan divides. Register it after ronde.distribute, where it gets the averaged "
+                "gradient, or use shard='none' or 'optimizer'."
             )
 
 

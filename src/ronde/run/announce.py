@@ -10,6 +10,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import nn
 
 from ronde.data import BatchOrder
 from ronde.parallel import batchnorms, spectral_norms
@@ -60,6 +61,18 @@ def announce(run: Run, left_out: list[str]) -> None:
             f"{shown}"
         )
     _explain_reducer(run)
+    scaled = [
+        name
+        for name, m in run.model.named_modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
+    ]
+    if scaled and run.plan.replicas > 1:
+        run._warn(
+            f"{scaled[0]!r} has max_norm, and each worker scales the rows that it looks up itself: "
+            "this is not the same training as on one device. Leave max_norm out, and scale all "
+            "rows after run.step(batch): weight.copy_(torch.renorm(weight, 2, 0, max_norm))",
+            differs=True,
+        )
     _warn_of_norms(run)
 
 

@@ -27,6 +27,7 @@ from ronde.data import Order, key_of
 from ronde.loader import DrawAhead, Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work, own_calls
 from ronde.parallel.first_steps import CHECKED_STEPS, check_step
+from ronde.parallel.gradient_hooks import GradientHooks
 from ronde.parallel.replica_check import ReplicaCheck
 from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import (
@@ -130,6 +131,7 @@ class Run:
         alone = plan.replicas == 1 and plan.accumulation == 1
         self._rows = Rows(not alone, collates(opening.taken.settings))
         self._delivered: list[Lengths] = []  # of the micro-batches that were handed out
+        self._gradient_hooks = GradientHooks()
         self._gathers: bool | None = None  # whether the script calls gather, once that is known
         self._stepping = False  # inside step(), which decides who runs the loss
         self._evaluated: tuple[int, int] | None = None  # samples and micro-batches of its batch
@@ -386,7 +388,7 @@ class Run:
         self._loss_check.begin(self, micros, parts)
         self._stepping = True
         try:
-            with self._group.gradients_of(self):
+            with self._group.gradients_of(self), self._holding_hooks(len(micros)):
                 self._strategy.step(micros, parts, self._loss_of, self._scale)
         finally:
             self._stepping = False
@@ -427,7 +429,7 @@ class Run:
         self._backwards += 1
         summed = self._loss.reduction == "sum"
         part = Part(high - low, share.global_samples, self._backwards == count, summed, rows)
-        with self._group.gradients_of(self):
+        with self._group.gradients_of(self), self._holding_hooks(count):
             strategy.micro(lambda: value, part, self._scale)
         if self._backwards == 1:
             self._passes.begin()
@@ -988,6 +990,11 @@ class Run:
         with self._autocast():
             return self._loss(self.model, micro)
 
+    def _holding_hooks(self, micro_batches: int) -> AbstractContextManager[None]:
+        if self.world_size == 1 and micro_batches == 1:
+            return nullcontext()  # the gradients are those of the whole batch
+        return self._gradient_hooks.held(self._strategy.parameters)
+
     def _report_passes(self) -> None:
         if report := self._passes.end():
             self._warn(report, differs=True)
@@ -996,6 +1003,11 @@ class Run:
         if report := self._own_samples.end():
             self._warn(report, differs=True)
         loss = self._strategy.finish()
+        self._gradient_hooks.run()
+        if self.state.step < self._watcher.steps_at_start + CHECKED_STEPS and (
+            report := self._gradient_hooks.report(self.model)
+        ):
+            self._warn(report, differs=True)
         if self._comparison is not None:
             self._comparison.end_passes()
         state = self.state
