@@ -49,13 +49,14 @@ def plain(make, optimizer, data, loss, prepare=None):
     torch.manual_seed(7)
     model = make().double()
     optimizer = optimizer(model.parameters())
-    if prepare is not None:
-        prepare(model)
+    after = prepare(model) if prepare is not None else None
     for x, y in zip(*(t.split(BATCH) for t in data), strict=True):
         optimizer.zero_grad()
         value = loss(model(x), y)
         (value[0] / value[1] if isinstance(value, tuple) else value).backward()
         optimizer.step()
+        if after is not None:
+            after()
     return model.state_dict()
 
 
@@ -70,10 +71,11 @@ def trained(make, optimizer, data, loss, prepare=None, later=None, said=None, **
     )  # fmt: skip
     if said is not None:
         run._warn = lambda text, **_: said.append(text)
-    if later is not None:
-        later(model)
+    after = later(model) if later is not None else None
     for batch in run.batches():
         run.step(batch)
+        if after is not None:
+            after()
     with run.whole_model() as whole:
         return {k: v.clone() for k, v in whole.state_dict().items()}
 
@@ -127,6 +129,20 @@ def hooks_on_gradients():
         same("hooks shard", found, want)
 
 
+def two_optimizers():
+    x, y = pairs()
+    data = x.double() - 2.5, y
+
+    def first(parameters):
+        return torch.optim.SGD(list(parameters)[:2], 0.1)
+
+    def second(model):
+        return torch.optim.Adam(list(model.parameters())[2:], 0.1).step
+
+    want = plain(net, first, data, F.mse_loss, second)
+    same("two optimizers", trained(net, first, data, F.mse_loss, later=second), want)
+
+
 class Clamped(nn.Linear):
     def forward(self, x):
         out = super().forward(x)
@@ -153,7 +169,10 @@ def hooks_on_activations():
         assert not said, said
 
 
-CASES = {f.__name__: f for f in (sparse_gradients, hooks_on_gradients, hooks_on_activations)}
+CASES = {
+    f.__name__: f
+    for f in (sparse_gradients, hooks_on_gradients, two_optimizers, hooks_on_activations)
+}
 
 if __name__ == "__main__":
     warnings.simplefilter("error")

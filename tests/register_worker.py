@@ -66,6 +66,7 @@ def begin(plan: str, where: Path, resume: bool, **options):
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = UnevenNet(False).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    begin.early = torch.optim.SGD(model.parameters(), 0.1)
     options = {
         "batch_size": 12,
         "seed": 3,
@@ -296,6 +297,7 @@ def refused(folder: Path) -> None:
         return {
             "average": lambda: run.register(ema=AveragedModel(run.model)),
             "optimizer": lambda: run.register(second=torch.optim.SGD(run.model.parameters(), 0.1)),
+            "early": lambda: run.register(early=begin.early),
         }
 
     fork(2, lambda: attempts("replicate", "whole", whole))

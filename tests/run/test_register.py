@@ -234,5 +234,6 @@ def test_what_cannot_come_back_is_refused_by_name(tmp_path):
         assert "cannot be copied" in sharded["average"]
         assert "run.average(decay=…)" in sharded["average"]
         for plan in ("shard", "pipeline"):
-            assert "divides over the workers" in told[f"{plan}/told.{rank}"]["optimizer"]
+            for case in ("optimizer", "early"):  # built after ronde.distribute, and before it
+                assert "divides over the workers" in told[f"{plan}/told.{rank}"][case]
     assert "run.average(decay=…)" in told["pipeline/told.0"]["average"]

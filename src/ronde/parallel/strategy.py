@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -79,6 +80,7 @@ class Work:
         tied: state name of a shared tensor -> its first name, before anything is split.
         fill: initializes a model built on meta (:mod:`ronde.parallel.meta_init`); None if the model
             has values.
+        undivided: the model's parameters as the script made them; a plan may replace them.
     """
 
     model: nn.Module
@@ -90,6 +92,7 @@ class Work:
     groups: list[list[str]] = field(default_factory=list)
     tied: dict[str, str] = field(default_factory=dict)
     fill: Callable[[Callable[[str], bool]], None] | None = None
+    undivided: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
 
 
 class Strategy:

@@ -15,6 +15,7 @@ from torch import nn
 from ronde.data import BatchOrder
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import parse_reducer
+from ronde.run.persist import holds_all
 from ronde.run.run import Run
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
 from ronde.watch.proofs import kind_of
@@ -56,9 +57,12 @@ def announce(run: Run, left_out: list[str]) -> None:
         run._warn(note)
     if left_out:
         shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
+        other = "Only a second optimizer does that the script steps, and registers (run.register)"
+        if not holds_all(run):
+            other = f"Under plan={run.plan.spec!r}, a second optimizer cannot either"
         run._warn(
-            f"{len(left_out)} trainable parameters are not in the optimizer and are not trained: "
-            f"{shown}"
+            f"{len(left_out)} trainable parameters are not in the optimizer given to "
+            f"ronde.distribute, which does not train them: {shown}. {other}"
         )
     _explain_reducer(run)
     scaled = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -455,6 +456,7 @@ def _work(
     sizes = micro_batch_sizes(chosen, opening.taken.order.epoch_samples)
     work = Work(model, optimizer, compute, _sampler(opening, me), tensor_plan, sizes)
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
+    work.undivided = [weakref.ref(p) for p in model.parameters()]
     if init is not None:
         work.fill = filler(model, init, opening.seed, me)
         alone = me.size == 1 or chosen.family.split(" ")[0] not in FILL_THEMSELVES

@@ -141,6 +141,7 @@ class Registry:
                 )
         if isinstance(thing, Optimizer) and not holds_all(run):
             divided = {id(p) for p in run.model.parameters()}
+            divided |= {id(ref()) for ref in run._work.undivided}  # that it was built over
             updated = [p for group in thing.param_groups for p in group["params"]]
             if any(is_sharded(p) or id(p) in divided for p in updated):
                 raise ArgumentError(
