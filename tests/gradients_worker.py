@@ -51,7 +51,7 @@ def plain(make, optimizer, data, loss, prepare=None):
     optimizer = optimizer(model.parameters())
     after = prepare(model) if prepare is not None else None
     for x, y in zip(*(t.split(BATCH) for t in data), strict=True):
-        optimizer.zero_grad()
+        model.zero_grad()
         value = loss(model(x), y)
         (value[0] / value[1] if isinstance(value, tuple) else value).backward()
         optimizer.step()
