@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from ronde.launch.hang_watch import is_new
 from ronde.watch.hang_judge import Limits, RankView, judge_hang
 from ronde.watch.stack_place import StackPlace, locate
 
@@ -98,8 +99,24 @@ def test_said_early_and_ended_late():
     late = dataclasses.replace(idle(LATE, 601.0), quiet_seconds=3.0, working="it prints")
     verdict = judge_hang([view(0), late], LATER)
     assert verdict is not None and verdict.slow and "it prints" in verdict.sentence
-    # a pause that was seen before is not said again
-    assert judge_hang([view(0), dataclasses.replace(LATE, longest_seconds=9.0)], LATER) is None
+    # it may be waiting for one that works
+    works = view(2, SLEEPS, doing="", begun=19, quiet_seconds=1.0, working="it uses CPU")
+    verdict = judge_hang([view(0), idle(LATE, 601.0), works], LATER)
+    assert verdict is not None and verdict.slow and verdict.rank == 1
+
+
+def test_a_pause_that_was_seen_before_is_said_once_for_a_place():
+    pauses = dataclasses.replace(LATE, longest_seconds=9.0)
+    first = judge_hang([view(0), LATE], LATER)
+    again = judge_hang([view(0, step=8), dataclasses.replace(pauses, step=8)], LATER)
+    assert first is not None and again is not None and again.usual
+    assert is_new(first, []) and not is_new(first, [first]) and not is_new(again, [first])
+    elsewhere = dataclasses.replace(pauses, step=8, place=dataclasses.replace(SLEEPS, line=30))
+    found = judge_hang([view(0, step=8), elsewhere], LATER)
+    assert found is not None and is_new(found, [first])
+    longer = idle(dataclasses.replace(pauses, step=8), 13.0)
+    found = judge_hang([view(0, step=8), longer], LATER)
+    assert found is not None and not found.usual and is_new(found, [first])
 
 
 GATHER = StackPlace("/a/train.py", 31, "dist.all_reduce(a)", "", "exchange", "all_reduce", "z")
@@ -113,6 +130,8 @@ LOADS = dataclasses.replace(SLEEPS, waits="loading")
         ({}, False),  # in the same one
         ({"place": GATHER, "doing": "", "in_flight": True}, False),  # a network that is away
         ({"place": GATHER, "doing": "", "quiet_seconds": 2.0}, False),
+        ({"place": dataclasses.replace(GATHER, helped=True), "doing": ""}, False),
+        ({"place": GATHER, "doing": "", "phase": "start-up"}, False),
         ({"place": LOADS, "lost_loader": True}, True),
         ({"place": SLEEPS, "lost_loader": True}, False),
     ],
@@ -143,6 +162,26 @@ def test_a_slow_link_is_named_and_never_ends():
     views[0] = dataclasses.replace(views[0], place=GATHER, doing="")
     verdict = judge_hang(views, LATER)
     assert verdict is not None and verdict.slow and "0.9 Mbit/s" in verdict.sentence
+
+
+def test_after_the_loop_it_is_only_said():
+    views = [idle(v, 9000.0) for v in (view(0, GATHER, doing=""), LATE)]
+    views = [dataclasses.replace(v, phase="ended") for v in views]
+    verdict = judge_hang(views, LATER)
+    assert verdict is not None and verdict.slow and verdict.rank == 1
+    assert "--hang-timeout" not in verdict.sentence
+    assert judge_hang(views[1:], LATER) is None  # nobody waits for it
+
+
+def test_a_script_without_ronde_is_never_ended():
+    views = [idle(v, 9000.0) for v in (view(0, GATHER, doing=""), LATE)]
+    views = [dataclasses.replace(v, phase="unwatched") for v in views]
+    verdict = judge_hang(views, LATER)
+    assert verdict is not None and verdict.slow and verdict.rank == 1
+    for place in (SLEEPS, GATHER):  # it trains, as far as anybody knows
+        busy = dataclasses.replace(views[1], place=place, quiet_seconds=1.0, working="x")
+        other = dataclasses.replace(views[0], quiet_seconds=1.0, working="bytes move")
+        assert judge_hang([other, busy], LATER) is None
 
 
 def test_a_rank_that_has_left_the_loop_is_named():

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import json
+import math
 import os
 import signal
 import threading
@@ -39,6 +40,7 @@ __all__ = ["HangWatch", "LocalWorkers", "is_new", "record_hangs"]
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _LOOK_SECONDS = 1.0
+_GONE_SECONDS = 30.0
 _ASK_SECONDS = 2.0
 _ANSWER_SECONDS = 0.5
 _PACE_SECONDS = 5.0  # from one look at what the machine says to the next
@@ -85,7 +87,10 @@ class _Worker:
             self.pid = self._first_pid()
         if self.pid and (not self._pace or now - self._pace[-1].time > _PACE_SECONDS):
             self._pace = [*self._pace[-2:], process_facts(self.pid, children=False)]
-        passed, self.looked = min(now - self.looked, 1.5 * _LOOK_SECONDS), now
+        passed, gone = min(now - self.looked, 1.5 * _LOOK_SECONDS), now - self.looked
+        if gone > _GONE_SECONDS:  # this process did not run: what happened meanwhile is not known
+            self.since, self.alive = self.since + gone, self.alive + gone
+        self.looked = now
         if self.pid and is_stopped(self.pid):
             self.stopped += passed
         else:
@@ -134,10 +139,11 @@ class _Worker:
         cuda = bool(self.beat and self.beat.cuda)
         exchanges = self.answer.get("exchanges", ())
         if waits_for_others(self.place, cuda, exchanges):
-            # not its CPU: it may spin
             sent = (fact.exchanged - before.exchanged) / max(fact.time - before.time, 1e-3)
             moved = _way(place) != _way(self.place) or numbers != _numbers(self.answer)
             sign = GOES_ON if moved else "bytes move" if sent > _SENT_BYTES else ""
+            if not cuda and _cpu(before, fact) > _BUSY:  # part of a stage, or for another thread
+                self.alive = now
         else:
             sign = "it prints" if printed > self.alive else _sign(before, fact)
             sign = sign or ("its stack changes" if place.chain != self.place.chain else "")
@@ -182,7 +188,7 @@ class _Worker:
             why = reasons(self._pace[0], self._pace[-1])
         return RankView(
             self.rank,
-            beat.phase if beat else "start-up",
+            beat.phase if beat else "unwatched",
             beat.doing if beat else "",
             beat.begun if beat else 0,
             beat.step if beat else 0,
@@ -235,6 +241,11 @@ def _exchanged(
     return found
 
 
+def _cpu(before: ProcessFacts, fact: ProcessFacts) -> float:
+    """Cores in use."""
+    return (fact.cpu_seconds - before.cpu_seconds) / max(fact.time - before.time, 1e-3)
+
+
 def _io(before: ProcessFacts, fact: ProcessFacts) -> float:
     """Bytes read and written in a second."""
     return (fact.io_bytes - before.io_bytes) / max(fact.time - before.time, 1e-3)
@@ -248,8 +259,7 @@ def _sent(before: ProcessFacts, fact: ProcessFacts) -> float:
 
 def _sign(before: ProcessFacts, fact: ProcessFacts) -> str:
     """What a process and its children have done between two moments; empty if nothing."""
-    cpu = fact.cpu_seconds - before.cpu_seconds
-    if fact.runs or cpu / max(fact.time - before.time, 1e-3) > _BUSY:
+    if fact.runs or _cpu(before, fact) > _BUSY:
         return "it uses CPU"
     if (sent := _sent(before, fact)) > _SENT_BYTES:
         return f"it moves {rate_text(sent)} over the network"
@@ -338,11 +348,14 @@ class LocalWorkers:
             if worker.stopped >= STOPPED_SECONDS:
                 worker.examine_stopped()
         active = [w for w in self._workers if not w.beat or w.beat.phase != "ended"]
+        active = active or self._workers
         if active and max(now - w.since for w in active) >= self._limits.say / 2:
             tcp = {i: c for i, c in tcp_connections().items() if self._port not in c.ports}
             exchanged = _exchanged(tcp, {w.rank: w.pid for w in self._workers if w.pid})
+            # a script that never calls Ronde is left in peace
+            until = math.inf if any(w.beat for w in self._workers) else 2 * self._limits.say
             for worker in self._workers:  # those that have left the loop too: others may wait
-                if worker.pid:
+                if worker.pid and (worker.beat or now - worker.since < until):
                     printed = self._printed.get(worker.rank, 0.0)
                     worker.examine(now, self._limits.say, tcp, exchanged[worker.rank], printed)
         return [w.view(now, self._folders) for w in self._workers]
@@ -448,8 +461,12 @@ class HangWatch:
 
 
 def is_new(verdict: HangVerdict, known: Sequence[HangVerdict]) -> bool:
-    """Whether nothing was said yet about this rank in this step."""
-    return all((v.rank, v.step) != (verdict.rank, verdict.step) for v in known)
+    """Whether nothing was said yet about this rank in this step, or at this place if it pauses so
+    long now and then.
+    """
+    same = [v for v in known if v.rank == verdict.rank]
+    usual = verdict.usual and any(v.place == verdict.place for v in same)
+    return not usual and all(v.step != verdict.step for v in same)
 
 
 def record_hangs(directory: Path | None, found: Sequence[Mapping[str, Any] | None]) -> bool:
@@ -457,8 +474,10 @@ def record_hangs(directory: Path | None, found: Sequence[Mapping[str, Any] | Non
     if directory is None or not any(found) or not RunDir(directory).record.is_file():
         return False
     record = Record(RunDir(directory).record)
+    names = ("sentence", "rank", "step", "place", "slow")
     with contextlib.suppress(OSError):  # a full disk must not end the run
         for each in filter(None, found):
-            record.write(HangFound(**{**each, "waiting": list(each["waiting"])}))
+            values = {name: each[name] for name in names}
+            record.write(HangFound(**values, waiting=list(each["waiting"])))
         record.close()
     return True

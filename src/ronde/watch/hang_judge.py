@@ -66,7 +66,7 @@ class RankView:
 
     Attributes:
         rank: which one.
-        phase: ``start-up``, ``training``, or ``ended``.
+        phase: ``unwatched`` until the script calls Ronde, ``start-up``, ``training``, ``ended``.
         doing: the call of Ronde under way; empty in the script's own code.
         begun: calls of the whole world that it has begun.
         step: optimizer steps of the run that are done.
@@ -86,11 +86,11 @@ class RankView:
         quiet_seconds: since the last progress or other sign of life.
         bytes_per_second: that came over TCP, while it made no progress.
         in_flight: whether it has sent bytes that have not arrived.
-        lost_loader: whether a loading process of it is dead.
+        lost_loader: whether a loading process of it is dead or stopped.
     """
 
     rank: int
-    phase: str = "start-up"
+    phase: str = "unwatched"
     doing: str = ""
     begun: int = 0
     step: int = 0
@@ -166,6 +166,7 @@ class HangVerdict:
         place: where the rank is: ``train.py:88``; empty if unknown.
         waiting: ranks that wait for it.
         slow: whether the run goes on: it is only said.
+        usual: whether pauses as long were seen before: nothing new, if it was said once.
     """
 
     sentence: str
@@ -174,6 +175,7 @@ class HangVerdict:
     place: str = ""
     waiting: tuple[int, ...] = field(default=())
     slow: bool = False
+    usual: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> HangVerdict:
@@ -184,7 +186,8 @@ class HangVerdict:
 def _grace(view: RankView) -> int:
     """How many limits a rank may take for what it does."""
     waits = view.place.waits if view.place else ""
-    if (view.phase == "start-up" and not is_step(view.doing)) or waits == "compiling":
+    starts = view.phase == "unwatched" or (view.phase == "start-up" and not is_step(view.doing))
+    if starts or waits == "compiling":
         return _START
     if view.doing.startswith(("run.save", "run.export", "run.whole_model")) or waits == "saving":
         return _SAVE
@@ -202,15 +205,20 @@ def _limit(view: RankView, limits: Limits) -> float:
 
 def _says(view: RankView, waiting: Sequence[RankView], limits: Limits) -> bool:
     """Whether it is time to say that a rank makes no progress."""
-    if view.idle_seconds < max(limits.say, _SAY_TIMES * view.longest_seconds):
+    if view.idle_seconds < limits.say or (view.working and _is_usual(view)):
         return False
     grace = _grace(view)
     if grace == _START:  # one that loads its data, or compiles, is not worth a word
-        late = not waiting or min(v.idle_seconds for v in waiting) < limits.say
-        return not late and not view.working
+        waited = min((v.idle_seconds for v in waiting), default=limits.say)
+        return min(view.quiet_seconds, waited) >= limits.say
     if grace == _FIRST and view.working and not waiting:
         return view.idle_seconds >= grace * limits.say
     return True
+
+
+def _is_usual(view: RankView) -> bool:
+    """Whether pauses as long were seen before."""
+    return view.idle_seconds < _SAY_TIMES * view.longest_seconds
 
 
 def judge_hang(
@@ -230,6 +238,11 @@ def judge_hang(
         if view.stopped_seconds >= STOPPED_SECONDS:
             return _stopped(view, views)
     active = [v for v in views if v.phase != "ended"]
+    ends = any(v.phase != "unwatched" for v in active)  # else the script's loop is its own
+    if not active:  # after the loop, one may be waited for all the same
+        active = [v for v in views if v.place is not None]
+        if not any(v.waits for v in active):
+            return None
     if not active or max(v.idle_seconds for v in active) < limits.say:
         return None
     if any(v.place is None for v in active):
@@ -239,47 +252,58 @@ def judge_hang(
     late = [v for v in active if not v.waits]
     if late:
         view = min(late, key=lambda v: (v.begun, -v.idle_seconds, v.rank))
-        return _judge_late(view, late, active, limits)
+        return _judge_late(view, late, active, limits, ends)
     if size is not None and len(views) < size:
         return None  # they may wait for a rank that somebody else watches
-    if any(v.idle_seconds < max(limits.say, _SAY_TIMES * v.longest_seconds) for v in active):
+    if any(v.idle_seconds < limits.say or v.working == GOES_ON for v in active):
         return None
-    if any(v.working == GOES_ON for v in active):
-        return None
+    if any(v.phase == "unwatched" and v.quiet_seconds < limits.say for v in active):
+        return None  # its steps are not known
+    usual = all(_is_usual(v) for v in active)
     if any(v.working for v in active):
-        return _slow_link(active)
+        return dataclasses.replace(_slow_link(active), usual=usual)
     verdict = _all_wait(active)
-    certain = (
-        _is_certain(active)
-        and len(active) == len(views)
-        and not any(v.in_flight or v.phase == "start-up" for v in active)
-    )
+    certain = _is_certain(active) and len(active) == len(views)
     limit = limits.say if certain else max(_limit(v, limits) for v in active)
-    if all(v.quiet_seconds >= limit for v in active):
+    quiet = min(v.quiet_seconds for v in active)
+    if ends and (quiet >= limit or min(v.idle_seconds for v in active) >= _works(limit, limits)):
         return verdict
-    return dataclasses.replace(verdict, sentence=_until(verdict.sentence, limit), slow=True)
+    return _notice(verdict, limit if ends else 0.0, usual)
+
+
+def _works(limit: float, limits: Limits) -> float:
+    """How long a rank may give signs of life and make no progress."""
+    return max(_WORKING * limit, _WORKS * limits.say)
 
 
 def _judge_late(
-    view: RankView, late: Sequence[RankView], active: Sequence[RankView], limits: Limits
+    view: RankView,
+    late: Sequence[RankView],
+    active: Sequence[RankView],
+    limits: Limits,
+    ends: bool,
 ) -> HangVerdict | None:
     """A rank that does not wait for others."""
     limit = _limit(view, limits)
     if view.lost_loader and view.place and view.place.waits == "loading":
         limit = limits.say  # what is dead does not come back
-    works = max(_WORKING * limit, _WORKS * limits.say)
-    if view.quiet_seconds >= limit or view.idle_seconds >= works:
+    quiet = min(v.quiet_seconds for v in late)  # it may wait for another one of them, by a file
+    works = view.phase != "unwatched" and view.idle_seconds >= _works(limit, limits)
+    if ends and (quiet >= limit or works):
         return _late(view, late, active)
     if not _says(view, [v for v in active if v.waits], limits):
         return None
     if view.working:
         return _slow(view, active)
-    verdict = _late(view, late, active)
-    return dataclasses.replace(verdict, sentence=_until(verdict.sentence, limit), slow=True)
+    return _notice(_late(view, late, active), limit if ends else 0.0, _is_usual(view))
 
 
 def _is_certain(active: Sequence[RankView]) -> bool:
-    """Whether ranks that all wait do so for different exchanges."""
+    """Whether ranks that all wait do so for different exchanges, and nothing else goes on."""
+    if any(v.in_flight or v.phase != "training" for v in active):
+        return False
+    if any(v.place and v.place.helped for v in active):
+        return False  # another thread may make the exchange that is missing
     if len({(v.doing, v.begun, _line(v)) for v in active}) > 1:
         return True
     found: dict[str, set[tuple[Any, ...]]] = {}
@@ -294,10 +318,11 @@ def _line(view: RankView) -> tuple[Any, ...]:
     return (view.place.file, view.place.line) if view.place else ()
 
 
-def _until(sentence: str, seconds: float) -> str:
-    return (
-        f"{sentence} Without a sign of life, the run ends after {seconds:.0f} s (--hang-timeout)."
-    )
+def _notice(verdict: HangVerdict, limit: float, usual: bool) -> HangVerdict:
+    """A hang that does not end the run yet; never where ``limit`` is 0."""
+    until = f" Without a sign of life, the run ends after {limit:.0f} s (--hang-timeout)."
+    sentence = f"{verdict.sentence}{until if limit else ''}"
+    return dataclasses.replace(verdict, sentence=sentence, slow=True, usual=usual)
 
 
 def _who(ranks: Sequence[int]) -> str:
@@ -358,13 +383,15 @@ def _late(view: RankView, late: Sequence[RankView], active: Sequence[RankView]) 
     if awaited == "makes no progress":
         call = f"in {view.doing}, " if view.doing else ""
         awaited = f"has made no progress for {view.idle_seconds:.0f} s, {call}step {step}"
-        if view.phase == "start-up":
+        if view.phase in ("start-up", "unwatched"):
             awaited = f"has not finished its start-up after {view.idle_seconds:.0f} s"
     elif view.doing.startswith(("run.evaluate", "run.save")):
         awaited = f"is stuck in {view.doing} after step {view.step}"
     said = [f"it is {place.text}"]
     if place.waits in _DOING:
         said.append(_DOING[place.waits])
+    if view.lost_loader:
+        said.append("a loading process of it is dead or stopped")
     if view.reasons:
         said.append(" and ".join(view.reasons))
     if view.working:

@@ -36,7 +36,7 @@ class ProcessFacts:
         sent: bytes that its TCP peers have acknowledged so far, on connections that are open.
         received: bytes that came over them.
         in_flight: whether a peer has not acknowledged what was sent.
-        lost_loader: whether a loading process of it is dead.
+        lost_loader: whether a loading process of it is dead or stopped.
         exchanged: bytes sent to and received from other ranks, by who knows these.
         arrived: those received.
     """
@@ -90,9 +90,8 @@ def process_facts(
             if tcp:
                 sockets |= connections_of(each.pid)
             with contextlib.suppress(psutil.Error):
-                lost = lost or (
-                    each.status() == psutil.STATUS_ZOMBIE and each.name().startswith(_LOADER)
-                )
+                if each.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+                    lost = lost or each.name().startswith(_LOADER)
             with contextlib.suppress(psutil.Error, OSError):
                 times = each.cpu_times()
                 cpu += times.user + times.system

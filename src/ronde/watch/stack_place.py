@@ -66,6 +66,7 @@ class StackPlace:
             ``loading``, ``saving``, ``a subprocess``, ``a lock``, ``a queue``; empty if unknown.
         function: innermost function of a library, as ``all_reduce``.
         chain: the frames of the main thread, innermost first, to compare two looks.
+        helped: whether another thread runs code of the script.
     """
 
     file: str = ""
@@ -75,6 +76,7 @@ class StackPlace:
     waits: str = ""
     function: str = ""
     chain: str = ""
+    helped: bool = False
 
     @property
     def text(self) -> str:
@@ -147,9 +149,10 @@ def locate(dump: str, children: Sequence[str] = ()) -> StackPlace:
         waits = next((w for t in loading if (w := _meaning(t)[0]).startswith("a ")), waits)
     if script is None:
         return StackPlace(waits=waits, function=function, chain=chain)
+    helped = any(_is_script(file) for frames in threads[1:] for file, _, _ in frames)
     file, line, _ = script
     source, inside = _source(file, line)
-    return StackPlace(file, line, source, inside, waits, function, chain)
+    return StackPlace(file, line, source, inside, waits, function, chain, helped)
 
 
 def _loads(frames: Sequence[tuple[str, int, str]]) -> bool:
