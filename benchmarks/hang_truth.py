@@ -70,8 +70,9 @@ class Kept:
 
 def nothing(*_): pass
 def hangs():
-    with open(os.environ["HUNG"], "w") as file:
-        file.write(str(time.time()))
+    if not os.path.exists(name := f"{os.environ['HUNG']}-{RANK}"):
+        with open(name, "w") as file:
+            file.write(str(time.time()))
 forward = read = keep = after = measure = caught = done = nothing
 metrics, save_at, workers, failing, width = {}, 0, 0, None, 8
 lock = threading.Lock()
@@ -427,12 +428,23 @@ def measure(case: Case, seconds: float | None, restarts: bool = False) -> dict[s
         }
         record = Path(folder) / "runs" / "case" / "record.jsonl"
 
+        shown = Path(folder) / "output"
+
         def found() -> list[dict[str, Any]]:
             events = [json.loads(x) for x in record.open()] if record.exists() else []
-            return [e for e in events if e["type"] == "hang"]
+            if events or case.rank is None:
+                return [e for e in events if e["type"] == "hang"]
+            # a hang before the record has begun is printed only
+            words = r"^warning: (Rank (\d+) .*?it is at (train.py:\d+).*)"
+            said = re.search(words, shown.read_text(), re.MULTILINE)
+            if said is None:
+                return []
+            named = {"sentence": said[1], "rank": int(said[2]), "place": said[3]}
+            return [{"time": time.time(), "slow": True, **named}]
 
         start = time.monotonic()
-        output = (Path(folder) / "output").open("w+")
+        output = shown.open("w+")
+        hangs: list[dict[str, Any]] = []
         with (
             output,
             subprocess.Popen(
@@ -441,7 +453,7 @@ def measure(case: Case, seconds: float | None, restarts: bool = False) -> dict[s
         ):
             while process.poll() is None and time.monotonic() < start + _LIMIT:
                 time.sleep(0.2)
-                if case.rank is not None and not seconds and found():
+                if case.rank is not None and not seconds and (hangs := found()):
                     process.send_signal(signal.SIGINT)
                     process.wait()
             status = process.poll()
@@ -450,8 +462,8 @@ def measure(case: Case, seconds: float | None, restarts: bool = False) -> dict[s
             output.seek(0)
             said = output.read()
         took = time.monotonic() - start
-        hangs = found()
-        hung = Path(folder) / "hung"
+        hangs = hangs or found()
+        hung = Path(folder) / f"hung-{case.rank}"
         begun = float(hung.read_text()) if hung.exists() else None
     ended = [e for e in hangs if not e["slow"]]
     hangs = ended if seconds else hangs

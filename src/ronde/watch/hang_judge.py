@@ -203,15 +203,14 @@ def _limit(view: RankView, limits: Limits) -> float:
     return seconds if grace == 1 else max(grace * limits.say, seconds)
 
 
-def _says(view: RankView, waiting: Sequence[RankView], limits: Limits) -> bool:
-    """Whether it is time to say that a rank makes no progress."""
+def _says(view: RankView, late: Sequence[RankView], waited: bool, limits: Limits) -> bool:
+    """Whether it is time to say that a rank makes no progress, the first of those that are late."""
     if view.idle_seconds < limits.say or (view.working and _is_usual(view)):
         return False
     grace = _grace(view)
     if grace == _START:  # one that loads its data, or compiles, is not worth a word
-        waited = min((v.idle_seconds for v in waiting), default=limits.say)
-        return min(view.quiet_seconds, waited) >= limits.say
-    if grace == _FIRST and view.working and not waiting:
+        return min(v.quiet_seconds for v in late) >= limits.say
+    if grace == _FIRST and view.working and not waited:
         return view.idle_seconds >= grace * limits.say
     return True
 
@@ -251,7 +250,7 @@ def judge_hang(
         active = [v for v in views if v.place is not None]
     late = [v for v in active if not v.waits]
     if late:
-        view = min(late, key=lambda v: (v.begun, -v.idle_seconds, v.rank))
+        view = min(late, key=lambda v: (v.begun, -v.quiet_seconds, -v.idle_seconds, v.rank))
         return _judge_late(view, late, active, limits, ends)
     if size is not None and len(views) < size:
         return None  # they may wait for a rank that somebody else watches
@@ -291,7 +290,7 @@ def _judge_late(
     works = view.phase != "unwatched" and view.idle_seconds >= _works(limit, limits)
     if ends and (quiet >= limit or works):
         return _late(view, late, active)
-    if not _says(view, [v for v in active if v.waits], limits):
+    if not _says(view, late, len(late) < len(active), limits):
         return None
     if view.working:
         return _slow(view, active)
