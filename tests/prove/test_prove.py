@@ -4,6 +4,7 @@ benchmarks/prove_truth.py.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
@@ -23,7 +24,8 @@ from sampling import ALL, long, some
 HERE = TESTS
 sys.path.insert(0, str(HERE / "prove_scripts"))
 
-from cases import BEHIND, EVERY, FAULTS, HEALTHY, HIDDEN, LATER, LOOP, NOISY, healthy_command, judge  # noqa: E402
+import cases as planted  # noqa: E402
+from cases import BEHIND, EVERY, FAULTS, HEALTHY, HIDDEN, LATER, LOOP, NOISY, judge  # noqa: E402
 
 from ronde.prove.catalogue import CAUSES  # noqa: E402
 from ronde.prove.compare import Comparison, _Judge  # noqa: E402
@@ -31,11 +33,13 @@ from ronde.prove.diagnose import disagreement  # noqa: E402
 from ronde.prove.keyed_draws import KeyedDraws  # noqa: E402
 from ronde.prove.plan_list import chosen_plans  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
-from ronde.prove.proof import Study, prove  # noqa: E402
+from ronde.prove.proof import Study as AnyStudy  # noqa: E402
+from ronde.prove.proof import prove  # noqa: E402
 from ronde.prove.recorded_data import cut_epoch  # noqa: E402
 from ronde.prove.values import probe  # noqa: E402
 from ronde.world import ArgumentError  # noqa: E402
 
+Study = functools.partial(AnyStudy, workers=[2])
 # One of each kind: order, data, contract, forward, loss, gradients, a plan's own, update, schedule,
 # between steps, evaluation.
 SAMPLE = [
@@ -96,7 +100,7 @@ CASES = {f.fault: f for f in EVERY}
 
 @pytest.fixture(scope="module")
 def pool():
-    with Pool(2) as made:
+    with Pool(3) as made:
         yield made
 
 
@@ -116,9 +120,34 @@ def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
     assert found and named, said
 
 
+def test_what_is_equal_on_two_workers_is_found_on_three(pool: Pool) -> None:
+    verdict = AnyStudy(pool, planted.THREE.command, 6, 120, workers=[2, 3]).verdict(["replicate"])
+    found, named, said = judge(planted.THREE, verdict)
+    assert found and named and verdict.workers == 3 and verdict.holds is None, said
+    assert "on 2 workers it is equal" in verdict.cause.evidence
+
+
+def test_a_script_that_refuses_three_workers_is_proved_on_two(pool: Pool, tmp_path: Path) -> None:
+    refuses = "assert ronde.world().size != 3, 'an even number'\n"
+    (tmp_path / "train.py").write_text(TRAIN.replace("run =", f"{refuses}run ="))
+    command = [str(tmp_path / "train.py"), "sync"]
+    verdict = AnyStudy(pool, command, 3, 60, workers=[2, 3]).verdict(["replicate"])
+    assert verdict.status == "equal" and verdict.holds.workers == (2,), verdict
+    assert any("On 3 workers it was not compared" in note for note in verdict.notes)
+
+
+def test_what_is_known_is_told_where_the_cause_is_not(pool: Pool) -> None:
+    case = CASES["alike_on_all"]
+    verdict = Study(pool, case.command, 6, 120).verdict(case.plans)
+    assert verdict.cause.id == case.cause
+    evidence = " ".join(verdict.cause.evidence)
+    assert "all workers have the same wrong gradients: what they exchange" in evidence
+    assert "the outputs, the loss are those of one process" in evidence
+
+
 @pytest.mark.parametrize("name", some(SOUND, 3))
 def test_a_sound_model_is_not_blamed(pool: Pool, name: str) -> None:
-    verdict = Study(pool, healthy_command(name), 6, 120).verdict(["replicate"])
+    verdict = Study(pool, planted.healthy_command(name), 6, 120).verdict(["replicate"])
     assert verdict.status == "equal" and verdict.exit_status == 0, verdict
     [plan] = verdict.plans
     assert plan.steps == 6 and plan.evaluations and plan.largest < 1e-7
@@ -302,7 +331,7 @@ def test_equal_on_the_command_line(tmp_path: Path) -> None:
         "evaluation": True,
         "resume": False,
     }
-    assert not (tmp_path / "runs").exists()
+    assert [p.name for p in (tmp_path / "runs").iterdir()] == [".proofs"]
 
 
 def test_a_difference_on_the_command_line(tmp_path: Path) -> None:
@@ -423,7 +452,7 @@ def test_a_worker_that_is_killed_is_named_and_its_loop_not_blamed(
 
 
 def test_a_plan_that_refuses_the_model_is_not_a_difference(pool: Pool) -> None:
-    study = Study(pool, healthy_command("own"), 2, 120)
+    study = Study(pool, planted.healthy_command("own"), 2, 120)
     both = study.verdict(["replicate", "pipeline=2"], explicit=False)
     assert both.status == "equal" and [p.status for p in both.plans] == ["equal", "refused"]
     assert "run.step(batch)" in both.plans[1].error

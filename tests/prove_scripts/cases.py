@@ -159,7 +159,7 @@ NEWER = [
         ("read_counter", "data-not-by-index", "data", "sample"),
         ("stop_on_local", "rank-dependent-loop", "steps", ""),
         ("own_generator", "randomness", "outputs", "head"),
-        ("own_mixup", "randomness", "batch", ""),
+        ("own_mixup", "batch-changed-by-script", "batch", ""),
         ("collate_random", "randomness", "data", "(batch)"),
         ("collate_standardise", "batch-dependent-collate", "data", "(batch)"),
         ("functional_batchnorm", "batchnorm", "outputs", "head"),
@@ -261,6 +261,7 @@ LOOP = [
         ("flip_mixes", "loop-mixes-rows", "batch", "(batch)[0]", 1),
         ("in_place_mixes", "loop-mixes-rows", "batch", "(batch)[0]", 1),
         ("standardizes", "loop-mixes-rows", "batch", "(batch)[0]", 1),
+        ("drawn_partners", "loop-mixes-rows", "batch", "(batch)[0]", 1),
         ("targets_mixed", "loop-mixes-rows", "batch", "(batch)[1]", 1),
         ("keeps_hard_half", "loop-mixes-rows", "loss", "loss", 1),
         ("last_batch_blended", "loop-mixes-rows", "batch", "(batch)[0]", 4),
@@ -282,6 +283,7 @@ LOOP = [
             "parameters of group 0",
             1,
         ),
+        ("alike_on_all", "unknown", "gradients", "0.weight", 1),
         ("buffer_of_rank_1", "buffers", "buffers", "seen", 2),
         ("rate_by_clock", "rate-by-clock", "learning rate", "learning rate of group 0", 2),
         ("rate_by_elapsed", "rate-by-clock", "learning rate", "learning rate of group 0", 2),
@@ -290,6 +292,9 @@ LOOP = [
         ("broken_off", "rank-dependent-loop", "loop", "the batch that the loop is at"),
     ]
 ]
+
+# Equal on 2 workers.
+THREE = Fault("even_shares", "mean-of-means", "outputs", "1", 1, script="loop_faults.py")
 
 # Faults behind random draws, which differ between N workers and one process anyway.
 BEHIND = [

@@ -7,8 +7,10 @@ from __future__ import annotations
 import sys
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as differentiated
 import torch.nn.functional as F
 from torch import nn
 
@@ -46,6 +48,14 @@ def in_place_mixes() -> None:
 
 def standardizes() -> None:
     train(lambda x, y: ((x - x.mean(0)) / (x.std(0, correction=0) + 0.1), y))
+
+
+def drawn_partners() -> None:
+    def mix(x, y):
+        part, order = float(np.random.beta(1, 1)), torch.randperm(len(x))
+        return part * x + (1 - part) * x[order], y
+
+    train(mix)
 
 
 def targets_mixed() -> None:
@@ -218,6 +228,23 @@ def frozen_on_rank_1() -> None:
     run.fit(3)
 
 
+def alike_on_all() -> None:
+    """The gradient is doubled where there are several workers, which nobody sees it ask."""
+    group = dist.distributed_c10d.GroupMember
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * (1 if group.WORLD is None else 2)
+
+    GIVEN["forward"] = lambda m, batch: (Doubled.apply(m(batch[0])), batch[1])
+    train()
+
+
 def buffer_of_rank_1() -> None:
     MODEL.register_buffer("seen", torch.zeros(()))
 
@@ -284,6 +311,26 @@ def skips_batches() -> None:
                 large = F.cross_entropy(MODEL(x), y) > 1.15
             if not large:
                 run.step((x, y))
+
+
+# -- seen on another number of workers -----------------------------------------------------
+
+
+class Averaged(nn.Module):
+    """Standardizes with the mean of the workers' means."""
+
+    def forward(self, x):
+        found = torch.cat([x.mean(0), (x * x).mean(0)])
+        if dist.is_initialized():
+            found = differentiated.all_reduce(found) / dist.get_world_size()
+        mean, square = found.chunk(2)
+        return (x - mean) / (square - mean**2 + 1e-3).sqrt()
+
+
+def even_shares() -> None:
+    """Every batch is even."""
+    data = torch.utils.data.TensorDataset(X[:40], Y[:40])
+    train(data=data, model=nn.Sequential(MODEL[0], Averaged(), *MODEL[1:]))
 
 
 globals()[FAULT]()

@@ -149,12 +149,20 @@ def _of_uneven_shares(case: Case) -> Cause | None:
     exchanges = case.many.places("exchange", "step", "between", "update")
     shares = case.shares()
     uneven = next((k for k, sizes in enumerate(shares) if len(set(sizes)) > 1), None)
-    if not exchanges or not uneven or case.difference.step not in (uneven + 1, uneven + 2):
+    if not exchanges or uneven is None or case.difference.step not in (uneven + 1, uneven + 2):
         return None
     evidence = (
         f"until step {uneven} all workers have the same number of samples, and it is equal; in "
         f"step {uneven + 1} they have {shares[uneven]}"
     )
+    if uneven == 0:
+        even = case.shares(case.fewer)[: case.difference.step] if case.fewer else []
+        if not even or any(len(set(sizes)) > 1 for sizes in even):
+            return None
+        evidence = (
+            f"on {len(even[0])} workers all have the same number of samples, and it is equal; on "
+            f"{len(shares[0])} they have {shares[0]}"
+        )
     return cause("mean-of-means", evidence, f"the script calls {', '.join(exchanges[:3])}")
 
 
@@ -228,7 +236,9 @@ def _of_phase(case: Case) -> Cause:
     if phase in _BY_READING:
         id, *phases = _BY_READING[phase]
         return cause(id, case.reads_of_rank(*phases))
-    drawn = case.draws() if phase in _DRAWING else None
+    # where each row's draws are the same anyway, the loop does more than draw
+    mixed = phase == "batch" and case.one.is_keyed
+    drawn = case.draws() if phase in _DRAWING and not mixed else None
     return cause("randomness", drawn) if drawn else _BY_PHASE.get(phase, _unknown)(case)
 
 
@@ -298,7 +308,8 @@ def _of_batch(case: Case) -> Cause:
     if own := case.many.places("own generator", "step"):
         return cause("batch-changed-by-script", f"drawn from a generator of its own: {own[0]}")
     alone = "the batch that run.batches() yields is the same, the one that run.step() gets is not"
-    return cause("loop-mixes-rows", alone, case.dropped_rows("given"))
+    drawn = case.draws()
+    return cause("loop-mixes-rows", alone, drawn, case.dropped_rows("given"))
 
 
 def _of_dropout(case: Case) -> Cause:

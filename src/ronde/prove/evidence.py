@@ -45,6 +45,7 @@ class Case:
         run: runs an experiment; None if it failed.
         replicated: whether the plan splits only the data.
         replicate_equal: whether plain replicate is equal.
+        fewer: the equal run of fewer workers, if there was one.
     """
 
     one: RunTrace
@@ -53,6 +54,7 @@ class Case:
     run: Callable[[Experiment], RunTrace | None]
     replicated: bool = True
     replicate_equal: bool = False
+    fewer: RunTrace | None = None
 
     @property
     def k(self) -> int:
@@ -182,11 +184,11 @@ class Case:
         # Those who drew equally often drew the same numbers.
         return f"drawn from {', '.join(sorted(drawn))}" if drawn and len(after) > 1 else None
 
-    def shares(self) -> list[list[int]]:
+    def shares(self, run: RunTrace | None = None) -> list[list[int]]:
         """Samples of each worker, step by step."""
         return [
             [sum(high - low for low, high in step["micro"]) for step in steps]
-            for steps in zip(*self.many.all_steps(), strict=False)
+            for steps in zip(*(run or self.many).all_steps(), strict=False)
         ]
 
     def has_several_passes(self) -> bool:

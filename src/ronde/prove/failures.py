@@ -18,7 +18,10 @@ from ronde.prove.plan_verdict import PlanVerdict
 from ronde.prove.process_pool import CONSEQUENCES, Failure
 from ronde.prove.run_trace import RunTrace
 
-__all__ = ["FailedRun", "explain_exit", "explain_failure", "note_late_error"]
+__all__ = ["ENDED", "FailedRun", "explain_exit", "explain_failure", "note_late_error"]
+
+ENDED = "what is done"
+"""The name of a difference where the script fails on some ranks only."""
 
 
 @dataclass
@@ -127,7 +130,7 @@ class FailedRun:
         evidence = f"the script reads {', '.join(reads[:3])}"
         if self._is_gone:
             return self._loop_differs("what the workers wait for", evidence, GONE)
-        return self._loop_differs("what is done", evidence, GONE, rank=self.failure.rank)
+        return self._loop_differs(ENDED, evidence, GONE, rank=self.failure.rank)
 
     def _failure(self) -> PlanVerdict:
         failure = self.failure

@@ -51,7 +51,11 @@ class PlanVerdict:
     def joined(self, other: PlanVerdict) -> PlanVerdict:
         """This one, equal, and ``other``, of another number of workers."""
         if other.status != "equal":
-            return other
+            if other.cause is None:
+                return other
+            equal = f"on {' and '.join(map(str, self.workers))} workers it is equal"
+            cause = dataclasses.replace(other.cause, evidence=(*other.cause.evidence, equal))
+            return dataclasses.replace(other, cause=cause)
         largest = max(self, other, key=lambda verdict: verdict.largest)
         return dataclasses.replace(
             largest,

@@ -20,7 +20,7 @@ from ronde.prove.compare import Difference, compare, lost_from
 from ronde.prove.diagnose import diagnose
 from ronde.prove.evidence import Case, clock_of
 from ronde.prove.experiment import Experiment
-from ronde.prove.failures import FailedRun, explain_exit, explain_failure, note_late_error
+from ronde.prove.failures import ENDED, FailedRun, explain_exit, explain_failure, note_late_error
 from ronde.prove.plan_list import chosen_plans
 from ronde.prove.plan_verdict import Holds, PlanVerdict, Verdict, verdict_of
 from ronde.prove.process_pool import Launch, Pool
@@ -127,6 +127,8 @@ class Study:
         self.pool = pool
         self.counts = list(workers) or [pool.workers]
         self._workers = self.counts[0]  # of the runs now
+        self._equal: RunTrace | None = None  # the last run of workers that was
+        self._fewer: RunTrace | None = None  # the equal one of the same plan on fewer workers
         self.command = command
         self.steps = steps
         self.timeout = timeout_seconds
@@ -142,6 +144,7 @@ class Study:
         self._chaos: Difference | None = None  # between two runs of one process
         self._log_note: str | None = None
         self._noise_note: str | None = None
+        self._count_note: str | None = None
         self._late_note: str | None = None
         self._dropouts: list[str] = []  # places where workers call dropout
         # with random draws that are the same for any number of workers: their shapes, the two runs
@@ -299,7 +302,7 @@ class Study:
         self._plan_alone = one.first("ready").get("plan")
         has_micro = one.first("opening").get("micro_batch") is not None
         self._owns_its_loop = not steps[0]["calls_loss"] and not has_micro
-        self._chaos, self._log_note, self._noise_note = None, None, None
+        self._chaos, self._log_note, self._noise_note, self._count_note = None, None, None, None
         self._keyed, self._keyed_before, self._dropouts = None, [], []
         self._late_note = note_late_error(one)
         self._compare_alone(verdict, one, rounded)
@@ -314,7 +317,8 @@ class Study:
                 verdict.workers = answer.workers[-1]
         self._find_common_fault(verdict, one)
         if verdict.difference is None:
-            verdict.notes += filter(None, (self._log_note, self._noise_note))
+            notes = (self._log_note, self._noise_note, self._count_note)
+            verdict.notes += filter(None, notes)
         if self._late_note is not None:
             verdict.notes.append(self._late_note)
         _conclude(verdict, explicit)
@@ -406,7 +410,7 @@ class Study:
         for workers in self.counts[:1] if grows else self.counts:
             if answer is not None and not _fits(plan, workers):
                 continue
-            self._workers = workers
+            self._workers, self._fewer = workers, self._equal if answer is not None else None
             behind = self._prove_keyed(plan) if answer is not None and self._keyed else None
             now = behind or self._prove_plan(plan, one, rounded, before)
             if answer is None:
@@ -414,6 +418,10 @@ class Study:
             if now.cause is not None and now.cause.id == "randomness":
                 now = self._look_behind(plan, now, one)
             self._draws = None
+            if answer is not None and _has_ended(now):
+                error = now.error.splitlines()[0]
+                self._count_note = f"On {workers} workers it was not compared: {error}"
+                continue
             now = dataclasses.replace(now, workers=(workers,))
             answer = now if answer is None else answer.joined(now)
             if answer.status != "equal":
@@ -452,6 +460,7 @@ class Study:
         if error:
             return dataclasses.replace(verdict_of(plan, "cannot", result, seconds), error=error)
         if d is None:
+            self._equal = many
             self._log_note = self._log_note or _note_logs(one, rounded, many)
             return verdict_of(plan, "equal", result, seconds)
         why = _known_cause(d, before)
@@ -460,7 +469,7 @@ class Study:
             split = Plan.parse(plan)
             replicated = split.pipeline == 1 and split.tensor == 1 and split.shard == "none"
             equal = replicated or self._replicate_is_equal(one, rounded, before)
-            why = diagnose(Case(one, many, d, run, replicated, equal))
+            why = diagnose(Case(one, many, d, run, replicated, equal, self._fewer))
         return verdict_of(plan, "differs", result, seconds, why)
 
     def _look_behind(self, plan: str, answer: PlanVerdict, one: RunTrace) -> PlanVerdict:
@@ -594,6 +603,12 @@ def _conclude(verdict: Verdict, explicit: bool) -> None:
         verdict.error = f"{unproved[0].plan}: {unproved[0].error}"
     else:
         verdict.status = "equal"
+
+
+def _has_ended(verdict: PlanVerdict) -> bool:
+    """Whether a script or a plan says itself that it does not run on so many workers."""
+    d = verdict.difference
+    return verdict.status in ("refused", "failed") or (d is not None and d.name == ENDED)
 
 
 def _fits(plan: str, workers: int) -> bool:
