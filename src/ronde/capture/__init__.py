@@ -13,6 +13,15 @@ from ronde.world.lazy import lazily
 if TYPE_CHECKING:
     from ronde.capture.event_recorder import as_tuple, whole_size
     from ronde.capture.follow import aside, following
+    from ronde.capture.global_draws import (
+        GlobalDraws,
+        Recorded,
+        drawing,
+        draws_globally,
+        recorded_draws,
+        replaced,
+        resume_draws,
+    )
     from ronde.capture.intercept import (
         NUMBERS,
         Interceptor,
@@ -30,6 +39,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.capture.event_recorder": "as_tuple whole_size",
             "ronde.capture.follow": "aside following",
+            "ronde.capture.global_draws": "GlobalDraws Recorded drawing draws_globally "
+            "recorded_draws replaced resume_draws",
             "ronde.capture.intercept": "Interceptor NUMBERS compiled data_shaped not_an_event stay "
             "watching",
             "ronde.capture.trace": "Given Point Trace TraceEvent Value bounds_of",

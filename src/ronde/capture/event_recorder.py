@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from ronde.capture.global_draws import drawn_so_far
 from ronde.capture.intercept import (
     NUMBERS,
     Interceptor,
@@ -124,6 +125,7 @@ class _Observed:
     before: list[tuple[int, torch.Size]]
     written: tuple[nn.Parameter, ...]
     used: tuple[nn.Parameter, ...] = ()  # by modules whose calls are not recorded
+    drawn: int = 0  # draws of the pass before it
 
 
 class EventRecorder(Interceptor):
@@ -266,6 +268,7 @@ class EventRecorder(Interceptor):
     ) -> Any:
         """Observe what a call takes, execute it, register the event; returns its result."""
         call = self._observe(kind, name, random, module, function, args, kwargs, sized)
+        call.drawn = drawn_so_far()
         self.used.append({})
         result = self._execute(call)
         call.used = tuple(self.used.pop().values())
@@ -445,6 +448,7 @@ class EventRecorder(Interceptor):
                 tuple(storages),
                 sized=call.sized,
                 writes=call.written,
+                drawn=call.drawn,
             )
         )
         if call.used and call.kind == "op":
@@ -629,6 +633,7 @@ class EventRecorder(Interceptor):
             [self._value_of(self._current(t)) for t in inputs],
             self._state(module, args, kwargs),
             generator_states(),
+            drawn_so_far(),
         )
 
     def _state(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -657,7 +662,7 @@ class EventRecorder(Interceptor):
         result: Any,
     ) -> TraceEvent | None:
         """Merge a call's events into one; None if skipping it would lose more than its result."""
-        inputs, entry, state, drawn = before
+        inputs, entry, state, states, drawn = before
         if self._hooked(module):
             return None
         try:
@@ -732,7 +737,8 @@ class EventRecorder(Interceptor):
             None,
             (),
             storages,
-            erratic=not shared and (took or shaped or drawn != generator_states()),
+            erratic=not shared and (took or shaped or states != generator_states()),
+            drawn=drawn,
         )
 
     def finish(self, result: Any) -> None:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ronde.capture.event_recorder import CheckpointFrames, EventRecorder
+from ronde.capture.global_draws import counted_draws
 from ronde.capture.pass_state import SavedState, fake_buffers, stand_in
 from ronde.capture.trace import Trace
 from ronde.world.tensors import tensors_in
@@ -74,7 +75,7 @@ def _follow(
         recorder: EventRecorder | None = None
         _under_way.append(None)
         try:
-            with CheckpointFrames() as frames:
+            with CheckpointFrames() as frames, counted_draws():
                 recorder = EventRecorder(model, fake, ghosts, frames)
                 with recorder:
                     result = call()

@@ -87,6 +87,7 @@ class TraceEvent:
     erratic: bool = False  # its path, and so its parameters, may depend on values or randomness
     sized: bool = False  # it reads a size that depends on activations
     writes: tuple[nn.Parameter, ...] = ()  # parameters that it changes in place
+    drawn: int = 0  # draws of the pass before it
 
     def __post_init__(self) -> None:
         # whether its result contains one of its tensor arguments

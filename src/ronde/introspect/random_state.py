@@ -127,6 +127,19 @@ class Marks:
             return False
         return torch.equal(self._torch, torch.default_generator.get_state())
 
+    def moved(self) -> list[str]:
+        """The generators that were drawn from since."""
+        numpy = np.random.get_state(legacy=False) if self._numpy_state is not None else None
+        unmoved = {
+            "torch": torch.equal(self._torch, torch.default_generator.get_state()),
+            "Python": ctypes.string_at(*_PYTHON_PLACE) == self._python
+            and _PYTHON.gauss_next == self._python_gauss,
+            "NumPy": _numpy.unmoved(self._numpy)
+            if self._numpy is not None
+            else _plain(numpy) == _plain(self._numpy_state),
+        }
+        return [name for name, same in unmoved.items() if not same]
+
     def put_back(self) -> None:
         """Undo draws since the mark."""
         torch.default_generator.set_state(self._torch)

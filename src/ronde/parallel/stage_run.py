@@ -29,6 +29,7 @@ from ronde.capture import (
     as_tuple,
     aside,
     data_shaped,
+    resume_draws,
     whole_size,
 )
 from ronde.world import PlanError
@@ -363,6 +364,7 @@ class StageRun(Interceptor):
         self, event: TraceEvent, function: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Run an event of this stage, mark its results, and keep what the next stage needs."""
+        resume_draws(event.drawn)
         if event.shared:
             return function(*args, **kwargs)
         self._refuse_ghosts(event, args, kwargs)

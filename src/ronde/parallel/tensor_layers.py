@@ -263,7 +263,9 @@ def multihead(region: Region) -> Callable[..., tuple[torch.Tensor, torch.Tensor 
         attention: torch.Tensor | None = None
         if need_weights:
             scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
-            attention = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropped)
+            attention = (scores if mask is None else scores + mask).softmax(-1)
+            # In torch's shape, which tells which numbers are this worker's.
+            attention = F.dropout(attention.flatten(0, 1), dropped).view_as(attention)
             out = attention @ v
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, dropped, is_causal and mask is None)

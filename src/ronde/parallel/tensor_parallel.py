@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ronde.capture import following, not_an_event
+from ronde.capture import draws_globally, following, not_an_event
 from ronde.checkpoint import local_part, shard_like
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.buckets import exchange_packed
@@ -62,6 +62,7 @@ from ronde.parallel.tensor_layers import (
     Block,
     BlockRuntime,
     Region,
+    features,
     install_layers,
     linear,
     piece,
@@ -181,8 +182,10 @@ class _WorkerRuntime(BlockRuntime):
             self._kept = self.start_draws()
 
     def start_draws(self) -> _Kept | None:
-        """Let this worker draw other random numbers than the others; None in a followed pass."""
-        if following():
+        """Let this worker draw other random numbers than the others; None in a followed pass, and
+        where all draw their part of the same numbers.
+        """
+        if following() or draws_globally():
             return None
         before = torch.default_generator.get_state()
         drawn = int(torch.empty((), dtype=torch.int64).random_())
@@ -286,6 +289,15 @@ class Divided:
     runtime: _WorkerRuntime | None = None
     whole: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
     layers: tuple[str, ...] = ()
+
+    def fused_widths(self, model: nn.Module) -> frozenset[int]:
+        """Widths of columns that the code cuts into several tensors: a worker has a part of each,
+        so that its columns are not next to each other in the whole.
+        """
+        blocks = [b for b in self.blocks if b.kind != "multihead"]
+        pairs = [pair for b in blocks for pair in zip(b.column, b.pieces, strict=True)]
+        names = [name for name, pieces in pairs if pieces > 1]
+        return frozenset(features(model.get_submodule(name))[1] for name in names)
 
 
 def _put(model: nn.Module, name: str, value: nn.Parameter) -> None:

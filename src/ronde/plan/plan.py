@@ -102,6 +102,8 @@ class Plan:
             alone).
         clip_norm: largest norm of all gradients together, or None.
         seed: key of the order of samples and of augmentation.
+        randomness: whether a step's random numbers are those of the samples' places in the global
+            batch (``"global"``), or each worker's own (``"worker"``).
         drop_last: whether a last, shorter batch is left out.
         sync_batchnorm: whether batch normalisation sees the whole global batch.
         lr_rule: how the learning rate follows a grown batch.
@@ -147,6 +149,7 @@ class Plan:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     clip_norm: float | None = None
     seed: int = 0
+    randomness: Literal["global", "worker"] = "worker"
     drop_last: bool = False
     sync_batchnorm: bool = False
     lr_rule: str = "none"

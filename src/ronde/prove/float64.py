@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ronde.capture import draws_globally
 from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
@@ -146,10 +147,13 @@ def _patch_casts() -> None:
 def _patch_dropout(recorder: Recorder) -> None:
     functional = torch.nn.functional
 
-    def identity(trains: bool) -> Callable[..., torch.Tensor]:
+    def identity(trains: bool, plain: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         def dropout(
             input: torch.Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False
         ) -> torch.Tensor:
+            if draws_globally():  # the same on any number of workers
+                recorder.record_dropout(float(p) if training else 0.0, _place(False), drops=True)
+                return plain(input, p, training, inplace)  # type: ignore[no-any-return]
             recorder.record_dropout(float(p) if training else 0.0, _place(False))
             return input if inplace else input.clone()
 
@@ -157,7 +161,7 @@ def _patch_dropout(recorder: Recorder) -> None:
 
     for name in _DROPOUTS:
         # torch's default of ``training`` is False for the alpha kinds only
-        setattr(functional, name, identity("alpha" not in name))
+        setattr(functional, name, identity("alpha" not in name, getattr(functional, name)))
     attention = functional.scaled_dot_product_attention
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:

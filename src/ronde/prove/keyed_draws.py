@@ -19,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ronde.capture import following
+from ronde.capture import drawing, draws_globally, following
 
 __all__ = ["KeyedDraws", "generator_digest"]
 
@@ -89,7 +89,8 @@ class KeyedDraws(TorchDispatchMode):
         seed = next(self._seeds)
         self._pass = self._passes[seed] = _Pass(key, low, high, whole)
         self._passes.pop(seed - 4096, None)
-        torch.default_generator.manual_seed(seed)
+        if not draws_globally():
+            torch.default_generator.manual_seed(seed)
         number = _number(key)
         random.seed(number)
         np.random.seed(number % 2**32)
@@ -106,7 +107,8 @@ class KeyedDraws(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags or not self._is_active():
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        if not drawn or drawing() or not self._is_active():
             return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2].rstrip("_")
         name = name.removesuffix("_like").removesuffix("_functional")

@@ -774,9 +774,9 @@ class Recorder(hooks.Observer):
             and 0 < run.port.backwards < len(self._sizes)
         )
 
-    def record_dropout(self, rate: float, where: str | None) -> None:
-        """Record a call of dropout and its rate."""
-        if rate:
+    def record_dropout(self, rate: float, where: str | None, drops: bool = False) -> None:
+        """Record a call of dropout and its rate; ``drops``: it is not switched off."""
+        if rate and not drops:
             self.note("dropout", where)
         if self.phase == Phase.STEP:
             rates = self._step["dropout"].setdefault(where or "", [])

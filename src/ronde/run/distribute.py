@@ -47,6 +47,7 @@ from ronde.run.plan_arguments import (
 from ronde.run.resume import resume
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
+from ronde.run.step_draws import probe_draws
 from ronde.run.whole_model import refuse_save_pretrained, skeleton_of
 from ronde.watch import (
     Record,
@@ -87,6 +88,7 @@ def distribute(
     tensor_plan: Mapping[str, Any] | None = None,
     init: Callable[[nn.Module], None] | str | os.PathLike[str] | None = None,
     seed: int = 0,
+    randomness: Literal["global", "worker"] | None = None,
     name: str | None = None,
     drop_last: bool = False,
     shuffle: bool | None = None,
@@ -143,6 +145,10 @@ def distribute(
             them. The weights are the same under any plan.
         seed: key of the sample order and of augmentation. The order is a pure function of (seed,
             epoch, position).
+        randomness: what forward and loss draw (dropout, stochastic depth, noise). ``"global"``:
+            each sample's numbers follow from (seed, step, its place in the global batch), the same
+            on any number of workers and under every plan. ``"worker"``: each worker draws its own.
+            None is ``"global"`` on CPUs, where it costs nothing, and ``"worker"`` on accelerators.
         name: of the run directory, unless ``ronde run`` starts the script and names it. A run that
             is made before the first step of another trains in one loop with it, in the same
             directory and the same checkpoints: then it is this run's name in them.
@@ -204,6 +210,7 @@ def distribute(
             "precision": (precision, ("fp32", "bf16", "fp16")),
             "loss_reduction": (loss_reduction, ("mean", "sum")),
             "on_nan": (on_nan, ON_NAN),
+            "randomness": (randomness, (None, "global", "worker")),
             "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
         },
         counts={
@@ -273,7 +280,15 @@ def distribute(
     if source is not None:  # as a study may have changed it
         opening.taken, opening.micro_batch = source._taken, source.plan.micro_batch
     _place(opening, me, on_meta=init is not None)
-    chosen = _plan(opening, asked, me, lr_rule, warmup_steps, auto)
+    default: Literal["global", "worker"] = "global" if me.device.type == "cpu" else "worker"
+    default = source.plan.randomness if source is not None else default
+    randomness = randomness or default
+    if source is not None and randomness != default:
+        raise ArgumentError(
+            f"randomness={randomness!r}: the run whose batches this one shares has {default!r}. "
+            "Leave it out."
+        )
+    chosen = _plan(opening, asked, me, lr_rule, warmup_steps, auto, randomness)
     work = _work(opening, chosen, me, tensor_plan, init)
     chosen = hooks.observer.on_plan(chosen, work, opening.calls, me)
     forecast: Forecast | None = None
@@ -304,6 +319,7 @@ def distribute(
         before = recorded_cut(chosen, directory.plan, me)
         chosen = dataclasses.replace(chosen, split_at=chosen.split_at or before)
     skeleton = skeleton_of(opening.model, chosen)
+    probes = probe_draws(work, opening.calls) if chosen.randomness == "global" else {}
     with group.buffers_kept():
         strategy = carry_out(chosen, work, me)
     if strategy.split_at:
@@ -335,6 +351,7 @@ def distribute(
         group=group,
         part=part,
         source=source,
+        probes=probes,
     )
     if skeleton is not None:
         skeleton.note(run.model)
@@ -396,6 +413,7 @@ def _plan(
     lr_rule: str | None,
     warmup: int | None,
     auto: bool,
+    randomness: Literal["global", "worker"],
 ) -> Plan:
     """The complete plan, after all ranks have agreed on its facts."""
     taken = opening.taken
@@ -409,6 +427,7 @@ def _plan(
         precision=opening.precision,
         clip_norm=opening.clip_norm,
         seed=opening.seed,
+        randomness=randomness,
         drop_last=taken.drop_last,
         sync_batchnorm=opening.sync_batchnorm,
     )

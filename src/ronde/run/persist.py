@@ -259,6 +259,13 @@ def _check(run: RunParts, saved: Mapping[str, Any]) -> None:
             f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, which is "
             "another training"
         )
+    drew = was.get("randomness", "worker")
+    if drew != run.plan.randomness:
+        run._warn(
+            f"the checkpoint's run had randomness={drew!r}, and this one has "
+            f"{run.plan.randomness!r}: what forward and loss draw from here on is not what that "
+            "run would have drawn"
+        )
     without = saved["scheduler"] is None
     if without != (run.scheduler is None):
         raise _refuse(f"it was written with{'out' if without else ''} a scheduler")

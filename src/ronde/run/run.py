@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.checkpoint import KeepPolicy
-from ronde.data import Order, key_of
+from ronde.data import Order
 from ronde.loader import DrawAhead, Feed, TakenOver
 from ronde.parallel import Part, Strategy, Work, own_calls
 from ronde.parallel.first_steps import CHECKED_STEPS, check_step
@@ -58,7 +58,7 @@ from ronde.run.resume import roll_back
 from ronde.run.rows import Lengths, Rows, collates, lengths
 from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.run.script_time import timing_event
-from ronde.run.seeding import reseeding, seed_step
+from ronde.run.step_draws import StepDraws
 from ronde.run.unregistered import Unregistered, claim
 from ronde.watch import (
     Ended,
@@ -80,6 +80,10 @@ if TYPE_CHECKING:
 __all__ = ["Run"]
 
 _SAVE_AT_LEAST_SECONDS = 60.0
+
+
+def _ignore(text: str) -> None:
+    """A run that is gone has nothing to report."""
 
 
 class Run:
@@ -115,6 +119,7 @@ class Run:
         group: RunGroup,
         part: str,
         source: Run | None,
+        probes: dict[int, Any],
     ) -> None:
         self.model: nn.Module = opening.model
         self.optimizer: Optimizer = opening.optimizer
@@ -138,6 +143,13 @@ class Run:
         self._passes = Passes(self.model, plan, me)
         self._own_samples = OwnSamples(self.model, plan, me)
         self._rendezvous = rendezvous(me)
+        warn = weakref.WeakMethod(self._warn)
+        self._draws = StepDraws(
+            plan, me, part, probes, lambda text: (warn() or _ignore)(text), lambda: group.alone
+        )
+        divided = getattr(strategy, "divided", None)
+        if self._draws.draws is not None and divided is not None:
+            self._draws.draws.fused = divided.fused_widths(self.model)
         self._own_calls = own_calls(self.model, plan, self._rendezvous)
         if self._own_calls is not None:
             strategy.watch(self._own_calls)
@@ -387,11 +399,13 @@ class Run:
         self._passes.begin()
         self._loss_check.begin(self, micros, parts)
         self._stepping = True
+        self._draws.begin_step(share, micros)
         try:
             with self._group.gradients_of(self), self._holding_hooks(len(micros)):
                 self._strategy.step(micros, parts, self._loss_of, self._scale)
         finally:
             self._stepping = False
+            self._draws.end_step()
         self._gathers = bool(self._gathers)
         self._report_rows()
         self._loss_check.end(self)
@@ -431,6 +445,7 @@ class Run:
         part = Part(high - low, share.global_samples, self._backwards == count, summed, rows)
         with self._group.gradients_of(self), self._holding_hooks(count):
             strategy.micro(lambda: value, part, self._scale)
+        self._draws.end_own_pass(share, self._backwards)
         if self._backwards == 1:
             self._passes.begin()
         if part.last:
@@ -458,6 +473,7 @@ class Run:
                 f"run.update() was called after {self._backwards} of {len(share.micro)} backward "
                 "passes: call run.backward(loss) for every micro-batch."
             )
+        self._draws.end_own_step()
         loss = self._update(share)
         self._script_time.leave()
         return loss
@@ -553,7 +569,8 @@ class Run:
         self.model.eval()
         hooks.observer.before_evaluation(self)
         try:
-            result, samples = evaluation.run(self, dict(metrics or {}))
+            with self._draws.paused():
+                result, samples = evaluation.run(self, dict(metrics or {}))
         finally:
             self._evaluated = None
             for module, training in modes:
@@ -987,8 +1004,12 @@ class Run:
             )
 
     def _loss_of(self, micro: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        with self._autocast():
-            return self._loss(self.model, micro)
+        self._draws.begin_pass(micro)
+        try:
+            with self._autocast():
+                return self._loss(self.model, micro)
+        finally:
+            self._draws.end_pass()
 
     def _holding_hooks(self, micro_batches: int) -> AbstractContextManager[None]:
         if self.world_size == 1 and micro_batches == 1:
@@ -1184,7 +1205,7 @@ class Run:
         lists = hooks.observer.yields_lists(plan.accumulation > 1 or self._in_lists)
         pipeline = plan.spec if plan.pipeline > 1 else ""
         clock = self._script_time
-        with reseeding(self._me):
+        with self._draws.reading():
             ahead = following if more and not hooks.observed() else None
             for share, micros in self._feed.read(current, ahead):
                 if self._goes_back:
@@ -1228,11 +1249,7 @@ class Run:
         self._share, self._backwards = share, 0
         if self._own_calls is not None:
             self._own_calls.due = self._owns_loop
-        if self.world_size > 1:
-            # Dropout on many workers is a function of (seed, step, rank): a resumed run draws
-            # what the first one would have drawn.
-            key = key_of(self.plan.seed, 5, self.state.step, self.rank // self.plan.tensor)
-            seed_step(self.device, key)
+        self._draws.hand_out(share, self.state.step)
         if self._on_nan in ("skip", "rollback"):
             self._guard.begin(self)
         low, high = share.micro[0]
@@ -1272,6 +1289,7 @@ class Run:
         self._share, self._backwards = share, 0
         if self._source is not None:
             self._delivered = self._source._delivered
+        self._draws.follow(self.state.step)
         low, high = share.micro[0]
         if self._needs_batch:
             self._needs_batch = False

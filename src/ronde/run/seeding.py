@@ -1,4 +1,4 @@
-"""Random numbers of a step on several workers, and the script's own after it."""
+"""Seeds of a step's random numbers, and the script's own numbers after it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-
-from ronde.world import World
 
 __all__ = ["reseeding", "seed_step"]
 
@@ -21,16 +19,13 @@ def seed_step(device: torch.device, key: int) -> None:
 
 
 @contextmanager
-def reseeding(me: World) -> Iterator[None]:
+def reseeding(device: torch.device) -> Iterator[None]:
     """Steps inside are seeded; the script's draws afterwards are the same for any world size."""
-    if me.size == 1:
-        yield
-        return
     before = torch.default_generator.get_state()
-    device_state = torch.cuda.get_rng_state(me.device) if me.device.type == "cuda" else None
+    device_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     try:
         yield
     finally:
         torch.default_generator.set_state(before)
         if device_state is not None:
-            torch.cuda.set_rng_state(device_state, me.device)
+            torch.cuda.set_rng_state(device_state, device)

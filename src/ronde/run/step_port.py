@@ -17,15 +17,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.checkpoint import KeepPolicy
-from ronde.data import key_of
 from ronde.loader import TakenOver
 from ronde.parallel import Replicate, Strategy, Work
 from ronde.plan import Plan, Share
 from ronde.run.losses import LossCall
 from ronde.run.run_state import MicroBatches, State
 from ronde.run.script_time import ScriptTime
-from ronde.run.seeding import seed_step
 from ronde.run.snapshot import Snapshot
+from ronde.run.step_draws import StepDraws
 from ronde.watch import RunDir, Silent, Watcher
 from ronde.world import World
 from ronde.world.rendezvous import Rendezvous
@@ -82,6 +81,7 @@ class RunParts(RunView, Protocol):
     _work: Work
     _rendezvous: Rendezvous
     _skeleton: Any
+    _draws: StepDraws
     _loss: LossCall
     _loss_check: Any
     _gathers: bool | None
@@ -208,10 +208,11 @@ class StepPort:
         run = self._run
         start = time.perf_counter()
         run._share, run._backwards = share, 0
-        self._seed()
         low, high = share.micro[0]
-        run._strategy.before_batch(high > low)
-        loss = run.step(MicroBatches(micros) if run.plan.accumulation > 1 else micros[0])
+        with run._draws.reading():
+            self._seed(share)
+            run._strategy.before_batch(high > low)
+            loss = run.step(MicroBatches(micros) if run.plan.accumulation > 1 else micros[0])
         self.last_step_seconds = time.perf_counter() - start
         return loss
 
@@ -231,7 +232,7 @@ class StepPort:
         start = time.perf_counter()
         for p in strategy.parameters:
             p.grad = None
-        self._seed()
+        self._seed(share)
         silent = strategy.no_exchange() if isinstance(strategy, Replicate) else nullcontext()
         with silent:
             for micro, (low, high) in zip(micros, share.micro, strict=True):
@@ -241,15 +242,14 @@ class StepPort:
                 loss.backward()  # type: ignore[no-untyped-call]
         if run.plan.clip_norm is not None:
             nn.utils.clip_grad_norm_(strategy.parameters, run.plan.clip_norm)
+        run._draws.end_own_step()
         run.optimizer.step()
         self.last_step_seconds = time.perf_counter() - start
 
-    def _seed(self) -> None:
+    def _seed(self, share: Share) -> None:
         run = self._run
         self._steps += 1
-        if run.world_size > 1:
-            key = key_of(run.plan.seed, 5, self._steps, run.rank // run.plan.tensor)
-            seed_step(run.device, key)
+        run._draws.hand_out(share, self._steps)
 
     # -- before and after --------------------------------------------------------------
 

@@ -1,0 +1,246 @@
+"""How the passes of a run draw random numbers, and what another number of workers draws otherwise.
+
+``randomness="global"``: by the samples' places in the global batch (:mod:`ronde.capture`).
+``"worker"``: each worker from torch's generator, seeded by (seed, step, rank).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ronde.capture import GlobalDraws, Recorded, aside, compiled, recorded_draws, replaced
+from ronde.capture.pass_state import SavedState
+from ronde.data import key_of
+from ronde.introspect import Marks
+from ronde.parallel import Work
+from ronde.plan import Plan, Share
+from ronde.run.losses import LossCall
+from ronde.run.seeding import reseeding, seed_step
+from ronde.world import World
+
+__all__ = ["StepDraws", "probe_draws"]
+
+_WATCHED_STEPS, _WATCH_EVERY = 3, 1000
+_PROBED = (3, 2)  # samples
+_DRAWS = re.compile("rand|drop|bernoulli|multinomial|normal|uniform|expon|gumbel|sample|noise")
+_MASK = 2**64 - 1
+
+
+def _may_draw(model: nn.Module, calls: LossCall) -> bool:
+    """Whether the code of a model or loss has a name that sounds like drawing."""
+    if any(compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
+        return False
+    waiting: list[Any] = [calls.loss, calls.forward]
+    for module in model.modules():
+        kind = type(module)
+        if not kind.__module__.startswith("torch.nn."):
+            waiting += [*vars(kind).values(), *vars(module).values()]
+        elif isinstance(module, nn.modules.dropout._DropoutNd | nn.RReLU | nn.MultiheadAttention):
+            return True
+    seen = set()
+    while waiting:
+        function = waiting.pop()
+        if not inspect.isfunction(function) or function.__module__.startswith("torch."):
+            continue
+        if function.__code__ not in seen:
+            codes = [function.__code__]
+            for code in codes:  # and those inside it
+                seen.add(code)
+                codes += [c for c in code.co_consts if inspect.iscode(c)]
+                if any(map(_DRAWS.search, code.co_names)):
+                    return True
+                known = function.__globals__
+                waiting += [known[n] for n in code.co_names if n in known]
+    return False
+
+
+def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
+    """What forward and loss draw for two numbers of samples: it tells where the samples are."""
+    if not _may_draw(work.model, calls) or any(p.is_meta for p in work.model.parameters()):
+        return {}
+    probes = {}
+    modules = [m for m in (work.model, calls.loss) if isinstance(m, nn.Module)]
+    state = SavedState(nn.ModuleList(modules))
+    try:
+        for samples in _PROBED:
+            batch = work.sample(samples)
+            with torch.no_grad(), aside(), recorded_draws() as made:
+                work.compute(batch)
+            probes[samples] = made
+    except Exception:
+        return {}  # a draw whose samples are not clear is reported when it is made
+    finally:
+        state.restore()
+    return probes
+
+
+class StepDraws:
+    """The draws of one run.
+
+    Args:
+        part: the run's name among those of its loop.
+        probes: see :func:`probe_draws`.
+        warn: reports a sentence.
+        alone: whether no other run trains in its loop.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        me: World,
+        part: str,
+        probes: dict[int, list[Recorded]],
+        warn: Callable[[str], None],
+        alone: Callable[[], bool],
+    ) -> None:
+        self._plan, self._me, self._warn, self._alone = plan, me, warn, alone
+        self._around: Any = None  # the pass of the loop's body
+        self._part = key_of(0, *part.encode())
+        self._said: set[str] = set()
+        self._steps = 0
+        self._watched = False
+        self._marks: Marks | None = None
+        self._places: dict[int, tuple[int, int]] = {}
+        self._key = self._seed = 0
+        self._drawn: int | None = None  # in the first micro-batch of a loop of the script's own
+        self.draws: GlobalDraws | None = None
+        if plan.randomness == "global":
+            place = plan.layout.place(me.rank).tensor
+            self.draws = GlobalDraws(plan.spec, plan.tensor, place, self._say, probes)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around a loop over batches: the script's draws after it do not depend on the workers."""
+        with ExitStack() as stack:
+            if self.draws is not None or self._me.size > 1:
+                stack.enter_context(reseeding(self._me.device))
+            if self.draws is not None:
+                stack.enter_context(replaced())
+                stack.callback(self.draws.close)
+            yield
+
+    def hand_out(self, share: Share, step: int) -> None:
+        """A batch is about to be handed out."""
+        self.follow(step)
+        if self.draws is not None:
+            self.draws.close()
+            self._begin(share, share.micro[0], in_loop=True)
+        elif self._me.size > 1:
+            seed_step(self._me.device, self._seed)
+        self._marks = Marks() if self._watched else None
+
+    def follow(self, step: int) -> None:
+        """A batch is about to be handed out, by this run or by the one that it shares them with."""
+        plan = self._plan
+        self._steps += 1
+        self._watched = self._steps <= _WATCHED_STEPS or self._steps % _WATCH_EVERY == 0
+        # Draws that are not global are a function of (seed, step, rank): a resumed run draws what
+        # the first one would have drawn.
+        self._seed = key_of(plan.seed, 5, step, self._me.rank // plan.tensor)
+        self._key = key_of(plan.seed, 6, self._part, step)
+        self._drawn = None
+
+    def _begin(self, share: Share, micro: tuple[int, int], in_loop: bool = False) -> None:
+        assert self.draws is not None
+        self._seed = (self._seed + 1) & _MASK
+        low, high = micro
+        key = self._key ^ in_loop
+        self.draws.begin(key, low - share.start, high - share.start, self._seed, self._watched)
+        if self._me.device.type == "cuda":
+            torch.cuda.manual_seed(self._seed)
+
+    def begin_step(self, share: Share, micros: Sequence[Any]) -> None:
+        """``run.step`` begins."""
+        if self.draws is not None:
+            self._around = self.draws.leave()
+            self._places = {id(m): at for m, at in zip(micros, share.micro, strict=True)}
+            self._share = share
+        self._marks = Marks() if self._watched else None
+
+    def begin_pass(self, micro: Any) -> None:
+        """A forward pass of ``run.step`` begins."""
+        place = self._places.get(id(micro))
+        if place is not None:
+            self._begin(self._share, place)
+
+    def end_pass(self) -> None:
+        """It has ended; its backward pass follows."""
+        if self.draws is not None:
+            self.draws.end()
+
+    def end_step(self) -> None:
+        """All passes of ``run.step`` are over."""
+        self._places = {}
+        self._report()
+        if self.draws is not None:
+            self._seed = (self._seed + 1) & _MASK
+            self.draws.close(None if self._alone() else self._around, self._seed)
+            self._around = None
+
+    def end_own_pass(self, share: Share, following: int) -> None:
+        """The script's own forward pass has ended; ``following`` is the next micro-batch."""
+        if self.draws is None:
+            return
+        drawn = self.draws.end()
+        if self._drawn not in (None, drawn) and drawn:
+            self._say(
+                f"a micro-batch draws {drawn} times and the first one drew {self._drawn} times: "
+                "draw what belongs to the whole step before run.batches() hands the batch out"
+            )
+        self._drawn = drawn if self._drawn is None else self._drawn
+        if following < len(share.micro):
+            if not self._alone():
+                self._say(
+                    "several runs in a loop of the script's own, with micro-batches: Ronde cannot "
+                    "tell when the last of them goes on to the next one. Use run.step(batch)"
+                )
+            self._begin(share, share.micro[following], in_loop=True)
+
+    def end_own_step(self) -> None:
+        """``run.update`` begins."""
+        self._report()
+        if self.draws is not None and self._alone():  # else another run's pass follows
+            self.draws.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, draws are torch's own."""
+        if self.draws is None:
+            yield
+            return
+        with self.draws.paused():
+            yield
+
+    def _report(self) -> None:
+        if self._marks is None:
+            return
+        moved, self._marks = self._marks.moved(), None
+        if self.draws is not None:
+            moved = [n for n in moved if n != "torch"] + ["torch"] * self.draws.moved
+            for name in moved:
+                cure = (
+                    "such as the dropout of nn.LSTM, and of compiled or scripted modules: draw "
+                    "with torch.nn.functional's dropout or torch.rand"
+                    if name == "torch"
+                    else "whose samples Ronde does not know: draw with torch.rand"
+                )
+                self._say(f"{name}'s generator makes random numbers in the forward pass, {cure}")
+        elif self._me.size > 1:
+            for name in moved:
+                self._say(
+                    f"{name}'s generator makes random numbers in the forward pass, each worker its "
+                    "own: randomness='global' makes torch's the same on any number of workers"
+                )
+
+    def _say(self, text: str) -> None:
+        kind = re.sub(r"\d+", "", text)
+        if kind not in self._said and len(self._said) < 3:
+            self._said.add(kind)
+            self._warn(f"not the same on another number of workers: {text}")
