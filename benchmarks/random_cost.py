@@ -25,7 +25,7 @@ import ronde
 class Bert(nn.Module):
     """BERT's layers (Devlin et al. 2018), smaller: dropout on attention and on each residual."""
 
-    def __init__(self, width: int = 256, layers: int = 4, words: int = 4000) -> None:
+    def __init__(self, width: int = 256, layers: int = 2, words: int = 4000) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
         self.places = nn.Parameter(torch.zeros(128, width))
@@ -69,12 +69,12 @@ def steps(kind: str, randomness: str) -> Iterator[float]:
     torch.manual_seed(0)
     if kind == "BERT":
         model: nn.Module = Bert()
-        data = TensorDataset(torch.randint(0, 4000, (160, 128)), torch.randint(0, 2, (160,)))
-        batch = 16
+        data = TensorDataset(torch.randint(0, 4000, (80, 128)), torch.randint(0, 2, (80,)))
+        batch = 8
     else:
         model = Cnn()
-        data = TensorDataset(torch.randn(640, 3, 32, 32), torch.randint(0, 10, (640,)))
-        batch = 64
+        data = TensorDataset(torch.randn(320, 3, 32, 32), torch.randint(0, 10, (320,)))
+        batch = 32
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     loss = F.cross_entropy
     run = ronde.distribute(
