@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from types import SimpleNamespace
 
 from ronde.launch import driver
 from ronde.launch.engine import Host
@@ -65,3 +66,32 @@ def test_a_lost_host_that_refuses_a_call_disturbs_nobody(tmp_path):
         address, port, _ = fleet._meet()
         assert port and address.startswith("127.")
         assert fleet._coming == []
+
+
+def test_a_silent_host_that_others_hear_is_not_lost():
+    """Its link may carry too much: what comes from it at all says that it is there."""
+    asked = []
+
+    def link(address: str) -> SimpleNamespace:
+        given = {"closed": False, "asked": 0.0, "asked_first": 0.0, "heard": {}}
+        return SimpleNamespace(address=address, order=lambda *o, **v: asked.append(v), **given)
+
+    silent, *others = links = [link("10.0.0.1"), link("10.0.0.2"), link("10.0.0.3")]
+    fleet = SimpleNamespace(_links=links)
+
+    def lost(seconds: float) -> bool:
+        return not Fleet._is_heard(fleet, silent, seconds)
+
+    assert not lost(1.2) and asked == [{"address": "10.0.0.1"}] * 2
+    assert not lost(1.3)  # no answer yet
+    now = time.monotonic()
+    others[0].heard["10.0.0.1"] = now, 5.0
+    assert not lost(1.3)  # the other one may have heard it
+    others[1].heard["10.0.0.1"] = now, 0.1
+    assert not lost(3.0)
+    others[1].heard["10.0.0.1"] = now, 1.5
+    assert lost(3.0)
+    others[1].heard["10.0.0.1"] = now, 0.1
+    assert lost(10.0)
+    silent.address = ""  # no worker of it
+    assert lost(1.2)

@@ -73,6 +73,9 @@ class _Worker:
         self._pace: list[ProcessFacts] = []  # some seconds apart
 
     def look(self, now: float) -> None:
+        gone, self.looked = now - self.looked, now
+        if gone > _GONE_SECONDS:  # this process did not run: what happened meanwhile is not known
+            self.since, self.alive = self.since + gone, self.alive + gone
         beat = read_beat(self._folder / f"heartbeat-{self.rank}")
         if beat is not None and (self.beat is None or beat.pid != self.beat.pid):
             self.longest, self.pid = {}, beat.pid
@@ -87,10 +90,7 @@ class _Worker:
             self.pid = self._first_pid()
         if self.pid and (not self._pace or now - self._pace[-1].time > _PACE_SECONDS):
             self._pace = [*self._pace[-2:], process_facts(self.pid, children=False)]
-        passed, gone = min(now - self.looked, 1.5 * _LOOK_SECONDS), now - self.looked
-        if gone > _GONE_SECONDS:  # this process did not run: what happened meanwhile is not known
-            self.since, self.alive = self.since + gone, self.alive + gone
-        self.looked = now
+        passed = min(gone, 1.5 * _LOOK_SECONDS)
         if self.pid and is_stopped(self.pid):
             self.stopped += passed
         else:
@@ -140,7 +140,8 @@ class _Worker:
         exchanges = self.answer.get("exchanges", ())
         if waits_for_others(self.place, cuda, exchanges):
             sent = (fact.exchanged - before.exchanged) / max(fact.time - before.time, 1e-3)
-            moved = _way(place) != _way(self.place) or numbers != _numbers(self.answer)
+            exchanged_more = exchanges and numbers and numbers != _numbers(self.answer)
+            moved = exchanged_more or _way(place) != _way(self.place)
             sign = GOES_ON if moved else "bytes move" if sent > _SENT_BYTES else ""
             if not cuda and _cpu(before, fact) > _BUSY:  # part of a stage, or for another thread
                 self.alive = now

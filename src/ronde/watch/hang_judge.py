@@ -263,11 +263,12 @@ def judge_hang(
         return dataclasses.replace(_slow_link(active), usual=usual)
     verdict = _all_wait(active)
     certain = _is_certain(active) and len(active) == len(views)
-    limit = limits.say if certain else max(_limit(v, limits) for v in active)
+    later = max(_limit(v, limits) for v in active)
+    limit = limits.say if certain else later
     quiet = min(v.quiet_seconds for v in active)
     if ends and (quiet >= limit or min(v.idle_seconds for v in active) >= _works(limit, limits)):
         return verdict
-    return _notice(verdict, limit if ends else 0.0, usual)
+    return _notice(verdict, later if ends else 0.0, usual, limits)
 
 
 def _works(limit: float, limits: Limits) -> float:
@@ -294,7 +295,7 @@ def _judge_late(
         return None
     if view.working:
         return _slow(view, active)
-    return _notice(_late(view, late, active), limit if ends else 0.0, _is_usual(view))
+    return _notice(_late(view, late, active), limit if ends else 0.0, _is_usual(view), limits)
 
 
 def _is_certain(active: Sequence[RankView]) -> bool:
@@ -317,8 +318,12 @@ def _line(view: RankView) -> tuple[Any, ...]:
     return (view.place.file, view.place.line) if view.place else ()
 
 
-def _notice(verdict: HangVerdict, limit: float, usual: bool) -> HangVerdict:
-    """A hang that does not end the run yet; never where ``limit`` is 0."""
+def _notice(verdict: HangVerdict, limit: float, usual: bool, limits: Limits) -> HangVerdict | None:
+    """A hang that does not end the run yet; never where ``limit`` is 0. None where the end is as
+    near as what is said.
+    """
+    if 0 < limit <= limits.say:
+        return None
     until = f" Without a sign of life, the run ends after {limit:.0f} s (--hang-timeout)."
     sentence = f"{verdict.sentence}{until if limit else ''}"
     return dataclasses.replace(verdict, sentence=sentence, slow=True, usual=usual)
