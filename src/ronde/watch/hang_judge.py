@@ -203,13 +203,13 @@ def _limit(view: RankView, limits: Limits) -> float:
     return seconds if grace == 1 else max(grace * limits.say, seconds)
 
 
-def _says(view: RankView, late: Sequence[RankView], waited: bool, limits: Limits) -> bool:
-    """Whether it is time to say that a rank makes no progress, the first of those that are late."""
+def _says(view: RankView, waited: bool, limits: Limits) -> bool:
+    """Whether it is time to say that a rank makes no progress."""
     if view.idle_seconds < limits.say or (view.working and _is_usual(view)):
         return False
     grace = _grace(view)
     if grace == _START:  # one that loads its data, or compiles, is not worth a word
-        return min(v.quiet_seconds for v in late) >= limits.say
+        return view.quiet_seconds >= limits.say
     if grace == _FIRST and view.working and not waited:
         return view.idle_seconds >= grace * limits.say
     return True
@@ -291,7 +291,7 @@ def _judge_late(
     works = view.phase != "unwatched" and view.idle_seconds >= _works(limit, limits)
     if ends and (quiet >= limit or works):
         return _late(view, late, active)
-    if not _says(view, late, len(late) < len(active), limits):
+    if not _says(view, len(late) < len(active), limits):
         return None
     if view.working:
         return _slow(view, active)
