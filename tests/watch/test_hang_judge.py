@@ -263,3 +263,17 @@ def test_the_place_in_a_real_stack(tmp_path):
     ]
     assert [p.inside for p in places] == ["if rank in (1, 2)", "else of if rank in (1, 2)"]
     assert places[0].text == "at train.py:6 (`dump()`), inside `if rank in (1, 2)`"
+
+
+def test_an_import_waits_for_nobody():
+    frames = [
+        ("site-packages/torch/distributed/tensor/_ops.py", 3, "_get_ops"),
+        ("site-packages/torch/distributed/tensor/_ops.py", 9, "<module>"),
+        ("<frozen importlib._bootstrap>", 241, "_call_with_frames_removed"),
+        ("/a/train.py", 2, "<module>"),
+    ]
+    lines = [f'  File "{file}", line {line} in {name}' for file, line, name in frames]
+    dump = "\n".join(["Stack (most recent call first):", *lines, ""])
+    assert (locate(dump).waits, locate(dump).line) == ("", 2)
+    dump = dump.replace('_ops.py", line 9 in <module>', '_ops.py", line 9 in wait')
+    assert locate(dump).waits == "exchange"

@@ -243,8 +243,9 @@ def _exchanged(
 
 
 def _cpu(before: ProcessFacts, fact: ProcessFacts) -> float:
-    """Cores in use."""
-    return (fact.cpu_seconds - before.cpu_seconds) / max(fact.time - before.time, 1e-3)
+    """Cores in use, or waited for."""
+    cores = fact.cpu_seconds + fact.delayed - before.cpu_seconds - before.delayed
+    return cores / max(fact.time - before.time, 1e-3)
 
 
 def _io(before: ProcessFacts, fact: ProcessFacts) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import os
 import re
 import sysconfig
@@ -107,11 +108,10 @@ def _is_script(file: str) -> bool:
 
 def _meaning(frames: Sequence[tuple[str, int, str]]) -> tuple[str, str]:
     """What the innermost frames, up to the script's own, wait for; and the innermost function."""
-    for number, (file, _, function) in enumerate(frames):
-        if _is_script(file):
-            break
-        if function == "<module>":
-            return "", "import"  # of a library: it waits for nobody
+    library = list(itertools.takewhile(lambda frame: not _is_script(frame[0]), frames))
+    if any(function == "<module>" for _, _, function in library):
+        return "", "import"  # it waits for nobody
+    for number, (file, _, function) in enumerate(library):
         if number == 0 and file.endswith("torch/autograd/graph.py"):
             continue  # a backward pass: who called it tells
         for part, functions, meaning in _MEANINGS:
