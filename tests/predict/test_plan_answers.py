@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
+import socket
 from xml.etree import ElementTree
 
 import pytest
@@ -15,8 +17,10 @@ import yaml
 from processes import ronde_run
 from ronde.plan import Plan
 from ronde.predict.answer import answer_text, explain, flips
+from ronde.predict.assumptions import Precision
 from ronde.predict.candidates import candidates
 from ronde.predict.cluster import Cluster, LinkFit
+from ronde.predict.corrections import record
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.search import search
@@ -324,6 +328,31 @@ def test_a_gap_below_what_predictions_are_off_decides_nothing():
     assert any(a["unit"] == "B/s" and a["value"] > 0 for a in values["assumed"])
     assert "Assumed" in answer_text(told) and "≈ " not in answer(0.1).sentence
     assert not answer(0.1).to_dict()["estimate"]
+
+
+def test_the_headlines_error_is_that_of_its_measurements(tmp_path, monkeypatch):
+    """ "± 5 %" of quiet runs must not stand over disturbed, misfitting or corrected numbers."""
+    monkeypatch.setenv("RONDE_STATE", str(tmp_path))
+    costs, cluster = chain_of(*[1e-3] * 8), wired(devices_per_node=4)
+
+    def error(spec="replicate", where=cluster, **changed):
+        plan = dataclasses.replace(Plan.parse(spec), workers=4, batch_size=64)
+        sure = Precision.of(dataclasses.replace(costs, **changed), where, plan)
+        assert ("± " in sure.step(1.0)) == (sure.time is not None) == (not sure.why)
+        return sure.time
+
+    assert error() == pytest.approx(0.052) and error("shard=optimizer") == pytest.approx(0.076)
+    assert 0.3 < error(noise=0.3) < 0.31 and 0.4 < error(fit_error=0.4) < 0.41
+    assert 0.2 < error(where=dataclasses.replace(cluster, noise=0.2)) < 0.21
+    assert error("tensor=2") is None  # no such run was ever compared
+    off = dataclasses.replace(cluster, corrections={"replicate": 3.79})
+    assert error(where=off) is None  # it was 279 % off once: who knows how far next
+    here = {"device": "cpu", "name": socket.gethostname(), "devices_per_node": 4096}
+    assert error(where=dataclasses.replace(cluster, **here)) is None
+    # three runs of this family here say it better: each 10 % from their middle
+    for measured in (3.79 * 1.1, 3.79, 3.79 / 1.1):
+        record(cluster.name, "replicate", 1.0, measured)
+    assert error(where=off) == pytest.approx(math.log(1.1) * (2 / 3) ** 0.5)
 
 
 def test_a_term_that_a_plan_does_not_have_is_none_and_not_zero():

@@ -7,6 +7,7 @@ model's memory and time, writes the costs for the command to read, and ends the 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 from ronde.capture import watching
 from ronde.capture.follow import follow
 from ronde.measure.bench_links import calibrate, resident
+from ronde.measure.light_weights import NoInitialValues
 from ronde.measure.pipeline_overhead import (
     action_seconds,
     clip_fixed_seconds,
@@ -70,6 +72,9 @@ class Gauge(hooks.Observer):
     def __init__(self, options: dict[str, Any], file: Path) -> None:
         self.options = options
         self.file = file
+        self._light = contextlib.ExitStack()
+        if options.get("counted"):
+            self._light.enter_context(NoInitialValues())
 
     def count_workers(self, workers: int) -> int:
         """See :class:`Observer`: devices to plan for, not workers that measure."""
@@ -81,6 +86,7 @@ class Gauge(hooks.Observer):
 
     def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""
+        self._light.close()
         threads, accept_noise = self.options.get("threads"), bool(self.options.get("accept_noise"))
         if self.options.get("counted"):
             costs = count(work, plan, calls, report_progress)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from ronde.measure.light_weights import short_lists, small_values
 from ronde.measure.memory_account import account
 from ronde.measure.model_units import ModelUnit
 from ronde.measure.stand_in import untouched
@@ -25,8 +26,10 @@ from ronde.parallel.tensor_blocks import recognise
 from ronde.parallel.tensor_layers import Block, split_dims
 from ronde.parallel.tensor_parallel import one_part
 from ronde.predict import Costs, LinearCost
+from ronde.world.tensors import map_leaves
 
 _ROUNDS = 6
+_TOKENS = 64
 
 
 def divisible(
@@ -43,11 +46,13 @@ def divisible(
             estimates by parameters.
         timed: whether that part is timed; else it is weighed only.
     """
-    try:
-        batch = work.sample(2)
-        blocks = recognise(work.model, lambda: work.compute(batch)[0], 2).blocks
-    except Exception:
-        return costs  # a model that cannot be analyzed is not divided
+    blocks: tuple[Block, ...] = ()
+    # Real values run through the model: layers and tokens that repeat the work are left out first.
+    for short in (False,) if timed else (True, False):
+        with contextlib.suppress(Exception):  # a model that cannot be analyzed is not divided
+            blocks = _in_short(work, costs.sequence) if short else _blocks(work, work.sample(2))
+        if blocks:
+            break
     if not blocks:
         return costs
     costs = _with_refusals(_by_parameters(costs, work, blocks), work, blocks)
@@ -61,6 +66,50 @@ def divisible(
             f"({type(error).__name__}: {error})"
         )
         return replace(costs, notes=(*costs.notes, note))
+
+
+def _blocks(work: Work, batch: Any) -> tuple[Block, ...]:
+    return recognise(work.model, lambda: work.compute(batch)[0], 2).blocks
+
+
+def _in_short(work: Work, sequence: int) -> tuple[Block, ...]:
+    """The blocks that can be divided, found in two layers of each list, on the first tokens."""
+    tokens = min(sequence or _TOKENS, _TOKENS)
+
+    def is_long(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == sequence
+
+    batch = map_leaves(
+        lambda v: v[:, :tokens].clone() if is_long(v) else v, work.sample(2), leaf=is_long
+    )
+    with short_lists(work.model) as lengths, small_values(work.model):
+        found = _blocks(work, batch)
+    longer = sequence / tokens if sequence else 1.0
+    blocks = []
+    for block in found:
+        block = replace(block, reduced_bytes=block.reduced_bytes * longer)
+        blocks.append(block)
+        owner = next((name for name in lengths if _inside(block.row, f"{name}.1")), "")
+        for i in range(2, lengths.get(owner, 0)):
+            blocks.append(_renamed(block, f"{owner}.1", f"{owner}.{i}"))
+    return tuple(blocks)
+
+
+def _renamed(block: Block, old: str, new: str) -> Block:
+    """The same block in another layer of its list."""
+
+    def name(text: str) -> str:
+        return new + text[len(old) :] if text == old or _inside(text, old) else text
+
+    return replace(
+        block,
+        path=name(block.path),
+        column=tuple(map(name, block.column)),
+        row=name(block.row),
+        attributes=tuple((name(module), attribute) for module, attribute in block.attributes),
+        inside=tuple(map(name, block.inside)),
+        per_head=tuple(map(name, block.per_head)),
+    )
 
 
 def _with_refusals(costs: Costs, work: Work, blocks: Sequence[Block]) -> Costs:

@@ -14,6 +14,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ronde.predict import answer_tables
+from ronde.predict.accuracy import error_range
 from ronde.predict.answer_tables import format_bytes, format_seconds
 from ronde.predict.assumptions import Precision
 from ronde.predict.cluster import Cluster, LinkFit
@@ -139,7 +140,7 @@ def explain(
             families=nearest.families,
         )
         best = found.best
-    sure = Precision.of(costs, cluster)
+    sure = Precision.of(costs, cluster, best.plan)
     slow = found.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER
     sentence = _sentence(found, cluster, sure)
     if slow:
@@ -352,7 +353,8 @@ def _within(found: SearchResult, second: Prediction, sure: Precision) -> str | N
     gap = abs(there / here - 1.0) if here else math.inf
     if gap > spread:
         return None
-    disturbed = found.optimize == "speed" and spread > sure.time
+    usual = error_range("sheet time" if sure.estimate else "measured time")
+    disturbed = found.optimize == "speed" and spread > usual
     what = "the measurements vary" if disturbed else "such predictions are off"
     return f"{100 * gap:.1f} %, and {what} by {100 * spread:.0f} %"
 
@@ -613,9 +615,11 @@ def render_answer(
     sure = explanation.precision
     kind = "published" if sure.estimate else "real"
     error = (
-        f"predictions like these were off by {100 * sure.time:.0f} % in time and "
+        f"predictions like these were off by {100 * (sure.time or 0.0):.0f} % in time and "
         f"{100 * sure.memory:.0f} % in memory, on average over {kind} runs"
     )
+    if sure.time is None:
+        error = f"of the step time not known: {sure.why}"
     parts.append(Text.assemble(("Error       ", "dim"), error))
     if sure.assumed:
         assumed = "; ".join(a.sentence() for a in sure.assumed)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import socket
+import statistics
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ronde.plan.plan import Plan
 from ronde.predict import datasheets
-from ronde.predict.accuracy import error_range
+from ronde.predict.accuracy import SHARDED_TIME, error_range
 from ronde.predict.answer_tables import format_bytes, format_seconds
 from ronde.predict.cluster import Cluster
+from ronde.predict.corrections import ratios
 from ronde.predict.costs import Costs
+from ronde.world import usable_cores
+
+_ENOUGH_RUNS = 3  # earlier runs of a family, from which on their spread is its error
+_LEAST_ERROR = 0.02
+_FAR = 1.5  # a correction beyond this: the prediction misses something, and so may the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +64,30 @@ class Precision:
 
     Attributes:
         estimate: whether the devices are not at hand, so that their speed or links are assumed.
-        time, memory: mean relative error of predictions of this kind.
+        time, memory: mean relative error of predictions of this kind; ``time`` is None where
+            nothing tells it, and ``why`` says why.
         spread: relative difference of step times below which two plans cannot be told apart.
         assumed: the numbers that were not measured.
     """
 
     estimate: bool = False
-    time: float = 0.0
+    time: float | None = 0.0
     memory: float = 0.0
     spread: float = 0.0
     assumed: tuple[Assumption, ...] = ()
+    why: str = ""
 
     @classmethod
-    def of(cls, costs: Costs, cluster: Cluster) -> Precision:
-        """The precision of predictions for a model on a cluster."""
+    def of(cls, costs: Costs, cluster: Cluster, plan: Plan) -> Precision:
+        """The precision of predictions for a model on a cluster, and of this plan's step."""
         assumed = any(fit.assumed for by in cluster.links.values() for fit in by.values())
         estimate = cluster.speed_is_estimate or assumed
-        time = error_range("sheet time" if estimate else "measured time")
+        usual = error_range("sheet time" if estimate else "measured time")
         memory = error_range("sheet memory" if estimate else "measured memory")
-        spread = max(costs.noise, cluster.noise, time)
-        return cls(estimate, time, memory, spread, assumptions(cluster) if estimate else ())
+        spread = max(costs.noise, cluster.noise, usual)
+        time, why = (usual, "") if estimate else _step_error(costs, cluster, plan)
+        assumed_ones = assumptions(cluster) if estimate else ()
+        return cls(estimate, time, memory, spread, assumed_ones, why)
 
     @property
     def about(self) -> str:
@@ -86,7 +100,8 @@ class Precision:
 
     def step(self, value: float) -> str:
         """A step's predicted time with its error."""
-        return f"{self.seconds(value)} a step (± {100 * self.time:.0f} %)"
+        error = "error unknown" if self.time is None else f"± {100 * self.time:.0f} %"
+        return f"{self.seconds(value)} a step ({error})"
 
     def size(self, count: float) -> str:
         """Predicted bytes, in words."""
@@ -96,10 +111,33 @@ class Precision:
         """Plain values."""
         return {
             "estimate": self.estimate,
+            "error_unknown": self.why or None,
             "error_range": {"step_seconds": self.time, "memory_bytes": self.memory},
             "told_apart_from": self.spread,
             "assumed": [{**asdict(a), "sentence": a.sentence()} for a in self.assumed],
         }
+
+
+def _step_error(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[float | None, str]:
+    """The relative error of a measured plan's step time, or None and why nothing tells it."""
+    # This family's own runs here say most.
+    seen = ratios(cluster.name, plan.family)
+    if len(seen) >= _ENOUGH_RUNS:
+        middle = statistics.median(seen)
+        own = math.sqrt(statistics.fmean(math.log(r / middle) ** 2 for r in seen))
+        return max(own, _LEAST_ERROR), ""
+    factor = cluster.correction(plan.family, plan.workers)
+    if not 1 / _FAR <= factor <= _FAR:
+        return None, f"earlier runs here took {factor:.2g} times as long as predicted"
+    here = cluster.device == "cpu" and cluster.name == socket.gethostname()
+    if here and cluster.devices_per_node > (cores := usable_cores()):
+        return None, f"{cluster.devices_per_node} workers on {cores} cores were not measured"
+    if plan.tensor > 1:
+        return None, "no run of this family was compared with its prediction"
+    usual = SHARDED_TIME if plan.shard != "none" else error_range("measured time")
+    # Disturbed, badly fitted or corrected measurements cannot predict better than they agree.
+    shaken = max(costs.noise, cluster.noise)
+    return math.hypot(usual, shaken, costs.fit_error, abs(math.log(factor))), ""
 
 
 def assumptions(cluster: Cluster) -> tuple[Assumption, ...]:

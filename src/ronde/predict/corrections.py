@@ -73,6 +73,12 @@ def factors(cluster_name: str) -> dict[str, float]:
     return {family: _factor(rows) for family, rows in found.items() if rows}
 
 
+def ratios(cluster_name: str, family: str) -> list[float]:
+    """Measured over predicted step time of a family's last runs here, as its factor uses them."""
+    rows = _read(corrections_file()).get(cluster_name, {}).get(family, [])
+    return [r["measured_seconds"] / r["predicted_seconds"] for r in rows[-_USED:]]
+
+
 def corrected(cluster: Cluster) -> Cluster:
     """The cluster with its stored corrections."""
     found = factors(cluster.name)
