@@ -34,9 +34,9 @@ from ronde.checkpoint.manifest import (
     check_files,
     damaged,
     list_checkpoints,
+    load_manifest,
     manifest_digest,
     manifest_text,
-    read_manifest,
     step_of,
 )
 from ronde.checkpoint.pieces import Box, PieceEntry, PieceSource, sharding_info
@@ -291,7 +291,7 @@ def verify(path: Path) -> Checkpoint:
         CheckpointError: something is missing, has another size or digest, or is not of this format.
     """
     try:
-        return _verified(path, read_manifest(path))
+        return _verified(path, load_manifest(path))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         why = f"manifest.json cannot be understood ({type(error).__name__}: {error})"
     except (OSError, RecursionError, SafetensorError) as error:
@@ -350,7 +350,7 @@ def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
     its files again.
     """
     try:
-        body = read_manifest(path)
+        body = load_manifest(path)
     except CheckpointError:
         return None
     same = digest in (None, body["digest"]) and all(

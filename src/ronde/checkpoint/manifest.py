@@ -24,7 +24,7 @@ __all__ = [
     "list_checkpoints",
     "manifest_digest",
     "manifest_text",
-    "read_manifest",
+    "load_manifest",
     "step_of",
 ]
 
@@ -65,7 +65,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def load_manifest(path: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest and check its digest."""
     file = path / "manifest.json"
     try:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from ronde.checkpoint.manifest import check_files, list_checkpoints, read_manifest
+from ronde.checkpoint.manifest import check_files, list_checkpoints, load_manifest
 from ronde.launch.agent import Outcome
 from ronde.watch import Record, Restarted, RunDir
 from ronde.world import CheckpointError, WorldError
@@ -133,7 +133,7 @@ class Restarts:
         """
         for path in list_checkpoints(self._directory.checkpoints) if self._directory else ():
             with contextlib.suppress(CheckpointError, OSError, LookupError, TypeError, ValueError):
-                body = read_manifest(path)
+                body = load_manifest(path)
                 size = sum(entry["bytes"] for entry in body["files"].values())
                 check_files(path, body, digests=size <= _READ_BYTES)
                 return path.name
