@@ -363,20 +363,21 @@ class _Comparer:
         return differences
 
     def _settings(self, k: int, mine: Step, other: Step) -> Differences:
-        """Settings of the optimizer's groups, and the parameters that they hold."""
-        phase, rank = "optimizer settings", other["rank"]
-        one, many = mine["groups"], other["groups"]
-        if len(one) != len(many):
-            yield Difference(phase, k + 1, "number of groups", rank, len(one), len(many))
+        """Settings of the optimizer's groups, and the parameters that they train."""
+        rank, one, many = other["rank"], mine["groups"], other["groups"]
+
+        def differs(name: str, a: Any, b: Any) -> Differences:
+            if a != b:
+                yield Difference("optimizer settings", k + 1, name, rank, a, b)
+
+        yield from differs("number of groups", len(one), len(many))
         owned = set(self.many.of(rank, k, "weight"))
         for i, (a, b) in enumerate(zip(one, many, strict=False)):
             x, y = set(a["params"]) & owned, set(b["params"])
-            if x != y:
-                name = f"parameters of group {i}: {min(x ^ y)!r}"
-                yield Difference(phase, k + 1, name, rank, *_held(min(x ^ y), x))
+            only = f"parameters of group {i} that are trained only there"
+            yield from differs(only, sorted(x - y)[:4], sorted(y - x)[:4])
             for key in a.keys() & b.keys() - {"params"}:
-                if not _same_setting(a[key], b[key]):
-                    yield Difference(phase, k + 1, f"{key} of group {i}", rank, a[key], b[key])
+                yield from differs(f"{key} of group {i}", a[key], b[key])
 
     def _tensors(self, k: int, kind: str, phase: str, ranks: bool = True) -> Differences:
         """Every rank's tensors of one kind against those of one process."""
@@ -464,18 +465,6 @@ class _Comparer:
                     if relative is not None:
                         yield Difference("evaluation", step, name, rank or None, x, y, relative)
                 self.result.evaluations += rank == 0
-
-
-def _held(name: str, one: set[str]) -> tuple[str, str]:
-    return ("held", "not held") if name in one else ("not held", "held")
-
-
-def _same_setting(a: Any, b: Any) -> bool:
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same_setting, a, b))
-    if isinstance(a, float) and isinstance(b, float):
-        return abs(a - b) <= RELATIVE * abs(a)
-    return bool(a == b)
 
 
 def _evaluations(run: RunTrace, rank: int, step: int) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ronde.prove.catalogue import Cause, cause
 from ronde.prove.compare import BATCH, EPOCHS, ROWS, Difference
-from ronde.prove.evidence import Case, first_steps, module_of
+from ronde.prove.evidence import Case, clock_of, first_steps, module_of
 from ronde.prove.experiment import Experiment
 from ronde.prove.loss_evidence import LOSS_ANSWERS, LOSS_CAUSES, ask_gradients
 
@@ -495,7 +495,7 @@ def _of_rate(case: Case) -> Cause:
     reads = case.asks_for_rank("between", "setup")
     steps = [s for run in case.runs for s in run.all_steps()]
     counts = {s[case.k].get("scheduled") for s in steps if case.k < len(s)}
-    if clock := case.reads_of_clock():
+    if clock := clock_of(case.many, "between", "update"):
         return cause("rate-by-clock", clock)
     # stepped equally often everywhere: its values depend on the number of workers
     if (scheduled or stepped) and len(counts) == 1 and reads:

@@ -108,10 +108,6 @@ class Case:
         """Where the script asks for its rank, unless that makes no difference, as for printing."""
         return None if self.is_by_rank() is False else self.reads_of_rank(*phases)
 
-    def reads_of_clock(self, *phases: str) -> str | None:
-        """Where the script reads the clock for what it sets between steps."""
-        return clock_of(self.many, *(phases or ("between", "update")))
-
     def dropped_rows(self, kind: str) -> str | None:
         """Whether a batch has fewer or more rows than samples: as handed out (``"out"``), or as
         ``run.step`` gets it (``"given"``).

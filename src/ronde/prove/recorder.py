@@ -593,8 +593,8 @@ class Recorder(hooks.Observer):
         self.phase = Phase.UPDATE
 
     def _groups(self, run: RunView) -> list[dict[str, Any]]:
-        """The optimizer's settings, and the parameters that it holds of this worker's."""
-        names = {id(p): name for name, p in self._owned(run)}
+        """The optimizer's settings, and the parameters of this worker's that it trains."""
+        names = {id(p): name for name, p in self._owned(run) if p.requires_grad}
         return [
             {key: value for key, value in group.items() if _is_setting(value) and key != "lr"}
             | {"params": sorted(names[id(p)] for p in group["params"] if id(p) in names)}
