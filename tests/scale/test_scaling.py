@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ronde.scale.laws as module
-from ronde.scale.laws import fit, fits, marginal, stop_at
+from ronde.scale.laws import Extrapolation, fit, fits, marginal, stop_at
 from ronde.world import ArgumentError
 
 
@@ -176,3 +176,36 @@ def test_what_is_written_is_plain():
     assert values["low"]["contention"] <= values["contention"] <= values["high"]["contention"]
     straight = fit({1: 100.0, 2: 200.0}, "amdahl").to_dict()
     assert straight["peak"] is None and straight["most"] is None
+
+
+SHAPES = {
+    "amdahl": lambda n, a: n / (1 + a * (n - 1)),
+    "usl": lambda n, a: n / (1 + a * (n - 1) + 0.05 * a * n * (n - 1)),
+    "logarithm": lambda n, a: n / (1 + 2 * a * math.log2(n)),
+    "power": lambda n, a: n ** (1 - 2 * a),
+    "ring": lambda n, a: n / (1 + 4 * a * (n - 1) / n),
+    "cap": lambda n, a: (n**-4 + (0.5 / a + 3) ** -4) ** -0.25,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_intervals_beyond_the_largest_size_hold_whatever_the_law(shape):
+    """Readings with 2 % of noise; two doublings further, nine of ten truths are inside."""
+    random = np.random.default_rng(0)
+    inside, wide = [], []
+    for sizes in ((1, 2), (1, 2, 4)):
+        for _ in range(12):
+            share = random.uniform(0.02, 0.2)
+            points = {
+                n: [SHAPES[shape](n, share) * math.exp(random.normal(0, 0.02)) for _ in range(3)]
+                for n in sizes
+            }
+            further = Extrapolation(points, fit(points, "amdahl"))
+            assert further.band(sizes[-1]) == further.law.band(sizes[-1])
+            for n in (2 * sizes[-1], 4 * sizes[-1]):
+                band = further.band(n)
+                assert band.low <= band.value <= band.high
+                inside.append(band.low <= SHAPES[shape](n, share) <= band.high)
+            wide.append(further.band(2 * sizes[-1]).high / further.band(2 * sizes[-1]).low)
+    # a cap that no measured size has come near is not foreseen each time
+    assert np.mean(inside) >= (0.85 if shape == "cap" else 0.9) and np.median(wide) < 3.5

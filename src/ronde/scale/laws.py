@@ -12,7 +12,7 @@ relative: one percent at 1 counts as much as at 64.
 
 Intervals come from refits to the fitted curve with new errors of the observed size (a parametric
 bootstrap), widened by Student's t for few degrees of freedom. With none, an error is assumed, and
-the fit says so.
+the fit says so. Beyond the largest size, see :class:`Extrapolation`: no law needs to hold there.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from numpy.typing import NDArray
 
 from ronde.world import ArgumentError
 
-Law = Literal["amdahl", "usl"]
+# Log error of an extrapolation for each doubling: at least, and where no size could be held out.
+# Calibrated on curves of six shapes (laws, logarithms, powers, rings, caps): 9 of 10 are inside.
+_PER_DOUBLING, _UNTESTED = 0.15, 0.2
+Law = Literal["amdahl", "usl", "pairs"]
 Parameter = Literal["rate", "contention", "coherency"]
 _PARAMETERS: tuple[Parameter, ...] = ("rate", "contention", "coherency")
 
@@ -69,6 +72,7 @@ class LawFit:
         freedom: degrees of freedom of the error; large if it was assumed.
         error: relative error of a point.
         assumed: whether ``error`` is an assumption.
+        misfit: largest relative distance of a point from the curve.
         notes: limits of the fit.
     """
 
@@ -80,6 +84,7 @@ class LawFit:
     freedom: int
     error: float
     assumed: bool
+    misfit: float = 0.0
     notes: tuple[str, ...] = ()
     draws: NDArray[np.float64] = field(
         default_factory=lambda: np.zeros((0, 3)), repr=False, compare=False
@@ -142,8 +147,9 @@ def _curve(rate: Any, contention: Any, coherency: Any, n: Any) -> Any:
 
 
 def _columns(devices: NDArray[np.float64], law: Law) -> NDArray[np.float64]:
-    columns = [np.ones_like(devices), devices - 1]
-    return np.stack(columns + [devices * (devices - 1)] * (law == "usl"), axis=1)
+    pairs = devices * (devices - 1)
+    serial = devices - 1 if law != "pairs" else np.zeros_like(devices)
+    return np.stack([np.ones_like(devices), serial, pairs][: 2 if law == "amdahl" else 3], axis=1)
 
 
 def _solve(
@@ -157,7 +163,11 @@ def _solve(
     scale[scale == 0] = 1.0
     weighted = columns[None] / scale * (rates / devices)[:, :, None]
     best, least = np.zeros((len(rates), 3)), np.full(len(rates), math.inf)
-    choices = [[0], [0, 1]] + ([[0, 2], [0, 1, 2]] if law == "usl" else [])
+    choices = {
+        "amdahl": [[0], [0, 1]],
+        "usl": [[0], [0, 1], [0, 2], [0, 1, 2]],
+        "pairs": [[0], [0, 2]],
+    }[law]
     for chosen in choices:
         terms = weighted[:, :, chosen]
         transposed = terms.transpose(0, 2, 1)
@@ -184,10 +194,10 @@ def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -
     Args:
         points: devices -> samples per second, or several such readings. Their median counts; their
             spread shows the error.
-        law: ``"amdahl"`` or ``"usl"``.
+        law: ``"amdahl"`` or ``"usl"``; ``"pairs"`` is the latter without contention.
 
     Returns:
-        Fit, or None with fewer numbers of devices than the law has parameters (2 and 3).
+        Fit, or None with fewer numbers of devices than the law has parameters (2, 3, and 2).
 
     Raises:
         ArgumentError: a rate or a number of devices is not above 0.
@@ -197,7 +207,7 @@ def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -
         >>> round(law.contention, 2), round(law.at(16))
         (0.1, 640)
     """
-    if law not in ("amdahl", "usl"):
+    if law not in ("amdahl", "usl", "pairs"):
         raise ArgumentError(f"law={law!r} is unknown: choose amdahl or usl.")
     readings = {
         int(n): [float(x) for x in (rates if isinstance(rates, Sequence) else [rates])]
@@ -208,7 +218,7 @@ def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -
             raise ArgumentError(
                 f"{n} devices: {each}: expected samples per second above 0, for 1 device or more."
             )
-    needed = 2 if law == "amdahl" else 3
+    needed = 3 if law == "usl" else 2
     if len(readings) < needed:
         return None
     ordered = sorted(readings)
@@ -232,7 +242,18 @@ def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -
     scale = error * _t(freedom) / _NORMAL
     drawn = fitted * np.exp(random.normal(0.0, scale, (_DRAWS, len(devices))).clip(-3.0, 3.0))
     draws = _solve(devices, drawn, law)
-    return LawFit(law, *parameters, tuple(ordered), freedom, error, assumed, tuple(notes), draws)
+    misfit = float(np.abs(rates / fitted - 1.0).max())
+    return LawFit(
+        law,
+        *parameters,
+        tuple(ordered),
+        freedom,
+        error,
+        assumed,
+        misfit,
+        tuple(notes),
+        draws,
+    )
 
 
 def _error(
@@ -264,6 +285,48 @@ def fits(points: Mapping[int, Sequence[float]] | Mapping[int, float]) -> dict[st
     """Both laws, as far as the number of points allows."""
     laws: tuple[Law, ...] = ("amdahl", "usl")
     return {law: each for law in laws if (each := fit(points, law)) is not None}
+
+
+class Extrapolation:
+    """Rates at any size with intervals that count what no law knows.
+
+    Beyond the largest size, the interval is that of every law that the points allow, also of one
+    whose whole loss is between pairs of devices. For each doubling it widens by the error with
+    which the sizes below the largest predict the largest.
+
+    Args:
+        points: as in :func:`fit`.
+        law: the law that is used.
+    """
+
+    def __init__(self, points: Mapping[int, Sequence[float]], law: LawFit) -> None:
+        self.law, self.largest = law, law.points[-1]
+        found = [*fits(points).values(), *filter(None, [fit(points, "pairs")])]
+        least = max(_ASSUMED, 2.0 * min(each.misfit for each in found))
+        self.rivals = [each for each in found if each.misfit <= least]
+        self.is_tested, self.per_doubling = False, _UNTESTED
+        below = {n: rates for n, rates in points.items() if n != self.largest}
+        held = [each.at(self.largest) for each in fits(below).values()]
+        if held:
+            self.is_tested = True
+            truth = statistics.median(points[self.largest])
+            off = max(abs(math.log(value / truth)) for value in held)
+            doublings = math.log2(self.largest / max(below))
+            self.per_doubling = max(_PER_DOUBLING, 1.5 * off / doublings)
+
+    def band(self, devices: float) -> Band:
+        """Samples per second with their interval."""
+        band = self.law.band(devices)
+        if devices <= self.largest:
+            return band
+        rates = [rival.at(devices) for rival in self.rivals]
+        doublings = math.log2(devices / self.largest)
+        factor = math.exp(self.per_doubling * doublings * (doublings + 1) / 2)
+        straight = self.law.at(self.largest) * devices / self.largest  # hardly ever more than that
+        high = max(band.high, max(rates) * factor) if self.is_tested else math.inf
+        high = min(high, straight * (1 + _PER_DOUBLING))
+        low = min(rates) / factor
+        return Band(band.value, min(band.low, low), max(band.value, high))
 
 
 def marginal(rate: Callable[[float], float], devices: int) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 from ronde.predict import Capacities, Measured, StageCapacity, Wall, from_runs, gap, nodes_of, walls
 from ronde.predict.input_capacity import predict
 from ronde.scale.advice import NO_GAP, Findings, describe_limits, recommend
-from ronde.scale.laws import Band, LawFit, fits, stop_at
+from ronde.scale.laws import Band, Extrapolation, LawFit, fits, stop_at
 from ronde.scale.meter import Start
 from ronde.scale.rows import FurtherRow, ScaleRow, epoch_seconds, measured_rows, slow_worker
 from ronde.world import ArgumentError
@@ -149,11 +149,13 @@ class _Rates:
         self,
         rows: Sequence[ScaleRow],
         laws: Mapping[str, LawFit],
+        further: Mapping[str, Extrapolation],
         capacities: Capacities,
         uneven: bool,
         crowded: bool,
     ) -> None:
-        self.laws, self.capacities, self.uneven, self.crowded = laws, capacities, uneven, crowded
+        self.laws, self.further, self.capacities = laws, further, capacities
+        self.uneven, self.crowded = uneven, crowded
         # A loss that is the same at all sizes, and within noise, does not grow.
         self.even = all(r.gap <= NO_GAP for r in rows)
         self.share = statistics.median(min(1.0, r.real / r.synthetic) for r in rows)
@@ -173,13 +175,13 @@ class _Rates:
 
     def real_band(self, n: int) -> Band:
         """The real rate, with its interval."""
-        synthetic = self.laws["synthetic"].band(n)
+        synthetic = self.further["synthetic"].band(n)
         real, limit = synthetic, self.limit(n)
         if self.even and not self.uneven:
             s = self.share
             real = Band(s * synthetic.value, s * synthetic.low, s * synthetic.high)
         elif not self.uneven:
-            real = self.laws["real"].band(n)
+            real = self.further["real"].band(n)
         value = min(real.value, limit.value, synthetic.value)
         low = min(value, real.low, limit.low, synthetic.low)
         return Band(value, low, max(value, min(real.high, limit.high, synthetic.high)))
@@ -232,17 +234,19 @@ def summarize_scale(
     largest = rows[-1].workers
     upto = max(to, largest)
     first = starts[rows[0].workers][0]
-    by_rate = {
-        name: fits({n: [x for s in starts[n] for x in getattr(s, name)] for n in sorted(starts)})
+    points = {
+        name: {n: [x for s in starts[n] for x in getattr(s, name)] for n in sorted(starts)}
         for name in ("synthetic", "real")
     }
+    by_rate = {name: fits(each) for name, each in points.items()}
     laws = {name: law for name in by_rate if (law := _choose_law(by_rate[name])) is not None}
+    further = {name: Extrapolation(points[name], law) for name, law in laws.items()}
     crowded = largest > per_node
     capacities, uneven = _capacities(starts, rows, cores, per_node)
-    rates = _Rates(rows, laws, capacities, uneven, crowded)
+    rates = _Rates(rows, laws, further, capacities, uneven, crowded)
     extrapolated = []
     for n in further_sizes(largest, to) if len(laws) == 2 else []:
-        synthetic, real = laws["synthetic"].band(n), rates.real_band(n)
+        synthetic, real = further["synthetic"].band(n), rates.real_band(n)
         batch = first.batch_size if first.batch == "keep" else rows[0].batch_per_worker * n
         epoch = epoch_seconds(first.epoch_samples, batch, real.value)
         cost = epoch * n / 3600 * price if price is not None else None
