@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ronde
+from ronde.run import failure_note
 
 STEPS, BATCH = 4, 7  # uneven shares
 
@@ -49,11 +51,13 @@ def plain(make, optimizer, data, loss, prepare=None):
     torch.manual_seed(7)
     model = make().double()
     optimizer = optimizer(model.parameters())
-    after = prepare(model) if prepare is not None else None
+    after, clip = prepare(model) or (None, None) if prepare is not None else (None, None)
     for x, y in zip(*(t.split(BATCH) for t in data), strict=True):
         model.zero_grad()
         value = loss(model(x), y)
         (value[0] / value[1] if isinstance(value, tuple) else value).backward()
+        if clip is not None:
+            clip()
         optimizer.step()
         if after is not None:
             after()
@@ -71,7 +75,7 @@ def trained(make, optimizer, data, loss, prepare=None, later=None, said=None, **
     )  # fmt: skip
     if said is not None:
         run._warn = lambda text, **_: said.append(text)
-    after = later(model) if later is not None else None
+    after, _ = later(model) or (None, None) if later is not None else (None, None)
     for batch in run.batches():
         run.step(batch)
         if after is not None:
@@ -137,10 +141,40 @@ def two_optimizers():
         return torch.optim.SGD(list(parameters)[:2], 0.1)
 
     def second(model):
-        return torch.optim.Adam(list(model.parameters())[2:], 0.1).step
+        return torch.optim.Adam(list(model.parameters())[2:], 0.1).step, None
 
     want = plain(net, first, data, F.mse_loss, second)
     same("two optimizers", trained(net, first, data, F.mse_loss, later=second), want)
+
+
+class Waves(nn.Module):
+    """Complex weights, and real ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 6), nn.Linear(6, 1)
+        self.w = nn.Parameter(torch.randn(6, 6, dtype=torch.complex128))
+
+    def forward(self, x):
+        return self.b((self.a(x).to(self.w.dtype) @ self.w).abs())
+
+    def double(self):  # would not change what is complex
+        self.a.double(), self.b.double()
+        return self
+
+
+def complex_weights():
+    x, y = pairs()
+    data, sgd = (x.double() - 2.5, y), lambda p: torch.optim.SGD(p, 0.3)
+
+    def clip(model):
+        return None, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    want = plain(Waves, sgd, data, weighted, clip)
+    for plan in ("replicate", "shard", "pipeline=2"):
+        for micro in (None, 2):
+            found = trained(Waves, sgd, data, weighted, plan=plan, clip_norm=0.1, micro_batch=micro)
+            same(f"complex {plan}", found, want)
 
 
 class Clamped(nn.Linear):
@@ -169,9 +203,57 @@ def hooks_on_activations():
         assert not said, said
 
 
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(2, 6), nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x):
+        h = self.a(x)
+        for _ in range(2):
+            h = checkpoint(self.b, h, use_reentrant=True)
+        return self.c(h)
+
+
+def notes_of(work):
+    try:
+        work()
+    except Exception as error:
+        failure_note.note(error)  # as when it ends the script
+        return f"{type(error).__name__}: {error}\n" + "\n".join(error.__notes__)
+    raise AssertionError("no error")
+
+
+def failures():
+    x, y = pairs()
+
+    def begin(make, **options):
+        model = make().double()
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        return ronde.distribute(
+            model, optimizer, TensorDataset(x.double(), y), loss=F.mse_loss, batch_size=BATCH,
+            shuffle=False, **options,
+        )  # fmt: skip
+
+    run = begin(net, plan="shard")
+    said = notes_of(lambda: [run.model[0].weight * torch.ones(8, 2) for _ in run.batches()])
+    assert f"(rank {run.rank}, step 1, epoch 0, {4 - run.rank} samples: indices" in said, said
+    assert "That is: the script computes with the model's parameters itself" in said, said
+    run = begin(Twice)
+    said = notes_of(lambda: [run.step(batch) for batch in run.batches()])
+    assert "That is: " in said and "use_reentrant=False" in said, said
+
+
 CASES = {
     f.__name__: f
-    for f in (sparse_gradients, hooks_on_gradients, two_optimizers, hooks_on_activations)
+    for f in (
+        sparse_gradients,
+        hooks_on_gradients,
+        two_optimizers,
+        complex_weights,
+        hooks_on_activations,
+        failures,
+    )
 }
 
 if __name__ == "__main__":

@@ -84,8 +84,9 @@ def _nothing() -> None:
 
 
 def payload_dtype(parameters: list[nn.Parameter]) -> torch.dtype:
-    """The parameters' own type, so that the carrier shares their bucket, but at least float32."""
-    return torch.float64 if {p.dtype for p in parameters} == {torch.float64} else torch.float32
+    """The parameters' own precision, and at least float32; that of their bucket, if it has one."""
+    double = any(p.dtype in (torch.float64, torch.complex128) for p in parameters)
+    return torch.float64 if double else torch.float32
 
 
 def _sparse_parameters(model: nn.Module) -> set[torch.Tensor]:

@@ -47,7 +47,16 @@ from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.optimizer_coupling import REFUSED
 from ronde.parallel.own_calls import OwnCalls
 from ronde.parallel.recompute import large_children, repeated_blocks
-from ronde.parallel.strategy import Compute, Flags, Part, Scale, Strategy, Work, trainable
+from ronde.parallel.strategy import (
+    Compute,
+    Flags,
+    Part,
+    Scale,
+    Strategy,
+    Work,
+    scale_tensors,
+    trainable,
+)
 from ronde.parallel.zero1 import Zero1
 from ronde.plan import Plan
 from ronde.plan.plan import ShardLevel
@@ -683,8 +692,7 @@ class Shard(Replicate):
         if self._weighted:
             weight = payload[_WEIGHT]
             gradients = [local_part(p.grad) for p in self.parameters if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, (1 / weight).to(gradients[0]))
+            scale_tensors(gradients, 1 / weight)
             loss = loss / weight
         return loss
 
@@ -717,12 +725,12 @@ class Shard(Replicate):
     @torch.no_grad()
     def clip(self, max_norm: float) -> None:
         """See :meth:`Strategy.clip`. Squares are summed over the workers that hold the parts."""
-        parts: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[torch.Tensor]] = {}
+        parts: dict[Any, list[torch.Tensor]] = {}
         for p in self.parameters:
             if p.grad is not None:
-                parts.setdefault(_divided_over(p.grad), []).append(local_part(p.grad))
+                parts.setdefault((_divided_over(p.grad), p.dtype), []).append(local_part(p.grad))
         total = torch.zeros((), dtype=self._payload.dtype, device=self.me.device)
-        for place, gradients in parts.items():
+        for (place, _), gradients in parts.items():
             square = torch.stack(torch._foreach_norm(gradients)).to(total).square().sum()
             if place is not None:
                 for dim in place[1]:

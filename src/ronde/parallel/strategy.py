@@ -28,6 +28,7 @@ __all__ = [
     "forget_frozen",
     "part_gradients",
     "scale_gradients",
+    "scale_tensors",
     "trainable",
 ]
 
@@ -266,12 +267,17 @@ def part_gradients(tensors: Iterable[torch.Tensor]) -> None:
             seen.add(memory)
 
 
-def scale_gradients(parameters: list[torch.nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply all gradients by a 0-d tensor, in place."""
-    dense = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+def scale_tensors(dense: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors by a 0-d tensor, in place, each in its own type."""
     if dense:
         one_type = all(g.dtype == dense[0].dtype for g in dense)
         torch._foreach_mul_(dense, factor.to(dense[0].dtype) if one_type else factor)
+
+
+def scale_gradients(parameters: list[torch.nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply all gradients by a 0-d tensor, in place."""
+    dense = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    scale_tensors(dense, factor)
     for p in parameters:
         if p.grad is not None and p.grad.is_sparse:
             p.grad.mul_(factor)

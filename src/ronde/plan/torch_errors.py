@@ -60,4 +60,10 @@ def meaning(text: str, plan: Plan) -> str | None:
             "worker holds those of its own stages only. Write into "
             f"those that run.optimizer has. {_AVERAGE}"
         )
+    if "ready only once" in text or "marked as ready twice" in text:
+        return (
+            "a parameter got a gradient after its exchange had begun: a block that runs twice in a "
+            "step is checkpointed with use_reentrant=True. Use "
+            "torch.utils.checkpoint.checkpoint(…, use_reentrant=False)."
+        )
     return None

@@ -12,10 +12,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ronde.checkpoint.tensor_file import tensor_header
 from ronde.data import Order
 from ronde.loader import TakenOver, is_other
 from ronde.plan import Plan
-from ronde.world import ArgumentError, PlanError, World, WorldError
+from ronde.world import ArgumentError, CheckpointError, PlanError, World, WorldError
 from ronde.world.consensus import agree, gather_json
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "check_length",
     "check_model",
     "check_optimizer",
+    "check_saved",
     "check_same_parameters",
     "check_same_samples",
     "check_same_shares",
@@ -108,6 +110,23 @@ def check_model(model: Any, me: World) -> None:
             f"model is spread over several devices ({pairs}): leave it whole on the CPU; "
             "ronde moves it to the worker's device."
         )
+
+
+def check_saved(model: nn.Module) -> None:
+    """Tensors that a checkpoint can hold."""
+    kinds = {
+        name: (t.dtype, tuple(t.shape))
+        for name, t in model.state_dict(keep_vars=True).items()
+        if isinstance(t, torch.Tensor)
+    }
+    try:
+        tensor_header(kinds)
+    except CheckpointError as error:
+        raise ArgumentError(
+            f"model: {error}, so no checkpoint could be written. Use complex64, or a tensor of "
+            "real and imaginary parts (torch.view_as_complex in forward); without checkpoints "
+            "(ronde run --runs none, or RONDE_RUNS=none), it trains."
+        ) from None
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:

@@ -297,6 +297,8 @@ def distribute(
     if source is not None:
         checks.check_same_shares(chosen, source.plan)
     group, part = _group(me, name)
+    if group.directory is not None:
+        checks.check_saved(model)
     if part and keep_best is not None:
         raise ArgumentError(
             f"keep_best={keep_best!r}: {part!r} trains in one loop with another run, and a "

@@ -33,6 +33,7 @@ from ronde.plan import Plan, Share, epoch_steps, shares
 from ronde.run import (
     checks,
     exchange_state,
+    failure_note,
     hooks,
     lr_rules,
     persist,
@@ -224,6 +225,7 @@ class Run:
         self._comparison: PredictionCheck | None = None
         self._ended = False
         group.add(self, part)
+        failure_note.follow(self)
         if group.memory is None and directory is not None:
             group.memory = memory_copies(me, directory.path)
 
@@ -403,6 +405,9 @@ class Run:
         try:
             with self._group.gradients_of(self), self._holding_hooks(len(micros)):
                 self._strategy.step(micros, parts, self._loss_of, self._scale)
+        except Exception as error:
+            failure_note.note(error)
+            raise
         finally:
             self._stepping = False
             self._draws.end_step()
