@@ -188,7 +188,7 @@ class Replicate(Strategy):
         for hook in self._hooks:
             hook.remove()
         self._hooks = [p.register_hook(_own_values) for p in self._sparse if p.requires_grad]  # type: ignore[no-untyped-call]
-        self._flags = Flags(self.model)
+        self._flags = Flags(self.model, replaced=True)
         self._ddp = DistributedDataParallel(
             _Wrapped(self.model, self._carrier),
             **_NO_BUFFERS,
@@ -453,6 +453,7 @@ class Replicate(Strategy):
         """See :meth:`Strategy.refresh`."""
         changed = self._flags.changed()
         if changed:
+            self.on_change()
             self.rebuild()
         return changed
 
@@ -476,6 +477,7 @@ class Replicate(Strategy):
         """See :meth:`Strategy.start_epoch`."""
         before = zip(self.names, map(id, self.parameters), strict=True)
         if [(n, id(p)) for n, p in trainable(self.model)] != list(before):
+            self.on_change()
             self.rebuild()
         elif self._steps:
             self.sync_buffers()

@@ -765,6 +765,7 @@ class Shard(Replicate):
         """See :meth:`Strategy.refresh`."""
         changed = self._flags.changed()
         if changed:
+            self.on_change()
             for p in self.parameters:
                 p.grad = None  # a frozen one's would be trained on
             self._set_trained()

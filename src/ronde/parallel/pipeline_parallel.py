@@ -493,6 +493,7 @@ class PipelineParallel(Strategy):
         """See :meth:`Strategy.refresh`."""
         if not self.owner.has_changed():
             return False
+        self.on_change()
         forget_frozen(self.model)
         self.owner.forget_paths()
         self.parameters = self.owner.parameters

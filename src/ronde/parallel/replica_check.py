@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from ronde.checkpoint import box_of, local_part
 from ronde.parallel.first_steps import held_parameters, part_digest
@@ -37,41 +40,92 @@ class ReplicaCheck:
 
     def is_due(self, step: int, save: bool = False) -> bool:
         """Whether to check after that step; ``save``: before it is saved."""
-        return self.possible and self._last != step and (save or step % self._every == 0)
+        early = step < self._every and not step & (step - 1)  # 4, 8, 16, ...: soon, and seldom
+        due = save or early or step % self._every == 0
+        return self.possible and self._last != step and due
 
-    def check(self, strategy: Strategy, tied: Mapping[str, str], me: World, step: int) -> None:
+    def check(
+        self,
+        strategy: Strategy,
+        tied: Mapping[str, str],
+        me: World,
+        step: int,
+        explain: Callable[[], str],
+    ) -> None:
         """Compare. A collective.
 
         Args:
             tied: state name of a shared tensor -> its first name.
             step: optimizer steps done.
+            explain: what is known of the cause if replicas differ; empty if nothing is. It raises
+                if the ranks disagree on something else. A collective.
 
         Raises:
             WorldError: on every rank, with the ranks and the parameters that differ.
         """
         held = held_parameters(strategy, tied)
         mine = {n: [str(box_of(p, n)), part_digest(local_part(p))] for n, p in held.items()}
-        compared, found = _differences(gather_json(me, mine))
+        compared, found, parts = _differences(gather_json(me, mine))
         self.possible = compared > 0
         if not found:
             self._last = step
             return
         since = f"At step {self._last}" if self._last else "At first"
         more = f"; {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        why, cure = explain(), ""
+        if not why:
+            name, first, second = parts[0]
+            count, of = _count_unequal(held.get(name), first, second, me)
+            same = (
+                f"{count} of the {of} elements of {name!r} differ, and all else that Ronde compares"
+            )
+            if count == len(parts) == 1:
+                why = (
+                    f"{same} is equal. A bit has flipped in a worker's memory or processor, or the "
+                    "script changes that weight on some ranks only"
+                )
+                cure = "Take the host out if this happens again, and go on"
+            else:
+                why = (
+                    f"{same} (rates, settings, the place in the data, what is frozen) is equal. "
+                    "Something changes weights, gradients, or the optimizer's state on some ranks "
+                    "only: see .data, .grad and optimizer.state in the script"
+                )
         raise WorldError(
             f"after step {step}, replicas of the model are not equal: "
-            f"{'; '.join(found[:_SHOWN])}{more}. {since} they were equal: a bit has flipped in a "
-            "worker's memory or processor, or the script changes weights on some ranks only. Take "
-            "the host out if this happens again, and go on from a checkpoint that is not later "
-            f"than step {self._last}."
+            f"{'; '.join(found[:_SHOWN])}{more}. {since} they were equal: {why}. {cure or 'Go on'} "
+            f"from a checkpoint that is not later than step {self._last}."
         )
 
 
-def _differences(everyone: list[dict[str, Any]]) -> tuple[int, list[str]]:
-    """How many parts two ranks or more hold, and a phrase for each of which they hold other bits:
-    the minority is named, or all of them if there is none.
+@torch.no_grad()
+def _count_unequal(
+    parameter: torch.nn.Parameter | None, first: int, second: int, me: World
+) -> tuple[int, int]:
+    """How many elements of a part differ between two ranks, and of how many. A collective."""
+    found = torch.zeros(2, dtype=torch.int64, device=me.device)
+    if me.rank in (first, second):
+        assert parameter is not None
+        mine = local_part(parameter).contiguous()
+        if me.rank == first:
+            dist.send(mine, second)
+        else:
+            theirs = torch.empty_like(mine)
+            dist.recv(theirs, first)
+            unequal = (mine != theirs) & ~(mine.isnan() & theirs.isnan())
+            found[0], found[1] = int(unequal.sum()), mine.numel()
+    dist.all_reduce(found)
+    count, of = found.tolist()
+    return count, of
+
+
+def _differences(
+    everyone: list[dict[str, Any]],
+) -> tuple[int, list[str], list[tuple[str, int, int]]]:
+    """How many parts two ranks or more hold, a phrase for each of which they hold other bits, and
+    its name with two such ranks: the minority is named, or all of them if there is none.
     """
-    compared, found = 0, []
+    compared, found, which = 0, list[str](), list[tuple[str, int, int]]()
     for name in dict.fromkeys(name for each in everyone for name in each):
         parts: dict[str, dict[str, list[int]]] = {}
         for rank, each in enumerate(everyone):
@@ -83,6 +137,7 @@ def _differences(everyone: list[dict[str, Any]]) -> tuple[int, list[str]]:
             compared += sum(map(len, ranks)) > 1
             if len(ranks) < 2:
                 continue
+            which.append((name, ranks[0][0], ranks[1][0]))
             if len(ranks[0]) > len(ranks[1]):
                 odd = sorted(rank for some in ranks[1:] for rank in some)
                 found.append(
@@ -91,4 +146,4 @@ def _differences(everyone: list[dict[str, Any]]) -> tuple[int, list[str]]:
             else:
                 sides = " and ".join(ranks_text(some) for some in ranks)
                 found.append(f"{name!r} differs between {sides}, and either may be wrong")
-    return compared, found
+    return compared, found, which

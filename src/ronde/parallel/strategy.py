@@ -113,6 +113,8 @@ class Strategy:
         exchange: what averages gradients in another way than the backend's all-reduce; else None.
         note: a sentence about how it was chosen, or empty.
         split_at: names of the modules that begin a pipeline's later stages.
+        on_change: called before it follows parameters that were frozen, thawed or replaced: lets
+            all ranks agree on them.
         noise: measures the gradient noise scale, where that costs nothing; else None.
         waited_seconds: how long this worker waited for the exchange of the last step, if known.
     """
@@ -127,6 +129,7 @@ class Strategy:
     exchange: Exchange | None = None
     note: str = ""
     split_at: tuple[str, ...] = ()
+    on_change: Callable[[], None] = staticmethod(lambda: None)
     noise: NoiseScale | None = None
     waited_seconds: float | None = None
 
@@ -215,15 +218,26 @@ class Strategy:
 
 
 class Flags:
-    """Which parameters exist and require gradients, to detect changes cheaply."""
+    """Which parameters exist and require gradients, to detect changes cheaply.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    Args:
+        replaced: also notice layers and parameters that were replaced.
+    """
+
+    def __init__(self, model: torch.nn.Module, replaced: bool = False) -> None:
         self._parameters = list(model.parameters())
         self._flags = [p.requires_grad for p in self._parameters]
+        modules = list(model.modules()) if replaced else []
+        self._members = [d for m in modules for d in (m._modules, m._parameters) if d]
+        self._ids = self._members_now()
+
+    def _members_now(self) -> list[int]:
+        return [id(member) for members in self._members for member in members.values()]
 
     def changed(self) -> bool:
-        """Whether a parameter was frozen or thawed."""
-        return [p.requires_grad for p in self._parameters] != self._flags
+        """Whether a parameter was frozen or thawed, or replaced."""
+        flags = [p.requires_grad for p in self._parameters]
+        return flags != self._flags or self._members_now() != self._ids
 
 
 def forget_frozen(model: nn.Module) -> None:

@@ -188,8 +188,6 @@ class Plan:
                 parts.append(f"virtual={self.virtual}")
             if self.schedule != "1f1b":
                 parts.append(f"schedule={self.schedule}")
-            if self.split_at:
-                parts.append("split_at=" + "+".join(self.split_at))
             if self.optimize != "speed":
                 parts.append(f"optimize={self.optimize}")
         if self.tensor > 1:
@@ -207,6 +205,8 @@ class Plan:
             parts = [*(parts or ["replicate"]), f"reducer={self.reducer}"]
         if self.micro_batch:
             parts = [*(parts or ["replicate"]), f"micro_batch={self.micro_batch}"]
+        if self.pipeline > 1 and self.split_at:
+            parts.append("split_at=" + "+".join(self.split_at))
         return ",".join(parts) or "replicate"
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = [
     "check_shared",
     "is_whole",
     "run_facts",
+    "setting",
     "lazy_names",
 ]
 
@@ -192,10 +194,12 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
     )
 
 
-def _setting(value: Any) -> Any:
+def setting(value: Any) -> Any:
+    """An optimizer's setting as JSON: the same on all ranks, if the ranks agree."""
     if isinstance(value, torch.Tensor):
         return value.tolist() if value.numel() <= 16 else "tensor"
-    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+    plain = value is None or isinstance(value, bool | int | float | str)
+    return value if plain else re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -221,13 +225,21 @@ def run_facts(
         facts[f"parameter {name!r}"] = _kind(p) + ("" if p.requires_grad else ", frozen")
     for name, b in model.named_buffers():
         facts[f"buffer {name!r}"] = _kind(b)
+    names = {id(p): name for name, p in model.named_parameters()}
+    facts["the order of the parameters"] = _digest(list(names.values()))
     facts["the optimizer"] = type(optimizer).__name__
     for i, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            fact = len(value) if key == "params" else _setting(value)
+            fact = len(value) if key == "params" else setting(value)
             facts[f"the optimizer's {key} (group {i})"] = fact
+        for place, p in enumerate(group["params"]):
+            facts[f"the place of {names.get(id(p))!r} in the optimizer"] = f"group {i}, {place}"
     facts["the scheduler"] = type(scheduler).__name__
     return facts
+
+
+def _digest(names: list[str]) -> str:
+    return hashlib.sha256(repr(names).encode()).hexdigest()[:12]
 
 
 def _drawn(order: Order, epoch: int) -> str:

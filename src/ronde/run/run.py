@@ -45,6 +45,7 @@ from ronde.run.batch_schedule import BatchSchedule, schedule_of
 from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
+from ronde.run.facts import FactCheck, trained
 from ronde.run.first_collectives import end_comparing
 from ronde.run.gather import gather_batch
 from ronde.run.group import RunGroup
@@ -72,7 +73,13 @@ from ronde.watch import (
     Warned,
     Watcher,
 )
-from ronde.world import ArgumentError, CheckpointError, LossError, RondeError, World
+from ronde.world import (
+    ArgumentError,
+    CheckpointError,
+    LossError,
+    RondeError,
+    World,
+)
 from ronde.world.rendezvous import counted, rendezvous
 
 if TYPE_CHECKING:
@@ -217,6 +224,10 @@ class Run:
         self._unchecked_steps = CHECKED_STEPS if me.size > 1 else 0
         self._replicas = ReplicaCheck(check_replicas or 1)
         self._replicas.possible = me.size > 1 and check_replicas is not None
+        self._facts = FactCheck(self, me) if me.size > 1 and not hooks.observed() else None
+        self._left = ""  # where the script left run.batches(), if in the middle of an epoch
+        self._trains = trained(self.model)
+        strategy.on_change = self._agree_on_change
         self._warned_of_save = False
         self._last_saved_step = -1
         self._last_saved_time = self._started = time.monotonic()
@@ -906,6 +917,7 @@ class Run:
         for run in runs.values():
             exchange_state.check_settled(run, "run.save()")
             if not group.saving.ends:  # a script may have ended on this rank only
+                run._rendezvous.meet("run.save()")
                 run._compare_replicas(run.state.step, save=True)
         group.due = False
         for run in runs.values():
@@ -1140,22 +1152,43 @@ class Run:
         return self.state.epoch == epoch
 
     def _optimizer_step(self) -> None:
+        if self._facts is not None:
+            self._facts.begin(self)
         if self._scaler is not None:
             self._scaler.step(self.optimizer)
             self._scaler.update()
         else:
             self.optimizer.step()
         self._strategy.updated()
+        why = self._facts.end(self) if self._facts is not None else ""
         if self._unchecked_steps and not hooks.observed() and not self._strategy.drifts:
             self._unchecked_steps -= 1
             same = check_step(self._strategy, self._work.tied, self.plan, self._me)
             self._replicas.possible &= same
         else:
-            self._compare_replicas(self.state.step + 1)
+            self._compare_replicas(self.state.step + 1, must=bool(why))
+        if why and self.plan.shard != "none":  # parts that are held once, or sent to all again
+            self._warn(f"step {self.state.step + 1}: {why}")
+        if why and self._facts is not None:
+            self._facts.changed.clear()
 
-    def _compare_replicas(self, step: int, save: bool = False) -> None:
-        if self._replicas.is_due(step, save) and not (hooks.observed() or self._strategy.drifts):
-            self._replicas.check(self._strategy, self._work.tied, self._me, step)
+    def _compare_replicas(self, step: int, save: bool = False, must: bool = False) -> None:
+        facts, due = self._facts, self._replicas.is_due(step, save or must)
+        if facts is not None and due and not self._strategy.drifts:
+            explain = partial(facts.explain, self)
+            self._replicas.check(self._strategy, self._work.tied, self._me, step, explain)
+            facts.changed.clear()
+
+    def _agree_on_change(self) -> None:
+        """All ranks froze, thawed, or replaced the same parameters. A meeting."""
+        before, self._trains = self._trains, trained(self.model)
+        changed = [n for n, flag in self._trains.items() if before.get(n) != flag]
+        what = (
+            f"after requires_grad_(…) of {changed[0]!r}" if changed else "after replacing a layer"
+        )
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        inside = bool(self._rendezvous.doing)
+        self._rendezvous.meet(f"run.step(batch) {what}{more}", within=inside)
 
     def _report_comparison(self, comparison: PredictionCheck) -> None:
         self._comparison = None
@@ -1174,6 +1207,10 @@ class Run:
         self._share = None  # a loop that was left before its last step may have set it
         epoch = state.epoch
         checks.check_length(self._taken, epoch)
+        if self._left and not hooks.observed():
+            call = f"run.batches() after it had left the loop {self._left}"
+            self._left = ""
+            self._rendezvous.meet(call)
         with self._rendezvous.call("run.batches()"):
             self._strategy.start_epoch()
         hooks.observer.on_epoch_start(self)
@@ -1281,6 +1318,9 @@ class Run:
             while self._goes_back and self._roll_back():
                 yield from self._read_batches()
         finally:
+            state = self.state
+            if state.epoch_samples and not self._epoch_is_over():
+                self._left = f"in epoch {state.epoch + 1}, after {state.epoch_samples} samples"
             self._script_time.end_reading()
             self._group.end_reading(token)
 

@@ -14,6 +14,8 @@ from ronde.world.identity import World, ranks_text
 
 __all__ = ["agree", "broadcast_json", "gather_json"]
 
+_SHOWN = 5
+
 
 def _bytes(value: Any) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -52,6 +54,25 @@ def broadcast_json(me: World, value: Any) -> Any:
     return json.loads(bytes(text.cpu().numpy()).decode())
 
 
+def _is_of_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _without_common(lists: list[list[str]]) -> dict[str, list[int]]:
+    """What each list has and not all others, shown -> ranks; their beginnings, if all have the same
+    in another order.
+    """
+    common = set[str]() if len(set(map(frozenset, lists))) == 1 else set(lists[0])
+    common = common.intersection(*lists)
+    values: dict[str, list[int]] = {}
+    for rank, each in enumerate(lists):
+        own = [name for name in each if name not in common]
+        more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+        shown = ", ".join(map(repr, own[:_SHOWN])) + more
+        values.setdefault(shown or "none", []).append(rank)
+    return values
+
+
 def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
     """Raise unless every rank has the same ``facts``. A collective.
 
@@ -74,6 +95,8 @@ def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
         for rank, each in enumerate(everyone):
             shown = json.dumps(each[name]) if name in each else "nothing"
             values.setdefault(shown, []).append(rank)
+        if len(values) > 1 and all(_is_of_names(each.get(name)) for each in everyone):
+            values = _without_common([each[name] for each in everyone])
         if len(values) > 1:
             said = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in values.items())
             raise WorldError(

@@ -30,6 +30,7 @@ __all__ = ["LateError", "Rendezvous", "counted", "rendezvous"]
 
 _PUBLISH_SECONDS = 1.0
 _LOOK_SECONDS = 0.5  # between two looks at what missing ranks do
+_LOOKS_WITHIN = 5  # that find a rank elsewhere, where it may still be on its way
 _SAY_AFTER_SECONDS, _SAY_EVERY_SECONDS = 5.0, 60.0
 _LEAVE_SECONDS = 2.0
 _ENDED = "ended its script"
@@ -163,6 +164,7 @@ class Rendezvous:
         advice: str = "",
         place: str = "",
         at_most_seconds: float = math.inf,
+        within: bool = False,
     ) -> list[Any]:
         """Wait until all ranks have called the same; returns their ``facts``, in rank order.
 
@@ -175,6 +177,8 @@ class Rendezvous:
             advice: what to do if others do something else.
             place: the script's line, for errors. It may differ between ranks.
             at_most_seconds: how long to wait for a rank that is merely late.
+            within: a call of the whole world is under way, and the ranks meet in its beginning: one
+                that has begun it and does not come within seconds has gone on in it.
 
         Raises:
             WorldError: a rank called something else, went on to a later call, or ended.
@@ -196,16 +200,18 @@ class Rendezvous:
                 own = f"{name}/{n}/{self.me.rank}"
                 self._store.set(own, _signed(own, mine))
             # After the key: a rank that has begun this call, and has no key, began another one.
-            past = self.begun
+            past = self.begun - within
             if chosen == everyone:
                 self.begun += 1
             self._publish()
             keys = {rank: f"{name}/{n}/{rank}" for rank in chosen}
-            if (gone := self._wait(shown, keys, past, advice, at_most_seconds)) is not None:
+            looks = _LOOKS_WITHIN if within else 1
+            gone = self._wait(shown, keys, past, advice, at_most_seconds, looks)
+            if gone is not None:
                 # Others never came. A script that catches the error may meet them here next time.
                 with suppress(RuntimeError), self._lock:
                     self._store.delete_key(keys[self.me.rank])
-                self._met[chosen], self.begun = n - 1, past
+                self._met[chosen], self.begun = n - 1, past + within
                 raise self.refuse(gone)
             with self._lock:
                 names = list(keys.values())
@@ -227,9 +233,15 @@ class Rendezvous:
         return [facts for _, facts, _, _ in found]
 
     def _wait(
-        self, what: str, keys: dict[int, str], past: int, advice: str, at_most_seconds: float
+        self,
+        what: str,
+        keys: dict[int, str],
+        past: int,
+        advice: str,
+        at_most_seconds: float,
+        looks: int,
     ) -> WorldError | None:
-        """None once all are here, or the error that one never will be."""
+        """None once all are here, or the error that one never will be, as ``looks`` looks tell."""
         start = looked = time.monotonic()
         say_at, pause = start + _SAY_AFTER_SECONDS, 0.0002
         while True:
@@ -248,7 +260,10 @@ class Rendezvous:
                 continue
             for rank in missing:
                 if (gone := self._look(rank, what, keys[rank], past, advice)) is not None:
-                    return gone
+                    looks -= 1
+                    if looks <= 0:
+                        return gone
+                    break
             if now - start > at_most_seconds:
                 raise LateError(f"{ranks_text(missing)} did not call {what}.")
             if now > say_at:
@@ -305,6 +320,14 @@ class Rendezvous:
                 begun, text = _verified("refused", self._store.get("refused"))
                 if abs(self.begun - begun) <= 2:
                     return WorldError(text)
+            for rank in range(self.me.size):
+                if rank != self.me.rank and self._store.check([f"at/{rank}"]):
+                    at = f"at/{rank}"
+                    if _verified(at, self._store.get(at))[1] == _ENDED:
+                        return WorldError(
+                            f"rank {self.me.rank} is in {self.doing}, and rank {rank} {_ENDED}. "
+                            f"{_ADVICE}"
+                        )
         return error
 
 
@@ -344,6 +367,8 @@ def counted(
                 return method(self, *args, **kwargs)
             except Exception as error:
                 meeting.heartbeat.failed(error)  # the script may catch it, and do something else
+                if isinstance(error, RondeError):
+                    meeting.refuse(error)  # others may wait in an exchange
                 if not isinstance(error, RuntimeError):
                     raise
                 explained = meeting.explain(error)

@@ -1,0 +1,207 @@
+"""Compares what ranks never exchange, in the first steps and every few after them: the place in the
+data, the optimizer's settings, which parameters train. What differs has a name.
+
+A check is one exchange of two numbers, under way while the optimizer steps. The facts themselves
+are exchanged only if the ranks' digests of them differ.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ronde.run.checks import setting
+from ronde.run.non_finite import NAN_EVERY
+from ronde.world import PlanError, World
+from ronde.world.consensus import agree, gather_json
+from ronde.world.identity import ranks_text
+
+if TYPE_CHECKING:
+    from ronde.run.step_port import RunParts
+
+__all__ = ["FactCheck", "trained"]
+
+_EVERY = 8
+_SHOWN = 5
+_REPLACED, _TYPES = "the modules that are new", "the parameters' new types"
+
+
+def trained(model: nn.Module) -> dict[str, bool]:
+    """Parameter -> whether it is trained."""
+    return {name: p.requires_grad for name, p in model.named_parameters()}
+
+
+class FactCheck:
+    """The facts of one run, as they were when the model was laid out and as they are now.
+
+    Args:
+        me: this worker.
+
+    Attributes:
+        changed: parameter -> how often something besides the optimizer has changed it in place
+            since the replicas were last compared.
+        agreed: the last step at which all ranks had the same facts.
+    """
+
+    def __init__(self, run: RunParts, me: World) -> None:
+        self._me = me
+        self.changed: dict[str, int] = {}
+        self.agreed = 0
+        self._count = 0
+        self._due = False
+        self._sent: tuple[Any, torch.Tensor] | None = None
+        plan = run.plan
+        kind = plan.shard if plan.family == "shard" else plan.family
+        self._divides = kind not in ("replicate", "optimizer")
+        self._watches = plan.pipeline == 1
+        # Workers that have state of all parameters have counted the same steps.
+        rows = min(p.shape[0] if p.dim() else 0 for p in run.model.parameters())
+        parts = kind in ("gradients", "parameters") and rows >= me.size
+        self._counts = kind == "replicate" or parts
+        self._groups = [list(map(id, group["params"])) for group in run.optimizer.param_groups]
+        self._look_at(run.model)
+
+    def _look_at(self, model: nn.Module) -> None:
+        self._named = dict(model.named_parameters())
+        self._watched = list(self._named.values()) if self._watches else []
+        self._versions: list[int] | None = None
+        self._modules = list(model.named_modules())
+        self._children = [id(child) for _, m in self._modules for child in m._modules.values()]
+        self._types = {name: p.dtype for name, p in self._named.items()}
+
+    # -- in each step ------------------------------------------------------------------
+
+    def begin(self, run: RunParts) -> None:
+        """Called before the optimizer steps. A collective in the steps that are checked."""
+        if self._versions is not None:
+            now = [p._version for p in self._watched]
+            if now != self._versions:
+                for name, before, after in zip(self._named, self._versions, now, strict=True):
+                    if before != after:
+                        self.changed[name] = self.changed.get(name, 0) + 1
+        self._count = count = self._count + 1
+        # To read a number, a GPU is waited for.
+        every = _EVERY if self._me.device.type == "cpu" else NAN_EVERY
+        self._due |= count % every == 0 or (count < every and not count & (count - 1))
+        if not self._due or run._strategy.drifts:
+            return
+        self._due = False
+        self._facts = self._now(run)
+        digest = zlib.crc32(json.dumps([self._facts, self.changed]).encode())
+        both = torch.tensor([digest, -digest], device=self._me.device)
+        self._sent = dist.all_reduce(both, dist.ReduceOp.MAX, async_op=True), both
+
+    def end(self, run: RunParts) -> str:
+        """Called after the optimizer has stepped. Returns what has changed weights in place on some
+        ranks only, as a phrase: if anything, the replicas must be compared.
+
+        Raises:
+            WorldError: on every rank, with the first fact that differs.
+        """
+        self._versions = [p._version for p in self._watched] if self._watched else None
+        if self._sent is None:
+            return ""
+        (work, both), self._sent = self._sent, None
+        work.wait()
+        highest, lowest = both.tolist()
+        why = ""
+        if highest != -lowest:
+            self._agree(run)
+            why = self._who_changed()
+        self.agreed = run.state.step + 1
+        if self._divides and self._facts[_REPLACED]:
+            raise PlanError(
+                f"plan={run.plan.spec!r}: {self._facts[_REPLACED][0]!r} was replaced after "
+                "ronde.distribute had divided the model over the workers: nothing exchanges the "
+                "gradients of what stands there now. Build the model before ronde.distribute."
+            )
+        if types := self._facts[_TYPES]:
+            name, now = next(iter(types.items()))
+            raise PlanError(
+                f"parameter {name!r} was {self._types[name]} when ronde.distribute laid out how "
+                f"gradients are exchanged, and is {now} now. Convert the model before "
+                "ronde.distribute, or give precision='bf16'."
+            )
+        return why
+
+    def _agree(self, run: RunParts) -> None:
+        since = f", after they agreed at step {self.agreed}" if self.agreed else ""
+        agree(self._me, self._facts, f"step {run.state.step + 1}{since}")
+
+    def explain(self, run: RunParts) -> str:
+        """Why replicas are not equal, as far as that is known; empty if not. A collective.
+
+        Raises:
+            WorldError: on every rank, if the facts differ.
+        """
+        self._facts = self._now(run)
+        self._agree(run)
+        return self._who_changed()
+
+    def _who_changed(self) -> str:
+        """A parameter that was changed in place on some ranks only, as a phrase; empty if none was.
+        A collective.
+        """
+        everyone = gather_json(self._me, self.changed)
+        for name in dict.fromkeys(name for each in everyone for name in each):
+            counts = [each.get(name, 0) for each in everyone]
+            if len(set(counts)) > 1:
+                who = ranks_text([rank for rank, n in enumerate(counts) if n == max(counts)])
+                return (
+                    f"something besides the optimizer has changed {name!r} in place on {who}, and "
+                    "not on the others: let all ranks do it, or none"
+                )
+        return ""
+
+    # -- the facts ---------------------------------------------------------------------
+
+    def _now(self, run: RunParts) -> dict[str, Any]:
+        """Name -> value: short where nothing has changed since the model was laid out."""
+        model, state = run.model, run.state
+        children = [id(child) for _, m in self._modules for child in m._modules.values()]
+        replaced: list[str] = []
+        if children != self._children:
+            known = {id(m) for _, m in self._modules}
+            replaced = [name for name, m in model.named_modules() if id(m) not in known]
+            if not self._divides:
+                self._look_at(model)
+        facts: dict[str, Any] = {
+            "the step": state.step + 1,
+            "the epoch": state.epoch + 1,
+            "the samples of the epoch so far": state.epoch_samples,
+            _REPLACED: replaced[:_SHOWN],
+            "the frozen parameters": [n for n, p in self._named.items() if not p.requires_grad],
+            "the modules in evaluation mode": [n for n, m in self._modules if not m.training],
+            _TYPES: self._changed_types(),
+        }
+        groups = run.optimizer.param_groups
+        facts["the number of the optimizer's groups"] = len(groups)
+        for i, group in enumerate(groups):
+            for key, value in group.items():
+                if key != "params":
+                    facts[f"the optimizer's {key} (group {i})"] = setting(value)
+            before = self._groups[i] if i < len(self._groups) else []
+            if (ids := list(map(id, group["params"]))) != before:
+                names = {id(p): name for name, p in model.named_parameters()}
+                facts[f"the parameters of the optimizer's group {i}"] = [
+                    names.get(each, "a parameter of no module") for each in ids
+                ]
+        if run.scheduler is not None:
+            facts["the scheduler's last_epoch"] = getattr(run.scheduler, "last_epoch", None)
+        if self._counts:
+            states = run.optimizer.state.values()
+            counts = [s["step"] for s in states if isinstance(s, Mapping) and "step" in s]
+            on_cpu = [float(c) for c in counts if not getattr(c, "is_cuda", False)]
+            if on_cpu:
+                facts["the steps that the optimizer has counted"] = [min(on_cpu), max(on_cpu)]
+        return facts
+
+    def _changed_types(self) -> dict[str, str]:
+        changed = {n: str(p.dtype) for n, p in self._named.items() if p.dtype != self._types[n]}
+        return dict(list(changed.items())[:_SHOWN])
