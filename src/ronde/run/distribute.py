@@ -171,8 +171,8 @@ def distribute(
             the background: the training stops for a copy in the host's memory only, which is kept
             for the next one. False writes them while the training waits.
         check_replicas: optimizer steps from one comparison of the replicas' weights, by digest, to
-            the next; also before each checkpoint. A flipped bit is an error that names rank and
-            parameter. None never compares.
+            the next; also after 4, 8, 16, … and before each checkpoint. A flipped bit is an error
+            that names rank and parameter. None never compares.
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights change;
             ``"ignore"`` trains on. On accelerators, where a check waits for the device, it checks
             one step in fifty. ``"skip"`` looks at loss and gradients of each step, and leaves out
