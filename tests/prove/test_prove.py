@@ -162,10 +162,10 @@ def test_where_only_random_numbers_differ_it_is_equal(pool: Pool, script: str, n
     plans = ["replicate", "pipeline=2"] if name == "vae" else ["replicate"]
     verdict = Study(pool, [str(HERE / "prove_scripts" / script), name], 6, 120).verdict(plans)
     assert verdict.status == "equal" and verdict.exit_status == 0, verdict
-    [note] = [n for n in verdict.notes if n.startswith("Only random numbers differ (drawn from ")]
-    assert "the same in distribution" in note and (
-        name != "vae" or "randn_like at noisy.py" in note
-    )
+    notes = [n for n in verdict.notes if n.startswith("Only random numbers differ (drawn from ")]
+    assert notes or script != "noisy.py"  # the others draw the same on any number of workers
+    assert all("the same in distribution" in note for note in notes)
+    assert name != "vae" or "randn_like at noisy.py" in notes[0]
     assert all(p.steps == 6 and p.evaluations == 2 for p in verdict.plans)
 
 

@@ -585,17 +585,10 @@ def _filled(draw: _Draw, kind: str, dtype: torch.dtype, args: Any, kwargs: Any) 
     if kind == "uniform":
         low, high = given(0, ("from", "a"), 0.0), given(1, ("to", "b"), 1.0)
         return draw.uniform(dtype).mul_(high - low).add_(low)
-    if kind in ("normal", "log_normal"):
-        default = (0.0, 1.0) if kind == "normal" else (1.0, 2.0)
-        made = draw.normal() * given(1, ("std",), default[1]) + given(0, ("mean",), default[0])
-        return made if kind == "normal" else made.exp_()
+    if kind == "normal":
+        return draw.normal() * given(1, ("std",), 1.0) + given(0, ("mean",), 0.0)
     if kind == "exponential":
         return draw.open().log_().mul_(-1 / given(0, ("lambd",), 1.0))
-    if kind == "cauchy":
-        made = draw.open().sub_(0.5).mul_(math.pi).tan_()
-        return made.mul_(given(1, ("sigma",), 1.0)).add_(given(0, ("median",), 0.0))
-    if kind == "geometric":
-        return draw.open().log_().div_(math.log1p(-given(0, ("p",), None))).ceil_()
     low, high = (0, args[0]) if len(args) == 1 else (given(0, ("from", "low"), 0), None)
     high = given(1, ("to", "high"), high)
     if high is None:
@@ -683,20 +676,17 @@ def _replacements() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     yield torch, "multinomial", _multinomial
     yield torch.Tensor, "multinomial", _multinomial
     yield torch.Tensor, "bernoulli", _fill
-    fills = "bernoulli uniform normal log_normal exponential cauchy geometric random"
-    for name in fills.split():
+    for name in ("bernoulli", "uniform", "normal", "exponential", "random"):
         yield torch.Tensor, f"{name}_", _fill
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def _wrapped(original: Any, name: str, make: Callable[..., Any]) -> Any:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        idle = _Now.current is None and _Now.count is None and _Now.record is None
-        if idle or _Now.inside or _is_traced():
+        # First: a compiler would guard what is read here.
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+            return original(*args, **kwargs)
+        if _Now.inside or not draws_globally():
             return original(*args, **kwargs)
         if torch._C._is_torch_function_mode_enabled():
             return handle_torch_function(call, (), *args, **kwargs)

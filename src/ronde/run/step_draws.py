@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.random import fork_rng
 
 from ronde.capture import GlobalDraws, Recorded, aside, compiled, recorded_draws, replaced
 from ronde.capture.pass_state import SavedState
@@ -68,10 +69,11 @@ def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
     probes = {}
     modules = [m for m in (work.model, calls.loss) if isinstance(m, nn.Module)]
     state = SavedState(nn.ModuleList(modules))
+    devices = {p.device.index for p in work.model.parameters() if p.is_cuda}
     try:
         for samples in _PROBED:
             batch = work.sample(samples)
-            with torch.no_grad(), aside(), recorded_draws() as made:
+            with torch.no_grad(), aside(), recorded_draws() as made, fork_rng(devices):
                 work.compute(batch)
             probes[samples] = made
     except Exception:
