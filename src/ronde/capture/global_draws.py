@@ -62,6 +62,7 @@ class _Pass:
     key: int
     low: int  # place of its first sample in the global batch
     rows: int
+    in_loop: bool  # what the script draws in the body of its loop is in it
     numbers: dict[int, int] = field(default_factory=dict)  # of draws, by the clock
     following: int = 0  # number of the next draw
     watched: torch.Tensor | None = None  # state of torch's generator after the last draw
@@ -177,16 +178,19 @@ class GlobalDraws:
         self._probes = dict(probes)
         self._layouts: dict[Any, _Layout] = {}
 
-    def begin(self, key: int, low: int, high: int, seed: int, watched: bool) -> None:
+    def begin(
+        self, key: int, low: int, high: int, seed: int, watched: bool, in_loop: bool = False
+    ) -> None:
         """A pass begins, over samples ``low`` to ``high`` of the global batch.
 
         Args:
             key: of the step, the same on every worker.
             seed: of torch's generator, another one for each pass of a step.
             watched: notice draws that are not replaced.
+            in_loop: the script draws in the body of its loop: the probes may not have seen that.
         """
         torch.default_generator.manual_seed(seed)
-        at = _Pass(self, key, low, max(high - low, 1))
+        at = _Pass(self, key, low, max(high - low, 1), in_loop)
         if watched:
             at.watched = torch.default_generator.get_state()
         _Now.passes[seed] = _Now.current = at
@@ -224,11 +228,13 @@ class GlobalDraws:
             _Now.passes[seed] = around
             torch.default_generator.manual_seed(seed)
 
-    def layout(self, number: int, name: str, shape: tuple[int, ...], rows: int) -> _Layout:
+    def layout(self, at: _Pass, number: int, name: str, shape: tuple[int, ...]) -> _Layout:
         """Where the samples are in a draw."""
-        found = self._layouts.get((number, name, shape, rows))
+        rows = at.rows
+        key = (number, name, shape, rows, at.in_loop)
+        found = self._layouts.get(key)
         if found is None:
-            found, doubt = self._find(number, name, shape, rows)
+            found, doubt = self._find(number, name, shape, rows, at.in_loop)
             if doubt and self._tensor > 1:
                 raise PlanError(
                     f"plan={self._spec!r}, randomness='global': {name} at {_where()} draws the "
@@ -240,11 +246,11 @@ class GlobalDraws:
                     f"{name} at {_where()} draws the shape {list(shape)} for {rows} samples, and "
                     f"{doubt}: on another number of workers the numbers may be others"
                 )
-            self._layouts[number, name, shape, rows] = found
+            self._layouts[key] = found
         return found
 
     def _find(
-        self, number: int, name: str, shape: tuple[int, ...], rows: int
+        self, number: int, name: str, shape: tuple[int, ...], rows: int, in_loop: bool
     ) -> tuple[_Layout, str]:
         """The layout, and what is doubtful about it."""
         if not shape:
@@ -266,7 +272,8 @@ class GlobalDraws:
             elif was == now * parts and divided is None:
                 divided = a
             else:
-                return self._guess(shape, rows)[0], "its shape depends on the other samples, too"
+                guess, doubt = self._guess(shape, rows)
+                return guess, doubt if in_loop else "its shape depends on the other samples, too"
         if divided == len(shape) - 1 and known.shape[-1] in self.fused:
             return _Layout(), "its columns belong to several tensors"
         each = 1 if axis is None else shape[axis] // rows
@@ -463,7 +470,7 @@ def _draw(
         )
         return None
     number = at.number()
-    layout = at.draws.layout(number, name, shape, at.rows)
+    layout = at.draws.layout(at, number, name, shape)
     return _Draw(at, number, layout, shape, device)
 
 

@@ -154,7 +154,8 @@ class StepDraws:
         self._seed = (self._seed + 1) & _MASK
         low, high = micro
         key = self._key ^ in_loop
-        self.draws.begin(key, low - share.start, high - share.start, self._seed, self._watched)
+        low, high = low - share.start, high - share.start
+        self.draws.begin(key, low, high, self._seed, self._watched, in_loop)
         if self._me.device.type == "cuda":
             torch.cuda.manual_seed(self._seed)
 
