@@ -343,7 +343,8 @@ def test_a_hang_is_named_with_its_host(hosts, place):
         assert "0.0.0.0" not in (told := (place / f"listening-{rank}").read_text()), told
         assert "::" not in told.split() and "10." in told, told
     events = [json.loads(x) for x in (place / "runs" / "hangs" / "record.jsonl").open()]
-    assert [e["sentence"] for e in events if e["type"] == "hang"] == [sentence]
+    ended = [e["sentence"] for e in events if e["type"] == "hang" and not e["slow"]]
+    assert ended == [sentence]  # under load, a notice may come before
     assert "The stack of rank 1:" in (place / "runs" / "hangs" / "logs" / "rank-1.log").read_text()
 
 
