@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -228,11 +229,13 @@ class Flags:
         self._parameters = list(model.parameters())
         self._flags = [p.requires_grad for p in self._parameters]
         modules = list(model.modules()) if replaced else []
-        self._members = [d for m in modules for d in (m._modules, m._parameters) if d]
+        self._members: list[dict[str, Any]] = [
+            d for m in modules for d in (m._modules, m._parameters) if d
+        ]
         self._ids = self._members_now()
 
     def _members_now(self) -> list[int]:
-        return [id(member) for members in self._members for member in members.values()]
+        return list(map(id, chain.from_iterable(map(dict.values, self._members))))
 
     def changed(self) -> bool:
         """Whether a parameter was frozen or thawed, or replaced."""

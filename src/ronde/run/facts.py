@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,8 +73,11 @@ class FactCheck:
         self._watched = list(self._named.values()) if self._watches else []
         self._versions: list[int] | None = None
         self._modules = list(model.named_modules())
-        self._children = [id(child) for _, m in self._modules for child in m._modules.values()]
+        self._children = self._children_now()
         self._types = {name: p.dtype for name, p in self._named.items()}
+
+    def _children_now(self) -> list[int]:
+        return list(map(id, chain.from_iterable(m._modules.values() for _, m in self._modules)))
 
     # -- in each step ------------------------------------------------------------------
 
@@ -164,9 +168,8 @@ class FactCheck:
     def _now(self, run: RunParts) -> dict[str, Any]:
         """Name -> value: short where nothing has changed since the model was laid out."""
         model, state = run.model, run.state
-        children = [id(child) for _, m in self._modules for child in m._modules.values()]
         replaced: list[str] = []
-        if children != self._children:
+        if self._children_now() != self._children:
             known = {id(m) for _, m in self._modules}
             replaced = [name for name, m in model.named_modules() if id(m) not in known]
             if not self._divides:
