@@ -62,9 +62,10 @@ class FactCheck:
         self._divides = kind not in ("replicate", "optimizer")
         self._watches = plan.pipeline == 1
         # Workers that have state of all parameters have counted the same steps.
-        rows = min(p.shape[0] if p.dim() else 0 for p in run.model.parameters())
-        parts = kind in ("gradients", "parameters") and rows >= me.size
-        self._counts = kind == "replicate" or parts
+        rows = [p.shape[0] if p.dim() else 0 for p in run.model.parameters()]
+        all_have_rows = all(-(-n // me.size) * (me.size - 1) < n for n in rows)
+        sharded = kind in ("gradients", "parameters") and all_have_rows
+        self._counts = (kind == "replicate" or sharded) and run._strategy.exchange is None
         self._groups = [list(map(id, group["params"])) for group in run.optimizer.param_groups]
         self._look_at(run.model)
 
