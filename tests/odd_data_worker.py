@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 import ronde
+from ronde import MicroBatches
 from ronde.watch import Warned, read
 
 os.environ["RONDE_RUNS"] = str(Path(sys.argv[1]).with_suffix(".runs"))
@@ -73,6 +74,7 @@ def train(
             if not own:
                 losses.append(run.step(change(batch)))
                 continue
+            batch = change(batch)
             run.backward(loss(model(batch[0]), batch[1]))
             losses.append(run.update())
         if test is not None:
@@ -81,7 +83,7 @@ def train(
         whole = torch.cat([p.detach().flatten() for p in copy.parameters()])
         good = [each for i in range(N) if (each := Broken()[i]) is not None]
         x, y = default_collate(good)
-        direct = float(F.mse_loss(copy(x), y))
+        direct = F.mse_loss(copy(x), y).item()
     events = read(run.dir.path / "record.jsonl") if run.is_main else []
     warned = [e.text for e in events if isinstance(e, Warned)]
     numbers = [float(each) for each in losses]
@@ -193,6 +195,19 @@ def divided_stream_in_a_process() -> dict[str, Any]:
 @case
 def divided_test_data() -> dict[str, Any]:
     return train(Data(), test=Divided())
+
+
+class Torn(Divided):
+    """With noise that nobody has seeded; labels tell."""
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        return x + random.SystemRandom().random(), y
+
+
+@case
+def divided_under_noise() -> dict[str, Any]:
+    return train(Torn())
 
 
 @case
@@ -325,10 +340,129 @@ def left_out_without_a_trace() -> dict[str, Any]:
     return _broken(collate=ragged, forward=forward)
 
 
+def _changed(change: Callable[[Any], Any], **options: Any) -> dict[str, Any]:
+    return train(Data(), change=change, **options)
+
+
+@case
+def mixed_in_the_loop() -> dict[str, Any]:
+    return _changed(lambda b: [0.7 * t + 0.3 * t.flip(0) for t in b])
+
+
+@case
+def mixed_in_place() -> dict[str, Any]:
+    return _changed(lambda b: [b[0].mul_(0.7).add_(0.3 * b[0].flip(0)), b[1]])
+
+
+@case
+def mixed_in_a_step_of_parts() -> dict[str, Any]:
+    mix = lambda b: (0.7 * b[0] + 0.3 * b[0].roll(1, 0), b[1])  # noqa: E731
+    return _changed(lambda micros: MicroBatches(map(mix, micros)), micro_batch=2)
+
+
+@case
+def cut_and_pasted() -> dict[str, Any]:
+    return _changed(lambda b: [torch.cat([b[0][:, :2], b[0].flip(0)[:, 2:]], 1), b[1]])
+
+
+@case
+def centered_by_the_batch() -> dict[str, Any]:
+    return _changed(lambda b: [(b[0] - b[0].mean(0)) / b[0].std(0), b[1]], drop_last=True)
+
+
+@case
+def scaled_by_the_batch() -> dict[str, Any]:
+    return _changed(lambda b: [b[0] / b[0].abs().max(), b[1]])
+
+
+@case
+def mixed_in_forward() -> dict[str, Any]:
+    return train(Data(), forward=lambda m, b: (m(0.7 * b[0] + 0.3 * b[0].flip(0)), b[1]))
+
+
+@case
+def mixed_in_forward_sharded() -> dict[str, Any]:
+    forward = lambda m, b: (m(0.7 * b[0] + 0.3 * b[0].flip(0)), b[1])  # noqa: E731
+    return train(Data(), forward=forward, shard="parameters" if SIZE > 1 else None)
+
+
+@case
+def mixed_before_a_pipeline() -> dict[str, Any]:
+    mix = lambda b: (0.7 * b[0] + 0.3 * b[0].roll(1, 0), b[1])  # noqa: E731
+    if SIZE != 2:
+        return _changed(mix)
+    pipes = lambda micros: MicroBatches(map(mix, micros), "pipeline=2")  # noqa: E731
+    return _changed(pipes, pipeline=2, micro_batch=4)
+
+
+@case
+def written_by_the_loss() -> dict[str, Any]:
+    return train(Data(), loss=lambda out, y: F.mse_loss(out, y.clamp_(min=0)))
+
+
+@case
+def mixed_in_an_own_loop() -> dict[str, Any]:
+    return train(Data(), own=True, change=lambda b: [0.7 * b[0] + 0.3 * b[0].flip(0), b[1]])
+
+
+@case
+def mixed_in_collate() -> dict[str, Any]:
+    def mix(samples: list[Any]) -> Any:
+        return [0.7 * t + 0.3 * t.roll(1, 0) for t in default_collate(samples)]
+
+    return train(DataLoader(Data(), 8, collate_fn=mix, num_workers=1))
+
+
+@case
+def mixed_over_gathered_rows() -> dict[str, Any]:
+    def mix(batch: Any) -> Any:
+        rank = Run.gather(torch.full((len(batch[0]),), RANK))
+        whole = [Run.gather(t) for t in batch]
+        mine = rank == RANK if (rank == RANK).any() else slice(0, 1)
+        return [(0.7 * t + 0.3 * t.flip(0))[mine] for t in whole]
+
+    return _changed(mix)
+
+
+@case
+def mixed_in_the_data() -> dict[str, Any]:
+    class Mixed(Data):
+        def __getitem__(self, i: int) -> Any:
+            share, j = torch.rand(()), int(torch.randint(self.n, ()))
+            pairs = zip(super().__getitem__(i), super().__getitem__(j), strict=True)
+            return tuple(share * one + (1 - share) * other for one, other in pairs)
+
+    return train(Mixed(), micro_batch=2, epochs=2)
+
+
+@case
+def packed_again() -> dict[str, Any]:
+    def pack(b: Any) -> Any:
+        x, y = (t.to("cpu").double() for t in b)
+        return {"x": x.reshape(-1, 5, 1), "y": y.clone(), "mask": x > 0, "step": torch.ones(())}
+
+    return _changed(pack, forward=lambda m, b: (m(b["x"].squeeze(-1)), b["y"]))
+
+
+@case
+def scaled_by_constants() -> dict[str, Any]:
+    return _changed(lambda b: [(b[0] - 0.5) / 0.25, b[1].masked_fill(b[1] > 0.9, 0.0)])
+
+
+@case
+def several_calls() -> dict[str, Any]:
+    def forward(model: Any, b: Any) -> Any:
+        return model(b[0]) + 0.1 * model(b[0].cos()), b[1]
+
+    return train(Data(), forward=forward, test=Data())
+
+
+TWO = ("piped", "tensor", "pipeline")
 only = sys.argv[2:]
 results = {}
 for name, call in CASES.items():
-    if only and name not in only:
+    # of pipelines and tensors two workers tell, of the rest three
+    if (only and name not in only) or (SIZE == 2) > (name.split("_")[-1] in TWO):
         continue
     try:
         results[name] = call()

@@ -24,10 +24,14 @@ def found(tmp_path_factory):
     return results
 
 
+def others(found, name):
+    return [workers for workers in (2, 3) if name in found[workers]]
+
+
 def check_same(found, name):
     one = found[1][name]
     assert "error" not in one, one
-    for workers in (2, 3):
+    for workers in others(found, name):
         many = found[workers][name]
         assert "error" not in many, many
         for part in ("losses", "weights"):
@@ -46,7 +50,7 @@ def test_an_epoch_that_the_script_sets_reaches_the_loaders(found, name):
 
 
 def test_a_data_set_that_grows_is_refused(found):
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         said = found[workers]["data_that_grow"]["error"]
         assert "the data set has 21 samples in epoch 2, and had 20 when" in said
 
@@ -58,11 +62,20 @@ def test_an_evaluation_follows_its_data_set(found):
 
 
 @pytest.mark.parametrize(
-    "kind", ["", "_by_subset", "_in_processes", "_stream", "_stream_in_a_process", "_test_data"]
+    "kind",
+    [
+        "",
+        "_by_subset",
+        "_in_processes",
+        "_stream",
+        "_stream_in_a_process",
+        "_test_data",
+        "_under_noise",
+    ],
 )
 def test_data_that_divide_themselves_are_refused(found, kind):
     assert "error" not in found[1][f"divided{kind}"]
-    for workers in (2, 3):
+    for workers in (3,):
         said = found[workers][f"divided{kind}"]["error"]
         where = "run.evaluate" if kind == "_test_data" else "run.batches"
         assert said.startswith(
@@ -72,7 +85,7 @@ def test_data_that_divide_themselves_are_refused(found, kind):
 
 def test_whole_data_are_not_refused(found):
     check_same(found, "whole_stream")
-    assert all("error" not in found[workers]["noise_of_each_rank"] for workers in (2, 3))
+    assert "error" not in found[3]["noise_of_each_rank"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +107,7 @@ def test_whole_data_are_not_refused(found):
 )
 def test_a_mean_weighs_the_rows_that_are_there(found, name):
     check_same(found, name)
-    assert not any(found[workers][name]["warned"] for workers in (1, 2, 3))
+    assert not any(found[workers][name]["warned"] for workers in (1, *others(found, name)))
 
 
 def test_an_evaluation_is_the_mean_over_the_rows_that_are_there(found):
@@ -106,3 +119,43 @@ def test_rows_that_cannot_be_counted_are_said(found):
     assert not found[1]["left_out_without_a_trace"]["warned"]
     said = found[3]["left_out_without_a_trace"]["warned"]
     assert "a batch of 3 samples has tensors of 1, 2 rows: ronde cannot tell" in said[0]
+
+
+MIXED = [
+    "mixed_in_the_loop",
+    "mixed_in_place",
+    "mixed_in_a_step_of_parts",
+    "mixed_in_forward",
+    "mixed_in_forward_sharded",
+    "mixed_before_a_pipeline",
+    "mixed_in_an_own_loop",
+    "mixed_in_collate",
+    "cut_and_pasted",
+    "centered_by_the_batch",
+    "scaled_by_the_batch",
+]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_samples_that_are_mixed_within_a_share_are_said(found, name):
+    assert bool(found[1][name]["warned"]) == (name == "mixed_in_a_step_of_parts")
+    for workers in others(found, name):
+        (said,) = found[workers][name]["warned"]
+        whose = "collate_fn makes rows" if name == "mixed_in_collate" else "the script changes"
+        assert said.startswith(whose) and "docs/whole-batch-losses.md#mixing-samples" in said
+
+
+EXACT = [
+    "mixed_over_gathered_rows",
+    "mixed_in_the_data",
+    "packed_again",
+    "scaled_by_constants",
+    "several_calls",
+    "written_by_the_loss",
+]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_exact_is_not_warned_of(found, name):
+    check_same(found, name)
+    assert not any(found[workers][name]["warned"] for workers in (1, *others(found, name)))

@@ -23,6 +23,7 @@ from ronde.introspect.object_graph import attributes, children, walk
 from ronde.introspect.random_state import restore_states, states
 
 _FEW = 1000  # entries of what is copied
+_SMALL_BYTES = 1 << 20
 
 _LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
 # what these libraries say of a file, and keep without it
@@ -184,7 +185,7 @@ def state_mark(root: Any) -> tuple[Any, ...]:
                 found.append((name, value))
             elif isinstance(value, torch.Tensor):
                 found.append((name, id(value), value._version))
-            elif isinstance(value, np.ndarray) and value.nbytes <= _FEW:
+            elif isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES:
                 found.append((name, value.tobytes()))
             elif not isinstance(value, types.MethodType):  # which is made anew for each access
                 found.append((name, id(value)))

@@ -37,6 +37,8 @@ from ronde.plan.batch import Share
 from ronde.profile import deep_copy
 from ronde.world import FeedError, RondeError
 
+SampleFacts = tuple[list[int], list[Any], bool]
+
 _PREFETCH = 2
 _TRIED = 64  # samples
 _FALSE_ALARMS = 3
@@ -143,8 +145,9 @@ class Feed:
             read something.
         skipped: ``(id, text)`` of each bad sample among those handed out since the reading began,
             repeats included.
-        facts: the indices of samples that every rank has read, and what they are, once the first
-            share was read; None before, and after :meth:`take_facts`.
+        facts: the indices of samples that every rank has read, what they are, and whether the
+            collate function mixes them, once the first share was read; None before, and after
+            :meth:`take_facts`.
         left_out: how many samples are missing in each micro-batch of the last share, in evaluation.
     """
 
@@ -166,7 +169,7 @@ class Feed:
         self.executor: Executor = settings.chosen
         self.skipped: list[tuple[int, str]] = []
         self.left_out: tuple[int, ...] = ()
-        self.facts: tuple[list[int], list[Any]] | None = None
+        self.facts: SampleFacts | None = None
         self._compares = compares
         self._evaluate = evaluate
         # Only what gives the same bits in any thread: a function of the user's may add up in
@@ -398,22 +401,24 @@ class Feed:
         finally:
             self._probe.uninstall()
 
-    def take_facts(self) -> tuple[list[int], list[Any]] | None:
+    def take_facts(self) -> SampleFacts | None:
         """:attr:`facts`, once."""
         facts, self.facts = self.facts, None
         return facts
 
     def _facts_asks(self, shares: Shares) -> list[Ask]:
-        """Asks for the first and the last sample of the first global batch, once: all ranks know
+        """Asks for the first and the last samples of the first global batch, once: all ranks know
         them. Of a stream the first only.
         """
         first = next(shares(), None) if self._compares else None
         if first is None:
             return []
         self._compares = False
-        places = [first.start] if self._stream else sorted({first.start, first.stop - 1})
+        low, high = first.start, first.stop
+        more = self._reader is not None and not self._reader.stacks and high - low > 3
+        places = [low] if self._stream else sorted({low, high - 1})
+        places += [low + 1, high - 2] if more else []  # for a look at the collate function
         ids = [int(self.order.ids(first.epoch, at, at + 1)[0]) for at in places]
-        self.facts = (ids, [])
         return [Ask(first.epoch, first.start, ids, facts=True)]
 
     def _read(
@@ -422,7 +427,7 @@ class Feed:
         if self.executor == "threads" or self._direct:
             assert self._reader is not None
             for ask in self._facts_asks(shares):
-                self.facts = (ask.ids, self._reader.facts(ask))
+                self.facts = (ask.ids, *self._reader.facts(ask))
         if self.executor == "threads":
             return self._read_in_threads(shares, after if self._may_read_ahead else None)
         if self._direct:
@@ -497,7 +502,7 @@ class Feed:
                 self._stream.asks = list(road) if self._loader.num_workers else iter(road)
             line = RequestLine(road, from_processes(self._loader, self._receiver))
             for ask in asks:
-                self.facts = (ask.ids, next(line.results))
+                self.facts = (ask.ids, *next(line.results))
         line.road.follow(after)
         kept = False
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ from ronde.data import (
 from ronde.introspect import Marks, preserve_state, restore_states, seed_all, states
 from ronde.loader.sample_facts import Facts, facts_of
 from ronde.world import ArgumentError, RondeError, SampleError
+from ronde.world.tensors import tensors_in
 
 if TYPE_CHECKING:
     from ronde.loader.settings import LoaderSettings
@@ -290,21 +292,47 @@ class Reader(Dataset[Any]):
 
         return self.randomness.batch(ask.epoch, self._keys(ask), read_one, read_all, collate)
 
-    def facts(self, ask: Ask) -> list[Facts | None]:
-        """What each sample is, to compare it with other ranks'; None if it cannot be read, or is
-        another one the second time. Leaves no trace in the data set's generators and files.
+    def facts(self, ask: Ask) -> tuple[list[Facts | None], bool]:
+        """What each sample is, to compare it with other ranks' (None if it cannot be read, or has
+        another form the second time), and whether the collate function makes a row from more than
+        its own sample. Leaves no trace in the data set's generators and files.
         """
         found: list[Facts | None] = []
+        samples: list[Any] = []
         for j in range(len(ask.ids)):
             part, both = ask.part(j, j + 1), []
             with suppress(Exception), preserve_state(self.given):  # a training read names it
                 for _ in range(2):
                     seed_all(key_of(self.seed, 1, ask.epoch, self._keys(part)[0]))
                     with self.keys(part, 1):
-                        both.append(facts_of(self.given[ask.ids[j]]))
-            same = len(both) == 2 and repr(both[0]) == repr(both[1])
-            found.append(both[0] if same else None)
-        return found
+                        sample = self.given[ask.ids[j]]
+                        both.append(facts_of(sample))
+                samples.append(sample)
+            same = len(both) == 2 and len(both[0]) == len(both[1])
+            found.append(
+                [a if repr(a) == repr(b) else None for a, b in zip(*both, strict=True)]
+                if same
+                else None
+            )
+        mixes = False
+        with suppress(Exception), preserve_state([self.given, self.collate]):
+            whole = len(samples) > 2 and all(sample is not None for sample in samples)
+            mixes = whole and not self.stacks and self._mixes(samples)
+        return found, mixes
+
+    def _mixes(self, samples: list[Any]) -> bool:
+        half, made = len(samples) // 2, []
+        for some in (samples, samples[:half]):
+            seed_all(0)
+            made.append(tensors_in(self.collate(copy.deepcopy(some))))
+        return any(
+            len(one) == len(samples)
+            and len(two) == half
+            and one.shape[1:] == two.shape[1:]
+            and not torch.allclose(one[:half].double(), two.double(), equal_nan=True)
+            for one, two in zip(*made, strict=True)
+            if one.dim() and two.dim()
+        )
 
     def _keys(self, ask: Ask) -> Sequence[int]:
         # A sampler may draw a sample twice in an epoch; each draw is augmented differently.
@@ -538,7 +566,7 @@ class StreamReader(IterableDataset[Any]):
                 samples.append(sample)
             if marks is not None:  # it cannot be read twice: one that draws is left alone
                 still = marks.unmoved()
-                yield [facts_of(each) if still else None for each in samples]
+                yield [facts_of(each) if still else None for each in samples], False
                 continue
             # All workers stop at the same place, for streams that continue in the next epoch.
             while position < ask.upto:

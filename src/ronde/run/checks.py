@@ -17,6 +17,7 @@ from ronde.checkpoint.tensor_file import tensor_header
 from ronde.data import Order
 from ronde.loader import TakenOver, is_other
 from ronde.plan import Plan
+from ronde.run.handed_out import MIXES
 from ronde.world import ArgumentError, CheckpointError, PlanError, World, WorldError
 from ronde.world.consensus import agree, gather_json
 
@@ -271,18 +272,23 @@ def check_length(taken: TakenOver, epoch: int) -> None:
         )
 
 
-def check_same_samples(me: World, facts: tuple[list[int], list[Any]] | None, where: str) -> None:
+def check_same_samples(
+    me: World, facts: tuple[list[int], list[Any], bool] | None, where: str
+) -> str:
     """Raise if ranks have other samples under the same index. A collective if there are facts.
+
+    Returns:
+        str: a warning of a collate function that mixes samples, the same on every rank, or nothing.
 
     Raises:
         WorldError: on every rank.
     """
     if facts is None:
-        return
-    ids, mine = facts
-    everyone = gather_json(me, mine)
-    for rank, theirs in enumerate(everyone):
-        for i, one, other in zip(ids, everyone[0], theirs, strict=True):
+        return ""
+    ids, mine, mixes = facts
+    everyone = gather_json(me, [mine, mixes])
+    for rank, (theirs, _) in enumerate(everyone):
+        for i, one, other in zip(ids, everyone[0][0], theirs, strict=True):
             if is_other(one, other):
                 raise WorldError(
                     f"{where}: sample {i} of the data set is another one on rank {rank} than on "
@@ -291,6 +297,8 @@ def check_same_samples(me: World, facts: tuple[list[int], list[Any]] | None, whe
                     "and samples would never be used: give every rank the whole data set, in one "
                     "order."
                 )
+    mixing = MIXES.format("collate_fn makes rows from more than their own samples")
+    return mixing if any(mixes for _, mixes in everyone) else ""
 
 
 def check_batches(plan: Plan, order: Order, auto: bool) -> None:

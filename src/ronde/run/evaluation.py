@@ -25,7 +25,7 @@ from ronde.loader import (
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
 from ronde.run.checks import check_draw, check_same_samples
-from ronde.run.rows import Rows, collates, lengths
+from ronde.run.rows import Rows, lengths
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of
@@ -166,7 +166,7 @@ class Evaluation:
             compares=me.size > 1 and taken.fingerprint is None and not hooks.observed(),
         )
         self.skipped: list[tuple[int, str]] = []
-        self.rows = Rows(collates(settings), True)
+        self.rows = Rows(asks=True, collates=True)
         self._asks = True  # what kind of loss it is
         self.layout = plan.layout
         # One worker of each replica counts: its last stage, and the first rank of a tensor group.
@@ -299,7 +299,8 @@ class Evaluation:
             return shares(0, 0, samples, size, replica, replicas, self.micro_batch, ends=ends)
 
         for share, micros in self.feed.read(mine):
-            check_same_samples(self.me, self.feed.take_facts(), "run.evaluate")
+            if mixing := check_same_samples(self.me, self.feed.take_facts(), "run.evaluate"):
+                run._warn(mixing)
             left_out = self.feed.left_out or (0,) * len(micros)
             ready = on_device(self.feed, share, micros, self.me.device)
             found = [lengths(batch) for batch in ready]

@@ -87,8 +87,8 @@ class Rows:
         if self._counted:
             fewer = any(found[key] != n * k for n, found in facts for key, k in self._counted)
             self.weighs = self.collates or fewer
-        elif any(found for _, found in facts):
-            n, found = next((n, found) for n, found in facts if found)
+        elif any(key.startswith("0") for _, found in facts for key in found):
+            n, found = facts[0]
             dims = sorted({size for key, size in found.items() if key.startswith("0")})
             self.unclear = (
                 f"a batch of {n} samples has tensors of {', '.join(map(str, dims)) or 'no'} rows: "
@@ -107,11 +107,11 @@ class Rows:
         if not self._counted or not samples:
             return 0 if self.weighs else None
         read = [found[key] / k for key, k in self._counted if key in found] or [samples]
-        rows = Counter(read).most_common(1)[0][0]  # a tensor may be as long by chance
-        if loss.pairs or loss.reduction == "sum" or (self.weighs and rows):
-            return rows if self.weighs else None
-        if samples in read:
+        if not self.weighs and (samples in read or loss.pairs or loss.reduction == "sum"):
             return None
+        rows = Counter(read).most_common(1)[0][0]  # a tensor may be as long by chance
+        if self.weighs and (rows or loss.pairs or loss.reduction == "sum"):
+            return rows
         raise ArgumentError(
             f"this worker's batch has {rows:g} rows for its {samples} samples"
             + (

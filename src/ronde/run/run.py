@@ -49,6 +49,7 @@ from ronde.run.facts import FactCheck, trained
 from ronde.run.first_collectives import end_comparing
 from ronde.run.gather import gather_batch
 from ronde.run.group import RunGroup
+from ronde.run.handed_out import HandedOut
 from ronde.run.leave import leaving
 from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
@@ -143,6 +144,8 @@ class Run:
         self._loss_check = LossCheck()
         alone = plan.replicas == 1 and plan.accumulation == 1
         self._rows = Rows(not alone, collates(opening.taken.settings))
+        whole = plan.pipeline == plan.tensor == 1
+        self._handed_out = HandedOut(not alone and not hooks.observed(), whole)
         self._delivered: list[Lengths] = []  # of the micro-batches that were handed out
         self._gradient_hooks = GradientHooks()
         self._gathers: bool | None = None  # whether the script calls gather, once that is known
@@ -410,6 +413,7 @@ class Run:
         if self._comparison is not None:
             self._comparison.begin()
         self._passes.begin()
+        self._handed_out.give(micros)
         self._loss_check.begin(self, micros, parts)
         self._stepping = True
         self._draws.begin_step(share, micros)
@@ -424,6 +428,7 @@ class Run:
             self._draws.end_step()
         self._gathers = bool(self._gathers)
         self._report_rows()
+        self._report_changes()
         self._loss_check.end(self)
         self._report_passes()
         loss = self._update(share)
@@ -465,6 +470,7 @@ class Run:
         if self._backwards == 1:
             self._passes.begin()
         if part.last:
+            self._report_changes()
             self._report_passes()
             self._group.announce()
         else:
@@ -1006,6 +1012,10 @@ class Run:
         if unclear and not self._loss.pairs and self._loss.reduction == "mean":
             self._warn(unclear)
 
+    def _report_changes(self) -> None:
+        if report := self._handed_out.look(self._me, bool(self._gathers)):
+            self._warn(report)
+
     def _refuse_own_loop(self, call: str) -> None:
         if self._strategy.whole_step:
             raise RondeError(
@@ -1260,7 +1270,9 @@ class Run:
                     )
                 if hooks.observer.is_over():
                     return
-                checks.check_same_samples(self._me, self._feed.take_facts(), "run.batches")
+                facts = self._feed.take_facts()
+                if mixing := checks.check_same_samples(self._me, facts, "run.batches"):
+                    self._warn(mixing)
                 self._group.save_if_due(self)
                 ready = self._hand_out(share, micros)
                 if hooks.observer.splits_steps(self):
@@ -1298,13 +1310,16 @@ class Run:
         self._strategy.before_batch(high > low)
         self._own_samples.begin()
         ready = on_device(self._feed, share, micros, self.device)
-        if self._rows.asks:
-            self._delivered = [lengths(micro) for micro in ready]
+        rows = self._rows
+        counts = rows.is_open or rows.weighs or self._owns_loop or bool(self._followers)
+        self._delivered = [lengths(micro) for micro in ready] if counts else []
         for ref in self._followers:
             if (follower := ref()) is not None:
                 follower._follow(share)
         self._group.announce()
-        return hooks.observer.on_batch(self, share, ready)
+        ready = hooks.observer.on_batch(self, share, ready)
+        self._handed_out.keep(ready, self.model)
+        return ready
 
     def _tracked_batches(self) -> Generator[Any, None, None]:
         token = self._group.begin_reading(self)
