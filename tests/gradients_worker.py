@@ -203,6 +203,90 @@ def hooks_on_activations():
         assert not said, said
 
 
+class Climb(torch.optim.Optimizer):
+    """Sharpness-aware minimization, first half: to the worst point near by (Foret et al. 2021)."""
+
+    def __init__(self, parameters, rho=0.05):
+        super().__init__(parameters, {"lr": rho})
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        used = [p for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in used]).norm()
+        self.moved = [(p, p.grad * (group["lr"] / (norm + 1e-12))) for p in used]
+        for p, by in self.moved:
+            p.add_(by)
+
+    @torch.no_grad()
+    def back(self):
+        for p, by in self.moved:
+            p.sub_(by)
+
+
+def sharpness_aware():
+    x, y = pairs()
+    x = x.double() - 2.5
+
+    def begin():
+        torch.manual_seed(7)
+        model = net().double()
+        climb = Climb(model.parameters())
+        descend = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
+        descend.register_step_pre_hook(lambda *_: climb.back())
+        return model, climb, descend
+
+    model, *optimizers = begin()
+    for batch in zip(x.split(BATCH), y.split(BATCH), strict=True):
+        for optimizer in optimizers:
+            model.zero_grad()
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+    want = model.state_dict()
+    for options in ({}, {"micro_batch": 2}):
+        model, climb, descend = begin()
+        data = TensorDataset(x, y)
+        first = ronde.distribute(
+            model, climb, data, loss=F.mse_loss, batch_size=BATCH, shuffle=False, **options
+        )
+        second = ronde.distribute(model, descend, first, loss=F.mse_loss, name="second")
+        for batch in first.batches():
+            first.step(batch)
+            second.step(batch)
+        same(f"sharpness {options}", model.state_dict(), want)
+
+
+def line_search():
+    x, y = pairs()
+    x = x.double() - 2.5
+
+    def begin():
+        torch.manual_seed(7)
+        model = net().double()
+        return model, torch.optim.LBFGS(model.parameters(), 0.5, max_iter=3)
+
+    model, lbfgs = begin()
+    for batch in zip(x.split(BATCH), y.split(BATCH), strict=True):
+
+        def closure(batch=batch):
+            lbfgs.zero_grad()
+            loss = F.mse_loss(model(batch[0]), batch[1])
+            loss.backward()
+            return loss
+
+        lbfgs.step(closure)
+    want = model.state_dict()
+    model, lbfgs = begin()
+    data, still = TensorDataset(x, y), torch.optim.SGD(model.parameters(), lr=0)
+    run = ronde.distribute(model, still, data, loss=F.mse_loss, batch_size=BATCH, shuffle=False)
+    still = torch.optim.SGD(model.parameters(), lr=0)
+    again = ronde.distribute(model, still, run, loss=F.mse_loss, name="again")
+    for batch in run.batches():
+        run.step(batch)
+        lbfgs.step(lambda batch=batch: again.step(batch))
+    same("line search", model.state_dict(), want)
+
+
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
@@ -219,7 +303,7 @@ def notes_of(work):
     try:
         work()
     except Exception as error:
-        failure_note.note(error)  # as when it ends the script
+        failure_note.note_place(error)  # as when it ends the script
         return f"{type(error).__name__}: {error}\n" + "\n".join(error.__notes__)
     raise AssertionError("no error")
 
@@ -252,6 +336,8 @@ CASES = {
         two_optimizers,
         complex_weights,
         hooks_on_activations,
+        sharpness_aware,
+        line_search,
         failures,
     )
 }

@@ -209,7 +209,7 @@ def main() -> None:
         os._exit(130)  # the launcher says it once, for all
     except BaseException as error:
         if (noting := sys.modules.get("ronde.run.failure_note")) is not None:
-            noting.note(error)
+            noting.note_place(error)
         _report(error)
         sys.last_value = error
         _to_log(_formatted(error))

@@ -139,8 +139,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> list[str]:
     _require(is_optimizer, f"optimizer must be a torch.optim.Optimizer, found {kind}.")
     _require(
         kind != "LBFGS",
-        "optimizer is LBFGS, which evaluates the model several times a step by itself: that is "
-        "not supported. Use a first-order one.",
+        "optimizer is LBFGS, which evaluates the model several times a step by itself. Under "
+        "plan='replicate', let its closure step a run whose optimizer stands still (SGD, lr=0): "
+        "'Several passes over a batch' in docs/my-script-is.md. Or use a first-order one.",
     )
     named = dict(model.named_parameters())
     by_id = {id(p): n for n, p in named.items()}

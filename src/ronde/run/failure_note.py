@@ -12,14 +12,14 @@ from ronde.world import LossError
 if TYPE_CHECKING:
     from ronde.run.step_port import RunParts
 
-__all__ = ["follow", "note"]
+__all__ = ["follow_run", "note_place"]
 
 _SHOWN = 8
 _runs: list[weakref.ref[Any]] = []  # the newest first
 _before = sys.excepthook
 
 
-def follow(run: RunParts) -> None:
+def follow_run(run: RunParts) -> None:
     """From now on, note the place of exceptions that end the script within a step of this run."""
     _runs[:] = [weakref.ref(run), *(ref for ref in _runs if ref() is not None)]
     if sys.excepthook is not _hook:
@@ -27,7 +27,7 @@ def follow(run: RunParts) -> None:
         _before, sys.excepthook = sys.excepthook, _hook
 
 
-def note(error: BaseException) -> None:
+def note_place(error: BaseException) -> None:
     """Add a note to an exception, once; its type, text and traceback stay the script's."""
     known = any(each.startswith("(rank ") for each in getattr(error, "__notes__", ()))
     if known or not isinstance(error, Exception):
@@ -50,5 +50,5 @@ def note(error: BaseException) -> None:
 
 
 def _hook(kind: Any, error: BaseException, trace: Any) -> None:
-    note(error)
+    note_place(error)
     _before(kind, error, trace)

@@ -239,7 +239,7 @@ class Run:
         self._comparison: PredictionCheck | None = None
         self._ended = False
         group.add(self, part)
-        failure_note.follow(self)
+        failure_note.follow_run(self)
         if group.memory is None and directory is not None:
             group.memory = memory_copies(me, directory.path)
 
@@ -421,7 +421,7 @@ class Run:
             with self._group.gradients_of(self), self._holding_hooks(len(micros)):
                 self._strategy.step(micros, parts, self._loss_of, self._scale)
         except Exception as error:
-            failure_note.note(error)
+            failure_note.note_place(error)
             raise
         finally:
             self._stepping = False
@@ -450,7 +450,9 @@ class Run:
         if self._backwards >= count:
             raise RondeError(
                 f"run.backward() was called {self._backwards + 1} times, this step has {count} "
-                "micro-batches."
+                f"micro-batch{'es' if count > 1 else ''}. Add the losses of one pass, and call it "
+                "once. A second pass at other weights (SAM) is a second run over the model: "
+                "'Several passes over a batch' in docs/my-script-is.md."
             )
         if self._backwards == 0 and strategy.refresh():
             raise RondeError(
