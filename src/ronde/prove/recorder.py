@@ -85,6 +85,7 @@ class _RecordedLoss(LossCall):
         with torch._C.DisableTorchFunction():
             batch = cast(batch)
         recorder.start_pass(given)
+        recorder.mark_pass()
         if recorder.computes_twice():
             with torch.no_grad(), recorder.hidden():
                 super().arguments(
@@ -116,6 +117,7 @@ class _RecordedLoss(LossCall):
     def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`LossCall.check`."""
         checked = super().check(value)
+        self._recorder.count_draws()
         with torch._C.DisableTorchFunction():
             self._recorder.record_local_loss(*checked)
         return checked
@@ -350,7 +352,9 @@ class Recorder(hooks.Observer):
                 states = _gradient_states(run.model)
                 changed = [n for n, state in states.items() if n in left and left[n] != state]
                 self._step.setdefault("regraded", []).extend(changed)
+            self.count_draws()
             backward(loss)
+            self.mark_pass()
             self._use_samples_of(run.port.backwards)
             left.clear()
             if run.port.backwards < len(self._sizes):
@@ -363,6 +367,7 @@ class Recorder(hooks.Observer):
         step = run.step
 
         def watched(batch: Any) -> torch.Tensor:
+            self.count_draws()
             # a list, where the script asks for micro-batches
             parts = list(batch) if len(self._sizes) > 1 else [batch]
             if len(parts) == len(self._sizes) and self.phase == Phase.STEP:
@@ -505,9 +510,26 @@ class Recorder(hooks.Observer):
 
     def _drawn(self) -> list[str]:
         """Generators drawn from since :meth:`_mark`, except where draws are the same anyway."""
+        if self.draws is None and self._seeds_passes():
+            return sorted(self._others)
         if self.draws is None:
             return draws_since(self._marks)
         return sorted({*self._others, *draws_since(self._marks)} - {"torch"})
+
+    def _seeds_passes(self) -> bool:
+        """Whether the run seeds each pass, which moves a generator that nobody draws from."""
+        run = self.run
+        return self.phase == Phase.STEP and run is not None and run.plan.randomness == "global"
+
+    def mark_pass(self) -> None:
+        """The run has seeded a pass."""
+        if self.draws is None and self._seeds_passes():
+            self._marks = generators()
+
+    def count_draws(self) -> None:
+        """Count what was drawn since the run has seeded."""
+        if self.draws is None and self._seeds_passes():
+            self._others.update(draws_since(self._marks))
 
     def _leave_draws(self) -> None:
         """The script's own draws between steps go on where they were."""
