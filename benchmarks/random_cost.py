@@ -2,7 +2,7 @@
 steps of the same model under ``randomness="worker"``, in one process. Counts the seconds that one
 thread computes, so that other work on the machine matters little.
 
-    python benchmarks/random_cost.py [--rounds 40]
+    python benchmarks/random_cost.py [--rounds 20]
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Bert(nn.Module):
     def __init__(self, width: int = 192, layers: int = 2, words: int = 4000) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.places = nn.Parameter(torch.zeros(128, width))
+        self.places = nn.Parameter(torch.zeros(64, width))
         self.drop = nn.Dropout(0.1)
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.1, "gelu", batch_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
@@ -70,12 +70,12 @@ def steps(kind: str, randomness: str) -> Iterator[float]:
     torch.manual_seed(0)
     if kind == "BERT":
         model: nn.Module = Bert()
-        data = TensorDataset(torch.randint(0, 4000, (80, 128)), torch.randint(0, 2, (80,)))
+        data = TensorDataset(torch.randint(0, 4000, (80, 64)), torch.randint(0, 2, (80,)))
         batch = 8
     else:
         model = Cnn()
-        data = TensorDataset(torch.randn(320, 3, 32, 32), torch.randint(0, 10, (320,)))
-        batch = 32
+        data = TensorDataset(torch.randn(160, 3, 32, 32), torch.randint(0, 10, (160,)))
+        batch = 16
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
     loss = F.cross_entropy
     run = ronde.distribute(
@@ -91,7 +91,7 @@ def steps(kind: str, randomness: str) -> Iterator[float]:
 def main() -> None:
     """Print a table."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--rounds", type=int, default=40)
+    options.add_argument("--rounds", type=int, default=20)
     rounds = options.parse_args().rounds
     torch.set_num_threads(1)
     print("| model | worker, ms a step | global, ms a step | ratio, median | its quartiles |")
