@@ -78,7 +78,8 @@ def short_lists(model: nn.Module) -> Iterator[dict[str, int]]:
         layers = list(module.children())
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(layers) > _KEPT:
             inside = any(name.startswith(f"{outer}.") for outer in lengths)
-            if not inside and len({structure(layer) for layer in layers}) == 1:
+            nested = all(any(True for _ in layer.children()) for layer in layers)
+            if nested and not inside and len({structure(layer) for layer in layers}) == 1:
                 lengths[name] = len(layers)
                 whole.append((module, module._modules))
     for module, layers_of in whole:
