@@ -91,13 +91,15 @@ def same(name, found, expected, bound=1e-12):
 
 
 def sparse_gradients():
-    data = pairs()
-    for optimizer in (lambda p: torch.optim.SGD(p, 0.3), sparse_adam):
-        for loss in (F.mse_loss, weighted):
-            want = plain(Factors, optimizer, data, loss)
-            for options in ({}, {"plan": "shard=optimizer"}, {"micro_batch": 2}):
-                found = trained(Factors, optimizer, data, loss, **options)
-                same(f"sparse {options}", found, want)
+    data, sgd = pairs(), lambda p: torch.optim.SGD(p, 0.3)
+    for optimizer, loss, options in (
+        (sgd, F.mse_loss, {}),
+        (sgd, weighted, {"micro_batch": 2}),
+        (sparse_adam, weighted, {"plan": "shard=optimizer"}),
+    ):
+        want = plain(Factors, optimizer, data, loss)
+        found = trained(Factors, optimizer, data, loss, **options)
+        same(f"sparse {options}", found, want)
 
 
 def sparse_adam(parameters):
@@ -123,14 +125,17 @@ def clamp_and_sign(model):
 def hooks_on_gradients():
     x, y = pairs()
     data, sgd = (x.double() - 2.5, y), lambda p: torch.optim.SGD(p, 0.3)
-    for loss in (F.mse_loss, weighted):
+    for loss, options in (
+        (F.mse_loss, {}),
+        (F.mse_loss, {"plan": "shard=optimizer"}),
+        (weighted, {"micro_batch": 2}),
+        (weighted, {"plan": "pipeline=2"}),
+    ):
         want = plain(net, sgd, data, loss, clamp_and_sign)
-        options = [{}, {"micro_batch": 2}, {"plan": "shard=optimizer"}, {"plan": "pipeline=2"}]
-        for each in options:
-            found = trained(net, sgd, data, loss, clamp_and_sign, **each)
-            same(f"hooks {each}", found, want)
-        found = trained(net, sgd, data, loss, later=clamp_and_sign, plan="shard")
-        same("hooks shard", found, want)
+        found = trained(net, sgd, data, loss, clamp_and_sign, **options)
+        same(f"hooks {options}", found, want)
+    found = trained(net, sgd, data, loss, later=clamp_and_sign, plan="shard")
+    same("hooks shard", found, want)
 
 
 def two_optimizers():
@@ -171,10 +176,9 @@ def complex_weights():
         return None, lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
     want = plain(Waves, sgd, data, weighted, clip)
-    for plan in ("replicate", "shard", "pipeline=2"):
-        for micro in (None, 2):
-            found = trained(Waves, sgd, data, weighted, plan=plan, clip_norm=0.1, micro_batch=micro)
-            same(f"complex {plan}", found, want)
+    for plan, micro in (("replicate", 2), ("shard", None), ("pipeline=2", None)):
+        found = trained(Waves, sgd, data, weighted, plan=plan, clip_norm=0.1, micro_batch=micro)
+        same(f"complex {plan}", found, want)
 
 
 class Clamped(nn.Linear):
@@ -191,16 +195,15 @@ def hooks_on_activations():
     def clamp_inputs(model):
         model[2].register_full_backward_hook(lambda m, gi, go: None)
 
-    for plan in ("replicate", "pipeline=2"):
-        said = []
-        trained(net, sgd, data, F.mse_loss, clamp_inputs, said=said, plan=plan)
-        assert len(said) == 1 and "the backward hook of '2' sees" in said[0], said
-        said = []
-        trained(lambda: Clamped(2, 1), sgd, data, F.mse_loss, said=said)
-        assert len(said) == 1 and "hook at gradients_worker.py:" in said[0], said
-        said = []
-        trained(net, sgd, data, F.mse_loss, clamp_and_sign, said=said, plan=plan)
-        assert not said, said
+    said = []
+    trained(net, sgd, data, F.mse_loss, clamp_inputs, said=said)
+    assert len(said) == 1 and "the backward hook of '2' sees" in said[0], said
+    said = []
+    trained(lambda: Clamped(2, 1), sgd, data, F.mse_loss, said=said)
+    assert len(said) == 1 and "hook at gradients_worker.py:" in said[0], said
+    said = []
+    trained(net, sgd, data, F.mse_loss, clamp_and_sign, said=said)
+    assert not said, said
 
 
 class Climb(torch.optim.Optimizer):
@@ -243,17 +246,16 @@ def sharpness_aware():
             F.mse_loss(model(batch[0]), batch[1]).backward()
             optimizer.step()
     want = model.state_dict()
-    for options in ({}, {"micro_batch": 2}):
-        model, climb, descend = begin()
-        data = TensorDataset(x, y)
-        first = ronde.distribute(
-            model, climb, data, loss=F.mse_loss, batch_size=BATCH, shuffle=False, **options
-        )
-        second = ronde.distribute(model, descend, first, loss=F.mse_loss, name="second")
-        for batch in first.batches():
-            first.step(batch)
-            second.step(batch)
-        same(f"sharpness {options}", model.state_dict(), want)
+    model, climb, descend = begin()
+    data = TensorDataset(x, y)
+    first = ronde.distribute(
+        model, climb, data, loss=F.mse_loss, batch_size=BATCH, shuffle=False, micro_batch=2
+    )
+    second = ronde.distribute(model, descend, first, loss=F.mse_loss, name="second")
+    for batch in first.batches():
+        first.step(batch)
+        second.step(batch)
+    same("sharpness", model.state_dict(), want)
 
 
 def line_search():

@@ -20,7 +20,7 @@ def test_gradients_on_two_workers(tmp_path):
         forked(TESTS / "gradients_worker.py", 2),
         env={**os.environ, "PYTHONPATH": PATHS},
         cwd=tmp_path,
-        timeout=120,
+        timeout=170,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
