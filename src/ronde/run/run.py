@@ -91,7 +91,7 @@ __all__ = ["Run"]
 _SAVE_AT_LEAST_SECONDS = 60.0
 
 
-def _ignore(text: str) -> None:
+def _ignore(text: str, differs: bool) -> None:
     """A run that is gone has nothing to report."""
 
 
@@ -156,7 +156,12 @@ class Run:
         self._rendezvous = rendezvous(me)
         warn = weakref.WeakMethod(self._warn)
         self._draws = StepDraws(
-            plan, me, part, probes, lambda text: (warn() or _ignore)(text), lambda: group.alone
+            plan,
+            me,
+            part,
+            probes,
+            lambda text: (warn() or _ignore)(text, True),
+            lambda: group.alone,
         )
         divided = getattr(strategy, "divided", None)
         if self._draws.draws is not None and divided is not None:
@@ -1057,7 +1062,7 @@ class Run:
         if self.state.step < self._watcher.steps_at_start + CHECKED_STEPS and (
             report := self._gradient_hooks.report(self.model)
         ):
-            self._warn(report, differs=True)
+            self._warn(report)  # a linear one changes nothing
         if self._comparison is not None:
             self._comparison.end_passes()
         state = self.state
@@ -1180,7 +1185,7 @@ class Run:
         else:
             self._compare_replicas(self.state.step + 1, must=bool(why))
         if why and self.plan.shard != "none":  # parts that are held once, or sent to all again
-            self._warn(f"step {self.state.step + 1}: {why}")
+            self._warn(f"step {self.state.step + 1}: {why}", differs=True)
         if why and self._facts is not None:
             self._facts.changed.clear()
 
@@ -1274,7 +1279,7 @@ class Run:
                     return
                 facts = self._feed.take_facts()
                 if mixing := checks.check_same_samples(self._me, facts, "run.batches"):
-                    self._warn(mixing)
+                    self._warn(mixing, differs=True)
                 self._group.save_if_due(self)
                 ready = self._hand_out(share, micros)
                 if hooks.observer.splits_steps(self):
