@@ -115,6 +115,7 @@ class _Widening(TorchFunctionMode):
             if name in _RANDOM:
                 own = kwargs.get("generator") is not None
                 recorder.note("own generator" if own else "random", f"{name}@{_place(False)}")
+                recorder.note_draw()
             elif name == "batch_norm" and not _from_batchnorm():
                 recorder.note("batch_norm", _place(False))
             elif name in _CLAMPS and in_step and args and recorder.is_gradient(args[0]):

@@ -166,6 +166,7 @@ class Recorder(hooks.Observer):
         self._range = ("", 0, 0, 0)  # of the pass under way, see KeyedDraws.begin
         self._random_before = random_states()  # before the step or evaluation
         self._others: set[str] = set()  # generators drawn from in its passes so far
+        self._in_pass = False  # whose draws are seen by the generators' states
         # the current evaluation
         self._evaluated: dict[int, str] = {}
         self._metrics: dict[str, str] = {}
@@ -505,12 +506,14 @@ class Recorder(hooks.Observer):
             del self._inside[self._inside.index(id(module)) :]
 
     def _mark(self) -> None:
-        self._random_before, self._others = random_states(), set()
+        self._random_before, self._others, self._in_pass = random_states(), set(), True
         self._marks = generators()
 
     def _drawn(self) -> list[str]:
         """Generators drawn from since :meth:`_mark`, except where draws are the same anyway."""
         if self.draws is None and self._seeds_passes():
+            if not self._step["calls_loss"]:  # a script's own loop may draw after the last pass
+                self.count_draws()
             return sorted(self._others)
         if self.draws is None:
             return draws_since(self._marks)
@@ -523,13 +526,20 @@ class Recorder(hooks.Observer):
 
     def mark_pass(self) -> None:
         """The run has seeded a pass."""
+        self._in_pass = True
         if self.draws is None and self._seeds_passes():
             self._marks = generators()
 
     def count_draws(self) -> None:
         """Count what was drawn since the run has seeded."""
+        self._in_pass = False
         if self.draws is None and self._seeds_passes():
             self._others.update(draws_since(self._marks))
+
+    def note_draw(self) -> None:
+        """The script draws from torch's generator: in a hook on gradients, say."""
+        if self.phase == Phase.STEP and not self._in_pass:
+            self._others.add("torch")
 
     def _leave_draws(self) -> None:
         """The script's own draws between steps go on where they were."""
