@@ -8,7 +8,7 @@ import pytest
 
 from processes import ronde_run
 from ronde.plan import Plan
-from ronde.watch.proofs import Proof, digests_of, keep_proofs, kept_proofs, kind_of, smallest_like
+from ronde.watch.proofs import Proof, digests_of, keep_proofs, kept_proofs, plan_kind, smallest_like
 from ronde.world import RondeError
 
 pytestmark = pytest.mark.timeout(180)
@@ -115,5 +115,5 @@ def test_the_store_of_proofs(tmp_path, monkeypatch):
 def test_a_proof_is_of_a_kind_of_plan(spec, workers, kind, least):
     plan = dataclasses.replace(Plan.parse(spec), workers=workers)
     small = smallest_like(plan)
-    assert (kind_of(plan), small.workers) == (kind, least)
-    assert kind_of(small) == kind  # what was proved is what was asked
+    assert (plan_kind(plan), small.workers) == (kind, least)
+    assert plan_kind(small) == kind  # what was proved is what was asked

@@ -132,7 +132,7 @@ def proofs_before_run(
         typer.Exit: it is not the same training, or cannot be proved.
     """
     from ronde.plan import Plan
-    from ronde.watch.proofs import kept_proofs, kind_of, smallest_like
+    from ronde.watch.proofs import kept_proofs, plan_kind, smallest_like
 
     if plan == "auto":
         raise ArgumentError(
@@ -149,7 +149,7 @@ def proofs_before_run(
         kept |= _keep(runs, command, verdict, script_plan=True)
         plan = verdict.plans[0].plan
     asked = dataclasses.replace(Plan.parse(plan), workers=workers)
-    if kind_of(asked) not in kept:
+    if plan_kind(asked) not in kept:
         small = smallest_like(asked)
         kept |= _keep(runs, command, _ask_equal(command, small.workers, [small.spec]))
     return kept
@@ -207,11 +207,11 @@ def _keep(
     proofs by kind of plan. ``script_plan``: it is the one that the script asks for.
     """
     from ronde.plan import Plan
-    from ronde.watch.proofs import Proof, digests_of, keep_proofs, kind_of
+    from ronde.watch.proofs import Proof, digests_of, keep_proofs, plan_kind
 
     proofs: dict[str, Proof | None] = {}
     for plan in verdict.plans:
-        kind = kind_of(dataclasses.replace(Plan.parse(plan.plan), workers=verdict.workers))
+        kind = plan_kind(dataclasses.replace(Plan.parse(plan.plan), workers=verdict.workers))
         aside = "random numbers" if plan.same_draws else ""
         proof = Proof(plan.workers, verdict.steps, time.time(), aside, plan.plan, script_plan)
         proofs[kind] = proof if plan.status == "equal" and verdict.status == "equal" else None

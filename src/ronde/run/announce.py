@@ -18,7 +18,7 @@ from ronde.plan import parse_reducer
 from ronde.run.persist import holds_all
 from ronde.run.run import Run
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
-from ronde.watch.proofs import kind_of
+from ronde.watch.proofs import plan_kind
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import gather_json
 
@@ -85,7 +85,7 @@ def _proof(run: Run) -> str:
     proofs: dict[str, str] = json.loads(os.environ.get("RONDE_PROOFS", "{}"))
     if run.port.data.settings.echo > 1:  # prove reads without settings, and these change samples
         return ""
-    return proofs.get(kind_of(run.plan), "")
+    return proofs.get(plan_kind(run.plan), "")
 
 
 def _explain_reducer(run: Run) -> None:

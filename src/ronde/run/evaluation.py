@@ -25,7 +25,7 @@ from ronde.loader import (
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
 from ronde.run.checks import check_draw, check_same_samples
-from ronde.run.rows import Rows, lengths
+from ronde.run.delivered_rows import Rows, lengths
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of

@@ -44,8 +44,8 @@ from ronde.run.average import Averages, Decay, WeightAverage
 from ronde.run.batch_schedule import BatchSchedule, schedule_of
 from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
+from ronde.run.delivered_rows import Lengths, Rows, collates, lengths
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
-from ronde.run.facts import FactCheck, trained
 from ronde.run.first_collectives import end_comparing
 from ronde.run.gather import gather_batch
 from ronde.run.group import RunGroup
@@ -56,9 +56,9 @@ from ronde.run.losses import LossCall
 from ronde.run.memory_copies import memory_copies
 from ronde.run.non_finite import NAN_EVERY, NonFiniteGuard, refuse_loss
 from ronde.run.per_pass_buffers import OwnSamples, Passes
+from ronde.run.rank_facts import FactCheck, trained
 from ronde.run.registered import Registered, Registry
 from ronde.run.resume import roll_back
-from ronde.run.rows import Lengths, Rows, collates, lengths
 from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.run.script_time import timing_event
 from ronde.run.step_draws import StepDraws

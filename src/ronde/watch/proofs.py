@@ -22,7 +22,7 @@ from ronde.watch.run_dir import script_stem
 from ronde.watch.whole_file import write_whole
 from ronde.world.version import VERSION
 
-__all__ = ["Proof", "digests_of", "keep_proofs", "kept_proofs", "kind_of", "smallest_like"]
+__all__ = ["Proof", "digests_of", "keep_proofs", "kept_proofs", "plan_kind", "smallest_like"]
 
 _FOLDER = ".proofs"  # no run's name begins with a dot
 
@@ -85,11 +85,11 @@ def smallest_like(plan: Plan) -> Plan:
     )
 
 
-def kind_of(plan: Plan) -> str:
+def plan_kind(plan: Plan) -> str:
     """The kind of plan that a proof holds for: how the work is split, without sizes.
 
     Example:
-        >>> kind_of(Plan.parse("pipeline=4")), kind_of(dataclasses.replace(Plan(), workers=8))
+        >>> plan_kind(Plan.parse("pipeline=4")), plan_kind(dataclasses.replace(Plan(), workers=8))
         ('pipeline=2', 'replicate')
     """
     if plan.replicas == 1:  # nothing is sharded
