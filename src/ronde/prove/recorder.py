@@ -26,7 +26,7 @@ from ronde.capture import following
 from ronde.introspect import restore_states, user_modules
 from ronde.introspect import states as random_states
 from ronde.loader import TakenOver
-from ronde.parallel import batchnorms, spectral_norms
+from ronde.parallel import Work, batchnorms, spectral_norms
 from ronde.plan import Plan, Share
 from ronde.profile import deep_copy
 from ronde.prove.experiment import Experiment, Settings
@@ -49,6 +49,7 @@ from ronde.run.losses import LossCall
 from ronde.run.step_port import RunView
 from ronde.watch.proofs import digests_of, smallest_like
 from ronde.watch.run_dir import RunDir
+from ronde.world import World
 from ronde.world.tensors import map_tensors, named_tensors
 
 __all__ = ["Phase", "Recorder"]
@@ -311,6 +312,12 @@ class Recorder(hooks.Observer):
             if _has_values(b):
                 start[f"initbuffer|{n}"] = to_array(b)
         save_file(start, self.folder / "init.safetensors")
+
+    def on_plan(self, plan: Plan, work: Work, calls: LossCall, me: World) -> Plan:
+        """Where draws are made the same for the comparison, the run's own do not come first: theirs
+        depend on the length to which a share is padded.
+        """
+        return plan if self.draws is None else dataclasses.replace(plan, randomness="worker")
 
     def count_workers(self, workers: int) -> int:
         """One process counts as the workers to prove."""
