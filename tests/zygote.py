@@ -233,10 +233,8 @@ def load() -> None:
     for name in _IMPORTS:
         importlib.import_module(name)
     measure_briefly()
-    first_collectives = importlib.import_module("ronde.run.first_collectives")
     torch = sys.modules["torch"]
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
-    first_collectives.prepare_comparing()  # or every worker would look through all modules
     typer = importlib.import_module("typer.testing")  # the first command imports its parser
     typer.CliRunner().invoke(importlib.import_module("ronde.cli.app").app, ["run", "--help"])
     gc.collect()

@@ -199,7 +199,6 @@ def main() -> None:
     for name in _IMPORTS:
         importlib.import_module(name)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
-    importlib.import_module("ronde.run.first_collectives").prepare_comparing()
     sys.path.insert(0, "")
     gc.collect()
     gc.freeze()  # or every fork would copy what it looks through

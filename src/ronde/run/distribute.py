@@ -29,7 +29,6 @@ from ronde.run.announce import announce, scalar_writer
 from ronde.run.best import split_metric
 from ronde.run.check_prediction import Forecast, PredictionCheck
 from ronde.run.evaluation import on_device, to_device
-from ronde.run.first_collectives import begin_comparing
 from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.losses import LossCall
 from ronde.run.model_values import filler, shape_lazy
@@ -368,8 +367,6 @@ def distribute(
             f"was cut at {', '.join(before)}"
         )
     _begin(run, forecast, group.resumes)
-    if not hooks.observed():  # prove looks at who calls torch
-        begin_comparing(run._rendezvous)
     return run
 
 

@@ -46,7 +46,6 @@ from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.delivered_rows import Lengths, Rows, collates, lengths
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
-from ronde.run.first_collectives import end_comparing
 from ronde.run.gather import gather_batch
 from ronde.run.group import RunGroup
 from ronde.run.handed_out import HandedOut
@@ -1115,8 +1114,6 @@ class Run:
                 self._group.due = self._group.leaves = True
         if self._averaging and action != "skip":
             self._averages.after_step(state.step)
-        if state.step == self._watcher.steps_at_start + CHECKED_STEPS:
-            end_comparing()
         if state.step == self._watcher.steps_at_start + 1:
             self._registry.report_unused(self)
             self._averages.report_unused(self)
@@ -1498,7 +1495,6 @@ class Run:
         if self._ended:
             return
         self._ended = True
-        end_comparing()  # the training had fewer steps than are checked
         atexit.unregister(self._at_exit)  # it would hold the model and the data
         self._group.release()
         for ref in self._followers:
