@@ -9,7 +9,6 @@ more is counted than the device is idle.
 from __future__ import annotations
 
 import itertools
-import statistics
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -273,7 +272,7 @@ class ScriptTime:
 
 def peaks(values: Sequence[float]) -> list[int]:
     """Where a cost comes that most steps do not have; empty if it is little of the whole."""
-    usual, most = statistics.median(values), max(values)
+    usual, most = sorted(values)[len(values) // 2], max(values)
     found = [i for i, v in enumerate(values) if v - usual > (most - usual) / 2]
     rare = sum(values[i] - usual for i in found)
     few = len(found) <= len(values) / 3
@@ -291,8 +290,9 @@ def mean_over_periods(values: Sequence[float]) -> float:
     apart = {b - a for a, b in itertools.pairwise(found)}
     # one distance, and no room for another before the first or after the last
     if len(apart) != 1 or max(found[0], len(values) - 1 - found[-1]) >= max(apart):
-        return statistics.fmean(values)
-    return statistics.fmean(values[found[0] + 1 : found[-1] + 1])
+        return sum(values) / len(values)
+    whole = values[found[0] + 1 : found[-1] + 1]
+    return sum(whole) / len(whole)
 
 
 def _compiles() -> bool:

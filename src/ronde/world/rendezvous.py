@@ -162,7 +162,6 @@ class Rendezvous:
         *,
         ranks: Sequence[int] | None = None,
         advice: str = "",
-        place: str = "",
         at_most_seconds: float = math.inf,
         within: bool = False,
     ) -> list[Any]:
@@ -175,7 +174,6 @@ class Rendezvous:
             facts: anything JSON holds.
             ranks: who meets; None for all.
             advice: what to do if others do something else.
-            place: the script's line, for errors. It may differ between ranks.
             at_most_seconds: how long to wait for a rank that is merely late.
             within: a call of the whole world is under way, and the ranks meet in its beginning: one
                 that has begun it and does not come within seconds has gone on in it.
@@ -190,12 +188,9 @@ class Rendezvous:
             return [json.loads(json.dumps(facts))]
         n = self._met[chosen] = self._met.get(chosen, 0) + 1
         name = "all" if chosen == everyone else ",".join(map(str, chosen))
-        # The heartbeat has room for few names: without shapes.
-        brief = f"{what.partition('(')[0]}() at {place}" if place else what
-        shown = f"{what} at {place}" if place else what
-        before, self.doing = self.doing, brief
+        before, self.doing = self.doing, what
         try:
-            mine = json.dumps([what, facts, advice, place])
+            mine = json.dumps([what, facts, advice])
             with self._lock:
                 own = f"{name}/{n}/{self.me.rank}"
                 self._store.set(own, _signed(own, mine))
@@ -206,7 +201,7 @@ class Rendezvous:
             self._publish()
             keys = {rank: f"{name}/{n}/{rank}" for rank in chosen}
             looks = _LOOKS_WITHIN if within else 1
-            gone = self._wait(shown, keys, past, advice, at_most_seconds, looks)
+            gone = self._wait(what, keys, past, advice, at_most_seconds, looks)
             if gone is not None:
                 # Others never came. A script that catches the error may meet them here next time.
                 with suppress(RuntimeError), self._lock:
@@ -224,13 +219,13 @@ class Rendezvous:
             self._last = [f"{name}/left/{rank}" for rank in chosen], n
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise WorldError(
-                f"rank {self.me.rank} called {shown}, and the store where ranks meet is gone: rank "
+                f"rank {self.me.rank} called {what}, and the store where ranks meet is gone: rank "
                 "0 or the launcher has ended."
             ) from error
         finally:
             self.doing = before
         self._check(chosen, found)
-        return [facts for _, facts, _, _ in found]
+        return [facts for _, facts, _ in found]
 
     def _wait(
         self,
@@ -292,11 +287,11 @@ class Rendezvous:
 
     def _check(self, ranks: Sequence[int], found: Sequence[Sequence[Any]]) -> None:
         calls: dict[str, list[int]] = {}
-        for rank, (what, _, _, place) in zip(ranks, found, strict=True):
-            calls.setdefault(f"{what} at {place}" if place else what, []).append(rank)
-        if len({what for what, _, _, _ in found}) > 1:
+        for rank, (what, _, _) in zip(ranks, found, strict=True):
+            calls.setdefault(what, []).append(rank)
+        if len(calls) > 1:
             said = "; ".join(f"{ranks_text(who)} called {what}" for what, who in calls.items())
-            advice = next((a for _, _, a, _ in found if a), _ADVICE)
+            advice = next((a for _, _, a in found if a), _ADVICE)
             raise self.refuse(WorldError(f"{said}. {advice}"))
 
     # -- errors ------------------------------------------------------------------------
