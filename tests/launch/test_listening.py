@@ -25,6 +25,7 @@ TRAIN = """
 import os, sys, time, torch, ronde
 model = torch.nn.Linear(3, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(16, 3), torch.randn(16, 2))
 run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=8)
 for epoch in run.epochs(1):

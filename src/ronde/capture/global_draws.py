@@ -206,8 +206,9 @@ class GlobalDraws:
             at.watched = None
         return at.following
 
+    @staticmethod
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused() -> Iterator[None]:
         """Inside, functions draw torch's own numbers."""
         before, _Now.current = _Now.current, None
         try:
@@ -220,7 +221,8 @@ class GlobalDraws:
         self.end()
         return _Now.current
 
-    def close(self, around: Any = None, seed: int = 0) -> None:
+    @staticmethod
+    def close(around: Any = None, seed: int = 0) -> None:
         """The passes of a step are over. The one ``around`` them goes on, under another seed."""
         _Now.current = around
         _Now.passes.clear()

@@ -61,6 +61,7 @@ _CONSEQUENCES = (
     "Timed out waiting",
     "DistNetworkError",
     "The client socket has failed",
+    "ended its script",
 )
 
 

@@ -474,7 +474,6 @@ def _work(
     sizes = micro_batch_sizes(chosen, opening.taken.order.epoch_samples)
     work = Work(model, optimizer, compute, _sampler(opening, me), tensor_plan, sizes)
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
-    work.undivided = [weakref.ref(p) for p in model.parameters()]
     if init is not None:
         work.fill = filler(model, init, opening.seed, me)
         alone = me.size == 1 or chosen.family.split(" ")[0] not in FILL_THEMSELVES
@@ -482,6 +481,8 @@ def _work(
             work.fill(lambda name: True)
             work.fill = None
             model.to(me.device)
+    if work.fill is None:  # torch swaps no tensor that has a weak reference
+        work.undivided = [weakref.ref(p) for p in model.parameters()]
     return work
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ronde.capture import GlobalDraws
 from ronde.checkpoint import KeepPolicy
 from ronde.data import Order
 from ronde.loader import DrawAhead, Feed, TakenOver
@@ -597,7 +598,7 @@ class Run:
         self.model.eval()
         hooks.observer.before_evaluation(self)
         try:
-            with self._draws.paused():
+            with GlobalDraws.paused():
                 result, samples = evaluation.run(self, dict(metrics or {}))
         finally:
             self._evaluated = None
@@ -1263,7 +1264,7 @@ class Run:
         clock = self._script_time
         with self._draws.reading():
             ahead = following if more and not hooks.observed() else None
-            for share, micros in self._feed.read(current, ahead):
+            for share, micros in self._draws.aside(self._feed.read(current, ahead)):
                 if self._goes_back:
                     return
                 if self._share is not None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ _WATCHED_STEPS, _WATCH_EVERY = 3, 1000
 _PROBED = (3, 2)  # samples
 _DRAWS = re.compile("rand|drop|bernoulli|multinomial|normal|uniform|expon|gumbel|sample|noise")
 _MASK = 2**64 - 1
+
+T = TypeVar("T")
 
 
 def _may_draw(model: nn.Module, calls: LossCall) -> bool:
@@ -128,11 +130,23 @@ class StepDraws:
                 stack.callback(self.draws.close)
             yield
 
+    def aside(self, batches: Iterable[T]) -> Iterator[T]:
+        """The batches that a feed makes. What the data set draws belongs to its samples: a pass of
+        another run, or of a loop that was left, may be under way.
+        """
+        reading = iter(batches)
+        while True:
+            with GlobalDraws.paused():
+                made = next(reading, None)
+            if made is None:
+                return
+            yield made
+
     def hand_out(self, share: Share, step: int) -> None:
         """A batch is about to be handed out."""
         self.follow(step)
+        GlobalDraws.close()
         if self.draws is not None:
-            self.draws.close()
             self._begin(share, share.micro[0], in_loop=True)
         elif self._me.size > 1:
             seed_step(self._me.device, self._seed)
@@ -211,15 +225,6 @@ class StepDraws:
         self._report()
         if self.draws is not None and self._alone():  # else another run's pass follows
             self.draws.close()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, draws are torch's own."""
-        if self.draws is None:
-            yield
-            return
-        with self.draws.paused():
-            yield
 
     def _report(self) -> None:
         if self._marks is None:
