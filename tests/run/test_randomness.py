@@ -126,7 +126,7 @@ def _padded(model, x):
 def test_what_cannot_be_the_same_is_said(monkeypatch, draw, said):
     monkeypatch.setenv("RONDE_RUNS", "none")
     said_of = []
-    monkeypatch.setattr(ronde.Run, "_warn", lambda self, text: said_of.append(text))
+    monkeypatch.setattr(ronde.Run, "_warn", lambda self, text, differs=False: said_of.append(text))
     model = _Model(draw)
     run = ronde.distribute(
         model,

@@ -147,7 +147,7 @@ def alone(folder: Path, plan: str) -> None:
 
 def world(size: int, *arguments: object) -> str:
     done = zygote.run(
-        forked(TESTS / "run" / "test_facts.py", size, *arguments),
+        forked(TESTS / "run" / "test_rank_facts.py", size, *arguments),
         env={**os.environ, "PYTHONPATH": PATHS, "RONDE_RUNS": "none"},
         cwd=TESTS,
         timeout=150,

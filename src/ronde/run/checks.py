@@ -296,8 +296,8 @@ def check_same_samples(
                     "rank 0: the data set divides itself over the ranks (by RANK, with a Subset or "
                     "files of their own), each has an order of its own, or it is made of random "
                     "numbers that nobody seeded. Ronde divides it again, and samples would never "
-                    "be used: give every rank the whole data set, in one order, and seed what makes "
-                    "it (torch.manual_seed)."
+                    "be used: give every rank the whole data set, in one order, and seed what "
+                    "makes it (torch.manual_seed)."
                 )
     mixing = MIXES.format("collate_fn makes rows from more than their own samples")
     return mixing if any(mixes for _, mixes in everyone) else ""
