@@ -930,7 +930,8 @@ class Run:
         for run in runs.values():
             exchange_state.check_settled(run, "run.save()")
             if not group.saving.ends:  # a script may have ended on this rank only
-                run._rendezvous.meet("run.save()")
+                if self.dir is not None:  # else the run may end here, and with it the store
+                    run._rendezvous.meet("run.save()")
                 run._compare_replicas(run.state.step, save=True)
         group.due = False
         for run in runs.values():

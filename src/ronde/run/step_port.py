@@ -259,7 +259,9 @@ class StepPort:
         alone: one that knows its number of steps would refuse extra ones.
         """
         run = self._run
-        off = dict.fromkeys(("_save_every", "_deadline", "_comparison", "_averaging", "scheduler"))
+        off = dict.fromkeys(
+            ("_save_every", "_deadline", "_comparison", "_averaging", "_facts", "scheduler")
+        )
         off |= {"_watcher": Watcher(None, Silent(), False), "_on_nan": "ignore"}
         off["_script_time"] = ScriptTime()
         off["_loss_check"] = type(run._loss_check)(over=True)
