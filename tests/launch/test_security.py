@@ -37,6 +37,7 @@ SCRIPT = textwrap.dedent(
     way = sys.argv[1]
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 2))
     run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=16)
     for epoch in run.epochs(1):

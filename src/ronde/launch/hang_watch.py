@@ -209,7 +209,15 @@ class _Worker:
             bytes_per_second=rate,
             in_flight=bool(fact and fact.in_flight),
             lost_loader=bool(fact and fact.lost_loader),
+            gone=bool(self.pid) and _is_gone(self.pid),
         )
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return True
 
 
 def _kind(doing: str) -> str:

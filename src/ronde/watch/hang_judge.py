@@ -87,6 +87,7 @@ class RankView:
         bytes_per_second: that came over TCP, while it made no progress.
         in_flight: whether it has sent bytes that have not arrived.
         lost_loader: whether a loading process of it is dead or stopped.
+        gone: whether its process has ended, and did not say so.
     """
 
     rank: int
@@ -111,6 +112,7 @@ class RankView:
     bytes_per_second: float = 0.0
     in_flight: bool = False
     lost_loader: bool = False
+    gone: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -285,7 +287,8 @@ def _judge_late(
 ) -> HangVerdict | None:
     """A rank that does not wait for others."""
     limit = _limit(view, limits)
-    if view.lost_loader and view.place and view.place.waits == "loading":
+    lost = view.lost_loader and view.place is not None and view.place.waits == "loading"
+    if lost or view.gone:
         limit = limits.say  # what is dead does not come back
     quiet = min(v.quiet_seconds for v in late)  # it may wait for another one of them, by a file
     works = view.phase != "unwatched" and view.idle_seconds >= _works(limit, limits)
