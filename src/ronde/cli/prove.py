@@ -161,7 +161,7 @@ def _ask_equal(command: list[str], workers: int, plans: list[str] | None) -> Ver
     verdict = _ask(console, command, workers, plans, STEPS, _TIMEOUT_SECONDS)
     _print(console, verdict)
     if verdict.status != "equal":
-        print("nothing was trained; without --prove, it would be", file=sys.stderr)
+        print("nothing was trained: --prove asks for a proof first", file=sys.stderr)
         raise typer.Exit(verdict.exit_status)
     return verdict
 
