@@ -134,6 +134,16 @@ def clean_environment():
     os.environ.update(saved)
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    """What a command run in this process sets (`SM_HOSTS` in a container) ends with its test."""
+    before = dict(os.environ)
+    yield
+    if dict(os.environ) != before:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 _NOT_OURS = ("pytest-of-", "torchinductor_")
 _known: set[str] = set()  # was there, or has been told
 
