@@ -25,8 +25,6 @@ from torch.utils.data import (
 
 from ronde.data import BatchOrder, Order, Source, key_of
 from ronde.introspect import restore_states, seed_all, states
-from ronde.loader.batch_sampler import order_of_batches
-from ronde.loader.draw_ahead import DrawAhead
 from ronde.loader.reader import pipeline_in
 from ronde.loader.settings import LoaderSettings
 from ronde.world import ArgumentError, threads_per_worker, world
@@ -151,6 +149,8 @@ def _order_of(
                 f"shuffle={shuffle} contradicts the batch_sampler of {argument} "
                 f"({type(loader.batch_sampler).__name__}), which decides the order: remove it."
             )
+        from ronde.loader.batch_sampler import order_of_batches
+
         return order_of_batches(loader.batch_sampler, loader.dataset, seed, argument), []
     ready_made = (
         # a subclass may draw in another way
@@ -192,6 +192,8 @@ def _order_of(
             "a __len__."
         )
     name = type(sampler).__qualname__
+    from ronde.loader.draw_ahead import DrawAhead
+
     draw = DrawAhead(sampler, _sampler_order(sampler, seed))
     return Order(n, seed, True, draw=draw, length=len(sampler), sampler=name), []
 

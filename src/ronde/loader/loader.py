@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,17 +25,16 @@ from torch.utils.data import (
 
 from ronde.data import Echoed, Order, Pipeline, key_of, named_stages
 from ronde.introspect import Marks, describe_open, is_ronde, preserve_state, state_mark, walk
-from ronde.loader.autotune import choose_executor, try_samples
-from ronde.loader.process_workers import batches as from_processes
-from ronde.loader.process_workers import end as end_processes
 from ronde.loader.reader import Ask, Reader, StreamReader
-from ronde.loader.receiver import Receiver
 from ronde.loader.request_queue import RequestLine, RequestQueue, Shares, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
-from ronde.loader.thread_workers import Threads, limit_process_threads, parts_of
 from ronde.plan.batch import Share
-from ronde.profile import deep_copy
 from ronde.world import FeedError, RondeError
+
+# Most trainings read in their own process: threads and processes are imported where used.
+if TYPE_CHECKING:
+    from ronde.loader.receiver import Receiver
+    from ronde.loader.thread_workers import Threads
 
 SampleFacts = tuple[list[int], list[Any], bool]
 
@@ -59,6 +58,8 @@ class _WorkerInit:
     def __call__(self, worker: int) -> None:
         die_with_parent()
         if self.threads is not None:
+            from ronde.loader.thread_workers import limit_process_threads
+
             limit_process_threads(self.threads)
         if self.probe is not None:
             self.probe.install()
@@ -203,7 +204,7 @@ class Feed:
         self._line: RequestLine | None = None
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
-        self._receiver = Receiver()
+        self._receiver: Receiver | None = None
         self._mark: tuple[Any, ...] = ()  # of the data set, when processes that stay began
         self._reading: weakref.ref[Generator[Any, None, None]] | None = None
 
@@ -264,6 +265,8 @@ class Feed:
 
     def _inspect_samples(self, share: Share) -> None:
         """Inspect samples before threads read them, and choose the executor if asked."""
+        from ronde.loader.autotune import choose_executor, try_samples
+
         assert self._reader is not None
         self._tried = True
         low, high = share.micro[0]
@@ -319,6 +322,8 @@ class Feed:
         if self._threads is None:
             prefetch = _PREFETCH if self.settings.prefetch is None else self.settings.prefetch
             workers = self.settings.num_workers
+            from ronde.loader.thread_workers import Threads
+
             self._threads = Threads(workers, workers * prefetch, self._compute_threads)
         return self._threads
 
@@ -330,9 +335,13 @@ class Feed:
         self._end_line()
         if self._threads is not None:
             self._threads.stop()
-        self._receiver.close()
-        end_processes(self._loader)
-        self._loader = None
+        if self._receiver is not None:
+            self._receiver.close()
+        if self._loader is not None:
+            from ronde.loader.process_workers import end as end_processes
+
+            end_processes(self._loader)
+            self._loader = None
 
     # -- reading -----------------------------------------------------------------------
 
@@ -375,6 +384,7 @@ class Feed:
 
     def _repeat(self, order: Echoed, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         """Read each batch once and yield copies for its turns, because scripts may modify them."""
+        from ronde.profile import deep_copy
 
         def firsts() -> Iterator[Share]:
             last = None
@@ -446,6 +456,8 @@ class Feed:
         settings, reader = self.settings, self._reader
         mark = state_mark([reader and reader.given, settings.collate, settings.init])
         if mark != self._mark:
+            from ronde.loader.process_workers import end as end_processes
+
             end_processes(self._loader)
         self._mark = mark
 
@@ -492,7 +504,11 @@ class Feed:
     def _from_loader(
         self, shares: Shares, after: Shares | None
     ) -> Iterator[tuple[Share, list[Any]]]:
+        from ronde.loader.process_workers import batches as from_processes
+        from ronde.loader.receiver import Receiver
+
         assert self._loader is not None
+        self._receiver = self._receiver or Receiver()
         line = self._continue_ahead(shares)
         if line is None:
             asks = self._facts_asks(shares)
@@ -533,6 +549,8 @@ class Feed:
         by a global generator that moved during a read. The training may also have moved it, so that
         part is read again here, under keys.
         """
+        from ronde.loader.thread_workers import parts_of
+
         reader = self._reader
         assert reader is not None
         pin = self.settings.options.get("pin_memory") and torch.cuda.is_available()

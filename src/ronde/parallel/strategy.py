@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from ronde.exchange import Exchange, NoiseScale
-from ronde.parallel.own_calls import OwnCalls
+if TYPE_CHECKING:
+    from ronde.exchange import Exchange, NoiseScale
+    from ronde.parallel.own_calls import OwnCalls
 
 __all__ = [
     "Compute",
