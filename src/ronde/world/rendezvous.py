@@ -1,8 +1,9 @@
 """Ranks meet over the store before an exchange, and learn who went on to something else.
 
 A gloo or NCCL exchange that one rank enters alone waits for minutes, or pairs with another one. A
-meeting costs three messages to the store. Steps do not meet: a rank counts them, and a thread
-publishes the count once a second for ranks that wait.
+meeting costs each rank the same few messages to the store on any number of ranks: the last one that
+comes says that all are here. Steps do not meet: a rank counts them, and a thread publishes the
+count once a second for ranks that wait.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -30,6 +31,7 @@ __all__ = ["LateError", "Rendezvous", "counted", "rendezvous"]
 
 _PUBLISH_SECONDS = 1.0
 _LOOK_SECONDS = 0.5  # between two looks at what missing ranks do
+_LOOKED_AT = 8  # ranks; what each finds of the ones after it, all others read
 _LOOKS_WITHIN = 5  # that find a rank elsewhere, where it may still be on its way
 _SAY_AFTER_SECONDS, _SAY_EVERY_SECONDS = 5.0, 60.0
 _LEAVE_SECONDS = 2.0
@@ -72,12 +74,16 @@ class LateError(WorldError):
 class Rendezvous:
     """This process's place in the sequence of calls that all ranks make.
 
+    Args:
+        me: this worker.
+        store: where ranks meet; None for that of torch.distributed.
+
     Attributes:
         begun: how many calls of the whole world have begun: the same sequence on every rank.
         heartbeat: says the same to the launcher, which finds out when nothing goes on.
     """
 
-    def __init__(self, me: World) -> None:
+    def __init__(self, me: World, store: Any = None) -> None:
         self.me = me
         self.heartbeat = heartbeat(me.rank)
         self.heartbeat.answer(me.device.type == "cuda")
@@ -92,8 +98,8 @@ class Rendezvous:
             from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
             # A client of its own: a blocking call of another user of the store holds its lock.
-            store: Any = PrefixStore("ronde/rendezvous", _get_default_store())
-            self._store = store.clone()
+            prefixed: Any = PrefixStore("ronde/rendezvous", store or _get_default_store())
+            self._store = prefixed.clone()
             self._lock = threading.Lock()
             self._thread = threading.Thread(target=self._publish_often, daemon=True)
             self._thread.start()
@@ -194,26 +200,30 @@ class Rendezvous:
             with self._lock:
                 own = f"{name}/{n}/{self.me.rank}"
                 self._store.set(own, _signed(own, mine))
+                if self._store.add(f"{name}/{n}/here", 1) == len(chosen):
+                    self._store.set(f"{name}/{n}/all", "1")
             # After the key: a rank that has begun this call, and has no key, began another one.
             past = self.begun - within
             if chosen == everyone:
                 self.begun += 1
             self._publish()
-            keys = {rank: f"{name}/{n}/{rank}" for rank in chosen}
             looks = _LOOKS_WITHIN if within else 1
-            gone = self._wait(what, keys, past, advice, at_most_seconds, looks)
+            gone = self._wait(what, chosen, f"{name}/{n}", past, advice, at_most_seconds, looks)
             if gone is not None:
                 # Others never came. A script that catches the error may meet them here next time.
                 with suppress(RuntimeError), self._lock:
-                    self._store.delete_key(keys[self.me.rank])
+                    self._store.delete_key(own)
+                    self._store.add(f"{name}/{n}/here", -1)
                 self._met[chosen], self.begun = n - 1, past + within
                 raise self.refuse(gone)
             with self._lock:
-                names = list(keys.values())
+                names = [f"{name}/{n}/{rank}" for rank in chosen]
                 values = self._store.multi_get(names)
                 found = [_verified(*each) for each in zip(names, values, strict=True)]
                 # Everyone is here, so everyone has left the meeting before last.
                 self._store.delete_key(f"{name}/{n - 2}/{self.me.rank}")
+                for key in ("here", "all", "gone") if self.me.rank == chosen[0] else ():
+                    self._store.delete_key(f"{name}/{n - 2}/{key}")
                 left = f"{name}/left/{self.me.rank}"
                 self._store.set(left, _signed(left, str(n)))
             self._last = [f"{name}/left/{rank}" for rank in chosen], n
@@ -230,18 +240,21 @@ class Rendezvous:
     def _wait(
         self,
         what: str,
-        keys: dict[int, str],
+        chosen: Sequence[int],
+        meeting: str,
         past: int,
         advice: str,
         at_most_seconds: float,
         looks: int,
     ) -> WorldError | None:
         """None once all are here, or the error that one never will be, as ``looks`` looks tell."""
+        at = chosen.index(self.me.rank)
+        mine = {*(*chosen, *chosen)[at + 1 : at + 1 + _LOOKED_AT]}
         start = looked = time.monotonic()
         say_at, pause = start + _SAY_AFTER_SECONDS, 0.0002
         while True:
             with self._lock:
-                if self._store.check(list(keys.values())):
+                if self._store.check([f"{meeting}/all"]):
                     return None
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
@@ -250,18 +263,22 @@ class Rendezvous:
                 continue
             looked = now
             with self._lock:
-                missing = [r for r, key in keys.items() if not self._store.check([key])]
-            if not missing:  # between two checks the last one came, or one gave up
-                continue
-            for rank in missing:
-                if (gone := self._look(rank, what, keys[rank], past, advice)) is not None:
+                found = self._store.check([f"{meeting}/gone"])
+                told = {int(self._store.get(f"{meeting}/gone"))} if found else set()
+            for rank in self._missing(meeting, mine | told):
+                gone = self._look(rank, what, f"{meeting}/{rank}", past, advice)
+                if gone is not None:
                     looks -= 1
                     if looks <= 0:
+                        with self._lock:
+                            self._store.set(f"{meeting}/gone", str(rank))
                         return gone
                     break
-            if now - start > at_most_seconds:
-                raise LateError(f"{ranks_text(missing)} did not call {what}.")
-            if now > say_at:
+            if now - start > at_most_seconds or now > say_at:
+                if not (missing := self._missing(meeting, chosen)):
+                    continue  # between two checks the last one came, or one gave up
+                if now - start > at_most_seconds:
+                    raise LateError(f"{ranks_text(missing)} did not call {what}.")
                 say_at = now + _SAY_EVERY_SECONDS
                 print(
                     f"ronde: rank {self.me.rank} has waited {now - start:.0f} s for "
@@ -269,6 +286,11 @@ class Rendezvous:
                     file=sys.stderr,
                     flush=True,
                 )
+
+    def _missing(self, meeting: str, ranks: Iterable[int]) -> list[int]:
+        """Those of the ranks that have not come."""
+        with self._lock:
+            return [r for r in sorted(ranks) if not self._store.check([f"{meeting}/{r}"])]
 
     def _look(self, rank: int, what: str, key: str, past: int, advice: str) -> WorldError | None:
         """The error that a rank which has not come never will."""
