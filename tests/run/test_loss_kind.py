@@ -5,7 +5,6 @@ apart, and asking leaves nothing behind.
 from __future__ import annotations
 
 import random
-from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -14,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ronde.run.loss_kind import LossFunction, ask_loss
+from ronde.run.first_steps_check import kind_of_loss
 from ronde.run.losses import LossCall
+from ronde.run.undisturbed import undisturbed
 
 N = 16
 
@@ -41,12 +41,10 @@ IMAGES = torch.sigmoid(draw(N, 1, 16, 16)).requires_grad_()
 MASK = (draw(N, 3, 4, 4, seed=3) > 0).float()
 
 
-def ask_of(loss, autocast=nullcontext) -> LossFunction:
-    return LossFunction(loss, LossCall(loss, None).check, autocast, torch.device("cpu"))
-
-
 def kind_of(loss, *arguments, samples: int = N) -> str:
-    return ask_loss(ask_of(loss), arguments, samples)
+    check = LossCall(loss, None).check
+    with undisturbed(torch.device("cpu"), loss):
+        return kind_of_loss(lambda values: check(loss(*values)), arguments, samples)
 
 
 def token_loss(logits, target, **how):
@@ -179,8 +177,8 @@ VAE = (torch.sigmoid(OUT).detach(), torch.sigmoid(T4), draw(N, 3), draw(N, 3, se
 LOSSES = {
     "cross entropy": ("mean", nn.CrossEntropyLoss(), LOGITS, Y),
     "cross entropy, sum": ("sum", nn.CrossEntropyLoss(reduction="sum"), LOGITS, Y),
-    "cross entropy, class weights": ("weighted", nn.CrossEntropyLoss(CLASS_WEIGHTS), LOGITS, Y),
-    "its function": ("weighted", partial(F.cross_entropy, weight=CLASS_WEIGHTS), LOGITS, Y),
+    "cross entropy, class weights": ("other", nn.CrossEntropyLoss(CLASS_WEIGHTS), LOGITS, Y),
+    "its function": ("other", partial(F.cross_entropy, weight=CLASS_WEIGHTS), LOGITS, Y),
     "class weights, sum": (
         "sum",
         partial(F.cross_entropy, weight=CLASS_WEIGHTS, reduction="sum"),
@@ -191,9 +189,9 @@ LOSSES = {
     "soft targets": ("mean", nn.CrossEntropyLoss(), LOGITS, Q),
     "tokens, whole": ("mean", token_loss, TOKENS, classes(N, 7)),
     "tokens, flattened": ("mean", F.cross_entropy, TOKENS.flatten(0, 1), classes(N * 7)),
-    "tokens, padded": ("weighted", token_loss, TOKENS, PADDED),
+    "tokens, padded": ("other", token_loss, TOKENS, PADDED),
     "tokens, flattened and padded": (
-        "weighted",
+        "other",
         F.cross_entropy,
         TOKENS.flatten(0, 1),
         PADDED.flatten(),
@@ -201,7 +199,7 @@ LOSSES = {
     "tokens, time first": ("mean", token_loss, TOKENS.transpose(0, 1), classes(7, N)),
     "tokens, (sum, weight)": ("pair", token_pair, TOKENS, PADDED),
     "(mean, weight)": (
-        "bad pair",
+        "other",
         lambda o, y: (token_loss(o, y), (y != -100).sum()),
         TOKENS,
         PADDED,
@@ -209,7 +207,7 @@ LOSSES = {
     "MSE": ("mean", nn.MSELoss(), OUT, T4),
     "MSE, sum": ("sum", nn.MSELoss(reduction="sum"), OUT, T4),
     "MSE, sum, with a penalty": (
-        "sum",
+        "other",
         lambda o, y: F.mse_loss(o, y, reduction="sum") + 3,
         OUT,
         T4,
@@ -226,7 +224,7 @@ LOSSES = {
         (T4 > 0).float(),
     ),
     "NLL": ("mean", nn.NLLLoss(), LOG_P, Y),
-    "NLL, ignore_index": ("weighted", nn.NLLLoss(ignore_index=2), LOG_P, Y),
+    "NLL, ignore_index": ("other", nn.NLLLoss(ignore_index=2), LOG_P, Y),
     "KL, mean": ("mean", nn.KLDivLoss(reduction="mean"), LOG_P, Q),
     "KL, batchmean": ("mean", nn.KLDivLoss(reduction="batchmean"), LOG_P, Q),
     "KL, sum": ("sum", nn.KLDivLoss(reduction="sum"), LOG_P, Q),
@@ -238,32 +236,32 @@ LOSSES = {
     "margin ranking": ("mean", nn.MarginRankingLoss(), OUT[:, 0], X4[:, 0], (Y > 1) * 2 - 1),
     "Gaussian NLL": ("mean", nn.GaussianNLLLoss(), OUT, T4, X4.exp()),
     "Poisson NLL": ("mean", nn.PoissonNLLLoss(), OUT, T4.abs().round()),
-    "Dice over the batch": ("relation", dice, P, MASK),
+    "Dice over the batch": ("other", dice, P, MASK),
     "Dice over the batch, no constant": (
-        "relation",
+        "other",
         lambda p, t: 1 - 2 * (p * t).sum() / (p.sum() + t.sum()),
         P,
         MASK,
     ),
     "Dice of each sample": ("mean", dice_of_each, P, MASK),
     "focal": ("mean", focal, LOGITS, Y),
-    "SimCLR": ("relation", nt_xent, Z, Z2),
-    "SimCLR, both views in one": ("relation", lambda z: nt_xent(*z.chunk(2)), torch.cat([Z, Z2])),
-    "supervised contrastive": ("relation", supervised_contrastive, Z, Y),
-    "CLIP (transformers)": ("relation", clip, Z, Z2),
-    "causal language model (transformers), padded": ("weighted", causal, TOKENS, PADDED),
+    "SimCLR": ("other", nt_xent, Z, Z2),
+    "SimCLR, both views in one": ("other", lambda z: nt_xent(*z.chunk(2)), torch.cat([Z, Z2])),
+    "supervised contrastive": ("other", supervised_contrastive, Z, Y),
+    "CLIP (transformers)": ("other", clip, Z, Z2),
+    "causal language model (transformers), padded": ("other", causal, TOKENS, PADDED),
     "causal language model (transformers)": ("mean", causal, TOKENS, classes(N, 7)),
-    "masked language model (transformers)": ("weighted", masked, TOKENS, PADDED),
+    "masked language model (transformers)": ("other", masked, TOKENS, PADDED),
     "sequence classes (transformers)": ("mean", sequence_class, LOGITS, Y),
     "noise (diffusers)": ("mean", noise, OUT, T4, Y.float() + 1),
     "velocity (diffusers)": ("mean", velocity, P, MASK),
     "SSIM (torchmetrics)": ("mean", ssim, IMAGES, IMAGES.detach().flip(0)),
     "SI-SDR (torchmetrics)": ("mean", signal, OUT, T4),
-    "correlation (torchmetrics)": ("relation", correlation, OUT, T4),
+    "correlation (torchmetrics)": ("other", correlation, OUT, T4),
     "VAE, sums": ("sum", vae, *VAE),
     "VAE, means": ("mean", partial(vae, how="mean"), *VAE),
-    "batch-normalized": ("relation", normalized, OUT, T4),
-    "VICReg's variance": ("relation", vicreg_variance, OUT, T4),
+    "batch-normalized": ("other", normalized, OUT, T4),
+    "VICReg's variance": ("other", vicreg_variance, OUT, T4),
     "two views of a sample, one target": (
         "unknown",
         lambda o, y: F.cross_entropy(o, torch.cat([y, y])),

@@ -17,7 +17,7 @@ from ronde.checkpoint.tensor_file import tensor_header
 from ronde.data import Order
 from ronde.loader import TakenOver, is_other
 from ronde.plan import Plan
-from ronde.run.handed_out import MIXES
+from ronde.run.first_steps_check import MIXES
 from ronde.world import ArgumentError, CheckpointError, PlanError, World, WorldError
 from ronde.world.consensus import agree, gather_json
 

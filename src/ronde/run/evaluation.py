@@ -167,7 +167,6 @@ class Evaluation:
         )
         self.skipped: list[tuple[int, str]] = []
         self.rows = Rows(asks=True, collates=True)
-        self._asks = True  # what kind of loss it is
         self.layout = plan.layout
         # One worker of each replica counts: its last stage, and the first rank of a tensor group.
         self.counting: Any = None
@@ -191,13 +190,10 @@ class Evaluation:
                 return arguments, *loss.check(loss.loss(*arguments))
 
         with torch.no_grad():
-            kind = self._add_up(run, judge, plain, objects, sums)
+            self._add_up(run, judge, plain, objects, sums)
         unclear, self.rows.unclear = self.rows.unclear, ""
         if unclear and not loss.pairs:
             run._warn(unclear)
-        if self._asks:
-            kind = run._loss_check.of_evaluation(run, kind)
-            self._asks = kind == "flat"
         if self.me.size > 1:
             on_device = sums.to(self.me.device)
             dist.all_reduce(on_device)
@@ -246,9 +242,9 @@ class Evaluation:
         plain: dict[str, Any],
         objects: dict[str, Any],
         sums: torch.Tensor,
-    ) -> str:
-        """Add up loss and metrics. Returns the kind of loss, ``"flat"`` if that was not seen."""
-        strategy, check, kind = run._strategy, run._loss_check, "flat"
+    ) -> None:
+        """Add up loss and metrics."""
+        strategy = run._strategy
         stand_in: Any = None
         spare: Any = None  # judged on the stand-in
         # A loss that gathers the batch needs every worker.
@@ -256,7 +252,7 @@ class Evaluation:
         run_empty = strategy.run_empty_inference or gathers
         for batch, samples, count in self._read(run):
             run._rendezvous.heartbeat.tick()
-            run._evaluated, check.gathered = (int(samples), count), False
+            run._evaluated = int(samples), count
             if not samples:
                 stand_in = batch
                 if run_empty:
@@ -266,8 +262,6 @@ class Evaluation:
             if judged is None or not strategy.counts:
                 continue  # it counts on another worker of this replica
             arguments, value, weight = judged
-            if self._asks and kind == "flat":
-                kind = check.kind_of(run, batch, arguments, int(samples))
             sums[-1] += samples
             added = weight is not None or run._loss.reduction == "sum"
             sums[0] += float(value) if added else float(value) * samples
@@ -284,7 +278,6 @@ class Evaluation:
                 for metric in objects.values():
                     metric.update(*judged[0])
                     _clear_but_typed(metric)
-        return kind
 
     def _read(self, run: RunParts) -> Iterator[tuple[Any, float, int]]:
         """Each micro-batch of this worker, how many of its samples are in it, and how many there

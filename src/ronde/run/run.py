@@ -47,27 +47,26 @@ from ronde.run.best import BestCheckpoint, KeepBest
 from ronde.run.check_prediction import PredictionCheck
 from ronde.run.delivered_rows import Lengths, Rows, collates, lengths
 from ronde.run.evaluation import Evaluation, evaluation_of, gather_skipped, on_device, skip_report
+from ronde.run.first_steps_check import FirstStepsCheck
 from ronde.run.gather import gather_batch
 from ronde.run.group import RunGroup
-from ronde.run.handed_out import HandedOut
 from ronde.run.leave import leaving
-from ronde.run.loss_check import LossCheck
 from ronde.run.losses import LossCall
 from ronde.run.memory_copies import memory_copies
 from ronde.run.non_finite import NAN_EVERY, NonFiniteGuard, refuse_loss
-from ronde.run.per_pass_buffers import OwnSamples, Passes
 from ronde.run.rank_facts import FactCheck, trained
 from ronde.run.registered import Registered, Registry
 from ronde.run.resume import roll_back
 from ronde.run.run_state import DTYPES, MicroBatches, State
 from ronde.run.script_time import timing_event
 from ronde.run.step_draws import StepDraws
-from ronde.run.unregistered import Unregistered, claim
+from ronde.run.unregistered import claim, unregistered
 from ronde.watch import (
     Ended,
     Epoch,
     Evaluated,
     Logged,
+    LossChecked,
     NoiseMeasured,
     RunDir,
     ScriptLoop,
@@ -141,18 +140,13 @@ class Run:
         self._strategy = strategy
         self._work = work
         self._loss: LossCall = opening.calls
-        self._loss_check = LossCheck()
         alone = plan.replicas == 1 and plan.accumulation == 1
         self._rows = Rows(not alone, collates(opening.taken.settings))
-        whole = plan.pipeline == plan.tensor == 1
-        self._handed_out = HandedOut(not alone and not hooks.observed(), whole)
         self._delivered: list[Lengths] = []  # of the micro-batches that were handed out
         self._gradient_hooks = GradientHooks()
         self._gathers: bool | None = None  # whether the script calls gather, once that is known
         self._stepping = False  # inside step(), which decides who runs the loss
         self._evaluated: tuple[int, int] | None = None  # samples and micro-batches of its batch
-        self._passes = Passes(self.model, plan, me)
-        self._own_samples = OwnSamples(self.model, plan, me)
         self._rendezvous = rendezvous(me)
         warn = weakref.WeakMethod(self._warn)
         self._draws = StepDraws(
@@ -202,6 +196,9 @@ class Run:
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         if precision in DTYPES:
             self._autocast = partial(torch.autocast, device, DTYPES[precision])
+        self._first_steps = FirstStepsCheck(
+            plan, me, self.model, self._loss, strategy, self._autocast
+        )
         self._in_lists = in_lists
         self._group = group  # the runs of this loop
         self._script_time = clock = group.script_time
@@ -226,7 +223,6 @@ class Run:
         self._registry = Registry()
         self._averages = Averages()
         claim(self.optimizer, self.scheduler)
-        self._unregistered = Unregistered()
         self._best = KeepBest(keep_best, directory.checkpoints if directory else None)
         self._averaging = True  # off while a tool steps
         self._unchecked_steps = CHECKED_STEPS if me.size > 1 else 0
@@ -417,9 +413,7 @@ class Run:
             self._strategy.run_empty_shares()  # the loss may call gather, which needs everyone
         if self._comparison is not None:
             self._comparison.begin()
-        self._passes.begin()
-        self._handed_out.give(micros)
-        self._loss_check.begin(self, micros, parts)
+        self._first_steps.begin(micros, parts)
         self._stepping = True
         self._draws.begin_step(share, micros)
         try:
@@ -433,9 +427,6 @@ class Run:
             self._draws.end_step()
         self._gathers = bool(self._gathers)
         self._report_rows()
-        self._report_changes()
-        self._loss_check.end(self)
-        self._report_passes()
         loss = self._update(share)
         self._script_time.leave()
         return loss
@@ -474,11 +465,7 @@ class Run:
         with self._group.gradients_of(self), self._holding_hooks(count):
             strategy.micro(lambda: value, part, self._scale)
         self._draws.end_own_pass(share, self._backwards)
-        if self._backwards == 1:
-            self._passes.begin()
         if part.last:
-            self._report_changes()
-            self._report_passes()
             self._group.announce()
         else:
             low, high = share.micro[self._backwards]
@@ -557,7 +544,7 @@ class Run:
                 f"{self.plan.replicas} workers, some of which have none and are not waiting. Set "
                 "drop_last=True, or call it from the first step on."
             )
-        self._loss_check.gathered = self._gathers = True
+        self._first_steps.gathered = self._gathers = True
         self._strategy.run_empty_shares()
         return gather_batch(tensor, samples, count, self.plan, self._me)
 
@@ -1020,10 +1007,6 @@ class Run:
         if unclear and not self._loss.pairs and self._loss.reduction == "mean":
             self._warn(unclear)
 
-    def _report_changes(self) -> None:
-        if report := self._handed_out.look(self._me, bool(self._gathers)):
-            self._warn(report)
-
     def _refuse_own_loop(self, call: str) -> None:
         if self._strategy.whole_step:
             raise RondeError(
@@ -1051,19 +1034,10 @@ class Run:
             return nullcontext()  # the gradients are those of the whole batch
         return self._gradient_hooks.held(self._strategy.parameters)
 
-    def _report_passes(self) -> None:
-        if report := self._passes.end():
-            self._warn(report, differs=True)
-
     def _update(self, share: Share) -> torch.Tensor:
-        if report := self._own_samples.end():
-            self._warn(report, differs=True)
+        self._check_first_steps()
         loss = self._strategy.finish()
         self._gradient_hooks.run()
-        if self.state.step < self._watcher.steps_at_start + CHECKED_STEPS and (
-            report := self._gradient_hooks.report(self.model)
-        ):
-            self._warn(report)  # a linear one changes nothing
         if self._comparison is not None:
             self._comparison.end_passes()
         state = self.state
@@ -1124,6 +1098,14 @@ class Run:
             self._ended = True
             raise SystemExit(0)
         return loss
+
+    def _check_first_steps(self) -> None:
+        check = self._first_steps
+        before, step = check.kind, self.state.step + 1
+        for text, differs in check.end(step, bool(self._gathers)):
+            self._warn(text, differs=differs)
+        if check.kind != before:
+            self._watcher.event(LossChecked(step=step, kind=check.kind))
 
     def _apply_gradients(self, loss: torch.Tensor) -> float:
         """Clip and update. Returns the warm-up's factor on the learning rate."""
@@ -1314,7 +1296,6 @@ class Run:
             self._guard.begin(self)
         low, high = share.micro[0]
         self._strategy.before_batch(high > low)
-        self._own_samples.begin()
         ready = on_device(self._feed, share, micros, self.device)
         rows = self._rows
         counts = rows.is_open or rows.weighs or self._owns_loop or bool(self._followers)
@@ -1324,7 +1305,7 @@ class Run:
                 follower._follow(share)
         self._group.announce()
         ready = hooks.observer.on_batch(self, share, ready)
-        self._handed_out.keep(ready, self.model)
+        self._first_steps.hand_out(ready)
         return ready
 
     def _tracked_batches(self) -> Generator[Any, None, None]:
@@ -1360,7 +1341,7 @@ class Run:
         if self._needs_batch:
             self._needs_batch = False
             self._strategy.before_batch(high > low)
-            self._own_samples.begin()
+            self._first_steps.hand_out([])
         else:
             self._strategy.refresh()
 
@@ -1463,7 +1444,7 @@ class Run:
 
     def _look_for_unregistered(self) -> None:
         if self.is_main and self.dir is not None and not hooks.observed():
-            for warning in self._unregistered.look(self, self._registry.items.values()):
+            for warning in unregistered():
                 self._warn(warning)
 
     def _save_or_warn(self, wait: bool = False) -> None:

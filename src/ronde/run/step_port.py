@@ -83,7 +83,7 @@ class RunParts(RunView, Protocol):
     _skeleton: Any
     _draws: StepDraws
     _loss: LossCall
-    _loss_check: Any
+    _first_steps: Any
     _gathers: bool | None
     _evaluated: tuple[int, int] | None
     _watcher: Watcher
@@ -264,9 +264,9 @@ class StepPort:
         )
         off |= {"_watcher": Watcher(None, Silent(), False), "_on_nan": "ignore"}
         off["_script_time"] = ScriptTime()
-        off["_loss_check"] = type(run._loss_check)(over=True)
         before = {name: getattr(run, name) for name in off}
         run._watcher.rate.pause()
+        unchecked, run._first_steps.off = run._first_steps.off, True
         for name, value in off.items():
             setattr(run, name, value)
         try:
@@ -274,6 +274,7 @@ class StepPort:
         finally:
             for name, value in before.items():
                 setattr(run, name, value)
+            run._first_steps.off = unchecked
             run._watcher.rate.resume()
 
     def snapshot(self) -> Snapshot:

@@ -179,8 +179,8 @@ class Warned(Event):
 
 @dataclass(frozen=True)
 class LossChecked(Event):
-    """The loss was asked what it is: ``mean``, ``sum``, ``pair`` (sum and weight), ``weighted``,
-    ``relation``, ``bad pair``, ``gathered`` (over the whole batch), or ``unknown``.
+    """The loss was asked what it is: ``mean``, ``sum``, ``pair`` (sum and weight), ``other``,
+    ``gathered`` (over the whole batch), or ``unknown``.
     """
 
     type: ClassVar[str] = "loss_check"
