@@ -86,6 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", choices=("one", "two"), default="")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 8])
     options = parser.parse_args()
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     ronde = [sys.executable, "-m", "ronde", "run", "-q", "--runs", "none"]
@@ -95,9 +96,15 @@ def main() -> None:
         (place / "step.py").write_text(SCRIPT)
         step = ["step.py", str(place / "stamp")]
         if options.only != "two":
-            by_hand = [*torchrun, "--standalone", "--nproc-per-node", "2", *step]
-            ways = {"torchrun": [by_hand], "ronde": [[*ronde, "-n", "2", *step]]}
-            results["one machine, 2 workers"] = compare(ways, place, options.rounds)
+            for workers in map(str, options.workers):
+                by_hand = [*torchrun, "--standalone", "--nproc-per-node", workers, *step]
+                ways = {
+                    "torchrun": [by_hand],
+                    "ronde": [[*ronde, "-n", workers, *step]],
+                    "ronde --no-spares": [[*ronde, "-n", workers, "--no-spares", *step]],
+                }
+                name = f"one machine, {workers} worker{'s' if workers != '1' else ''}"
+                results[name] = compare(ways, place, options.rounds)
         if options.only != "one":
             if why := missing():
                 sys.exit(why)
@@ -121,9 +128,11 @@ def main() -> None:
                 results["two hosts, 1 worker each"] = compare(ways, place, options.rounds)
     for what, found in results.items():
         medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-        ratio = medians["ronde"] / medians["torchrun"]
-        told = ", ".join(f"{name} {m:.2f} s" for name, m in medians.items())
-        print(f"{what}: {told}: {ratio:.2f}×")
+        told = ", ".join(
+            f"{name} {seconds:.2f} s ({seconds / medians['torchrun']:.2f}×)"
+            for name, seconds in medians.items()
+        )
+        print(f"{what}: {told}")
     print(json.dumps(results))
 
 

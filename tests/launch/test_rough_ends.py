@@ -93,8 +93,8 @@ class EndsBetweenLooks:
 
     pid = 0
 
-    def start(self, command, environment, output):
-        process = subprocess.Popen([sys.executable, *command])
+    def start(self, environment, output):
+        process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
 
         class Late:
             pid = process.pid
@@ -110,8 +110,7 @@ class EndsBetweenLooks:
 def test_a_failure_between_two_looks_is_a_failure(tmp_path):
     router = Router(1, Output(1, None, lambda _: None, lambda _: None))
     try:
-        command = ["-c", "raise SystemExit(3)"]
-        workers = Workers(command, [{"RANK": "0"}], router, starter=EndsBetweenLooks())
+        workers = Workers([], [{"RANK": "0"}], router, starter=EndsBetweenLooks())
         assert {rank: failed.code for rank, failed in workers.wait().items()} == {0: 3}
     finally:
         router.close()

@@ -202,8 +202,8 @@ def register(app: typer.Typer) -> None:
             bool,
             typer.Option(
                 "--spares/--no-spares",
-                help="With --restarts: fork workers of one process that has imported torch, so "
-                "that a restart does not wait for that.",
+                help="Fork several workers, and with --restarts each one, of one process that has "
+                "imported torch; or start an interpreter for each.",
             ),
         ] = True,
         prove: Annotated[
@@ -360,7 +360,7 @@ def register(app: typer.Typer) -> None:
                 bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
 
             again = Restarts(
-                restarts or 0, directory.path, told_restart, spares, reduction_servers.variables
+                restarts or 0, directory.path, told_restart, reduction_servers.variables
             )
             with Limit(seconds) as limit, uploading(store, directory, told_restart):
                 outcome = group.launch(
@@ -372,6 +372,7 @@ def register(app: typer.Typer) -> None:
                         bool(restarts),
                         (_HANG_SECONDS[bool(restarts)] if hang_timeout is None else hang_timeout)
                         or None,
+                        spares,
                     ),
                     show,
                     bar.update if bar else _show_warning if quiet else _ignore,

@@ -76,6 +76,7 @@ class Job:
         environment: further variables for the workers.
         restarts: whether others follow when one fails: then all are ended at once.
         hang_timeout: after how many seconds without progress a worker hangs; None does not watch.
+        spares: whether workers may be forks of one process that has imported torch.
     """
 
     command: list[str]
@@ -84,6 +85,12 @@ class Job:
     environment: dict[str, str] = field(default_factory=dict)
     restarts: bool = False
     hang_timeout: float | None = None
+    spares: bool = True
+
+    @property
+    def forks(self) -> bool:
+        """Whether importing torch once is faster than each worker doing it, or a restart is."""
+        return self.spares and (self.workers > 1 or self.restarts)
 
     @property
     def leaves(self) -> bool:
@@ -508,15 +515,17 @@ def run_workers(
         port = listener.getsockname()[1] if listener else nodes.port
         watch = _hang_watch(job, router, nodes, port)
         environments = _environments(job, nodes, port, run_id)
-        if listener is not None and "torch" in sys.modules:
+        if listener is not None and (starter is not None or "torch" in sys.modules):
             _open_store(nodes, listener)
             listener = None
         workers = Workers(job.command, environments, router, job.restarts, starter)
+        if starter is not None and not job.restarts:
+            starter.close()
         router.leave = workers.ask_to_leave
         if asked:
             workers.ask_to_leave()
         if listener is not None:
-            _open_store(nodes, listener)  # imports torch, while the workers do
+            _open_store(nodes, listener)  # imports torch, while the worker does
         peers = _Peers(nodes, port) if nodes.tells else None
         opened()
         with watch or contextlib.nullcontext():

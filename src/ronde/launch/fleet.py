@@ -489,7 +489,7 @@ class Fleet:
         """
         start = time.monotonic()
         self._leaves, self._wanted = job.leaves, job
-        if restarts is not None and restarts.warm:
+        if job.restarts and job.spares:
             self._warm = dict(zip((link.host.name for link in self._links), counts, strict=True))
         if job.restarts:
             self._longest = _SHORT_SILENCE_SECONDS
@@ -581,7 +581,7 @@ class Fleet:
                 sees=sees,
                 hang_timeout=job.hang_timeout,
                 restarts=job.restarts,
-                spares=restarts is not None and restarts.warm,
+                spares=job.spares,
                 environment=environment,
                 files=_contents(environment),
             )

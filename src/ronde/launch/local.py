@@ -89,7 +89,7 @@ def run_here(
     if job.leaves:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             handlers[number] = signal.signal(number, lambda n, _: asked.append(n))
-    spares = Spares(worker_environment(job, nodes)) if restarts and restarts.warm else None
+    spares = Spares(job.command, worker_environment(job, nodes)) if job.forks else None
     start = time.monotonic()
     try:
         while True:

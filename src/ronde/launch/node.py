@@ -231,7 +231,8 @@ def _serve(orders: _Orders, sender: Sender) -> None:
     os.environ.update(hello["environment"])
     spares: Spares | None = None
     if workers := hello.get("warm"):  # a host that comes back: the others train meanwhile
-        spares = Spares(worker_environment(Job([], workers), Nodes(interface="")))
+        environment = worker_environment(Job([], workers), Nodes(interface=""))
+        spares = Spares(hello["command"], environment)
         orders.kept = spares.pid
         spares.wait()
         _import_torch()
@@ -275,9 +276,9 @@ def _serve(orders: _Orders, sender: Sender) -> None:
             listeners = {}
             folder = Path(order["directory"]) if order.get("directory") else None
             given = (order["command"], order["workers"], folder, order["environment"])
-            job = Job(*given, order["restarts"], order["hang_timeout"])
-            if order["spares"] and spares is None:
-                spares = Spares(worker_environment(job, nodes))
+            job = Job(*given, order["restarts"], order["hang_timeout"], order["spares"])
+            if job.forks and spares is None:
+                spares = Spares(job.command, worker_environment(job, nodes))
                 orders.kept = spares.pid
             outcome = _generation(order, job, nodes, orders, sender, spares)
             sender.send("outcome", outcome=_outcome(outcome))

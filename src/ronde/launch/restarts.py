@@ -30,7 +30,6 @@ class Restarts:
         most: how many restarts at most.
         directory: the run directory; None where nothing is kept.
         say: called with a line about each restart.
-        warm: whether workers are forks of one process that has imported torch.
         renew: brings up again what workers need besides each other, and gives the variables by
             which they find it.
     """
@@ -40,11 +39,10 @@ class Restarts:
         most: int,
         directory: Path | None,
         say: Callable[[str], None],
-        warm: bool = True,
         renew: Callable[[], dict[str, str]] = dict,
     ) -> None:
         self._renew = renew
-        self.most, self.warm, self.say = most, warm and most > 0, say
+        self.most, self.say = most, say
         self._directory = None if directory is None else RunDir(directory)
         self._run = uuid.uuid4().hex[:8]
         self._error, self._newest = "", ""

@@ -42,10 +42,11 @@ class Starter(Protocol):
 
     pid: int
 
-    def start(
-        self, command: Sequence[str], environment: Mapping[str, str], output: str
-    ) -> Process | None:
+    def start(self, environment: Mapping[str, str], output: str) -> Process | None:
         """A running worker; None if it cannot."""
+
+    def close(self) -> None:
+        """Start no more of them."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Workers:
                     "TORCHELASTIC_ERROR_FILE": str(self._error_files[local]),
                 }
                 output = router.paths[local]
-                process = starter.start(command, environment, output) if starter else None
+                process = starter.start(environment, output) if starter else None
                 self._processes.append(process or _interpreter(command, environment, output))
         except BaseException:
             self.kill()
