@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedule
 from processes import TESTS, python
 from ronde import CheckpointError
 from ronde.checkpoint import decode_exact, encode_exact
-from ronde.cli.run import print_summary
+from ronde.cli.summary import print_summary
 from ronde.watch import RunDir, summarise
 
 WORKER = TESTS / "register_worker.py"

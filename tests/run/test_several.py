@@ -12,7 +12,7 @@ from rich.console import Console
 
 from processes import TESTS, forked, python, ronde_run
 from ronde.checkpoint import find_valid
-from ronde.cli.run import print_summary
+from ronde.cli.summary import print_summary
 from ronde.watch import RunDir, StepRecorded, read, summarise
 from sampling import ALL
 

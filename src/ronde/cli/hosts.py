@@ -15,6 +15,7 @@ from ronde.world import ArgumentError
 
 __all__ = [
     "EnvOption",
+    "Gathered",
     "HostfileOption",
     "HostsOption",
     "OutputOption",

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import inspect
 import json
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ronde.cli.hosts import (
     EnvOption,
+    Gathered,
     HostfileOption,
     HostsOption,
     MpiOption,
     OutputOption,
+    Places,
     PythonOption,
     RayOption,
     SlurmOption,
@@ -39,6 +45,7 @@ from ronde.cli.script import (
     hint_after_exit,
     short,
 )
+from ronde.cli.summary import print_summary
 from ronde.cli.uploads import (
     UploadOption,
     check_upload,
@@ -52,14 +59,15 @@ from ronde.watch import (
     Record,
     RunDir,
     check_name,
-    clock,
-    curve,
     plain_console,
     script_stem,
     summarise,
 )
 from ronde.watch.proofs import kept_proofs
 from ronde.world import ArgumentError
+
+if TYPE_CHECKING:
+    from ronde.launch import Container, Outcome
 
 __all__ = ["register"]
 
@@ -93,332 +101,480 @@ _MEASURE_SECONDS = 10.0
 _LAST_LINES = 20  # of a failed worker's output, where its log is not kept
 
 
+@dataclass(frozen=True)
+class Options:
+    """The options of ``ronde run``, as the user gave them."""
+
+    arguments: ArgumentsOption = None
+    workers: WorkersOption = "auto"
+    module: ModuleOption = None
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            help="Name of the run. Default: the script's, numbered.",
+            show_default=False,
+        ),
+    ] = None
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Continue from the newest complete checkpoint of --name, or of this script's "
+            "last run.",
+        ),
+    ] = False
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan",
+            metavar="PLAN",
+            help="How to split the work: replicate, shard, pipeline=2,shard=optimizer, …, a "
+            "plan file, or auto.",
+            show_default=False,
+        ),
+    ] = None
+    reducer: ReducerOption = None
+    servers: ServersOption = None
+    feed: FeedOption = None
+    runs: Annotated[
+        Path,
+        typer.Option(
+            "--runs",
+            metavar="DIR",
+            help="Folder that holds the runs; none keeps nothing.",
+            envvar="RONDE_RUNS",
+        ),
+    ] = Path("runs")
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            "--baseline",
+            help="Measure one worker afterwards, for some seconds, to compare with.",
+        ),
+    ] = False
+    hang_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--hang-timeout",
+            metavar="SECONDS",
+            min=0.0,
+            help="End the run when a worker gives no sign of life for so long; which and where "
+            "is said after 10 s. 0 does neither. Default: 600, with --restarts 60.",
+            show_default=False,
+        ),
+    ] = None
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
+    ] = False
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            "--restarts",
+            metavar="K",
+            min=0,
+            help="Start the workers again after a failure, at most K times; each time they go "
+            "on from the newest checkpoint.",
+            show_default=False,
+        ),
+    ] = None
+    min_workers: Annotated[
+        int | None,
+        typer.Option(
+            "--min-workers",
+            metavar="M",
+            min=1,
+            help="With --restarts, on several hosts: go on with M workers or more while hosts "
+            "are lost. Default: with any number.",
+            show_default=False,
+        ),
+    ] = None
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--time-limit",
+            metavar="TIME",
+            help="Save and leave after this time, as 27d, 20h, or 90m, with status 75. Slurm "
+            "starts a job again that it may requeue.",
+            show_default=False,
+        ),
+    ] = None
+    spares: Annotated[
+        bool,
+        typer.Option(
+            "--spares/--no-spares",
+            help="Fork several workers, and with --restarts each one, of one process that has "
+            "imported torch; or start an interpreter for each.",
+        ),
+    ] = True
+    prove: Annotated[
+        bool,
+        typer.Option(
+            "--prove",
+            help="First prove that the script is the same training on several workers as on "
+            "one, at the smallest size of the plan; end with the difference if it is not.",
+        ),
+    ] = False
+    upload: UploadOption = None
+    horovod: Annotated[
+        bool,
+        typer.Option(
+            "--horovod",
+            help="The script uses Horovod: let 'import horovod.torch' find Ronde's bridge.",
+        ),
+    ] = False
+    output: OutputOption = "main"
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="No progress and no summary. Warnings are still shown."),
+    ] = False
+    hosts: HostsOption = None
+    hostfile: HostfileOption = None
+    slurm: SlurmOption = False
+    mpi: MpiOption = False
+    ray: RayOption = None
+    spark: SparkOption = None
+    ssh_config: SshConfigOption = None
+    env: EnvOption = None
+    python: PythonOption = None
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
 
-    @app.command(
+    def run(**values: Any) -> None:
+        _run(_plan_launch(Options(**values)))
+
+    run.__signature__ = inspect.signature(Options, eval_str=True)  # type: ignore[attr-defined]
+    app.command(
         "run",
         help="Start a script on N workers of this machine, watch them, and report the result.\n"
         + _EXAMPLES,
         context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
         no_args_is_help=True,
+    )(run)
+
+
+@dataclass(frozen=True)
+class _LaunchPlan:
+    """The plan of a launch: options that were checked, and what follows from them.
+
+    Attributes:
+        options: the options, with what a container adds to them.
+        command: the workers' command.
+        box: the container that this is; None elsewhere.
+        places: other hosts; None: this machine.
+        feed: the workers' setting of ``--feed``, and a note about it.
+        seconds: the time limit.
+        reducer: how gradients are averaged; None: as the script says.
+    """
+
+    options: Options
+    command: list[str]
+    box: Container | None
+    places: Places | None
+    feed: str
+    feed_note: str
+    seconds: float | None
+    reducer: str | None
+
+    @property
+    def kept(self) -> bool:
+        """Whether the run directory stays."""
+        return str(self.options.runs) != "none"
+
+    @property
+    def second(self) -> bool:
+        """Whether another host of the container keeps the run."""
+        return self.box is not None and self.box.rank > 0
+
+    @property
+    def stem(self) -> str:
+        """The name of the run where none was given, without its number."""
+        return script_stem(self.options.module or self.command[0])
+
+    def variables(
+        self, screen: _Screen, plan: str | None, proofs: dict[str, str]
+    ) -> dict[str, str]:
+        """Environment variables that tell the workers what was asked for."""
+        options = self.options
+        found = {
+            "RONDE_PROGRESS": "warnings" if options.quiet else "stream" if screen.bar else "lines",
+            "RONDE_RESUME": "1" if options.resume else "0",
+            "RONDE_FEED": self.feed,
+        }
+        optional = {
+            "RONDE_LEAVE": "1" if options.restarts is not None or self.seconds else "",
+            "RONDE_TENSORBOARD": "1" if options.tensorboard else "",
+            "RONDE_HOROVOD": "1" if options.horovod else "",
+            "RONDE_PROOFS": json.dumps(proofs) if proofs else "",
+            "RONDE_PLAN": plan or "",
+            "RONDE_REDUCER": self.reducer or "",
+        }
+        return found | {name: value for name, value in optional.items() if value}
+
+
+def _plan_launch(options: Options) -> _LaunchPlan:
+    """Check the options before anything starts.
+
+    Raises:
+        ArgumentError: which ones contradict each other, or name what is not there.
+    """
+    from ronde.launch import container, pod
+
+    away = options.hosts or options.hostfile or options.slurm or options.ray or options.spark
+    box = None if away else container() or pod()
+    command = command_of(options.module, options.arguments or [])
+    if box is not None:
+        command += box.arguments
+        os.environ.update(box.environment)
+        options = _in_container(options, box, command)
+    if options.name is not None:
+        check_name(options.name)
+    if options.output not in ("main", "all"):
+        raise ArgumentError(f"--output {options.output}: expected main or all.")
+    places = chosen(
+        options.hosts,
+        options.hostfile,
+        options.slurm,
+        options.mpi,
+        options.ssh_config,
+        options.env or [],
+        options.python,
+        options.ray,
+        options.spark,
+        options.workers,
     )
-    def run(
-        arguments: ArgumentsOption = None,
-        workers: WorkersOption = "auto",
-        module: ModuleOption = None,
-        name: Annotated[
-            str | None,
-            typer.Option(
-                "--name",
-                help="Name of the run. Default: the script's, numbered.",
-                show_default=False,
-            ),
-        ] = None,
-        resume: Annotated[
-            bool,
-            typer.Option(
-                "--resume",
-                help="Continue from the newest complete checkpoint of --name, or of this script's "
-                "last run.",
-            ),
-        ] = False,
-        plan: Annotated[
-            str | None,
-            typer.Option(
-                "--plan",
-                metavar="PLAN",
-                help="How to split the work: replicate, shard, pipeline=2,shard=optimizer, …, a "
-                "plan file, or auto.",
-                show_default=False,
-            ),
-        ] = None,
-        reducer: ReducerOption = None,
-        servers: ServersOption = None,
-        feed: FeedOption = None,
-        runs: Annotated[
-            Path,
-            typer.Option(
-                "--runs",
-                metavar="DIR",
-                help="Folder that holds the runs; none keeps nothing.",
-                envvar="RONDE_RUNS",
-            ),
-        ] = Path("runs"),
-        baseline: Annotated[
-            bool,
-            typer.Option(
-                "--baseline",
-                help="Measure one worker afterwards, for some seconds, to compare with.",
-            ),
-        ] = False,
-        hang_timeout: Annotated[
-            float | None,
-            typer.Option(
-                "--hang-timeout",
-                metavar="SECONDS",
-                min=0.0,
-                help="End the run when a worker gives no sign of life for so long; which and where "
-                "is said after 10 s. 0 does neither. Default: 600, with --restarts 60.",
-                show_default=False,
-            ),
-        ] = None,
-        tensorboard: Annotated[
-            bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
-        ] = False,
-        restarts: Annotated[
-            int | None,
-            typer.Option(
-                "--restarts",
-                metavar="K",
-                min=0,
-                help="Start the workers again after a failure, at most K times; each time they go "
-                "on from the newest checkpoint.",
-                show_default=False,
-            ),
-        ] = None,
-        min_workers: Annotated[
-            int | None,
-            typer.Option(
-                "--min-workers",
-                metavar="M",
-                min=1,
-                help="With --restarts, on several hosts: go on with M workers or more while hosts "
-                "are lost. Default: with any number.",
-                show_default=False,
-            ),
-        ] = None,
-        time_limit: Annotated[
-            str | None,
-            typer.Option(
-                "--time-limit",
-                metavar="TIME",
-                help="Save and leave after this time, as 27d, 20h, or 90m, with status 75. Slurm "
-                "starts a job again that it may requeue.",
-                show_default=False,
-            ),
-        ] = None,
-        spares: Annotated[
-            bool,
-            typer.Option(
-                "--spares/--no-spares",
-                help="Fork several workers, and with --restarts each one, of one process that has "
-                "imported torch; or start an interpreter for each.",
-            ),
-        ] = True,
-        prove: Annotated[
-            bool,
-            typer.Option(
-                "--prove",
-                help="First prove that the script is the same training on several workers as on "
-                "one, at the smallest size of the plan; end with the difference if it is not.",
-            ),
-        ] = False,
-        upload: UploadOption = None,
-        horovod: Annotated[
-            bool,
-            typer.Option(
-                "--horovod",
-                help="The script uses Horovod: let 'import horovod.torch' find Ronde's bridge.",
-            ),
-        ] = False,
-        output: OutputOption = "main",
-        quiet: Annotated[
-            bool,
-            typer.Option(
-                "--quiet", "-q", help="No progress and no summary. Warnings are still shown."
-            ),
-        ] = False,
-        hosts: HostsOption = None,
-        hostfile: HostfileOption = None,
-        slurm: SlurmOption = False,
-        mpi: MpiOption = False,
-        ray: RayOption = None,
-        spark: SparkOption = None,
-        ssh_config: SshConfigOption = None,
-        env: EnvOption = None,
-        python: PythonOption = None,
-    ) -> None:
-        from ronde.launch import Job, Restarts, container, pod
-
-        box = None if hosts or hostfile or slurm or ray or spark else container() or pod()
-        second = box is not None and box.rank > 0
-        command = command_of(module, arguments or [])
-        if box is not None:
-            command += box.arguments
-            os.environ.update(box.environment)
-            name = name or script_stem(module or command[0])
-            runs = box.checkpoints or runs
-            resume = resume or (runs / name / "checkpoints").is_dir() or has_whole(upload, name)
-            if second:  # rank 0 writes; the service may join the folders of all hosts
-                runs, name, resume, quiet = Path("none"), None, False, True
-                upload = None
-        if name is not None:
-            check_name(name)
-        if output not in ("main", "all"):
-            raise ArgumentError(f"--output {output}: expected main or all.")
-        places = chosen(
-            hosts, hostfile, slurm, mpi, ssh_config, env or [], python, ray, spark, workers
+    fetched, told_feed = feed_of(options.feed, options.module or command[0])
+    restarts, kept = options.restarts, str(options.runs) != "none"
+    if box is not None and len(box.hosts) > 1 and (restarts or options.time_limit):
+        raise ArgumentError(
+            "--restarts and --time-limit are not for containers of several hosts: the service "
+            "starts and ends them together. Started again by it, a job resumes by itself."
         )
-        fetched, told_feed = feed_of(feed, module or command[0])
-        temporary = (
-            tempfile.TemporaryDirectory(prefix="ronde-run-") if str(runs) == "none" else None
+    if options.min_workers is not None and not (restarts and places):
+        raise ArgumentError(
+            "--min-workers says how few workers may go on when --restarts loses hosts: give "
+            "--restarts, and several hosts."
         )
-        if box is not None and len(box.hosts) > 1 and (restarts or time_limit):
-            raise ArgumentError(
-                "--restarts and --time-limit are not for containers of several hosts: the service "
-                "starts and ends them together. Started again by it, a job resumes by itself."
-            )
-        if min_workers is not None and not (restarts and places):
-            raise ArgumentError(
-                "--min-workers says how few workers may go on when --restarts loses hosts: give "
-                "--restarts, and several hosts."
-            )
-        if temporary and restarts is not None and not second:
-            raise ArgumentError("--restarts goes on from checkpoints, and --runs none keeps none.")
-        seconds = None if time_limit is None else parse_duration(time_limit)
-        if temporary and (resume or name):
-            raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
-        check_upload(upload, kept=temporary is None)
-        console = plain_console()
-        terminal = console.is_terminal and not quiet
-        bar = Bar(console) if terminal else None
-        kept = None if temporary else runs
-        reducer = check_reducer(reducer, servers, planned_by=plan)
-        with (
-            servers_of(servers, places) as reduction_servers,
-            gathered(
-                places,
-                box,
-                command,
-                workers,
-                kept,
-                bar.begin if bar else _ignore,
-                min_workers or 1,
-            ) as group,
-        ):
-            count = group.workers
-            planned = None if plan is None else _plan(plan, count)
-            proofs = (
-                proofs_before_run(command, planned, count, runs)
-                if prove
-                else {}
-                if temporary
-                else kept_proofs(runs, command)
-            )
+    if not kept and restarts is not None and not (box is not None and box.rank > 0):
+        raise ArgumentError("--restarts goes on from checkpoints, and --runs none keeps none.")
+    seconds = None if options.time_limit is None else parse_duration(options.time_limit)
+    if not kept and (options.resume or options.name):
+        raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
+    check_upload(options.upload, kept)
+    reducer = check_reducer(options.reducer, options.servers, planned_by=options.plan)
+    return _LaunchPlan(options, command, box, places, fetched, told_feed, seconds, reducer)
 
-            def told_restart(text: str) -> None:
-                if bar:
-                    bar.settle()
-                typer.echo(f"ronde: {text}", err=True)
 
-            directory, store = claim_with_uploads(
-                upload,
-                Path(temporary.name) if temporary else runs,
-                name,
-                script_stem(module or command[0]),
-                resume,
-                told_restart,
-            )
-            show = _shower(bar, console)
-            environment = {
-                "RONDE_PROGRESS": "warnings" if quiet else "stream" if terminal else "lines",
-                "RONDE_RESUME": "1" if resume else "0",
-                "RONDE_FEED": fetched,
-            }
-            if restarts is not None or seconds is not None:
-                environment["RONDE_LEAVE"] = "1"
-            if tensorboard:
-                environment["RONDE_TENSORBOARD"] = "1"
-            if horovod:
-                environment["RONDE_HOROVOD"] = "1"
-            if proofs:
-                sentences = {kind: proof.sentence(kind) for kind, proof in proofs.items()}
-                environment["RONDE_PROOFS"] = json.dumps(sentences)
-            if planned is not None:
-                environment["RONDE_PLAN"] = planned
-            if reducer is not None:
-                environment["RONDE_REDUCER"] = reducer
-            environment |= reduction_servers.variables()
-            if not quiet:
-                shown = " ".join(command)
-                from rich.text import Text
+def _in_container(options: Options, box: Container, command: list[str]) -> Options:
+    """The options on one host of a container. The first one writes, and keeps the run where the
+    service does; a second one writes nothing: the service may join the folders of all hosts.
+    """
+    if box.rank > 0:
+        return dataclasses.replace(
+            options, runs=Path("none"), name=None, resume=False, quiet=True, upload=None
+        )
+    name = options.name or script_stem(options.module or command[0])
+    runs = box.checkpoints or options.runs
+    begun = (runs / name / "checkpoints").is_dir() or has_whole(options.upload, name)
+    return dataclasses.replace(options, name=name, runs=runs, resume=options.resume or begun)
 
-                # A Text, not markup: arguments may hold brackets.
-                told = (
-                    f" {shown}  ·  {count} worker{'s' if count > 1 else ''}{group.where}  ·  "
-                    f"{'nothing is kept' if temporary else short(directory.path)}"
-                )
-                console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
-                for told in (told_feed, *(f"note: {n}" for n in group.notes)):
-                    if told:
-                        console.print(Text(told), soft_wrap=True)
-            else:
-                for note in group.notes:  # they may be warnings
-                    typer.echo(f"note: {note}", err=True)
-            if bar:
-                bar.begin(f"starting {count} worker{'s' if count > 1 else ''}")
 
-            again = Restarts(
-                restarts or 0, directory.path, told_restart, reduction_servers.variables
-            )
-            with Limit(seconds) as limit, uploading(store, directory, told_restart):
-                outcome = group.launch(
-                    Job(
-                        command,
-                        count,
-                        directory.path,
-                        environment,
-                        bool(restarts),
-                        (_HANG_SECONDS[bool(restarts)] if hang_timeout is None else hang_timeout)
-                        or None,
-                        spares,
-                    ),
-                    show,
-                    bar.update if bar else _show_warning if quiet else _ignore,
-                    group.names if output == "all" else None,
-                    restarts=again,
-                )
-            if bar:
-                bar.close()
-                show(b"")
+class _Screen:
+    """The terminal of a run: a bar, rank 0's output, and lines of the launcher's own."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.console = plain_console()
+        self._quiet = quiet
+        self.bar = Bar(self.console) if self.console.is_terminal and not quiet else None
+        self._held = bytearray()
+
+    def begin(self, text: str) -> None:
+        """Say in the bar what is done now."""
+        if self.bar:
+            self.bar.begin(text)
+
+    def tell(self, text: str) -> None:
+        """Show a line of the launcher's."""
+        if self.bar:
+            self.bar.settle()
+        typer.echo(f"ronde: {text}", err=True)
+
+    def message(self, message: dict[str, Any]) -> None:
+        """Take a progress message of rank 0; with --quiet, only warnings are shown."""
+        if self.bar:
+            self.bar.update(message)
+        elif self._quiet and "warning" in message:
+            typer.echo(f"warning: {message['warning']}", err=True)
+
+    def show(self, data: bytes) -> None:
+        """Show rank 0's output: directly, or in whole lines above the bar."""
+        from ronde.launch.console import to_terminal
+
+        if self.bar is None:
+            to_terminal(data)
+            return
+        self.bar.settle()  # the script speaks: it has started
+        self._held.extend(data)
+        if not self.bar.drawing:
+            # unbuffered: it may be a prompt, or the script's own progress bar
+            to_terminal(bytes(self._held))
+            self._held.clear()
+            return
+        end = max(self._held.rfind(b"\n"), self._held.rfind(b"\r"))
+        if end < 0:
+            return
+        text = bytes(self._held[:end]).decode(errors="replace")
+        del self._held[: end + 1]
+        # With the bar up, rich moves it out of the way and puts it back.
+        from rich.text import Text
+
+        self.console.print(Text.from_ansi(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar:
+            self.bar.close()
+            self.show(b"")
+
+
+def _run(launch: _LaunchPlan) -> None:
+    """Launch, and say how it ended.
+
+    Raises:
+        typer.Exit: it did not end well.
+    """
+    options, screen = launch.options, _Screen(launch.options.quiet)
+    folder: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(options.runs)
+    if not launch.kept:
+        folder = tempfile.TemporaryDirectory(prefix="ronde-run-")
+    with folder as runs:
+        directory, workers, limit, outcome = _launch(launch, screen, Path(runs))
         if outcome.again:
-            _tell_left(outcome, directory, limit, kept=temporary is None)
+            _tell_left(outcome, directory, limit, launch.kept)
             raise typer.Exit(outcome.status)
-        if outcome.status:
-            if box is not None and not outcome.interrupted:
-                box.tell(outcome.traceback or outcome.error or "", outcome.rank)
-            _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
-            why = "the first host keeps the run" if second else "--runs none"
-            _tell_failure(outcome, directory, why if temporary else "")
-            if outcome.exited and (hint := hint_after_exit(command)):
-                typer.echo(f"note: {hint}", err=True)
-            raise typer.Exit(outcome.status)
-        if outcome.left and summarise(directory).status in ("running", "stopped"):
-            error = f"{outcome.left} left with status 0 before the training had ended (os._exit)"
-            if box is not None:
-                box.tell(error)
-            _note_failure(directory, error, 0, outcome.seconds)
-            typer.echo(
-                f"{error}. What it trained after its last checkpoint is lost: let the script end "
-                "by itself, or call run.save() before.",
-                err=True,
-            )
-            raise typer.Exit(1)
-        if not quiet:
-            one = None
-            if baseline and count > 1:
-                if bar:
-                    bar.begin(f"measuring one worker for {_MEASURE_SECONDS:.0f} s, to compare")
-                one = _baseline(command, fetched)
-                if bar:
-                    bar.close()
-            print_summary(
-                directory, console, outcome.seconds, one, count, temporary is None, horovod
-            )
+        _check(outcome, launch, directory)
+        if options.quiet:
+            return
+        one = None
+        if options.baseline and workers > 1:
+            screen.begin(f"measuring one worker for {_MEASURE_SECONDS:.0f} s, to compare")
+            one = _baseline(launch.command, launch.feed)
+            screen.close()
+        print_summary(
+            directory,
+            screen.console,
+            outcome.seconds,
+            one,
+            workers,
+            launch.kept,
+            options.horovod,
+        )
 
 
-def _plan(text: str, workers: int) -> str:
+def _launch(launch: _LaunchPlan, screen: _Screen, runs: Path) -> tuple[RunDir, int, Limit, Outcome]:
+    """Gather hosts, claim the run directory, and run the workers until all have ended. Returns the
+    directory, the number of workers, the time limit, and how they ended.
+    """
+    from ronde.launch import Job, Restarts
+
+    options, kept = launch.options, launch.kept
+    with (
+        servers_of(options.servers, launch.places) as reduction_servers,
+        gathered(
+            launch.places,
+            launch.box,
+            launch.command,
+            options.workers,
+            options.runs if kept else None,
+            screen.begin,
+            options.min_workers or 1,
+        ) as group,
+    ):
+        count = group.workers
+        plan = None if options.plan is None else _check_plan(options.plan, count)
+        if options.prove:
+            proofs = proofs_before_run(launch.command, plan, count, options.runs)
+        else:
+            proofs = kept_proofs(options.runs, launch.command) if kept else {}
+        directory, store = claim_with_uploads(
+            options.upload, runs, options.name, launch.stem, options.resume, screen.tell
+        )
+        sentences = {kind: proof.sentence(kind) for kind, proof in proofs.items()}
+        environment = launch.variables(screen, plan, sentences) | reduction_servers.variables()
+        _announce(launch, screen, group, directory)
+        hang = options.hang_timeout
+        job = Job(
+            launch.command,
+            count,
+            directory.path,
+            environment,
+            bool(options.restarts),
+            (_HANG_SECONDS[bool(options.restarts)] if hang is None else hang) or None,
+            options.spares,
+        )
+        again = Restarts(
+            options.restarts or 0, directory.path, screen.tell, reduction_servers.variables
+        )
+        names = group.names if options.output == "all" else None
+        with Limit(launch.seconds) as limit, uploading(store, directory, screen.tell):
+            outcome = group.launch(job, screen.show, screen.message, names, restarts=again)
+        screen.close()
+    return directory, count, limit, outcome
+
+
+def _announce(launch: _LaunchPlan, screen: _Screen, group: Gathered, directory: RunDir) -> None:
+    """Say what is about to start."""
+    workers = f"{group.workers} worker{'s' if group.workers > 1 else ''}"
+    if launch.options.quiet:
+        for note in group.notes:  # they may be warnings
+            typer.echo(f"note: {note}", err=True)
+        return
+    from rich.text import Text
+
+    # A Text, not markup: arguments may hold brackets.
+    told = (
+        f" {' '.join(launch.command)}  ·  {workers}{group.where}  ·  "
+        f"{short(directory.path) if launch.kept else 'nothing is kept'}"
+    )
+    screen.console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
+    for told in (launch.feed_note, *(f"note: {n}" for n in group.notes)):
+        if told:
+            screen.console.print(Text(told), soft_wrap=True)
+    screen.begin(f"starting {workers}")
+
+
+def _check(outcome: Outcome, launch: _LaunchPlan, directory: RunDir) -> None:
+    """Say it if the workers failed, or left before the training had ended.
+
+    Raises:
+        typer.Exit: with the status of the failure.
+    """
+    box = launch.box
+    if outcome.status:
+        if box is not None and not outcome.interrupted:
+            box.tell(outcome.traceback or outcome.error or "", outcome.rank)
+        _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
+        why = "the first host keeps the run" if launch.second else "--runs none"
+        _tell_failure(outcome, directory, "" if launch.kept else why)
+        if outcome.exited and (hint := hint_after_exit(launch.command)):
+            typer.echo(f"note: {hint}", err=True)
+        raise typer.Exit(outcome.status)
+    if outcome.left and summarise(directory).status in ("running", "stopped"):
+        error = f"{outcome.left} left with status 0 before the training had ended (os._exit)"
+        if box is not None:
+            box.tell(error)
+        _note_failure(directory, error, 0, outcome.seconds)
+        typer.echo(
+            f"{error}. What it trained after its last checkpoint is lost: let the script end "
+            "by itself, or call run.save() before.",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def _check_plan(text: str, workers: int) -> str:
     """Check ``--plan`` before anything starts."""
     from ronde.plan import Plan
 
@@ -438,45 +594,6 @@ def _plan(text: str, workers: int) -> str:
         return str(file.absolute())
     Plan.parse(text).check_workers(workers)
     return text
-
-
-def _ignore(_: Any) -> None:
-    return None
-
-
-def _show_warning(message: dict[str, Any]) -> None:
-    """With --quiet: rank 0's warnings, apart from what the script prints."""
-    if "warning" in message:
-        typer.echo(f"warning: {message['warning']}", err=True)
-
-
-def _shower(bar: Bar | None, console: Any) -> Any:
-    """Choose how to show rank 0's output: directly, or in whole lines above the bar."""
-    from ronde.launch.console import to_terminal
-
-    if bar is None:
-        return to_terminal
-    held = bytearray()
-
-    def show(data: bytes) -> None:
-        bar.settle()  # the script speaks: it has started
-        held.extend(data)
-        if not bar.drawing:
-            # unbuffered: it may be a prompt, or the script's own progress bar
-            to_terminal(bytes(held))
-            held.clear()
-            return
-        end = max(held.rfind(b"\n"), held.rfind(b"\r"))
-        if end < 0:
-            return
-        text = bytes(held[:end]).decode(errors="replace")
-        del held[: end + 1]
-        # With the bar up, rich moves it out of the way and puts it back.
-        from rich.text import Text
-
-        console.print(Text.from_ansi(text), soft_wrap=True)
-
-    return show
 
 
 def _note_failure(directory: RunDir, error: str, rank: int | None, seconds: float) -> None:
@@ -500,17 +617,17 @@ def _note_failure(directory: RunDir, error: str, rank: int | None, seconds: floa
     record.close()
 
 
-def _tell_left(outcome: Any, directory: RunDir, limit: Limit, kept: bool) -> None:
+def _tell_left(outcome: Outcome, directory: RunDir, limit: Limit, kept: bool) -> None:
     """Tell that the run was asked to leave, and let a scheduler start it again."""
     why = "the time limit is reached" if limit.reached else outcome.error
     step = summarise(directory).step
     again = f". Go on with: ronde run --resume --name {directory.name} …" if kept else ""
-    if limit.reached or "SIGUSR1" in outcome.error:
+    if limit.reached or "SIGUSR1" in (outcome.error or ""):
         again = requeue() or again
     typer.echo(f"{why}: it has left after step {step}{again}", err=True)
 
 
-def _tell_failure(outcome: Any, directory: RunDir, lost: str = "") -> None:
+def _tell_failure(outcome: Outcome, directory: RunDir, lost: str = "") -> None:
     """Say what failed, and what to do. ``lost`` says why the run directory goes now, if it does."""
     from rich.text import Text
 
@@ -598,131 +715,10 @@ def _baseline(command: list[str], feed: str) -> float | None:
                 "RONDE_FEED": feed,
                 **waits,
             }
-            if run_here(Job(command, 1, None, environment), discard, _ignore).interrupted:
+            if run_here(Job(command, 1, None, environment), discard, lambda _: None).interrupted:
                 return None
             try:
                 found.append(float(json.loads(file.read_text())["samples_per_second"]))
             except (OSError, ValueError, KeyError, TypeError):
                 continue
     return max(found, default=None)
-
-
-def _numbers(values: dict[str, Any]) -> str:
-    return "  ".join(
-        f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
-    )
-
-
-def print_summary(
-    directory: RunDir,
-    console: Any,
-    seconds: float,
-    one: float | None = None,
-    workers: int = 1,
-    kept: bool = True,
-    horovod: bool = False,
-) -> None:
-    """Print what ran where, the batch contract, the curve, the speed, and what to do next.
-    ``kept`` is False if the run directory goes now; scripts of Horovod do not call ``distribute``.
-    """
-    from rich.box import ROUNDED
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    from ronde.plan import Plan
-
-    summary = summarise(directory)
-    start = summary.start
-    if start is None:
-        console.print(
-            f"the script ended after {clock(seconds)}"
-            + ("" if horovod else " without calling ronde.distribute")
-            + (f"; its output is in {short(directory.logs)}" if kept else ""),
-            highlight=False,
-            soft_wrap=True,
-        )
-        return
-    plan = Plan.from_dict(start.plan)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold")
-    table.add_column()
-    hosts = ", ".join(f"{host}:{n}" for host, n in start.hosts.items()) or start.host
-    where = (
-        f"{start.workers} worker{'s' if start.workers > 1 else ''} on {hosts} "
-        f"({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
-    )
-
-    def row(name: str, value: str, style: str = "") -> None:
-        table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets
-
-    row(
-        "ran",
-        f"{short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, "
-        f"{start.optimizer}",
-    )
-    row("where", where)
-    if plan.family != "replicate":
-        row("plan", plan.spec)
-    row("batch", plan.sentence(summary.differs, start.proof, start.smallest_batch))
-    row(
-        "trained",
-        f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} "
-        f"epoch{'s' if summary.epoch != 1 else ''} in {clock(summary.seconds or seconds)}",
-    )
-    if summary.samples_per_second:
-        speed = f"{summary.samples_per_second:,.0f} samples/s"
-        row("speed", speed)
-        if one:
-            ratio = summary.samples_per_second / one
-            row(
-                "one worker",
-                f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} "
-                f"workers are {ratio:.2f}× as fast",
-            )
-    if sentence := summary.script_sentence():
-        row("own loop", sentence, "yellow")
-    if sentence := summary.noise_sentence():
-        row("noise", sentence)
-    if summary.loss is not None:
-        first = summary.curve[0][1]
-        row("loss", f"{first:.4f} → {summary.loss:.4f}")
-    for kind, values in summary.evaluations.items():
-        row("evaluation" if kind == "evaluate" else kind, _numbers(values))
-    for name, other in summary.parts.items():
-        if other.start is not None:
-            loss = f", loss {other.curve[0][1]:.4f} → {other.loss:.4f}" if other.curve else ""
-            row(
-                name,
-                f"{other.start.model}, {other.start.parameters:,} parameters, "
-                f"{other.start.optimizer}: {other.step:,} steps{loss}",
-            )
-            for kind, values in other.evaluations.items():
-                row("", f"{'evaluation' if kind == 'evaluate' else kind} {_numbers(values)}")
-    if best := summary.best:
-        row("best", f"{best.metric} {best.value:.4f} at step {best.step:,}, in {best.path}")
-    if kept:
-        row(
-            "kept in",
-            f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} "
-            f"checkpoint{'s' if summary.checkpoints != 1 else ''})",
-        )
-        folder = short(directory.path.parent)
-        runs_option = "" if folder == "runs" else f" --runs {folder}"
-        row("next", f"ronde show {directory.name}{runs_option}", "cyan")
-    else:
-        row("kept in", "nowhere: --runs none")
-    width = max(20, min(console.width - 20, 72))
-    drawn = curve([(float(x), y) for x, y in summary.curve], width=width, height=8)
-    if not console.encoding.startswith("utf"):
-        drawn = ""  # it is drawn with Braille patterns
-    parts: list[Any] = [table]
-    if drawn:
-        parts += [Text(""), Text(drawn)]
-    if summary.warnings:
-        parts += [Text(""), *(Text(f"warning: {w}", style="yellow") for w in summary.warnings)]
-    title = Text(
-        f"{directory.name}: {summary.status}"
-    )  # a Text: names may hold brackets and colons
-    console.print(Panel(Group(*parts), title=title, box=ROUNDED, expand=False))

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.help_layout import option
-from ronde.cli.run import print_summary
+from ronde.cli.summary import print_summary
 from ronde.watch import (
     Evaluated,
     Logged,
