@@ -23,7 +23,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ronde.data import BatchOrder, Order, Source, key_of
+from ronde.data import Order, Source, key_of
 from ronde.introspect import restore_states, seed_all, states
 from ronde.loader.reader import pipeline_in
 from ronde.loader.settings import LoaderSettings
@@ -291,8 +291,9 @@ def take_over(
             "optimizer step: give one of them."
         )
     order, notes = _order_of(data, n, seed, shuffle, argument, evaluate)
-    if isinstance(order, BatchOrder):
-        own_size = max(order.sizes(0))
+    ends = order.ends(0)
+    if ends is not None:
+        own_size = max(b - a for a, b in itertools.pairwise((0, *ends)))
     taken = inspect.signature(DataLoader.__init__).parameters
     options = {
         name: getattr(data, name) for name in _OPTIONS if name in taken and hasattr(data, name)
@@ -318,7 +319,7 @@ def take_over(
     )
     if collate is not default_collate or settings.collate is default_collate:
         settings = dataclasses.replace(settings, collate=collate)
-    leave_out = not isinstance(order, BatchOrder) and (
+    leave_out = ends is None and (
         drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
     )
     size = batch_size or own_size

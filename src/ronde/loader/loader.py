@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from ronde.data import Echoed, Order, Pipeline, key_of, named_stages
-from ronde.introspect import Marks, describe_open, is_ronde, preserve_state, state_mark, walk
+from ronde.introspect import Marks
 from ronde.loader.reader import Ask, Reader, StreamReader
 from ronde.loader.request_queue import RequestLine, RequestQueue, Shares, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
@@ -91,11 +91,12 @@ def is_own(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
         >>> is_own(torch.utils.data.TensorDataset(torch.zeros(3)))
         False
     """
-    if not is_ronde(type(dataset)):
+    if type(dataset).__module__.partition(".")[0] != "ronde":
         return False
     # Imported here: most trainings read a Dataset of their own.
     from ronde.cache import CachedDataset, CachedSource
     from ronde.data import ArraySource, BaseSource, DatasetSource
+    from ronde.introspect import is_ronde, walk
 
     source: Any = dataset
     calls = [collate]
@@ -265,6 +266,7 @@ class Feed:
 
     def _inspect_samples(self, share: Share) -> None:
         """Inspect samples before threads read them, and choose the executor if asked."""
+        from ronde.introspect import preserve_state
         from ronde.loader.autotune import choose_executor, try_samples
 
         assert self._reader is not None
@@ -296,6 +298,8 @@ class Feed:
             self._line = None
 
     def _warn_of_what_is_open(self) -> None:
+        from ronde.introspect import describe_open
+
         dataset = self._reader.dataset if self._reader is not None else None
         if dataset is not None and (held := describe_open(dataset)) is not None:
             self._say(
@@ -453,6 +457,8 @@ class Feed:
         """
         if self._is_own or self._loader is None or not self._loader.persistent_workers:
             return
+        from ronde.introspect import state_mark
+
         settings, reader = self.settings, self._reader
         mark = state_mark([reader and reader.given, settings.collate, settings.init])
         if mark != self._mark:

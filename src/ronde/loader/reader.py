@@ -33,7 +33,7 @@ from ronde.data import (
     sample_keys,
     stage,
 )
-from ronde.introspect import Marks, preserve_state, restore_states, seed_all, states
+from ronde.introspect import Marks, restore_states, seed_all, states
 from ronde.loader.sample_facts import Facts, facts_of
 from ronde.world import ArgumentError, RondeError, SampleError
 from ronde.world.tensors import tensors_in
@@ -297,6 +297,8 @@ class Reader(Dataset[Any]):
         another form the second time), and whether the collate function makes a row from more than
         its own sample. Leaves no trace in the data set's generators and files.
         """
+        from ronde.introspect import preserve_state
+
         found: list[Facts | None] = []
         samples: list[Any] = []
         for j in range(len(ask.ids)):

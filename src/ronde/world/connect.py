@@ -20,8 +20,6 @@ from ronde.world.cores import schedule_as_batch, threads_per_worker
 from ronde.world.errors import WorldError
 from ronde.world.identity import World, _identity, world
 from ronde.world.launchers import Identity
-from ronde.world.meshes import forget
-from ronde.world.network import listen_on, meeting_address
 
 __all__ = ["connect"]
 
@@ -62,6 +60,8 @@ def _store(me: World, timeout: datetime.timedelta) -> Store:
             "Open MPI as "
             "'-x MASTER_ADDR=… -x MASTER_PORT=…'."
         )
+    from ronde.world.network import listen_on, meeting_address
+
     # Workers of an agent are clients of the agent's store; elsewhere rank 0 serves it.
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves, address, listening = me.rank == 0 and not theirs, found.address, None
@@ -171,6 +171,8 @@ def _leave() -> None:
     Skipped after a failure, when it could wait for ranks that are gone.
     """
     if dist.is_initialized() and not hasattr(sys, "last_value"):
+        from ronde.world.meshes import forget
+
         forget()
         dist.destroy_process_group()
         # A gloo thread that still releases the last exchange needs the interpreter; without it the
