@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from processes import PATHS, TESTS, environment
+from processes import TESTS, child, python
 from ronde.checkpoint import Saver, verify, wait_for_saves, write
 from ronde.watch import Checkpointed, Warned
 from ronde.watch import read as read_record
@@ -23,16 +22,13 @@ from sampling import ALL, some
 
 
 def worker(*arguments: object, before: str = "", timeout: int = 150) -> str:
-    command = [sys.executable, str(TESTS / "saving_worker.py"), *map(str, arguments)]
+    command = [str(TESTS / "saving_worker.py"), *map(str, arguments)]
     if before:
-        command = ["unshare", "-m", "sh", "-c", f'{before} && exec "$@"', "sh", *command]
-    done = subprocess.run(
-        command,
-        env=environment({"PYTHONPATH": PATHS}),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+        shell = ["unshare", "-m", "sh", "-c", f'{before} && exec "$@"', "sh", sys.executable]
+        with child([*shell, *command], TESTS) as started:
+            done = started.done(timeout)
+    else:
+        done = python(command, TESTS, timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -82,8 +78,8 @@ def test_an_error_in_the_thread_is_told():
 _REPLICATE = [f"0:{n}" for n in range(1, 24)]
 _EACH = [f"{rank}:{n}" for n in range(1, 12) for rank in (0, 1)]
 _PLANS = {
-    "replicate": (2, _REPLICATE, 8),
-    "shard=parameters": (2, _EACH, 9),
+    "replicate": (2, _REPLICATE, 12),
+    "shard=parameters": (2, _EACH, 13),
     "pipeline=2": (2, _EACH, 1),
     "tensor=2": (2, _EACH, 1),
     "shard=optimizer": (2, _EACH, 1),
@@ -107,14 +103,14 @@ def test_killed_at_a_point_of_a_save(plan, tmp_path):
 
 
 def test_a_slow_disk_makes_the_training_wait(tmp_path):
-    worker("slow", "replicate", 2, tmp_path, 0.4)
+    worker("slow", "replicate", 2, tmp_path, 0.2)
     saved, warned = events(tmp_path)
     assert [e.step for e in saved] == [2, 4, 6, 8]
     assert sum("saving falls behind" in text for text in warned) == 1, warned
     assert all(e.stall_seconds <= e.seconds for e in saved)
 
 
-@pytest.mark.parametrize("plan", ["replicate", "shard=parameters"])
+@pytest.mark.parametrize("plan", some(["shard=parameters", "replicate"], 2))
 def test_a_failure_is_told_and_the_training_goes_on(plan, tmp_path):
     rank = 0 if plan == "replicate" else 1
     worker("fail", plan, 2, tmp_path, rank, 4)

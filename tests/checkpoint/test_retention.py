@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from safetensors.torch import load_file
 
 import ronde
 from damage import flip
-from processes import PATHS, environment
+from processes import ronde_run
 from ronde.checkpoint import KeepPolicy, list_checkpoints, write
 
 
@@ -63,13 +61,8 @@ def test_what_stays_does_not_depend_on_when_it_is_pruned():
 
 
 def _ronde(folder: Path, *arguments: str, status: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "ronde", "checkpoints", "a", "--runs", str(folder), *arguments],
-        env=environment({"PYTHONPATH": PATHS, "COLUMNS": "200"}),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    words = ["checkpoints", "a", "--runs", str(folder), *arguments]
+    done = ronde_run(words, folder, env={"COLUMNS": "200"})
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout + done.stderr
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import ronde
-from processes import rank_variables, start_ranks
+from processes import forked, python, rank_variables
 from ronde import ArgumentError, LossError, RondeError
 from ronde.feed import key_of, permute
 
@@ -274,22 +274,6 @@ def test_micro_batches():
         run.update()
 
 
-def test_one_micro_batch_comes_in_a_list_too_where_the_script_asked_for_micro_batches():
-    run = make(micro_batch=100)
-    steps = 0
-    for batch in run.batches():
-        assert isinstance(batch, ronde.MicroBatches) and len(batch) == 1
-        if steps % 2:
-            run.step(batch)
-        else:
-            for x, y in batch:
-                run.backward(F.mse_loss(run.model(x), y))
-            run.update()
-        steps += 1
-    assert steps > 1 and run.state.step == steps
-    assert not any(isinstance(batch, ronde.MicroBatches) for batch in [next(make().batches())])
-
-
 def test_metrics():
     run = make()
     for metrics, words in (
@@ -460,10 +444,8 @@ def together(tmp_path_factory):
     """Two processes that do all of it, one thing after the other; what each of them was told."""
     folder = tmp_path_factory.mktemp("together")
     (folder / "together.py").write_text(TOGETHER)
-    done = start_ranks(
-        2, folder / "together.py", [str(folder)], env={"RONDE_RUNS": "none"}, timeout=120
-    )
-    assert [d.returncode for d in done] == [0, 0], "\n".join(d.stdout + d.stderr for d in done)
+    done = python(forked(folder / "together.py", 2, folder)[1:], folder, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -552,7 +534,7 @@ def test_a_port_that_is_taken(tmp_path):
     script.write_text("from ronde.world.connect import connect\nconnect(20.0)\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (done,) = start_ranks(1, script, variables=[rank_variables(0, 2, port)])
+        done = python([str(script)], tmp_path, env=rank_variables(0, 2, port))
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1 and "WorldError" in last
     assert all(
@@ -565,7 +547,8 @@ def test_nobody_at_the_meeting_point(tmp_path):
     script.write_text("from ronde.world.connect import connect\nconnect(2.0)\n")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
-        (done,) = start_ranks(1, script, variables=[rank_variables(1, 2, nobody.getsockname()[1])])
+        variables = rank_variables(1, 2, nobody.getsockname()[1])
+        done = python([str(script)], tmp_path, env=variables)
     assert (
         done.returncode == 1
         and "WorldError: Rank 1 cannot reach the meeting point 127.0.0.1:" in done.stderr

@@ -5,32 +5,25 @@ ranks, and exactly the training without that update.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import ronde
-from processes import PATHS, TESTS, environment, ronde_run
+from processes import TESTS, python, ronde_run
 from ronde.run import group
 from sampling import ALL
 
-PLANS = ["replicate:1", "shard=parameters:2"]
+PLANS = ["shard=parameters:2"]
 if ALL:
-    PLANS += ["replicate:2", "shard=optimizer:2", "pipeline=2:2", "tensor=2:2"]
+    PLANS += ["replicate:1", "replicate:2", "shard=optimizer:2", "pipeline=2:2", "tensor=2:2"]
     PLANS += ["pipeline=2,shard=parameters:4"]
 
 
 def test_skipped_and_rolled_back(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(TESTS / "nan_worker.py"), str(tmp_path), *PLANS],
-        env=environment({"PYTHONPATH": PATHS}),
-        capture_output=True,
-        text=True,
-        timeout=170 if not ALL else 600,
-    )
+    command = [str(TESTS / "nan_worker.py"), str(tmp_path), *PLANS]
+    done = python(command, tmp_path, 600 if ALL else 170)
     assert done.returncode == 0, done.stdout + done.stderr
     (first, second), results = json.loads(done.stdout)
     assert len(results) == 3 * len(PLANS)

@@ -5,15 +5,13 @@ never stopped.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+import processes
 from sampling import ALL, long
 
 SCRIPT = textwrap.dedent(
@@ -64,30 +62,15 @@ SCRIPT = textwrap.dedent(
 
 
 def ronde_run(folder: Path, *arguments: str, fails: bool = False, **env: str) -> str:
-    command = [sys.executable, "-m", "ronde", "run", "--runs", str(folder / "runs"), *arguments]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=100, env={**os.environ, **env}
-    )
+    done = processes.ronde_run(["run", *arguments], folder, 100, env)
     assert (done.returncode != 0) == fails, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def curve(folder: Path, name: str) -> dict[int, float]:
     """Losses by step, as ``ronde show --json`` tells them."""
-    command = [
-        sys.executable,
-        "-m",
-        "ronde",
-        "show",
-        name,
-        "--runs",
-        str(folder / "runs"),
-        "--json",
-    ]
-    shown = json.loads(
-        subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    )
-    return {int(step): loss for step, loss in shown["curve"]}
+    shown = processes.ronde_run(["show", name, "--json"], folder).stdout
+    return {int(step): loss for step, loss in json.loads(shown)["curve"]}
 
 
 def close(a: dict[int, float], b: dict[int, float], bound: float) -> bool:
@@ -123,19 +106,8 @@ RESUMED = [(2, 2, 8, 0), (2, 1, 5, 2), (1, 3, 13, 0), (3, 2, 17, 1)]
 def test_resumed_on_another_number_of_workers(folder, first, second, stop, loaders):
     name = f"r-{first}-{second}-{stop}"
     env = {"LOADERS": str(loaders)}
-    ronde_run(
-        folder,
-        "-q",
-        "-n",
-        str(first),
-        "--name",
-        name,
-        "train.py",
-        "0",
-        str(stop),
-        fails=True,
-        **env,
-    )
+    begin = ["-q", "-n", str(first), "--name", name, "train.py", "0", str(stop)]
+    ronde_run(folder, *begin, fails=True, **env)
     said = ronde_run(
         folder, "-n", str(second), "--name", name, "--resume", "train.py", "0", "-1", **env
     )

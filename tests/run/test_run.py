@@ -6,38 +6,21 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from processes import TESTS
+from processes import TESTS, ronde_run
 from sampling import ALL
 
-HERE = TESTS
 MANY = (2, 3) if ALL else (2,)
 
 
 def results(folder: Path, workers: int) -> dict:
     folder.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "ronde",
-        "run",
-        "-n",
-        str(workers),
-        "--runs",
-        str(folder / "runs"),
-        str(HERE / "run_worker.py"),
-        str(folder),
-    ]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=150, env=dict(os.environ)
-    )
+    words = ["run", "-n", str(workers), str(TESTS / "run_worker.py"), str(folder)]
+    done = ronde_run(words, folder, 150)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder / "said.txt").write_text(done.stdout)
     return json.loads((folder / "results.json").read_text())
