@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 OWN: dict[str, Callable[[], Built]] = {}
 TRANSFORMERS: dict[str, Callable[[], Built]] = {}
 DIFFUSERS: dict[str, Callable[[], Built]] = {}
-MONAI: dict[str, Callable[[], Built]] = {}
 
 
 @dataclass
@@ -172,99 +170,6 @@ def packed_sequence() -> Built:
     return Built(LSTM2(packed=True), (tokens(3, 5), a), square, (tokens(2, 6), b), random=True)
 
 
-class CellLoop(nn.Module):
-    """Results are written into a constant, step by step."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(17, 6)
-        self.first, self.second = nn.LSTMCell(6, 8), nn.GRUCell(8, 5)
-        self.head = nn.Linear(5, 4)
-
-    def forward(self, x):
-        e = self.embed(x)
-        h, c = e.new_zeros(len(x), 8), e.new_zeros(len(x), 8)
-        g = torch.zeros(len(x), 5, dtype=e.dtype)
-        out = torch.zeros(*x.shape, 5, dtype=e.dtype)
-        for t in range(x.shape[1]):
-            h, c = self.first(e[:, t], (h, c))
-            g = self.second(h, g)
-            out[:, t] = g
-        return self.head(out)
-
-
-@own
-def cell_loop() -> Built:
-    return Built(CellLoop(), tokens(3, 4), square, tokens(2, 4))
-
-
-class ManyInputs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 8), nn.Linear(3, 8)
-        self.mix = nn.Bilinear(8, 8, 5)
-        self.out = nn.ModuleDict({"mean": nn.Linear(5, 2), "std": nn.Linear(5, 2)})
-
-    def forward(self, x, *, side, scale=1.0, names=("mean", "std")):
-        a, b = F.gelu(self.a(x)), torch.tanh(self.b(side["y"]))
-        h = self.mix(a, b) * scale
-        return {name: self.out[name](h) for name in names} | {"hidden": h, "count": len(x)}
-
-
-@own
-def many_inputs_dict_output() -> Built:
-    def call(model, batch):
-        out = model(batch["x"], side={"y": batch["y"]}, scale=2.0)
-        return (out["mean"] ** 2 + out["std"].exp()).mean() + out["hidden"].pow(2).sum() / out[
-            "count"
-        ]
-
-    return Built(
-        ManyInputs(), {"x": rows(4), "y": rows(4, 3)}, call, {"x": rows(2), "y": rows(2, 3)}
-    )
-
-
-class Routing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.paths = nn.ModuleDict(
-            {k: nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for k in ("left", "right", "never")}
-        )
-        self.join = nn.Linear(6, 5)
-
-    def forward(self, x):
-        h = x
-        for name in ("left", "right", "left"):
-            h = h + self.paths[name](h)
-        return self.join(h)
-
-
-@own
-def routing() -> Built:
-    return Built(Routing(), rows(4), square, rows(3))
-
-
-class Functional(nn.Module):
-    """Weights used by functions; residuals of functions."""
-
-    def __init__(self):
-        super().__init__()
-        self.w = nn.ParameterList([nn.Parameter(torch.randn(6, 6) / 3) for _ in range(4)])
-        self.scale = nn.Parameter(torch.ones(6))
-        self.norms = nn.ModuleList(nn.LayerNorm(6) for _ in range(4))
-
-    def forward(self, x):
-        for w, norm in zip(self.w, self.norms, strict=True):
-            x = x + F.silu(F.linear(norm(x), w * self.scale)) / math.sqrt(2)
-            x = torch.where(x > 0, x, 0.1 * x)
-        return x
-
-
-@own
-def functional_residuals() -> Built:
-    return Built(Functional(), rows(4), square, rows(3))
-
-
 class InPlace(nn.Module):
     def __init__(self):
         super().__init__()
@@ -292,66 +197,6 @@ def in_place() -> Built:
     return Built(InPlace(), rows(4), square, rows(3))
 
 
-class Tricks(nn.Module):
-    """Indexing, filling, writing into, gathering."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(17, 8)
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.empty = nn.Parameter(torch.randn(8))
-        self.register_buffer("rank", torch.arange(64).view(8, 8) % 3)
-
-    def forward(self, x):
-        pad = x < 4
-        h = self.embed(x)
-        h[pad] = self.empty
-        h = self.a(h).masked_fill(pad[..., None], 0.25)
-        h = torch.cat([h.roll(1, 1)[..., None, :], h.flip(-1)[..., None, :]], -2).flatten(-2)[
-            ..., ::2
-        ]
-        bias = self.rank[: h.shape[1], : h.shape[1]].to(h.dtype)
-        h = self.b(h) + (bias @ h).softmax(-1)
-        first, *rest = h.unbind(1)
-        out = torch.empty_like(h)
-        out[:, 0] = first
-        out[:, 1:] = torch.stack(rest, 1)
-        out.index_add_(1, torch.tensor([0, 1]), h[:, :2])
-        last = (~pad).sum(1).clamp(max=x.shape[1] - 1)
-        picked = out[torch.arange(len(x)), last]
-        picked = picked.scatter(1, x[:, :2], 0.5 * picked[:, :2])
-        return self.c(picked), torch.einsum("btd,bd->bt", out, picked)
-
-
-@own
-def indexing() -> Built:
-    def call(model, x):
-        a, b = model(x)
-        return a.pow(2).mean() + b.sin().sum()
-
-    return Built(Tricks(), tokens(4, 6, 8), call, tokens(3, 5, 8))
-
-
-class BatchBranch(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        h = self.a(x)
-        if x.sum() > 0:
-            h = h.sin()
-        h = self.b(h)
-        if x.mean().item() > 100:
-            h = h * 3
-        return self.c(h) * float(x.abs().max())
-
-
-@own
-def branch_on_batch() -> Built:
-    return Built(BatchBranch(), rows(4).abs(), square, rows(3).abs())
-
-
 class ActivationBranch(nn.Module):
     def __init__(self):
         super().__init__()
@@ -370,25 +215,6 @@ class ActivationBranch(nn.Module):
 @own
 def branch_on_activation() -> Built:
     return Built(ActivationBranch(), rows(4), square, rows(3))
-
-
-class TakenLists(nn.Module):
-    """Lists of numbers that come out of an activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
-
-    def forward(self, x):
-        h = torch.tanh(self.a(x))
-        scales = h.detach().abs().sum(0).tolist()
-        h = torch.tanh(self.b(h)) * scales[0]
-        return self.c(h) * (scales[1] + sum(map(sum, h.detach().tolist())))
-
-
-@own
-def taken_lists() -> Built:
-    return Built(TakenLists(), rows(4), square, rows(3))
 
 
 class Sizes(nn.Module):
@@ -425,58 +251,6 @@ class Mixed(nn.Module):
 @own
 def mixture_of_experts() -> Built:
     return Built(Mixed(), rows(4), square, rows(3))
-
-
-class Overlapping(nn.Module):
-    """Another view of a constant than the one that is filled is filled later; constants of the same
-    shape are looked up in between.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        out = torch.zeros(len(x), 2, 3, dtype=x.dtype)
-        view = out.view(len(x), 3, 2)
-        out[:, 0] = x[:, :3]
-        view[:, 1].add_(x[:, :2])
-        at = torch.arange(3)
-        k = at[:, None] + torch.arange(2)[None]
-        view[:, :, 0:1].add_(x[:, 3:, None] * k.sum())
-        return out.sum((1, 2)) + view.pow(2).sum((1, 2))
-
-
-@own
-def overlapping_views() -> Built:
-    return Built(Overlapping(), rows(4), square, rows(3))
-
-
-class Handing(nn.Module):
-    """Constants and the batch go through modules that do nothing, some of them in evaluation
-    only.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.stub, self.none, self.drop = nn.Identity(), nn.Dropout(0.0), nn.Dropout(0.1)
-        self.pair = nn.Sequential(nn.Dropout(0.0), nn.Identity())
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x):
-        x = self.stub(x) * 2
-        at = torch.arange(6, dtype=x.dtype)
-        place = self.none(at / 6).sin() + self.pair(at).cos() + self.drop(at).sin()
-        for layer in self.layers:
-            x = torch.tanh(layer(x) + place)
-        return self.stub(at).cos() * x
-
-
-@own
-def inputs_handed_back() -> Built:
-    return Built(Handing(), rows(4), square, rows(3), random=True)
 
 
 class Checkpointed(nn.Module):
@@ -634,21 +408,6 @@ def torch_transformer() -> Built:
     return Built(model, batch(3, 5, 4), call, batch(2, 3, 6), random=True)
 
 
-class WithScript(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.c = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.b = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double())
-
-    def forward(self, x):
-        return self.c(self.b(torch.relu(self.a(x))))
-
-
-@own
-def scripted_child() -> Built:
-    return Built(WithScript(), rows(4), square, rows(3))
-
-
 class Dropouts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -743,32 +502,6 @@ def auxiliary_and_frozen() -> Built:
     return Built(Auxiliary(), rows(4), lambda m, x: m(x)[0].pow(2).mean(), rows(3))
 
 
-@own
-def frozen_start() -> Built:
-    model = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(6, 6), nn.Tanh())])
-    model[:4].requires_grad_(False)
-    return Built(model, rows(4), square, rows(3))
-
-
-class Parametrized(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
-        self.b = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6).double())
-        self.c = nn.Linear(6, 6)
-        self.d = nn.Linear(6, 6)
-        self.d.weight = self.c.weight
-        self.register_parameter("bias", nn.Parameter(torch.zeros(6)))
-
-    def forward(self, x):
-        return self.d(torch.tanh(self.c(torch.tanh(self.b(torch.tanh(self.a(x))))))) + self.bias
-
-
-@own
-def parametrized_and_tied() -> Built:
-    return Built(Parametrized(), rows(4), square, rows(3))
-
-
 class Fused(nn.Module):
     """A user's module with weights of its own and no children, one that hands objects on, one that
     appends to a list.
@@ -795,11 +528,6 @@ class Fused(nn.Module):
         return x + torch.stack(seen).mean(0)[:, None]
 
 
-@own
-def own_weights_and_lists() -> Built:
-    return Built(Fused(), rows(4), square, rows(3))
-
-
 class Gradients(nn.Module):
     """Gradient hooks on activations; a context manager of its own; views handed on."""
 
@@ -817,11 +545,6 @@ class Gradients(nn.Module):
             u.register_hook(lambda g: g * 2)
         with contextlib.nullcontext():
             return self.c(u * v.sigmoid()) + h[:, ::2]
-
-
-@own
-def gradient_hooks() -> Built:
-    return Built(Gradients(), rows(4), square, rows(3))
 
 
 class Compiled(nn.Module):
@@ -887,10 +610,6 @@ def load_transformers() -> None:
         mask[0, -2:] = 0
         return {"input_ids": x, "attention_mask": mask, "labels": x}
 
-    def hidden(m, b):
-        b = {k: v for k, v in b.items() if k != "labels"}
-        return m(**b).last_hidden_state.pow(2).mean()
-
     small = {
         "vocab_size": 17,
         "hidden_size": 8,
@@ -901,106 +620,13 @@ def load_transformers() -> None:
     none = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     gpt = {"vocab_size": 17, "n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 16, **none}
     add("gpt2", "GPT2Config", "GPT2LMHeadModel", text, random=True, **gpt)
-    add(
-        "gpt2_padded_eager",
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        padded,
-        random=True,
-        **gpt,
-        use_cache=False,
-    )
-    add(
-        "gpt_neox",
-        "GPTNeoXConfig",
-        "GPTNeoXForCausalLM",
-        padded,
-        **small,
-        **none,
-        max_position_embeddings=16,
-    )
     llama = {**small, **none, "num_key_value_heads": 1, "max_position_embeddings": 16}
     add("llama", "LlamaConfig", "LlamaForCausalLM", text, **llama, use_cache=False)
     add("llama_cache", "LlamaConfig", "LlamaForCausalLM", padded, **llama)
-    add("mistral", "MistralConfig", "MistralForCausalLM", padded, **llama, sliding_window=3)
-    add("qwen2", "Qwen2Config", "Qwen2ForCausalLM", padded, **llama, tie_word_embeddings=True)
-    add("qwen3", "Qwen3Config", "Qwen3ForCausalLM", padded, **llama, head_dim=4, use_cache=False)
-    add("gemma2", "Gemma2Config", "Gemma2ForCausalLM", padded, **llama, head_dim=4, use_cache=False)
-    add("phi", "PhiConfig", "PhiForCausalLM", padded, **small, **none, max_position_embeddings=16)
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     add("mixtral", "MixtralConfig", "MixtralForCausalLM", padded, **llama, **moe, use_cache=False)
-    add(
-        "qwen3_moe",
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        text,
-        **llama,
-        head_dim=4,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-    )
     bert = {**small, "max_position_embeddings": 16, "pad_token_id": 0}
     add("bert", "BertConfig", "BertForMaskedLM", padded, random=True, **bert)
-    add(
-        "bert_classifier",
-        "BertConfig",
-        "BertForSequenceClassification",
-        lambda n, s: {**padded(n, s), "labels": torch.arange(n) % 2},
-        random=True,
-        **bert,
-    )
-    add(
-        "roberta",
-        "RobertaConfig",
-        "RobertaForMaskedLM",
-        padded,
-        random=True,
-        **{**bert, "max_position_embeddings": 24},
-    )
-    add(
-        "distilbert",
-        "DistilBertConfig",
-        "DistilBertForMaskedLM",
-        padded,
-        random=True,
-        vocab_size=17,
-        dim=8,
-        n_layers=3,
-        n_heads=2,
-        hidden_dim=16,
-        max_position_embeddings=16,
-    )
-    add(
-        "albert",
-        "AlbertConfig",
-        "AlbertForMaskedLM",
-        padded,
-        random=True,
-        **bert,
-        embedding_size=6,
-        num_hidden_groups=1,
-    )
-    add(
-        "electra",
-        "ElectraConfig",
-        "ElectraForMaskedLM",
-        padded,
-        random=True,
-        **bert,
-        embedding_size=6,
-    )
-    add(
-        "deberta",
-        "DebertaV2Config",
-        "DebertaV2ForMaskedLM",
-        padded,
-        random=True,
-        **bert,
-        relative_attention=True,
-        position_buckets=4,
-        pos_att_type=["p2c", "c2p"],
-    )
     t5 = {
         "vocab_size": 17,
         "d_model": 8,
@@ -1027,43 +653,6 @@ def load_transformers() -> None:
     }
     add("bart", "BartConfig", "BartForConditionalGeneration", padded, random=True, **bart)
     add(
-        "opt",
-        "OPTConfig",
-        "OPTForCausalLM",
-        padded,
-        random=True,
-        vocab_size=17,
-        hidden_size=8,
-        ffn_dim=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        word_embed_proj_dim=8,
-        max_position_embeddings=16,
-        **none,
-    )
-    add(
-        "bloom",
-        "BloomConfig",
-        "BloomForCausalLM",
-        padded,
-        vocab_size=17,
-        hidden_size=8,
-        n_layer=3,
-        n_head=2,
-        **none,
-    )
-    add(
-        "falcon",
-        "FalconConfig",
-        "FalconForCausalLM",
-        padded,
-        vocab_size=17,
-        hidden_size=8,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        **none,
-    )
-    add(
         "mamba",
         "MambaConfig",
         "MambaForCausalLM",
@@ -1089,7 +678,6 @@ def load_transformers() -> None:
         "patch_size": 8,
     }
     add("vit", "ViTConfig", "ViTForImageClassification", pictures, **vit)
-    add("dinov2", "Dinov2Config", "Dinov2ForImageClassification", pictures, **vit)
     add(
         "swin",
         "SwinConfig",
@@ -1103,27 +691,6 @@ def load_transformers() -> None:
         num_heads=[1, 2],
         window_size=4,
         drop_path_rate=0.1,
-    )
-    add(
-        "convnext",
-        "ConvNextConfig",
-        "ConvNextForImageClassification",
-        pictures,
-        random=True,
-        patch_size=2,
-        hidden_sizes=[4, 6],
-        depths=[2, 2],
-        num_stages=2,
-        drop_path_rate=0.1,
-    )
-    add(
-        "resnet",
-        "ResNetConfig",
-        "ResNetForImageClassification",
-        pictures,
-        embedding_size=4,
-        hidden_sizes=[8, 8],
-        depths=[2, 2],
     )
 
     def clip(n, s):
@@ -1143,24 +710,6 @@ def load_transformers() -> None:
         text_config={**sub, "vocab_size": 17, "max_position_embeddings": 16, "eos_token_id": 16},
         vision_config={**sub, "image_size": 16, "patch_size": 8},
         projection_dim=6,
-    )
-
-    def sound(n, s):
-        return {
-            "input_features": torch.randn(n, 8, 20, dtype=torch.float64),
-            "labels": tokens(n, s),
-        }
-
-    add(
-        "whisper",
-        "WhisperConfig",
-        "WhisperForConditionalGeneration",
-        sound,
-        random=True,
-        **{k: v for k, v in bart.items() if k != "max_position_embeddings"},
-        num_mel_bins=8,
-        max_source_positions=10,
-        max_target_positions=16,
     )
 
     def wave(n, s):
@@ -1244,51 +793,6 @@ def load_diffusers() -> None:
         **condition,
         **cross,
     )
-    add(
-        "unet_1d",
-        "UNet1DModel",
-        lambda n: noisy(n, 2, 16, 1),
-        block_out_channels=(32, 32),
-        in_channels=2,
-        out_channels=2,
-        extra_in_channels=64,
-        sample_size=16,
-        down_block_types=("DownBlock1DNoSkip", "DownBlock1D"),
-        up_block_types=("UpBlock1D", "UpBlock1DNoSkip"),
-    )
-    add(
-        "unet_3d_condition",
-        "UNet3DConditionModel",
-        lambda n: {
-            "sample": real(n, 4, 2, 8, 8),
-            "timestep": torch.arange(n),
-            "encoder_hidden_states": real(n, 5, 8),
-        },
-        sample_size=8,
-        out_channels=4,
-        **condition,
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
-        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-    )
-    control = {k: v for k, v in cross.items() if k != "up_block_types"}
-
-    def residuals(m, b):
-        down, middle = m(**b, return_dict=False)
-        return sum((x - 0.1).pow(2).mean() for x in down) + (middle - 0.1).pow(2).mean()
-
-    add(
-        "controlnet",
-        "ControlNetModel",
-        lambda n: {
-            **noisy(n, 4),
-            "encoder_hidden_states": real(n, 5, 8),
-            "controlnet_cond": real(n, 3, 64, 64),
-        },
-        residuals,
-        **condition,
-        **control,
-        conditioning_embedding_out_channels=(4, 8, 8, 8),
-    )
     vae = {
         "block_out_channels": (8, 8),
         "down_block_types": ("DownEncoderBlock2D",) * 2,
@@ -1312,16 +816,6 @@ def load_diffusers() -> None:
         random=True,
         **vae,
     )
-    add(
-        "vq",
-        "VQModel",
-        lambda n: {"sample": real(n, 3, 8, 8)},
-        lambda m, b: (lambda out: F.mse_loss(out.sample, b["sample"]) + out.commit_loss.mean())(
-            m(**b)
-        ),
-        **{**vae, "latent_channels": 3},
-        num_vq_embeddings=16,
-    )
     dit = {
         "num_attention_heads": 2,
         "attention_head_dim": 4,
@@ -1344,49 +838,6 @@ def load_diffusers() -> None:
         num_embeds_ada_norm=10,
     )
     add(
-        "transformer_2d",
-        "Transformer2DModel",
-        lambda n: {"hidden_states": real(n, 4, 8, 8), "encoder_hidden_states": real(n, 5, 8)},
-        **{k: v for k, v in dit.items() if k not in ("patch_size", "sample_size")},
-        cross_attention_dim=8,
-    )
-    add(
-        "pixart",
-        "PixArtTransformer2DModel",
-        lambda n: {
-            "hidden_states": real(n, 4, 8, 8),
-            "encoder_hidden_states": real(n, 5, 6),
-            "timestep": torch.arange(n),
-            "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
-        },
-        **dit,
-        cross_attention_dim=8,
-        caption_channels=6,
-        use_additional_conditions=False,
-        out_channels=4,
-    )
-    add(
-        "sd3",
-        "SD3Transformer2DModel",
-        lambda n: {
-            "hidden_states": real(n, 4, 8, 8),
-            "encoder_hidden_states": real(n, 5, 6),
-            "pooled_projections": real(n, 7),
-            "timestep": torch.arange(n),
-        },
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=3,
-        attention_head_dim=4,
-        num_attention_heads=2,
-        joint_attention_dim=6,
-        caption_projection_dim=8,
-        pooled_projection_dim=7,
-        pos_embed_max_size=8,
-    )
-    add(
         "flux",
         "FluxTransformer2DModel",
         lambda n: {
@@ -1406,273 +857,4 @@ def load_diffusers() -> None:
         joint_attention_dim=6,
         pooled_projection_dim=7,
         axes_dims_rope=(2, 2, 4),
-    )
-
-
-# -- monai -----------------------------------------------------------------------------
-
-
-def load_monai() -> None:
-    import monai.networks.nets as m
-
-    def add(
-        name: str,
-        model: str,
-        *shape: int,
-        call=None,
-        random=False,
-        samples=3,
-        other=None,
-        **options,
-    ):
-        def make() -> Built:
-            def loss(net, x):
-                out = net(x)
-                while isinstance(out, tuple | list):
-                    out = out[0]
-                return (out - 0.3).pow(2).mean()
-
-            def batch(n, s):
-                return torch.randn(n, *s, dtype=torch.float64)
-
-            return Built(
-                getattr(m, model)(**options),
-                batch(samples, shape),
-                call or loss,
-                batch(2, other or shape),
-                random=random,
-            )
-
-        MONAI[name] = make
-
-    plain = {"spatial_dims": 2, "in_channels": 1, "out_channels": 2}
-    add(
-        "unet",
-        "UNet",
-        1,
-        16,
-        16,
-        other=(1, 8, 8),
-        **plain,
-        channels=(4, 8, 8),
-        strides=(2, 2),
-        num_res_units=1,
-    )
-    add("basic_unet", "BasicUNet", 1, 32, 32, **plain, features=(4, 4, 8, 8, 8, 4))
-    add(
-        "basic_unet_plus_plus", "BasicUNetPlusPlus", 1, 32, 32, **plain, features=(4, 4, 8, 8, 8, 4)
-    )
-    add(
-        "unetr",
-        "UNETR",
-        1,
-        32,
-        32,
-        **plain,
-        img_size=32,
-        feature_size=4,
-        hidden_size=8,
-        mlp_dim=16,
-        num_heads=2,
-        dropout_rate=0.1,
-        random=True,
-    )
-    add(
-        "swin_unetr",
-        "SwinUNETR",
-        1,
-        64,
-        64,
-        **plain,
-        feature_size=12,
-        depths=(1, 1, 1, 1),
-        num_heads=(1, 1, 2, 2),
-        samples=2,
-    )
-    add(
-        "segresnet",
-        "SegResNet",
-        1,
-        16,
-        16,
-        other=(1, 8, 8),
-        **plain,
-        init_filters=8,
-        blocks_down=(1, 1, 1),
-        blocks_up=(1, 1),
-        dropout_prob=0.1,
-        random=True,
-    )
-    add(
-        "dynunet",
-        "DynUNet",
-        1,
-        16,
-        16,
-        **plain,
-        kernel_size=(3, 3, 3),
-        strides=(1, 2, 2),
-        upsample_kernel_size=(2, 2),
-        filters=(4, 8, 8),
-        deep_supervision=True,
-        deep_supr_num=1,
-    )
-    add(
-        "vnet",
-        "VNet",
-        1,
-        32,
-        32,
-        **plain,
-        dropout_prob_down=0.1,
-        dropout_prob_up=(0.1, 0.1),
-        random=True,
-        samples=2,
-    )
-    add("attention_unet", "AttentionUnet", 1, 16, 16, **plain, channels=(4, 8, 8), strides=(2, 2))
-    add(
-        "vit",
-        "ViT",
-        1,
-        16,
-        16,
-        in_channels=1,
-        img_size=(16, 16),
-        patch_size=(8, 8),
-        hidden_size=8,
-        mlp_dim=16,
-        num_layers=3,
-        num_heads=2,
-        classification=True,
-        num_classes=3,
-        spatial_dims=2,
-    )
-    add(
-        "densenet",
-        "DenseNet121",
-        1,
-        32,
-        32,
-        **plain,
-        init_features=4,
-        growth_rate=2,
-        block_config=(2, 2, 2),
-        bn_size=2,
-    )
-    add(
-        "resnet",
-        "ResNet",
-        1,
-        32,
-        32,
-        spatial_dims=2,
-        n_input_channels=1,
-        num_classes=2,
-        block="basic",
-        layers=[1, 1, 1, 1],
-        block_inplanes=[4, 4, 8, 8],
-    )
-    add(
-        "autoencoder",
-        "AutoEncoder",
-        1,
-        16,
-        16,
-        **plain,
-        channels=(4, 8),
-        strides=(2, 2),
-        num_inter_units=1,
-        inter_channels=(8,),
-    )
-    add(
-        "highresnet",
-        "HighResNet",
-        1,
-        16,
-        16,
-        **plain,
-        layer_params=(
-            {"name": "conv_0", "n_features": 4, "kernel_size": 3},
-            {"name": "res_1", "n_features": 4, "kernels": (3, 3), "repeat": 2},
-            {"name": "conv_2", "n_features": 4, "kernel_size": 1},
-            {"name": "conv_3", "kernel_size": 1},
-        ),
-    )
-    add(
-        "efficientnet",
-        "EfficientNet",
-        1,
-        32,
-        32,
-        blocks_args_str=["r1_k3_s11_e1_i32_o8_se0.25", "r2_k3_s22_e2_i8_o8_se0.25"],
-        width_coefficient=0.3,
-        depth_coefficient=1.0,
-        spatial_dims=2,
-        in_channels=1,
-        num_classes=2,
-        random=True,
-    )
-    add(
-        "flexible_unet",
-        "FlexibleUNet",
-        1,
-        64,
-        64,
-        in_channels=1,
-        out_channels=2,
-        backbone="resnet18",
-        decoder_channels=(8, 8, 8, 4, 4),
-        samples=2,
-    )
-    add(
-        "senet",
-        "SEResNet50",
-        1,
-        32,
-        32,
-        spatial_dims=2,
-        in_channels=1,
-        num_classes=2,
-        layers=(1, 1, 1, 1),
-        inplanes=8,
-        samples=3,
-    )
-    add(
-        "varautoencoder",
-        "VarAutoEncoder",
-        1,
-        16,
-        16,
-        spatial_dims=2,
-        in_shape=(1, 16, 16),
-        out_channels=1,
-        latent_size=3,
-        channels=(4, 8),
-        strides=(2, 2),
-        random=True,
-    )
-    add(
-        "global_net",
-        "RegUNet",
-        1,
-        16,
-        16,
-        spatial_dims=2,
-        in_channels=1,
-        num_channel_initial=4,
-        depth=2,
-        out_channels=2,
-    )
-    add(
-        "segresnet_ds",
-        "SegResNetDS",
-        1,
-        16,
-        16,
-        spatial_dims=2,
-        init_filters=8,
-        in_channels=1,
-        out_channels=2,
-        blocks_down=(1, 1),
-        dsdepth=1,
     )

@@ -16,7 +16,7 @@ import foreign_models as foreign
 import ronde
 from foreign_models import build
 
-for load in (foreign.load_transformers, foreign.load_diffusers, foreign.load_monai):
+for load in (foreign.load_transformers, foreign.load_diffusers):
     load()
 STEPS, SOME_STEPS, RATE = 10, 3, 0.01
 
