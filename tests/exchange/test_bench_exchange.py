@@ -8,6 +8,7 @@ import pytest
 
 from processes import ronde_run
 from ronde.predict import Cluster
+from sampling import long
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +52,7 @@ def test_every_exact_and_lossy_reducer_in_a_table_a_page_and_a_cluster_file(fold
     assert set(known.reducers) >= {"servers", "bf16", "int8"} and "ring" not in known.reducers
 
 
+@long
 def test_json_has_times_and_lines(folder):
     words = ["-n", "2", "--sizes", "4KiB-64KiB", "--reducers", "ring,servers", "--servers", "2"]
     done = bench(folder, *words, "--json")

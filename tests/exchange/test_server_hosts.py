@@ -1,4 +1,4 @@
-"""Reduction servers on hosts of their own: the same weights, and lost servers by name."""
+"""Servers that sum gradients, on several hosts: the same weights after a kill, and a benchmark."""
 
 from __future__ import annotations
 
@@ -48,36 +48,7 @@ def hosts(place):
         yield made
 
 
-def with_servers(hosts) -> list[str]:
-    """Two workers on the first host, a server on each of the others."""
-    first, *others = hosts.names
-    ssh = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:2"]
-    return [*ssh, "--servers", ",".join(others)]
-
-
-def server_on(hosts, name: str) -> str:
-    """The process id of the server, as its host counts."""
-    return hosts.ssh(name, "pgrep -f 'ronde.exchange.reduction_serve[r]' | head -1").strip()
-
-
 @long
-def test_a_dead_server_is_named_and_started_again(hosts, place):
-    """The weights are those of the ring."""
-    done = ronde_run(["run", "-n", "2", "train.py", "ring.st", "0"], place)
-    assert done.returncode == 0, done.stderr
-    words = [*with_servers(hosts), "--restarts", "1", "--no-spares", "--name", "dead"]
-    with child(ronde("run", *words, "train.py", "dead.st", "0.4"), place) as running:
-        running.wait_for("TRAINING", 60)
-        hosts.ssh(hosts.names[2], f"kill -9 {server_on(hosts, hosts.names[2])}")
-        done = running.done(90)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0 and "restart 1 of 1" in said, said
-    assert f"reduction server 2 on {hosts.names[2]}" in said, said
-    ring, found = (load_file(place / f"{name}.st") for name in ("ring", "dead"))
-    assert all((ring[k] - found[k]).abs().max() <= 1e-6 for k in ring)
-    assert not [name for name in hosts.names[1:] if server_on(hosts, name)]
-
-
 def test_workers_are_servers_and_one_is_killed(hosts, place):
     """They listen on one address; the weights are those of the ring."""
     done = ronde_run(["run", "-n", "3", "train.py", "ring3.st", "0"], place)
@@ -108,18 +79,3 @@ def test_bench_between_hosts_and_servers(hosts, place):
     assert {(row["reducer"], row["bytes"]) for row in answer["rows"]} == {
         (name, size) for name in ("ring", "servers") for size in (4096, 65536)
     }
-
-
-@long
-def test_a_host_of_a_server_that_is_lost_ends_the_run(hosts, place):
-    """The last test: its host stays down."""
-    lost = hosts.names[2]
-    words = [*with_servers(hosts), "--restarts", "1", "--no-spares", "--name", "lost"]
-    with child(ronde("run", *words, "train.py", "lost.st", "0.3"), place) as running:
-        running.wait_for("TRAINING", 60)
-        hosts.lose(lost)
-        done = running.done(90)
-    said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode != 0 and f"reduction server 2 on {lost}" in said, said
-    assert f"no reduction server came up on {lost}" in said, said
-    assert not server_on(hosts, hosts.names[1])

@@ -1,5 +1,5 @@
 """One end for all: after Ctrl-C, or after a process of the run is killed anywhere, nothing of the run
-is alive on any host 2 s later. Ray and Spark have theirs in ``test_ray.py`` and ``test_spark.py``.
+is alive on any host 2 s later.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from test_hosts import hosts, on, place  # noqa: F401
 
 from lab import missing, no_slurm, slurm
 from processes import child, ronde
-from sampling import some
+from sampling import ALL, long
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -55,7 +55,7 @@ def command(engine: str, hosts, place, tmp_path, request, words):  # noqa: F811
     return ronde("run", *on(hosts), "--mpi", *words), path
 
 
-@pytest.mark.parametrize(("engine", "end"), some(GRID, 5))
+@pytest.mark.parametrize(("engine", "end"), GRID if ALL else [("ssh", "ctrl-c")])
 def test_nothing_is_left(hosts, place, tmp_path, request, engine, end):  # noqa: F811
     mark = f"end-{engine}-{end}"
     train = ["--name", mark, "train.py", "x.st", "100000", "forever", mark]
@@ -135,9 +135,10 @@ def _on(process: psutil.Process) -> str:
     return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
 
+@long
 @pytest.mark.skipif(bool(no_slurm()), reason=no_slurm())
-@pytest.mark.parametrize("end", some(["cancelled", "time limit"], 2))
-@pytest.mark.parametrize("way", some(["salloc", "submit"], 2))
+@pytest.mark.parametrize("end", ["cancelled", "time limit"])
+@pytest.mark.parametrize("way", ["salloc", "submit"])
 def test_slurm_ends_the_job(hosts, place, cluster, tmp_path, way, end):  # noqa: F811
     """Which host, why, and what to do, whoever of launcher and agents Slurm tells first."""
     mark, environment = f"{way}-{end.split()[0]}", {**os.environ, **cluster.env}

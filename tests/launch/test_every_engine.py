@@ -9,17 +9,19 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_hosts import TRAIN, equal, hosts, launched, one, place  # noqa: F401
+from test_hosts import TRAIN, equal, hosts, one, place  # noqa: F401
 
 from engines import ENGINES, started_by
 from lab import missing, no_slurm, slurm
-from processes import child
-from sampling import some
+from processes import child, ronde_batch
+from sampling import ALL
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 ODD = "-x $(touch caught) `touch caught` 'q' \"r\"; touch caught\n--hosts=b \\ ü"
 GRID = [(engine, workers) for engine in ENGINES for workers in (2, 4)]
+# each of the others has a test of its own
+SAMPLE = GRID if ALL else [("spark", 2)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def short():
         yield Path(folder)
 
 
-@pytest.mark.parametrize(("engine", "workers"), some(GRID, 5))
+@pytest.mark.parametrize(("engine", "workers"), SAMPLE)
 def test_the_same_training(hosts, place, one, short, request, engine, workers):  # noqa: F811
     cluster = request.getfixturevalue("cluster") if engine == "slurm" else None
     (place / "odd.py").write_text(f"{TRAIN}print('ODD', [os.environ['ODD']] == sys.argv[3:])\n")
@@ -64,8 +66,8 @@ def test_the_same_training(hosts, place, one, short, request, engine, workers): 
 
 
 def test_names_that_are_no_hosts(place):  # noqa: F811
-    for name in ("-oProxyCommand=touch caught", "$(touch caught)", "a b", "a;touch caught", "a\nb"):
-        for option in (["--hosts", f"{name}:1"], ["--mpi", "--hosts", f"{name}:1"]):
-            done = launched([*option, "train.py", "x.st", "1"], place)
-            assert done.returncode == 2 and "is not a host" in done.stderr, done.stderr
+    odd = ("-oProxyCommand=touch caught", "$(touch caught)", "a b", "a;touch caught", "a\nb")
+    options = [[*mpi, "--hosts", f"{name}:1"] for name in odd for mpi in ([], ["--mpi"])]
+    for done in ronde_batch([["run", *o, "train.py", "x.st", "1"] for o in options], place):
+        assert done.returncode == 2 and "is not a host" in done.stderr, done.stderr
     assert not (place / "caught").exists()

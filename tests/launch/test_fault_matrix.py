@@ -45,7 +45,7 @@ def undisturbed(tmp_path_factory):
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="workers are forks on Linux only")
-@pytest.mark.parametrize(("kind", "plan"), some(GRID[9:] + GRID[:9], 30))
+@pytest.mark.parametrize(("kind", "plan"), some(GRID[9:] + GRID[:9], 60))
 def test_the_training_ends_with_the_same_weights(undisturbed, kind, plan):
     plain, weights = undisturbed
     case = faults.HERE[kind]

@@ -21,7 +21,7 @@ from processes import child, ronde, ronde_run
 from ronde.cli.check import slow_links
 from ronde.measure.pair_links import rounds
 from ronde.predict import Cluster
-from sampling import long, some
+from sampling import ALL, long, some
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -128,10 +128,11 @@ def test_run_directory_that_hosts_do_not_share(hosts, place, one, plan):
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000000006"]
     assert not (own / "half.st").exists()
     hosts.ssh(hosts.names[0], f"test -f {own}/half.st && rm -r {own}/runs")
-    on_hosts = [*on(hosts), "--resume", *named, "--plan", plan, "train.py", "here.st", "3"]
-    done = launched(on_hosts, own)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "resumed" in done.stdout
+    if ALL:
+        on_hosts = [*on(hosts), "--resume", *named, "--plan", plan, "train.py", "here.st", "3"]
+        done = launched(on_hosts, own)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "resumed" in done.stdout
     done = launched(["--workers", "2", "--resume", *named, "train.py", "here.st", "4"], own)
     assert done.returncode == 0, done.stdout + done.stderr
     equal(own / "here.st", one)
@@ -252,6 +253,12 @@ def test_check_before_a_job(hosts, place):
     assert "gloo" in done.stdout and "the hosts are alike" in done.stdout
     wrong = ronde_run(["check", *words, "--output", "none/cluster.yaml"], place)
     assert wrong.returncode == 2 and "does not exist" in wrong.stderr
+
+
+@long
+def test_a_check_measures_a_slow_link(hosts, place):
+    first, second = hosts.names
+    words = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first},{second}"]
     hosts.rate(second, "100mbit")
     try:
         done = ronde_run(["check", "--json", *words], place)
@@ -302,17 +309,6 @@ def test_slow_links_are_named():
         assert all(len({r for p in each for r in p}) == 2 * len(each) for each in rounds(size))
 
 
-def test_a_failing_rank_is_named_with_its_host(hosts, place):
-    (place / "fails.py").write_text(
-        TRAIN + "if run.rank == 2: time.sleep(1); raise ValueError('on purpose')\n"
-    )
-    begun = time.monotonic()
-    done = launched([*on(hosts), "fails.py", "x.st", "1"], place)
-    assert done.returncode == 1 and time.monotonic() - begun < 50  # others have ended well by then
-    assert "rank 2 failed first" in done.stderr
-    assert "ValueError: on purpose" in done.stderr
-
-
 LISTENING = """
 import psutil, torch
 def listening():
@@ -349,34 +345,19 @@ def test_a_hang_is_named_with_its_host(hosts, place):
 
 
 @pytest.mark.skipif(bool(no_slurm()), reason=no_slurm())
-def test_inside_an_allocation_of_slurm(hosts, place, one):
+def test_a_job_of_slurm(hosts, place, one):
     with slurm(hosts) as made:
-        words = ["--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=1", *ronde("run", "--slurm")]
-        with child(["salloc", "-Q", *words, "train.py", "slurm.st", "4"], place, made.env) as began:
-            done = began.done(60)
-        assert done.returncode == 0, done.stdout + done.stderr
-        equal(place / "slurm.st", one)
         first, second = hosts.names
-        assert f"4 workers on {first}:2, {second}:2" in done.stdout
         odd = "a $(touch caught) 'b'"
         words = ["--nodes", "2", "--tasks", "2", "--requeue", "train.py", "sub.st", "4", odd]
         with child(ronde("submit", *words), place, made.env) as began:
             done = began.done(90)
         assert done.returncode == 0, done.stdout + done.stderr
         equal(place / "sub.st", one)
-        assert "4 workers on" in done.stdout and "completed" in done.stdout
+        assert f"4 workers on {first}:2, {second}:2" in done.stdout and "completed" in done.stdout
         assert f"I am 0 4 0 2 0 {first} [{odd!r}]" in done.stdout
         assert not (place / "caught").exists()
         assert re.search(r"submitted job \d+: train.py", done.stderr), done.stderr
-        if mpirun := shutil.which("mpirun.openmpi"):  # which knows the allocation
-            (place / "bin").mkdir()
-            (place / "bin" / "mpirun").symlink_to(mpirun)
-            path = {**made.env, "PATH": f"{place}/bin:{os.environ['PATH']}"}
-            words = ["-Q", "--nodes=1", f"--nodelist={first}", *ronde("run", *on(hosts), "--mpi")]
-            with child(["salloc", *words, "train.py", "x.st", "1"], place, path) as began:
-                done = began.done(40)
-            assert done.returncode == 2
-            assert f"{second}: mpirun has no free slot there" in done.stderr, done.stderr
         words = ["--partition", "nowhere", "train.py"]
         with child(ronde("submit", *words), place, made.env) as began:
             done = began.done(60)
@@ -473,9 +454,15 @@ def test_as_the_entry_point_of_containers(hosts, place, one):
         told = [(p, *p.communicate(timeout=90)) for p in running]
         return [subprocess.CompletedProcess(p.args, p.returncode, out, err) for p, out, err in told]
 
+    if not ALL:
+        first, second = start(4, "two words")
+        assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+        assert "'layers': '[1, 2]', 'text': 'two words'" in first.stdout
+        hosts.ssh(hosts.names[0], f"cp {base}/model/model.st {place}/box.st")
+        equal(place / "box.st", one)
+        return
     first, second = start(2, "two words")
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
-    assert "'layers': '[1, 2]', 'text': 'two words'" in first.stdout
     first, second = start(4, "fail")
     assert first.returncode and second.returncode
     assert "resumed" in first.stdout

@@ -1,21 +1,16 @@
-"""Manifests that Kubernetes would take, and pods that run them."""
+"""Manifests that Kubernetes would take, and variables of pods."""
 
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 
 import jsonschema
 import pytest
 import yaml
-from test_hosts import TRAIN, equal, one  # noqa: F401
 
-from lab import lab, missing
-from processes import ronde, ronde_batch
+from processes import ronde_batch
 from ronde.launch.kubernetes import pod
 from ronde.world import WorldError
-from sampling import ALL
 
 
 def thing(required: str = "", **properties):
@@ -223,52 +218,3 @@ def test_variables_of_pods():
     ):
         with pytest.raises(WorldError, match=told):
             pod({**both, **wrong})
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pods")
-    (folder / "train.py").write_text(TRAIN)
-    (folder / "fails.py").write_text(TRAIN + "if me.rank == 3: raise ValueError('on purpose')\n")
-    return folder
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_pods_run_a_manifest(place, one):  # noqa: F811
-    """The command and the variables of a JobSet, on two hosts; started again, it resumes."""
-    words = [*submit("jobset"), "--nodes", "2", "--tasks", "2", "train.py", "pods.st"]
-    (done,) = ronde_batch([words], place)
-    job = yaml.safe_load(done.stdout)["spec"]["replicatedJobs"][0]["template"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
-    variables = {v["name"]: v.get("value", "") for v in container["env"]}
-    assert variables["PET_MASTER_ADDR"] == "train-node-0-0.train"
-    variables["KUBERNETES_SERVICE_HOST"] = "10.0.0.1"
-    with lab(place / "lab", 2) as hosts:
-        first = hosts.names[0]
-        table = (place / "lab" / "hosts").read_text()
-        names = f"{hosts.address(first)} {variables['PET_MASTER_ADDR']}\n"
-        (place / "lab" / "hosts").write_text(table + names)  # as the cluster's DNS would say
-
-        def start(script: str, epochs: int):
-            command = [*ronde(*container["command"][1:])]
-            command[command.index("train.py")] = script
-            running = []
-            for index, name in enumerate(hosts.names):
-                told = {**variables, "PET_NODE_RANK": str(index), "RONDE_DEVICE": "cpu"}
-                told["OMP_NUM_THREADS"] = "1"
-                sets = shlex.join(f"{k}={v}" for k, v in told.items())
-                line = f"cd {place}; {sets} {shlex.join([*command, str(epochs)])}"
-                words = ["ssh", "-F", str(hosts.ssh_config), name, line]
-                pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-                running.append(subprocess.Popen(words, **pipes, text=True))
-            return [(*p.communicate(timeout=60), p.returncode) for p in running]
-
-        for epochs in (2, 4) if ALL else (4,):
-            ended = start("train.py", epochs)
-            assert [status for *_, status in ended] == [0, 0], ended
-        assert "completed" in ended[0][0] and ("resumed" in ended[0][0]) == ALL
-        equal(place / "pods.st", one)
-        if not ALL:
-            return
-        ended = start("fails.py", 4)
-        assert [bool(status) for *_, status in ended] == [True, True], ended

@@ -95,15 +95,9 @@ def listening_on(hosts, name: str) -> set[str]:
     return {address for address, port in found if port != 22}
 
 
-def test_one_machine_listens_on_loopback(place):
-    with held(place, "one", 2, ["-n", "2", "--servers", "2"]) as run:
-        found = listening(marked(run.mark))
-    assert len(found) >= 5  # the store, gloo of each worker, two servers
-    assert all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
-
-
 @pytest.mark.parametrize(
-    ("address", "told"), [("127.0.0.1", True), ("localhost", False), (socket.gethostname(), True)]
+    ("address", "told"),
+    some([("localhost", False), ("127.0.0.1", True), (socket.gethostname(), True)], 3),
 )
 def test_ranks_that_nobody_leads(place, address, told):
     """Rank 0 serves the store itself. Without LOCAL_WORLD_SIZE the address alone tells."""
@@ -133,16 +127,7 @@ def test_several_hosts_listen_where_the_others_reach_them(hosts, place):
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_server_beside_the_launcher_of_other_hosts(hosts, place):
-    at = ["--ssh-config", str(hosts.ssh_config)]
-    at += ["--hosts", ",".join(f"{name}:1" for name in hosts.names[:2])]
-    with held(place, "beside", 2, [*at, "--servers", "1"]) as run:
-        found = {address for address, _ in listening(marked(run.mark))}
-    assert found == {f"{hosts.net}.1"}
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("case", some(["name", "kubeflow", "sizes", "horovod"], 2))
+@pytest.mark.parametrize("case", some(["name", "kubeflow", "sizes", "horovod"], 4))
 def test_ranks_on_several_hosts_that_nobody_leads(hosts, place, case):
     """Also where rank 0's own host calls itself localhost: it listens where the others come in."""
     first, second = hosts.names[:2]

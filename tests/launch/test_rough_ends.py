@@ -14,6 +14,7 @@ import pytest
 from processes import child, python, ronde, ronde_run
 from ronde.launch.console import Output, Router
 from ronde.launch.supervise import Workers
+from sampling import some
 
 SCRIPT = textwrap.dedent(
     """
@@ -48,16 +49,16 @@ def record(folder, name):
     return [json.loads(line) for line in (folder / "runs" / name / "record.jsonl").open()]
 
 
-def test_a_rank_that_leaves_with_status_0(folder):
-    for workers in (2, 1):
-        name = f"left-{workers}"
-        line = ["run", "-q", "-n", str(workers), "--name", name, "train.py", "left", "3"]
-        done = ronde_run(line, folder)
-        assert done.returncode == 1
-        assert f"rank {workers - 1} left with status 0" in done.stderr, done.stderr
-        end = record(folder, name)[-1]
-        assert (end["type"], end["status"]) == ("end", "failed"), end
-        assert "left with status 0" in end["error"]
+@pytest.mark.parametrize("workers", some([2, 1], 2))
+def test_a_rank_that_leaves_with_status_0(folder, workers):
+    name = f"left-{workers}"
+    line = ["run", "-q", "-n", str(workers), "--name", name, "train.py", "left", "3"]
+    done = ronde_run(line, folder)
+    assert done.returncode == 1
+    assert f"rank {workers - 1} left with status 0" in done.stderr, done.stderr
+    end = record(folder, name)[-1]
+    assert (end["type"], end["status"]) == ("end", "failed"), end
+    assert "left with status 0" in end["error"]
 
 
 def test_a_run_has_one_writer(folder):

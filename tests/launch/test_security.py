@@ -72,7 +72,9 @@ def folder(tmp_path_factory):
 
 
 def test_who_reaches_a_run(folder):
-    with child(ronde("run", "-n", "2", "--name", "held", "train.py", "held"), folder) as started:
+    with child(
+        ronde("run", "-n", "2", "--servers", "1", "--name", "held", "train.py", "held"), folder
+    ) as started:
         limit = time.monotonic() + 60
         while not (folder / "facts").exists() and time.monotonic() < limit:
             time.sleep(0.05)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from processes import TESTS, python
-from sampling import ALL
+from sampling import ALL, some
 
 EXAMPLES, PORTS = TESTS.parent / "examples", TESTS / "ports"
 PLANS = {  # spec -> workers
@@ -102,6 +102,7 @@ CASES = {
     "gcn": Port(PORTS / "gcn", "--epochs 12 --nodes 60 --dropout 0", 12, (), NOT_SPLIT),
     "horovod": Port(PORTS / "horovod", "--epochs 2 --images 200 --batch 30 --dropout 0", 2 * 7),
 }
+SAMPLE = some(list(CASES), 2)
 
 
 def cell(name: str, folder: Path, **values) -> dict:
@@ -172,7 +173,7 @@ def distance(found: dict, wanted: dict) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory) -> dict[str, dict[str, dict]]:
     folder = tmp_path_factory.mktemp("ports")
-    names = [name for name, port in CASES.items() if installed(port)]
+    names = [name for name in SAMPLE if installed(CASES[name])]
     chains = {n: sampled(grid(n, folder / n), i) for i, n in enumerate(names)}
     job = folder / "job.json"
     job.write_text(json.dumps([chain for each in chains.values() for chain in each.values()]))
@@ -216,7 +217,7 @@ def wrong(name: str, key: str, found: dict, all_of: dict[str, dict]) -> str:
 
 
 @pytest.mark.timeout(3100 if ALL else 420)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_a_port_is_the_same_training(outcomes, name):
     if name not in outcomes:
         pytest.skip(f"needs {' and '.join(CASES[name].needs)}")
