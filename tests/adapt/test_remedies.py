@@ -7,9 +7,7 @@ from __future__ import annotations
 import builtins
 import gc
 import io
-import os
 import random
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,6 @@ from PIL import Image, ImageFile
 from torch.utils.data import Dataset, IterableDataset
 
 from ronde.adapt.remedies import DatasetFacts, apply_remedies, dataset_facts
-from ronde.data.pack import pack
 from ronde.feed import Feed, FeedSettings, LoaderSettings, Order
 from ronde.plan.batch import Share
 from ronde.world import ArgumentError
@@ -232,30 +229,6 @@ def test_facts_say_which_remedies_are_possible(pictures, large):
     assert dataset_facts([]) == DatasetFacts(error="it can only be iterated, or is empty")
 
 
-def test_pipelines_of_images_have_the_same_remedies(pictures, tmp_path):
-    from ronde.feed import images
-
-    clean = tmp_path / "clean"
-    for folder in ("a", "b"):
-        (clean / folder).mkdir(parents=True)
-    for i in range(10, N):
-        shutil.copy(pictures / "ab"[i % 2] / f"{i}.jpg", clean / "ab"[i % 2])
-    pipeline = images(clean, size=16, decoder="pillow")
-    plain = batches(pipeline, LoaderSettings(pipeline.collate))
-    pack(clean, tmp_path / "packed")
-    for settings in (
-        FeedSettings(decoder="simplejpeg"),
-        FeedSettings(cache="read"),
-        FeedSettings(pack=str(tmp_path / "packed")),
-    ):
-        found = apply_remedies(pipeline, settings)
-        assert found.source.fingerprint == pipeline.source.fingerprint
-        assert same(plain, batches(found, LoaderSettings(found.collate))), settings
-    pack(pictures, tmp_path / "another")
-    with pytest.raises(ArgumentError, match="is not a pack of"):
-        apply_remedies(pipeline, FeedSettings(pack=str(tmp_path / "another")))
-
-
 def test_what_does_not_fit_is_refused_in_words(pictures):
     class Stream(IterableDataset):
         def __iter__(self):
@@ -298,27 +271,3 @@ def test_a_settings_file_that_asks_for_a_removed_setting_says_what_to_use(tmp_pa
         match=r"train\.feed\.yaml: feed setting 'batched' was removed\. .* use feed\.table",
     ):
         FeedSettings.load(file)
-
-
-def test_files_that_opencv_reads_are_seen(pictures, monkeypatch):
-    import sys
-    import types
-
-    class ByOpenCV(Pictures):
-        def __getitem__(self, i):
-            return torch.from_numpy(sys.modules["cv2"].imread(str(self.paths[i])).copy())
-
-    # Reads as OpenCV does: without Python's open.
-    library = types.ModuleType("cv2")
-    library.imread = lambda path: np.full((48, 60, 3), os.stat(path).st_size % 256, np.uint8)  # noqa: PTH116
-    monkeypatch.setitem(sys.modules, "cv2", library)
-    imread, dataset = library.imread, ByOpenCV(pictures)
-    found = dataset_facts(dataset, N)
-    assert (found.imread, found.images, found.jpeg, found.files, found.folder) == (
-        True,
-        True,
-        False,
-        1.0,
-        str(pictures),
-    )
-    assert library.imread is imread

@@ -11,8 +11,6 @@ import os
 import random
 import sys
 import tempfile
-import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,7 +25,7 @@ from ronde.data.named_stages import sample_key
 from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
 from ronde.data.sources.base import Row, Sample
 from ronde.data.sources.folder import folder
-from ronde.feed import Pipeline, cached, cached_dataset, clear_cache, report_cache, rng
+from ronde.feed import Pipeline, cached, cached_dataset, clear_cache, rng
 from ronde.world import ArgumentError, SampleError
 
 WORKER = TESTS / "cache_worker.py"
@@ -127,19 +125,6 @@ def alike(a, b) -> bool:
 def test_values_come_back_bit_for_bit(value):
     found = back(value)
     assert alike(value if not isinstance(value, torch.Tensor) else value.resolve_conj(), found)
-
-
-def test_the_layout_in_memory_is_kept():
-    pixels = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
-    image = torch.from_numpy(pixels).permute(2, 0, 1)
-    found, array, sliced, flipped = back(
-        (image, pixels.transpose(1, 2, 0), torch.arange(20).reshape(4, 5)[::2, ::2], pixels[::-1])
-    )
-    assert found.stride() == image.stride() and torch.equal(found, image)
-    assert array.strides == pixels.transpose(1, 2, 0).strides and np.array_equal(
-        array, pixels.transpose(1, 2, 0)
-    )
-    assert sliced.tolist() == [[0, 2, 4], [10, 12, 14]] and np.array_equal(flipped, pixels[::-1])
 
 
 def test_images_come_back():
@@ -322,32 +307,6 @@ def test_a_cache_on_disk_is_used_again_and_only_by_the_same(tmp_path):
     assert not list(Path(where).iterdir())
 
 
-def test_steps_that_cannot_be_told_apart_need_a_version(tmp_path):
-    class Held:
-        def __init__(self):
-            self.lock = threading.Lock()
-            self.file = open(__file__)  # noqa: SIM115
-
-        def __call__(self, sample):
-            return sample["label"]
-
-    step = Held()
-    pipeline = Pipeline(Toy(5, "held")).map(step, "decode")
-    with pytest.raises(ArgumentError, match=r"the step 'decode'.*version="):
-        pipeline.cache("decode", where=tmp_path)
-    one = pipeline.cache("decode", where=tmp_path, version="1")
-    two = pipeline.cache("decode", where=tmp_path, version="2")
-    assert one[3] == two[3] == 3
-    assert one.source._folder != two.source._folder
-    private = pipeline.cache("decode")  # in memory: this process's own
-    assert private[4] == 4
-    other = pipeline.cache("decode")
-    assert other.source._folder != private.source._folder
-    for made in (one, two, private, other):
-        made.source.close()
-    step.file.close()
-
-
 # -- randomness ------------------------------------------------------------------------
 
 
@@ -410,25 +369,6 @@ def test_a_step_that_draws_is_refused_by_name(step):
         cached_dataset(Rows())
 
 
-def sometimes(sample):
-    return sample["label"] + (int(rng().integers(1 << 30)) if sample["name"] == "5.bin" else 0)
-
-
-def test_a_step_that_draws_for_some_samples_keeps_the_bits_of_all():
-    pipeline = Pipeline(Toy(12, "rare")).map(sometimes, "decode")
-    with pytest.warns(RuntimeWarning, match="the step 'decode' draws random numbers"):
-        kept = cached(pipeline, "decode")  # not one of the three samples that are tried draws
-        for epoch in range(3):
-            for i in range(12):
-                with sample_key(100 * epoch + i):
-                    expected = pipeline[i]
-                with sample_key(100 * epoch + i):
-                    assert kept[i] == expected
-    report = kept.source.report()
-    assert (report.held, report.random, report.hits) == (11, 3, 22)
-    kept.source.close()
-
-
 def test_augmentation_after_it_has_the_same_bits_cold_and_warm():
     pipeline = (
         Pipeline(Toy(20, "after"))
@@ -444,25 +384,6 @@ def test_augmentation_after_it_has_the_same_bits_cold_and_warm():
                 assert np.array_equal(kept[i], expected)
     assert kept.source.report().hits == 40
     kept.source.close()
-
-
-def test_what_cannot_be_kept_is_counted_and_said_once(tmp_path):
-    class Strange(Dataset):
-        def __len__(self):
-            return 6
-
-        def __getitem__(self, i):
-            return {i} if i % 2 else i
-
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        kept = cached_dataset(Strange(), where=tmp_path)
-        for _ in range(3):
-            assert [kept[i] for i in range(6)] == [0, {1}, 2, {3}, 4, {5}]
-    assert sum("builtins.set would not come back" in str(w.message) for w in said) == 1
-    report = kept.report()
-    assert (report.not_kept, report.held, report.hits) == (9, 3, 6)
-    assert report_cache(kept) == [report]
 
 
 def test_a_bad_sample_is_named_and_the_others_are_kept():
@@ -555,25 +476,6 @@ def test_processes_that_are_killed_leave_a_cache_that_is_right(told, place, limi
     assert Path(found["folder"]).exists() == (place == "disk")
 
 
-def test_what_killed_processes_left_in_memory_is_removed_and_what_is_in_use_is_not(told):
-    assert told["leave_behind"] == {
-        "before": True,
-        "after": False,
-        "mine": True,
-        "still": True,
-        "end": False,
-    }
-    assert told["there"] and told["left"] == [], "at the end of the last process nothing is left"
-
-
-def test_a_run_after_another_one(told):
-    first, second = told["first run"], told["second run"]
-    assert first["ok"] and second["ok"]
-    assert (first["hits"], first["misses"], second["hits"], second["misses"]) == (0, 40, 40, 40)
-    assert first["folder"] == second["folder"]
-    assert Path(second["folder"]).stat().st_mode & 0o777 == 0o700
-
-
 # -- files that are damaged, full or not ours ------------------------------------------
 
 
@@ -624,27 +526,6 @@ def test_a_cached_source_is_a_map_style_data_set_as_any_source(tmp_path):
     kept.close()
 
 
-@pytest.mark.parametrize("left", [0, 2000, 4096, 4096 + 32 * 20, 4096 + 32 * 20 + 12])
-@pytest.mark.parametrize("in_use", [False, True])
-def test_an_index_that_was_cut_short_heals(tmp_path, left, in_use):
-    kept = reopened(tmp_path)
-    assert all_right(kept)
-    index = kept._folder / "cache.idx"
-    if not in_use:
-        kept.close()
-    os.truncate(index, left)
-    if not in_use:
-        kept = reopened(tmp_path)
-    assert all_right(kept)
-    if in_use and left < 4096:
-        kept.close()  # its head is gone: nothing more is kept until it is opened again
-        kept = reopened(tmp_path)
-        assert all_right(kept)
-    before = kept.report()
-    assert before.held == 40 and all_right(kept) and kept.report().hits == before.hits + 40
-    kept.close()
-
-
 def test_a_damaged_index_is_a_miss(tmp_path):
     kept = reopened(tmp_path)
     assert all_right(kept)
@@ -690,14 +571,6 @@ def test_a_disk_that_breaks_ends_the_cache_and_not_the_run(tmp_path):
     assert len(said) == 1 and "Bad file descriptor" in kept.report().off
 
 
-def test_the_reserve_of_a_disk_is_left_alone(tmp_path):
-    kept = cached(Toy(20, "reserve"), where=tmp_path, limit="1MiB", reserve="1000TB", check=False)
-    assert all_right(kept)
-    report = kept.report()
-    assert report.held == 0 and report.no_room > 0
-    assert sum(p.stat().st_blocks for p in kept._folder.iterdir() if p.suffix == ".bin") == 0
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_folder_of_somebody_else_is_not_used(tmp_path):
     kept = reopened(tmp_path)
@@ -736,18 +609,3 @@ def test_arguments():
     ):
         with pytest.raises(ArgumentError, match=text):
             call()
-
-
-def test_limits_of_containers_count(tmp_path):
-    from ronde.cache.budget import _cgroup_room, free_memory
-
-    (tmp_path / "job").mkdir()
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "job/memory.max").write_text("1000000\n")
-    (tmp_path / "job/memory.current").write_text("900000\n")
-    (tmp_path / "job/memory.stat").write_text("anon 600000\ninactive_file 250000\n")
-    (tmp_path / "proc").write_text("0::/job\n")
-    assert _cgroup_room(tmp_path, tmp_path / "proc") == 350_000
-    (tmp_path / "proc").write_text("0::/elsewhere\n")
-    assert _cgroup_room(tmp_path, tmp_path / "proc") == float("inf")
-    assert 0 < free_memory() < 1 << 50

@@ -9,8 +9,7 @@ import random
 import fsspec
 import numpy as np
 import pytest
-import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from ronde import feed
 from ronde.feed import Order, Pipeline, take_over
@@ -164,13 +163,6 @@ def test_quality_against_counting(blocks):
     assert f"of {len(blocks):,};" in text and "%" in text
 
 
-def test_quality_of_a_plain_order():
-    found = Order(1000).quality(50)
-    assert found.share == pytest.approx(1.0) and found.distinct == 50
-    with pytest.raises(ArgumentError, match="batch_size=1001"):
-        Order(1000).quality(1001)
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -183,17 +175,6 @@ def test_quality_of_a_plain_order():
 def test_what_cannot_be(arguments, text):
     with pytest.raises(ArgumentError, match=text):
         Order(10, **arguments)
-
-
-def test_memory_is_that_of_a_window():
-    import tracemalloc
-
-    order = Order(64 * 1000 * 4000, blocks=(64_000,) * 4000, window=4)
-    tracemalloc.start()
-    order.ids(0, 100_000_000, 100_000_512)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 8 << 20  # 256 million samples would be 2 GB
 
 
 def taken(data, **more):
@@ -219,9 +200,3 @@ def test_remote_sources_go_by_blocks_local_ones_do_not(tmp_path):
     forced = feed.tokens(tmp_path / "text.bin", 10, "uint16", blocks=True)
     assert forced.blocks == remote.blocks
     assert feed.tokens("memory://order/text.bin", 10, "uint16", blocks=False).blocks is None
-
-
-def test_a_foreign_data_set_may_have_something_called_blocks():
-    data = TensorDataset(torch.zeros(10, 1))
-    data.blocks = (3, 3, 4)
-    assert taken(data).order == Order(10, 3)

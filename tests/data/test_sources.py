@@ -7,17 +7,13 @@ import csv
 import gzip
 import io
 import itertools
-import json
 import lzma
-import multiprocessing
 import os
 import pickle
 import random
 import shutil
 import sys
 import tarfile
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,14 +24,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import ronde
 from range_server import serving
 from ronde import feed
 from ronde.data.sources import byte_ranges, tar_index
-from ronde.data.sources.base import Batch, Names, Sample
+from ronde.data.sources.base import Sample
 from ronde.data.sources.byte_ranges import ByteRange, Store
 from ronde.world import ArgumentError, SampleError
 
@@ -219,19 +214,6 @@ def test_fingerprints_follow_names_sizes_and_labels(tmp_path):
     assert len({mark, bigger, renamed, without}) == 4 and all(len(m) == 16 for m in (mark, bigger))
 
 
-def test_names_are_any_bytes():
-    names = ["", "a", "é/\udcff.jpg", "b" * 300]
-    held = Names.of(names)
-    assert (
-        list(held) == names == [held[i] for i in range(4)]
-        and held[-1] == names[3]
-        and held[1:3] == names[1:3]
-    )
-    assert list(Names.joined([held, Names.of([]), held])) == names * 2
-    with pytest.raises(IndexError):
-        held[4]
-
-
 # Tars
 
 
@@ -317,23 +299,6 @@ def test_tars_labels(tmp_path):
         feed.tar(tmp_path, label="cls")
 
 
-def test_files_without_an_ending_are_no_samples(tmp_path):
-    tar_of(
-        tmp_path / "a.tar",
-        [
-            ("README", b"r"),
-            ("d.1/LICENSE", b"l"),
-            ("d.1/0.jpg", b"x"),
-            ("d.1/0.cls", b"1"),
-            ("d.1/sums", b"s"),
-        ],
-    )
-    source = feed.tar(tmp_path / "a.tar", data="jpg", label="cls")
-    assert [(s.data, s.label, s.name) for s in source.read(range(len(source)))] == [
-        (b"x", 1, "d.1/0")
-    ]
-
-
 def test_tars_index_is_kept_checked_and_made_anew(tmp_path, monkeypatch):
     path = tar_of(tmp_path / "a.tar", web_members(10, 0))
     index = tmp_path / "a.tar.ronde-index"
@@ -365,14 +330,6 @@ def test_tars_index_is_kept_checked_and_made_anew(tmp_path, monkeypatch):
     tar_of(path, web_members(40, 0))
     assert len(feed.tar(path)) == 40
     assert not list(tmp_path.glob("*.writing"))
-
-
-def test_tars_index_elsewhere_where_it_cannot_lie_beside(tmp_path):
-    path = tar_of(tmp_path / "t/a.tar", web_members(5, 0))
-    (tmp_path / "t/a.tar.ronde-index").mkdir()  # cannot be written to, even by root
-    assert len(feed.tar(path)) == 5
-    kept = list((tmp_path / "cache").rglob("*.ronde-index"))
-    assert len(kept) == 1 and list(feed.tar(path).read([3])) == samples_of([path])[3:4]
 
 
 def test_truncated_and_damaged_tars_are_named(tmp_path):
@@ -419,36 +376,6 @@ def test_truncated_and_damaged_tars_are_named(tmp_path):
         source.read([5])
 
 
-def test_tars_put_together_and_large_numbers(tmp_path):
-    one, two = web_members(4, 0), web_members(4, 1)
-    raw = (
-        tar_of(tmp_path / "1.tar", one).read_bytes() + tar_of(tmp_path / "2.tar", two).read_bytes()
-    )
-    (tmp_path / "both.tar").write_bytes(raw)
-    expected = samples_of([tmp_path / "1.tar", tmp_path / "2.tar"])
-    assert list(feed.tar(tmp_path / "both.tar").read(range(8))) == expected
-    # Folders, links out of the tar and what macOS leaves behind are no samples; sizes may be
-    # written in base 256.
-    with tarfile.open(tmp_path / "odd.tar", "w") as out:
-        for name, kind in (("d", tarfile.DIRTYPE), ("d/link.jpg", tarfile.SYMTYPE)):
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = kind, "../elsewhere.jpg"
-            out.addfile(member)
-        for name in ("d/._0.jpg", "__meta__/1.jpg", "d/0.jpg"):
-            member = tarfile.TarInfo(name)
-            member.size = 3
-            out.addfile(member, io.BytesIO(b"abc"))
-    raw = bytearray((tmp_path / "odd.tar").read_bytes())
-    at = raw.index(b"d/0.jpg\0" + b"\0" * 92 + b"0000644")
-    raw[at + 124 : at + 136] = b"\x80" + (3).to_bytes(11, "big")
-    raw[at + 148 : at + 156] = b" " * 8
-    raw[at + 148 : at + 156] = b"%06o\0 " % sum(raw[at : at + 512])
-    (tmp_path / "odd.tar").write_bytes(raw)
-    with pytest.warns(RuntimeWarning, match=r"links without a target in the tar are skipped \(1\)"):
-        odd = feed.tar(tmp_path / "odd.tar")
-    assert list(odd.read([0])) == [{"__key__": "d/0", "jpg": b"abc"}] and len(odd) == 1
-
-
 # Processes, threads, descriptors
 
 
@@ -482,89 +409,6 @@ def test_loading_processes_open_their_own_files(tmp_path, method):
     )
     assert [one for batch in loader for one in batch] == expected
     assert source.read([29])[0].name == expected[29][0]
-
-
-def test_threads_share_few_descriptors(tmp_path, monkeypatch):
-    paths = [tar_of(tmp_path / f"{s:02d}.tar", web_members(8, s)) for s in range(24)]
-    monkeypatch.setattr(byte_ranges, "open_files", byte_ranges._OpenFiles(5))
-    source = feed.tar(paths)
-    expected = samples_of(paths)
-    draw = random.Random(1)
-    batches = [[draw.randrange(len(expected)) for _ in range(20)] for _ in range(200)]
-    with ThreadPoolExecutor(8) as pool:
-        for ids, found in zip(batches, pool.map(source.read, batches), strict=True):
-            assert list(found) == [expected[i] for i in ids]
-    source.read([0])
-    assert 0 < byte_ranges.open_files.count() <= 5 + 8
-    source.read(range(0, len(expected), 8))
-    assert byte_ranges.open_files.count() <= 5
-
-
-def fork_and_read(source, expected) -> None:
-    child = multiprocessing.get_context("fork").Process(
-        target=lambda: os._exit(0 if list(source.read([3])) == expected else 1)
-    )
-    child.start()
-    child.join(30)
-    assert child.exitcode == 0
-
-
-def test_a_fork_while_threads_read(tmp_path):
-    path = tar_of(tmp_path / "a.tar", web_members(20, 0))
-    source, expected = feed.tar(path, read="blocks"), samples_of([path])[3:4]
-    source._cache.most_bytes = 0  # so that threads are always making something
-    stop = threading.Event()
-
-    def hammer() -> None:
-        while not stop.is_set():
-            source.read(range(20))
-
-    threads = [threading.Thread(target=hammer) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in range(5):
-            fork_and_read(source, expected)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
-def test_the_cache_makes_once_what_many_want():
-    cache: byte_ranges.BytesCache[int, bytes] = byte_ranges.BytesCache(1000, len)
-    made: list[int] = []
-    gate = threading.Barrier(4)
-
-    def make(keys: list[int]) -> list[bytes]:
-        made.extend(keys)
-        time.sleep(0.05)
-        return [bytes([k]) * 100 for k in keys]
-
-    def ask(low: int) -> dict[int, bytes]:
-        gate.wait()
-        return cache.get([low, low + 1, 5, 6], make)
-
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(ask, range(4)))
-    assert all(
-        got[k] == bytes([k]) * 100 for low, got in enumerate(found) for k in (low, low + 1, 5, 6)
-    )
-    assert sorted(made) == sorted(set(made)) and cache.bytes <= 1000
-    for k in range(20, 60):
-        cache.get([k], make)
-    assert cache.bytes <= 1000 and cache.get([59], lambda keys: []) == {59: bytes([59]) * 100}
-    assert (
-        cache.get([200, 200], lambda keys: [b"x" * 5000 for _ in keys])[200] == b"x" * 5000
-        and cache.bytes <= 1000
-    )
-
-    def fails(keys: list[int]) -> list[bytes]:
-        raise OSError("disk")
-
-    with pytest.raises(OSError, match=r"disk"):
-        cache.get([99], fails)
-    assert cache.get([99], make)[99] == bytes([99]) * 100
 
 
 # Parquet
@@ -628,43 +472,6 @@ def test_parquet_against_arrow(tmp_path, cache_bytes):
     assert copied(source)[7]["raw"] == row["raw"]
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [[[1, 2, 3], [4, 5, 6], None, [7, 8, 9]], [[1, 2, 3], [4, 5, 6], [0, None, 0], [7, 8, 9]]],
-)
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-def test_lists_of_constant_length_with_nulls_are_lists_whatever_is_read_together(
-    tmp_path, kind, rows
-):
-    table = pa.table(
-        {
-            "e": pa.array(rows, pa.list_(pa.int32(), 3)),
-            "f": pa.array([[1, 2]] * 4, pa.list_(pa.int32(), 2)),
-        }
-    )
-    if kind == "parquet":
-        pq.write_table(table, tmp_path / "x.parquet", row_group_size=2)
-    else:
-        with pa.ipc.new_file(tmp_path / "x.arrow", table.schema) as out:
-            out.write_table(table, max_chunksize=2)
-    source = (
-        feed.parquet(tmp_path / "x.parquet")
-        if kind == "parquet"
-        else feed.arrays(tmp_path / "x.arrow")
-    )
-    for ids in ([0], [0, 1], [2, 3], [3], [0, 2], [3, 2, 1, 0]):
-        found = source.take(ids)
-        assert found["e"] == [rows[i] for i in ids] and found["f"].shape == (len(ids), 2)
-        assert [row["e"] for row in source.read(ids)] == found["e"]
-    if kind == "parquet":
-        pq.write_table(table, tmp_path / "bare.parquet", row_group_size=2, write_statistics=False)
-        with pytest.raises(
-            SampleError,
-            match=r"bare.parquet, row group 1: the column 'e' holds nulls that the file does not declare",
-        ):
-            feed.parquet(tmp_path / "bare.parquet").read([0, 2])
-
-
 def test_parquet_is_collated_by_columns(tmp_path):
     paths, whole = tables(tmp_path)
     source = feed.parquet(paths, columns=["x", "flag", "text", "vector"])
@@ -679,17 +486,6 @@ def test_parquet_is_collated_by_columns(tmp_path):
     # Rows that were touched one by one are collated alike.
     rows = [source[i] for i in range(4)]
     assert torch.equal(torch.utils.data.default_collate(rows)["vector"], batches[0]["vector"][:4])
-
-
-def test_parquet_decodes_each_row_group_once_for_all_threads(tmp_path):
-    paths, whole = tables(tmp_path)
-    source = feed.parquet(paths)
-    with ThreadPoolExecutor(6) as pool:
-        found = list(pool.map(lambda k: source.take(range(k, 500, 6))["x"].tolist(), range(6)))
-    assert [v for column in zip(*(f[:83] for f in found), strict=True) for v in column] == whole[
-        "x"
-    ].to_pylist()[:498]
-    assert source._cache.made == source.groups
 
 
 def test_parquet_errors(tmp_path):
@@ -716,160 +512,6 @@ def test_parquet_errors(tmp_path):
         samples[1] == Sample(bytes([167]) * (167 % 7), samples[1].label, "row 167")
         and type(samples[1].label) is bool
     )
-
-
-def test_rows_without_data_or_label_are_named(tmp_path):
-    pq.write_table(
-        pa.table({"data": [b"a", None, b"c", b"d"], "label": [1, 2, None, 4]}),
-        tmp_path / "t.parquet",
-    )
-    samples = feed.parquet(tmp_path / "t.parquet", data="data", label="label")
-    assert [s.data for s in samples.read([0, 3])] == [b"a", b"d"]
-    for row, what in ((1, "data"), (2, "label")):
-        with pytest.raises(SampleError, match=f"t.parquet: row {row} of the table has no '{what}'"):
-            samples[row]
-
-
-def photos(count):
-    rng = np.random.default_rng(0)
-    found = {}
-    for i in range(count):
-        Image.fromarray(rng.integers(0, 256, (9 + i, 12, 3), dtype=np.uint8)).save(
-            file := io.BytesIO(), "png"
-        )
-        found[f"{i}.png"] = file.getvalue()
-    return found
-
-
-def files_table(labels, names=("cat", "dog"), extra=None):
-    """As Hugging Face's data sets write images: a struct of bytes and path, and the features beside
-    the schema.
-    """
-    image = [{"bytes": value, "path": name} for name, value in photos(len(labels)).items()]
-    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    table = pa.table({"image": pa.array(image, type=kind), "label": labels, **(extra or {})})
-    feature = (
-        {"_type": "ClassLabel", "names": list(names)}
-        if names
-        else {"_type": "Value", "dtype": "int64"}
-    )
-    told = {"info": {"features": {"image": {"_type": "Image"}, "label": feature}}}
-    return table.replace_schema_metadata({"huggingface": json.dumps(told)})
-
-
-def test_a_struct_of_bytes_and_path_is_a_file(tmp_path):
-    table = files_table([0, 1, 1, 0, 1, 0])
-    for i in range(2):
-        pq.write_table(table.slice(3 * i, 3), tmp_path / f"train-{i}.parquet", row_group_size=2)
-    want = list(photos(6).items())
-    samples = feed.parquet(tmp_path / "train-*.parquet", data="image", label="label")
-    assert [(s.name, s.data) for s in samples.read(range(6))] == want and samples.classes == [
-        "cat",
-        "dog",
-    ]
-    data = feed.images(tmp_path / "train-*.parquet", size=8, augment=False)
-    assert data.source.classes == ["cat", "dog"]
-    images, labels = next(
-        iter(DataLoader(data, batch_size=6, collate_fn=data.collate, num_workers=1))
-    )
-    assert labels.tolist() == [0, 1, 1, 0, 1, 0] and images.shape == (6, 3, 8, 8)
-    for (name, value), image in zip(want, images, strict=True):
-        (tmp_path / "one").mkdir(exist_ok=True)
-        (tmp_path / "one" / f"{name.replace('/', '_')}").write_bytes(value)
-        alone = feed.images(tmp_path / "one", size=8, augment=False, labels="none")
-        assert torch.equal(
-            next(iter(DataLoader(alone, batch_size=1, collate_fn=alone.collate))), image[None]
-        )
-        shutil.rmtree(tmp_path / "one")
-
-
-def test_images_of_parquet_files_by_their_columns(tmp_path):
-    file = tmp_path / "t.parquet"
-    pq.write_table(
-        files_table(
-            ["dog", "cat", "dog", "ant"],
-            names=None,
-            extra={"other": [b"a"] * 4, "id": [7, 8, 9, 10]},
-        ),
-        file,
-    )
-    with pytest.raises(
-        ArgumentError,
-        match=r"t.parquet: its columns 'image', 'other' all hold bytes: choose one with data='…'",
-    ):
-        feed.images(file, size=8)
-    data = feed.images(file, size=8, data="image")  # with the column label
-    assert data.source.classes == ["ant", "cat", "dog"] and [
-        s.label for s in data.source.read([0, 1, 3])
-    ] == [2, 1, 0]
-    assert [
-        s.label for s in feed.images(file, size=8, data="image", labels="id").source.read([0, 3])
-    ] == [7, 10]
-    pq.write_table(pq.read_table(file).drop_columns(["other", "label"]), file)
-    with pytest.raises(
-        ArgumentError,
-        match=r"t.parquet has no column 'label': choose among id with labels='…', or labels='none'",
-    ):
-        feed.images(file, size=8)
-    assert feed.images(file, size=8, labels="none").source[2].label is None
-    with pytest.raises(ArgumentError, match=r"t.parquet: none of its columns id holds bytes"):
-        pq.write_table(pq.read_table(file).drop_columns(["image"]), file)
-        feed.images(file, size=8)
-    with pytest.raises(
-        ArgumentError,
-        match=r"data='id': the column is int64 in .*t.parquet: expected bytes, or a struct",
-    ):
-        feed.parquet(file, data="id")
-
-
-def test_a_label_that_is_missing_does_not_make_numbers_of_classes(tmp_path):
-    big = 2**60 + 1  # no floating-point number
-    for kind, labels in ((pa.int64(), [3, None, 4, big]), (pa.bool_(), [True, None, False, True])):
-        table = pa.table({"image": [b"a", b"b", b"c", b"d"], "label": pa.array(labels, kind)})
-        pq.write_table(table, tmp_path / "t.parquet", row_group_size=2)
-        data = feed.parquet(tmp_path / "t.parquet", data="image", label="label")
-        found = [s.label for s in data.read([3, 0, 2])]
-        assert found == [labels[3], labels[0], labels[2]] and {type(v) for v in found} == {
-            type(labels[0])
-        }
-        with pytest.raises(SampleError, match=r"row 1 of the table has no 'label'"):
-            data.read([0, 1])
-
-
-def test_labels_of_images_are_found_beside_what_is_not_read(tmp_path):
-    table = files_table(["dog", "cat", "dog", "ant"], names=None)
-    coded = table.set_column(1, "label", table.column("label").dictionary_encode())
-    # a column that the files do not agree on
-    for i, extra in enumerate((pa.array([1, 2]), pa.array(["x", "y"]))):
-        part = coded.slice(2 * i, 2)
-        pq.write_table(part.append_column("note", extra), tmp_path / f"{i}.parquet")
-    data = feed.images(tmp_path / "*.parquet", size=8)
-    assert data.source.classes == ["ant", "cat", "dog"] and [
-        s.label for s in data.source.read(range(4))
-    ] == [2, 1, 2, 0]
-    with pytest.raises(ArgumentError, match="is the name of a column"):
-        feed.images(tmp_path / "*.parquet", size=8, labels=["label"])
-
-
-def test_columns_of_one_name_are_refused(tmp_path):
-    pq.write_table(
-        pa.Table.from_arrays(
-            [pa.array([1, 2]), pa.array([3, 4]), pa.array([5, 6])], names=["a", "a", "b"]
-        ),
-        tmp_path / "t.parquet",
-    )
-    with pytest.raises(ArgumentError, match=r"t.parquet has 2 columns named 'a'. Leave it out"):
-        feed.parquet(tmp_path / "t.parquet")
-    assert feed.parquet(tmp_path / "t.parquet", columns=["b"])[1]["b"] == 6
-    with pytest.raises(ArgumentError, match=r"t.parquet has 2 columns named 'a'"):
-        feed.table(tmp_path / "t.parquet", numeric=["a"], cache=tmp_path / "cache")
-    (tmp_path / "t.csv").write_text("a;b\n1;2\n")
-    with pytest.raises(
-        ArgumentError,
-        match=r"has no column 'a': choose among a;b. Its columns seem to be separated by ';', not "
-        r"commas",
-    ):
-        feed.table(tmp_path / "t.csv", numeric=["a"], cache=tmp_path / "cache")
 
 
 # Tokens and arrays
@@ -917,129 +559,6 @@ def test_tokens_errors(tmp_path):
         file.write(b"1")
     with pytest.raises(SampleError, match=r"a.bin changed after it was opened"):
         source.read([0])
-
-
-def test_arrays_of_many_kinds(tmp_path):
-    draw = np.random.default_rng(0)
-    x, y = draw.normal(size=(50, 3, 2)).astype(np.float32), draw.integers(0, 5, 50)
-    np.save(tmp_path / "x.npy", x)
-    np.save(tmp_path / "y.npy", y)
-    np.savez(tmp_path / "plain.npz", x=x, y=y)
-    np.savez_compressed(tmp_path / "packed.npz", x=x, y=y)
-    table = pa.table(
-        {
-            "x": pa.FixedSizeListArray.from_arrays(pa.array(x.reshape(-1)), 6),
-            "y": y,
-            "name": [f"n{i}" for i in range(50)],
-        }
-    )
-    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as out:
-        for batch in table.to_batches(max_chunksize=13):
-            out.write_batch(batch)
-    ids = [49, 0, 0, 13, 12]
-    given = {"x": tmp_path / "x.npy", "y": tmp_path / "y.npy"}
-    fingerprints = set()
-    for source in (
-        feed.arrays(given),
-        feed.arrays(tmp_path),
-        feed.arrays(tmp_path / "plain.npz"),
-        feed.arrays(tmp_path / "packed.npz", columns=["y", "x"]),
-        feed.arrays({"x": x, "y": np.load(tmp_path / "y.npy", mmap_mode="r")}),
-    ):
-        batch = torch.utils.data.default_collate(source.read(ids))
-        assert (
-            np.array_equal(batch["x"], x[ids])
-            and np.array_equal(batch["y"], y[ids])
-            and set(batch) == {"x", "y"}
-        )
-        assert torch.equal(source[3]["x"], torch.from_numpy(x[3])) and len(source) == 50
-        again = copied(source)
-        assert np.array_equal(torch.utils.data.default_collate(again.read(ids))["x"], x[ids])
-        fingerprints.add(source.fingerprint)
-    assert len(fingerprints) >= 3
-    assert len(pickle.dumps(feed.arrays(tmp_path / "plain.npz"))) < 3000
-    pair = feed.arrays((tmp_path / "x.npy", tmp_path / "y.npy"))
-    inputs, targets = torch.utils.data.default_collate(pair.read(ids))
-    assert np.array_equal(inputs, x[ids]) and np.array_equal(targets, y[ids])
-    alone = feed.arrays(tmp_path / "x.npy")
-    assert np.array_equal(torch.utils.data.default_collate(alone.read(ids)), x[ids])
-    arrow = feed.arrays(tmp_path / "a.arrow")
-    batch = torch.utils.data.default_collate(arrow.read(ids))
-    assert np.array_equal(batch["x"], x.reshape(50, 6)[ids]) and batch["name"] == [
-        f"n{i}" for i in ids
-    ]
-    assert np.array_equal(copied(arrow).take(ids)["y"], y[ids])
-    assert isinstance(pair.read(ids), Batch) and len(pair.read(ids)[1:3]) == 2
-
-
-def _stream(path, table, most=7):
-    with pa.ipc.new_stream(path, table.schema) as out:
-        for batch in table.to_batches(max_chunksize=most):
-            out.write_batch(batch)
-
-
-def test_arrow_streams_and_folders_of_them_as_data_sets_are_saved_to_disk(tmp_path):
-    """Hugging Face's ``save_to_disk`` writes streams, one after the other as its ``state.json``
-    says.
-    """
-    table = pa.table(
-        {
-            "id": list(range(50)),
-            "text": [f"t{i}" for i in range(50)],
-            "gap": [None if i == 40 else i for i in range(50)],
-        }
-    )
-    names = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]
-    _stream(tmp_path / names[0], table.slice(0, 20))
-    _stream(tmp_path / names[1], table.slice(20))
-    ids = [49, 0, 20, 19, 40, 0]
-    alone = feed.arrays(tmp_path / names[0], columns=["id", "text"])
-    assert (
-        len(alone) == 20
-        and alone.take([13, 2])["id"].tolist() == [13, 2]
-        and alone.take([13])["text"] == ["t13"]
-    )
-    by_name = feed.arrays(tmp_path)
-    (tmp_path / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": name} for name in names]})
-    )
-    source = feed.arrays(tmp_path)
-    for one in (source, copied(source)):
-        found = one.take(ids)
-        assert (
-            len(one) == 50
-            and found["id"].tolist() == ids
-            and found["text"] == [f"t{i}" for i in ids]
-        )
-        assert (
-            np.isnan(found["gap"][4]) and found["gap"].dtype == np.float64 and found["gap"][0] == 49
-        )
-    assert by_name.take([0])["id"].tolist() == [20] and by_name.fingerprint != source.fingerprint
-    assert len(pickle.dumps(source)) < 3000 and "and 1 more" in repr(source)
-    assert {Path(p).name for p in source.origins()[1:]} == set(names)
-    for split in ("train", "test"):
-        (tmp_path / "splits" / split).mkdir(parents=True)
-        _stream(tmp_path / "splits" / split / "data-00000-of-00001.arrow", table)
-    with pytest.raises(
-        ArgumentError, match=r"no \.arrow file\. Pass one of its folders: test, train\."
-    ):
-        feed.arrays(tmp_path / "splits")
-    _stream(tmp_path / names[1], table.select(["id"]))
-    with pytest.raises(
-        ArgumentError,
-        match=r"data-00000-of-00002\.arrow has different columns, or types, than .*data-00001",
-    ):
-        feed.arrays(tmp_path)
-    (tmp_path / names[1]).unlink()
-    with pytest.raises(ArgumentError, match=r"data-00000-of-00002\.arrow"):
-        feed.arrays(tmp_path)
-    whole = (tmp_path / names[0]).read_bytes()
-    for wrong in (b"", b"text", whole[:300], whole[: len(whole) // 2]):
-        (tmp_path / "cut.arrow").write_bytes(wrong)
-        with pytest.raises(
-            ArgumentError, match=r"cut\.arrow cannot be read as an Arrow IPC file or stream"
-        ):
-            feed.arrays(tmp_path / "cut.arrow")
 
 
 def test_arrays_errors(tmp_path):
@@ -1261,31 +780,3 @@ def test_a_whole_training_on_a_source(tmp_path, monkeypatch):
             seen += inputs.tolist()
             run.step((inputs, targets))
     assert sorted(seen) == sorted(source.read(range(49))[i][0].tolist() for i in range(49))
-
-
-def test_importing_feed_is_light():
-    import subprocess
-
-    heavy = "pyarrow", "PIL", "fsspec", "simplejpeg", "aiohttp"
-    code = f"import sys, ronde.feed; print([m for m in {heavy!r} if m in sys.modules])"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert found.stdout.strip() == "[]", found.stderr
-
-
-def test_loading_processes_make_their_own_connections(tmp_path):
-    paths = [tar_of(tmp_path / f"{s}.tar", web_members(15, s)) for s in range(2)]
-    expected = [(e["__key__"], len(e["jpg"]), sum(e["jpg"])) for e in samples_of(paths)]
-    with serving(tmp_path) as server:
-        source = feed.tar(f"{server.url}/{{0..1}}.tar", data="jpg", label="cls")
-        source.read(range(30))  # connections and a thread that the children cannot use
-        loader = DataLoader(
-            Hashes(source),
-            4,
-            num_workers=2,
-            multiprocessing_context="fork",
-            collate_fn=listed,
-            timeout=60,
-        )
-        assert [one for batch in loader for one in batch] == expected

@@ -2,10 +2,7 @@
 
 import json
 import math
-import multiprocessing
-import os
 import pickle
-import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -124,14 +121,6 @@ def test_every_sample_against_a_naive_loop(texts, tmp_path, case, length, pack):
     assert data.source.vocabulary > max(t for d in documents for t in d)
 
 
-def test_characters_can_be_read_back(texts, tmp_path):
-    source = feed.text(texts, 6, "chars", cache=tmp_path / "cache").source
-    letters = [*source.characters, "|"]
-    assert "".join(
-        letters[t] for i in range(len(source)) for t in source.read([i])[0][0].tolist()
-    ).startswith("hello world, this is the first||grüße: ")
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 def test_text_is_the_same_by_any_number_of_workers(texts, tmp_path, workers):
     data = feed.text(texts, 5, cache=tmp_path / "cache")
@@ -160,147 +149,6 @@ def test_lines_of_json_and_rows_of_parquet_are_documents(texts, tmp_path):
         data = feed.text(tmp_path / name, 5, field="body", cache=tmp_path / "cache")
         assert data.source.documents == len(DOCUMENTS) and len(data) == len(expected)
         assert all(torch.equal(data[i][1], expected[i][1]) for i in range(len(data)))
-
-
-def test_tokenizers_of_hugging_face(texts, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="?"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.train_from_iterator(
-        DOCUMENTS,
-        tokenizers.trainers.BpeTrainer(
-            vocab_size=80, special_tokens=["?", "<s>"], show_progress=False
-        ),
-    )
-    made.post_processor = tokenizers.processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 1)]
-    )
-    flat = [t for d in DOCUMENTS for t in made.encode(d, add_special_tokens=False).ids]
-    data = feed.text(texts, 4, made, cache=tmp_path / "cache")
-    assert (
-        data[2][0].tolist() == flat[8:12]
-        and data.source.total == len(flat)
-        and data.source.vocabulary == made.get_vocab_size()
-    )
-    transformers = pytest.importorskip("transformers")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<s>")
-    with_ends = [t for d in DOCUMENTS for t in [*made.encode(d, add_special_tokens=False).ids, 1]]
-    assert feed.text(texts, 4, fast, cache=tmp_path / "cache").source.total == len(with_ends)
-
-
-def test_text_is_tokenized_once(texts, tmp_path):
-    log = tmp_path / "log"
-
-    def tokenizer(text):
-        with open(log, "a") as file:
-            file.write("x")
-        return [*text.encode()]
-
-    cache = tmp_path / "cache"
-    first = feed.text(texts, 4, tokenizer, cache=cache)
-    assert log.stat().st_size == len(DOCUMENTS)
-    again = feed.text(texts, 8, tokenizer, pack=False, cache=cache)
-    assert log.stat().st_size == len(DOCUMENTS) and again.fingerprint != first.fingerprint
-    (texts / "3.txt").write_text("something else")
-    changed = feed.text(texts, 4, tokenizer, cache=cache)
-    assert (
-        log.stat().st_size == 2 * len(DOCUMENTS)
-        and changed.source.total != first.source.total
-        and changed.fingerprint != first.fingerprint
-    )
-    assert sorted(p.name[0] for p in cache.iterdir()) != [] and not [
-        p for p in cache.iterdir() if p.name.startswith(".")
-    ]
-
-
-def test_a_build_that_fails_leaves_nothing(texts, tmp_path):
-    cache = tmp_path / "cache"
-
-    def fails(text):
-        raise RuntimeError("no")
-
-    with pytest.raises(RuntimeError, match="no"):
-        feed.text(texts, 4, fails, cache=cache)
-    assert list(cache.iterdir()) == []
-
-
-def test_what_is_damaged_or_gone_is_made_anew(texts, tmp_path):
-    write(
-        pa.table({"n": [*range(50)], "c": ["a", "b"] * 25, "y": [*range(50)]}),
-        tmp_path / "t.parquet",
-    )
-    made = {
-        "text": lambda: feed.text(texts, 4, pack=False, cache=tmp_path / "text").__getitems__([3])[
-            0
-        ],
-        "table": lambda: (
-            feed.table(
-                tmp_path / "t.parquet",
-                numeric=["n"],
-                categorical=["c"],
-                target="y",
-                cache=tmp_path / "table",
-            )
-            .source.read([3])
-            .collated
-        ),
-    }
-    for name, make in made.items():
-        good = repr(make())
-        (folder,) = (tmp_path / name).iterdir()
-        for file in sorted(folder.iterdir()):
-            whole = file.read_bytes()
-            for damaged in (whole[: len(whole) // 2], bytes(len(whole)), None):
-                file.unlink() if damaged is None else file.write_bytes(damaged)
-                assert repr(make()) == good, (file, damaged)
-                assert file.read_bytes() == whole
-            assert [p.name for p in (tmp_path / name).iterdir()] == [folder.name]
-
-
-def test_a_folder_that_is_gone_before_it_is_read_is_named(texts, tmp_path):
-    write(pa.table({"n": [*range(50)]}), tmp_path / "t.parquet")
-    a, b = tmp_path / "a", tmp_path / "b"
-    for cache, data in (
-        (a, feed.text(texts, 4, cache=a)),
-        (b, feed.table(tmp_path / "t.parquet", numeric=["n"], cache=b)),
-    ):
-        (folder,) = cache.iterdir()
-        shutil.rmtree(folder)
-        with pytest.raises(
-            ArgumentError, match=rf"{folder}, where .* are kept, is missing or damaged .*Run again"
-        ):
-            data[0]
-
-
-def test_a_cache_among_the_texts_is_no_text(texts):
-    for cache, path in ((texts / "cache", texts), (texts, texts), (texts, texts / "**" / "*")):
-        first = feed.text(path, 4, cache=cache)
-        assert feed.text(
-            path, 4, cache=cache
-        ).fingerprint == first.fingerprint and first.source.documents == len(DOCUMENTS)
-
-
-def _build(log, texts, cache, total):
-    def tokenizer(text):
-        with open(log, "a") as file:
-            file.write("x")
-        return [*text.encode()]
-
-    os._exit(0 if feed.text(texts, 4, tokenizer, cache=cache).source.total == total else 1)
-
-
-def test_processes_build_once_between_them(texts, tmp_path):
-    arguments = (tmp_path / "log", texts, tmp_path / "cache", len("".join(DOCUMENTS).encode()))
-    started = [
-        multiprocessing.get_context("fork").Process(target=_build, args=arguments) for _ in range(4)
-    ]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(60)
-        process.kill()
-    assert [process.exitcode for process in started] == [0] * 4
-    assert (tmp_path / "log").read_text() == "x" * len(DOCUMENTS)
 
 
 def test_text_says_what_is_wrong(texts, tmp_path):
@@ -335,31 +183,6 @@ def test_text_says_what_is_wrong(texts, tmp_path):
             lambda: feed.text(texts, 4, lambda t: [0.5], cache=cache),
             ArgumentError,
             "the tokenizer gave float64 .* expected a list of whole numbers",
-        ),
-        (
-            lambda: feed.text(texts, 4, pad="0", cache=cache),
-            ArgumentError,
-            "pad='0' must be a token: a whole number",
-        ),
-        (
-            lambda: feed.text(texts, 4, pad=0.5, cache=cache),
-            ArgumentError,
-            "pad=0.5 must be a token: a whole number",
-        ),
-        (
-            lambda: feed.text(texts, 4, lambda t: None, cache=cache),
-            ArgumentError,
-            r"0\.txt, document 1: the tokenizer gave NoneType: expected",
-        ),
-        (
-            lambda: feed.text(texts, 4, lambda t: "abc", cache=cache),
-            ArgumentError,
-            r"0\.txt, document 1: the tokenizer gave str: expected",
-        ),
-        (
-            lambda: feed.text(texts, 4, lambda t: [[1], [1, 2]], cache=cache),
-            ArgumentError,
-            "the tokenizer gave list: expected",
         ),
         (
             lambda: feed.text(texts, 4, lambda t: {}[t], cache=cache),
@@ -504,28 +327,6 @@ def test_every_row_against_pyarrow(tmp_path, suffix):
     )
 
 
-def test_missing_numbers_and_normalisation(tmp_path):
-    path = write(columns(), tmp_path / "t.parquet")
-    for missing in ("mean", -1.0, float("nan")):
-        expected = oracle(columns(), missing)[0]
-        data = feed.table(
-            path,
-            numeric=NUMERIC,
-            missing="nan" if missing != missing else missing,
-            cache=tmp_path / "c",
-        )
-        x = data.source.read(range(N)).collated[0]
-        assert torch.allclose(x, expected, rtol=1e-6, equal_nan=True)
-    expected = oracle(columns())[0].double()
-    raw = pa.compute.drop_null(columns()["price"]).to_numpy()
-    data = feed.table(path, numeric=["price", "rooms"], normalize=True, cache=tmp_path / "c")
-    assert (
-        abs(data.source.mean[0] - raw.mean()) < 1e-9 and abs(data.source.std[0] - raw.std()) < 1e-9
-    )
-    x = data.source.read(range(N)).collated[0]
-    assert torch.allclose(x[:, 0].double(), (expected[:, 0] - raw.mean()) / raw.std(), atol=1e-5)
-
-
 def test_targets(tmp_path):
     table = columns()
     path = write(table, tmp_path / "t.parquet")
@@ -579,24 +380,6 @@ def test_a_test_table_speaks_the_training_tables_language(tmp_path):
             like=first,
             cache=tmp_path / "c",
         )
-
-
-def test_a_test_table_is_read_in_the_training_tables_units(tmp_path):
-    first = write(
-        pa.table({"size": [1000.0, 2000.0, 3000.0], "y": [1.0, 2.0, 3.0]}), tmp_path / "a.parquet"
-    )
-    then = write(pa.table({"size": [1000.0, None], "y": [1.0, 2.0]}), tmp_path / "b.parquet")
-    train = feed.table(
-        first, numeric=["size"], target="y", normalize=True, missing=0.0, cache=tmp_path / "c"
-    )
-    test = feed.table(then, like=train, cache=tmp_path / "c")
-    assert torch.equal(test[0][0], train[0][0]) and train[0][0].item() == pytest.approx(-(1.5**0.5))
-    assert test[1][0].item() == pytest.approx(-2000 / float(train.source.std[0]))
-    # What is said counts: also what is the default without like=.
-    plain = feed.table(then, like=train, normalize=False, missing="mean", cache=tmp_path / "c")
-    assert [plain[0][0].item(), plain[1][0].item()] == [1000.0, 2000.0]
-    again = feed.table(then, like=test, cache=tmp_path / "c")
-    assert torch.equal(again[1][0], test[1][0])
 
 
 def test_several_files_and_any_number_of_workers(tmp_path):
@@ -673,28 +456,9 @@ def test_tables_say_what_is_wrong(tmp_path):
             "'rooms' is named twice among",
         ),
         (
-            lambda: feed.table(
-                write(pa.table({"l": [[1], [2]]}), tmp_path / "l.parquet"),
-                categorical=["l"],
-                cache=cache,
-            ),
-            ArgumentError,
-            r"l\.parquet: the column 'l' is list<.*>, whose values cannot be compared as text",
-        ),
-        (
-            lambda: feed.table(path, numeric=["rooms", "rooms"], cache=cache),
-            ArgumentError,
-            "names the column 'rooms' twice",
-        ),
-        (
             lambda: feed.table(path, numeric=["rooms"], target="price", cache=cache),
             ArgumentError,
             "the target 'price' is missing; the first such row of the table is",
-        ),
-        (
-            lambda: feed.table(path, numeric=["rooms"], target="nan", cache=cache),
-            ArgumentError,
-            "the target 'nan' is NaN; the first",
         ),
         (
             lambda: feed.table(path, numeric=["rooms"], missing="zero", cache=cache),

@@ -4,36 +4,25 @@ is as it was.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import json
-import re
 import signal
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 import yaml
 from rich.console import Console
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from processes import child, marked, python, ronde, ronde_batch, ronde_run
-from ronde import distribute
 from ronde.adapt import dataset_facts
 from ronde.cli.doctor import screen
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable
-from ronde.doctor import prescribe
-from ronde.doctor.doctor import _files_in, attributes_kept
-from ronde.doctor.prescribe import Facts, Remedy, capacities_of, outlook, prescriptions, remedies
+from ronde.doctor.doctor import attributes_kept
+from ronde.doctor.prescribe import Facts, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Measurements, TimedStage, judge
-from ronde.feed import FeedSettings
-from ronde.measure.throughput import _per_rank
-from ronde.predict.input_capacity import predict
-from ronde.run import snapshot
 from ronde.world import ArgumentError
 from sampling import long, some
 
@@ -118,49 +107,11 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
     assert rows["decode"]["lost_points"] == pytest.approx(11, abs=1)
 
 
-def test_the_largest_of_small_costs_is_not_called_the_cause():
-    stages = [TimedStage("python", wall_seconds=4e-6), TimedStage("collate", wall_seconds=5e-6)]
-    found = judge(
-        seen(
-            rounds(synthetic=36000, real=18000, without__collate=19100),
-            stages,
-            loaders=0,
-            executor="none",
-        )
-    ).values
-    assert found["cause"]["stage"] == "unexplained" and found["cause"]["points"] > 40
-
-
 @pytest.mark.parametrize("real", [1000, 985, 960])
 def test_a_small_gap_is_healthy(real):
     found = judge(seen(rounds(synthetic=1000, real=real), STAGES)).values
     assert found["healthy"] and found["cause"] is None and found["refused"] is None
     assert remedies(found, Facts(1, 2, "processes", 8)) == []
-
-
-def test_loaders_are_not_prescribed_where_they_would_share_an_open_file():
-    found = judge(
-        seen(
-            rounds(synthetic=1000, real=400, without__read=990), STAGES, loaders=0, executor="none"
-        )
-    ).values
-    for held, expected in (("", True), ("Records.file (FileIO)", False)):
-        assert (
-            "loaders" in {r.id for r in remedies(found, Facts(1, 0, "none", 8, held=held))}
-        ) == expected
-    found = judge(seen(rounds(synthetic=1000, real=400, without__read=990), STAGES)).values
-    for held, expected in (("", True), ("Records.file (FileIO)", False)):
-        assert (
-            "threads" in {r.id for r in remedies(found, Facts(1, 2, "processes", 8, held=held))}
-        ) == expected
-
-
-def test_what_waits_for_a_core_is_not_taken_for_idle():
-    stages = [TimedStage("python", wall_seconds=8e-3, cpu_seconds=3e-3)]
-    found = judge(seen(rounds(synthetic=1000, real=400, replayed=990), stages)).values
-    # it waits for something, threads would too
-    assert "threads" not in {r.id for r in remedies(found, Facts(1, 2, "processes", 2))}
-    assert "threads" in {r.id for r in remedies(found, Facts(1, 2, "processes", 2, queued=1.5))}
 
 
 def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
@@ -173,15 +124,6 @@ def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
     assert remedies(found, Facts(1, 2, "processes", 8)) == []
 
 
-def test_a_cache_that_fills_while_it_is_measured_is_told():
-    reals = [250, 260, 300, 420, 470, 480]
-    found = judge(seen([{"synthetic": 480.0, "real": float(r)} for r in reals], STAGES)).values
-    assert (
-        found["refused"].startswith("the real arm went from 260 to 470 samples/s")
-        and "a cache that fills" in found["refused"]
-    )
-
-
 def test_a_machine_that_slows_down_makes_no_gap_uncertain():
     # Every round has a gap of 20 %, and a machine of its own speed.
     drifting = [
@@ -191,12 +133,6 @@ def test_a_machine_that_slows_down_makes_no_gap_uncertain():
     found = judge(seen(drifting, STAGES)).values
     assert found["gap"] == pytest.approx(0.2) and found["gap_high"] - found["gap_low"] < 0.01
     assert not found["healthy"] and found["refused"] is None and found["cause"]["stage"] == "decode"
-
-
-@pytest.mark.parametrize("reals", [(860, 790, 940), (700, 960, 880)])
-def test_a_gap_that_may_be_none_is_not_called_healthy(reals):
-    found = judge(seen([{"synthetic": 1000, "real": r} for r in reals], STAGES)).values
-    assert found["refused"] and not found["healthy"] and found["cause"] is None
 
 
 def test_the_interval_of_a_gap_covers_it_where_reading_alone_is_noisy():
@@ -221,42 +157,6 @@ def test_a_rank_with_a_smaller_share_or_none_is_no_straggler():
     alone = [(1000.0, 1000.0, 1000.0)] * 3
     found = judge(seen(rounds(synthetic=2950, real=2930), STAGES, workers=3, alone=alone)).values
     assert found["healthy"] and found["straggler"] is None
-    assert _per_rank([1, 1, 0], [2.0, 2.0, 2.0], 10, 2) == pytest.approx((10 / 3,) * 3)
-    assert _per_rank([13, 12], [1.3, 1.2], 10, 25) == (100.0, 100.0)
-
-
-def test_what_is_tried_and_helps_here_helps_at_scale():
-    found = judge(
-        seen(
-            rounds(synthetic=1000, real=600, limited=985, without__augment=990, beside=995), STAGES
-        )
-    ).values
-    assert found["cause"]["stage"] == "oversubscription"
-    facts = Facts(1, 2, "processes", 64, devices_per_node=8)
-    limit = replace(
-        next(r for r in remedies(found, facts) if r.id == "thread-limit"), rate=980.0, tried=True
-    )
-    (listed,) = prescriptions(found, facts, [limit], 8)
-    assert listed["gap_here"] == pytest.approx(0.02, abs=0.01)
-    untold = predict(capacities_of(found, facts), 8).gap
-    assert listed["gap_largest"] < untold - 0.1
-
-
-def test_the_nodes_that_are_asked_for_count_for_prescriptions_too():
-    found = judge(seen(rounds(synthetic=1000, real=400, without__decode=990), STAGES)).values
-    facts = Facts(1, 2, "processes", 4, devices_per_node=1)
-    cure = Remedy(
-        "loaders",
-        "more loaders",
-        FeedSettings(workers=8),
-        "same bits",
-        rate=980.0,
-        loaders=4.0,
-        tried=True,
-    )
-    many, one = (prescriptions(found, facts, [cure], 32, nodes) for nodes in (None, 1))
-    # 32 devices share four cores
-    assert many[0]["gap_largest"] < 0.3 and one[0]["gap_largest"] > 0.7
 
 
 def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
@@ -299,45 +199,6 @@ def test_what_one_thread_in_the_loaders_mends_is_oversubscription():
     assert listed[0]["id"] == "thread-limit" and listed[0]["settings"] == {"threads": 1}
 
 
-def test_one_window_without_the_threads_is_enough_where_it_is_faster_by_far():
-    """As measured: where a batch takes a second, there is time for no more."""
-    slow = [
-        {"synthetic": 772.7, "real": 75.4},
-        {"synthetic": 775.8, "real": 63.4, "beside": 758.3, "limited": 764.4},
-    ]
-    stages = (*STAGES, TimedStage("collate", wall_seconds=0.03, cpu_seconds=0.06))
-    found = judge(seen(slow, stages)).values
-    assert found["cause"]["stage"] == "oversubscription" and found["cause"][
-        "points"
-    ] == pytest.approx(90, abs=2)
-    hardly = [slow[0], {**slow[1], "limited": 80.0}]
-    assert judge(seen(hardly, stages)).values["cause"]["stage"] != "oversubscription"
-
-
-def test_one_window_that_is_far_off_does_not_move_what_a_stage_loses():
-    """As measured: the real rate in three rounds, the arm in two of them."""
-    found = judge(
-        seen(
-            [
-                {"synthetic": 773.3, "real": 518.4},
-                {"synthetic": 772.5, "real": 611.8, "without:decode": 747.6},
-                {"synthetic": 771.5, "real": 525.8, "without:decode": 750.0},
-            ],
-            STAGES,
-        )
-    ).values
-    assert next(r for r in found["stages"] if r["name"] == "decode")[
-        "lost_points"
-    ] == pytest.approx(28.9, abs=0.5)
-
-
-def test_threads_that_account_for_little_of_what_slows_the_step_down_are_not_the_cause():
-    found = judge(seen(rounds(synthetic=1000, real=210, limited=430, beside=215), STAGES)).values
-    assert found["cause"]["stage"] == "neighbour" and found["neighbour"]["points"] == pytest.approx(
-        69, abs=2
-    )
-
-
 def test_what_is_left_when_samples_are_only_replayed_is_the_way_between_processes():
     waits = {"replayed": 0.024, "real": 0.025}
     found = judge(
@@ -373,62 +234,6 @@ def test_a_slow_exchange_is_told_from_a_slow_step():
     assert found["straggler"] is None
 
 
-def test_what_is_lost_between_workers_counts_as_much_less_as_they_wait_for_their_input():
-    """Reading takes four fifths of the time; of the fifth that steps take, ranks that are not alike
-    lose a fifth.
-    """
-    stages = [
-        TimedStage("decode", wall_seconds=0.0015, cpu_seconds=0.0015),
-        TimedStage("augment", wall_seconds=0.0008, cpu_seconds=0.0008),
-    ]
-    found = judge(
-        seen(
-            rounds(synthetic=3100, real=640, without__decode=1080, without__augment=870),
-            stages,
-            workers=2,
-            loaders=0,
-            executor="none",
-            alone=((2350.0, 1830.0),) * 3,
-        )
-    ).values
-    rows = {r["name"]: r for r in found["stages"]}
-    assert found["straggler"]["points"] > rows["decode"]["alone_points"]
-    assert found["cause"] == {
-        "stage": "decode",
-        "points": pytest.approx(rows["decode"]["lost_points"]),
-        "of": "gap",
-    }
-    assert rows["decode"]["lost_points"] == pytest.approx(52, abs=4) and rows["augment"][
-        "lost_points"
-    ] == pytest.approx(27, abs=4)
-
-
-def test_a_rank_whose_loaders_are_slow_is_a_straggler():
-    stages = (TimedStage("decode", wall_seconds=0.0025, wall_by_rank=(0.0005, 0.0045)),)
-    found = judge(
-        seen(
-            rounds(synthetic=1000, real=440, without__decode=990, beside=1000),
-            stages,
-            workers=2,
-            loaders=1,
-            waits=((0.001, 0.02),) * 3,
-        )
-    ).values
-    assert found["cause"]["stage"] == "straggler" and found["cause"]["rank"] == 1
-    assert found["straggler"]["stage"] == "decode"
-
-
-def test_a_stage_that_cannot_be_taken_out_counts_by_its_time_and_never_more_than_is_waited():
-    stages = (
-        TimedStage("parse", wall_seconds=0.004, removable=False),
-        TimedStage("read", wall_seconds=0.0001),
-    )
-    found = judge(seen(rounds(synthetic=1000, real=500), stages, waits=((0.016,),) * 3)).values
-    assert found["cause"]["stage"] == "parse"
-    idle = judge(seen(rounds(synthetic=1000, real=500), stages, waits=((0.0,),) * 3)).values
-    assert idle["cause"]["stage"] == "unexplained"
-
-
 def test_predictions_keep_the_measured_gap_here_and_name_the_wall():
     values = judge(seen(rounds(synthetic=1000, real=980), STAGES)).values
     rows, walls = outlook(values, Facts(1, 2, "processes", 8, devices_per_node=8), 16)
@@ -440,173 +245,6 @@ def test_predictions_keep_the_measured_gap_here_and_name_the_wall():
     assert (
         walls[0]["stage"] == "decode" and walls[0]["limit"] == "cores" and walls[0]["devices"] == 2
     )
-
-
-def outlook_of(
-    cpu_ms=0.01,
-    wall_ms=4.0,
-    name="augment",
-    executor="processes",
-    real=500,
-    loading=500.0,
-    sweep=(),
-    tried=(),
-):
-    values = judge(
-        seen(
-            rounds(synthetic=1000, real=real),
-            (
-                TimedStage("python", wall_seconds=5e-5, cpu_seconds=5e-5),
-                TimedStage(name, wall_seconds=wall_ms / 1e3, cpu_seconds=cpu_ms / 1e3),
-            ),
-        )
-    ).values
-    values["loading_samples_per_second"] = loading
-    facts = Facts(
-        1, 0 if executor == "none" else 2, executor, 8, devices_per_node=8, loading_sweep=sweep
-    )
-    return outlook(values, facts, 32, tried=tried)
-
-
-def test_loaders_that_wait_are_named_by_what_takes_their_time_not_by_what_computes_most():
-    for rate, is_wall in ((None, False), (900.0, False), (520.0, True)):
-        more = Remedy("loaders", "", None, "same bits", rate=rate, loaders=2, tried=bool(rate))
-        rows, walls = outlook_of(tried=[more])
-        # a wall is what more loaders do not move
-        assert walls == [{"stage": "augment", "devices": 1, "limit": "loaders"}] * is_wall
-        assert rows[3]["wall"] == ("augment" if is_wall else None)
-
-
-def test_what_more_loaders_do_not_bring_is_named_after_the_stage_that_waits():
-    sweep = ((2, 1500.0), (4, 2900.0), (8, 3000.0))
-    assert [
-        w["stage"] for w in outlook_of(name="fetch", real=990, loading=1500.0, sweep=sweep)[1]
-    ] == ["fetch"]
-    # What falls again is no storage's capacity: so many loaders are in each other's way.
-    assert not outlook_of(
-        name="fetch", real=990, loading=1500.0, sweep=((2, 1500.0), (4, 2900.0), (8, 1900.0))
-    )[1]
-
-
-def test_samples_that_are_made_between_the_steps_cost_as_much_on_every_device():
-    rows, _ = outlook_of(executor="none", real=1 / (1 / 1000 + 1 / 500), loading=500.0)
-    gaps = [row["gap"] for row in rows]
-    assert gaps == sorted(gaps) and gaps[0] == pytest.approx(2 / 3, abs=0.02) and gaps[-1] < 0.8
-
-
-def test_what_slows_the_step_down_is_cured_where_it_is_done_and_by_fewer_loaders():
-    values = judge(
-        seen(
-            rounds(synthetic=1000, real=700, beside=720, without__decode=985),
-            STAGES,
-            loaders=6,
-            loading=4000,
-        )
-    ).values
-    assert values["cause"]["stage"] == "neighbour" and values["cause"]["within"] == "decode"
-    facts = Facts(1, 6, "processes", 2, decoded_bytes=1e3, samples=1000, memory_bytes=1e9)
-    found = {r.id: r for r in remedies({**values, "loading_samples_per_second": 4000.0}, facts)}
-    assert (
-        found["fewer-loaders"].settings == FeedSettings(workers=2)
-        and "cache-decode" in found
-        and "loaders" not in found
-    )
-    busy = {r.id for r in remedies({**values, "loading_samples_per_second": 1050.0}, facts)}
-    assert "fewer-loaders" not in busy
-
-
-def test_a_remedy_of_little_use_here_is_not_promised_to_close_the_gap_at_scale():
-    """Samples read in the training process, nearly all of the time spent in Python: faster reading
-    changes nothing, however many devices.
-    """
-    stages = [
-        TimedStage("read", wall_seconds=7e-5, cpu_seconds=7e-5),
-        TimedStage("python", wall_seconds=1.7e-3, cpu_seconds=1.7e-3),
-    ]
-    values = judge(
-        seen(rounds(synthetic=455, real=301, replayed=450), stages, loaders=0, executor="none")
-    ).values
-    facts = Facts(1, 0, "none", 2)
-    pack = Remedy("pack", "pack", None, "same bits", faster={"read": 0.3}, can_try=False)
-    listed = prescriptions(values, facts, [pack], 32)
-    assert not listed or listed[0]["gap_largest"] > 0.25, listed
-
-
-def test_files_are_counted_where_they_lie(tmp_path):
-    (tmp_path / "deeper").mkdir()
-    for name in ("a", "b", "deeper/c"):
-        (tmp_path / name).write_text("")
-    assert (
-        _files_in(str(tmp_path), 100) == 3
-        and _files_in(str(tmp_path), 2) == 2
-        and _files_in("", 7) == 7
-    )
-
-
-def test_what_only_feed_images_can_do_is_prescribed_in_words():
-    values = judge(
-        seen(
-            rounds(synthetic=1000, real=400, without__decode=900, without__read=500, beside=1000),
-            STAGES,
-        )
-    ).values
-    given = Facts(
-        1,
-        2,
-        "processes",
-        8,
-        jpeg=True,
-        images=True,
-        draws=True,
-        decoders={"pillow": 2.0, "simplejpeg": 1.5},
-        shrink=4,
-        folder="photos",
-        files=2000,
-        sample_bytes=1e4,
-        decoded_bytes=1e5,
-        samples=2000,
-        memory_bytes=1e9,
-    )
-    found = {r.id: r for r in remedies(values, given)}
-    assert (
-        found["feed-images"].text
-        == "read the images with feed.images('photos', decode_to_size=True) instead of the Dataset"
-    )
-    assert found["feed-images"].faster["decode"] == pytest.approx(0.75 * (0.3 + 0.7 / 16))
-    assert found["cache-decode"].text.endswith(
-        "feed.images('photos').cache('decode') instead of the Dataset"
-    )
-    assert found["pack"].text.endswith("ronde pack photos OUT, then feed.images(OUT)")
-    by_hand = [found[name] for name in ("feed-images", "cache-read", "cache-decode", "pack")]
-    assert {r.settings for r in by_hand} == {None}
-    assert {r.label for r in by_hand} == {"same distribution"}
-    assert not any(name.startswith("decoder") for name in found)
-    pipeline = {r.id: r for r in remedies(values, replace(given, pipeline=True, images=False))}
-    assert pipeline["decoder-simplejpeg"].settings == FeedSettings(decoder="simplejpeg")
-    assert pipeline["cache-read"].settings == FeedSettings(cache="read", cache_in="memory")
-    opencv = {r.id: r for r in remedies(values, replace(given, jpeg=False, draws=False, folder=""))}
-    assert (
-        opencv["cache-read"].settings is None
-        and "feed.images(FOLDER).cache('read')" in opencv["cache-read"].text
-    )
-    assert (
-        opencv["cache-decode"].settings == FeedSettings(cache="decode", cache_in="memory")
-        and "feed-images" not in opencv
-    )
-    assert "feed-images" not in {
-        r.id
-        for r in remedies(
-            values, replace(given, shrink=1, decoders={"pillow": 2.0, "simplejpeg": 1.9})
-        )
-    }
-
-
-def test_every_remedy_has_a_name_that_can_be_asked_for():
-    call = r'(?:Remedy|_by_hand|_cache)\(\s*f?"([\w-]+?)-?["{]'
-    written = set(re.findall(call, inspect.getsource(prescribe)))
-    assert len(written) > 10 and written == {
-        "decoder" if name.startswith("decoder-") else name for name in prescribe.NAMES
-    }
 
 
 def test_remedies_that_were_tried_and_bring_nothing_are_left_out():
@@ -961,14 +599,6 @@ def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
     assert f"trained 1 {settings['workers']}" in ran.stdout
 
 
-@long  # benchmarks/doctor_truth.py has it too
-def test_a_transform_read_in_the_training_process_is_found_by_itself(job):
-    values, done = examine(job, "augment", "0")
-    assert values["executor"] == "none"
-    assert values["cause"]["stage"] == "augment", done.stdout
-    assert values["neighbour"] is None
-
-
 @pytest.mark.parametrize("fault", some(["augment", "collate"], 2))
 def test_loaders_that_would_help_are_no_wall_and_more_devices_lose_no_less(job, fault):
     values, done = examine(job, fault, "0", seconds="4")
@@ -979,19 +609,6 @@ def test_loaders_that_would_help_are_no_wall_and_more_devices_lose_no_less(job, 
     assert all(b > a - 0.03 for a, b in itertools.pairwise(gaps)), gaps
 
 
-@long  # benchmarks/doctor_scale_truth.py has it too
-def test_a_storage_that_feeds_this_device_is_asked_for_what_many_want(job):
-    """One device wants 267 of the 400 samples a second that all will share."""
-    values, done = examine(job, "shared", "2")
-    assert values["healthy"] and not values["prescriptions"], done.stdout
-    assert values["walls"][0]["stage"] == "read" and values["walls"][0]["devices"] in (2, 3), (
-        values["walls"]
-    )
-    gaps = {row["devices"]: row["gap"] for row in values["scale"]}
-    assert gaps[1] < 0.1 and 0.7 < gaps[8] < 0.9, gaps  # 1 - 400 / (8 x 267) = 0.81
-    assert "read wall at" in done.stdout
-
-
 @pytest.mark.parametrize("command", some(["doctor", "scale"], 2))
 def test_a_sample_that_one_rank_cannot_read_ends_all_of_them(job, command):
     done = ronde_run([command, "--workers", "2", "train.py", "broken", "1"], job, timeout=100)
@@ -1000,93 +617,9 @@ def test_a_sample_that_one_rank_cannot_read_ends_all_of_them(job, command):
     )
 
 
-@long
-def test_a_slow_sampler_is_told_apart_and_what_only_its_thread_may_use_is_left_there(job):
-    """Drawing an epoch's order is part of no window, and is done for few epochs; a remedy that the
-    data set refuses is left out.
-    """
-    text = JOB.replace(
-        "def change(self",
-        "def __getitem__(self, i):\n        return self.bound(i), torch.tensor([0.5])\n    "
-        "def change(self",
-    )
-    text = text.replace(
-        "    def __getitem__(self, i):\n        return self.transform(",
-        "    def bound(self, i):\n"
-        "        self.mine = getattr(self, 'mine', threading.get_ident())\n"
-        "        assert threading.get_ident() == self.mine, 'made in another thread'\n"
-        "        until = time.perf_counter() + 0.008\n"
-        "        while time.perf_counter() < until:\n"
-        "            pass\n"
-        "        return torch.full((8,), float(i))\n"
-        "class Hard(torch.utils.data.Sampler):\n"
-        "    def __len__(self):\n"
-        "        return 512\n"
-        "    def __iter__(self):\n"
-        "        open('drawn', 'a').write('x')\n"
-        "        for i in range(512):\n"
-        "            time.sleep(0.004)\n"
-        "            yield i\n"
-        "class Other(Dataset):\n"
-        "    def __getitem__(self, i):\n        return self.transform(",
-        1,
-    )
-    text = text.replace("shuffle=True", "sampler=Hard()").replace(
-        "import sys, time,", "import sys, threading, time,"
-    )
-    (job / "train.py").write_text(text)
-    for _ in range(3):  # beside other tests, a window may be disturbed too much for a cause
-        (job / "drawn").unlink(missing_ok=True)
-        values, done = examine(job, "none", "1", seconds="16")
-        if values["cause"] and values["cause"]["stage"] != "unexplained":
-            break
-    assert values["order"]["seconds"] >= 2 and values["order"]["share"] > 0.2
-    assert len((job / "drawn").read_text()) <= 3 and "the sampler takes 2" in done.stdout
-    assert values["cause"]["stage"] in ("python", "neighbour") and "threads" not in {
-        p["id"] for p in values["prescriptions"]
-    }
-    assert any(
-        "not for this data set (AssertionError: made in another thread)" in note
-        for note in values["notes"]
-    ), (
-        values["cause"],
-        done.stdout,
-    )
-
-
-@long
-def test_the_stages_of_a_stream_are_told_apart_and_more_workers_feed_it_no_faster(job):
-    text = JOB.replace("class Data(Dataset)", "class Data(torch.utils.data.IterableDataset)")
-    text = text.replace(
-        "    def __getitem__(self, i):\n        return",
-        "    def __iter__(self):\n        for i in range(512):\n            yield",
-    )
-    (job / "train.py").write_text(text.replace(", shuffle=True", ""))
-    values, done = examine(job, "augment", "0", seconds="16")
-    assert values["cause"]["stage"] == "augment" and values["cause"]["points"] > 50, done.stdout
-    rows = {r["name"]: r for r in values["stages"]}
-    assert rows["augment"]["measured"] and rows.keys() >= {"read", "augment", "python", "collate"}
-    assert [p["settings"] for p in values["prescriptions"] if p["id"] == "loaders"] == [
-        {"executor": "processes", "workers": 1}
-    ]
-    gaps = {row["devices"]: row["gap"] for row in values["scale"]}
-    assert gaps[32] > 0.9 > gaps[1] and any(
-        note.startswith("a stream: every worker") for note in values["notes"]
-    )
-
-
-@long  # benchmarks/doctor_truth.py has it too
-def test_a_slow_copy_within_the_step_is_told_from_the_loaders(job):
-    values, done = examine(job, "copy", "1", workers="2")
-    assert values["cause"]["stage"] == "copy", done.stdout
-    assert values["workers"] == 2 and values["samples_per_second"]["alone"] > 0
-    assert not (job / "train.feed.yaml").exists()
-
-
 def test_ctrl_c_ends_every_process(job):
-    with child(
-        ronde("doctor", "--workers", "1", "--seconds", "60", "train.py", "read", "2"), job
-    ) as started:
+    line = ronde("doctor", "--workers", "1", "--seconds", "60", "train.py", "read", "2")
+    with child(line, job) as started:
         limit = time.monotonic() + 60
         # command, worker, its loaders
         while len(marked(started.mark)) < 4 and time.monotonic() < limit:
@@ -1300,40 +833,9 @@ def left(tmp_path, examined, workers, loaders):
     return found
 
 
-@long  # the next one has two workers
-def test_a_training_that_was_examined_goes_on_bit_for_bit(tmp_path):
-    (tmp_path / "same.py").write_text(SAME)
-    assert left(tmp_path, "yes", 1, 0) == left(tmp_path, "no", 1, 0)
-    assert left(tmp_path, "yes", 1, 1) == left(tmp_path, "no", 1, 1)
-
-
 def test_two_workers_that_were_examined_go_on_bit_for_bit(tmp_path):
     (tmp_path / "same.py").write_text(SAME)
     assert left(tmp_path, "yes", 2, 0) == left(tmp_path, "no", 2, 0)
-
-
-def test_weights_and_moments_are_copied_once(monkeypatch):
-    monkeypatch.setenv("RONDE_RUNS", "none")
-    monkeypatch.setenv("RONDE_DEVICE", "cpu")
-    model = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6))
-    data = torch.utils.data.TensorDataset(torch.randn(16, 6), torch.randn(16, 6))
-    run = distribute(
-        model,
-        torch.optim.Adam(model.parameters()),
-        data,
-        loss=torch.nn.functional.mse_loss,
-        batch_size=8,
-    )
-    run.fit(1)
-    copied, plain = [], snapshot._cpu_copy
-    monkeypatch.setattr(
-        snapshot, "_cpu_copy", lambda tensor: copied.append(id(tensor)) or plain(tensor)
-    )
-    with run.port.as_found():
-        pass
-    moments = [id(v) for held in run.optimizer.state.values() for v in held.values()]
-    assert len(moments) == 12 and {*moments, *(id(p) for p in model.parameters())} <= set(copied)
-    assert max(Counter(copied).values()) == 1
 
 
 def test_run_doctor_refuses_what_it_cannot_take(tmp_path):

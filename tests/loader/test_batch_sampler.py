@@ -18,6 +18,7 @@ from processes import python, ronde_run
 from ronde.loader import take_over
 from ronde.plan import shares
 from ronde.world import ArgumentError
+from sampling import ALL
 
 SCRIPT = textwrap.dedent(
     """
@@ -118,7 +119,7 @@ def test_the_same_training_on_any_number_of_workers_and_after_a_resume(tmp_path)
     assert len({len(p) for p in per_epoch}) > 1, "each epoch has as many batches"
     assert logged(tmp_path, "one", "steps") == [len(p) for p in per_epoch for _ in p]
 
-    for workers, micro, *plan in ((2, 0), (3, 2, "--plan", "shard")):
+    for workers, micro, *plan in ((2, 0), (3, 2, "--plan", "shard"))[0 if ALL else 1 :]:
         name = f"w{workers}"
         found = train(workers, name, -1, micro, *plan)
         assert found.keys() == one.keys()

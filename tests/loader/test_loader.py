@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 import tracemalloc
 
 import numpy as np
@@ -28,7 +27,6 @@ from torch.utils.data import (
 
 from ronde import ArgumentError
 from ronde.feed import Feed, LoaderSettings, Order, key_of, permute, take_over
-from ronde.introspect.open_handles import detached_copy
 from ronde.plan import epoch_steps, shares, split
 
 # -- the order -------------------------------------------------------------------------
@@ -128,32 +126,6 @@ def bound(freedom: int) -> float:
     return freedom + 6 * (2 * freedom) ** 0.5
 
 
-def test_small_orders_look_uniform():
-    every = {p: i for i, p in enumerate(itertools.permutations(range(5)))}
-    counts = np.zeros(120)
-    for epoch in range(12_000):
-        counts[every[tuple(permute(range(5), 5, key_of(0, epoch)).tolist())]] += 1
-    assert counts.min() > 0 and chi_square(counts) < bound(119)
-
-
-def test_large_orders_look_uniform():
-    n, bins = 70_000, 70
-    places = np.array([permute([0, 1, 123, n - 1], n, key_of(5, epoch)) for epoch in range(3000)])
-    for column in places.T:
-        assert chi_square(np.bincount(column * bins // n, minlength=bins)) < bound(bins - 1)
-    pairs = (places[:, 0] * 8 // n) * 8 + places[
-        :, 1
-    ] * 8 // n  # two neighbours tell nothing of each other
-    assert chi_square(np.bincount(pairs, minlength=64)) < bound(63)
-    whole = permute(np.arange(n), n, 11)
-    steps = np.diff(whole) % n  # nor does one position of the next
-    assert chi_square(np.bincount(steps * bins // n, minlength=bins)) < bound(bins - 1)
-    # The measure can fail: an order that is only rotated.
-    assert chi_square(
-        np.bincount(np.diff((np.arange(n) + 17) % n) % n * bins // n, minlength=bins)
-    ) > bound(bins - 1)
-
-
 @pytest.mark.parametrize("n", [10**9, 10**12])
 def test_any_position_of_a_huge_set_is_found_at_once(n):
     order = Order(n, seed=1)
@@ -171,13 +143,6 @@ def test_any_position_of_a_huge_set_is_found_at_once(n):
     assert len(np.unique(sample)) == len(sample) and chi_square(
         np.bincount(sample * 50 // n, minlength=50)
     ) < bound(49)
-
-
-def test_positions_outside_are_refused():
-    for n in (5, 100_000):
-        for bad in (-1, n):
-            with pytest.raises(IndexError, match=rf"not all in \[0, {n}\)"):
-                permute([0, bad], n, 0)
 
 
 @pytest.mark.parametrize("n", [1, 50, 4096, 65536, 65537, 100_003])
@@ -316,13 +281,6 @@ def test_a_loaders_settings_are_taken_over():
     assert take(DataLoader(data), batch_size=8).batch_size == 8
     collated = take(DataLoader(data, batch_size=4, collate_fn=lambda samples: ("mine", samples)))
     assert read(collated)[0] == ("mine", [0, 1, 2, 3, 4, 5])
-
-
-def test_a_loader_that_does_not_batch():
-    """It hands out samples, by default_convert: what makes a batch of them is the usual thing."""
-    unbatched = take(DataLoader(Numbers(), batch_size=None), batch_size=6)
-    batch = read(unbatched)[0]
-    assert isinstance(batch, torch.Tensor) and torch.equal(batch, torch.arange(6))
 
 
 def test_torchs_own_batch_sampler_is_taken_over():
@@ -597,75 +555,6 @@ def test_augmentation_is_a_function_of_the_sample(workers):
     assert all(row == drawn(1, 0, int(row[0])) for row in other.tolist())
 
 
-@pytest.mark.parametrize("kinds", ["t", "p", "n", "tpn"])
-def test_a_data_set_that_only_starts_drawing_late(kinds):
-    data = Drawing(260, start=200, kinds=kinds)
-    for batch, workers in ((7, 0), (64, 0), (7, 1)):
-        found = torch.cat(read(take(DataLoader(data, num_workers=workers)), batch=batch)).tolist()
-        assert [row[0] for row in found] == list(range(260))
-        for i, row in enumerate(found):
-            assert row == (drawn(0, 0, i, kinds) if i >= 200 else [float(i), 0.0, 0.0, 0.0]), (
-                batch,
-                workers,
-            )
-
-
-class Normal(Numbers):
-    """Normal numbers come in pairs: each generator keeps the second one, aside of its other
-    state.
-    """
-
-    def __init__(self, n, start, draw):
-        super().__init__(n)
-        self.start, self.draw = start, draw
-
-    def __getitem__(self, i):
-        return torch.tensor(
-            [i, float(self.draw()) if i >= self.start else 0.0], dtype=torch.float64
-        )
-
-
-NORMALS = {
-    "torch": lambda: torch.randn(()),
-    "random": lambda: random.gauss(0.0, 1.0),
-    "numpy": lambda: np.random.randn(),
-}
-
-
-@pytest.mark.parametrize("kind", ["t", "p", "n", *NORMALS])
-def test_a_late_draw_leaves_the_scripts_generators_alone(kind):
-    data = (
-        Normal(260, 200, NORMALS[kind]) if kind in NORMALS else Drawing(260, start=200, kinds=kind)
-    )
-    before = states()
-    torch.cat(read(take(data, shuffle=False), batch=7))
-    assert unchanged(before)
-
-
-@pytest.mark.parametrize("kind", NORMALS)
-def test_a_single_late_normal_number_is_the_samples_own(kind):
-    """Even where the script has left the second of a pair behind, which can be taken without the
-    generator moving.
-    """
-    draw, before = NORMALS[kind], states()
-    try:
-        found = []
-        for draws in (0, 1):
-            torch.manual_seed(8)
-            random.seed(8)
-            np.random.seed(8)
-            for _ in range(draws):
-                draw()
-            found.append(
-                float(torch.cat(read(take(Normal(203, 202, draw), shuffle=False), batch=7))[-1, 1])
-            )
-    finally:
-        torch.set_rng_state(before[0])
-        random.setstate(before[1])
-        np.random.set_state(before[2])
-    assert found[0] == found[1] != 0.0
-
-
 def test_a_script_that_draws_between_batches_changes_nothing():
     taken = take(Drawing(260, start=200, kinds="p"), shuffle=False)
     feed = Feed(taken.dataset, taken.order, taken.settings, 0)
@@ -725,21 +614,6 @@ def test_a_stream_that_is_too_short_says_both_numbers(workers):
         read(take(DataLoader(Stream(17, says=20), num_workers=workers)))
 
 
-def test_a_stream_is_read_anew_by_a_process_that_stays():
-    """persistent_workers: the process that read the rest of a resumed epoch reads the whole of the
-    next.
-    """
-    taken = take(DataLoader(Stream(17), num_workers=1, persistent_workers=True))
-    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
-    for offset in (12, 0):
-        found = [
-            b
-            for _, bs in feed.read(lambda offset=offset: shares(0, offset, 17, 6, 0, 1))
-            for b in bs
-        ]
-        assert ids_of(found) == list(range(offset, 17))
-
-
 def test_stand_ins_for_empty_shares_have_the_shape_of_a_batch():
     for data in (Numbers(7), Stream(7), TensorDataset(torch.arange(7))):
         feed = Feed(data, Order(7, 0, False), LoaderSettings(), 0)
@@ -790,15 +664,3 @@ def test_every_worker_reads_a_stream_as_far_as_one_process_does():
                     for i in range(low, high)
                 ]
                 assert found == expected and data.passes == 3
-
-
-def test_what_is_read_beforehand_of_a_stream_is_read_of_a_copy():
-    data = Goes()
-    other = detached_copy(data)
-    assert (
-        list(other) == list(range(10)) and data.at == data.passes == 0 and other.large is data.large
-    )
-    data.lock = threading.Lock()  # cannot be copied
-    assert list(detached_copy(data)) == list(range(10)) and data.passes == 0
-    numbers = Numbers()
-    assert detached_copy(numbers) is numbers

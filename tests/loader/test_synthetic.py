@@ -5,19 +5,16 @@ and a seed.
 from __future__ import annotations
 
 import random
-from collections import namedtuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import ronde
 from ronde.feed import Pipeline, rng, synthetic
-from ronde.world import ArgumentError, SampleError
-
-Pair = namedtuple("Pair", "x y")
+from ronde.world import ArgumentError
 
 
 class Texts(Dataset):
@@ -121,99 +118,6 @@ def test_like_a_loader_and_a_pipeline():
     )
     plain = synthetic(Source())
     assert sorted(int(x[0]) for x in plain.held) == list(range(40))
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        torch.rand(9, 3),
-        [torch.rand(9, 3), torch.arange(9)],
-        (
-            np.ones((9, 2), np.uint8),
-            {"y": torch.arange(9), "names": [f"{i}" for i in range(9)], "scale": 2.0},
-        ),
-        Pair(torch.rand(9, 2, dtype=torch.bfloat16), torch.arange(9) > 4),
-        {"x": [torch.rand(9, 2), torch.rand(9)], "none": None},
-    ],
-    ids=["tensor", "list", "nested", "named", "dict"],
-)
-def test_like_a_batch(batch):
-    def forms(value):
-        if isinstance(value, dict):
-            return {k: forms(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [type(value), [forms(v) for v in value]]
-        return (type(value), getattr(value, "dtype", None), tuple(getattr(value, "shape", ())))
-
-    made = synthetic(batch, n=50)
-    assert len(made) == 50 and len(made.held) == 9
-    assert [forms(b) for b in made.batches] == [forms(batch)] * 8
-    first = made.batches[0]
-    for a, b in zip(_tensors(first), _tensors(batch), strict=True):
-        assert torch.equal(a, b), "the first one is the batch itself"
-    loader = DataLoader(made, 4, collate_fn=made.collate)
-    assert len(list(loader)) == 13
-
-
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = (
-        value.values()
-        if isinstance(value, dict)
-        else value
-        if isinstance(value, list | tuple)
-        else ()
-    )
-    return [t for v in values for t in _tensors(v)]
-
-
-def test_a_small_batch_is_filled_up_within_its_ranges():
-    made = synthetic([torch.tensor([[0.25], [0.75]]), torch.tensor([4, 6])], n=20)
-    assert len(made.held) == 8
-    assert {int(s[1]) for s in made.held} <= {4, 5, 6}
-    assert all(0.25 <= float(s[0]) <= 0.75 for s in made.held)
-    assert [int(s[1]) for s in made.held[:2]] == [4, 6]
-    assert all(b[0].shape == (2, 1) for b in made.batches)
-
-
-def test_extreme_ranges_hold():
-    columns = [
-        torch.tensor([[-(2**63), 2**63 - 1]] * 8),
-        np.array([[0, 255]] * 8, np.uint8),
-        torch.tensor([[float("nan"), 1.0, float("-inf")]] * 8),
-        torch.zeros(8, 0),
-        torch.tensor([True] * 8),
-    ]
-    made = synthetic(columns, values="random")
-    for ints, bytes_, floats, nothing, truth in made.held:
-        assert ints.dtype == torch.int64 and bytes_.dtype == np.uint8 and nothing.shape == (0,)
-        assert bool((floats == 1.0).all()) and bool(truth)
-
-
-def test_a_stream_and_bad_samples():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(torch.arange(1000).reshape(500, 2))
-
-    made = synthetic(Stream(), batch_size=2, batches=5)
-    assert [int(x[0]) for x in made.held] == list(range(0, 20, 2)) and len(made) == 10
-
-    class Broken(Dataset):
-        def __init__(self, worst):
-            self.worst = worst
-
-        def __len__(self):
-            return 200
-
-        def __getitem__(self, i):
-            if i % 3 == 0 or self.worst:
-                raise SampleError(f"{i}.jpg is truncated")
-            return i
-
-    assert all(i % 3 for i in synthetic(Broken(False)).held)
-    with pytest.raises(SampleError, match=r"\.jpg is truncated"):
-        synthetic(Broken(True))
 
 
 def test_it_can_be_trained_on(tmp_path, monkeypatch):

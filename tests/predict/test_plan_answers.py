@@ -16,7 +16,7 @@ import yaml
 
 from processes import ronde_run
 from ronde.plan import Plan
-from ronde.predict.answer import answer_text, explain, flips
+from ronde.predict.answer import answer_text, explain
 from ronde.predict.assumptions import Precision
 from ronde.predict.candidates import candidates
 from ronde.predict.cluster import Cluster, LinkFit
@@ -25,7 +25,7 @@ from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.search import search
 from ronde.run.plan_arguments import accumulate
-from sampling import long
+from sampling import ALL
 
 MIB = 2.0**20
 
@@ -127,7 +127,7 @@ def test_a_plan_that_fits_by_its_micro_batches_says_so():
     assert predict(again, costs, cluster).memory_bytes == pytest.approx(best.memory_bytes)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(6 if ALL else 2))
 def test_the_least_is_the_least(seed):
     dice = random.Random(seed)
     units = chain_of(*[dice.uniform(1e-4, 5e-3) for _ in range(8)], batch=16).units
@@ -161,17 +161,8 @@ def test_the_least_is_the_least(seed):
     assert f"the least is {amount}, by {told.found.plans[0].plan.spec}" in told.sentence
 
 
-def test_where_memory_decides_nothing_else_is_said_to():
-    costs, cluster = chain_of(*[1e-3] * 8), wired(devices_per_node=4)
-    told = explain(search(costs, cluster, 4, optimize="memory"), costs, cluster, with_flips=False)
-    assert "time decides" not in told.sentence and told.decided.startswith("memory")
-    assert "as fast within" not in told.runner_up and " needs " in told.runner_up
-    if told.found.best.plan.shard != "none" and told.found.best.plan.pipeline == 1:
-        assert "which takes less memory than whole replicas" in told.sentence
-
-
 def test_what_is_said_to_be_faster_than_replicas_is():
-    sizes = [0.35 + 0.02 * k for k in range(40)]
+    sizes = [0.35 + 0.02 * k for k in range(0, 40, 1 if ALL else 5)]
     costs = chain_of(
         *[1e-3] * 4, batch=64, parameters=2_000_000, saved=0.3 * MIB, optimizer_seconds=0.002
     )
@@ -188,39 +179,6 @@ def test_what_is_said_to_be_faster_than_replicas_is():
             if "as they would fit" not in told:
                 assert rivals[0].plan.recompute == "none"
     assert said
-
-
-def test_parts_of_gradients_go_over_the_copies_once_a_step():
-    costs, cluster = chain_of(*[1e-3] * 3, batch=64), wired(nodes=2, devices_per_node=2)
-    parameters = 3 * 4_000_000
-    one = Plan(4, 64, shard="parameters", shard_within=2)
-    for micro, times in ((None, 1), (8, 2), (4, 4)):
-        found = predict(dataclasses.replace(one, micro_batch=micro), costs, cluster)
-        # Gathered twice and scattered once within two neighbours, for each micro-batch; the halves
-        # all-reduced over two copies.
-        assert found.micro_batches == times
-        assert found.exchanged_bytes == pytest.approx(times * 3 * parameters / 2 + parameters / 2)
-    fast = dataclasses.replace(
-        cluster,
-        links={
-            k: {"node": by["node"], "cluster": LinkFit(0, 1e15, 2)}
-            for k, by in cluster.links.items()
-        },
-        overlap=0.0,
-    )
-    slow = dataclasses.replace(
-        fast,
-        links={
-            **fast.links,
-            "all_reduce": {**fast.links["all_reduce"], "cluster": LinkFit(0, 1e6, 2)},
-        },
-    )
-    waits = [
-        predict(dataclasses.replace(one, micro_batch=m), costs, slow).step_seconds
-        - predict(dataclasses.replace(one, micro_batch=m), costs, fast).step_seconds
-        for m in (16, 4)
-    ]
-    assert waits[0] > 1 and waits[1] == pytest.approx(waits[0], rel=0.01)
 
 
 GROWS = """
@@ -258,25 +216,6 @@ def test_a_batch_that_grows_is_planned_as_the_devices_would_train_it(tmp_path):
     assert title and f"one step of {title}:" in done.stdout
 
 
-@long
-def test_a_batch_that_grows_does_so_where_the_workers_change():
-    costs = chain_of(*[1e-3] * 4, batch=8)
-    cluster = wired(memory=2.0**30)
-    grown = {
-        f.direction: f
-        for f in flips(search(costs, cluster, 8, like=Plan(batch="grow")), costs, cluster)
-        if f.variable == "workers"
-    }
-    kept = {
-        f.direction: f
-        for f in flips(search(costs, cluster, 8), costs, cluster)
-        if f.variable == "workers"
-    }
-    # too many for a batch of eight, unless it grows
-    assert kept["up"].at is not None and not kept["up"].to
-    assert grown["up"].at is None or grown["up"].to
-
-
 def test_nothing_is_saved_where_nothing_fits(tmp_path):
     (tmp_path / "train.py").write_text(GROWS)
     wired(memory=1024.0, devices_per_node=1).save(tmp_path / "cluster.yaml")
@@ -293,41 +232,6 @@ def test_nothing_is_saved_where_nothing_fits(tmp_path):
         and "--svg schedule.svg: no plan here has a pipeline" in done.stderr
     )
     assert not (tmp_path / "plan.yaml").exists() and not (tmp_path / "schedule.svg").exists()
-
-
-def test_a_gap_below_what_predictions_are_off_decides_nothing():
-    costs, cluster = chain_of(*[1e-3] * 8), wired(devices_per_node=4)
-    found = search(costs, cluster, 4)
-    best, second = found.best, found.runner_up
-
-    def answer(gap, noise=0.0, where=cluster):
-        slower = dataclasses.replace(second, raw_step_seconds=best.step_seconds * (1 + gap))
-        families = {best.plan.family: best, second.plan.family: slower}
-        asked = dataclasses.replace(found, families=families)
-        noisy = dataclasses.replace(costs, noise=noise)
-        return explain(asked, noisy, where, with_flips=False)
-
-    # the error of predictions on a measured cluster, 5.2 %; more if the measurement was disturbed
-    for gap, noise in ((0.06, 0.0), (0.2, 0.1)):
-        told = answer(gap, noise)
-        assert not told.decided.startswith("nothing") and " slower: " in told.runner_up
-    for gap, noise, said in ((0.04, 0.0, "off by 5 %"), (0.2, 0.25, "vary by 25 %")):
-        told = answer(gap, noise)
-        assert told.decided.startswith("nothing: ") and said in told.decided
-        assert "cannot be told apart" in told.runner_up
-    # links from a data sheet: 9 %
-    links = {
-        kind: {s: dataclasses.replace(f, assumed=True) for s, f in by.items()}
-        for kind, by in cluster.links.items()
-    }
-    sheet = dataclasses.replace(cluster, links=links)
-    told = answer(0.07, where=sheet)
-    assert told.decided.startswith("nothing: ") and "≈ " in told.sentence
-    values = told.to_dict()
-    assert values["estimate"] and values["error_range"]["step_seconds"] == 0.09
-    assert any(a["unit"] == "B/s" and a["value"] > 0 for a in values["assumed"])
-    assert "Assumed" in answer_text(told) and "≈ " not in answer(0.1).sentence
-    assert not answer(0.1).to_dict()["estimate"]
 
 
 def test_the_headlines_error_is_that_of_its_measurements(tmp_path, monkeypatch):
@@ -353,19 +257,6 @@ def test_the_headlines_error_is_that_of_its_measurements(tmp_path, monkeypatch):
     for measured in (3.79 * 1.1, 3.79, 3.79 / 1.1):
         record(cluster.name, "replicate", 1.0, measured)
     assert error(where=off) == pytest.approx(math.log(1.1) * (2 / 3) ** 0.5)
-
-
-def test_a_term_that_a_plan_does_not_have_is_none_and_not_zero():
-    costs, cluster = chain_of(*[1e-3] * 8), wired(devices_per_node=4)
-    found = search(costs, cluster, 4)
-    slower = dataclasses.replace(
-        found.runner_up,
-        raw_step_seconds=2 * found.best.step_seconds,
-        terms={**found.best.terms, "gather": 1.0},
-    )
-    families = {found.best.plan.family: found.best, slower.plan.family: slower}
-    told = explain(dataclasses.replace(found, families=families), costs, cluster, with_flips=False)
-    assert "none in replicate" in told.decided and "0 µs" not in told.decided
 
 
 DECODER = """

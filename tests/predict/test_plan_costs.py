@@ -4,8 +4,6 @@ processes.
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,39 +54,6 @@ def test_alike_blocks_have_one_digest_and_others_another():
     chain = find_chain(model := TiedGPT(), lambda: LossCall(tokens_loss, None)(model, words(2)))
     assert len({link.alike for link in chain if link.name.startswith("blocks")}) == 1
     assert len({link.alike for link in chain}) == 4
-
-
-def test_layers_called_in_another_order_than_they_were_made_stand_as_they_run():
-    class Swapped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.second, self.unused, self.first = nn.Linear(8, 8), nn.Linear(3, 3), nn.Linear(4, 8)
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
-    assert names(Swapped(), MSE, numbers(4)(2)) == ["first", "second", "(loss)"]
-
-
-def test_a_layer_that_runs_again_holds_together_what_lies_between():
-    class Again(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.c, self.act = (
-                nn.Linear(8, 8),
-                nn.Linear(8, 8),
-                nn.Linear(8, 8),
-                nn.ReLU(),
-            )
-
-        def forward(self, x):
-            return self.c(self.a(self.act(self.b(self.act(self.a(x))))))
-
-    chain = find_chain(model := Again(), lambda: MSE(model, numbers(8)(2)))
-    why = {link.name: link.why_not for link in chain}
-    assert "runs again later" in why["a"] and "runs again later" in why["act"]
-    assert why["b"] == ""  # by the time the next one begins, all is done
-    assert {link.name: link.calls for link in chain}["a"] == 2
 
 
 def test_a_model_without_parts_is_one_unit():
@@ -229,20 +194,6 @@ def test_tied_weights_count_once_and_are_told():
     assert not any(u.tied for u in costs.units[1:-2])
 
 
-def test_weights_that_a_function_uses_belong_to_their_module():
-    class Functional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(8, 8)
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return F.linear(self.layer(x), self.table.weight)
-
-    costs = weigh(model := Functional(), sgd(model), MSE, numbers(8), 4)
-    assert sum(u.parameter_bytes for u in costs.units) == (64 + 64 + 8) * 4
-
-
 ADAM = 2 * 4 + 0  # bytes an element
 
 
@@ -265,75 +216,3 @@ def test_optimizer_bytes(make, per_element, per_tensor):
     found, _ = optimizer_bytes(model, optimizer)
     for name, p in model.named_parameters():
         assert found.get(name, 0) == p.numel() * per_element + per_tensor, name
-
-
-def test_optimizer_bytes_of_frozen_parameters_and_of_state_that_is_there():
-    model = TiedGPT()
-    for p in model.blocks.parameters():
-        p.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters())
-    LossCall(tokens_loss, None)(model, words(2))[0].backward()
-    optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-    costs = weigh(model, optimizer, LossCall(tokens_loss, None), words, 4)
-    assert [u.optimizer_bytes for u in costs.units[1:4]] == [0, 0, 0]
-    assert costs.units[0].optimizer_bytes == 2 * costs.units[0].parameter_bytes + 8
-    assert sum(u.trainable_bytes for u in costs.units) == costs.units[0].parameter_bytes
-    after = optimizer.state_dict()
-    assert before["param_groups"] == after["param_groups"]
-    assert all(
-        torch.equal(before["state"][k]["exp_avg"], after["state"][k]["exp_avg"])
-        for k in before["state"]
-    )
-    assert all(float(s["step"]) == 1 for s in after["state"].values())
-
-
-def test_an_optimizer_that_cannot_be_tried_is_told_and_counted_as_nothing():
-    class Odd(torch.optim.SGD):
-        def step(self, closure=None):
-            raise RuntimeError("not today")
-
-    model = nn.Linear(8, 8)
-    costs = weigh(model, Odd(model.parameters(), 0.1), MSE, numbers(8), 4)
-    assert any("Odd" in note and "not today" in note for note in costs.notes)
-
-
-def test_a_model_that_reads_values_is_weighed_for_real():
-    class Reads(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            x = self.a(x)
-            return self.b(x) if float(x.abs().sum()) >= 0 else x
-
-    model = Reads()
-    before = copy.deepcopy(model.state_dict())
-    costs = weigh(model, sgd(model), MSE, numbers(8), 8)
-    assert any("real run" in note for note in costs.notes)
-    assert [u.name for u in costs.units] == ["a", "b", "(loss)"]
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items()) and all(
-        p.grad is None for p in model.parameters()
-    )
-
-
-def test_masks_and_lengths_that_a_model_looks_at_do_not_need_a_real_run():
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-        def forward(self, x):
-            return self.net(x, mask=nn.Transformer.generate_square_subsequent_mask(x.shape[1]))
-
-    found = account(
-        Masked(),
-        LossCall(F.mse_loss, None),
-        lambda b: (torch.randn(b, 4, 16), torch.randn(b, 4, 16)),
-        [2, 4],
-    )
-    assert found.faked, found.reason
-    assert [link.name for link in found.chain] == ["net.layers.0", "net.layers.1", "(loss)"]

@@ -12,13 +12,10 @@ from torch import nn
 from ronde import ArgumentError
 from ronde.measure.unit_memory import weigh
 from ronde.plan import Plan
-from ronde.predict.accuracy import error_range
-from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.collectives import Group, collective
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.datasheets import DEVICES, cluster_of, costs_on, device_named, pass_seconds
 from ronde.predict.predict import Predictor, predict
-from ronde.predict.unit_arrays import chain
 from ronde.run.losses import LossCall
 
 H100 = DEVICES["H100-80GB"]
@@ -86,33 +83,6 @@ def test_products_attention_and_traffic_have_their_own_rates():
     assert unit.backward_seconds.at(1) == pytest.approx(2.5 * unit.forward_seconds.at(1))
 
 
-def test_norms_and_residuals_stay_whole_without_sequence_parallelism():
-    # 6 of 10 GB are moved by operators that are not divided: two halves move 6 + 2.
-    unit = block("a", 1e9, 0, 10e9, tensor_moved_bytes=LinearCost(0, 8e9))
-    unit = dataclasses.replace(unit, operations=1)
-    costs = Costs((unit,), 8)
-    whole, plain, sequence = (
-        float(passes(costs, n, **more).sum())
-        for n, more in ((1, {}), (4, {}), (4, {"sequence_parallel": True}))
-    )
-    assert plain == pytest.approx(0.7 * whole, rel=1e-3)
-    assert sequence == pytest.approx(whole / 4, rel=1e-3)
-    kept = dataclasses.replace(
-        unit,
-        saved_bytes=LinearCost(0, 100.0),
-        tensor_reduce_bytes=LinearCost(0, 20.0),
-        crossing_bytes=LinearCost(0, 10.0),
-    )
-    costs = Costs(tuple(dataclasses.replace(kept, name=f"layers.{i}") for i in range(2)), 8)
-    saved = [
-        chain(costs, 1, tensor=n, sequence_parallel=s).saved[1]
-        for n, s in ((1, False), (4, False), (4, True))
-    ]
-    assert saved == [100, 100 - 60 * 0.75, 25]
-    recomputed = chain(costs, 1, tensor=4, sequence_parallel=True, recompute="full")
-    assert recomputed.saved[1] == pytest.approx(10 / 4)
-
-
 def test_activations_are_sent_as_wide_as_they_are_and_gradients_as_they_are_stored():
     unit = block("a", 1e9, 1, parameter_bytes=400, trainable_bytes=int(4e8))
     unit = dataclasses.replace(unit, tensor_reduce_bytes=LinearCost(0, 1e9), tensor_reduces=2)
@@ -134,48 +104,6 @@ def test_activations_are_sent_as_wide_as_they_are_and_gradients_as_they_are_stor
     ]
     total = [p.terms["exchange"] + p.hidden_seconds for p in sent]
     assert total[0] < 0.6 * total[1]
-
-
-def test_gathers_over_many_ranks_take_a_hop_for_each():
-    cluster = cluster_of("A100", nodes=192)
-    few, many = (
-        collective(cluster, kind, Group(ranks, "cluster", 8, 1)).alpha
-        for kind, ranks in (("all_gather", 192), ("all_gather", 1536))
-    )
-    assert many > 7 * (few - 60e-6) and many > 5e-3
-    tree = collective(cluster, "all_reduce", Group(1536, "cluster", 8, 1)).alpha
-    assert tree < 1e-3  # a tree's depth
-    # Measured links too: only an all-reduce has trees.
-    fit = {"cluster": LinkFit(1e-4, 1e9, 16)}
-    measured = Cluster(device="some GPU", links=dict.fromkeys(("all_gather", "all_reduce"), fit))
-    gather, reduce = (
-        collective(measured, kind, Group(1501, "cluster", 8, 1)).alpha
-        for kind in ("all_gather", "all_reduce")
-    )
-    assert gather == pytest.approx(1e-2) and reduce < 3e-4
-
-
-def test_shared_weights_are_divided_by_tensor_parallelism():
-    tied = {"parameter_bytes": 800, "trainable_bytes": 800, "tied": ("w",), "tied_bytes": 800}
-    costs = Costs((block("embed", 1e9, **tied), block("head", 1e9, tied=("w",))), 8)
-    (tie,) = chain(costs, 1, tensor=4).ties
-    assert (tie.parameter_bytes, tie.trainable_bytes) == (200, 200)
-
-
-def test_sends_that_block_cost_time_and_hold_nothing():
-    message = LinearCost(0, 1e8)
-    unit = block("a", 1e12, 1, crossing_bytes=message, crossing_grad_bytes=message)
-    units = tuple(dataclasses.replace(unit, name=f"layers.{i}") for i in range(4))
-    free = Costs(units, 32, optimizer="SGD")
-    plan = Plan(2, 32, pipeline=2, micro_batch=1, schedule="1f1b")
-    cluster = cluster_of("H100", nodes=2, per_node=1)
-    beside, blocking = (
-        predict(plan, dataclasses.replace(free, sends_block=b), cluster) for b in (False, True)
-    )
-    assert blocking.raw_step_seconds > beside.raw_step_seconds
-    assert blocking.memory["communication"] < beside.memory["communication"]
-    parts = dataclasses.replace(free, sends_block=True, send_ratio=0.125)
-    assert predict(plan, parts, cluster).raw_step_seconds < blocking.raw_step_seconds
 
 
 def test_three_dimensions_are_predicted_with_interleaved_stages():
@@ -245,8 +173,3 @@ def test_work_is_counted_by_its_kinds():
     assert odd.vector_flops == odd.flops == 2 * sequence * 64 * 60
     again = Costs.from_dict(counted(model).to_dict()).units[0]
     assert again == unit
-
-
-def test_error_ranges_are_shares():
-    kinds = ("sheet time", "sheet memory", "measured time", "measured memory")
-    assert all(0 < error_range(kind) < 0.5 for kind in kinds)

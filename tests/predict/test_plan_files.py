@@ -13,8 +13,6 @@ import yaml
 from processes import TESTS
 from ronde.plan import Plan
 from ronde.predict.cluster import _FIELDS, Added, Cluster, LinkFit
-from ronde.predict.costs import Costs, LinearCost, Unit
-from ronde.predict.predict import predict
 from ronde.world import ArgumentError
 
 PAGE = (TESTS.parent / "docs" / "cluster.md").read_text()
@@ -137,37 +135,6 @@ def test_numbers_and_sizes_as_people_write_them(tmp_path):
     assert cluster(tmp_path, "links:\n").links == {}
 
 
-def test_what_a_cluster_leaves_open_is_noted():
-    costs, fit = (
-        Costs((Unit("u", LinearCost(0, 1.0), LinearCost(0, 2.0), 8),), 8, optimizer="AdamW"),
-        LinkFit(1e-4, 1e9),
-    )
-
-    def notes(nodes=1, **links):
-        made = Cluster(
-            nodes=nodes,
-            devices_per_node=2,
-            links={kind: dict.fromkeys(scopes, fit) for kind, scopes in links.items()},
-        )
-        return " ".join(predict(Plan(2, 8), costs, made).notes)
-
-    assert "links lack" not in notes() and "exchange is treated as free" in notes()
-    assert (
-        "links lack all_gather, reduce_scatter, broadcast, send: estimated from all_reduce"
-        in notes(all_reduce=["node"])
-    )
-    free = notes(send=["node"], broadcast=["node"])
-    assert "links lack all_reduce, all_gather, reduce_scatter: treated as free" in free
-    assert "cannot be judged: replicate and tensor, shard" in free and "pipeline" not in free
-    assert (
-        "no links between nodes are given (scope 'cluster'): those inside a node are taken"
-        in notes(2, all_reduce=["node"], send=["node"])
-    )
-    some = notes(2, all_reduce=["node", "cluster"], send=["node"])
-    assert "no links between nodes are given for send" in some
-    assert "no links inside a node are given (scope 'node')" in notes(2, all_reduce=["cluster"])
-
-
 def test_a_plan_is_taken_from_a_file_of_any_name(tmp_path, monkeypatch):
     plan = Plan(workers=2, batch_size=8, pipeline=2)
     monkeypatch.chdir(tmp_path)
@@ -189,16 +156,3 @@ def test_a_plan_is_taken_from_a_file_of_any_name(tmp_path, monkeypatch):
     assert Plan.file_of("none.json") == Path("none.json")
     with pytest.raises(ArgumentError, match="cannot be read"):
         Plan.load("none.json")
-
-
-def test_sequence_parallel_is_a_word_of_a_plan():
-    plan = Plan.parse("pipeline=2,tensor=2,sequence")
-    assert plan.spec == "pipeline=2,tensor=2,sequence_parallel" and plan.sequence_parallel
-    assert Plan.parse(plan.spec) == plan == Plan.from_dict(plan.to_dict())
-    for text, said in (
-        ("sequence_parallel", "add tensor=N, 2 or more"),
-        ("tensor=2,sequence_parallel=yes", "must be true or false, found 'yes'"),
-        ("tensor=2,sequence_paralel", "Did you mean 'sequence_parallel'?"),
-    ):
-        with pytest.raises(ArgumentError, match=re.escape(said)):
-            Plan.parse(text)

@@ -12,39 +12,34 @@ import random
 import subprocess
 import sys
 import threading
-from xml.etree import ElementTree
 
 import pytest
 
 from ronde import ArgumentError
-from ronde.plan import Layout, Plan
+from ronde.plan import Plan
 from ronde.plan.combinations import not_carried_out
 from ronde.plan.schedules import (
     Action,
     actions,
     allowed,
     bubble,
-    forward_only,
     in_flight,
     stages_of,
     worker_of,
 )
-from ronde.predict.answer import answer_text, explain, find_flip, flips, stretched
+from ronde.predict.answer import answer_text, explain, find_flip, flips
 from ronde.predict.candidates import candidates, unsupported
-from ronde.predict.cluster import Added, Cluster, LinkFit
-from ronde.predict.collectives import Group, collective, groups, scaled
+from ronde.predict.cluster import Cluster, LinkFit
+from ronde.predict.collectives import scaled
 from ronde.predict.corrections import corrected, corrections_file, factors, record
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.prediction import KINDS, TERMS
-from ronde.predict.schedule_picture import svg, terminal
-from ronde.predict.search import _climb, rank_key, search
+from ronde.predict.search import rank_key, search
 from ronde.predict.simulate import Times, run_step, simulate
-from ronde.predict.unit_arrays import chain
-from sampling import long
+from sampling import ALL, long
 
-GIB = 2**30
 SHAPES = [
     ("gpipe", 1),
     ("1f1b", 1),
@@ -267,44 +262,12 @@ def test_the_cut_is_as_good_as_the_best_of_all():
     assert found >= 150 and impossible >= 20
 
 
-def test_one_slow_unit_does_not_make_the_other_stages_uneven():
-    times = [10.0, 1, 1, 1, 1, 1, 1, 1, 1]
-    costs = Costs(tuple(unit(f"u{i}", t, 0.0) for i, t in enumerate(times)), 8)
-    made = cut(costs, 3, optimize="speed")
-    assert [s.forward_seconds for s in made.stages] == [10.0, 4.0, 4.0]
-
-
 def test_the_cut_beats_counting_where_layers_are_uneven():
     times = [8.0, 1, 1, 1, 1, 1, 1, 2]
     costs = Costs(tuple(unit(f"u{i}", t, 2 * t) for i, t in enumerate(times)), 8)
     made = cut(costs, 2)  # with four layers each, the slower stage takes 33
     assert made.bounds == (0, 1, 8) and max(s.seconds for s in made.stages) == 24.0
     assert made.names(costs) == ["u1"]
-
-
-def test_memory_is_evened_where_it_is_asked_for():
-    units = [
-        unit("big", 1.0, 1.0, 1000),
-        *(unit(f"u{i}", 4.0, 4.0, 10) for i in range(3)),
-        unit("end", 1.0, 1.0, 900),
-    ]
-    costs = Costs(tuple(units), 8)
-    speed, memory = cut(costs, 2, optimize="speed"), cut(costs, 2, optimize="memory")
-    assert max(s.seconds for s in speed.stages) <= max(s.seconds for s in memory.stages)
-    assert max(s.parameter_bytes for s in memory.stages) <= max(
-        s.parameter_bytes for s in speed.stages
-    )
-
-
-def test_stages_of_a_worker_share_its_memory():
-    costs = even(8, parameters=100)
-    made = cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4)
-    assert [s.worker for s in made.stages] == [0, 1, 1, 0]
-    whole = 8 * 400
-    assert sum(s.memory_bytes(HeldShare()) for s in made.stages if s.worker == 0) == whole / 2
-    assert cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4, memory_bytes=whole / 2)
-    with pytest.raises(ArgumentError, match=r"below .* GiB"):
-        cut(costs, 2, virtual=2, schedule="zbv", micro_batches=4, memory_bytes=whole / 2 - 1)
 
 
 def test_tied_weights_count_on_each_stage_that_has_them():
@@ -352,42 +315,6 @@ def test_named_places_are_cut_at():
     ):
         with pytest.raises(ArgumentError, match=match):
             cut_at(costs, names, 3)
-
-
-def test_costs_of_a_chain_follow_tensor_and_recompute():
-    costs = Costs(
-        (
-            unit(
-                "layers.0.a",
-                1,
-                2,
-                100,
-                10,
-                crossing_bytes=LinearCost(0, 3),
-                tensor=0.5,
-                tensor_reduce_bytes=LinearCost(0, 8),
-            ),
-            unit("layers.0.b", 1, 2, 100, 20, crossing_bytes=LinearCost(0, 4)),
-            unit("layers.1.a", 1, 2, 100, 30, crossing_bytes=LinearCost(0, 5)),
-            unit("head", 1, 2, 100, 40),
-        ),
-        4,
-    )
-    full = chain(costs, 2.0, recompute="full")
-    assert list(full.blocks) == [0, 0, 1, -1]
-    assert list(full.saved) == [0, 0, 8, 80]  # a block keeps its input, what is in none all of it
-    assert list(full.backward) == [6, 6, 6, 4]
-    # all of the block's activations come back together
-    assert list(full.transient_backward) == [
-        60,
-        60,
-        52,
-        0,
-    ]
-    half = chain(costs, 2.0, tensor=2, reduce_seconds=lambda size: size / 16)
-    assert half.forward[0] == 2 * 0.75 + 1.0 and half.backward[0] == 4 * 0.75 + 1.0
-    assert half.parameters[0] == 75 and half.forward[1] == 2
-    assert chain(costs, 2.0, speed=4.0).forward[1] == 0.5
 
 
 # -- the schedules ---------------------------------------------------------------------
@@ -476,12 +403,6 @@ def test_sends_and_receives_pair_and_never_deadlock(schedule, virtual):
         assert at == [len(row) for row in lists]
 
 
-def test_1f1b_holds_few_micro_batches():
-    for workers, micro in itertools.product(range(1, 8), range(1, 16)):
-        assert all(n <= workers - s for s, n in enumerate(in_flight("1f1b", workers, 1, micro)))
-    assert actions("1f1b", 3, 1, 2) != actions("gpipe", 3, 1, 2)
-
-
 def test_what_a_schedule_does_not_allow_is_said():
     assert "virtual=2" in allowed("zbv", 4, 1, 8)
     assert "choose interleaved" in allowed("1f1b", 4, 2, 8)
@@ -489,13 +410,6 @@ def test_what_a_schedule_does_not_allow_is_said():
     assert "take 8 or 10" in allowed("interleaved", 4, 2, 9)
     assert "not known" in allowed("1f2b", 4, 1, 8)
     assert "micro-batches of 1 or more" in allowed("gpipe", 4, 1, 0)
-
-
-def test_evaluation_runs_forward_only():
-    lists = forward_only(2, 2, 3, "zbv")
-    assert [a.stage for a in lists[0]] == [0, 0, 0, 3, 3, 3] and {
-        a.kind for row in lists for a in row
-    } == {"F"}
 
 
 # -- the simulation --------------------------------------------------------------------
@@ -529,55 +443,10 @@ def test_a_slow_stage_sets_the_pace_and_sends_and_overhead_count():
     assert run_step("gpipe", 2, 1, 8, clogged).seconds > 8.0
 
 
-def test_a_backward_pass_that_cannot_be_divided_is_paid_twice():
-    free = (0.0,) * 4
-    divided = run_step("zero-bubble", 4, 1, 8, Times((1.0,) * 4, (2.0,) * 4, free, free))
-    whole = run_step(
-        "zero-bubble", 4, 1, 8, Times((1.0,) * 4, (2.0,) * 4, free, free, undivided=True)
-    )
-    assert sum(whole.busy) == pytest.approx(sum(divided.busy) * 5 / 3)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero-bubble", 1)]
-)
-def test_a_long_step_is_continued_in_a_line(schedule, virtual):
-    stages = 32 * virtual
-    times = Times(
-        tuple(1.0 + 0.3 * (s % 3) for s in range(stages)),
-        (2.0,) * stages,
-        (0.05,) * stages,
-        (0.05,) * stages,
-    )
-    short = run_step(schedule, 32, virtual, 1024, times)
-    exact = run_step(schedule, 32, virtual, 1024, times, exact=True)
-    assert short.extrapolated and not exact.extrapolated
-    assert short.seconds == pytest.approx(exact.seconds, rel=1e-3)
-    assert short.busy == pytest.approx(exact.busy) and short.in_flight == exact.in_flight
-
-
 def test_lists_that_wait_for_each_other_are_refused():
     lists = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
     with pytest.raises(ArgumentError, match=r"worker 0 waits at B of micro-batch 0 on stage 0"):
         simulate(lists, Times((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0)))
-
-
-def test_the_picture_is_readable_without_colour_and_valid():
-    times = Times((0.01,) * 4, (0.02,) * 4, (0.0,) * 4, (0.0,) * 4)
-    timeline = run_step("zbv", 2, 2, 4, times, keep_events=True)
-    shown = terminal(timeline, 80).plain.splitlines()
-    assert shown[0].startswith("worker 0  00") and all(len(line) <= 80 for line in shown[:3])
-    assert "A" in shown[0] and "a" in shown[0]
-    root = ElementTree.fromstring(svg(timeline, 'a <b> & "c"'))
-    boxes = [e for e in root.iter() if e.tag.endswith("rect") and len(e)]
-    assert len(boxes) == len(timeline.events)
-    assert root[0].text == 'a <b> & "c"'
-    tips = [box[0].text for box in boxes]
-    assert "forward, micro-batch 0, stage 0: 0 s to 10 ms" in tips
-    bare = run_step("1f1b", 2, 1, 2, Times((1.0,) * 2, (1.0,) * 2, (0.0,) * 2, (0.0,) * 2))
-    for draw in (terminal, svg):
-        with pytest.raises(ArgumentError, match="keep_events"):
-            draw(bare)
 
 
 # -- links -----------------------------------------------------------------------------
@@ -591,22 +460,6 @@ def test_fits_are_scaled_by_the_ring():
     assert scaled(fit, "send", 8, "cpu")(1e9) == pytest.approx(1.0001)
     assert scaled(fit, "broadcast", 8, "cpu").alpha == pytest.approx(3e-4)
     assert scaled(fit, "all_reduce", 1, "cpu")(1e9) == 0.0 and ring(0) == 0.0
-
-
-def test_groups_stand_where_the_layout_puts_them():
-    cluster = machines(nodes=4, per_node=8)
-    at = groups(Layout(pipeline=2, replicas=8, tensor=2), cluster)
-    assert at["tensor"].sentence() == "2 inside a node"
-    assert at["replicas"] == Group(8, "cluster", 4, 2) and at["stages"].scope == "cluster"
-    at = groups(Layout(replicas=32), cluster, shard_within=8)
-    assert at["shard"].scope == "node" and at["copies"] == Group(4, "cluster", 1, 8)
-    at = groups(Layout(pipeline=2, replicas=4), cluster)
-    assert at["stages"].scope == "node" and at["replicas"].scope == "node"
-    # Groups that cross nodes side by side share the link.
-    alone = collective(cluster, "all_reduce", Group(4, "cluster", 1, 1))
-    shared = collective(cluster, "all_reduce", Group(4, "cluster", 1, 8))
-    assert shared.seconds_per_byte == pytest.approx(8 * alone.seconds_per_byte)
-    assert collective(Cluster(), "all_reduce", Group(4, "node", 4, 1))(1e9) == 0.0
 
 
 # -- prediction ------------------------------------------------------------------------
@@ -681,25 +534,6 @@ def test_memory_by_hand():
     )
 
 
-def test_messages_that_a_pipeline_keeps_count():
-    units = tuple(
-        unit(
-            f"u{i}",
-            1,
-            2,
-            100,
-            0,
-            crossing_bytes=LinearCost(0, 6),
-            crossing_grad_bytes=LinearCost(0, 4),
-        )
-        for i in range(2)
-    )
-    costs = Costs(units, 8)
-    # Worker 0 keeps 8 sends of 6, and waits for one gradient of 4; worker 1 keeps 8 sends of 4 and
-    # one input of 6.
-    assert memory(Plan(2, 8, pipeline=2, micro_batch=1), costs)["communication"] == 8 * 6 + 4
-
-
 def test_step_time_by_hand():
     costs = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
     alone = predict(Plan(1, 8), costs, Cluster())
@@ -742,214 +576,6 @@ def test_step_time_by_hand():
     assert first.terms["gather"] == pytest.approx(4.0) and first.terms[
         "optimizer"
     ] == pytest.approx(0.5)
-
-
-def test_gradients_are_sent_in_the_buckets_that_torch_makes():
-    """torch says which gradients fill a bucket together; each bucket's all-reduce begins when its
-    last gradient is there.
-    """
-    import torch
-    import torch.distributed as dist
-
-    drawn = random.Random(3)
-    several = 0
-    for _ in range(20):
-        sizes = [
-            [4 * drawn.choice((64, 40_000, 300_000, 9_000_000)) for _ in range(drawn.randrange(6))]
-            for _ in range(8)
-        ]
-        backward, rate = [1e-3 * drawn.random() for _ in sizes], drawn.choice((1e9, 1e11))
-        units = tuple(
-            unit(f"u{i}", 1e-4, seconds, sum(each), tensors=len(each), tensor_bytes=tuple(each))
-            for i, (each, seconds) in enumerate(zip(sizes, backward, strict=True))
-        )
-        found = predict(
-            Plan(2, 2),
-            Costs(units, 2),
-            wires(alpha=1e-4, beta=rate, bucket_overlap=1.0, devices_per_node=2),
-        )
-        ready, now = [], 0.0
-        for each, seconds in zip(reversed(sizes), reversed(backward), strict=True):
-            ready += [
-                (size, now + seconds * (i + 1) / len(each)) for i, size in enumerate(reversed(each))
-            ]
-            now += seconds
-        tensors = [torch.empty(size // 4, device="meta") for size, _ in ready]
-        buckets, _ = dist._compute_bucket_assignment_by_size(tensors, [1 << 20, 25 << 20])
-        several += len(buckets) > 1
-        free = 0.0
-        for bucket in buckets:
-            free = (
-                max(free, *(ready[i][1] for i in bucket))
-                + 1e-4
-                + sum(ready[i][0] for i in bucket) / rate
-            )
-        assert found.terms["exchange"] == pytest.approx(free - now)
-    assert several > 10
-
-
-def test_what_the_runtime_adds_by_hand():
-    plain = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
-    units = tuple(dataclasses.replace(u, tensors=2) for u in plain.units)
-    costs = dataclasses.replace(
-        plain, units=units, optimizer_fixed_seconds=0.2, lockstep=1.25, action_seconds=0.01
-    )
-    added = {
-        "gather": Added(0.1, 0.01, 1e-10),
-        "reduce": Added(0.2, 0.02, 2e-10),
-        "bucket": Added(call=0.5),
-        "update": Added(1.0, 0.1, 0.0),
-        "action": Added(call=0.02),
-    }
-    cluster = wires(beta=1e9, added=added, bucket_overlap=0.0)
-    assert Cluster.from_dict(cluster.to_dict()) == cluster
-    full = predict(Plan(2, 8, shard="parameters"), costs, cluster)
-    assert full.terms["gather"] == pytest.approx(8 + 2 * 4 * (0.1 + 0.02 + 0.1))
-    # Each layer waits for the slower worker's; the optimizer goes through as many tensors as on one
-    # worker.
-    assert full.terms["exchange"] == pytest.approx(
-        4 + 4 * (0.2 + 0.04 + 0.2) + 0.25 * full.terms["compute"]
-    )
-    assert full.terms["optimizer"] == pytest.approx(0.2 + 0.4)
-    first = predict(Plan(2, 8, shard="optimizer"), costs, cluster)
-    assert first.terms["gather"] == pytest.approx(4 + 1.0 + 8 * 0.1) and first.terms[
-        "optimizer"
-    ] == pytest.approx(0.5)
-    buckets = (
-        predict(Plan(2, 8), costs, cluster).terms["exchange"]
-        - predict(Plan(2, 8), costs, wires(beta=1e9, bucket_overlap=0.0)).terms["exchange"]
-    )
-    assert buckets / 0.5 == pytest.approx(round(buckets / 0.5)) and buckets > 0  # so much a bucket
-    assert predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, cluster).terms[
-        "overhead"
-    ] == pytest.approx(16 * 0.03)
-    # Clipping: of what a worker holds, but ZeRO-1 clips before it divides.
-    clips = dataclasses.replace(costs, clip_seconds=0.5, clip_fixed_seconds=0.1)
-    for spec, more in (
-        ({}, 0.5),
-        ({"shard": "optimizer"}, 0.5),
-        ({"shard": "parameters"}, 0.3),
-        ({"pipeline": 2, "micro_batch": 4}, 0.25),
-    ):
-        plan = Plan(2, 8, **spec)
-        assert predict(plan, clips, cluster).terms["optimizer"] - predict(
-            plan, costs, cluster
-        ).terms["optimizer"] == pytest.approx(more)
-    # Tensor-parallel workers wait for each other too.
-    blocks = dataclasses.replace(
-        costs,
-        units=tuple(
-            dataclasses.replace(u, tensor=1.0, tensor_reduce_bytes=LinearCost(1e3))
-            for u in costs.units
-        ),
-    )
-    waits, even_paced = (
-        predict(Plan(2, 8, tensor=2), c, cluster).terms
-        for c in (blocks, dataclasses.replace(blocks, lockstep=1.0))
-    )
-    assert waits["tensor"] - even_paced["tensor"] == pytest.approx(0.25 * waits["compute"])
-    dear = wires(beta=1e9, added={**added, "tensor": Added(call=0.05)}, bucket_overlap=0.0)
-    more = predict(Plan(2, 8, tensor=2), blocks, dear).terms["tensor"] - waits["tensor"]
-    assert more == pytest.approx(2 * 4 * 0.05)  # forward and backward of four blocks
-    # It was measured while others slept: where layers take longer as all work, so does this.
-    crowded = dataclasses.replace(costs, contention=1.5)
-    assert predict(Plan(2, 8, shard="parameters"), crowded, cluster).terms[
-        "gather"
-    ] == pytest.approx(8 + 2 * 4 * 0.22 * 1.5)
-    assert predict(Plan(4, 8, pipeline=4, micro_batch=1), crowded, cluster).terms[
-        "overhead"
-    ] == pytest.approx(16 * (0.01 + 0.02 * 1.5))
-
-
-def test_within_the_doubt_of_a_disturbed_measurement_the_simpler_plan_wins():
-    costs = even(8, batch=64, parameters=10**8)
-
-    def best(seconds, noise):
-        """The winner where a whole copy of the gradients takes so long on the wire."""
-        return search(
-            costs,
-            wires(beta=32e8 / seconds, bucket_overlap=0.0, noise=noise),
-            2,
-            simulate=4,
-        )
-
-    def faster(seconds):
-        found = best(seconds, 0.0).families
-        return 1 - found["pipeline"].step_seconds / found["replicate"].step_seconds
-
-    def where(wanted):
-        low, high = 1e-3, 1e3
-        for _ in range(25):
-            middle = (low * high) ** 0.5
-            low, high = (middle, high) if faster(middle) < wanted else (low, middle)
-        return high
-
-    little, much = where(0.03), where(0.08)
-    assert best(little, 0.0).best.plan.family == "pipeline"
-    disturbed = best(little, 0.2)
-    assert disturbed.best.plan.family == "replicate"
-    told = explain(disturbed, costs, wires(), with_flips=False).runner_up
-    assert "cannot be told apart from it" in told and told.endswith("It is less simple.")
-    assert best(much, 0.2).best.plan.family == "pipeline"
-    # Also where only one thing is not simple about it.
-    simple = predict(Plan(2, 8), even(4, batch=8), wires(devices_per_node=2))
-    for faster_by, noise, wins in (
-        (0.03, 0.0, True),
-        (0.03, 0.04, False),
-        (0.06, 0.04, True),
-        (0.06, 0.3, True),
-        (0.04, 0.3, False),
-    ):
-        other = dataclasses.replace(
-            simple,
-            plan=dataclasses.replace(simple.plan, shard="optimizer"),
-            raw_step_seconds=simple.raw_step_seconds * (1 - faster_by),
-        )
-        assert (rank_key(other, "speed", noise) < rank_key(simple, "speed", noise)) == wins
-
-
-def test_gradients_of_further_micro_batches_are_added_to_those_that_are_there():
-    plain = even(4, batch=8, parameters=10**9)
-    costs = dataclasses.replace(plain, accumulate_seconds=0.8)
-
-    def more(plan: Plan) -> float:
-        one, other = (
-            predict(plan, c, wires(action_seconds=0.0)).raw_step_seconds for c in (costs, plain)
-        )
-        return one - other
-
-    assert more(Plan(2, 8)) == 0
-    assert more(Plan(2, 8, micro_batch=1)) == pytest.approx(3 * 0.8)
-    # of what is kept, a half
-    assert more(Plan(2, 8, shard="parameters", micro_batch=1)) == pytest.approx(3 * 0.4)
-    # A worker of four has a quarter of them; 7 of 8 micro-batches add, and the first and the last
-    # three wait for it too.
-    assert more(Plan(4, 8, pipeline=4, micro_batch=1)) == pytest.approx((8 + 3) * 0.2 * 7 / 8)
-
-
-def test_workers_that_share_cores_are_faster_while_others_wait():
-    two = Times((1.5,) * 2, (3.0,) * 2, (0.0,) * 2, (0.0,) * 2)
-    # One micro-batch: never do both work, so that each pass takes what it does alone.
-    assert run_step("gpipe", 2, 1, 1, two, contention=1.5).seconds == pytest.approx(
-        (1.5 + 3.0) * 2 / 1.5
-    )
-    # Two copies of it: the other copy works beside each pass, one of three others.
-    both = run_step("gpipe", 2, 1, 1, two, contention=1.5, copies=2).seconds
-    assert both == pytest.approx(2 * 4.5 / 1.5 * (1 + 0.5 / 3))
-    # Of nine slots of a forward and a backward pass, in the first and the last one worker waits.
-    many = run_step("1f1b", 2, 1, 8, two, contention=1.5)
-    assert many.seconds == pytest.approx(7 * 4.5 + 2 * 4.5 / 1.5, rel=0.03)
-    assert run_step("1f1b", 2, 1, 8, two).seconds == pytest.approx(9 * 4.5)
-    costs = dataclasses.replace(even(4, batch=8, parameters=10**9), contention=2.0)
-    alone = predict(Plan(4, 8, pipeline=4, micro_batch=8), costs, wires(action_seconds=0.0))
-    assert alone.raw_step_seconds == pytest.approx(
-        0.5
-        * predict(
-            Plan(4, 8, pipeline=4, micro_batch=8),
-            even(4, batch=8, parameters=10**9),
-            wires(action_seconds=0.0),
-        ).raw_step_seconds
-    )
 
 
 def test_a_pipeline_by_hand():
@@ -1062,47 +688,13 @@ def test_the_search_offers_only_what_is_carried_out():
         assert ranks == sorted(ranks)
 
 
-def test_what_is_not_carried_out_is_named():
-    costs, cluster = transformer(sequence=2056), machines()
-    for name, plan in (
-        ("pipeline × tensor", Plan(16, 512, pipeline=2, tensor=2)),
-        ("sequence_parallel", Plan(16, 512, tensor=2, sequence_parallel=True)),
-    ):
-        assert unsupported(plan, costs, cluster) is None
-        refusing = dataclasses.replace(costs, refused={name: "no"})
-        assert unsupported(plan, refusing, cluster) == "no"
-    for plan, match in (
-        (Plan(32, 512, tensor=16, sequence_parallel=True), "a sequence of 2056"),
-        (Plan(1, 512, shard="parameters"), "two replicas"),
-        (Plan(1024, 512), "less than one sample"),
-        (Plan(8, 512, tensor=3, shard="gradients"), "do not divide"),
-        (Plan(6, 512, tensor=3), "attention heads"),
-        (
-            Plan(8, 512, pipeline=8, virtual=2, schedule="zbv", shard_within=2, shard="parameters"),
-            "two replicas",
-        ),
-        (Plan(8, 512, virtual=2), "needs a pipeline"),
-        (Plan(8, 512, pipeline=2, offload="optimizer"), "offload"),
-        (Plan(8, 512, tensor=2, shard="optimizer"), "tensor goes with"),
-        (Plan(8, 512, pipeline=8, schedule="zero-bubble", recompute="full"), "stay until then"),
-    ):
-        assert match in (unsupported(plan, costs, cluster) or "")
-    plain = dataclasses.replace(
-        costs, units=tuple(dataclasses.replace(u, tensor=0.0) for u in costs.units)
-    )
-    assert "recognised" in unsupported(Plan(8, 512, tensor=2), plain, cluster)
-    assert not any(
-        p.tensor > 1 for ladder in candidates(Plan(8, 512), plain, cluster) for p in ladder
-    )
-
-
 def test_small_models_are_replicated_and_big_ones_are_not():
     small = search(transformer(layers=2, hidden=256, sequence=128, batch=256), machines(nodes=1), 8)
     assert (
         small.best.plan.shard in ("none", "gradients")
         and small.best.plan.pipeline == small.best.plan.tensor == 1
     )
-    big = search(transformer(layers=48, hidden=8192, batch=64), machines(nodes=8), 64)
+    big = search(transformer(layers=24, hidden=8192, batch=64), machines(nodes=4), 32)
     assert big.best.verdict == "fits" and big.best.plan.family != "replicate"
     assert big.families["replicate"].verdict == "does not fit"
     assert {"shard", "pipeline × shard", "tensor × shard"} <= set(big.families)
@@ -1129,7 +721,7 @@ def test_a_slow_network_prefers_a_pipeline_and_a_fast_one_replicas():
 
 
 def test_least_memory_can_be_asked_for():
-    costs, cluster = transformer(layers=8), machines(nodes=1)
+    costs, cluster = transformer(layers=4), machines(nodes=1)
     speed, least = search(costs, cluster, 8), search(costs, cluster, 8, optimize="memory")
     assert least.best.memory_bytes < speed.best.memory_bytes
 
@@ -1172,55 +764,6 @@ def test_a_planted_flip_is_found_upwards(planted, holds, at):
         flip.sentence()
         == f"link speed: flips to shard between × {holds:.0f} and × {at:.0f} (now × 1)"
     )
-
-
-def test_a_planted_flip_is_found_downwards_in_whole_numbers_or_not_at_all():
-    asked = []
-    flip = find_flip(
-        "global batch", 50.0, lambda v: ("pipeline", "") if v < 8 else ("replicate", ""), "down"
-    )
-    assert flip.at == 6.0 and flip.holds == 12.0
-    never = find_flip(
-        "global batch",
-        50.0,
-        lambda v: (asked.append(v) or "replicate", ""),
-        "down",
-        now=("replicate", ""),
-    )
-    assert (
-        never.at is None
-        and never.sentence() == "global batch: the same answer down to 1 sample"
-        and asked == [25.0, 12.0, 6.0, 3.0, 2.0, 1.0]
-    )
-    few = find_flip(
-        "workers", 8.0, lambda v: ("shard", "") if v > 20 else ("replicate", ""), "up", doublings=1
-    )
-    assert few.at is None and few.sentence() == "workers: the same answer up to 16 devices"
-    doubled = find_flip(
-        "workers", 6.0, lambda v: ("shard", "") if v > 20 else ("replicate", ""), "up"
-    )
-    assert doubled.sentence() == "workers: flips to shard between 12 and 24 devices (now 6)"
-    gone = find_flip(
-        "memory", 8.0 * GIB, lambda v: ("", "") if v < 3 * GIB else ("replicate", ""), "down"
-    )
-    assert gone.sentence() == "memory: flips to no plan at all between 2 GiB and 4 GiB (now 8 GiB)"
-
-
-def test_the_flip_in_memory_is_where_replicas_stop_fitting():
-    """Free links: replicas win until they pass 80 % of the memory. Activations are nothing, so that
-    smaller micro-batches do not help.
-    """
-    costs = even(4, batch=64, parameters=10**6)
-    need = predict(Plan(4, 64), costs, Cluster()).memory_bytes
-    cluster = wires(beta=1e15, memory_bytes=4 * need, devices_per_node=4, action_seconds=0.0)
-    found = search(costs, cluster, 4)
-    assert found.best.plan.family == "replicate"
-    flip = next(
-        f
-        for f in explain(found, costs, cluster).flips
-        if f.variable == "memory" and f.direction == "down"
-    )
-    assert flip.at < need / 0.8 <= flip.holds == 2 * flip.at and flip.to != "replicate"
 
 
 def test_the_flip_in_the_batch_is_where_workers_get_no_sample():
@@ -1270,27 +813,7 @@ def test_flips_are_what_a_whole_search_gives_there():
         assert flip.limit == (1.0 if direction == "down" else 2048.0)
 
 
-def test_there_is_no_flip_beyond_as_many_workers_as_are_looked_at():
-    costs = even(4, batch=8192)
-    told = flips(
-        search(costs, wires(devices_per_node=8, nodes=512), 4096, simulate=1),
-        costs,
-        wires(),
-    )
-    assert [f.direction for f in told if f.variable == "workers"] == ["down"]
-
-
-def test_a_large_search_is_asked_about_few_values(monkeypatch):
-    monkeypatch.setattr("ronde.predict.answer._LOOKED_AT", 0)
-    costs, cluster = (
-        even(8, batch=64, parameters=10**6),
-        wires(devices_per_node=2, memory_bytes=80e9),
-    )
-    told = flips(search(costs, cluster, 2), costs, cluster)
-    assert len(told) == 8 and {f.limit / f.now for f in told} == {0.5, 2.0}
-
-
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 if ALL else 1))
 def test_a_pruned_search_has_the_same_winner(seed):
     draw = random.Random(seed)
     for _ in range(6):
@@ -1348,7 +871,7 @@ def test_bounds_that_leave_plans_out_are_never_above_what_is_predicted():
 def test_what_the_bounds_leave_out_would_not_have_been_chosen():
     """Against a search that predicts every plan by closed form, and simulates as many."""
     costs = transformer(layers=12, batch=96)
-    for memory in (8e9, 80e9):
+    for memory in (8e9, 80e9) if ALL else (80e9,):
         cluster = machines(nodes=2, memory=memory)
         predictor = Predictor(costs, cluster)
         every = [p for ladder in candidates(Plan(16, 96), costs, cluster) for p in ladder]
@@ -1361,15 +884,14 @@ def test_what_the_bounds_leave_out_would_not_have_been_chosen():
 
 
 def test_three_dimensions_are_searched():
-    costs = transformer(layers=96, batch=512, hidden=8192, heads=64)
-    found = search(costs, machines(nodes=64), 512, simulate=20)
+    costs = transformer(layers=48, batch=128, hidden=8192, heads=64)
+    found = search(costs, machines(nodes=8), 64, simulate=20)
     assert {"pipeline × tensor × replicate", "pipeline × tensor × shard"} <= set(found.families)
     made = found.families["pipeline × tensor × replicate"]
-    assert made.plan.pipeline * made.plan.tensor * made.plan.replicas == 512
+    assert made.plan.pipeline * made.plan.tensor * made.plan.replicas == 64
     assert made.plan.tensor <= 8  # inside a node
     assert any(p.plan.tensor > 1 and p.plan.virtual > 1 for p in found.plans)
     assert any(p.plan.sequence_parallel for p in found.plans)
-    assert found.considered > 2000
 
 
 def test_only_combinations_that_are_carried_out_are_searched():
@@ -1383,35 +905,14 @@ def test_only_combinations_that_are_carried_out_are_searched():
 
 def test_the_search_tells_what_it_does():
     told = []
-    costs, cluster = transformer(layers=4, batch=32), machines(nodes=1)
-    explain(search(costs, cluster, 8, tell=told.append), costs, cluster, tell=told.append)
+    costs, cluster = transformer(layers=2, batch=8), machines(nodes=1)
+    explain(search(costs, cluster, 4, tell=told.append), costs, cluster, tell=told.append)
     begins = [text.partition(":")[0] for text in told]
     assert list(dict.fromkeys(begins)) == [
         "searching plans",
         "simulating the best",
         "looking for when the answer would flip",
     ]
-
-
-def test_a_ladder_whose_smallest_micro_batch_is_too_slow_is_climbed_all_the_same():
-    """The largest does not fit, one sample each is slower than what is known already: the winner
-    lies between.
-    """
-    seen = []
-
-    def look(plan):
-        seen.append(plan.micro_batch)
-        return (
-            None
-            if plan.micro_batch == 1
-            else simple
-            if plan.micro_batch <= 16
-            else dataclasses.replace(simple, verdict="does not fit")
-        )
-
-    simple = predict(Plan(2, 8), even(4, batch=8), wires(devices_per_node=2))
-    _climb([Plan(2, 128, micro_batch=m) for m in (64, 32, 16, 8, 4, 2, 1)], look, "speed")
-    assert 16 in seen
 
 
 def test_one_device_is_advised_where_several_are_slower():
@@ -1445,21 +946,6 @@ def test_one_device_is_advised_where_several_are_slower():
         "(does not fit): 2 are worth it for the memory only."
     )
     assert f"One device alone would be {1 / found.best.speedup:.1f}× as fast, but needs" in told
-
-
-def test_longer_sequences_stretch_in_a_line():
-    costs = transformer(sequence=1024)
-    longer = stretched(costs, 2.0)
-    before, after = costs.units[1], longer.units[1]
-    assert (
-        after.forward_seconds.per_sample == 2 * before.forward_seconds.per_sample
-        and after.forward_seconds.fixed == before.forward_seconds.fixed
-    )
-    assert (
-        after.saved_bytes.per_sample == 2 * before.saved_bytes.per_sample
-        and after.parameter_bytes == before.parameter_bytes
-    )
-    assert longer.sequence == 2048
 
 
 @pytest.mark.parametrize(
@@ -1525,15 +1011,6 @@ def test_corrections_are_kept_per_cluster_and_family(state):
     assert not list(state.glob(".corrections-*"))
 
 
-def test_a_damaged_file_of_corrections_is_set_aside(state):
-    record("here", "replicate", 1.0, 2.0)
-    for broken in ("{", "[1]", '{"here": {"replicate": [{"measured_seconds": 1}]}}'):
-        corrections_file().write_text(broken)
-        assert factors("here") == {}
-    assert record("here", "replicate", 1.0, 3.0) == 3.0 and factors("here") == {"replicate": 3.0}
-    assert (state / "corrections.damaged").exists()
-
-
 def test_corrections_from_many_at_once_are_all_kept(state):
     threads = [
         threading.Thread(target=record, args=("here", f"family {i}", 1.0, 2.0)) for i in range(12)
@@ -1543,22 +1020,6 @@ def test_corrections_from_many_at_once_are_all_kept(state):
     for thread in threads:
         thread.join()
     assert len(factors("here")) == 12
-
-
-@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_times_that_are_none_are_not_kept(state, bad):
-    with pytest.raises(ArgumentError, match="above 0"):
-        record("here", "replicate", bad, 1.0)
-    assert not corrections_file().exists()
-
-
-def test_the_state_goes_where_it_was_asked_to(monkeypatch, tmp_path):
-    monkeypatch.delenv("RONDE_STATE", raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert corrections_file() == tmp_path / "ronde" / "corrections.json"
-    monkeypatch.delenv("XDG_STATE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert corrections_file() == tmp_path / ".local" / "state" / "ronde" / "corrections.json"
 
 
 # -- imports ---------------------------------------------------------------------------

@@ -4,8 +4,6 @@ measuring it.
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 import random
 
@@ -16,17 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from cost_models import MSE, numbers, sgd, tokens_loss, words
-from ronde.measure.model_units import ModelUnit
-from ronde.measure.planner import gauge
 from ronde.measure.quiet_gate import Gate, NoisyMachine
 from ronde.measure.time_units import measure
-from ronde.measure.timed_model import TimedModel
-from ronde.parallel import Work
-from ronde.plan import Plan
 from ronde.predict.costs import Costs
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError
-from sampling import long
 from tiny_models import Sleep, TiedGPT
 
 # -- times -----------------------------------------------------------------------------
@@ -78,83 +70,6 @@ def test_what_is_computed_again_is_timed_with_its_blocks_computed_again():
     assert costs.again_seconds["full"].at(8) >= 0.025
     assert [vars(m).get("forward") for m in model.modules()] == own
     assert Costs.from_dict(json.loads(json.dumps(costs.to_dict()))) == costs
-
-
-class Shorter(nn.Module):
-    """Runs less when it is computed again."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-    def forward(self, x):
-        return self.inner(x).sin().cos() if torch._C._current_graph_task_id() == -1 else x
-
-
-def test_a_block_that_cannot_be_computed_again_is_measured_without():
-    model = nn.Sequential(Shorter(), Shorter(), nn.Linear(8, 8))
-    costs = measure(
-        model,
-        sgd(model),
-        MSE,
-        numbers(8),
-        8,
-        samples=[2, 8],
-        seconds=0.3,
-        on_noise="note",
-        reference=lambda: 0.004,
-    )
-    assert (
-        costs.again == () and costs.again_seconds == {} and costs.units[0].forward_seconds.at(8) > 0
-    )
-    with contextlib.ExitStack() as stack:
-        chain = [ModelUnit(u.name, u.alike) for u in costs.units]
-        timed = TimedModel(
-            stack, model, sgd(model), MSE, chain, torch.device("cpu"), contextlib.nullcontext
-        )
-        assert timed.time_recomputation(("full",), {4: numbers(8)(4)}, 0.1) == {}
-    assert (
-        len(timed.notes) == 1
-        and "recompute=full could not be timed (CheckpointError" in timed.notes[0]
-    )
-    assert not any("forward" in vars(m) for m in model.modules())
-
-
-@long
-def test_what_tensor_parallelism_divides_is_timed_and_weighed():
-    torch.manual_seed(0)
-    # A block's columns and its row lie in different modules.
-    model = nn.Sequential(
-        nn.Linear(16, 256), nn.Sequential(nn.GELU(), nn.Linear(256, 16)), nn.LayerNorm(16)
-    )
-    before = copy.deepcopy(model.state_dict())
-    optimizer = sgd(model)
-    work = Work(model, optimizer, lambda b: MSE(model, b), numbers(16, out=16))
-    costs = gauge(work, Plan(workers=1, batch_size=64), MSE, None, True, lambda _: None)
-    by_name = {u.name: u for u in costs.units}
-    assert (
-        costs.tensor_measured
-        and by_name["0"].tensor == 1
-        and by_name["1.1"].tensor == 256 * 16 / (256 * 16 + 16)
-        and by_name["2"].tensor == 0
-    )
-    assert (
-        by_name["1.0"].tensor == 1
-        and by_name["2"].tensor_reduce_bytes.at(1) == 0
-        and by_name["1.1"].tensor_reduce_bytes.at(1) == 16 * 4
-    )
-    # GELU keeps the hidden features, of which a worker has half.
-    assert by_name["0"].saved_bytes.at(64) + by_name["1.0"].saved_bytes.at(64) == pytest.approx(
-        2 * 64 * 256 * 4, rel=0.1
-    )
-    halves = by_name["0"].tensor_saved_bytes.at(64) + by_name["1.0"].tensor_saved_bytes.at(64)
-    assert halves == pytest.approx(64 * 256 * 4, rel=0.1)
-    assert all(
-        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
-    )
-    assert [type(p) for p in model.parameters()] == [nn.Parameter] * 6 and not any(
-        "forward" in vars(m) for m in model.modules()
-    )
 
 
 class Awkward(nn.Module):
@@ -251,126 +166,6 @@ def test_nothing_of_the_script_changes_bit_by_bit():
     assert optimizer.step is step
     assert [u.name for u in costs.units] == ["rnn", "norm", "frozen", "drop", "head", "(loss)"]
     assert costs.units[0].flops > 0 and costs.optimizer_seconds > 0
-
-
-def test_a_model_that_cannot_be_copied_stands_in_for_itself_and_stays_as_it_was():
-    class Locked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.seen = 0
-            self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-        def __deepcopy__(self, memo):
-            raise TypeError("a lock cannot be copied")
-
-        def forward(self, x):
-            self.seen += 1
-            return self.norm(self.layer(x))
-
-    model = Locked()
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    costs = measure(
-        model,
-        torch.optim.Adam(parameters),
-        MSE,
-        numbers(8),
-        8,
-        seconds=0.1,
-        on_noise="note",
-        reference=lambda: 0.004,
-    )
-    assert [u.name for u in costs.units] == [
-        "layer",
-        "norm",
-        "(loss)",
-    ] and costs.optimizer_seconds > 0
-    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items()) and model.seen == 0
-    assert all(
-        p is q and p.grad is None for p, q in zip(parameters, model.parameters(), strict=True)
-    )
-    assert all(p is q for p, q in zip(buffers, model.buffers(), strict=True))
-
-
-class Keeping(nn.Module):
-    """Leaves something behind that the loss reads from the script's own model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.kept = nn.Linear(8, 8), None
-
-    def forward(self, x):
-        self.kept = self.inner(x)
-        return x + self.kept
-
-
-class Latents(nn.Module):
-    """Begins with a parameter, as a Perceiver does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latents, self.first, self.last = (
-            nn.Parameter(torch.randn(3, 8)),
-            nn.Linear(8, 8),
-            nn.Linear(8, 1),
-        )
-
-    def forward(self, x):
-        return self.last(self.first(self.latents.expand(len(x), 3, 8)).mean(1) + x)
-
-
-def slope(model, batch):
-    x = batch[0].detach().requires_grad_(True)
-    out = model(x)
-    return out, torch.autograd.grad(out.sum(), x, create_graph=True)[0], batch[1]
-
-
-def scripts_that_look_at_their_model():
-    keeping = nn.Sequential(Keeping(), Keeping(), nn.Linear(8, 1))
-    last = keeping[1]
-    yield (
-        "global",
-        keeping,
-        LossCall(
-            lambda out, y: (
-                F.mse_loss(out, y) + keeping[0].kept.square().mean() + last.kept.square().mean()
-            ),
-            None,
-        ),
-    )
-    yield "latents", Latents(), MSE
-    layers = [nn.Linear(8, 8), nn.Softplus(), nn.Linear(8, 1)]
-    yield (
-        "slope",
-        nn.Sequential(*layers),
-        LossCall(lambda out, slope, y: F.mse_loss(out, y) + slope.square().mean(), slope),
-    )
-    yield "compiled", torch.compile(nn.Sequential(*layers), backend="eager"), MSE
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "compute"),
-    list(scripts_that_look_at_their_model()),
-    ids=lambda v: v if isinstance(v, str) else "",
-)
-def test_models_that_are_looked_at_or_look_at_themselves_are_measured_and_stay_as_they_were(
-    name, model, compute
-):
-    weights = [p.detach().clone() for p in model.parameters()]
-    costs = measure(
-        model,
-        sgd(model),
-        compute,
-        numbers(8),
-        8,
-        seconds=0.1,
-        on_noise="note",
-        reference=lambda: 0.004,
-    )
-    assert sum(u.parameter_bytes for u in costs.units) == 4 * sum(w.numel() for w in weights)
-    assert sum(u.flops for u in costs.units) > 0 and all(p.grad is None for p in model.parameters())
-    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
-    assert name != "global" or all(m.kept is None for m in model[:2])
 
 
 def test_tied_and_repeated_blocks_are_measured():

@@ -4,9 +4,7 @@ and leaves no trace.
 
 from __future__ import annotations
 
-import base64
 import builtins
-import functools
 import io
 import json
 import os
@@ -23,7 +21,7 @@ import PIL.Image
 import pytest
 import simplejpeg
 import torch
-from PIL import Image, ImageDraw, ImageEnhance, ImageFile
+from PIL import Image, ImageEnhance, ImageFile
 from simplejpeg import decode_jpeg
 from torch.utils.data import (
     ConcatDataset,
@@ -36,13 +34,11 @@ from torch.utils.data import (
 )
 
 from ronde.data import named_stages
-from ronde.feed import Feed, LoaderSettings, Order, Pipeline, stage
+from ronde.feed import Feed, LoaderSettings, Order, stage
 from ronde.plan.batch import Share
-from ronde.profile import known_functions as found
-from ronde.profile.page_cache import cached_share, evict, storage_sweep
 from ronde.profile.probe import Probe, read_files
 from ronde.profile.replay import KEPT
-from ronde.profile.shared_counters import STAGES, Slot, StageTimes, read_board, read_notes
+from ronde.profile.shared_counters import read_board, read_notes
 from ronde.world import ArgumentError, RondeError
 
 N = 40
@@ -210,85 +206,27 @@ def _tar(folder):
     return tarfile.open(path)
 
 
-def _zip(folder):
-    path = folder / "all.zip"
-    if not path.exists():
-        with zipfile.ZipFile(path, "w") as out:
-            for i in range(N):
-                out.write(folder / f"{i}.jpg", f"{i}.jpg")
-    return zipfile.ZipFile(path)
-
-
-def _pread(folder, i):
-    file = os.open(folder / f"{i}.npy", os.O_RDONLY)
-    try:
-        return os.pread(file, 100, 0)
-    finally:
-        os.close(file)
-
-
 def _lines(folder, i):
     with open(folder / f"{i}.json", encoding="utf-8") as file:
         return [*file]
 
 
-def _unbuffered(folder, i):
-    with open(folder / f"{i}.npy", "rb", buffering=0) as file:
-        return file.read(10) + file.read()
-
-
 WAYS = {
     "read_bytes": (lambda f, i: (f / f"{i}.npy").read_bytes(), {"read"}),
-    "read_text": (lambda f, i: (f / f"{i}.json").read_text(encoding="utf-8"), {"read"}),
     "lines": (_lines, {"read"}),
-    "unbuffered": (_unbuffered, {"read"}),
     "np.load": (lambda f, i: np.load(f / f"{i}.npy"), {"read"}),
-    "np.load of a file": (lambda f, i: np.load((f / f"{i}.npy").open("rb")), {"read"}),
-    "np.fromfile": (lambda f, i: np.fromfile(f / f"{i}.npy", dtype=np.uint8), {"read"}),
     "torch.load": (lambda f, i: torch.load(f / f"{i}.pt"), {"read"}),
-    "os.pread": (_pread, {"read"}),
     "tar": (lambda f, i: _tar(f).extractfile(f"{i}.jpg").read(), {"read"}),
-    "zip": (lambda f, i: _zip(f).read(f"{i}.jpg"), {"read"}),
     "json": (lambda f, i: json.loads((f / f"{i}.json").read_bytes()), {"read", "decode"}),
-    "simplejpeg": (
-        lambda f, i: simplejpeg.decode_jpeg((f / f"{i}.jpg").read_bytes()),
-        {"read", "decode"},
-    ),
     "simplejpeg by name": (
         lambda f, i: decode_jpeg((f / f"{i}.jpg").read_bytes()),
         {"read", "decode"},
-    ),
-    "pickle": (lambda f, i: pickle.loads(pickle.dumps({"i": [i]})), {"decode"}),  # noqa: S301
-    "picture of bytes": (
-        lambda f, i: np.asarray(Image.open(io.BytesIO((f / f"{i}.png").read_bytes()))),
-        {"read", "decode"},
-    ),
-    "npz": (lambda f, i: _archive(f, i)["x"], {"read", "decode"}),
-    "base64": (
-        lambda f, i: np.frombuffer(
-            base64.b64decode(base64.b64encode(bytes([i % 256]) * 8)), np.uint8
-        ),
-        {"decode"},
-    ),
-    "with": (lambda f, i: _with(f / f"{i}.jpg"), {"read", "decode"}),
-    "resized outside of a transform": (
-        lambda f, i: np.asarray(Image.open(f / f"{i}.jpg").resize((9, 9))),
-        {"read", "decode", "augment"},
     ),
     "enhanced": (
         lambda f, i: np.asarray(ImageEnhance.Color(Image.open(f / f"{i}.jpg")).enhance(2)),
         {"read", "decode", "augment"},
     ),
 }
-
-
-def _archive(folder, i):
-    return np.load(folder / f"{i}.npz")
-
-
-def _with(path):
-    with Image.open(path) as image:
-        return np.asarray(image.convert("RGB"))
 
 
 def _plain(value):
@@ -328,84 +266,6 @@ def test_ways_to_read_and_decode_are_found_timed_and_taken_out(folder, way):
             assert learnt[other].samples >= 2 * N - KEPT, (name, other)  # the others were
 
 
-class _Slowly:
-    """A file object of another's making."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def read(self, *size):
-        time.sleep(0.002)
-        return self.file.read(*size)
-
-    def readline(self):
-        time.sleep(0.002)
-        return self.file.readline()
-
-    def __iter__(self):
-        while line := self.readline():
-            yield line
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.close()
-
-    def close(self):
-        self.file.close()
-
-
-@pytest.mark.parametrize("strange", [False, True], ids=["file", "object"])
-def test_anothers_open_is_reading_too(folder, monkeypatch, strange):
-    """A store that is played by replacing ``open``: what it does is done, counts as reading, and is
-    not done where reading is taken out.
-    """
-    opened = []
-
-    def far(file, *args, **kwargs):
-        found = real(file, *args, **kwargs)
-        if not str(file).endswith((".json", ".npy")):
-            return found
-        opened.append(file)
-        if strange:
-            return _Slowly(found)
-        time.sleep(0.002)
-        return found
-
-    real = builtins.open
-    monkeypatch.setattr(builtins, "open", far)
-    monkeypatch.setattr(io, "open", far)
-
-    class Things(Dataset):
-        def __len__(self):
-            return N
-
-        def __getitem__(self, i):
-            with open(folder / f"{i}.npy", "rb") as file:
-                raw = file.read()
-            with open(folder / f"{i}.json", encoding="utf-8") as file:
-                return raw, list(file)
-
-    dataset = Things()
-    plain = [dataset[i] for i in range(N)]
-    opened.clear()
-    watched, probe = looked_at(dataset, collate=list, epochs=1)
-    assert [s for b in watched for s in b] == plain and len(opened) == 2 * N
-    times = probe.times()
-    assert times["read"].samples == N and times["read"].wall_seconds >= 2 * N * 0.002
-    assert times["read"].bytes >= sum(len(raw) for raw, _ in plain)
-    opened.clear()
-    again, probe = looked_at(dataset, collate=list, epochs=2, remove={"read"})
-    given = [s for b in again for s in b]
-    assert (
-        given[:KEPT] == plain[:KEPT]
-        and all(one in plain[:KEPT] for one in given[KEPT:])
-        and not probe.notes()
-    )
-    assert len(opened) < 2 * N  # of 4 N
-
-
 # -- whose time it is ------------------------------------------------------------------
 
 
@@ -441,39 +301,6 @@ def test_time_belongs_to_the_innermost_stage_and_all_of_it_to_some():
     assert found["augment"].contains == {"parse"}
     assert "parse" not in probe.removable()  # a block of lines
     assert "augment" in probe.removable()
-
-
-def test_an_error_in_a_sample_leaves_the_stages_in_order(folder):
-    class Fails(Pictures):
-        def __getitem__(self, i):
-            if i == 3:
-                with stage("inner"):
-                    Image.open(self.folder / "none.jpg")
-            return super().__getitem__(i)
-
-    probe = Probe(None)
-    watched, _ = probe.attach(Fails(folder), list)
-    for i in range(6):
-        if i == 3:
-            with pytest.raises(FileNotFoundError, match=r"none\.jpg"):
-                watched[i]
-        else:
-            watched[i]
-    found = probe.times()
-    probe.uninstall()
-    assert (found["python"].samples, found["augment"].samples, found["inner"].samples) == (6, 5, 1)
-
-
-def test_what_is_read_outside_of_samples_is_not_counted(folder):
-    probe = Probe(None)
-    watched, _ = probe.attach(Pictures(folder), list)
-    watched[0]
-    before = probe.times()
-    (folder / "1.npy").read_bytes()
-    Image.open(folder / "1.jpg").convert("L").resize((3, 3))
-    threading.Thread(target=np.load, args=(folder / "1.npy",)).start()
-    assert probe.times() == before
-    probe.uninstall()
 
 
 def test_batches_made_of_rows_and_streams_are_counted(tmp_path):
@@ -555,72 +382,6 @@ class _Global(_Keeps):
         return global_transform(i)
 
 
-def read_thing(i):
-    return i
-
-
-def decode_thing(i):
-    return global_tfm(i)
-
-
-def global_tfm(i):
-    return i + 1
-
-
-class _Reached(_Keeps):
-    """Functions that functions of the user's call, and methods of an object that it holds."""
-
-    class _Store:
-        def fetch(self, i):
-            return i
-
-    def __init__(self):
-        self.store = self._Store()
-
-    def _sample(self, i):
-        return decode_thing(read_thing(self.store.fetch(i)))
-
-    def ready(self, i):
-        return i
-
-    def __getitem__(self, i):
-        return self.ready(self._sample(i))
-
-
-def test_functions_are_found_by_name_wherever_making_a_sample_comes_by():
-    dataset = _Reached()
-    watched, probe = looked_at(dataset, collate=list)
-    functions = read_thing, decode_thing, global_tfm
-    assert [s for b in watched for s in b] == [dataset[i] for i in range(N)]
-    times = probe.times()
-    assert (
-        times["read"].calls == 2 * N and times["decode"].calls == N and times["augment"].calls == N
-    )
-    assert times["decode"].contains == {"augment"}
-    assert (read_thing, decode_thing, global_tfm) == functions and not vars(dataset.store)
-
-
-def test_names_of_stages_are_words():
-    named = {
-        name: found._stage_named(name)
-        for name in (
-            "aug",
-            "train_augs",
-            "strong_augment",
-            "gauge",
-            "august",
-            "ready",
-            "read_row",
-            "_fetch",
-        )
-    }
-    assert named == {
-        **dict.fromkeys(("aug", "train_augs", "strong_augment"), "augment"),
-        **dict.fromkeys(("gauge", "august", "ready"), None),
-        **dict.fromkeys(("read_row", "_fetch"), "read"),
-    }
-
-
 class _Tokens(_Keeps):
     def __getitem__(self, i):
         return self.tokenizer.encode(str(i))[0]
@@ -632,17 +393,6 @@ class _Tokenizer:
 
     def __call__(self, text):
         raise AssertionError
-
-
-class _Slots(Dataset):
-    __slots__ = ()
-    transform = functools.partial(global_transform)
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, i):
-        return self.transform(i)
 
 
 @pytest.mark.parametrize(
@@ -672,24 +422,6 @@ def test_transforms_are_found_and_put_back(dataset):
     assert all(vars(dataset)[k] is v for k, v in before[0].items())
     assert global_transform is before[1]
     assert [dataset[i] for i in range(N)] == plain
-
-
-def test_what_stands_for_a_transform_passes_for_it(folder):
-    dataset = Pictures(folder, torch.nn.Sequential(torch.nn.Identity()))
-    probe = Probe(None)
-    watched, _ = probe.attach(dataset, list)
-    watched[0]
-    stands = dataset.transform
-    assert stands is not dataset.transform._ronde_value
-    assert isinstance(stands, torch.nn.Sequential)
-    assert len(stands) == 1
-    assert stands[0] is next(iter(stands))
-    assert isinstance(watched, Pictures)
-    assert type(pickle.loads(pickle.dumps(dataset)).transform) is torch.nn.Sequential  # noqa: S301
-    assert repr(stands).startswith("Sequential")
-    stands.mark = 3
-    probe.uninstall()
-    assert dataset.transform.mark == 3
 
 
 # -- no trace --------------------------------------------------------------------------
@@ -756,25 +488,6 @@ def test_it_leaves_no_trace(folder):
     assert {k for k in before if places()[k] is not before[k]} == set()
 
 
-def test_files_opened_while_it_looked_can_be_read_afterwards(folder):
-    class Holds(Dataset):
-        def __len__(self):
-            return N
-
-        def __getitem__(self, i):
-            self.file = open(folder / "0.npy", "rb")  # noqa: SIM115
-            assert isinstance(self.file, io.BufferedReader)
-            return self.file.read(3)
-
-    probe = Probe(None)
-    dataset = Holds()
-    watched, _ = probe.attach(dataset, list)
-    assert watched[0] == (folder / "0.npy").read_bytes()[:3]
-    probe.uninstall()
-    assert dataset.file.read() == (folder / "0.npy").read_bytes()[3:]
-    dataset.file.close()
-
-
 # -- taking stages out -----------------------------------------------------------------
 
 
@@ -811,16 +524,6 @@ def test_each_stage_of_a_plain_data_set_can_be_taken_out(folder, name):
         assert found["augment"].samples == 3 * N
 
 
-def test_an_augmentation_that_decodes_is_taken_out_without_the_decoding(folder):
-    class Lazy(Pictures):
-        def __getitem__(self, i):
-            return self.transform(Image.open(self.folder / f"{i}.jpg"))
-
-    _, probe = looked_at(Lazy(folder, quiet), epochs=2, remove={"augment"})
-    assert probe.times()["decode"].samples == 2 * N
-    assert probe.times()["augment"].samples == KEPT
-
-
 def test_whole_batches_are_replayed_in_loading_processes(folder, tmp_path):
     probe = Probe(tmp_path / "board", {"sample", "collate"})
     watched = batches(*probe.attach(Pictures(folder), default_collate), workers=1, epochs=1)
@@ -847,12 +550,10 @@ def test_parts_of_one_sample_stay_together(folder):
         assert probe.times()["decode"].samples == KEPT
 
 
-@pytest.mark.parametrize("kind", ["array", "tensor", "image", "dict"])
+@pytest.mark.parametrize("kind", ["array", "dict"])
 def test_results_that_the_data_set_changes_are_given_unchanged(folder, kind):
     values = {
         "array": lambda i: np.full(5, i),
-        "tensor": lambda i: torch.full((5,), i),
-        "image": lambda i: Image.new("L", (3, 3), i),
         "dict": lambda i: {"x": [i]},
     }
 
@@ -866,10 +567,7 @@ def test_results_that_the_data_set_changes_are_given_unchanged(folder, kind):
 
         def __getitem__(self, i):
             value = self.make(i)
-            if kind == "image":
-                seen = value.getpixel((0, 0))
-                ImageDraw.Draw(value).rectangle((0, 0, 2, 2), fill=99)
-            elif kind == "dict":
+            if kind == "dict":
                 seen = value["x"][0]
                 value["x"].append(99)
                 assert len(value["x"]) == 2
@@ -882,23 +580,6 @@ def test_results_that_the_data_set_changes_are_given_unchanged(folder, kind):
     given = [s for b in again for s in b]
     assert given[KEPT:] == [i % KEPT for i in range(KEPT, 2 * N)]
     assert probe.notes() == []
-
-
-def test_a_picture_that_is_painted_on_is_not_passed_on_painted(folder):
-    def paint(where, i):
-        image = Image.open(where / f"{i}.png")
-        image.load()
-        seen = image.tobytes()
-        ImageDraw.Draw(image).rectangle((0, 0, 60, 60), fill=255)
-        assert image.tobytes() != seen
-        image.close()
-        return seen
-
-    plain = [paint(folder, i) for i in range(N)]
-    again, probe = looked_at(_Things(folder, paint), collate=list, epochs=2, remove={"decode"})
-    given = [s for b in again for s in b]
-    assert given[KEPT:] == [plain[i % KEPT] for i in range(KEPT, 2 * N)]
-    assert probe.times()["decode"].samples == KEPT
 
 
 def test_where_replaying_breaks_the_data_set_the_stage_stays_in(folder, tmp_path):
@@ -954,70 +635,6 @@ def test_a_block_of_lines_is_said_not_to_be_removable(tmp_path):
     assert "parse" not in probe.removable()
 
 
-def test_stages_of_a_pipeline_are_taken_out_one_by_one_and_in_batches():
-    class Source:
-        fingerprint = "numbers"
-        read_ids = 0
-
-        def __len__(self):
-            return N
-
-        def read(self, ids):
-            self.read_ids += len(ids)
-            return [int(i) for i in ids]
-
-    done = {"decode": 0, "augment": 0}
-
-    def decode(one):
-        done["decode"] += 1
-        return {"x": one}
-
-    def augment(many):
-        done["augment"] += len(many)
-        return [one["x"] * 10 for one in many]
-
-    def fresh():
-        return Pipeline(Source()).map(decode, "decode").map(augment, "augment", batched=True)
-
-    shares = [Share(e, k, k + 8, ((k, k + 8),), 8) for e in range(2) for k in range(0, N, 8)]
-    for name in ("read", "decode", "augment"):
-        done.update(decode=0, augment=0)
-        pipeline, probe = fresh(), Probe(None, {name})
-        feed = Feed(pipeline, Order(N, 0, shuffle=False), LoaderSettings(probe=probe), 0)
-        given = torch.cat(
-            [b for _, micros in feed.read(lambda: iter(shares)) for b in micros]
-        ).tolist()
-        counts = {"read": pipeline.source.read_ids, **done}
-        assert {k: v for k, v in counts.items() if k != name} == {
-            k: 2 * N for k in counts if k != name
-        }
-        # one by one at first, then eight at once: learnt twice
-        assert KEPT <= counts[name] <= KEPT + 8
-        assert len(set(given)) == counts[name]
-        assert given[:KEPT] == [10 * i for i in range(KEPT)]
-
-
-def test_large_files_are_taken_out_read_by_read(tmp_path, monkeypatch):
-    from ronde.profile import function_hooks
-
-    monkeypatch.setattr(function_hooks, "_WHOLE", 1000)
-    path = tmp_path / "tokens.bin"
-    np.arange(5000, dtype=np.int64).tofile(path)
-
-    class Window:
-        def __len__(self):
-            return N
-
-        def __getitem__(self, i):
-            with path.open("rb", buffering=0) as file:
-                file.seek(800 * i)
-                return int(np.frombuffer(file.read(800), dtype=np.int64)[0])
-
-    again, probe = looked_at(Window(), collate=list, epochs=2, remove={"read"})
-    assert [s for b in again for s in b][KEPT:] == [100 * (i % KEPT) for i in range(KEPT, 2 * N)]
-    assert probe.times()["read"].bytes == 800 * KEPT
-
-
 # -- the board -------------------------------------------------------------------------
 
 
@@ -1058,25 +675,6 @@ def test_threads_and_processes_add_up_on_one_board(tmp_path):
     assert read_board(board)["work"].calls == 4001
 
 
-def test_a_board_holds_many_names_and_tells_differences(tmp_path):
-    slot = Slot(tmp_path / "board")
-    numbers = [slot.stage(f"stage {i}") for i in range(STAGES + 5)]
-    assert len(set(numbers)) == STAGES
-    assert numbers[-1] == numbers[-2] == slot.stage("others")
-    assert slot.stage("stage 3") == 3
-    slot.note("first\nline")
-    slot.note("first\nline")
-    for i in range(100):
-        slot.note(f"{i} " + "x" * 200)
-    assert read_notes(tmp_path / "board")[0] == "first line"
-    assert len(read_board(tmp_path / "board")) == STAGES
-    assert read_board(tmp_path / "none") == {}
-    assert read_notes(tmp_path / "none") == []
-    assert read_files(tmp_path / "none") == []
-    a, b = StageTimes(3, 2, 1.0, 2.0, 7), StageTimes(1, 1, 0.5, 1.5, 2)
-    assert (a + b) - a == b
-
-
 def test_what_cannot_be_asked_for():
     with pytest.raises(ArgumentError, match="Use 'sample' to remove all of it"):
         Probe(None, {"python"})
@@ -1097,54 +695,3 @@ def test_what_cannot_be_asked_for():
 
 
 # -- threads and storage ---------------------------------------------------------------
-
-
-def test_compute_threads_are_limited_while_samples_are_made_and_put_back():
-    seen = []
-
-    class Looks:
-        def __len__(self):
-            return N
-
-        def __getitem__(self, i):
-            torch.set_num_threads(3)  # the arm's limit holds
-            seen.append(torch.get_num_threads())
-            return i
-
-    before, setter = torch.get_num_threads(), torch.set_num_threads
-    setter(2)
-    try:
-        probe = Probe(None, threads=1)
-        feed = Feed(Looks(), Order(N, 0), LoaderSettings(probe=probe), 0)
-        between = [
-            torch.get_num_threads() for _ in feed.read(lambda: iter([Share(0, 0, 4, ((0, 4),), 4)]))
-        ]
-        probe.uninstall()
-        assert set(seen) == {1}
-        assert between == [2]  # the model's own step keeps its threads
-        assert torch.set_num_threads is setter
-        assert torch.get_num_threads() == 2
-    finally:
-        setter(before)
-
-
-def test_storage_is_looked_at(tmp_path):
-    files = []
-    for i in range(4):
-        files.append(tmp_path / f"{i}.bin")
-        files[-1].write_bytes(os.urandom(100_000))
-    assert cached_share(files[0]) in (1.0, None)
-    assert cached_share(tmp_path / "none") is None
-    (tmp_path / "empty").touch()
-    assert cached_share(tmp_path / "empty") == 1.0
-    assert evict([*files, tmp_path / "none"]) == 4
-    assert all(f.read_bytes() for f in files)
-    found = storage_sweep(files, in_flight=(1, 3), seconds=0.05)
-    assert sorted(found) == [1, 3]
-    for count, read in found.values():
-        assert count > 0
-        assert read == pytest.approx(count * 100_000)
-    with pytest.raises(ArgumentError, match="no files"):
-        storage_sweep([])
-    with pytest.raises(ArgumentError, match="numbers of readers"):
-        storage_sweep(files, in_flight=(0,))

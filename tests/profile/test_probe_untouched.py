@@ -5,9 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import io
-import pickle
 import random
-import sys
 import types
 from pathlib import Path
 
@@ -64,108 +62,6 @@ def as_it_was():
 
 def same(a, b) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-# -- torchvision's v2 transforms -------------------------------------------------------
-
-# PyPI's torchvision does not load with this torch. This has the structure of torchvision 0.29's v2:
-# each functional looks its kernel up in a registry by what its own name leads to, and transforms
-# are modules that call functionals through their module.
-_FUNCTIONAL = """
-_KERNEL_REGISTRY = {}
-
-def _get_kernel(functional, kind):
-    registry = _KERNEL_REGISTRY.get(functional)
-    if not registry:
-        raise ValueError(f"No kernel registered for functional {functional.__name__}.")
-    return registry[kind]
-
-def horizontal_flip(inpt):
-    return _get_kernel(horizontal_flip, type(inpt))(inpt)
-
-def resize(inpt, size):
-    return _get_kernel(resize, type(inpt))(inpt, size)
-
-from PIL import Image
-_KERNEL_REGISTRY[horizontal_flip] = {Image.Image: lambda image: image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)}
-_KERNEL_REGISTRY[resize] = {Image.Image: lambda image, size: image.resize((size, size))}
-"""
-_TRANSFORMS = """
-import torch
-from torchvision.transforms.v2 import functional as F
-
-class Transform(torch.nn.Module):
-    def forward(self, *inputs):
-        return self.transform(*inputs)
-
-class RandomHorizontalFlip(Transform):
-    def transform(self, inpt):
-        return F.horizontal_flip(inpt) if torch.rand(1) < 0.5 else inpt
-
-class Resize(Transform):
-    def __init__(self, size):
-        super().__init__()
-        self.size = size
-
-    def transform(self, inpt):
-        return F.resize(inpt, self.size)
-
-class Compose(Transform):
-    def __init__(self, transforms):
-        super().__init__()
-        self.transforms = transforms
-
-    def forward(self, *inputs):
-        for transform in self.transforms:
-            inputs = (transform(*inputs),)
-        return inputs[0]
-"""
-
-
-@pytest.fixture
-def v2(monkeypatch):
-    if "torchvision" in sys.modules:
-        pytest.skip("the real one is there")
-    made = {}
-    for name in (
-        "torchvision",
-        "torchvision.transforms",
-        "torchvision.transforms.v2.functional",
-        "torchvision.transforms.v2",
-    ):
-        made[name] = types.ModuleType(name)
-        made[name].__path__ = []
-        made[name].__file__ = torch.__file__  # it is an installed library
-        monkeypatch.setitem(sys.modules, name, made[name])
-        if name == "torchvision.transforms.v2.functional":
-            exec(_FUNCTIONAL, vars(made[name]))
-    made["torchvision.transforms.v2"].functional = made["torchvision.transforms.v2.functional"]
-    exec(_TRANSFORMS, vars(made["torchvision.transforms.v2"]))
-    return made["torchvision.transforms.v2"]
-
-
-class Own(Pictures):
-    """Its transform is found by no name of the data set's."""
-
-    def __getitem__(self, i):
-        return torch.from_numpy(np.array(self.steps(Image.open(self.paths[i]).convert("RGB"))))
-
-
-@pytest.mark.parametrize("kind", [Pictures, Own])
-def test_transforms_that_find_kernels_by_what_functions_are_can_be_measured(folder, v2, kind):
-    steps = v2.Compose([v2.RandomHorizontalFlip(), v2.Resize(8)])
-    dataset = kind(folder, transform=steps)
-    dataset.steps = steps
-    torch.manual_seed(0)
-    plain = [dataset[i] for i in range(N)]
-    probe = Probe(None)
-    watched, _ = probe.attach(dataset, default_collate)
-    torch.manual_seed(0)
-    assert same(plain, [watched[i] for i in range(N)])
-    found = probe.times()["augment"]
-    probe.uninstall()
-    assert (found.samples, found.calls) == (N, N)  # what is inside belongs to it
-    assert "__call__" not in vars(v2.Transform)
 
 
 # -- putting back ----------------------------------------------------------------------
@@ -284,91 +180,6 @@ def test_what_a_data_set_draws_while_it_is_tried_is_not_missing_in_the_training(
     assert same(stream, NoisyStream())
 
 
-# -- files that are not files ----------------------------------------------------------
-
-
-class Stream:
-    """Bytes that can be read once."""
-
-    def __init__(self, path, seekable=None):
-        self._file = path.open("rb")
-        if seekable is not None:
-            self.seek = self._refuse
-
-    def _refuse(self, at, whence=0):
-        raise io.UnsupportedOperation("seek")
-
-    def read(self, size=-1):
-        return self._file.read(size)
-
-
-class Streams(Pictures):
-    def __getitem__(self, i):
-        return torch.from_numpy(
-            np.array(Image.open(Stream(self.paths[i], None if i % 2 else False)).convert("RGB"))
-        )
-
-
-def test_a_stream_that_cannot_be_rewound_is_an_image_as_well(folder):
-    dataset = Streams(folder)
-    assert dataset_facts(dataset).jpeg
-    cached = apply_remedies(dataset, FeedSettings(cache="decode"))
-    for _ in range(2):
-        assert same([dataset[i] for i in range(N)], [cached[i] for i in range(N)])
-    cached.close()
-
-
-def test_files_that_are_replayed_can_be_peeked_into(folder):
-    class Peeking(Pictures):
-        def __getitem__(self, i):
-            with open(self.paths[i], "rb") as file:
-                return file.peek(2)[:2] + file.read()[-2:]
-
-    probe = Probe(None, {"read"})
-    watched, _ = probe.attach(Peeking(folder), list)
-    assert {watched[i % N] for i in range(3 * N)} == {b"\xff\xd8\xff\xd9"}
-    probe.uninstall()
-    assert probe.notes() == []
-    assert probe.times()["read"].samples < N  # the others were replayed
-
-
-# -- functions that data sets hold -----------------------------------------------------
-
-
-class Holder:
-    """Something of the user's between the data set and the function."""
-
-    def __init__(self, opener):
-        self.opener = opener
-
-    def __call__(self, path):
-        return self.opener(path)
-
-
-@pytest.mark.parametrize("make", [lambda: Image.open, lambda: Holder(Image.open)])
-def test_a_data_set_that_holds_the_function_itself_is_observed(folder, make):
-    dataset = Pictures(folder, make())
-    found = dataset_facts(dataset)
-    assert found.jpeg and found.images and found.files == 1.0
-    holder = dataset.loader
-    assert (holder if isinstance(holder, types.FunctionType) else holder.opener) is Image.open
-    pickle.dumps(dataset)
-
-
-def test_a_probe_sees_it_and_lets_it_be_sent(folder):
-    dataset = Pictures(folder, Image.open)
-    plain = [dataset[i] for i in range(N)]
-    probe = Probe(None)
-    watched, _ = probe.attach(dataset, default_collate)
-    assert same(plain, [watched[i] for i in range(N)])
-    back = pickle.loads(pickle.dumps(dataset))  # noqa: S301
-    assert same(plain[:2], [back[i] for i in range(2)])
-    assert probe.times()["read"].samples == N
-    probe.uninstall()
-    assert dataset.loader is Image.open
-    pickle.dumps(back)
-
-
 # -- replacements of others ----------------------------------------------------------
 
 
@@ -389,18 +200,3 @@ def test_what_somebody_else_replaced_meanwhile_is_left_to_them():
     assert module.f() == "original again"
     again()
     assert module.f is original
-
-
-def test_a_layer_over_what_another_took_away():
-    class Owner:
-        def f(self):
-            return 1
-
-    class Heir(Owner):
-        pass
-
-    undo = layers.put(Heir, "f", lambda f: lambda self: f(self) + 1)
-    assert Heir().f() == 2
-    del Heir.f  # somebody's cleaning up
-    undo()
-    assert Heir().f() == 1 and "f" not in vars(Heir)

@@ -9,8 +9,6 @@ import math
 import os
 import re
 import signal
-import stat
-import sys
 import time
 from html.parser import HTMLParser
 
@@ -18,11 +16,10 @@ import pytest
 from rich.console import Console
 
 from processes import child, marked, ronde, ronde_batch, ronde_run
-from ronde.cli.scale import default_sizes, describe, parse_sizes, show
+from ronde.cli.scale import default_sizes, parse_sizes, show
 from ronde.scale.meter import Start, measure_sizes
 from ronde.scale.scaling import further_sizes, summarize_scale
 from ronde.world import ArgumentError
-from sampling import long
 
 TRAIN = """
 import sys, time
@@ -177,45 +174,6 @@ def test_a_script_that_fails_is_told_with_its_traceback(place):
     assert "ValueError: no good [at] all" in done.stderr and "failed with 1 worker" in done.stderr
 
 
-@long
-def test_the_answer_goes_into_pipes_and_is_shown_where_it_cannot_be_written(tmp_path):
-    """One size, a moment each. Nothing below /dev but descriptors: as root, a rename would replace
-    what lies there.
-    """
-    (tmp_path / "train.py").write_text(TRAIN)
-    (tmp_path / "clears.py").write_text(
-        "import shutil\nshutil.rmtree('out', ignore_errors=True)\n" + TRAIN
-    )
-    (tmp_path / "out").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link.json").symlink_to("linked.json")
-    quick = f"{sys.executable} -m ronde scale --workers 1 --rounds 1 --seconds 0.1 --to 1"
-    lines = [
-        f"cat pipe >piped.json & {quick} --json pipe train.py >/dev/null; wait $!",
-        f"{quick} --json /proc/self/fd/1 train.py >both.txt",
-        f"{quick} --json link.json train.py >/dev/null",
-    ]
-    with child(["bash", "-ec", "\n".join(lines)], tmp_path) as started:
-        done = started.done(150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (
-        stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode) and (tmp_path / "link.json").is_symlink()
-    )
-    for name in ("piped.json", "linked.json"):
-        assert [r["workers"] for r in json.loads((tmp_path / name).read_text())["rows"]] == [1], (
-            name
-        )
-    both = (tmp_path / "both.txt").read_text()
-    values, end = json.JSONDecoder().raw_decode(both)
-    assert values["rows"] and "samples/s" in both[end:]
-    gone = ronde_run([*quick.split()[3:], "--json", "out/scale.json", "clears.py"], tmp_path)
-    assert (
-        gone.returncode == 2
-        and gone.stderr == "error: out/scale.json cannot be written: No such file or directory.\n"
-    )
-    assert "samples/s" in gone.stdout
-
-
 def test_ctrl_c_ends_all_workers(place):
     with child(ronde("scale", "--workers", "2", "--seconds", "30", "train.py"), place) as started:
         limit = time.monotonic() + 60
@@ -335,30 +293,6 @@ def test_what_is_lost_is_put_where_it_was_lost():
     assert "a larger batch" not in grown.sentence and any("weak scaling" in n for n in grown.notes)
 
 
-def test_rates_that_fall_are_drawn_by_the_law_that_falls():
-    answer = asked([(1, 1000, 900), (2, 700, 650), (4, 400, 380)], device="cpu")
-    assert answer.laws["synthetic"] == "usl" and answer.stop_at == 1
-    assert answer.extrapolated[-1].synthetic.value < 400
-    for f in answer.extrapolated:
-        assert f.real.value <= f.synthetic.value and 0 <= f.gap < 1
-
-
-def test_one_workers_slow_loaders_are_no_wall_that_all_share():
-    # The second worker's loaders give 45 a second: two are fed as many as one, and so is each of
-    # eight.
-    starts = {
-        1: [start(1, 100, 98, loading=400)],
-        2: [dataclasses.replace(start(2, 200, 90, loading=90), loading_each=(395.0, 45.0))],
-    }
-    answer = summarize_scale("train.py", starts, to=8, cores=64.0, per_node=8)
-    assert answer.wall.limit == "loaders" and answer.extrapolated[-1].real.value == pytest.approx(
-        8 * 45, rel=0.15
-    )
-    assert "one worker's loaders are slower than the others'" in answer.sentence
-    even = {n: [dataclasses.replace(s[0], loading_each=(45.0,) * n)] for n, s in starts.items()}
-    assert summarize_scale("train.py", even, to=8, cores=64.0, per_node=8).wall.limit == "shared"
-
-
 def test_a_worker_that_computes_slower_is_named():
     rows = {n: [start(n, rate, rate)] for n, rate in ((1, 100), (2, 200), (4, 240))}
     rows[4] = [
@@ -377,69 +311,6 @@ def test_a_worker_that_computes_slower_is_named():
     alike = [dataclasses.replace(s, computing_each=(100.0, 95.0, 104.0, 99.0)) for s in rows[4]]
     answer = summarize_scale("train.py", {**rows, 4: alike}, to=8, cores=64.0, per_node=8)
     assert answer.slow_worker is None and "waiting for the slowest worker" in answer.sentence
-
-
-SLOW = """
-import time
-import torch
-import ronde
-
-class Slow(torch.nn.Linear):
-    def forward(self, x):
-        time.sleep(0.02 if ronde.world().rank == 1 else 0.005)
-        return super().forward(x)
-
-model = Slow(4, 1)
-data = torch.utils.data.TensorDataset(torch.randn(96, 4), torch.zeros(96, 1))
-run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-5), data, loss=torch.nn.functional.mse_loss, batch_size=8)
-for batch in run.batches():
-    run.step(batch)
-"""
-
-
-def test_a_worker_that_really_computes_slower_is_named(tmp_path):
-    (tmp_path / "slow.py").write_text(SLOW)
-    done = ronde_run(
-        [
-            "scale",
-            "--workers",
-            "1,2",
-            "--rounds",
-            "1",
-            "--seconds",
-            "0.4",
-            "--json",
-            "scale.json",
-            "slow.py",
-        ],
-        tmp_path,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    values = json.loads((tmp_path / "scale.json").read_text())
-    # 5 ms beside 20
-    assert values["slow_worker"]["rank"] == 1 and values["slow_worker"]["speed"] < 0.6
-    assert "worker 1" in " ".join(done.stdout.split())
-
-
-def test_a_disturbed_reading_of_the_loaders_is_no_wall_below_what_was_measured():
-    starts = {
-        n: [start(n, 100 * n, 98 * n, loading=loading)]
-        for n, loading in ((1, 250), (2, 190), (4, 185))
-    }
-    answer = summarize_scale("train.py", starts, to=16, cores=64.0, per_node=8)
-    assert answer.wall is None and answer.extrapolated[-1].real.value == pytest.approx(
-        16 * 98, rel=0.05
-    )
-
-
-def test_a_gap_within_noise_does_not_grow_with_the_workers():
-    answer = asked([(1, 1000, 999), (2, 2000, 1965), (4, 4000, 3890)])
-    assert (
-        answer.stop_at == 64
-        and all(f.gap < 0.03 for f in answer.extrapolated)
-        and "doctor" not in answer.sentence
-    )
 
 
 def test_what_the_measurement_does_not_say_is_not_said_surely():
@@ -488,39 +359,6 @@ def test_one_size_is_not_extrapolated():
         summarize_scale("train.py", {}, to=4, cores=2, per_node=2)
 
 
-def test_workers_that_shared_cores_are_not_taken_for_more_machines():
-    starts = {
-        n: [start(n, x, x * 0.98, device="cpu", cpu=(0.001, 0.00102))]
-        for n, x in ((1, 1000.0), (2, 2000.0), (4, 2050.0))
-    }
-    answer = summarize_scale("train.py", starts, to=16, cores=2.0, per_node=2, threads=1)
-    assert any("overfilled" in n for n in answer.notes)
-    assert answer.extrapolated[-1].synthetic.value < 5000
-    assert answer.stop_at <= 4
-
-
-def test_a_size_between_those_that_were_measured_is_not_called_measured():
-    found = asked([(1, 1000, 990), (8, 2100, 2000)])
-    assert "(interpolated)" in found.sentence and "; at 8, " in found.sentence
-    found = asked([(1, 1000, 990), (2, 1100, 1080), (3, 1150, 1120), (4, 1180, 1150)])
-    assert found.sentence.startswith("Stop at 1 (measured)") and "; at 2, " in found.sentence
-
-
-def test_the_heading_says_the_batch_of_one_worker_where_that_stays():
-    console = Console(width=120, record=True, file=io.StringIO())
-    show(
-        console,
-        summarize_scale(
-            "train.py",
-            {n: [start(n, 900 * n, 880 * n, batch="grow", size=32 * n)] for n in (2, 4)},
-            to=8,
-            cores=64.0,
-            per_node=8,
-        ),
-    )
-    assert "each worker's part of a step has 32 samples" in console.export_text()
-
-
 def test_a_narrow_terminal_goes_without_columns_and_cuts_no_number():
     answer = asked([(1, 12345, 11000), (2, 24000, 20000), (4, 47000, 30000)])
     for width in (100, 80, 70, 60, 45, 30, 20):
@@ -538,20 +376,6 @@ def test_a_narrow_terminal_goes_without_columns_and_cuts_no_number():
             ), (width, row)
         assert ("omitted, too wide: cost" in after) == (width < 80)
     assert "12,345" not in table and "e+" not in table
-
-
-def test_one_worker_is_not_said_in_the_plural():
-    answer = asked([(1, 1000, 900), (2, 700, 650), (4, 400, 380)], device="cpu")
-    assert "at its best with 1 worker;" in describe(answer.fits["synthetic"]["usl"])
-    assert any("256 for each of 1 worker." in note for note in asked([(1, 1000, 900)]).notes)
-
-
-def test_without_a_size_of_one_the_smallest_is_the_measure():
-    answer = asked([(2, 2000, 1900), (4, 3800, 3600)])
-    assert answer.rows[0].speedup_real == pytest.approx(2.0) and answer.rows[
-        0
-    ].efficiency_real == pytest.approx(1.0)
-    assert answer.rows[1].efficiency_real == pytest.approx(3600 / 3800)
 
 
 def test_sizes_take_turns_and_every_other_round_goes_backwards():

@@ -13,7 +13,7 @@ import pytest
 
 from ronde.doctor.doctor_report import doctor_report
 from ronde.scale.scale_report import scale_report
-from ronde.world import ArgumentError, RondeError
+from ronde.world import RondeError
 
 EVIL = "<script>alert('$x$ & \"y\"')</script>"
 
@@ -349,26 +349,9 @@ def test_names_from_the_script_are_escaped_wherever_they_stand(tmp_path):
         assert "<script" not in text and words.count("alert(") >= 8
 
 
-def test_a_scaling_report_of_one_size(tmp_path):
-    scale_report(
-        {**SCALE, "rows": [ROW], "fits": {}, "extrapolated": [], "wall": None},
-        tmp_path / "report.html",
-    )
-    _, words, drawings = read(tmp_path / "report.html")
-    assert len(drawings) == 2 and "extrapolated, not measured; the real rate" not in words
-    with pytest.raises(ArgumentError, match="rows"):
-        scale_report({"rows": []}, tmp_path / "none.html")
-
-
 def test_a_report_that_cannot_be_written_says_so(tmp_path):
     with pytest.raises(RondeError, match="cannot be written"):
         scale_report(SCALE, tmp_path / "absent" / "report.html")
-
-
-def test_the_same_values_give_the_same_file(tmp_path):
-    for name in ("one", "two"):
-        doctor_report(DOCTOR, tmp_path / name)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path):
@@ -382,11 +365,3 @@ def test_without_matplotlib_the_extra_is_named(tmp_path):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path
     )
     assert "pip install '.[report]' in a clone of Ronde" in done.stdout, done.stderr
-
-
-def test_drawing_leaves_matplotlib_as_it_was(tmp_path):
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    scale_report(SCALE, tmp_path / "report.html")
-    assert dict(matplotlib.rcParams) == before

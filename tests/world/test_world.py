@@ -205,11 +205,6 @@ def test_nodelist(text, hosts):
     assert expand_nodelist(text) == hosts
 
 
-def test_pmi_under_srun_is_slurms():
-    pmi2 = {"PMI_RANK": "0", "PMI_SIZE": "1", "PMI_FD": "5"}  # srun --mpi=pmi2
-    assert place({**SRUN, **pmi2})[:3] == ("srun", 3, 4)
-
-
 @pytest.mark.parametrize("proxies", ["1", "2"])
 def test_hydra_inside_a_slurm_job(proxies):
     """mpiexec of MPICH or Intel in a batch job starts its proxies with srun, one a node: their step
@@ -337,11 +332,6 @@ def test_contradictory_variables_are_refused(env, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_a_rank_by_hand_that_agrees_is_fine():
-    by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
-    assert place({**OPEN_MPI, **by_hand})[:3] == ("environment", 1, 2)
-
-
 def test_world_of_plain_python(tmp_path):
     script = (
         "w = ronde.world(); print(w.rank, w.size, w.local_rank, w.local_size, w.node, "
@@ -440,10 +430,6 @@ def test_container_quota(tmp_path, proc, files, cores):
     (tmp_path / "root").mkdir()
     tree(tmp_path / "root", files)
     assert _cgroup_cores(tmp_path / "root", tmp_path / "proc") == cores
-
-
-def test_no_cgroup_at_all(tmp_path):
-    assert _cgroup_cores(tmp_path / "none", tmp_path / "nothing") == float("inf")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")

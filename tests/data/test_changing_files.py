@@ -1,0 +1,257 @@
+"""Files of a source that change, lead elsewhere, or cannot be written."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import json
+import os
+import sys
+import tarfile
+import warnings
+from functools import partial
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from ronde import feed
+from ronde.data.pack import pack
+from ronde.data.sources import tar_index
+from ronde.data.sources.tar import PARTIAL
+from ronde.world import ArgumentError, RondeError
+from sampling import some
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def test_text_and_tables_say_that_they_read_no_urls(tmp_path):
+    (tmp_path / "t.txt").write_text("hello world")
+    assert len(feed.text(f"file://{tmp_path}/t.txt", length=5)) == 2
+    for read in (partial(feed.text, length=5), partial(feed.table, numeric=["x"], target="y")):
+        with pytest.raises(
+            ArgumentError,
+            match=r"reads local files, not URLs: copy memory://x/t.txt here first",
+        ):
+            read("memory://x/t.txt")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), OSError("4096 requested and 0 written")],
+)
+def test_a_full_disk_is_named(tmp_path, monkeypatch, error):
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(sys.modules["ronde.data.text"], "_tokenize", full)
+    (tmp_path / "t.txt").write_text("hello world")
+    with pytest.raises(
+        ArgumentError,
+        match=rf"{tmp_path}/kept: the disk is full \(.*give a folder on another disk with cache=",
+    ):
+        feed.text(tmp_path / "t.txt", length=5, cache=tmp_path / "kept")
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def tar_bytes(files: dict[str, bytes], form: int = tarfile.GNU_FORMAT) -> bytes:
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w", format=form) as out:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            out.addfile(member, io.BytesIO(data))
+    return held.getvalue()
+
+
+def keys_and_data(source) -> list[tuple[str, bytes]]:
+    return [(sample.name, sample.data) for sample in source.read(range(len(source)))]
+
+
+OLD = {f"old{i}.bin": b"old" for i in range(4)}
+NEW = {f"new{i}.bin": b"new" for i in range(4)}
+
+
+class Untagged(MemoryFileSystem):
+    """A server that says of a file only how long it is."""
+
+    protocol = "untagged"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("untagged://", "memory://"))
+
+    def info(self, path, **kwargs):
+        return {
+            name: value for name, value in super().info(path, **kwargs).items() if name != "created"
+        }
+
+
+@pytest.fixture
+def memory():
+    fsspec.register_implementation("untagged", Untagged, clobber=True)
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.rm("/mends", recursive=True)
+
+
+@pytest.mark.parametrize("protocol", ["memory", "untagged"])
+def test_a_replaced_remote_tar_of_the_same_size(memory, protocol, monkeypatch):
+    built: list[str] = []
+    build = tar_index.build_index
+    monkeypatch.setattr(
+        tar_index, "build_index", lambda store, at: built.append(at) or build(store, at)
+    )
+    old, new = tar_bytes(OLD), tar_bytes(NEW)
+    assert len(old) == len(new)
+    memory.pipe("/mends/a.tar", old)
+    for _ in range(2):
+        assert keys_and_data(feed.tar(f"{protocol}://mends/a.tar", data="bin")) == [
+            (f"old{i}", b"old") for i in range(4)
+        ]
+    assert len(built) == 1
+    memory.pipe("/mends/a.tar", new)
+    for _ in range(2):
+        assert keys_and_data(feed.tar(f"{protocol}://mends/a.tar", data="bin")) == [
+            (f"new{i}", b"new") for i in range(4)
+        ]
+    assert len(built) == 2
+
+
+def test_only_plain_numbers_of_a_csv_are_numbers(tmp_path):
+    here = write(tmp_path / "files", {f"{i}.bin": b"" for i in range(4)})
+
+    def labelled(*texts: str):
+        with open(tmp_path / "labels.csv", "w", newline="") as file:
+            csv.writer(file).writerows(
+                [["file", "label"], *([f"{i}.bin", text] for i, text in enumerate(texts))]
+            )
+        source = feed.folder(here, labels=tmp_path / "labels.csv")
+        return [sample.label for sample in source.read(range(4))], source.classes
+
+    assert labelled("5", "10", "-3", "0") == ([5, 10, -3, 0], None)
+    assert labelled("5", "1.5", "-.5", "2e-3") == ([5.0, 1.5, -0.5, 0.002], None)
+    # Names that int or float would take for the same number, or for one at all.
+    assert labelled("007", "7", "1_0", "nan") == ([0, 2, 1, 3], ["007", "1_0", "7", "nan"])
+    assert labelled("00", "01", "10", "11") == ([0, 1, 2, 3], ["00", "01", "10", "11"])
+    large = [str(10**20 + i) for i in range(4)]
+    assert labelled(*large) == ([0, 1, 2, 3], large)
+    with pytest.raises(ArgumentError, match=r"labels.csv, line 4: '2.bin' has no label"):
+        labelled("5", "10", "", "7")
+    with pytest.raises(
+        ArgumentError, match=r"labels.csv: 1 of 4 labels are not numbers, such as 'NaN'"
+    ):
+        labelled("0.5", "NaN", "2", "7")
+
+
+def test_links_to_folders_above_and_to_themselves(tmp_path):
+    here = write(
+        tmp_path / "files",
+        {"a/1.txt": b"1", "a/deep/3.txt": b"3", "b/2.txt": b"2", "c/4.txt": b"4"},
+    )
+    (here / "a/up").symlink_to("..")
+    (here / "a/deep/a").symlink_to("../../a")
+    (here / "b/else").symlink_to("../c")  # leads to no folder above: its files are taken
+    source = feed.folder(here)
+    assert list(source.names) == ["a/1.txt", "a/deep/3.txt", "b/2.txt", "b/else/4.txt", "c/4.txt"]
+    assert [s.label for s in source.read(range(5))] == [0, 0, 1, 1, 2]
+    (here / "b/self").symlink_to("self")
+    with pytest.raises(
+        ArgumentError, match=r"the link .*/files/b/self cannot be followed: Too many levels"
+    ):
+        feed.folder(here)
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("harm", some(["short", "shard", "index", "no index"], 4))
+def test_a_finished_shard_that_is_gone_is_written_again(tmp_path, harm):
+    files = write(tmp_path / "files", {f"{i}.bin": bytes([i]) * 40_000 for i in range(8)})
+    pack(files, tmp_path / "whole", labels=None, shard_bytes=1 << 16)
+    wanted = {p.name: p.read_bytes() for p in (tmp_path / "whole").iterdir()}
+
+    def stop(done: int, total: int) -> None:
+        if done == 6:
+            raise Stopped
+
+    out = tmp_path / "out"
+    with pytest.raises(Stopped):
+        pack(files, out, labels=None, shard_bytes=1 << 16, progress=stop)
+    assert len(json.loads((out / PARTIAL).read_bytes())["shards"]) == 5
+    shard = out / "shard-000002.tar"
+    index = out / f"{shard.name}.ronde-index"
+    if harm == "shard":
+        shard.unlink()
+    elif harm == "short":
+        shard.write_bytes(shard.read_bytes()[:-5])
+    elif harm == "index":
+        index.write_bytes(index.read_bytes()[::-1])
+    else:
+        index.unlink()
+    assert pack(files, out, labels=None, shard_bytes=1 << 16).resumed == 2
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == wanted
+    (out / "shard-000001.tar.ronde-index").unlink()
+    with pytest.raises(RondeError, match=r"shard-000001.tar.ronde-index is missing or damaged"):
+        pack(files, out, labels=None, shard_bytes=1 << 16)
+
+
+@pytest.mark.parametrize(
+    "form", some([tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.USTAR_FORMAT], 3)
+)
+def test_links_in_a_tar_are_the_files_they_lead_to(tmp_path, form):
+    # longer than a header's field
+    deep = "deep/" * 5 if form == tarfile.USTAR_FORMAT else "deep/" * 30
+    files = write(tmp_path / "files", {f"{deep}1.jpg": b"one", "z/9.jpg": b"nine"})
+    os.link(files / deep / "1.jpg", files / deep / "2.jpg")
+    (files / deep / "3.jpg").symlink_to("2.jpg")
+    (files / "a.jpg").symlink_to("z/9.jpg")  # comes before what it leads to
+    (files / "a.txt").write_bytes(b"a")
+    (files / "z/folder").symlink_to("../deep")
+    (files / "z/gone.jpg").symlink_to("/nowhere/gone.jpg")
+    (files / "z/loop.jpg").symlink_to("loop.jpg")
+    (files / "z/.hidden.jpg").symlink_to("/nowhere")
+    with tarfile.open(tmp_path / "a.tar", "w", format=form) as out:
+        for name in (
+            "a.jpg",
+            "a.txt",
+            f"{deep}1.jpg",
+            f"{deep}2.jpg",
+            f"{deep}3.jpg",
+            *(f"z/{path.name}" for path in sorted((files / "z").iterdir())),
+        ):
+            out.add(files / name, name)
+        assert {m.type for m in out.getmembers()} == {
+            tarfile.REGTYPE,
+            tarfile.LNKTYPE,
+            tarfile.SYMTYPE,
+        }
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"links without a target in the tar are skipped \(3\), such as 'z/folder' to "
+        r"'../deep'",
+    ):
+        source = feed.tar(tmp_path / "a.tar")
+    expected = [
+        {"__key__": "a", "jpg": b"nine", "txt": b"a"},
+        *({"__key__": f"{deep}{i}", "jpg": b"one"} for i in (1, 2, 3)),
+        {"__key__": "z/9", "jpg": b"nine"},
+    ]
+    assert source.read(range(5)) == expected
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        # from the index that was kept
+        assert feed.tar(tmp_path / "a.tar").read(range(5)) == expected

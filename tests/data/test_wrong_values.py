@@ -1,0 +1,388 @@
+"""What is no number, no text, or no sample: skipped, counted as missing, or an error by name."""
+
+import bz2
+import functools
+import gzip
+import io
+import lzma
+import tarfile
+import threading
+import zipfile
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from ronde import feed
+from ronde.data import image_decoders
+from ronde.feed import Pipeline, rng, rngs
+from ronde.plan.batch import shares
+from ronde.world import ArgumentError, SampleError
+from sampling import some
+
+# -- pipelines -------------------------------------------------------------------------
+
+
+class Files:
+    """PNG files of one grey each; the third does not decode."""
+
+    fingerprint = "files"
+
+    def __len__(self):
+        return 10
+
+    def read(self, ids):
+        return [feed.Sample(b"broken" if i == 2 else grey(i), None, f"{i}.png") for i in ids]
+
+
+def grey(value):
+    file = io.BytesIO()
+    Image.new("L", (2, 2), int(value)).save(file, "PNG")
+    return file.getvalue()
+
+
+def opened(sample):
+    return image_decoders.decode_image(sample.data, name=sample.name)[0, 0, 0] / 1.0
+
+
+def noisy(values):
+    return [value + r.random() for value, r in zip(values, rngs(len(values)), strict=True)]
+
+
+def noisy_one(value):
+    return value + rng().random()
+
+
+@pytest.mark.parametrize("executor", ["none", "threads"])
+def test_a_bad_sample_before_a_batched_step_is_skipped(executor):
+    """Once it was RecursionError: of no good sample, rngs(0) was refused again and again."""
+
+    def read(pipeline):
+        taken = feed.take_over(
+            pipeline.skip_bad(0.2),
+            seed=3,
+            batch_size=None,
+            shuffle=True,
+            shuffle_dataset=True,
+            drop_last=False,
+        )
+        taken = feed.apply_settings(
+            taken, feed.FeedSettings(executor=executor, workers=0 if executor == "none" else 2)
+        )
+        loader = feed.Feed(taken.dataset, taken.order, taken.settings, 3)
+        found = torch.cat(
+            [b for _, batches in loader.read(lambda: shares(0, 0, 10, 4, 0, 1)) for b in batches]
+        )
+        loader.close()
+        assert (
+            [i for i, _ in loader.skipped] == [2]
+            and "2.png" in loader.skipped[0][1]
+            and "cannot be decoded" in loader.skipped[0][1]
+        )
+        return found.tolist()
+
+    pipeline = Pipeline(Files()).map(opened, "decode")
+    assert read(pipeline.map(noisy, batched=True)) == read(pipeline.map(noisy_one))
+
+
+# -- tokenizers ------------------------------------------------------------------------
+
+
+class Shifted:
+    """A tokenizer whose method is one code for all of its kind."""
+
+    def __init__(self, by):
+        self.by = by
+
+    def tokens(self, text):
+        return [b + self.by for b in text.encode()]
+
+
+class Encoder:
+    def __init__(self, table):
+        self.table = table
+
+    def encode(self, text):
+        return [self.table[c] for c in text]
+
+
+class Reduced(Encoder):
+    """As objects of C and Rust do: it keeps what cannot be looked at, and tells pickle what its
+    state is.
+    """
+
+    def __init__(self, table):
+        super().__init__(table)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {"table": self.table}
+
+
+class Wrapping:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __call__(self, text):
+        return self.inner.encode(text)
+
+
+def plus(text, k):
+    return [b + k for b in text.encode()]
+
+
+def closed(k):
+    return lambda text: [b + k for b in text.encode()]
+
+
+def keyword(k):
+    def tokens(text, *, k=k):
+        return [b + k for b in text.encode()]
+
+    return tokens
+
+
+def nested(k):
+    return {1: lambda text: [f(b) for b in text.encode() for f in [lambda b: b + 1]]}.get(
+        k, lambda text: [f(b) for b in text.encode() for f in [lambda b: b + 2]]
+    )
+
+
+FAMILIES = {
+    "bound method": (lambda k: Shifted(k).tokens),
+    "object with encode": (lambda k: Encoder({"a": k, "b": k + 1})),
+    "bound encode": (lambda k: Encoder({"a": k, "b": k + 1}).encode),
+    "object with a state": (lambda k: Reduced({"a": k, "b": k + 1})),
+    "object inside": (lambda k: Wrapping(Reduced({"a": k, "b": k + 1}))),
+    "partial": (lambda k: functools.partial(plus, k=k)),
+    "partial of a method": (lambda k: functools.partial(Shifted.tokens, Shifted(k))),
+    "closure": closed,
+    "keyword default": keyword,
+    "nested code": nested,
+}
+
+
+@pytest.mark.parametrize("family", some(list(FAMILIES), 3))
+def test_two_tokenizers_never_share_their_tokens(family, tmp_path):
+    (tmp_path / "a.txt").write_text("abab")
+    read = lambda k: feed.text(tmp_path / "a.txt", 3, FAMILIES[family](k), cache=tmp_path / "cache")  # noqa: E731
+    first, second = read(1), read(2)
+    assert (second[0][0] - first[0][0]).tolist() == [
+        1,
+        1,
+        1,
+    ] and first.fingerprint != second.fingerprint
+    assert (
+        read(1).fingerprint == first.fingerprint and len(list((tmp_path / "cache").iterdir())) == 2
+    )
+
+
+def test_what_cannot_be_told_apart_needs_a_name(tmp_path):
+    (tmp_path / "a.txt").write_text("abab")
+    opaque, words = zlib.compressobj(), {}
+
+    def hidden(text):
+        return [*text.encode()] if opaque else []
+
+    def keeping(text):
+        return words.setdefault(text, [*text.encode()])
+
+    read = functools.partial(feed.text, tmp_path / "a.txt", 3, cache=tmp_path / "cache")
+    with pytest.raises(
+        ArgumentError, match=r"tokenizer: opaque is of zlib\.Compress, .* name it with name="
+    ):
+        read(hidden)
+    with pytest.raises(ArgumentError, match=r"changes with its first text.* name it with name="):
+        read(keeping)
+    with pytest.raises(ArgumentError, match="name=3: expected text"):
+        read(hidden, name=3)
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert read(hidden, name="hidden")[0][0].tolist() == [*b"aba"]
+    assert read(keeping, name="keeping").fingerprint != read(hidden, name="hidden").fingerprint
+    # the name is all that counts
+    assert read(lambda text: [0], name="hidden")[0][0].tolist() == [*b"aba"]
+
+
+# -- text ------------------------------------------------------------------------------
+
+
+# -- tables ----------------------------------------------------------------------------
+
+
+def written(path, **columns):
+    pa.parquet.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("wrong", some([float("inf"), float("-inf"), 1e300], 3))
+def test_an_infinite_number_counts_as_missing(wrong, tmp_path):
+    path = written(tmp_path / "t.parquet", x=[1.0, wrong, 3.0, None, 5.0])
+    for missing, filled in (("mean", 3.0), ("nan", float("nan")), (-1.0, -1.0)):
+        data = feed.table(path, numeric=["x"], missing=missing, cache=tmp_path / "c")
+        assert (
+            data.source.mean == [3.0]
+            and data.source.std == [pytest.approx((8 / 3) ** 0.5)]
+            and data.source.missing == {"x": 2}
+        )
+        read = data.source.read(range(5)).collated[0][:, 0]
+        assert torch.equal(
+            read.nan_to_num(7), torch.tensor([1, filled, 3, filled, 5]).nan_to_num(7)
+        )
+    read = (
+        feed.table(path, numeric=["x"], normalize=True, cache=tmp_path / "c")
+        .source.read(range(5))
+        .collated[0][:, 0]
+    )
+    assert torch.allclose(read, torch.tensor([-1.0, 0, 0, 0, 1]) * 1.5**0.5)
+    other = feed.table(
+        written(tmp_path / "u.parquet", x=[wrong, 2.0]), like=data, cache=tmp_path / "c"
+    )
+    # as in the other table
+    assert other.source.read([0, 1]).collated[0].tolist() == [
+        [-1.0],
+        [2.0],
+    ]
+    other = feed.table(tmp_path / "u.parquet", like=data, missing="mean", cache=tmp_path / "c")
+    assert other.source.read([0, 1]).collated[0].tolist() == [[3.0], [2.0]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (1.7, r"1\.7"),
+        (float("nan"), "nan"),
+        (float("inf"), "inf"),
+        (1e300, r"1e\+300"),
+        (np.uint64(2**64 - 1), "1.84467e"),
+    ],
+)
+def test_targets_that_are_no_whole_numbers_are_refused_where_such_are_trained_on(
+    wrong, said, tmp_path
+):
+    train = feed.table(
+        written(tmp_path / "a.parquet", x=[1.0, 2.0], y=[0, 1]),
+        numeric=["x"],
+        target="y",
+        cache=tmp_path / "c",
+    )
+    bad = written(
+        tmp_path / "b.parquet",
+        x=[1.0, 2.0, 3.0],
+        y=np.asarray([1, 0, wrong], dtype=np.asarray(wrong).dtype),
+    )
+    with pytest.raises(
+        ArgumentError,
+        match=rf"b\.parquet: the target 'y' is not a 64-bit integer \({said}.*\); .* is 2\.",
+    ):
+        feed.table(bad, like=train, cache=tmp_path / "c")
+    good = feed.table(
+        written(tmp_path / "c.parquet", x=[1.0, 2.0], y=[1.0, 0.0]),
+        like=train,
+        cache=tmp_path / "c",
+    )
+    assert good.source.read([0, 1]).collated[1].tolist() == [1, 0]
+
+
+# -- decoding --------------------------------------------------------------------------
+
+
+def saved(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", some(range(1, 9), 5))
+def test_an_image_is_turned_once(kind, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8))
+    data = saved(image, kind, exif=exif, **({"lossless": True} if kind == "WEBP" else {}))
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+    assert np.array_equal(image_decoders.decode_image(data, orient=True), np.asarray(expected))
+    if orientation != 1:
+        assert not np.array_equal(np.asarray(expected), np.asarray(image))
+    assert np.array_equal(
+        image_decoders.decode_image(data), np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    )
+
+
+# -- tables: one meaning in every format -----------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", some(["inf", "1e39", "-inf", "1e300"], 2))
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_an_infinite_target_is_an_error_with_its_row(tmp_path, wrong, kind):
+    path = tmp_path / f"a.{kind}"
+    if kind == "csv":
+        path.write_text(f"x,y\n1,0.5\n2,{wrong}\n")
+    else:
+        written(path, x=[1.0, 2.0], y=[0.5, float(wrong)])
+    with pytest.raises(
+        ArgumentError,
+        match=r"the target 'y' is infinite as float32 \(.*\); the first such row of the table is 1",
+    ):
+        feed.table(path, numeric=["x"], target="y", cache=tmp_path / "cache")
+
+
+# -- text: what is none ----------------------------------------------------------------
+
+
+def zipped(data):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        file.writestr("a.txt", data)
+    return out.getvalue()
+
+
+def tarred(data):
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as file:
+        member = tarfile.TarInfo("a.txt")
+        member.size = len(data)
+        file.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def in_parquet(data):
+    out = io.BytesIO()
+    pa.parquet.write_table(pa.table({"text": [data.decode()]}), out)
+    return out.getvalue()
+
+
+NO_TEXT = {
+    "gzip": (gzip.compress, "compressed with gzip"),
+    "bzip2": (bz2.compress, "compressed with bzip2"),
+    "xz": (lzma.compress, "compressed with xz"),
+    "zstd": (lambda data: pa.compress(data, codec="zstd", asbytes=True), "compressed with zstd"),
+    "lz4": (lambda data: pa.compress(data, codec="lz4", asbytes=True), "compressed with lz4"),
+    "zip": (zipped, "a zip archive"),
+    "tar": (tarred, "a tar"),
+    "parquet": (in_parquet, r"a Parquet file, whose name ends in \.parquet or \.pq"),
+    "latin-1": (lambda data: data + "é".encode("latin-1") + data, "not text in UTF-8"),
+    "cut": (lambda data: data + "é".encode()[:1], "not text in UTF-8"),
+    "random": (lambda data: b"\x00\xff" * 100, "not text in UTF-8"),
+}
+
+
+@pytest.mark.parametrize("kind", some(list(NO_TEXT), 4))
+@pytest.mark.parametrize("tokenizer", some(["bytes", "chars", "own"], 3))
+def test_what_is_no_text_is_an_error_whatever_the_tokenizer(tmp_path, kind, tokenizer):
+    make, said = NO_TEXT[kind]
+    for ending in ("txt", "jsonl.gz"):
+        path = tmp_path / f"a.{ending}"
+        path.write_bytes(make(b"some text " * 50))
+        with pytest.raises(SampleError, match=rf"a\.{ending} is {said}"):
+            feed.text(
+                path,
+                4,
+                tokenizer=(lambda text: [ord(c) for c in text])
+                if tokenizer == "own"
+                else tokenizer,
+                cache=tmp_path / "c",
+            )
