@@ -1,5 +1,5 @@
-"""Which of many cases run: a part of them, so that all tests together stay below a quarter of an
-hour on two cores; ``RONDE_TEST_ALL=1`` runs all.
+"""Which of many cases run: a part of them, so that all tests together stay below ten
+minutes on two cores; ``RONDE_TEST_ALL=1`` runs all.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import pytest
 
 from processes import TESTS, python, ronde_run
 from ronde.watch import Ended, Evaluated, Started, StepRecorded, read
+from sampling import long, some
 
 EXAMPLES = TESTS.parent / "examples"
 SMALL_GPT = [
@@ -56,7 +57,7 @@ def test_ronde_changes_few_lines(plain, train, most):
     assert len([line for line in changes if line[0] == "+"]) <= most, "\n".join(changes)
 
 
-@pytest.mark.parametrize("script", ["gan/dcgan", "gan/wgan_gp", "actor_critic/train"])
+@pytest.mark.parametrize("script", some(["gan/dcgan", "gan/wgan_gp", "actor_critic/train"], 3))
 def test_two_models_in_one_loop(tmp_path, script):
     """As the plain script, on two workers."""
     if script.startswith("gan"):
@@ -134,6 +135,7 @@ def test_digits_is_the_same_training_on_one_worker_and_on_two(tmp_path):
     assert losses[:45] == pytest.approx(losses_of_two[:45], rel=1e-3, abs=1e-4)
 
 
+@long
 def test_digits_plain_reads_digits_too(tmp_path):
     pytest.importorskip("sklearn")
     done = python([str(EXAMPLES / "digits" / "plain.py"), "--epochs", "6"], tmp_path, timeout=80)
@@ -157,6 +159,7 @@ def test_gpt_learns_on_two_workers(tmp_path):
     assert "The model writes:\n\ndef " in done.stdout
 
 
+@long
 def test_gpt_plain_learns_as_much(tmp_path):
     done = python([str(EXAMPLES / "gpt" / "plain.py"), *SMALL_GPT], tmp_path, timeout=80)
     assert done.returncode == 0, done.stderr

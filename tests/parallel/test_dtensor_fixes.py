@@ -120,18 +120,6 @@ def test_a_parameter_that_is_replaced_later_is_an_error_that_says_so(plan, tmp_p
     ), said
 
 
-@pytest.mark.parametrize("kind", some(["Rprop", "Adafactor"], 2))
-def test_tensor_refuses_by_name_what_cannot_step_on_parts(kind, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT.replace("AdamW", kind))
-    done = ronde_run(
-        ["run", "--workers", "2", "--plan", "tensor=2", "train.py", ""], tmp_path, timeout=120
-    )
-    said = " ".join((done.stdout + done.stderr).split())
-    assert (
-        done.returncode != 0 and f"tensor=2 cannot carry {kind} out" in said and "replicate" in said
-    )
-
-
 @pytest.mark.parametrize("plan", some(["shard=parameters", "tensor=2"], 2))
 def test_a_number_that_one_worker_alone_reads_is_an_error_that_says_so(plan, tmp_path):
     alone = SCRIPT.replace(

@@ -59,7 +59,7 @@ MORE = [
 @pytest.mark.timeout(900 if ALL else 420)
 def test_every_plan_on_a_device_that_must_not_be_waited_for(tmp_path):
     fake_cuda.build(tmp_path / "device.so")
-    cases = [*some(CASES, 2), *(MORE if ALL else [])]
+    cases = [*some(CASES, 4), *(MORE if ALL else [])]
     out = tmp_path / "told.jsonl"
     environment = {k: v for k, v in os.environ.items() if k != "RONDE_DEVICE"}
     done = subprocess.run(

@@ -69,24 +69,6 @@ class Central(torch.optim.SGD):
         return super().step(closure)
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Holds another optimizer, and weights of its own in a list."""
-
-    def __init__(self, base):
-        self.base = base
-        super().__init__([p for g in base.param_groups for p in g["params"]], base.defaults)
-        self.param_groups = base.param_groups
-        self.slow = {p: p.detach().clone() for g in self.param_groups for p in g["params"]}
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.base.step()
-        for g in self.param_groups:
-            for p in g["params"]:
-                self.slow[p].lerp_(p, 0.5)
-                p.copy_(self.slow[p])
-
-
 class Noisy(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
@@ -176,12 +158,6 @@ def test_plans_that_will_be_refused_are_not_looked_at():
         )
     free = {p.plan.family for p in search(Costs(units, 64), Cluster(), 4).plans}
     assert len(free) >= 4
-
-
-def test_one_around_another_is_tried_as_it_is_made():
-    found = coupling(Lookahead(torch.optim.SGD(model().parameters(), lr=0.1)))
-    assert found != "coupled"
-    assert coupling(Lookahead(Clipping(model().parameters(), lr=0.1))) != ""
 
 
 def test_what_cannot_be_tried_is_said():

@@ -4,9 +4,6 @@ names them.
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -14,7 +11,6 @@ from torch import nn
 
 from processes import ronde_run
 from ronde.parallel.remote_parameter import Keeper, element, make_remote
-from ronde.world import PlanError
 from sampling import some
 
 SCRIPT = """
@@ -106,72 +102,6 @@ def test_reading_or_writing_it_is_an_error_that_names_it(what, tmp_path):
     assert not (tmp_path / "weights.safetensors").exists()
 
 
-class Own(nn.Parameter):
-    pass
-
-
-def held_elsewhere(kind: type = nn.Parameter) -> tuple[nn.Linear, Keeper]:
-    model, keeper = nn.Linear(3, 2), Keeper("pipeline=2")
-    model.weight = kind(model.weight.detach())
-    for name, p in model.named_parameters():
-        p.data = element(p.dtype, p.device).expand(p.shape)
-        make_remote(p, name, 1, keeper)
-    return model, keeper
-
-
-@pytest.mark.parametrize("kind", [nn.Parameter, Own])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda p: p.sum(),
-        lambda p: p.norm().item(),
-        lambda p: p.tolist(),
-        lambda p: p.numpy(force=True),
-        lambda p: p[0],
-        lambda p: p.T,
-        lambda p: torch.ones(2, 3).mul_(p.detach()),
-        lambda p: torch.zeros(2, 3).copy_(p),
-        lambda p: torch.equal(p, p),
-        lambda p: torch.add(p, 1, out=torch.zeros(2, 3)),
-        lambda p: torch.stack([p, torch.zeros(2, 3)]),
-        lambda p: (p + 1).max(),
-        lambda p: bool((p == 0).all()),
-        lambda p: p.sum().backward(),
-        lambda p: pickle.dumps(p),
-        lambda p: torch.save(p.detach(), "/dev/null"),
-        lambda p: torch._foreach_norm([p, p]),
-        lambda p: torch._foreach_add_([torch.zeros(2, 3)], [p]),
-        lambda p: f"{p.mean():.2f}",
-        lambda p: p.clone(),
-        lambda p: p + 1,
-        lambda p: p.detach().mul_(0.99),
-        lambda p: p.data.mul_(0.99),
-        lambda p: p.data.zero_(),
-        lambda p: setattr(p, "data", torch.zeros(2, 3)),
-        lambda p: nn.init.normal_(p),
-        lambda p: nn.init.orthogonal_(p),
-        lambda p: torch._foreach_mul_([p, p], 0.5),
-        lambda p: p.detach().__setitem__(0, 1.0),
-    ],
-)
-def test_no_way_to_read_or_write_it(use, kind):
-    model, _ = held_elsewhere(kind)
-    assert isinstance(model.weight, kind)
-    match = (
-        r"reads or writes 'weight', which belongs to stage 1: under plan='pipeline=2' "
-        r"another worker holds .*keep_vars=True"
-    )
-    with torch.no_grad(), pytest.raises(PlanError, match=match):
-        use(model.weight)
-
-
-def test_what_torch_hands_over_unseen_is_no_number():
-    model, _ = held_elsewhere()
-    other = torch.zeros(2, 3)
-    other.data = model.weight.data  # torch asks the class of what is written into alone
-    assert other.isnan().all()
-
-
 def test_clipping_gradients_passes_over_it():
     model, keeper = nn.Linear(3, 2), Keeper("pipeline=2")
     weight = model.weight
@@ -182,41 +112,3 @@ def test_clipping_gradients_passes_over_it():
     nn.utils.clip_grad_value_(model.parameters(), 0.7)
     torch.testing.assert_close(model.bias.grad, torch.tensor([0.6, 0.7]))
     assert weight.grad is None
-
-
-def test_what_it_has_besides_values():
-    model, keeper = held_elsewhere()
-    p = model.weight
-    assert (
-        p.shape == (2, 3)
-        and p.numel() == 6
-        and len(p) == 2
-        and p.dtype == torch.float32
-        and p.grad is None
-        and p.is_leaf
-    )
-    assert (
-        isinstance(p, nn.Parameter)
-        and p in {p}
-        and "held by another worker" in repr(p)
-        and "'weight'" in repr(p)
-    )
-    assert p.layout == torch.strided and p.type() == "torch.FloatTensor"
-    assert torch.zeros_like(p).tolist() == [[0.0] * 3] * 2 and p.new_ones(2).tolist() == [1.0, 1.0]
-    p.requires_grad_(False)
-    assert not p.requires_grad
-    assert torch.optim.AdamW([{"params": [p]}, {"params": [model.bias]}]).param_groups[0][
-        "params"
-    ] == [p]
-    assert set(model.state_dict()) == {"weight", "bias"}
-    model.double()
-    assert p.dtype == torch.float64 and p.untyped_storage().nbytes() <= 8  # still one element
-    again = copy.deepcopy(model)
-    assert (
-        again.weight is not p
-        and "held by another worker" in repr(again.weight)
-        and not again.weight.requires_grad
-    )
-    with keeper.plain():
-        assert type(p) is nn.Parameter and type(again.weight) is not nn.Parameter
-    assert type(p) is not nn.Parameter

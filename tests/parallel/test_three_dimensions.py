@@ -68,7 +68,7 @@ def launch(worker: str, workers: int, cases: list, folder: Path, *imports: str) 
 
 
 @pytest.mark.timeout(600 if ALL else 180)
-@pytest.mark.parametrize(("workers", "cases"), some([(8, EIGHT), (4, FOUR)], 2))
+@pytest.mark.parametrize(("workers", "cases"), some([(4, FOUR), (8, EIGHT)], 2))
 def test_three_dimensions_are_the_same_training(workers, cases, tmp_path):
     refused = REFUSED if workers == 4 else []
     out = launch("pipeline_worker.py", workers, [*cases, *refused], tmp_path)
