@@ -2,8 +2,7 @@
 
     python benchmarks/prove_truth.py [NAME…] [--plans all] [--workers 2]
 
-The scripts are tests/prove_scripts/faults.py and healthy.py; what must be said of each is in
-cases.py beside them.
+The scripts are in prove_scripts/; what must be said of each is in cases.py beside them.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "prove_scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "prove_scripts"))
 
-from cases import EVERY, HEALTHY, HERE, NOISY, healthy_command, judge  # noqa: E402
+from cases import EVERY, HEALTHY, HERE, NOISY, healthy_command, judge
 
-from ronde.prove.plan_list import chosen_plans  # noqa: E402
-from ronde.prove.process_pool import Pool  # noqa: E402
-from ronde.prove.proof import Study  # noqa: E402
+from ronde.prove.plan_list import chosen_plans
+from ronde.prove.process_pool import Pool
+from ronde.prove.proof import Study
 
 
 def main() -> None:

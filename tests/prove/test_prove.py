@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from processes import TESTS, child, ronde, ronde_run
 from sampling import ALL, long, some
 
-HERE = TESTS
-sys.path.insert(0, str(HERE / "prove_scripts"))
+SCRIPTS = TESTS.parent / "benchmarks" / "prove_scripts"
+sys.path.insert(0, str(SCRIPTS))
 
 import cases as planted  # noqa: E402
 from cases import BEHIND, EVERY, FAULTS, HEALTHY, HIDDEN, LATER, LOOP, NOISY, judge  # noqa: E402
@@ -160,7 +160,7 @@ def test_a_sound_model_is_not_blamed(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize(("script", "name"), NOISY if ALL else [("noisy.py", "vae")])
 def test_where_only_random_numbers_differ_it_is_equal(pool: Pool, script: str, name: str) -> None:
     plans = ["replicate", "pipeline=2"] if name == "vae" else ["replicate"]
-    verdict = Study(pool, [str(HERE / "prove_scripts" / script), name], 6, 120).verdict(plans)
+    verdict = Study(pool, [str(SCRIPTS / script), name], 6, 120).verdict(plans)
     assert verdict.status == "equal" and verdict.exit_status == 0, verdict
     notes = [n for n in verdict.notes if n.startswith("Only random numbers differ (drawn from ")]
     assert notes or script != "noisy.py"  # the others draw the same on any number of workers
@@ -170,23 +170,21 @@ def test_where_only_random_numbers_differ_it_is_equal(pool: Pool, script: str, n
 
 
 def test_batches_have_the_sizes_that_the_training_has(pool: Pool) -> None:
-    verdict = Study(pool, [str(HERE / "prove_scripts" / "noisy.py"), "full"], 6, 120).verdict(
-        ["replicate"]
-    )
+    verdict = Study(pool, [str(SCRIPTS / "noisy.py"), "full"], 6, 120).verdict(["replicate"])
     assert verdict.status == "equal" and verdict.steps == 6, verdict
 
 
 def test_a_pipeline_whose_last_batch_is_smaller_is_not_blamed(pool: Pool) -> None:
-    verdict = Study(
-        pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "uneven"], 6, 120
-    ).verdict(["pipeline=2"])
+    verdict = Study(pool, [str(SCRIPTS / "newer_faults.py"), "uneven"], 6, 120).verdict(
+        ["pipeline=2"]
+    )
     assert verdict.status == "equal" and verdict.plans[0].steps == 6, verdict
 
 
 def test_what_rounding_decides_is_not_called_different(pool: Pool) -> None:
-    verdict = Study(
-        pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "chaos"], 6, 120
-    ).verdict(["replicate"])
+    verdict = Study(pool, [str(SCRIPTS / "newer_faults.py"), "chaos"], 6, 120).verdict(
+        ["replicate"]
+    )
     assert verdict.status == "cannot" and verdict.exit_status == 2 and verdict.difference is None
     assert (
         "rounding cannot be told from error" in verdict.error
@@ -195,9 +193,7 @@ def test_what_rounding_decides_is_not_called_different(pool: Pool) -> None:
 
 
 def test_what_a_script_logs_of_its_own_part_is_told(pool: Pool) -> None:
-    verdict = Study(
-        pool, [str(HERE / "prove_scripts" / "newer_faults.py"), "logs"], 6, 120
-    ).verdict(["replicate"])
+    verdict = Study(pool, [str(SCRIPTS / "newer_faults.py"), "logs"], 6, 120).verdict(["replicate"])
     assert verdict.status == "equal", verdict
     [note] = [n for n in verdict.notes if "logs" in n]
     assert (
@@ -211,9 +207,7 @@ def test_what_a_script_logs_of_its_own_part_is_told(pool: Pool) -> None:
 def test_what_is_not_finite_on_both_sides_is_not_called_equal(
     pool: Pool, name: str, step: int, before: bool
 ) -> None:
-    verdict = Study(pool, [str(HERE / "prove_scripts" / "hidden_faults.py"), name], 6, 120).verdict(
-        ["replicate"]
-    )
+    verdict = Study(pool, [str(SCRIPTS / "hidden_faults.py"), name], 6, 120).verdict(["replicate"])
     assert verdict.status == "cannot" and verdict.exit_status == 2 and verdict.difference is None, (
         verdict
     )
@@ -259,7 +253,7 @@ CARRIED = [
 def test_what_a_plan_cannot_carry_out_is_refused_and_the_rest_is_equal(
     pool: Pool, name: str, plans: list[str], cannot: dict[str, str]
 ) -> None:
-    verdict = Study(pool, [str(HERE / "prove_scripts" / "plans.py"), name], 6, 120).verdict(plans)
+    verdict = Study(pool, [str(SCRIPTS / "plans.py"), name], 6, 120).verdict(plans)
     for plan in verdict.plans:
         if plan.plan in cannot:
             assert plan.status == "refused" and cannot[plan.plan] in (plan.error or ""), plan
@@ -279,7 +273,7 @@ def test_what_a_plan_cannot_carry_out_is_refused_and_the_rest_is_equal(
     ),
 )
 def test_a_cause_that_a_plan_brings_out(pool: Pool, name: str, plan: str, cause: str) -> None:
-    verdict = Study(pool, [str(HERE / "prove_scripts" / "plans.py"), name], 6, 120).verdict([plan])
+    verdict = Study(pool, [str(SCRIPTS / "plans.py"), name], 6, 120).verdict([plan])
     assert (
         verdict.status == "differs" and verdict.cause is not None and verdict.cause.id == cause
     ), verdict
