@@ -103,13 +103,6 @@ def residual_cnn() -> Built:
     return Built(ResidualCNN(), image(3), square, image(2, size=6))
 
 
-@own
-def unet() -> Built:
-    from tiny_models import UNet
-
-    return Built(UNet(), image(3, 1), square, image(2, 1))
-
-
 def lm_loss(model, x):
     return F.cross_entropy(model(x).flatten(0, 1), x.flatten())
 
@@ -333,11 +326,6 @@ class Twice(nn.Module):
         return self.out(x)
 
 
-@own
-def called_twice() -> Built:
-    return Built(Twice(), rows(4), square, rows(3))
-
-
 class Keeper(nn.Module):
     """Keeps a mask, a count, its last activation and a running mean in itself."""
 
@@ -386,28 +374,6 @@ def state_in_self() -> Built:
     return Built(Stateful(), rows(4), square, rows(3))
 
 
-@own
-def torch_transformer() -> Built:
-    model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.1, batch_first=True)
-
-    def call(model, batch):
-        a, b = batch
-        return (
-            model(
-                a,
-                b,
-                tgt_mask=nn.Transformer.generate_square_subsequent_mask(b.shape[1], dtype=b.dtype),
-            )
-            .pow(2)
-            .mean()
-        )
-
-    def batch(n, s, t):
-        return torch.randn(n, s, 8, dtype=torch.float64), torch.randn(n, t, 8, dtype=torch.float64)
-
-    return Built(model, batch(3, 5, 4), call, batch(2, 3, 6), random=True)
-
-
 class Dropouts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -448,40 +414,6 @@ class Hooked(nn.Module):
         return x + self.features[0] * self.features[2]
 
 
-@own
-def forward_hooks() -> Built:
-    return Built(Hooked(), rows(4), square, rows(3))
-
-
-class Methods(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enc = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.dec = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 6))
-
-    def encode(self, x):
-        mean, log = self.enc(x).chunk(2, -1)
-        return torch.distributions.Normal(mean, (0.5 * log).exp())
-
-    def decode(self, z):
-        return self.dec(z)
-
-    def forward(self, x):
-        q = self.encode(x)
-        z = q.rsample()
-        kl = torch.distributions.kl_divergence(q, torch.distributions.Normal(0.0, 1.0))
-        return self.decode(z), kl
-
-
-@own
-def encode_decode_vae() -> Built:
-    def call(model, x):
-        y, kl = model(x)
-        return F.mse_loss(y, x) + 0.1 * kl.mean()
-
-    return Built(Methods(), rows(4), call, rows(3), random=True)
-
-
 class Auxiliary(nn.Module):
     def __init__(self):
         super().__init__()
@@ -502,32 +434,6 @@ def auxiliary_and_frozen() -> Built:
     return Built(Auxiliary(), rows(4), lambda m, x: m(x)[0].pow(2).mean(), rows(3))
 
 
-class Fused(nn.Module):
-    """A user's module with weights of its own and no children, one that hands objects on, one that
-    appends to a list.
-    """
-
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.rand(6) + 0.5)
-
-        def forward(self, x, seen):
-            seen.append(x.mean(-1))
-            return x * self.w / x.pow(2).mean(-1, keepdim=True).add(1e-6).sqrt(), seen
-
-    def __init__(self):
-        super().__init__()
-        self.scales = nn.ModuleList(Fused.Scale() for _ in range(4))
-        self.linears = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
-
-    def forward(self, x):
-        seen = []
-        for scale, linear in zip(self.scales, self.linears, strict=True):
-            x, seen = scale(linear(x), seen)
-        return x + torch.stack(seen).mean(0)[:, None]
-
-
 class Gradients(nn.Module):
     """Gradient hooks on activations; a context manager of its own; views handed on."""
 
@@ -545,31 +451,6 @@ class Gradients(nn.Module):
             u.register_hook(lambda g: g * 2)
         with contextlib.nullcontext():
             return self.c(u * v.sigmoid()) + h[:, ::2]
-
-
-class Compiled(nn.Module):
-    """A scripted function, blocks compiled in both ways."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c, self.d = (
-            nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4)
-        )
-        self.b.compile(backend="eager")
-        self.c = torch.compile(self.c, backend="eager")
-
-    def forward(self, x):
-        return self.d(twice_tanh(self.c(self.b(twice_tanh(self.a(x))))))
-
-
-@torch.jit.script
-def twice_tanh(x):
-    return x.tanh() * 2
-
-
-@own
-def compiled_and_scripted() -> Built:
-    return Built(Compiled(), rows(4), square, rows(3))
 
 
 # -- transformers ----------------------------------------------------------------------

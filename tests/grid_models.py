@@ -6,7 +6,6 @@ Each builder gives a :class:`Case`: the model, its samples, and a loss that is a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -124,17 +123,6 @@ class TopK(nn.Module):
         return x + out
 
 
-class Shared(TopK):
-    """One expert for all, and routed ones (DeepSeek)."""
-
-    def __init__(self):
-        super().__init__(3, 1)
-        self.shared = Expert()
-
-    def forward(self, x):
-        return super().forward(x) + self.shared(x)
-
-
 def trunk(*blocks: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), *blocks, nn.LayerNorm(8), nn.Linear(8, 5))
 
@@ -147,11 +135,6 @@ def moe_topk():
 @own
 def moe_switch():
     return trunk(TopK(6, 1), Expert(), TopK(6, 1)), rows()
-
-
-@own
-def moe_shared():
-    return trunk(Shared(), Shared()), rows()
 
 
 class _Invert(torch.autograd.Function):
@@ -252,36 +235,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.last(self.rnn(torch.tanh(self.first(x)))[0].mean(1))
-
-
-@own
-def recurrent_lstm():
-    return Recurrent("LSTM"), sequence()
-
-
-class Unrolled(nn.Module):
-    """Cells called at every step, attention over what they said before."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.LSTMCell(8, 8), nn.GRUCell(8, 8)
-        self.query, self.out = nn.Linear(8, 8), nn.Linear(16, 5)
-
-    def forward(self, x):
-        h, c = x.new_zeros(len(x), 8), x.new_zeros(len(x), 8)
-        g, past = x.new_zeros(len(x), 8), []
-        for t in range(x.shape[1]):
-            h, c = self.first(x[:, t], (h, c))
-            g = self.second(h, g)
-            past.append(g)
-        seen = torch.stack(past, 1)
-        weight = (seen @ self.query(g)[..., None] / math.sqrt(8)).softmax(1)
-        return self.out(torch.cat([g, (weight * seen).sum(1)], -1))
-
-
-@own
-def recurrent_unrolled():
-    return Unrolled(), sequence()
 
 
 class Adaptive(nn.Module):

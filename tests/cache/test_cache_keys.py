@@ -107,10 +107,6 @@ class Named(Wrapped):
         return [self.rows[i] for i in ids]
 
 
-def mapped(path, offset):
-    return np.memmap(path, np.int64, "r", offset, (2, 4))
-
-
 def pairs(folder: Path):
     """Two makers of sources that look alike, by name. They are called one after the other, so that
     the second may write anew.
@@ -122,13 +118,10 @@ def pairs(folder: Path):
     ):
         (folder / name).mkdir()
         values.tofile(folder / name / "t.bin")
-    np.concatenate([one, two]).tofile(folder / "both.raw")
 
     def save(values, seconds):
         np.save(folder / "x.npy", values)
-        np.savez(folder / "x.npz", x=values)
-        for name in ("x.npy", "x.npz"):
-            os.utime(folder / name, (seconds, seconds))
+        os.utime(folder / "x.npy", (seconds, seconds))
 
     def written(values, seconds, name):
         save(values, seconds)
@@ -137,23 +130,12 @@ def pairs(folder: Path):
     return {
         "in memory": (lambda: arrays(one), lambda: arrays(two)),
         "by name": (lambda: arrays({"x": one}), lambda: arrays({"x": two})),
-        "not contiguous": (lambda: arrays(one.T), lambda: arrays(two.T)),
-        "alone or not": (lambda: arrays(one), lambda: arrays([one])),
         "tokens": (
             lambda: tokens(folder / "t1/t.bin", 4, "uint16"),
             lambda: tokens(folder / "t2/t.bin", 4, "uint16"),
         ),
         "npy anew": (lambda: written(one, 1000, "x.npy"), lambda: written(two, 2000, "x.npy")),
-        "npz anew": (lambda: written(one, 1000, "x.npz"), lambda: written(two, 2000, "x.npz")),
-        "parts of a file": (
-            lambda: arrays(mapped(folder / "both.raw", 0)),
-            lambda: arrays(mapped(folder / "both.raw", 64)),
-        ),
         "data set": (lambda: dataset(Wrapped(arrays(one))), lambda: dataset(Wrapped(arrays(two)))),
-        "data set of the same fingerprint": (
-            lambda: dataset(Named(arrays(one))),
-            lambda: dataset(Named(arrays(two))),
-        ),
         "own source": (lambda: Named(arrays(one)), lambda: Named(arrays(two))),
     }
 

@@ -27,7 +27,7 @@ import ronde as package
 from processes import assert_gone, child, environment, marked, ronde, ronde_batch, ronde_run
 from ronde.plan import Plan
 from ronde.watch import Ended, Resumed, StepRecorded, curve, read
-from sampling import long, some
+from sampling import some
 
 TRAIN = """
 import argparse, os, signal, sys, time
@@ -167,27 +167,6 @@ def test_a_module_quietly_with_variables_of_ones_own(place):
         "0",
     ]
     assert done.stderr == ""
-
-
-@long
-def test_threads_that_have_a_core_each_spin_shortly(place):
-    (place / "says.py").write_text(
-        "import os; print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
-    )
-    unset = {"OMP_NUM_THREADS": None, "OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None}
-    for env, workers, expected in (
-        ({"OMP_NUM_THREADS": "2"}, 1, "None 10000"),
-        ({"OMP_NUM_THREADS": "1"}, 1, "None None"),
-        ({"OMP_NUM_THREADS": "64"}, 2, "PASSIVE None"),
-        ({"GOMP_SPINCOUNT": "7"}, 2, "None 7"),
-    ):
-        done = ronde_run(
-            ["run", "-q", "-n", str(workers), "--runs", "none", "says.py"],
-            place,
-            env={**unset, **env},
-        )
-        if env != {"OMP_NUM_THREADS": "2"} or len(os.sched_getaffinity(0)) > 1:
-            assert done.stdout.split("\n")[0] == expected, (env, done.stdout, done.stderr)
 
 
 def test_looking_at_runs(place, whole):

@@ -10,6 +10,7 @@ from processes import ronde_run
 from ronde.plan import Plan
 from ronde.watch.proofs import Proof, digests_of, keep_proofs, kept_proofs, plan_kind, smallest_like
 from ronde.world import RondeError
+from sampling import long
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -64,6 +65,7 @@ def test_a_proof_is_told_until_the_script_changes(folder):
     assert not list((folder / "runs" / ".proofs").iterdir())
 
 
+@long
 def test_what_differs_ends_a_run_that_asks_for_a_proof_and_is_told_quietly(folder):
     command = ["--workers", "2", "train.py", "norm"]
     done, said = said_by(folder, "run", "--prove", *command)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import errno
-import io
 import json
 import os
 import sys
@@ -13,13 +11,10 @@ import warnings
 from functools import partial
 from pathlib import Path
 
-import fsspec
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
 from ronde import feed
 from ronde.data.pack import pack
-from ronde.data.sources import tar_index
 from ronde.data.sources.tar import PARTIAL
 from ronde.world import ArgumentError, RondeError
 from sampling import some
@@ -64,96 +59,6 @@ def test_a_full_disk_is_named(tmp_path, monkeypatch, error):
     ):
         feed.text(tmp_path / "t.txt", length=5, cache=tmp_path / "kept")
     assert not list((tmp_path / "kept").iterdir())
-
-
-def tar_bytes(files: dict[str, bytes], form: int = tarfile.GNU_FORMAT) -> bytes:
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w", format=form) as out:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            out.addfile(member, io.BytesIO(data))
-    return held.getvalue()
-
-
-def keys_and_data(source) -> list[tuple[str, bytes]]:
-    return [(sample.name, sample.data) for sample in source.read(range(len(source)))]
-
-
-OLD = {f"old{i}.bin": b"old" for i in range(4)}
-NEW = {f"new{i}.bin": b"new" for i in range(4)}
-
-
-class Untagged(MemoryFileSystem):
-    """A server that says of a file only how long it is."""
-
-    protocol = "untagged"
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.replace("untagged://", "memory://"))
-
-    def info(self, path, **kwargs):
-        return {
-            name: value for name, value in super().info(path, **kwargs).items() if name != "created"
-        }
-
-
-@pytest.fixture
-def memory():
-    fsspec.register_implementation("untagged", Untagged, clobber=True)
-    fs = fsspec.filesystem("memory")
-    yield fs
-    fs.rm("/mends", recursive=True)
-
-
-@pytest.mark.parametrize("protocol", ["memory", "untagged"])
-def test_a_replaced_remote_tar_of_the_same_size(memory, protocol, monkeypatch):
-    built: list[str] = []
-    build = tar_index.build_index
-    monkeypatch.setattr(
-        tar_index, "build_index", lambda store, at: built.append(at) or build(store, at)
-    )
-    old, new = tar_bytes(OLD), tar_bytes(NEW)
-    assert len(old) == len(new)
-    memory.pipe("/mends/a.tar", old)
-    for _ in range(2):
-        assert keys_and_data(feed.tar(f"{protocol}://mends/a.tar", data="bin")) == [
-            (f"old{i}", b"old") for i in range(4)
-        ]
-    assert len(built) == 1
-    memory.pipe("/mends/a.tar", new)
-    for _ in range(2):
-        assert keys_and_data(feed.tar(f"{protocol}://mends/a.tar", data="bin")) == [
-            (f"new{i}", b"new") for i in range(4)
-        ]
-    assert len(built) == 2
-
-
-def test_only_plain_numbers_of_a_csv_are_numbers(tmp_path):
-    here = write(tmp_path / "files", {f"{i}.bin": b"" for i in range(4)})
-
-    def labelled(*texts: str):
-        with open(tmp_path / "labels.csv", "w", newline="") as file:
-            csv.writer(file).writerows(
-                [["file", "label"], *([f"{i}.bin", text] for i, text in enumerate(texts))]
-            )
-        source = feed.folder(here, labels=tmp_path / "labels.csv")
-        return [sample.label for sample in source.read(range(4))], source.classes
-
-    assert labelled("5", "10", "-3", "0") == ([5, 10, -3, 0], None)
-    assert labelled("5", "1.5", "-.5", "2e-3") == ([5.0, 1.5, -0.5, 0.002], None)
-    # Names that int or float would take for the same number, or for one at all.
-    assert labelled("007", "7", "1_0", "nan") == ([0, 2, 1, 3], ["007", "1_0", "7", "nan"])
-    assert labelled("00", "01", "10", "11") == ([0, 1, 2, 3], ["00", "01", "10", "11"])
-    large = [str(10**20 + i) for i in range(4)]
-    assert labelled(*large) == ([0, 1, 2, 3], large)
-    with pytest.raises(ArgumentError, match=r"labels.csv, line 4: '2.bin' has no label"):
-        labelled("5", "10", "", "7")
-    with pytest.raises(
-        ArgumentError, match=r"labels.csv: 1 of 4 labels are not numbers, such as 'NaN'"
-    ):
-        labelled("0.5", "NaN", "2", "7")
 
 
 def test_links_to_folders_above_and_to_themselves(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 
 import fsspec
@@ -137,30 +136,6 @@ def test_blocks_and_places_are_drawn_evenly():
 def test_without_shuffling_blocks_do_not_count():
     order = Order(10, shuffle=False, blocks=(5, 5), window=1)
     assert order.ids(4, 2, 9).tolist() == list(range(2, 9)) and order.kind == "samples"
-
-
-@pytest.mark.parametrize("blocks", [(10,) * 20, uneven(37, 15, 8), (1,) * 50, (200, 1, 1)])
-def test_quality_against_counting(blocks):
-    n = sum(blocks)
-    owner = np.repeat(np.arange(len(blocks)), blocks)
-    order = Order(n, seed=2, blocks=blocks, window=4)
-    for batch in (2, 7, 33):
-        found = order.quality(batch, epoch=1)
-        ids = order.ids(1, 0, n)
-        counts = [
-            len(set(owner[ids[k : k + batch]].tolist())) for k in range(0, n - batch + 1, batch)
-        ]
-        assert found.batches == len(counts) and found.worst == min(counts)
-        assert found.distinct == pytest.approx(np.mean(counts))
-        # Exactly, in whole numbers.
-        ideal = sum(1 - math.comb(n - size, batch) / math.comb(n, batch) for size in blocks)
-        assert found.ideal == pytest.approx(ideal, rel=1e-9)
-        assert found.blocks == len(blocks)
-    whole = Order(n, seed=2, blocks=blocks, window=len(blocks))
-    assert whole.quality(33).share == pytest.approx(1.0, abs=0.35 if len(blocks) < 5 else 0.12)
-    assert whole.quality(33).window_samples == n
-    text = str(order.quality(7))
-    assert f"of {len(blocks):,};" in text and "%" in text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import lzma
 import os
 import pickle
 import random
-import shutil
 import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,6 @@ from range_server import serving
 from ronde import feed
 from ronde.data.sources import byte_ranges, tar_index
 from ronde.data.sources.base import Sample
-from ronde.data.sources.byte_ranges import ByteRange, Store
 from ronde.world import ArgumentError, SampleError
 
 
@@ -199,19 +197,6 @@ def test_folder_errors_name_the_file(tmp_path):
     with pytest.raises(SampleError, match=r"a/3.jpg cannot be read: No such file"):
         source.read([0, 2])
     assert source.read([0])[0].data == b"1"
-
-
-def test_fingerprints_follow_names_sizes_and_labels(tmp_path):
-    write(tmp_path / "a", {"x/1": b"12", "y/2": b"3"})
-    mark = feed.folder(tmp_path / "a").fingerprint
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    assert feed.folder(tmp_path / "b").fingerprint == mark  # elsewhere, the same
-    write(tmp_path / "b", {"x/1": b"123"})
-    bigger = feed.folder(tmp_path / "b").fingerprint
-    (tmp_path / "b/x/1").rename(tmp_path / "b/x/3")
-    renamed = feed.folder(tmp_path / "b").fingerprint
-    without = feed.folder(tmp_path / "b", labels=None).fingerprint
-    assert len({mark, bigger, renamed, without}) == 4 and all(len(m) == 16 for m in (mark, bigger))
 
 
 # Tars
@@ -713,21 +698,6 @@ def test_web_server(tmp_path):
         server.ranges = False
         with pytest.raises(SampleError, match=r"does not support range requests"):
             source.read([3])
-
-
-def test_reads_of_a_batch_are_in_flight_together(tmp_path):
-    write(tmp_path, {f"{i}.bin": bytes([i]) * 100 for i in range(16)})
-    with serving(tmp_path) as server:
-        store = Store()
-        server.gather = 8  # none is answered before eight have come
-        places = [ByteRange(f"{server.url}/{i}.bin", 10, 50) for i in range(16)]
-        assert store.read(places) == [bytes([i]) * 50 for i in range(16)]
-        assert server.most >= 8
-        # Neighbours are asked for together, and each gets its own part.
-        server.gather, server.asked[:] = 0, []
-        near = [ByteRange(f"{server.url}/3.bin", at, 5) for at in (40, 0, 20, 0)]
-        assert store.read(near) == [bytes([3]) * 5] * 4
-        assert server.asked == [("3.bin", 0, 44)]
 
 
 def test_blocks_of_remote_tars_are_fetched_once(tmp_path, monkeypatch):

@@ -1,14 +1,11 @@
 """What is no number, no text, or no sample: skipped, counted as missing, or an error by name."""
 
 import bz2
-import functools
 import gzip
 import io
 import lzma
 import tarfile
-import threading
 import zipfile
-import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -92,121 +89,6 @@ def test_a_bad_sample_before_a_batched_step_is_skipped(executor):
 # -- tokenizers ------------------------------------------------------------------------
 
 
-class Shifted:
-    """A tokenizer whose method is one code for all of its kind."""
-
-    def __init__(self, by):
-        self.by = by
-
-    def tokens(self, text):
-        return [b + self.by for b in text.encode()]
-
-
-class Encoder:
-    def __init__(self, table):
-        self.table = table
-
-    def encode(self, text):
-        return [self.table[c] for c in text]
-
-
-class Reduced(Encoder):
-    """As objects of C and Rust do: it keeps what cannot be looked at, and tells pickle what its
-    state is.
-    """
-
-    def __init__(self, table):
-        super().__init__(table)
-        self.lock = threading.Lock()
-
-    def __getstate__(self):
-        return {"table": self.table}
-
-
-class Wrapping:
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __call__(self, text):
-        return self.inner.encode(text)
-
-
-def plus(text, k):
-    return [b + k for b in text.encode()]
-
-
-def closed(k):
-    return lambda text: [b + k for b in text.encode()]
-
-
-def keyword(k):
-    def tokens(text, *, k=k):
-        return [b + k for b in text.encode()]
-
-    return tokens
-
-
-def nested(k):
-    return {1: lambda text: [f(b) for b in text.encode() for f in [lambda b: b + 1]]}.get(
-        k, lambda text: [f(b) for b in text.encode() for f in [lambda b: b + 2]]
-    )
-
-
-FAMILIES = {
-    "bound method": (lambda k: Shifted(k).tokens),
-    "object with encode": (lambda k: Encoder({"a": k, "b": k + 1})),
-    "bound encode": (lambda k: Encoder({"a": k, "b": k + 1}).encode),
-    "object with a state": (lambda k: Reduced({"a": k, "b": k + 1})),
-    "object inside": (lambda k: Wrapping(Reduced({"a": k, "b": k + 1}))),
-    "partial": (lambda k: functools.partial(plus, k=k)),
-    "partial of a method": (lambda k: functools.partial(Shifted.tokens, Shifted(k))),
-    "closure": closed,
-    "keyword default": keyword,
-    "nested code": nested,
-}
-
-
-@pytest.mark.parametrize("family", some(list(FAMILIES), 3))
-def test_two_tokenizers_never_share_their_tokens(family, tmp_path):
-    (tmp_path / "a.txt").write_text("abab")
-    read = lambda k: feed.text(tmp_path / "a.txt", 3, FAMILIES[family](k), cache=tmp_path / "cache")  # noqa: E731
-    first, second = read(1), read(2)
-    assert (second[0][0] - first[0][0]).tolist() == [
-        1,
-        1,
-        1,
-    ] and first.fingerprint != second.fingerprint
-    assert (
-        read(1).fingerprint == first.fingerprint and len(list((tmp_path / "cache").iterdir())) == 2
-    )
-
-
-def test_what_cannot_be_told_apart_needs_a_name(tmp_path):
-    (tmp_path / "a.txt").write_text("abab")
-    opaque, words = zlib.compressobj(), {}
-
-    def hidden(text):
-        return [*text.encode()] if opaque else []
-
-    def keeping(text):
-        return words.setdefault(text, [*text.encode()])
-
-    read = functools.partial(feed.text, tmp_path / "a.txt", 3, cache=tmp_path / "cache")
-    with pytest.raises(
-        ArgumentError, match=r"tokenizer: opaque is of zlib\.Compress, .* name it with name="
-    ):
-        read(hidden)
-    with pytest.raises(ArgumentError, match=r"changes with its first text.* name it with name="):
-        read(keeping)
-    with pytest.raises(ArgumentError, match="name=3: expected text"):
-        read(hidden, name=3)
-    assert list((tmp_path / "cache").iterdir()) == []
-    assert read(hidden, name="hidden")[0][0].tolist() == [*b"aba"]
-    assert read(keeping, name="keeping").fingerprint != read(hidden, name="hidden").fingerprint
-    # the name is all that counts
-    assert read(lambda text: [0], name="hidden")[0][0].tolist() == [*b"aba"]
-
-
 # -- text ------------------------------------------------------------------------------
 
 
@@ -248,43 +130,6 @@ def test_an_infinite_number_counts_as_missing(wrong, tmp_path):
     ]
     other = feed.table(tmp_path / "u.parquet", like=data, missing="mean", cache=tmp_path / "c")
     assert other.source.read([0, 1]).collated[0].tolist() == [[3.0], [2.0]]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (1.7, r"1\.7"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-        (1e300, r"1e\+300"),
-        (np.uint64(2**64 - 1), "1.84467e"),
-    ],
-)
-def test_targets_that_are_no_whole_numbers_are_refused_where_such_are_trained_on(
-    wrong, said, tmp_path
-):
-    train = feed.table(
-        written(tmp_path / "a.parquet", x=[1.0, 2.0], y=[0, 1]),
-        numeric=["x"],
-        target="y",
-        cache=tmp_path / "c",
-    )
-    bad = written(
-        tmp_path / "b.parquet",
-        x=[1.0, 2.0, 3.0],
-        y=np.asarray([1, 0, wrong], dtype=np.asarray(wrong).dtype),
-    )
-    with pytest.raises(
-        ArgumentError,
-        match=rf"b\.parquet: the target 'y' is not a 64-bit integer \({said}.*\); .* is 2\.",
-    ):
-        feed.table(bad, like=train, cache=tmp_path / "c")
-    good = feed.table(
-        written(tmp_path / "c.parquet", x=[1.0, 2.0], y=[1.0, 0.0]),
-        like=train,
-        cache=tmp_path / "c",
-    )
-    assert good.source.read([0, 1]).collated[1].tolist() == [1, 0]
 
 
 # -- decoding --------------------------------------------------------------------------

@@ -321,65 +321,6 @@ def test_at_most_three_lines_of_notes_unless_all_are_asked_for():
     assert "caveat 8" in text_of(screen(values, 80, verbose=True))
 
 
-def test_nothing_is_cut_where_the_terminal_is_narrow():
-    stage = {
-        "name": "read",
-        "wall_ms_per_sample": 3.0,
-        "capacity_samples_per_second": 123456.0,
-        "cpu_ms_per_sample": 0.07,
-    }
-    values = {
-        "script": "train.py",
-        "model": "Net",
-        "workers": 2,
-        "device": "cpu",
-        "executor": "processes",
-        "loaders": 2,
-        "measured_seconds": 22.0,
-        "rounds": 3,
-        "samples_per_second": {"synthetic": 509.0, "real": 308.0, "alone": 600.0},
-        "gap": 0.4,
-        "gap_low": 0.38,
-        "gap_high": 0.42,
-        "healthy": False,
-        "refused": None,
-        "cause": {"stage": "read", "points": 37.0},
-        "order": {"seconds": 12.3, "share": 0.45},
-        "stages": [
-            {
-                **stage,
-                "lost_points": 37.0,
-                "note": "alone it would bring back 39 of 40 points, and a little of what others "
-                "take",
-            }
-        ],
-        "neighbour": {
-            "points": 3.0,
-            "slowdown": 1.07,
-            "cause": "they share cores with the training process and its compute threads",
-        },
-        "exchange_points": 2.0,
-        "straggler": {"rank": 1, "slower": 177.964, "stage": "read", "points": 9.0},
-        "cold": None,
-        "scale": [],
-        "walls": [],
-        "prescriptions": [],
-        "notes": [],
-    }
-    wide = " ".join(text_of(screen(values, 118)).split())
-    assert (
-        "step 7 % slower beside the loaders: they share cores with the training process "
-        "and its compute threads" in wide
-    )
-    assert "rank 1, 178 x the others, read" in wide
-    for width in (80, 60, 40):
-        text = text_of(screen(values, width))
-        assert "…" not in text and sorted(text.split()) == sorted(wide.split()), width
-        assert "   123,456     0.07        37" in text
-        table = text.partition("EACH EPOCH")[2].splitlines()
-        assert max(len(line) for line in table) <= max(width, 49), width
-
-
 def text_of(lines):
     return "\n".join(
         "".join(part if isinstance(part, str) else part[0] for part in line) for line in lines

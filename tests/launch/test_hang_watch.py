@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
 
 import pytest
 
 from processes import PATHS, environment, ronde_run
-from ronde.launch.hang_watch import _exchanged, _Worker
-from ronde.launch.supervise import _stopped_at
+from ronde.launch.hang_watch import _Worker
 from ronde.watch.stack_place import locate, threads_of
-from ronde.watch.tcp_facts import heard_seconds, tcp_connections
-from ronde.world.heartbeat import Heartbeat, read_beat
 from sampling import long, some
 
 SCRIPT = textwrap.dedent(
@@ -122,51 +115,6 @@ def test_a_hang_is_followed_by_a_restart(folder):
     assert kinds == ["hang", "restart", "end"] and events[-1]["status"] == "completed"
 
 
-@contextmanager
-def stopping_again_and_again(folder):
-    """A process that stops itself after each step; what lets it take the next one."""
-    if not (pid := os.fork()):
-        beat, number = Heartbeat(folder, 0), 0
-        while True:
-            beat.stepped(number := number + 1)
-            until = time.process_time() + 0.03
-            while time.process_time() < until:
-                pass
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    def step() -> None:
-        os.kill(pid, signal.SIGCONT)
-        stopped()
-
-    def stopped() -> None:
-        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
-
-    try:
-        stopped()
-        yield pid, step
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def test_what_is_slowed_by_stops_is_not_stopped(tmp_path):
-    """As ``cpulimit`` does it: each look may find it stopped."""
-    with stopping_again_and_again(tmp_path) as (pid, step):
-        worker, places = _Worker(0, tmp_path), []
-        start = worker.looked
-        for second in range(1, 9):
-            step()
-            worker.look(start + second)
-            assert worker.stopped <= 1
-            places.append(_stopped_at(pid))
-        assert read_beat(tmp_path / "heartbeat-0").steps == 9
-        assert len(set(places)) == 8 and all(places)
-        for second in range(9, 15):
-            worker.look(start + second)
-        assert worker.stopped >= 6 and _stopped_at(pid) == places[-1]
-    assert _stopped_at(pid) == _stopped_at(os.getpid()) == ""
-
-
 BUSY = """
 import os, sys, threading, time, torch.distributed
 from pathlib import Path
@@ -218,81 +166,3 @@ def test_a_look_at_busy_threads_does_no_harm(tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-
-
-ALIVE = """
-import os, socket, subprocess, sys, time
-from pathlib import Path
-from ronde.launch import worker
-from ronde.world.heartbeat import Heartbeat
-
-worker._show_stacks()
-beat = Heartbeat(Path(os.environ["RONDE_WATCH_DIR"]), 0)
-print("ready", flush=True)
-sys.stdin.readline()  # it does nothing until then
-with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as link:
-    while not Path("sent").exists():
-        link.sendall(bytes(2000))
-        time.sleep(0.01)
-busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-sys.stdin.readline()
-busy.kill()
-"""
-
-
-def test_signs_of_life(tmp_path):
-    (tmp_path / "alive.py").write_text(ALIVE)
-    own = {"RONDE_WATCH_DIR": str(tmp_path), "RANK": "0", "PYTHONPATH": PATHS}
-    with (
-        socket.create_server(("127.0.0.1", 0)) as server,
-        subprocess.Popen(
-            [sys.executable, "alive.py", str(server.getsockname()[1])],
-            cwd=tmp_path,
-            env=environment(own),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        ) as process,
-    ):
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            assert process.stdout.readline() == b"ready\n"
-            worker = _Worker(0, tmp_path)
-
-            def look(printed: float = 0.0) -> str:
-                time.sleep(0.1)
-                worker.sign = ""
-                worker.look(now := time.monotonic())
-                worker.examine(now, 0.2, tcp_connections(), (0, 0), printed)
-                return worker.sign
-
-            def until(sign: str) -> None:
-                limit = time.monotonic() + 30
-                while not look().startswith(sign):
-                    assert time.monotonic() < limit, sign
-
-            until("")
-            assert worker.place is not None and worker.place.source.startswith("sys.stdin.readl")
-            assert worker.view(time.monotonic(), ()).phase == "start-up"
-            while look():  # it came out of its import
-                pass
-            quiet = worker.alive
-            assert look() == "" and worker.alive == quiet
-            assert look(time.monotonic()) == "it prints" and worker.alive > quiet
-            process.stdin.write(b"\n")
-            process.stdin.flush()
-            with server.accept()[0]:
-                until("it moves ")
-                tcp = tcp_connections()
-                both = _exchanged(tcp, {0: process.pid, 1: os.getpid()})
-                assert both[0][0] > 0 and both[1][1] > 0
-                assert _exchanged(tcp, {0: process.pid}) == {0: (0, 0)}  # no rank's
-                assert heard_seconds("127.0.0.1", tcp.values()) < 10
-                (tmp_path / "sent").touch()
-                until("it uses CPU")
-            process.stdin.write(b"\n")
-        finally:
-            process.stdin.close()
-            if process.poll() is None and sys.exc_info()[0] is not None:
-                process.kill()
-            process.wait()
-    assert heard_seconds("192.0.2.1", tcp_connections().values()) == float("inf")

@@ -4,9 +4,7 @@ of a plain loop.
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from processes import child, free_port, python, start_ranks
-from sampling import long
+from processes import child, python
 
 TRAIN = """
 import os, sys
@@ -131,27 +128,6 @@ def open_mpi(rank: int) -> dict[str, str]:
     return {f"OMPI_COMM_WORLD_{k}": str(v) for k, v in names.items()}
 
 
-def hydra(rank: int) -> dict[str, str]:
-    return {
-        "PMI_RANK": str(rank),
-        "PMI_SIZE": "2",
-        "MPI_LOCALRANKID": str(rank),
-        "MPI_LOCALNRANKS": "2",
-    }
-
-
-def free_job() -> tuple[int, int]:
-    """A job number whose port, as every task works it out, is free now."""
-    for job in range(os.getpid(), os.getpid() + 100):
-        with socket.socket() as s:
-            try:
-                s.bind(("127.0.0.1", port := 20000 + job * 131 % 10000))
-            except OSError:
-                continue
-            return job, port
-    raise AssertionError("no port is free")
-
-
 def srun(rank: int, job: int) -> dict[str, str]:
     return {
         "SLURM_JOB_ID": str(job),
@@ -164,51 +140,6 @@ def srun(rank: int, job: int) -> dict[str, str]:
         "SLURM_LOCALID": str(rank),
         "SLURM_NODEID": "0",
     }
-
-
-def sagemaker(rank: int, port: int) -> dict[str, str]:
-    # Two names of this machine are two hosts; words sort before numbers.
-    hosts = {
-        "SM_HOSTS": '["127.0.0.1", "localhost"]',
-        "SM_CURRENT_HOST": ["localhost", "127.0.0.1"][rank],
-    }
-    return {**hosts, "SM_NETWORK_INTERFACE_NAME": "lo", "MASTER_PORT": str(port)}
-
-
-@long
-@pytest.mark.parametrize("launcher", ["open mpi", "hydra", "srun", "sagemaker"])
-def test_ranks_as_a_launcher_starts_them(launcher, script, plain, tmp_path):
-    """Real processes under one parent, with exactly the variables that the launcher sets; MPI names
-    no meeting point.
-    """
-    job, _ = free_job()
-    port = free_port()
-    variables = {
-        "open mpi": open_mpi,
-        "hydra": hydra,
-        "srun": lambda r: srun(r, job),
-        "sagemaker": lambda r: sagemaker(r, port),
-    }[launcher]
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    done = start_ranks(
-        2,
-        script,
-        ["out.safetensors"],
-        tmp_path,
-        env={"TMPDIR": str(temporary)},
-        variables=[variables(r) for r in range(2)],
-    )
-    assert [d.returncode for d in done] == [0, 0], "\n".join(d.stdout + d.stderr for d in done)
-    name = {"open mpi": "mpirun", "hydra": "mpirun"}.get(launcher, launcher)
-    hosts = launcher == "sagemaker"
-    for rank, d in enumerate(done):
-        local = ["0", "1", str(rank)] if hosts else [str(rank), "2", "0"]
-        assert said(d.stdout) == [[str(rank), "2", *local, name, plain[1], "3"]]
-    same(tmp_path, plain)
-    # The file by which MPI's ranks met is gone, and the folder was nobody else's.
-    left = [p for p in temporary.rglob("*") if p.is_file()]
-    assert not left, left
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")

@@ -334,16 +334,6 @@ def test_order_and_augmentation_are_the_same_for_any_executor_and_number_of_work
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_a_resumed_epoch_and_micro_batches_are_the_rest_of_the_same(executor):
-    taken = with_executor(take_over_(Plain(), seed=3), executor)
-    all_rows = torch.cat(read(with_executor(take_over_(Plain(), seed=3), "none"), seed=3)).tolist()
-    assert (
-        torch.cat(read(taken, batch=10, micro=3, offset=20, size=2, seed=3)).tolist()
-        == all_rows[20:]
-    )
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_a_sampler_draws_a_sample_several_times_each_time_with_another_augmentation(executor):
     data = Plain()
     taken = with_executor(
@@ -594,27 +584,6 @@ def test_skipped_samples_have_the_same_stand_ins_everywhere(steps):
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_skipped_samples_are_counted_and_too_many_are_an_error(executor):
-    pipeline = Pipeline(Rows(40, BAD)).map(torch.from_numpy)
-    taken = with_executor(take_over_(pipeline.skip_bad(0.075)), executor)
-    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
-    for _ in range(2):
-        batches = [b for _, bs in feed.read(lambda: shares(0, 0, 40, 8, 0, 1)) for b in bs]
-        assert sum(len(b) for b in batches) == 40 and sorted(i for i, _ in feed.skipped) == [
-            7,
-            23,
-            31,
-        ]
-    told = dict(feed.skipped)
-    assert "row-7.bin" in told[7] and "row-23.bin" in told[23] and "[3] float64" in told[23]
-    feed.close()
-    with pytest.raises(
-        FeedError, match=r"[123] of 40 samples were skipped, more than the share of 0.05 .*row-"
-    ):
-        read(with_executor(take_over_(pipeline.skip_bad(0.05)), executor))
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
 def test_an_evaluation_leaves_bad_samples_out(executor):
     pipeline = Pipeline(Rows(40, {**BAD, 8: "read", 9: "read"})).map(torch.from_numpy).skip_bad(0.5)
     taken = with_executor(take_over_(pipeline, evaluate=True), executor)
@@ -734,40 +703,6 @@ def test_batches_are_received_ahead_in_order_and_a_loop_may_be_left(stay):
     assert sampler.threads == {"MainThread"}
     feed.close()
     assert "ronde-receive" not in loading()
-
-
-@pytest.mark.parametrize(("stay", "whole"), some([(True, False), (False, True)], 2))
-def test_nothing_is_left_of_loading_processes_for_the_garbage_collector(stay, whole):
-    """torch's iterator over processes waits 5 s for each of them where it is collected as part of a
-    cycle, whoever's turn it is then.
-    """
-
-    def left():
-        return [
-            type(one).__name__
-            for one in gc.get_objects()
-            if type(one).__name__ == "_MultiProcessingDataLoaderIter"
-        ]
-
-    gc.collect()
-    assert not left()
-    taken = take_over_(
-        DataLoader(Works(int), 10, num_workers=2, persistent_workers=stay), shuffle=False
-    )
-    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
-    gc.disable()
-    try:
-        for _ in range(2):
-            batches = feed.read(lambda: shares(0, 0, 200, 10, 0, 1))
-            for k, _ in enumerate(batches):
-                if k == 3 and not whole:
-                    break
-            batches.close()
-        del batches
-        feed.close()
-        assert not left()
-    finally:
-        gc.enable()
 
 
 # -- the next epoch --------------------------------------------------------------------
@@ -1221,37 +1156,6 @@ def test_what_is_done_on_the_device_is_done_in_training_and_evaluation(nothing_k
             dtype=torch.float64,
         )
         assert means["loss"] == pytest.approx(float(loss_of(model(batch))), rel=1e-12)
-
-
-def test_skipped_samples_are_told_at_the_end_of_an_epoch_and_left_out_of_evaluations(
-    nothing_kept, capsys
-):
-    pipeline = Pipeline(Rows(40, {7: "read", 23: "read"})).map(torch.from_numpy).skip_bad(0.1)
-    model, optimizer = linear()
-    run = ronde.distribute(
-        model,
-        optimizer,
-        pipeline,
-        loss=loss_of,
-        forward=forward,
-        batch_size=8,
-        feed={"executor": "none"},
-    )
-    for _ in run.epochs(1):
-        for batch in run.batches():
-            run.step(batch)
-    result = run.evaluate(pipeline)
-    told = "".join(capsys.readouterr())
-    for where in (
-        "epoch 1: 2 samples of 40 (5.00%) could not be used and were replaced by others: ",
-        "evaluation: 2 samples of 40 (5.00%) could not be used and were left out: ",
-    ):
-        assert where in told and "row-7.bin is truncated" in told.split(where)[1].splitlines()[0]
-    good = torch.tensor(
-        [[float(i)] * 2 for i in range(40) if i not in (7, 23)], dtype=torch.float64
-    )
-    with torch.no_grad():
-        assert result["loss"] == pytest.approx(float(loss_of(model(good))), rel=1e-12)
 
 
 SKIPPING = """

@@ -177,25 +177,6 @@ class Odd(nn.Module):
         return self.last(torch.tanh(self.encode(x)))
 
 
-class Views(nn.Module):
-    """Blocks whose results are views, changed in place by the next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.Flatten(0), nn.Unflatten(0, (-1, 6)))
-            for _ in range(3)
-        )
-        self.last = nn.Linear(6, CLASSES)
-
-    def forward(self, x):
-        for layer in self.layers:
-            y = layer(x)
-            y += x
-            x = torch.tanh(y)
-        return self.last(x).view(-1, CLASSES)
-
-
 KINDS = {
     "mlp": MLP,
     "resnet": ResNet,
@@ -205,7 +186,7 @@ KINDS = {
     "seq2seq": EncoderDecoder,
     "odd": Odd,
 }
-KINDS = {**MODELS, **KINDS, "views": Views}
+KINDS = {**MODELS, **KINDS}
 DATA = {
     "resnet": "cnn",
     "gpt": "transformer",
@@ -565,7 +546,6 @@ CASES = {
         Sharded("odd", "adamw"),
         Sharded("odd", "adamw", forward="method"),
         Sharded("mlp", "sgd", forward="twice"),
-        Sharded("views", "adamw"),
         *(Sharded("mlp", "adamw", plan=plan, freeze_at=3) for plan in LEVELS),
         Sharded("gpttokens", "adamw", own_loop=True, micro=True),
         Sharded("resnet", "adamw", own_loop=True, sync_batchnorm=True, n=24, batch=7),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from torch import nn
 
 from processes import ronde_run
 from ronde.parallel.optimizer_coupling import coupling, ways_refused
-from ronde.predict.cluster import Cluster
-from ronde.predict.costs import Costs, LinearCost, Unit
-from ronde.predict.search import search
 from sampling import some
 
 OPTIMIZERS = """
@@ -121,43 +117,6 @@ def test_what_will_be_refused_is_known_before():
     assert (
         "'2.weight'" in ways_refused(built, torch.optim.SGD(built.parameters()))["shard=parameters"]
     )
-
-
-def test_plans_that_will_be_refused_are_not_looked_at():
-    units = tuple(
-        Unit(
-            f"u{i}",
-            LinearCost(1e-5, 1e-3),
-            LinearCost(1e-5, 2e-3),
-            1000,
-            1000,
-            2000,
-            tensor=1.0,
-            tensor_time=1.0,
-        )
-        for i in range(8)
-    )
-    for kind in (Lamb, torch.optim.Adafactor, torch.optim.LBFGS):  # noqa: F821
-        refused = ways_refused(model(), kind(model().parameters()))
-        found = search(Costs(units, 64, refused=refused), Cluster(), 4).plans
-        assert found
-        for prediction in found:
-            plan = prediction.plan
-            taken = (
-                {f"shard={plan.shard}"}
-                | ({"pipeline"} if plan.pipeline > 1 else set())
-                | ({"tensor"} if plan.tensor > 1 else set())
-            )
-            assert not taken & set(refused), plan.spec
-        # As JSON, which workers send each other.
-        assert (
-            Costs.from_dict(
-                json.loads(json.dumps(Costs(units, 64, refused=refused).to_dict()))
-            ).refused
-            == refused
-        )
-    free = {p.plan.family for p in search(Costs(units, 64), Cluster(), 4).plans}
-    assert len(free) >= 4
 
 
 def test_what_cannot_be_tried_is_said():

@@ -16,7 +16,6 @@ from ronde.predict.input_capacity import (
     Capacities,
     StageCapacity,
     predict,
-    walls,
 )
 from ronde.world import ArgumentError
 
@@ -120,32 +119,6 @@ def test_more_of_anything_is_never_slower():
         nodes = predict(c, n).nodes
         if nodes < n:
             assert predict(c, n, nodes + 1).rate >= here * (1 - 1e-9)
-
-
-def test_cores_grow_with_nodes_and_a_shared_storage_does_not():
-    c = Capacities(
-        250.0,
-        (StageCapacity("decode", 0.004),),
-        cores_per_node=8,
-        devices_per_node=8,
-        variation=0.0,
-    )
-    assert predict(c, 8).gap == 0 and predict(c, 32).gap == 0
-    assert predict(c, 32, 1).gap == pytest.approx(0.75)
-    assert predict(c, 32, 1).wall == "decode" and predict(c, 32, 1).limit == "cores"
-    shared = replace(c, storage_samples_per_second=4000.0)
-    assert predict(shared, 32).gap == pytest.approx(0.5) and predict(shared, 32).limit == "storage"
-    assert predict(replace(shared, storage_shared=False), 32).gap == 0
-    assert [(w.stage, w.devices) for w in walls(shared, 64, nodes=1)] == [
-        ("decode", 9),
-        ("read", 17),
-    ]
-    assert [(w.stage, w.devices) for w in walls(shared, 64)] == [("read", 17)]
-    half = replace(shared, dataset_bytes=100.0, cache_bytes_per_node=50.0)
-    assert predict(half, 32).gap == pytest.approx(0.0)
-    assert predict(half, 64).gap == pytest.approx(0.5)
-    whole = replace(shared, dataset_bytes=100.0, cache_bytes_per_node=200.0)
-    assert predict(whole, 64).gap == 0
 
 
 @pytest.mark.parametrize(

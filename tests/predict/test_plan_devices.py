@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +10,9 @@ from torch import nn
 from ronde import ArgumentError
 from ronde.measure.unit_memory import weigh
 from ronde.plan import Plan
-from ronde.predict.collectives import Group, collective
+from ronde.predict.collectives import Group
 from ronde.predict.costs import Costs, LinearCost, Unit
-from ronde.predict.datasheets import DEVICES, cluster_of, costs_on, device_named, pass_seconds
+from ronde.predict.datasheets import DEVICES, cluster_of, device_named
 from ronde.predict.predict import Predictor, predict
 from ronde.run.losses import LossCall
 
@@ -63,47 +61,6 @@ def test_a_pass_is_never_shorter_than_the_launch_of_its_operators():
     whole = predict(Plan(1, 8), Costs((small,), 8), cluster).terms["compute"]
     parts = predict(Plan(1, 8, micro_batch=2), Costs((small,), 8), cluster).terms["compute"]
     assert parts == pytest.approx(4 * whole)
-
-
-def test_products_attention_and_traffic_have_their_own_rates():
-    peak, memory = H100.flops_per_second, H100.memory_bytes_per_second
-    assert pass_seconds(H100, 1e12) == pytest.approx(1e12 / (0.62 * peak))
-    assert pass_seconds(H100, 1e12, 0, 1e12) == pytest.approx(1e12 / (0.28 * peak))
-    assert pass_seconds(H100, 1e12, 0, 0, 1e12) == pytest.approx(1e12 / (0.5 * 67e12))
-    assert pass_seconds(H100, 0, 1e9) == pytest.approx(1e9 / (0.8 * memory))
-    # The last wave of tiles is partly filled, of few samples' products and of many's.
-    unit = block("a", 1e12, 1, inner=1000.0)
-    rows = costs_on(Costs((unit,), 8), H100).units[0].forward_seconds
-    assert rows.fixed == pytest.approx(2 * 1000 * 2.1e6 / (0.62 * peak))
-    assert rows.per_sample == pytest.approx(1e12 / (0.62 * peak))
-    one, four = (float(passes(Costs((unit,), 8), n).sum()) for n in (1, 4))
-    assert four == pytest.approx(one / 4 + rows.fixed * 0.75 * 2 / 7)
-    unit = costs_on(Costs((block("a", 1e12, attention_flops=1e12),), 8), H100).units[0]
-    # Fused attention computes its scores again in the backward pass.
-    assert unit.backward_seconds.at(1) == pytest.approx(2.5 * unit.forward_seconds.at(1))
-
-
-def test_activations_are_sent_as_wide_as_they_are_and_gradients_as_they_are_stored():
-    unit = block("a", 1e9, 1, parameter_bytes=400, trainable_bytes=int(4e8))
-    unit = dataclasses.replace(unit, tensor_reduce_bytes=LinearCost(0, 1e9), tensor_reduces=2)
-    cluster = cluster_of("H100")
-    costs = Costs((unit,), 8, reduce_ratio=0.5, gather_ratio=0.5)
-    messages = [
-        predict(Plan(2, 1, tensor=2), c, cluster).terms["tensor"]
-        for c in (costs, dataclasses.replace(costs, reduce_ratio=1.0))
-    ]
-    near = cluster.links["all_reduce"]["node"]
-    wire = collective(cluster, "all_reduce", Group(2, "node", 2, 1))
-    # Two messages in each direction; half-width gradients do not make activations narrower.
-    assert messages[0] == messages[1] == pytest.approx(2 * 2 * wire(5e8))
-    assert 45e-6 <= near.alpha <= 70e-6
-    assert wire.alpha == collective(cluster, "all_reduce", Group(8, "node", 8, 1)).alpha
-    sent = [
-        predict(Plan(8, 8), c, cluster)
-        for c in (costs, dataclasses.replace(costs, reduce_ratio=1.0))
-    ]
-    total = [p.terms["exchange"] + p.hidden_seconds for p in sent]
-    assert total[0] < 0.6 * total[1]
 
 
 def test_three_dimensions_are_predicted_with_interleaved_stages():

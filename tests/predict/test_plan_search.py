@@ -30,7 +30,6 @@ from ronde.plan.schedules import (
 from ronde.predict.answer import answer_text, explain, find_flip, flips
 from ronde.predict.candidates import candidates, unsupported
 from ronde.predict.cluster import Cluster, LinkFit
-from ronde.predict.collectives import scaled
 from ronde.predict.corrections import corrected, corrections_file, factors, record
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at
@@ -262,14 +261,6 @@ def test_the_cut_is_as_good_as_the_best_of_all():
     assert found >= 150 and impossible >= 20
 
 
-def test_the_cut_beats_counting_where_layers_are_uneven():
-    times = [8.0, 1, 1, 1, 1, 1, 1, 2]
-    costs = Costs(tuple(unit(f"u{i}", t, 2 * t) for i, t in enumerate(times)), 8)
-    made = cut(costs, 2)  # with four layers each, the slower stage takes 33
-    assert made.bounds == (0, 1, 8) and max(s.seconds for s in made.stages) == 24.0
-    assert made.names(costs) == ["u1"]
-
-
 def test_tied_weights_count_on_each_stage_that_has_them():
     units = (
         unit("embed", 1, 1, 1000, tied=("w",)),
@@ -429,37 +420,7 @@ def test_equal_stages_wait_as_theory_says(schedule, virtual, workers, micro):
         assert timeline.seconds == pytest.approx(3.0 * (micro + workers - 1))
 
 
-def test_a_slow_stage_sets_the_pace_and_sends_and_overhead_count():
-    times = Times((1.0, 4.0), (1.0, 4.0), (0.0, 0.0), (0.0, 0.0))
-    assert run_step("1f1b", 2, 1, 10, times).seconds == pytest.approx(1 + 10 * 8 + 1)
-    sending = Times((1.0, 1.0), (1.0, 1.0), (0.5, 0.0), (0.0, 0.25))
-    assert run_step("gpipe", 2, 1, 1, sending).seconds == pytest.approx(4 + 0.5 + 0.25)
-    assert run_step("gpipe", 2, 1, 1, sending, overhead_seconds=0.1).seconds == pytest.approx(
-        4.4 + 0.75
-    )
-    # A link carries one message at a time: eight forward passes' worth of sends are as slow as the
-    # link.
-    clogged = Times((0.01, 0.01), (0.01, 0.01), (1.0, 0.0), (0.0, 0.0))
-    assert run_step("gpipe", 2, 1, 8, clogged).seconds > 8.0
-
-
-def test_lists_that_wait_for_each_other_are_refused():
-    lists = [[Action(0, "B", 0), Action(0, "F", 0)], [Action(1, "F", 0), Action(1, "B", 0)]]
-    with pytest.raises(ArgumentError, match=r"worker 0 waits at B of micro-batch 0 on stage 0"):
-        simulate(lists, Times((1.0, 1.0), (1.0, 1.0), (0.0, 0.0), (0.0, 0.0)))
-
-
 # -- links -----------------------------------------------------------------------------
-
-
-def test_fits_are_scaled_by_the_ring():
-    fit = LinkFit(1e-4, 1e9, 2)
-    ring = scaled(fit, "all_reduce", 8, "cpu")
-    assert ring.alpha == pytest.approx(7e-4) and ring.seconds_per_byte == pytest.approx(1.75e-9)
-    assert scaled(fit, "all_reduce", 8, "some GPU").alpha == pytest.approx(3e-4)
-    assert scaled(fit, "send", 8, "cpu")(1e9) == pytest.approx(1.0001)
-    assert scaled(fit, "broadcast", 8, "cpu").alpha == pytest.approx(3e-4)
-    assert scaled(fit, "all_reduce", 1, "cpu")(1e9) == 0.0 and ring(0) == 0.0
 
 
 # -- prediction ------------------------------------------------------------------------
@@ -534,50 +495,6 @@ def test_memory_by_hand():
     )
 
 
-def test_step_time_by_hand():
-    costs = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
-    alone = predict(Plan(1, 8), costs, Cluster())
-    assert alone.raw_step_seconds == pytest.approx(
-        4 * 3 * 8 + 1
-    ) and alone.efficiency == pytest.approx(1.0)
-    # Two replicas: 4 samples each; four buckets of a GB, a second each, all but the last one hide;
-    # a backward pass takes 8 s a unit.
-    two = predict(Plan(2, 8), costs, wires(beta=1e9))
-    assert two.terms["compute"] == pytest.approx(48) and two.terms["exchange"] == pytest.approx(1.0)
-    assert two.hidden_seconds == pytest.approx(3.0) and two.raw_step_seconds == pytest.approx(50)
-    assert two.exchanged_bytes == pytest.approx(4e9) and two.speedup == pytest.approx(97 / 50)
-    shown = predict(Plan(2, 8), costs, wires(beta=1e9, bucket_overlap=0.0))
-    assert shown.terms["exchange"] == pytest.approx(4.0)
-    # ZeRO-3 where nothing overlaps: gathered twice, scattered once, 4 s each.
-    full = predict(Plan(2, 8, shard="parameters"), costs, wires(beta=1e9))
-    assert full.terms["gather"] == pytest.approx(8.0) and full.terms["exchange"] == pytest.approx(
-        4.0
-    )
-    assert full.terms["optimizer"] == pytest.approx(0.5) and full.exchanged_bytes == pytest.approx(
-        6e9
-    )
-    half = predict(Plan(2, 8, shard="gradients"), costs, wires(beta=1e9))
-    assert half.terms["gather"] == pytest.approx(4.0) and half.terms["exchange"] == pytest.approx(
-        4.0
-    )
-    hidden = predict(Plan(2, 8, shard="parameters"), costs, wires(beta=1e9, overlap=1.0))
-    # the first gather and the last scatter
-    assert hidden.terms["gather"] + hidden.terms["exchange"] == pytest.approx(2.0)
-    # Two micro-batches gather and scatter twice; DDP exchanges in the last one only.
-    twice = predict(Plan(2, 8, shard="parameters", micro_batch=2), costs, wires(beta=1e9))
-    assert twice.terms["gather"] == pytest.approx(16.0) and twice.terms[
-        "exchange"
-    ] == pytest.approx(8.0)
-    assert predict(Plan(2, 8, micro_batch=2), costs, wires(beta=1e9)).terms[
-        "exchange"
-    ] == pytest.approx(1.0)
-    # Each of two workers broadcasts its half.
-    first = predict(Plan(2, 8, shard="optimizer"), costs, wires(beta=1e9))
-    assert first.terms["gather"] == pytest.approx(4.0) and first.terms[
-        "optimizer"
-    ] == pytest.approx(0.5)
-
-
 def test_a_pipeline_by_hand():
     costs = dataclasses.replace(even(4, batch=8, parameters=10**9), optimizer_seconds=1.0)
     pipe = predict(Plan(4, 8, pipeline=4, micro_batch=1), costs, wires(action_seconds=0.0))
@@ -631,19 +548,6 @@ def test_verdicts_follow_the_memory():
     for share, verdict in ((0.79, "fits"), (0.81, "risky"), (0.96, "does not fit")):
         assert predict(Plan(1, 64), costs, Cluster(memory_bytes=need / share)).verdict == verdict
     assert predict(Plan(1, 64), costs, Cluster()).verdict == "unknown"
-
-
-def test_a_correction_is_applied_and_the_raw_figure_kept():
-    found = predict(Plan(2, 64), even(2), wires(corrections={"replicate": 1.2}))
-    assert found.correction == 1.2 and found.step_seconds == pytest.approx(
-        1.2 * found.raw_step_seconds
-    )
-    # A disturbed run of one family does not make another, which has not run, the winner.
-    others = [
-        search(even(4), wires(corrections=c), 2, simulate=8).best.plan.spec
-        for c in ({}, {"replicate": 5.0}, {"pipeline": 5.0})
-    ]
-    assert len(set(others)) == 1
 
 
 def test_plans_that_cannot_be_predicted_are_refused():

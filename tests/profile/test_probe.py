@@ -11,7 +11,6 @@ import os
 import pickle
 import random
 import tarfile
-import threading
 import time
 import zipfile
 from pathlib import Path
@@ -636,43 +635,6 @@ def test_a_block_of_lines_is_said_not_to_be_removable(tmp_path):
 
 
 # -- the board -------------------------------------------------------------------------
-
-
-def test_threads_and_processes_add_up_on_one_board(tmp_path):
-    board = tmp_path / "board"
-
-    class Counts:
-        def __len__(self):
-            return 1000
-
-        @stage("work")
-        def work(self, i):
-            return i
-
-        def __getitem__(self, i):
-            return self.work(i)
-
-    probe = Probe(board)
-    watched, _ = probe.attach(Counts(), list)
-    threads = [threading.Thread(target=lambda: [watched[i] for i in range(1000)]) for _ in range(4)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    size = board.stat().st_size
-    found = read_board(board)
-    assert (found["work"].calls, found["work"].samples, found["python"].samples) == (
-        4000,
-        4000,
-        4000,
-    )
-    # takes over the place of one that has ended
-    again = threading.Thread(target=lambda: watched[0])
-    again.start()
-    again.join()
-    probe.uninstall()
-    assert board.stat().st_size == size
-    assert read_board(board)["work"].calls == 4001
 
 
 def test_what_cannot_be_asked_for():

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
-import re
 import signal
 import time
 from html.parser import HTMLParser
 
 import pytest
-from rich.console import Console
 
 from processes import child, marked, ronde, ronde_batch, ronde_run
-from ronde.cli.scale import default_sizes, parse_sizes, show
+from ronde.cli.scale import default_sizes, parse_sizes
 from ronde.scale.meter import Start, measure_sizes
 from ronde.scale.scaling import further_sizes, summarize_scale
 from ronde.world import ArgumentError
@@ -313,24 +310,6 @@ def test_a_worker_that_computes_slower_is_named():
     assert answer.slow_worker is None and "waiting for the slowest worker" in answer.sentence
 
 
-def test_what_the_measurement_does_not_say_is_not_said_surely():
-    starts = {
-        1: [
-            dataclasses.replace(
-                start(1, 100, 60), real=(40.0, 60.0, 95.0), synthetic=(70.0, 100.0, 130.0)
-            )
-        ]
-    }
-    starts[2] = [
-        dataclasses.replace(
-            start(2, 160, 110), real=(70.0, 110.0, 150.0), synthetic=(120.0, 160.0, 200.0)
-        )
-    ]
-    answer = summarize_scale("train.py", starts, to=16, cores=64.0, per_node=8)
-    assert "This is uncertain" in answer.sentence, answer.sentence
-    assert "uncertain" not in asked([(1, 1000, 950), (2, 1990, 1200), (4, 3970, 1250)]).sentence
-
-
 def test_an_epoch_has_whole_steps_and_what_starts_it_is_told():
     starts = {
         n: [
@@ -357,25 +336,6 @@ def test_one_size_is_not_extrapolated():
     assert json.loads(json.dumps(answer.to_dict(), allow_nan=False)) == answer.to_dict()
     with pytest.raises(ArgumentError):
         summarize_scale("train.py", {}, to=4, cores=2, per_node=2)
-
-
-def test_a_narrow_terminal_goes_without_columns_and_cuts_no_number():
-    answer = asked([(1, 12345, 11000), (2, 24000, 20000), (4, 47000, 30000)])
-    for width in (100, 80, 70, 60, 45, 30, 20):
-        console = Console(width=width, record=True, file=io.StringIO())
-        show(console, answer)
-        table, _, after = console.export_text().partition("~ extrapolated")
-        assert "…" not in re.sub(r"\d…\d", "", table)  # intervals
-        for r in answer.rows:
-            row = next(
-                line for line in table.splitlines() if re.match(rf"(workers)? *{r.workers}\b", line)
-            )
-            assert (
-                f"{r.real:,.0f}" in row
-                and f"{r.speedup_real:.2f}× {r.efficiency_real:>4.0%}" in row
-            ), (width, row)
-        assert ("omitted, too wide: cost" in after) == (width < 80)
-    assert "12,345" not in table and "e+" not in table
 
 
 def test_sizes_take_turns_and_every_other_round_goes_backwards():

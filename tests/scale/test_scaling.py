@@ -44,34 +44,6 @@ def test_exact_points_give_back_their_parameters(contention, coherency):
         assert found.most == pytest.approx(max(usl(grid, 250.0, contention, coherency)), rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_the_fit_is_the_one_that_scipy_finds(seed):
-    from scipy import optimize  # takes seconds to import
-
-    rng = np.random.default_rng(seed)
-    sizes = np.array([1, 2, 3, 4, 6, 8, 12][: int(rng.integers(3, 8))], dtype=float)
-    rates = usl(
-        sizes, rng.uniform(10, 1000), rng.choice([0.0, 0.05, 0.2]), rng.choice([0.0, 0.002, 0.05])
-    )
-    rates = rates * np.exp(rng.normal(0, 0.1, len(sizes)))
-    points = {int(n): float(x) for n, x in zip(sizes, rates, strict=True)}
-    for law, columns in (("amdahl", 2), ("usl", 3)):
-        terms = (
-            np.stack([np.ones_like(sizes), sizes - 1, sizes * (sizes - 1)], axis=1)[:, :columns]
-            * (rates / sizes)[:, None]
-        )
-        want, _ = optimize.nnls(terms, np.ones(len(sizes)))
-        found = fit(points, law)
-        if law == "amdahl" and want[1] > want[0]:
-            assert found.contention == 1.0  # more than all of it cannot be serial
-            continue
-        got = np.array([1, found.contention, found.coherency])[:columns] / found.rate
-        assert np.sum((terms @ got - 1) ** 2) == pytest.approx(
-            np.sum((terms @ want - 1) ** 2), rel=1e-6, abs=1e-12
-        )
-        assert got == pytest.approx(want, rel=1e-5, abs=1e-9)
-
-
 def test_intervals_hold_the_truth_about_as_often_as_they_say():
     rng = np.random.default_rng(5)
     held = {"amdahl": 0, "usl": 0}
