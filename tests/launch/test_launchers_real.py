@@ -128,20 +128,6 @@ def open_mpi(rank: int) -> dict[str, str]:
     return {f"OMPI_COMM_WORLD_{k}": str(v) for k, v in names.items()}
 
 
-def srun(rank: int, job: int) -> dict[str, str]:
-    return {
-        "SLURM_JOB_ID": str(job),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NODELIST": "127.0.0.1",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_NTASKS": "2",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-    }
-
-
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
 def test_mpirun(script, plain, tmp_path):
     version = subprocess.run(
