@@ -43,7 +43,7 @@ def job(rounds: int, width: int, out: Path) -> None:
         batch_size=64,
         keep=1,
     )
-    saver = run._group.saving.saver
+    saver = run.port.group.saving.saver
     batches = (batch for _ in iter(int, 1) for batch in run.batches())
 
     def step() -> float:
@@ -60,7 +60,8 @@ def job(rounds: int, width: int, out: Path) -> None:
     def compare() -> float:
         run.barrier()
         start = time.perf_counter()
-        run._compare_replicas(run.state.step, save=True)
+        for call in run.port.group.members[0].callbacks.before_copy:
+            call(run.port.parts)
         return time.perf_counter() - start
 
     found = {"waits": [], "stall": [], "drag": [], "step": [], "write": [], "compare": []}
@@ -82,7 +83,7 @@ def job(rounds: int, width: int, out: Path) -> None:
         result = {name: statistics.median(values) for name, values in found.items()}
         size = sum(f.stat().st_size for f in max(run.dir.checkpoints.iterdir()).iterdir())
         out.write_text(json.dumps({**result, "bytes": size}))
-    run._ended = True
+    run.port.parts.place.ended = True
 
 
 def main() -> None:

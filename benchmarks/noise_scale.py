@@ -57,11 +57,11 @@ def estimate(batch: int, epochs: int) -> float:
     model, data = classifier()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     run = ronde.distribute(model, optimizer, data, loss=F.cross_entropy, batch_size=batch)
-    run._strategy._measure_every = 1
+    run.port.strategy._measure_every = 1
     for _ in run.epochs(epochs):
         for taken in run.batches():
             run.step(taken)
-    return run._strategy.noise.value
+    return run.port.strategy.noise.value
 
 
 def cost(name: str, rounds: int, steps: int) -> dict[str, float]:
@@ -82,12 +82,12 @@ def cost(name: str, rounds: int, steps: int) -> dict[str, float]:
     data = TensorDataset(many, torch.randint(10, (len(many),)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     run = ronde.distribute(model, optimizer, data, loss=F.cross_entropy, batch_size=batch)
-    every = run._strategy._measure_every
+    every = run.port.strategy._measure_every
     times: dict[bool, list[float]] = {True: [], False: []}
     epochs = run.epochs(10**9)
     for turn in range(-1, rounds):
         for measured in (True, False) if turn % 2 else (False, True):
-            run._strategy._measure_every = 1 if measured else 10**9
+            run.port.strategy._measure_every = 1 if measured else 10**9
             run.barrier()
             begin = time.perf_counter()
             next(epochs)  # of so many steps

@@ -145,7 +145,7 @@ def exact():
             assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-10, name
             same_everywhere(one, name)
             if name == "auto":
-                assert run._strategy.note.startswith("reducer auto: "), run._strategy.note
+                assert run.port.strategy.note.startswith("reducer auto: "), run.port.strategy.note
     one, losses, _ = train("servers:0.001", shard="optimizer")
     assert apart(one, plain()[0]) <= 1e-10
 
@@ -298,8 +298,8 @@ def noise():
         for _ in run.epochs(4):
             for taken in run.batches():
                 run.step(taken)
-        measured = run._strategy.noise.value
-        low, high = run._strategy.noise.interval()
+        measured = run.port.strategy.noise.value
+        low, high = run.port.strategy.noise.interval()
         assert low < measured < high, (low, measured, high)
         print(f"noise scale {measured:.1f} under {reducer}, {direct:.1f} directly", flush=True)
         assert abs(measured / direct - 1) < 0.1, (reducer, measured, direct)

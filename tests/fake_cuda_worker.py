@@ -141,7 +141,7 @@ def train(plan: str, precision: str) -> dict:
         with fake_cuda.strict(step in FREE and "offload=parameters" not in plan):
             run.step(batch)
     batches.close()
-    run._ended = True
+    run.port.parts.place.ended = True
     worst, devices = 0.0, set()
     for name, value in model.state_dict().items():
         if run.port.strategy.owns(name):

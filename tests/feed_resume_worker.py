@@ -76,7 +76,7 @@ for _ in run.epochs(3):
     for x, i in run.batches():
         step = run.state.step
         # A worker whose share is empty gets a stand-in: what counts is the share.
-        low, high = run._share.micro[0]
+        low, high = run.port.parts.place.share.micro[0]
         for row, number in zip(x[: high - low], i[: high - low].tolist(), strict=True):
             digest = hashlib.sha256(row.contiguous().numpy().tobytes()).hexdigest()[:16]
             os.write(log, f"{step} {number} {digest}\n".encode())

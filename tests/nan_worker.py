@@ -72,17 +72,17 @@ def train(where: Path, plan: str, bad: str, on_nan: str, left_out: int = 0) -> N
                 and once
                 and run.rank == run.world_size - 1
             ):
-                finish = run._strategy.finish
+                finish = run.port.strategy.finish
 
                 def spoil(finish=finish):
                     value = finish()
                     once.clear()
-                    run._strategy.finish = finish
-                    grad = next(p.grad for p in run._strategy.parameters if p.grad is not None)
+                    run.port.strategy.finish = finish
+                    grad = next(p.grad for p in run.port.strategy.parameters if p.grad is not None)
                     ronde.checkpoint.local_part(grad).view(-1)[0] = torch.inf
                     return value
 
-                run._strategy.finish = spoil
+                run.port.strategy.finish = spoil
             run.step(batch)
             kept.steps.append(run.state.step)
     # a step that is left out counts; one that is rolled back is forgotten

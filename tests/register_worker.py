@@ -227,7 +227,7 @@ def refused(folder: Path) -> None:
             except (ronde.RondeError, AttributeError) as error:
                 told[case] = f"{type(error).__name__}: {error}"
         (where / f"told.{run.rank}.json").write_text(json.dumps(told))
-        run._ended = True
+        run.port.parts.place.ended = True
 
     def whole(run):
         kept = run.register(a=1, b=torch.ones(2), steps=lr_scheduler.StepLR(run.optimizer, 1))
@@ -274,7 +274,7 @@ def refused(folder: Path) -> None:
         }
 
     def inside(run, call):
-        with run._averages.items["one"].applied():
+        with run.port.group.members[0].content.averages.items["one"].applied():
             call()
 
     @contextmanager
@@ -282,7 +282,7 @@ def refused(folder: Path) -> None:
         try:
             yield
         finally:
-            del run._registry.items[name]
+            del run.port.group.members[0].content.registry.items[name]
 
     def resumed(run):
         return {
@@ -345,7 +345,7 @@ def unregistered(folder: Path) -> None:
             chain.step()
             average.update_parameters(run.model)
             ema.step(run.model.parameters())
-        run._ended = True
+        run.port.parts.place.ended = True
         assert unused is not None
 
     def careful(where: Path) -> None:

@@ -127,7 +127,7 @@ def train(run, until: int) -> None:
         run.step(batch)
         if run.state.step == until:
             break
-    run._ended = True  # nothing more is written at exit
+    run.port.parts.place.ended = True  # nothing more is written at exit
 
 
 def differ(a: Path, b: Path) -> float:
@@ -250,7 +250,7 @@ def states(folder: Path) -> None:
         cut = {"split_at": ["blocks.1"]} if plan.startswith("pipeline") else {}
         run = start(PLANS[plan][1], False, folder / plan, False, **cut)
         said: list[str] = []
-        run._watcher.say = said.append  # type: ignore[method-assign]
+        run.port.parts.watcher.say = said.append  # type: ignore[method-assign]
         train(run, STOP)
         run.export(folder / f"{plan}.best")
         best, moments = (

@@ -151,7 +151,7 @@ def flip(plan: str, workers: int, folder: Path, rank: str, step: str, save: str 
         except WorldError as error:
             told = str(error)
         (folder / f"told-{run.rank}").write_text(told)
-        run._ended = True
+        run.port.parts.place.ended = True
         atexit._run_exitfuncs()
 
     fork(workers, work)

@@ -64,5 +64,5 @@ try:
         run.step(batch)
 except ronde.PlanError as error:
     said = str(error)
-run._ended = True
+run.port.parts.place.ended = True
 (Path(sys.argv[1]) / f"{run.rank}.json").write_text(json.dumps([masks, losses, said]))

@@ -58,7 +58,7 @@ for epoch in run.epochs(4):
     for batch in run.batches():
         if args.stop_at and run.state.step == args.stop_at:
             if args.how == "wait":
-                run._watcher.flush()
+                run.port.parts.watcher.flush()
                 print("waiting", flush=True)
                 time.sleep(100)
             if args.how == "raise" and run.rank == args.on or args.how == "raise all":

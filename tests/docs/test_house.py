@@ -56,15 +56,34 @@ def test_no_public_name_is_defined_in_two_rooms():
     assert twice == {}
 
 
-def test_only_the_run_room_reaches_into_a_run():
+def test_no_file_reaches_into_a_run():
     found = [
         f"{path.relative_to(SOURCE)}:{number}"
         for path in _files()
-        if _room(path) != "run"
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\brun\._[a-z]", line)
     ]
     assert found == []
+
+
+def test_no_class_of_a_run_has_more_than_25_methods_or_attributes():
+    large = {}
+    for path in (p for p in _files() if _room(p) == "run"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            methods = sum(isinstance(n, ast.FunctionDef) for n in node.body)
+            targets = [n for n in ast.walk(node) if isinstance(n, ast.Attribute)]
+            own = {
+                n.attr
+                for n in targets
+                if isinstance(n.ctx, ast.Store)
+                and isinstance(n.value, ast.Name)
+                and n.value.id == "self"
+            }
+            if max(methods, len(own)) > 25:
+                large[f"{path.relative_to(SOURCE)}:{node.name}"] = (methods, len(own))
+    assert large == {}
 
 
 def test_text_of_users_is_never_markup():

@@ -415,7 +415,7 @@ if __name__ == "__main__":
         steps += 1
         if steps == 3:
             break
-    print("trained", run.plan.workers, run._taken.settings.num_workers)
+    print("trained", run.plan.workers, run.port.data.settings.num_workers)
 """
 
 

@@ -72,7 +72,7 @@ SCRIPT = textwrap.dedent(
             value = run.step(batch)
             run.log({"loss": float(value), "steps": run.steps_per_epoch})
             if run.state.step == STOP:
-                run._watcher.flush()
+                run.port.parts.watcher.flush()
                 os._exit(9)
         result = run.evaluate(DataLoader(Lines(), batch_sampler=Buckets(), collate_fn=collate))
         run.log({"evaluated": result["loss"]})

@@ -913,7 +913,7 @@ def test_what_loads_ends_with_the_loop_and_is_kept_from_epoch_to_epoch(nothing_k
                     "the data is the script's: they start for each epoch"
                 )
         assert not loaders() and not loading()
-        run._finish("completed")
+        run.port.group.members[0].finish("completed")
         del run, data, other, model, optimizer
         batch = None
     gc.collect()
@@ -1028,7 +1028,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
 run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-4), Data(), loss=torch.nn.functional.mse_loss, batch_size=8)
 run.fit(2)
-print("rank", run.rank, run._feed.executor, run._feed.settings.num_workers, model.weight.tolist(), flush=True)
+print("rank", run.rank, run.port.group.members[0].feed.executor, run.port.group.members[0].feed.settings.num_workers, model.weight.tolist(), flush=True)
 """
 
 
@@ -1227,7 +1227,7 @@ def test_a_checkpoint_of_other_data_is_refused_and_one_without_a_fingerprint_is_
         for batch in itertools.islice(run.batches(), steps):
             run.step(batch)
         run.save()
-        run._finish("completed")
+        run.port.group.members[0].finish("completed")
         return run
 
     def rows(fingerprint):
@@ -1282,7 +1282,7 @@ def test_a_resume_under_another_sampler_or_another_end_of_the_epoch_is_refused(
         for batch in itertools.islice(run.batches(), steps):
             run.step(batch)
         run.save()
-        run._finish("completed")
+        run.port.group.members[0].finish("completed")
         return run
 
     weighted = {"sampler": WeightedRandomSampler([1.0] * 42, 42)}

@@ -56,7 +56,7 @@ def train(plan: str, change: float, at: int) -> str:
     except ronde.PlanError as error:
         return str(error)
     finally:
-        run._ended = True
+        run.port.parts.place.ended = True
     return ""
 
 

@@ -6,6 +6,7 @@ Also what is said of draws that cannot be the same, and that torch's functions a
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import ronde
 import zygote
 from processes import PATHS, TESTS, forked
 from ronde.capture import GlobalDraws, replaced
+from ronde.run.parts import Parts
 from ronde.world import PlanError
 
 ALONE = [
@@ -126,7 +128,7 @@ def _padded(model, x):
 def test_what_cannot_be_the_same_is_said(monkeypatch, draw, said):
     monkeypatch.setenv("RONDE_RUNS", "none")
     said_of = []
-    monkeypatch.setattr(ronde.Run, "_warn", lambda self, text, differs=False: said_of.append(text))
+    monkeypatch.setattr(Parts, "warn", lambda self, text, differs=False: said_of.append(text))
     model = _Model(draw)
     run = ronde.distribute(
         model,
@@ -182,7 +184,10 @@ def test_without_it_each_workers_own_numbers_are_said(tmp_path):
     from ronde.world import World
 
     me = World(0, 2, 0, 2, 0, torch.device("cpu"), "python", "here")
-    draws = StepDraws(Plan(workers=2), me, "", {}, warn.append, lambda: True)
+    parts = SimpleNamespace(
+        plan=Plan(workers=2), world=me, part="", warn=lambda text, differs: warn.append(text)
+    )
+    draws = StepDraws(parts, {}, lambda: True)
     draws.hand_out(Share(0, 0, 4, ((0, 2),), 2), 0)
     draws.begin_step(Share(0, 0, 4, ((0, 2),), 2), [None])
     torch.rand(1)

@@ -115,7 +115,7 @@ def train(plan: str, change, where: str = "last") -> str:
     except (ronde.RondeError, RuntimeError) as error:
         return str(error)
     finally:
-        run._ended = True
+        run.port.parts.place.ended = True
     return "nothing"
 
 

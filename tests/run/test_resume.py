@@ -53,7 +53,7 @@ SCRIPT = textwrap.dedent(
             run.step(batch)
             run.log({"lr": optimizer.param_groups[0]["lr"], "seen": seen[-1]})
             if run.state.step == STOP:
-                run._watcher.flush()
+                run.port.parts.watcher.flush()
                 os._exit(9)  # as if killed, on every rank
         run.evaluate(Rows(), {})
     run.export(run.dir.path / "final.safetensors")

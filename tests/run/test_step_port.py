@@ -98,4 +98,4 @@ def test_a_snapshot_is_restored_in_one_process():
     assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     snapshot.restore()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    run._finish("completed")
+    run.port.group.members[0].finish("completed")

@@ -125,7 +125,7 @@ def test_wrong_manifests_are_passed_over(checkpoints, capsys):
         else:
             told["loaded"] += 1
             loaded.add(".".join(map(str, place)))
-        run._finish("completed")
+        run.port.group.members[0].finish("completed")
     # Settings that cannot be told from others, and what the run has no use for, may be loaded.
     # Two of them: a place in a generator's state and its next Gaussian, where any number is one.
     places_loaded = {
@@ -148,7 +148,7 @@ def test_what_stands_in_a_file_s_place(checkpoints, capsys):
 
     def resumed() -> int:
         run = start()
-        run._finish("completed")
+        run.port.group.members[0].finish("completed")
         return run.state.step
 
     for name in ("manifest.json", "model.safetensors", "optimizer.safetensors"):

@@ -708,8 +708,10 @@ def _baseline(command: list[str], feed: str) -> float | None:
         with tempfile.TemporaryDirectory(prefix="ronde-baseline-") as folder:
             file = Path(folder) / "rate.json"
             environment = {
-                "RONDE_MEASURE": str(_MEASURE_SECONDS / 2),
-                "RONDE_MEASURE_FILE": str(file),
+                "RONDE_STUDY": "baseline",
+                "RONDE_STUDY_FILE": str(file),
+                "RONDE_STUDY_OPTIONS": json.dumps({"seconds": _MEASURE_SECONDS / 2}),
+                "RONDE_RUNS": "none",
                 "RONDE_PROGRESS": "quiet",
                 "RONDE_RESUME": "0",
                 "RONDE_FEED": feed,

@@ -37,7 +37,8 @@ from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
-    from ronde.plan import Plan, Share
+    from ronde.plan import Plan
+    from ronde.run.callback import StepView
     from ronde.run.step_port import RunView
 
 _SECONDS = 60.0
@@ -86,10 +87,10 @@ class Doctor(hooks.Observer):
             report_progress("taking steps of the script's own loop")
         self.trial = LoopTrial(run, values, write)
 
-    def after_update(self, run: RunView, share: Share) -> None:
+    def step_ended(self, step: StepView) -> None:
         """See :class:`Observer`."""
         if self.trial is not None:
-            self.trial.after_update(run, share)
+            self.trial.step_ended(step)
 
 
 def _silent(_: str) -> None:

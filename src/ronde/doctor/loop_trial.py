@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
-    from ronde.plan import Share
+    from ronde.run.callback import StepView
     from ronde.run.step_port import RunView
 
 _POINTS = 5.0  # less is not worth a word
@@ -39,29 +39,32 @@ class LoopTrial:
         self.most = _MOST
         self.start = 0.0
         self.is_longer = False
-        run.port.script_time.sampled = 1  # what comes in each 20th step is seen too
+        self.clock = run.port.script_time
+        self.run = run
+        self.clock.sampled = 1  # what comes in each 20th step is seen too
         write({**values, "notes": [*values["notes"], _MISSING]})
         signal.signal(signal.SIGALRM, _give_up)
         signal.alarm(_LIMIT_SECONDS)
 
-    def after_update(self, run: RunView, share: Share) -> None:
+    def step_ended(self, step: StepView) -> None:
         """A step of the script has ended on every rank."""
+        run = step.parts
         self.steps += 1
         if self.steps == 1:
             self.start = time.monotonic()
         elif self.steps == _FIRST:
             each = max((time.monotonic() - self.start) / (_FIRST - 1), 1e-4)
             wanted = max(_FIRST + int(_SECONDS / each), min(_USUAL, int(_LONGER / each)))
-            self.most = min(_MOST, int(broadcast_json(run.port.world, wanted)))
+            self.most = min(_MOST, int(broadcast_json(run.world, wanted)))
         elif self.steps == self.most and not self.is_longer:
             self.is_longer, each = True, (time.monotonic() - self.start) / (self.steps - 1)
-            wanted = min(run.port.script_time.wanted_steps(), self.steps + int(_LONGER / each))
-            self.most = max(self.most, int(broadcast_json(run.port.world, wanted)))
-        last = share.stop + run.plan.batch_size > run.port.data.order.epoch_samples
+            wanted = min(self.clock.wanted_steps(), self.steps + int(_LONGER / each))
+            self.most = max(self.most, int(broadcast_json(run.world, wanted)))
+        last = step.share.stop + run.plan.batch_size > run.data.order.epoch_samples
         if self.steps < self.most and not last:
             return  # what follows the epoch's last step may save or evaluate
         signal.alarm(0)
-        values = with_script_loop(run, self.values)
+        values = with_script_loop(self.run, self.values)
         if values["script_loop"] is None:
             values["notes"] = [*values["notes"], _MISSING]
         self.write(values)

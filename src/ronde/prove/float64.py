@@ -25,10 +25,10 @@ from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
 from ronde.prove.keyed_draws import KeyedDraws
+from ronde.prove.recorded_run import RecordedRun
 from ronde.prove.recorder import Phase, Recorder
 from ronde.prove.values import NARROW
 from ronde.run import evaluation, hooks
-from ronde.run.run import Run
 
 __all__ = ["install_recorder"]
 
@@ -216,13 +216,17 @@ def _patch_ranks(recorder: Recorder) -> None:
     public.world = asking(  # type: ignore[attr-defined]
         "ronde.world()", public.world, lambda world: dataclasses.replace(world, **one)
     )
-    for name, value in (("rank", 0), ("world_size", 1), ("is_main", True)):
-        getter = asking(f"run.{name}", getattr(Run, name).fget, constant(value))
-        setattr(Run, name, property(getter))
     values = recorder.settings.plan_alone
     plan_alone = Plan.from_dict(values) if values else None
-    getter = asking("run.plan", lambda run: run.__dict__["plan"], lambda plan: plan_alone or plan)
-    Run.plan = property(getter, lambda run, plan: run.__dict__.__setitem__("plan", plan))  # type: ignore[assignment,misc]
+
+    def attribute(name: str, alone: Callable[[Any], Any]) -> None:
+        getter = asking(f"run.{name}", lambda run: run.__dict__[name], alone)
+        setter = lambda run, value: run.__dict__.__setitem__(name, value)  # noqa: E731
+        setattr(RecordedRun, name, property(getter, setter))
+
+    for name, value in (("rank", 0), ("world_size", 1), ("is_main", True)):
+        attribute(name, constant(value))
+    attribute("plan", lambda plan: plan_alone or plan)
     environ = type(os.environ)
     read = environ.__getitem__
 

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ronde.profile import deep_copy
 from ronde.prove.experiment import Experiment, Settings
 from ronde.prove.keyed_draws import KeyedDraws, generator_digest
 from ronde.prove.recorded_data import NotedStream, cut_epoch, cut_order, note_samples, wide_loader
+from ronde.prove.recorded_run import RecordedLoop, RecordedRun
 from ronde.prove.values import (
     Array,
     cast,
@@ -45,7 +47,9 @@ from ronde.prove.values import (
     to_array,
 )
 from ronde.run import hooks
+from ronde.run.callback import EvaluationResult, StepView
 from ronde.run.losses import LossCall
+from ronde.run.parts import Parts
 from ronde.run.step_port import RunView
 from ronde.watch.proofs import digests_of, smallest_like
 from ronde.watch.run_dir import RunDir
@@ -138,7 +142,7 @@ class Recorder(hooks.Observer):
         self.notes: dict[str, list[str]] = {}
         self.clips_itself = False
         # the trainings of the script, and the one to record
-        self.run: RunView | None = None
+        self.run: Parts | None = None
         self._trainings = 0
         self._ticks = 0  # starts and updates of all trainings: which comes before which
         self._is_mine = False
@@ -171,6 +175,10 @@ class Recorder(hooks.Observer):
         # the current evaluation
         self._evaluated: dict[int, str] = {}
         self._metrics: dict[str, str] = {}
+        self._left: dict[str, tuple[Any, ...]] = {}  # marks of gradients between micro-batches
+        self.asked_micro = False
+        self.run_type = partial(RecordedRun, self)
+        self.loop_type = partial(RecordedLoop, self)
 
     # -- the trace ---------------------------------------------------------------------
 
@@ -260,7 +268,7 @@ class Recorder(hooks.Observer):
 
     def _change_arguments(self, opening: hooks.Opening, size: int) -> None:
         asked = opening.micro_batch
-        self._asked_micro = asked is not None
+        self.asked_micro = asked is not None
         if self.experiment is Experiment.SPLIT and self._is_mine:
             share = max(1, -(-size // self.settings.workers))
             opening.micro_batch = share if asked is None else min(share, asked)
@@ -327,75 +335,69 @@ class Recorder(hooks.Observer):
         """Start to record the run."""
         if not self._is_mine or self.run is not None:
             return
-        self.run = run
+        self.run = run.port.parts
         if run.dir is None:
             # The script may write into its run directory: this one ends with the study.
             run.dir = RunDir(Path(self.settings.folder) / "run")
             run.dir.path.mkdir(exist_ok=True)
-            run.save = lambda *, wait=True: None  # type: ignore[assignment,method-assign,misc]
-        self._watch_gradients(run)
-        self._watch_batches(run)
-        if self.splits_steps(run):
-            self._keep_gradients(run)
+        if self.splits_steps(self.run):
+            self._keep_gradients(self.run)
         self.event("ready", plan=plan.to_dict())
         self.phase = Phase.BETWEEN
 
-    def _keep_gradients(self, run: RunView) -> None:
+    def _keep_gradients(self, run: Parts) -> None:
         """The script clears gradients for each batch: not between the parts of one step."""
         clear = run.optimizer.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            if not 0 < run.port.backwards < len(self._sizes):
+            if not 0 < run.place.backwards < len(self._sizes):
                 clear(set_to_none)
 
         run.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
-    def _watch_gradients(self, run: RunView) -> None:
+    @contextmanager
+    def around_backward(self, run: Parts) -> Iterator[None]:
         """Note gradients that a script with its own loop changes between micro-batches."""
-        backward = run.backward
-        left: dict[str, tuple[Any, ...]] = {}
+        if run is not self.run:
+            yield
+            return
+        left = self._left
+        if 0 < run.place.backwards < len(self._sizes):
+            states = _gradient_states(run.model)
+            changed = [n for n, state in states.items() if n in left and left[n] != state]
+            self._step.setdefault("regraded", []).extend(changed)
+        self.count_draws()
+        yield
+        self.mark_pass()
+        self._use_samples_of(run.place.backwards)
+        left.clear()
+        if run.place.backwards < len(self._sizes):
+            left.update(_gradient_states(run.model))
 
-        def watched(loss: Any) -> None:
-            if 0 < run.port.backwards < len(self._sizes):
-                states = _gradient_states(run.model)
-                changed = [n for n, state in states.items() if n in left and left[n] != state]
-                self._step.setdefault("regraded", []).extend(changed)
-            self.count_draws()
-            backward(loss)
-            self.mark_pass()
-            self._use_samples_of(run.port.backwards)
-            left.clear()
-            if run.port.backwards < len(self._sizes):
-                left.update(_gradient_states(run.model))
-
-        run.backward = watched  # type: ignore[method-assign]
-
-    def _watch_batches(self, run: RunView) -> None:
+    def record_given(self, run: Parts, batch: Any) -> None:
         """Record the batch that the loop passes to ``run.step``."""
-        step = run.step
-
-        def watched(batch: Any) -> torch.Tensor:
-            self.count_draws()
-            # a list, where the script asks for micro-batches
-            parts = list(batch) if len(self._sizes) > 1 else [batch]
-            if len(parts) == len(self._sizes) and self.phase == Phase.STEP:
-                with torch._C.DisableTorchFunction():
-                    self._record_batch("given", parts)
-            return step(batch)
-
-        run.step = watched  # type: ignore[method-assign]
+        if run is not self.run:
+            return
+        self.count_draws()
+        # a list, where the script asks for micro-batches
+        parts = list(batch) if len(self._sizes) > 1 else [batch]
+        if len(parts) == len(self._sizes) and self.phase == Phase.STEP:
+            with torch._C.DisableTorchFunction():
+                self._record_batch("given", parts)
 
     # -- the loop ----------------------------------------------------------------------
 
-    def on_epochs(self, run: RunView, n: int) -> int:
+    def cut_epochs(self, run: Parts, n: int) -> int:
         """Cut epochs: more of them, but never more steps than the script takes."""
+        if not isinstance(n, int) or n < 0:
+            return n  # refused
         if run is not self.run:
             return min(n, self.settings.steps)
         self.event("epochs", n=n)
         self._limit = min(self.settings.steps, n * self._steps_per_epoch)
         return max(n, self._limit)
 
-    def on_epoch_start(self, run: RunView) -> None:
+    def end_idle_loop(self) -> None:
         """End the process of a script that loops on after the last step."""
         if self.is_over():
             self._empty_rounds += 1
@@ -406,23 +408,19 @@ class Recorder(hooks.Observer):
         """Whether all steps are recorded."""
         return self.run is not None and self.run.state.step >= self._limit
 
-    def yields_lists(self, lists: bool) -> bool:
-        """As the script's own ``micro_batch`` asks for, even if the study removed it."""
-        return lists or self._asked_micro
-
-    def splits_steps(self, run: RunView) -> bool:
+    def splits_steps(self, run: Parts) -> bool:
         """Under ``split``, a script with its own loop gets the parts one by one."""
         split = self.experiment is Experiment.SPLIT and self.settings.owns_loop
         return split and run is self.run
 
     # -- a step ------------------------------------------------------------------------
 
-    def on_batch(self, run: RunView, share: Share, micros: list[Any]) -> list[Any]:
+    def begin_step(self, run: Parts, share: Share, micros: list[Any]) -> list[Any]:
         """Start to record a step."""
         micros = cast(list(micros))
         if run is not self.run:
             return micros
-        order, place = run.port.data.order, run.plan.layout.place(run.rank)
+        order, place = run.data.order, run.plan.layout.place(run.world.rank)
         drawn = order.draw is not None
         self._step = {
             "step": run.state.step,
@@ -492,9 +490,9 @@ class Recorder(hooks.Observer):
             self.draws.begin(key, low, high if samples is None else low + samples, whole)
             self._marks = generators()
 
-    def on_evaluation_batch(self, run: RunView, share: Share, low: int, high: int) -> None:
+    def evaluation_batch(self, parts: Parts, share: Share, low: int, high: int) -> None:
         """The samples of what is evaluated next."""
-        key = f"evaluation {run.state.step} {share.start}"
+        key = f"evaluation {parts.state.step} {share.start}"
         self._range = (key, low - share.start, high - share.start, share.global_samples)
         self.draw_again()
 
@@ -557,8 +555,8 @@ class Recorder(hooks.Observer):
     def _note_sample(self, i: int, value: Any) -> None:
         self._digests.setdefault(int(i), []).append(digest_value(value))
 
-    def _sample_digests(self, run: RunView, share: Share) -> list[list[Any]]:
-        data = run.port.data
+    def _sample_digests(self, run: Parts, share: Share) -> list[list[Any]]:
+        data = run.data
         is_stream = isinstance(data.dataset, NotedStream)
         ids: dict[int, None] = {}  # each once, in order
         for low, high in share.micro:
@@ -566,7 +564,7 @@ class Recorder(hooks.Observer):
             ids.update(dict.fromkeys(map(int, read)))
         return [[i, digest] for i in ids for digest in self._digests.get(i, [])]
 
-    def _record_start(self, run: RunView) -> None:
+    def _record_start(self, run: Parts) -> None:
         """Record weights that the script changed since the last update; in step 1, all."""
         last = self._last_weights
         for name, p in self._owned(run):
@@ -575,8 +573,8 @@ class Recorder(hooks.Observer):
             if not last or (name in last and not same):
                 self._tensors[f"start|{name}"] = value
 
-    def _owned(self, run: RunView) -> list[tuple[str, torch.Tensor]]:
-        owns = run.port.strategy.owns
+    def _owned(self, run: Parts) -> list[tuple[str, torch.Tensor]]:
+        owns = run.strategy.owns
         named = run.model.named_parameters()
         return [(n, p) for n, p in named if p.device.type != "meta" and owns(n)]
 
@@ -586,24 +584,25 @@ class Recorder(hooks.Observer):
                 steps = self._generator.integers(-1, 2, p.numel()).astype(np.float64)
                 p.mul_(1.0 + torch.from_numpy(steps).view(p.shape) * 2.0**-52)
 
-    def on_gradients(self, run: RunView, loss: torch.Tensor) -> None:
+    def before_clip(self, step: StepView) -> None:
         """Record the loss and the exchanged gradients."""
+        run = step.parts
         if run is not self.run:
             return
         named = dict(run.model.named_parameters())
         self._step["drawn"] = self._drawn()
         if self.draws is not None:
             self._step["generators"] = generator_digest()
-        self._step["loss"] = float(loss)
+        self._step["loss"] = float(step.loss)
         self._step["lr"] = _learning_rates(run)
         self._step["rewritten"] = [
             n for n, p in named.items() if p._version != self._versions.get(n, p._version)
         ]
         self._record_gradients(run, "gradient")
-        if run.world_size == 1 and (stale := self._stale(run, named)):
+        if run.world.size == 1 and (stale := self._stale(run, named)):
             self._step["stale"] = stale
 
-    def _stale(self, run: RunView, named: dict[str, nn.Parameter]) -> list[str]:
+    def _stale(self, run: Parts, named: dict[str, nn.Parameter]) -> list[str]:
         """Parameters that the optimizer misses because the script replaced them."""
         optimized = {id(p) for g in run.optimizer.param_groups for p in g["params"]}
         # Parameters outside the model are no fault alone: a replaced head may stay.
@@ -616,13 +615,14 @@ class Recorder(hooks.Observer):
             and (n in self._optimized or n not in self._names)
         ]
 
-    def _record_gradients(self, run: RunView, kind: str) -> None:
+    def _record_gradients(self, run: Parts, kind: str) -> None:
         for name, p in self._owned(run):
             if p.grad is not None:
                 self._tensors[f"{kind}|{name}"] = to_array(p.grad)
 
-    def before_update(self, run: RunView) -> None:
+    def before_update(self, step: StepView) -> None:
         """Record clipped gradients."""
+        run = step.parts
         if run is not self.run:
             return
         if run.plan.clip_norm is not None:
@@ -631,7 +631,7 @@ class Recorder(hooks.Observer):
         self._marks = generators()
         self.phase = Phase.UPDATE
 
-    def _groups(self, run: RunView) -> list[dict[str, Any]]:
+    def _groups(self, run: Parts) -> list[dict[str, Any]]:
         """The optimizer's settings, and the parameters of this worker's that it trains."""
         names = {id(p): name for name, p in self._owned(run) if p.requires_grad}
         return [
@@ -640,8 +640,9 @@ class Recorder(hooks.Observer):
             for group in run.optimizer.param_groups
         ]
 
-    def after_update(self, run: RunView, share: Share) -> None:
+    def step_ended(self, step: StepView) -> None:
         """Record weights and buffers, and write the step."""
+        run = step.parts
         self._ticks += 1
         if run is not self.run:
             return
@@ -652,7 +653,7 @@ class Recorder(hooks.Observer):
         self._last_weights = {name: to_array(p) for name, p in self._owned(run)}
         self._tensors |= {f"weight|{n}": value for n, value in self._last_weights.items()}
         for name, b in run.model.named_buffers():
-            if b.device.type != "meta" and run.port.strategy.owns(name):
+            if b.device.type != "meta" and run.strategy.owns(name):
                 self._tensors[f"buffer|{name}"] = to_array(b)
         for name, p in self._owned(run):
             for key, value in run.optimizer.state.get(p, {}).items():
@@ -711,7 +712,7 @@ class Recorder(hooks.Observer):
     def record_loss_arguments(self, values: tuple[Any, ...]) -> None:
         """Record the loss's arguments."""
         run = self.run
-        if not self._in_forward() or (run is not None and not run.port.strategy.holds_result):
+        if not self._in_forward() or (run is not None and not run.strategy.holds_result):
             return
         self._step["calls_loss"] = True
         for i, value in enumerate(values):
@@ -720,11 +721,11 @@ class Recorder(hooks.Observer):
         if wants_probe and run is not None and self._micro < len(self._sizes):
             detached = map_tensors(lambda t: t.detach().clone(), values)
             size, step = self._sizes[self._micro], self._step["step"]
-            self._probe = (run.port.loss.loss, detached, size, step)
+            self._probe = (run.loss.loss, detached, size, step)
 
     def record_local_loss(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:
         """Record the loss of one micro-batch of this worker."""
-        holds = self.run is None or self.run.port.strategy.holds_result
+        holds = self.run is None or self.run.strategy.holds_result
         if not self._in_forward() or self._micro >= len(self._sizes) or not holds:
             return
         weight_value = None if weight is None else float(weight)
@@ -741,7 +742,7 @@ class Recorder(hooks.Observer):
             return
         if self.phase == Phase.BETWEEN and not name and not module.training:
             self.note("evaluates", None)
-        if not self._in_forward() or run.port.strategy.whole_step or run.plan.tensor != 1:
+        if not self._in_forward() or run.strategy.whole_step or run.plan.tensor != 1:
             return
         self._record_output(name or "(model)", output, inputs)
         if not name and self.experiment.is_one_process:
@@ -810,7 +811,7 @@ class Recorder(hooks.Observer):
         return (
             self.phase == Phase.STEP
             and run is not None
-            and 0 < run.port.backwards < len(self._sizes)
+            and 0 < run.place.backwards < len(self._sizes)
         )
 
     def record_dropout(self, rate: float, where: str | None, drops: bool = False) -> None:
@@ -833,7 +834,7 @@ class Recorder(hooks.Observer):
 
     # -- evaluation --------------------------------------------------------------------
 
-    def on_evaluation_data(self, run: RunView, taken: TakenOver) -> TakenOver:
+    def on_evaluation_data(self, parts: Parts, taken: TakenOver) -> TakenOver:
         """Cut a large evaluation, and note its samples."""
         order = taken.order
         if order.draw is None and order.epoch_samples > _EVALUATE_SAMPLES:
@@ -842,28 +843,28 @@ class Recorder(hooks.Observer):
             order = dataclasses.replace(order, length=max(_EVALUATE_SAMPLES - left_over, 1))
         loader = wide_loader(taken.settings, taken.dataset, lambda names: None)
         dataset = taken.dataset
-        if run is self.run and not isinstance(dataset, IterableDataset):
+        if parts is self.run and not isinstance(dataset, IterableDataset):
             dataset = note_samples(dataset, self._note_evaluated)
         return dataclasses.replace(taken, dataset=dataset, order=order, settings=loader)
 
     def _note_evaluated(self, i: int, value: Any) -> None:
         self._evaluated[int(i)] = digest_value(value)
 
-    def before_evaluation(self, run: RunView) -> None:
+    def evaluation_started(self, parts: Parts) -> None:
         """Start to record an evaluation."""
         self.phase = Phase.EVALUATE
         self._mark()
         self._evaluated.clear()
-        self.event("evaluating", step=run.state.step)
+        self.event("evaluating", step=parts.state.step)
 
-    def after_evaluation(self, run: RunView, result: dict[str, Any], samples: int) -> None:
+    def evaluated(self, parts: Parts, outcome: EvaluationResult) -> None:
         """Write the evaluation."""
-        if run is self.run:
+        if parts is self.run:
             self.event(
                 "evaluated",
-                step=run.state.step,
-                result=result,
-                samples=samples,
+                step=parts.state.step,
+                result=outcome.result,
+                samples=outcome.samples,
                 metrics=dict(self._metrics),
                 drawn=self._drawn(),
                 digests=sorted(self._evaluated.items()),
@@ -871,7 +872,7 @@ class Recorder(hooks.Observer):
         self._leave_draws()
         self.phase = Phase.BETWEEN
 
-    def on_log(self, run: RunView, values: Mapping[str, Any]) -> None:
+    def record_log(self, run: Parts, values: Mapping[str, Any]) -> None:
         """Record logged fractions; whole numbers count workers or steps."""
         numbers = {
             name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
@@ -925,7 +926,7 @@ def _is_setting(value: Any) -> bool:
     return isinstance(value, bool | int | float | str)
 
 
-def _learning_rates(run: RunView) -> list[float]:
+def _learning_rates(run: Parts) -> list[float]:
     return [float(group["lr"]) for group in run.optimizer.param_groups if "lr" in group]
 
 

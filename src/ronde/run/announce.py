@@ -15,22 +15,20 @@ from torch import nn
 from ronde.data import BatchOrder
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import parse_reducer
-from ronde.run.persist import holds_all
-from ronde.run.run import Run
+from ronde.run.parts import Parts
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
-from ronde.watch.proofs import plan_kind
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import gather_json
 
 __all__ = ["announce", "scalar_writer"]
 
 
-def announce(run: Run, left_out: list[str]) -> None:
+def announce(run: Parts, left_out: list[str]) -> None:
     """Record the start, and warn if the training is not the same as on one device."""
-    me, directory, order = run.port.world, run.dir, run.port.data.order
+    me, directory, order = run.world, run.directory, run.data.order
     several = me.size > 1 and me.local_size != me.size
     hosts = dict(Counter(gather_json(me, me.host))) if several else {}
-    run._watcher.event(
+    run.watcher.event(
         Started(
             schema=SCHEMA_VERSION,
             run=directory.name if directory else "",
@@ -53,14 +51,14 @@ def announce(run: Run, left_out: list[str]) -> None:
         )
     )
     _explain_growth(run)
-    for note in run.port.data.notes:
-        run._warn(note)
+    for note in run.data.notes:
+        run.warn(note)
     if left_out:
         shown = ", ".join(map(repr, left_out[:5])) + (", …" if len(left_out) > 5 else "")
         other = "Only a second optimizer does that the script steps, and registers (run.register)"
-        if not holds_all(run):
+        if not run.holds_all:
             other = f"Under plan={run.plan.spec!r}, a second optimizer cannot either"
-        run._warn(
+        run.warn(
             f"{len(left_out)} trainable parameters are not in the optimizer given to "
             f"ronde.distribute, which does not train them: {shown}. {other}"
         )
@@ -71,7 +69,7 @@ def announce(run: Run, left_out: list[str]) -> None:
         if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.max_norm is not None
     ]
     if scaled and run.plan.replicas > 1:
-        run._warn(
+        run.warn(
             f"{scaled[0]!r} has max_norm, and each worker scales the rows that it looks up itself: "
             "this is not the same training as on one device. Leave max_norm out, and scale all "
             "rows after run.step(batch): weight.copy_(torch.renorm(weight, 2, 0, max_norm))",
@@ -80,27 +78,31 @@ def announce(run: Run, left_out: list[str]) -> None:
     _warn_of_norms(run)
 
 
-def _proof(run: Run) -> str:
+def _proof(run: Parts) -> str:
     """What ``ronde prove`` found out about this script under such a plan; empty if nothing."""
     proofs: dict[str, str] = json.loads(os.environ.get("RONDE_PROOFS", "{}"))
-    if run.port.data.settings.echo > 1:  # prove reads without settings, and these change samples
+    if run.data.settings.echo > 1:  # prove reads without settings, and these change samples
         return ""
+    if not proofs:
+        return ""
+    from ronde.watch.proofs import plan_kind
+
     return proofs.get(plan_kind(run.plan), "")
 
 
-def _explain_reducer(run: Run) -> None:
+def _explain_reducer(run: Parts) -> None:
     kind = parse_reducer(run.plan.reducer).kind
-    if run._strategy.note:
-        run._watcher.say(run._strategy.note)
-    elif not kind.exact and run.world_size > 1:
-        run._warn(
+    if run.strategy.note:
+        run.watcher.say(run.strategy.note)
+    elif not kind.exact and run.world.size > 1:
+        run.warn(
             f"reducer {run.plan.reducer!r} is lossy: {kind.effect}, so this is not the same "
             "training as on one device",
             differs=True,
         )
 
 
-def _explain_growth(run: Run) -> None:
+def _explain_growth(run: Parts) -> None:
     plan = run.plan
     if plan.batch == "grow" and plan.workers > 1:
         cite = {
@@ -109,13 +111,13 @@ def _explain_growth(run: Run) -> None:
             "none": "unchanged",
         }[plan.lr_rule]
         warm = f", warmed up over {plan.warmup_steps} steps" if plan.warmup_steps else ""
-        run._watcher.say(
+        run.watcher.say(
             f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = "
             f"{plan.batch_size} samples per step; learning rate × {plan.lr_factor:g} ({cite}){warm}"
         )
 
 
-def _warn_of_norms(run: Run) -> None:
+def _warn_of_norms(run: Parts) -> None:
     plan = run.plan
     norms = batchnorms(run.model)
     if norms and ((plan.replicas > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
@@ -124,14 +126,14 @@ def _warn_of_norms(run: Run) -> None:
         can_sync = plan.replicas > 1 and plan.pipeline == 1 and not plan.sync_batchnorm
         cure = "; sync_batchnorm=True uses all workers'" if can_sync else ""
         more = f" and {len(norms) - 1} more" if len(norms) > 1 else ""
-        run._warn(
+        run.warn(
             f"batch normalization ({norms[0]!r}{more}) sees {size} samples at a time, not the "
             f"global batch of {plan.batch_size}: this is not the same training as on one "
             f"device{cure}",
             differs=True,
         )
     if plan.accumulation > 1 and (iterating := spectral_norms(run.model)):
-        run._warn(
+        run.warn(
             f"spectral normalization ({iterating[0]!r}) iterates once in each forward pass, and a "
             f"step has {plan.accumulation} of them: this is not the same training as without "
             "micro-batches",

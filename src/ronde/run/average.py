@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -16,20 +15,20 @@ from ronde.world import ArgumentError, CheckpointError, RondeError
 from ronde.world.consensus import agree
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.parts import Parts
 
 __all__ = ["Averages", "Decay", "WeightAverage", "average_wants"]
 
 Decay = float | Callable[[int], float] | None
 
 
-def _parameters(run: RunParts) -> dict[str, nn.Parameter]:
+def _parameters(run: Parts) -> dict[str, nn.Parameter]:
     """The parameters of which this worker holds a part or all, each once, by its first name."""
     found: dict[str, nn.Parameter] = {}
     # FSDP puts its shards back for state_dict(): until then, it may hold whole parameters.
     for name, value in run.model.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and run._strategy.owns(name):
-            found.setdefault(run._work.tied.get(name, name), value)
+        if isinstance(value, nn.Parameter) and run.strategy.owns(name):
+            found.setdefault(run.work.tied.get(name, name), value)
     return found
 
 
@@ -45,13 +44,13 @@ class WeightAverage:
     """
 
     def __init__(
-        self, run: RunParts, name: str, decay: Decay, start: int, every: int, averages: Averages
+        self, run: Parts, name: str, decay: Decay, start: int, every: int, averages: Averages
     ) -> None:
         self.name = name
         self.updates = 0
         self._decay, self._start, self._every = decay, start, every
         self._averages = averages
-        self._run = weakref.ref(run)  # a run in a reference cycle ends its loading late
+        self._run = run
         self._of = _parameters(run)
         self._parts = {key: _copy(local_part(p)) for key, p in self._of.items()}
 
@@ -88,7 +87,7 @@ class WeightAverage:
             >>> with average.applied():  # doctest: +SKIP
             ...     result = run.evaluate(test_set)
         """
-        run, averages = self._open(), self._averages
+        run, averages = self._run, self._averages
         if averages.applied is not None:
             raise RondeError(
                 f"average.applied(): the model has the weights of {averages.applied!r} already. "
@@ -108,7 +107,7 @@ class WeightAverage:
         """This worker's parts, as ``average/parameter``, for a checkpoint."""
         return {
             f"{self.name}/{key}": Piece(self._parts[key], tuple(p.shape), box_of(p, key))
-            for key, p in self._now(self._open()).items()
+            for key, p in self._now(self._run).items()
         }
 
     def restore(self, found: Mapping[str, torch.Tensor], updates: int) -> None:
@@ -124,15 +123,10 @@ class WeightAverage:
             part.copy_(value)
         self.updates = updates
 
-    def _open(self) -> RunParts:
-        run = self._run()
-        assert run is not None, "the run is gone"
-        return run
-
     def _live(self) -> list[nn.Parameter]:
         return list(self._of.values())
 
-    def _now(self, run: RunParts) -> dict[str, nn.Parameter]:
+    def _now(self, run: Parts) -> dict[str, nn.Parameter]:
         """The parameters, if they are those that are averaged."""
         found = _parameters(run)
         changed = [n for n in {**found, **self._of} if found.get(n) is not self._of.get(n)]
@@ -150,11 +144,11 @@ def _copy(part: torch.Tensor) -> torch.Tensor:
     return part.to(torch.float32, copy=True) if half else part.clone()
 
 
-def _fill(run: RunParts, parts: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+def _fill(run: Parts, parts: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for part, value in zip(parts, values, strict=True):
             part.copy_(value)
-    run._strategy.loaded()
+    run.strategy.loaded()
 
 
 class Averages:
@@ -173,7 +167,7 @@ class Averages:
         self._parts: Mapping[str, torch.Tensor] = {}
         self._resumed = False
 
-    def add(self, run: RunParts, name: str, decay: Decay, start: int, every: int) -> WeightAverage:
+    def add(self, run: Parts, name: str, decay: Decay, start: int, every: int) -> WeightAverage:
         """Make an average, or continue the checkpoint's of this name. A collective."""
         if not name.isidentifier():
             raise ArgumentError(
@@ -197,12 +191,12 @@ class Averages:
             )
         shown = decay if not callable(decay) else "a function"
         facts = {"name": name, "decay": shown, "start": start, "every": every}
-        agree(run._me, facts, "run.average")
+        agree(run.world, facts, "run.average")
         average = WeightAverage(run, name, decay, start, every, self)
         if name in self._found:
             average.restore(self._parts, self._found.pop(name))
         elif self._resumed:
-            run._warn(f"the checkpoint has no average {name!r}: it begins anew")
+            run.warn(f"the checkpoint has no average {name!r}: it begins anew")
         self.items[name] = average
         return average
 
@@ -236,10 +230,10 @@ class Averages:
             if name in self._found:
                 average.restore(self._parts, self._found.pop(name))
 
-    def report_unused(self, run: RunParts) -> None:
+    def report_unused(self, run: Parts) -> None:
         """Say once which averages of the checkpoint the script did not ask for before a step."""
         if self._found:
-            run._warn(
+            run.warn(
                 f"the checkpoint has the average {', '.join(map(repr, self._found))}, and the "
                 "script does not call run.average for it. The next checkpoint will not have it"
             )
@@ -247,7 +241,7 @@ class Averages:
 
 
 def average_wants(
-    run: RunParts, names: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
+    run: Parts, names: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[Want], dict[str, torch.Tensor]]:
     """The boxes this worker needs of a checkpoint's averages, and where they will be."""
     parts: dict[str, torch.Tensor] = {}

@@ -13,7 +13,7 @@ from ronde.world import ArgumentError, CheckpointError, PlanError
 from ronde.world.consensus import agree, broadcast_json
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.parts import Parts
 
 __all__ = ["BatchSchedule", "schedule_of"]
 
@@ -45,36 +45,36 @@ class BatchSchedule:
             step += 1
         return found[1:]
 
-    def begin_epoch(self, run: RunParts) -> None:
+    def begin_epoch(self, run: Parts) -> None:
         """Called before an epoch's first batch is taken. A collective."""
         self.epoch_step = step = run.state.step
-        noise = run._strategy.noise
+        noise = run.strategy.noise
         if not self._by_noise or noise is None:
             return
         now = self.size(step)
-        told = broadcast_json(run._me, noise.value)
+        told = broadcast_json(run.world, noise.value)
         if told is not None and told >= 2 * now and 2 * now <= self._largest:
             times = 2 ** int(math.log2(min(told, self._largest) / now))
             self.sizes.append([step, now * times])
             self._follow(run, now, now * times, f"; the gradient noise scale is about {told:,.0f}")
 
-    def after_step(self, run: RunParts) -> None:
+    def after_step(self, run: Parts) -> None:
         """Let the learning rate follow a change that begins with the next batch."""
         for (_, before), (first, size) in itertools.pairwise(self.sizes):
             if first == run.state.step and not self._by_noise:
                 self._follow(run, before, size, "")
 
-    def _follow(self, run: RunParts, before: int, size: int, why: str) -> None:
+    def _follow(self, run: Parts, before: int, size: int, why: str) -> None:
         factor = {"linear": size / before, "sqrt": math.sqrt(size / before), "none": 1.0}
         lr_rules.scale_rates(run.optimizer, run.scheduler, factor[self._rule])
-        run._watcher.say(
+        run.watcher.say(
             f"global batch {before} -> {size} from step {run.state.step} on, learning rate × "
             f"{factor[self._rule]:g} ({self._rule}){why}"
         )
 
-    def to_dict(self, run: RunParts) -> dict[str, Any]:
+    def to_dict(self, run: Parts) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        noise = run._strategy.noise
+        noise = run.strategy.noise
         return {
             "sizes": self.sizes,
             "epoch_step": self.epoch_step,
@@ -83,7 +83,7 @@ class BatchSchedule:
             "noise": noise.to_list() if noise is not None and self._by_noise else None,
         }
 
-    def load(self, run: RunParts, saved: Mapping[str, Any]) -> None:
+    def load(self, run: Parts, saved: Mapping[str, Any]) -> None:
         """Continue as the checkpoint's run would have.
 
         Raises:
@@ -96,16 +96,17 @@ class BatchSchedule:
                 f"(batches {saved['sizes']}, {saved['rule']}). Give the same."
             )
         self.sizes, self.epoch_step = saved["sizes"], saved["epoch_step"]
-        if saved["noise"] is not None and run._strategy.noise is not None:
-            run._strategy.noise.load(saved["noise"])
+        if saved["noise"] is not None and run.strategy.noise is not None:
+            run.strategy.noise.load(saved["noise"])
 
 
 def schedule_of(
-    run: RunParts,
+    run: Parts,
     at: Mapping[int, int] | None,
     largest: int | None,
     lr_rule: str | None,
     alone: bool,
+    rolls_back: bool,
 ) -> BatchSchedule:
     """Check the arguments of ``run.grow_batch``. A collective."""
     plan, call = run.plan, "run.grow_batch()"
@@ -119,19 +120,19 @@ def schedule_of(
             )
     if lr_rule not in (None, *lr_rules.RULES):
         raise ArgumentError(f"{call}: lr_rule={lr_rule!r}: expected one of {lr_rules.RULES}.")
-    if run.state.step != run._watcher.steps_at_start:
+    if run.state.step != run.watcher.steps_at_start:
         raise ArgumentError(f"{call} was called after a step: call it before the first.")
     refused = (
         (plan.pipeline > 1, "a pipeline's micro-batches are fixed"),
         (plan.drop_last, "drop_last=True leaves out the end of an epoch"),
-        (run._taken.order.ends(0) is not None, "a batch_sampler decides on each batch"),
+        (run.data.order.ends(0) is not None, "a batch_sampler decides on each batch"),
         (not alone, "other runs share its batches"),
-        (run._on_nan == "rollback", "on_nan='rollback' would not shrink it again"),
-        (largest is not None and run._strategy.noise is None, "this plan measures no noise scale"),
+        (rolls_back, "on_nan='rollback' would not shrink it again"),
+        (largest is not None and run.strategy.noise is None, "this plan measures no noise scale"),
     )
     for applies, why in refused:
         if applies:
             raise PlanError(f"{call} does not go with this run: {why}.")
     rule = lr_rules.choose_rule(run.optimizer, lr_rule)
-    agree(run._me, {"steps": sorted(steps.items()), "largest": largest, "rule": rule}, call)
+    agree(run.world, {"steps": sorted(steps.items()), "largest": largest, "rule": rule}, call)
     return BatchSchedule(at, largest or 0, rule, plan.batch_size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ronde.run.callback import Callback, StepView
 from ronde.world import RondeError
 
 __all__ = ["Forecast", "PredictionCheck"]
@@ -42,8 +43,8 @@ class Forecast:
     gathers_after: bool = False
 
 
-@dataclass
-class PredictionCheck:
+@dataclass(eq=False)
+class PredictionCheck(Callback):
     """Times the first steps of a run. It waits for an accelerator at each mark."""
 
     forecast: Forecast
@@ -52,6 +53,7 @@ class PredictionCheck:
     passes: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     last: float | None = None
+    over: bool = False
     _start: float = 0.0
     _passes_end: float = 0.0
 
@@ -65,25 +67,32 @@ class PredictionCheck:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def begin(self) -> None:
+    def before_passes(self, step: StepView) -> None:
         """Forward and backward passes start."""
-        self._start = self._now()
+        self._start = self._now() if not self.over else 0.0
 
-    def end_passes(self) -> None:
+    def after_exchange(self, step: StepView) -> None:
         """Passes and exchange are done."""
-        self._passes_end = self._now()
+        self._passes_end = self._now() if not self.over else 0.0
 
-    def end_step(self) -> bool:
-        """The optimizer has stepped. Returns whether enough steps were measured."""
+    def after_update(self, step: StepView) -> None:
+        """Report once enough steps were measured."""
+        if self.over:
+            return
         now = self._now()
         if self.last is not None:
             self.whole.append(now - self.last)
             self.passes.append(self._passes_end - self._start)
             self.optimizer.append(now - self._passes_end)
         self.last = now
-        return len(self.whole) >= self._first + _MEASURED
+        self.over = len(self.whole) >= self._first + _MEASURED
+        if self.over:
+            text, error = self._report(step.parts.world.is_main)
+            if error:
+                step.parts.warn(error)
+            step.parts.watcher.say(text)
 
-    def report(self, keep: bool) -> tuple[str, str]:
+    def _report(self, keep: bool) -> tuple[str, str]:
         """The comparison in a line, and an error if its residual could not be kept."""
         text, seconds = self.sentence()
         forecast = self.forecast

@@ -7,8 +7,9 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,19 +23,18 @@ from ronde.data import Order
 from ronde.introspect import detached_copy, reopen_files
 from ronde.loader import Feed, FeedSettings, TakenOver, take_over
 from ronde.parallel import Work, carry_out, converted
-from ronde.parallel.meta_init import FILL_THEMSELVES, Init
 from ronde.plan import SPLIT_FIELDS, Plan, Share
 from ronde.run import checks, exchange_state, hooks, lr_rules
 from ronde.run.announce import announce, scalar_writer
-from ronde.run.best import split_metric
-from ronde.run.check_prediction import Forecast, PredictionCheck
+from ronde.run.best import KeepBest, split_metric
+from ronde.run.callback import check_callbacks
+from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
+from ronde.run.content import CheckpointContent
 from ronde.run.evaluation import on_device, to_device
 from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.losses import LossCall
-from ronde.run.model_values import filler, shape_lazy
-from ronde.run.non_finite import ON_NAN, check_on_nan
-from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
-from ronde.run.persist import holds_all
+from ronde.run.options import RunOptions
+from ronde.run.parts import Parts
 from ronde.run.plan_arguments import (
     accumulate,
     asked_plan,
@@ -43,11 +43,9 @@ from ronde.run.plan_arguments import (
     recorded_cut,
     script_plan,
 )
-from ronde.run.resume import resume
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
 from ronde.run.step_draws import probe_draws
-from ronde.run.whole_model import refuse_save_pretrained, skeleton_of
 from ronde.watch import (
     Record,
     RunDir,
@@ -60,6 +58,11 @@ from ronde.watch import (
 from ronde.world import ArgumentError, CheckpointError, PlanError, RondeError, World
 from ronde.world.connect import connect
 from ronde.world.consensus import agree, broadcast_json
+from ronde.world.rendezvous import rendezvous
+
+if TYPE_CHECKING:
+    from ronde.parallel.meta_init import Init
+    from ronde.run.check_prediction import Forecast
 
 __all__ = ["distribute"]
 
@@ -102,6 +105,7 @@ def distribute(
     on_nan: Literal["error", "ignore", "skip", "rollback"] = "error",
     tensorboard: bool = False,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    callbacks: Sequence[Any] = (),
 ) -> Run:
     """Train one script's model on one device or on many.
 
@@ -181,6 +185,8 @@ def distribute(
         feed: how samples are fetched: :class:`ronde.feed.FeedSettings`, a mapping of its fields, or
             the path of a settings file. ``ronde run --feed`` (or ``RONDE_FEED``) overrides it,
             setting by setting.
+        callbacks: objects whose methods the run calls at its events, after its own: ``step_ended``,
+            ``before_update``, ``epoch_ended``, … See :class:`ronde.run.callback.Callback`.
 
     Returns:
         Run: the training, for the script's loop.
@@ -248,7 +254,7 @@ def distribute(
     if source is not None:
         own = {"batch_size": batch_size, "micro_batch": micro_batch, "shuffle": shuffle}
         checks.check_shared({**own, "feed": feed, "drop_last": drop_last or None})
-        taken, batch, seed = source._taken, source.plan.batch, source.plan.seed
+        taken, batch, seed = source.port.data, source.plan.batch, source.plan.seed
         micro_batch = source.plan.micro_batch
     else:
         taken = take_over(
@@ -277,7 +283,7 @@ def distribute(
     )
     hooks.observer.on_open(opening)
     if source is not None:  # as a study may have changed it
-        opening.taken, opening.micro_batch = source._taken, source.plan.micro_batch
+        opening.taken, opening.micro_batch = source.port.data, source.plan.micro_batch
     _place(opening, me, on_meta=init is not None)
     default: Literal["global", "worker"] = "global" if me.device.type == "cpu" else "worker"
     default = source.plan.randomness if source is not None else default
@@ -309,7 +315,7 @@ def distribute(
             f"on_nan={on_nan!r}: {part!r} trains in one loop with another run, which has seen what "
             "it would leave out. Use on_nan='error'."
         )
-    if source is not None and source._group is not group:
+    if source is not None and source.port.group is not group:
         raise ArgumentError(
             "data=run: the run has trained or ended already. Call ronde.distribute for both runs "
             "before the first step of either."
@@ -319,7 +325,11 @@ def distribute(
     if group.resumes and directory is not None and not part and chosen.pipeline > 1:
         before = recorded_cut(chosen, directory.plan, me)
         chosen = dataclasses.replace(chosen, split_at=chosen.split_at or before)
-    skeleton = skeleton_of(opening.model, chosen)
+    skeleton = None
+    if chosen.workers > 1:
+        from ronde.run.whole_model import refuse_save_pretrained, skeleton_of
+
+        skeleton = skeleton_of(opening.model, chosen)
     probes = probe_draws(work, opening.calls) if chosen.randomness == "global" else {}
     with group.buffers_kept():
         strategy = carry_out(chosen, work, me)
@@ -329,44 +339,82 @@ def distribute(
         record = Record(directory.record) if me.is_main and directory is not None else None
         watcher = Watcher(record, choose_display(me.is_main), me.is_main)
     else:
-        beside = first._watcher
+        beside = first.watcher
         watcher = Watcher(beside.record, beside.display, me.is_main, part, beside)
-    run = Run(
-        opening,
-        chosen,
-        work,
-        strategy,
-        me,
+    precision = chosen.precision
+    parts = Parts(
+        model=opening.model,
+        optimizer=opening.optimizer,
+        scheduler=opening.scheduler,
+        plan=chosen,
+        data=opening.taken,
+        loss=opening.calls,
+        work=work,
+        strategy=strategy,
+        world=me,
+        rendezvous=rendezvous(me),
         watcher=watcher,
         directory=directory,
+        part=part,
+        follows=source is not None,
+        autocast=partial(torch.autocast, me.device.type, DTYPES[precision])
+        if precision in DTYPES
+        else nullcontext,
+        scaler=torch.amp.GradScaler(me.device.type) if precision == "fp16" else None,
+    )
+    content = CheckpointContent(
+        parts,
+        KeepBest(keep_best, directory.checkpoints if directory else None),
+        policy,
+        async_save,
+        save_every,
+    )
+    # A batch may be larger than any before it.
+    grows = chosen.micro_batch is not None and opening.taken.order.ends(0) is not None
+    options = RunOptions(
         save_every=save_every,
-        keep=policy,
-        keep_best=keep_best,
-        async_save=async_save,
         check_replicas=check_replicas,
         on_nan=on_nan,
+        callbacks=check_callbacks(callbacks),
+        in_lists=micro_batch is not None or grows,
+    )
+    run_type: type[Run] = hooks.observer.run_type or Run
+    run = run_type(
+        content,
+        group,
+        options,
         writer=scalar_writer(directory, tensorboard, me, part),
-        in_lists=micro_batch is not None
-        # a batch may be larger than any before it
-        or (chosen.micro_batch is not None and opening.taken.order.ends(0) is not None),
-        group=group,
-        part=part,
         source=source,
         probes=probes,
+        skeleton=skeleton,
+        forecast=forecast,
     )
     if skeleton is not None:
-        skeleton.note(run.model)
-        run._skeleton = skeleton
-    refuse_save_pretrained(run.model, chosen)
-    exchange_state.check_save_every(run, save_every)
-    check_on_nan(run, on_nan)
-    announce(run, left_out)
+        skeleton.note(parts.model)
+        refuse_save_pretrained(parts.model, chosen)
+    exchange_state.check_save_every(parts, save_every)
+    check_on_nan(parts, on_nan)
+    announce(parts, left_out)
     if before and before != chosen.split_at:
         watcher.say(
             f"the pipeline is cut at {', '.join(chosen.split_at)}, as asked; before the resume it "
             f"was cut at {', '.join(before)}"
         )
-    _begin(run, forecast, group.resumes)
+    if not parts.holds_all:
+        from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
+
+        hold_in_parts(parts.model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
+        say_in_parts(parts.optimizer, lambda text: watcher.say(text))
+    if forecast is not None:
+        watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
+    if group.resumes and directory is not None:
+        from ronde.run.resume import resume
+
+        watcher.say(resume(content, group, directory))
+        strategy.sync_buffers()
+    if me.is_main and directory is not None and not part:
+        chosen.save(directory.plan)  # only now: a refused resume leaves the old one
+    hooks.observer.on_ready(run, chosen)
     return run
 
 
@@ -395,6 +443,8 @@ def _place(opening: hooks.Opening, me: World, on_meta: bool) -> None:
     model = opening.model
     lazy = checks.lazy_names(model)
     if lazy:
+        from ronde.run.model_values import shape_lazy
+
         shape_lazy(model, opening.calls, opening.taken, lazy)
     if not on_meta:
         model.to(me.device)
@@ -475,6 +525,9 @@ def _work(
     work = Work(model, optimizer, compute, _sampler(opening, me), tensor_plan, sizes)
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
     if init is not None:
+        from ronde.parallel.meta_init import FILL_THEMSELVES
+        from ronde.run.model_values import filler
+
         work.fill = filler(model, init, opening.seed, me)
         alone = me.size == 1 or chosen.family.split(" ")[0] not in FILL_THEMSELVES
         if alone or chosen.tensor > 1:  # blocks are found by passes over the whole model
@@ -518,25 +571,6 @@ def _repeat(order: Order, n: int) -> Order:
     return dataclasses.replace(order, draw=lambda _epoch: np.resize(ids, n).tolist(), length=n)
 
 
-def _begin(run: Run, forecast: Forecast | None, resumes: bool) -> None:
-    """Resume if asked to, and write the plan."""
-    strategy, watcher, directory = run._strategy, run._watcher, run.dir
-    if not holds_all(run):
-        hold_in_parts(run.model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
-        say_in_parts(run.optimizer, lambda text: watcher.say(text))
-    if forecast is not None:
-        watcher.say(f"plan {run.plan.spec}: {forecast.sentence}")
-        run._comparison = PredictionCheck(forecast, run.device)
-    if resumes and directory is not None:
-        watcher.say(resume(run, run._me, directory))
-        strategy.sync_buffers()
-    if run.is_main and directory is not None and not run._part:
-        run.plan.save(directory.plan)  # only now: a refused resume leaves the old one
-    if measuring := os.environ.get("RONDE_MEASURE"):
-        run.measure(float(measuring))
-    hooks.observer.on_ready(run, run.plan)
-
-
 def _group(me: World, name: str | None) -> tuple[RunGroup, str]:
     """The group that this run joins, or a new one, and its name in it."""
     group = current()
@@ -554,7 +588,7 @@ def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
         of_launcher = os.environ.get("RONDE_RUN_DIR")
         answer["resume"] = resume = os.environ.get("RONDE_RESUME") == "1"
         try:
-            if os.environ.get("RONDE_MEASURE") or (base == "none" and not of_launcher):
+            if base == "none" and not of_launcher:
                 answer["resume"] = False
             elif of_launcher:
                 # The launcher made it. Later runs of the same script get directories beside it.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import IterableDataset
 
+from ronde.capture import GlobalDraws
 from ronde.data import stage
 from ronde.loader import (
     Feed,
@@ -24,17 +25,17 @@ from ronde.loader import (
 )
 from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
+from ronde.run.callback import Callbacks, EvaluationResult
 from ronde.run.checks import check_draw, check_same_samples
 from ronde.run.delivered_rows import Rows, lengths
+from ronde.run.gather import Gathering
+from ronde.run.parts import Parts
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
 from ronde.world.meshes import group_of
 from ronde.world.tensors import map_leaves, map_tensors
 
-if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
-
-__all__ = ["Evaluation", "evaluation_of", "gather_skipped", "on_device", "skip_report", "to_device"]
+__all__ = ["Evaluations", "gather_skipped", "on_device", "skip_report", "to_device"]
 
 _MOST_KEPT = 4  # evaluations: a script may make a new DataLoader for each
 
@@ -133,7 +134,7 @@ def _clear_but_typed(metric: Any) -> None:
 Judged = tuple[tuple[Any, ...], torch.Tensor, torch.Tensor | None]
 
 
-class Evaluation:
+class _Evaluation:
     """Reads one data set for evaluation; kept between calls, so that loading processes can stay.
 
     Attributes:
@@ -175,9 +176,15 @@ class Evaluation:
             ranks = [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)]
             self.counting = group_of("counting", ranks)
 
-    def run(self, run: RunParts, metrics: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    def run(
+        self,
+        run: Parts,
+        metrics: dict[str, Any],
+        gathering: Gathering,
+        callbacks: Callbacks,
+    ) -> tuple[dict[str, Any], int]:
         """Loss and metrics over the whole set, and its number of samples."""
-        loss, strategy = run._loss, run._strategy
+        loss, strategy = run.loss, run.strategy
         if self.taken.order.draw is not None:
             check_draw(self.me, self.taken.order, 0, "run.evaluate")
         plain, objects = self._prepare(metrics)
@@ -185,15 +192,15 @@ class Evaluation:
         sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
 
         def judge(batch: Any) -> Judged:
-            with run._autocast():
+            with run.autocast():
                 arguments = loss.arguments(run.model, batch)
                 return arguments, *loss.check(loss.loss(*arguments))
 
         with torch.no_grad():
-            self._add_up(run, judge, plain, objects, sums)
+            self._add_up(run, judge, plain, objects, sums, gathering, callbacks)
         unclear, self.rows.unclear = self.rows.unclear, ""
         if unclear and not loss.pairs:
-            run._warn(unclear)
+            run.warn(unclear)
         if self.me.size > 1:
             on_device = sums.to(self.me.device)
             dist.all_reduce(on_device)
@@ -237,22 +244,24 @@ class Evaluation:
 
     def _add_up(
         self,
-        run: RunParts,
+        run: Parts,
         judge: Callable[[Any], Judged],
         plain: dict[str, Any],
         objects: dict[str, Any],
         sums: torch.Tensor,
+        gathering: Gathering,
+        callbacks: Callbacks,
     ) -> None:
         """Add up loss and metrics."""
-        strategy = run._strategy
+        strategy = run.strategy
         stand_in: Any = None
         spare: Any = None  # judged on the stand-in
         # A loss that gathers the batch needs every worker.
-        gathers = run._gathers is not False and run.plan.pipeline == 1 and run.world_size > 1
+        gathers = gathering.used is not False and run.plan.pipeline == 1 and run.world.size > 1
         run_empty = strategy.run_empty_inference or gathers
-        for batch, samples, count in self._read(run):
-            run._rendezvous.heartbeat.tick()
-            run._evaluated = int(samples), count
+        for batch, samples, count in self._read(run, callbacks):
+            run.rendezvous.heartbeat.tick()
+            gathering.evaluated = int(samples), count
             if not samples:
                 stand_in = batch
                 if run_empty:
@@ -263,7 +272,7 @@ class Evaluation:
                 continue  # it counts on another worker of this replica
             arguments, value, weight = judged
             sums[-1] += samples
-            added = weight is not None or run._loss.reduction == "sum"
+            added = weight is not None or run.loss.reduction == "sum"
             sums[0] += float(value) if added else float(value) * samples
             sums[1] += samples if weight is None else float(weight)
             for i, (name, metric) in enumerate(plain.items(), 1):
@@ -279,7 +288,7 @@ class Evaluation:
                     metric.update(*judged[0])
                     _clear_but_typed(metric)
 
-    def _read(self, run: RunParts) -> Iterator[tuple[Any, float, int]]:
+    def _read(self, run: Parts, callbacks: Callbacks) -> Iterator[tuple[Any, float, int]]:
         """Each micro-batch of this worker, how many of its samples are in it, and how many there
         are in its batch.
         """
@@ -293,7 +302,7 @@ class Evaluation:
 
         for share, micros in self.feed.read(mine):
             if mixing := check_same_samples(self.me, self.feed.take_facts(), "run.evaluate"):
-                run._warn(mixing)
+                run.warn(mixing)
             left_out = self.feed.left_out or (0,) * len(micros)
             ready = on_device(self.feed, share, micros, self.me.device)
             found = [lengths(batch) for batch in ready]
@@ -301,40 +310,89 @@ class Evaluation:
             if self.rows.is_open:
                 self.rows.settle(self.me, found, counts)
             for i, (low, high) in enumerate(share.micro):
-                hooks.observer.on_evaluation_batch(run, share, low, high)
+                for call in callbacks.evaluation_batch:
+                    call(run, share, low, high)
                 rows = self.rows.in_evaluation(found[i], counts[i])
                 yield ready[i], rows, len(ready)
 
 
-def evaluation_of(run: RunParts, data: Any, say: Callable[[str, bool], None]) -> Evaluation:
-    """The run's evaluation of a data set: the one of an earlier call, or a new one."""
-    evaluation: Evaluation | None = run._evaluations.get(id(data))
-    if evaluation is not None and evaluation.data is data:
-        if evaluation.taken.resized is None:
-            return evaluation
-        evaluation.feed.close()
-    taken = take_over(
-        data,
-        seed=run.plan.seed,
-        batch_size=None,
-        shuffle=None,
-        shuffle_dataset=False,
-        drop_last=False,
-        argument="evaluate's data",
-        evaluate=True,
-    )
-    if (other := other_classes(run._taken.dataset, data)) is not None:
-        run._warn(
-            f"evaluate: {other}. Have both count the same classes: feed.folder(…, like=train), "
-            "feed.table(…, like=train)."
+class Evaluations:
+    """The evaluations of one run, by data set."""
+
+    def __init__(self, parts: Parts, gathering: Gathering, callbacks: Callbacks) -> None:
+        self._parts, self._gathering, self._callbacks = parts, gathering, callbacks
+        self._kept: dict[int, _Evaluation] = {}
+
+    def evaluate(
+        self, data: Any, metrics: Mapping[str, Any], name: str, stays: bool
+    ) -> EvaluationResult:
+        """Loss and metrics over a data set, on all ranks.
+
+        Args:
+            stays: whether its loading processes stay.
+        """
+        run = self._parts
+        evaluation = self._of(data)
+        run.strategy.sync_buffers()
+        modes = [(module, module.training) for module in run.model.modules()]
+        run.model.eval()
+        for call in self._callbacks.evaluation_started:
+            call(run)
+        try:
+            with GlobalDraws.paused():
+                result, samples = evaluation.run(
+                    run, dict(metrics), self._gathering, self._callbacks
+                )
+        finally:
+            self._gathering.evaluated = None
+            for module, training in modes:
+                module.training = training  # each its own: the script may have frozen a part
+            if not stays:
+                evaluation.feed.close()
+        outcome = EvaluationResult(name, result, samples)
+        if report := skip_report(
+            evaluation.skipped, evaluation.taken.order.epoch_samples, "left out"
+        ):
+            run.warn(f"{'evaluation' if name == 'evaluate' else name}: {report}")
+        for call in self._callbacks.evaluated:
+            call(run, outcome)
+        return outcome
+
+    def close(self) -> None:
+        """End their loading threads and processes. They start again at the next evaluation."""
+        for evaluation in self._kept.values():
+            evaluation.feed.close()
+
+    def _of(self, data: Any) -> _Evaluation:
+        """The evaluation of a data set: the one of an earlier call, or a new one."""
+        run = self._parts
+        evaluation = self._kept.get(id(data))
+        if evaluation is not None and evaluation.data is data:
+            if evaluation.taken.resized is None:
+                return evaluation
+            evaluation.feed.close()
+        taken = take_over(
+            data,
+            seed=run.plan.seed,
+            batch_size=None,
+            shuffle=None,
+            shuffle_dataset=False,
+            drop_last=False,
+            argument="evaluate's data",
+            evaluate=True,
         )
-    taken = hooks.observer.on_evaluation_data(run, taken)
-    settings = _settings_for(data, taken, run._taken)
-    evaluation = Evaluation(data, taken, settings, run.plan, run._me, say)
-    run._evaluations[id(data)] = evaluation
-    if len(run._evaluations) > _MOST_KEPT:
-        run._evaluations.pop(next(iter(run._evaluations))).feed.close()
-    return evaluation
+        if (other := other_classes(run.data.dataset, data)) is not None:
+            run.warn(
+                f"evaluate: {other}. Have both count the same classes: feed.folder(…, like=train), "
+                "feed.table(…, like=train)."
+            )
+        taken = hooks.observer.on_evaluation_data(run, taken)
+        settings = _settings_for(data, taken, run.data)
+        evaluation = _Evaluation(data, taken, settings, run.plan, run.world, run.report)
+        self._kept[id(data)] = evaluation
+        if len(self._kept) > _MOST_KEPT:
+            self._kept.pop(next(iter(self._kept))).feed.close()
+        return evaluation
 
 
 def _settings_for(data: Any, taken: TakenOver, training: TakenOver) -> LoaderSettings:

@@ -16,7 +16,7 @@ from ronde.world import ArgumentError, CheckpointError, PlanError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.parts import Parts
 
 __all__ = [
     "check_can_average",
@@ -29,9 +29,9 @@ __all__ = [
 ]
 
 
-def check_settled(run: RunParts, call: str) -> None:
+def check_settled(run: Parts, call: str) -> None:
     """Refuse what reads weights while each worker has its own, under a reducer of local steps."""
-    strategy = run._strategy
+    strategy = run.strategy
     if strategy.drifts and strategy.exchange is not None:
         raise PlanError(
             f"{call} at step {run.state.step}: under plan={run.plan.spec!r}, workers have the same "
@@ -40,9 +40,9 @@ def check_settled(run: RunParts, call: str) -> None:
         )
 
 
-def check_save_every(run: RunParts, save_every: int | None) -> None:
+def check_save_every(run: Parts, save_every: int | None) -> None:
     """Refuse checkpoints between two averages of the weights."""
-    exchange = run._strategy.exchange
+    exchange = run.strategy.exchange
     if save_every and exchange is not None and save_every % exchange.reducer.every:
         raise ArgumentError(
             f"save_every={save_every}: under plan={run.plan.spec!r}, workers have the same weights "
@@ -50,40 +50,40 @@ def check_save_every(run: RunParts, save_every: int | None) -> None:
         )
 
 
-def check_can_average(run: RunParts) -> None:
+def check_can_average(run: Parts) -> None:
     """Refuse an average of weights that differ between workers."""
-    if parse_reducer(run.plan.reducer).kind.local and run.world_size > 1:
+    if parse_reducer(run.plan.reducer).kind.local and run.world.size > 1:
         raise PlanError(
             f"run.average() does not go with plan={run.plan.spec!r}, under which each worker has "
             "its own weights between two exchanges. Use another reducer."
         )
 
 
-def has_state(run: RunParts) -> bool:
+def has_state(run: Parts) -> bool:
     """Whether the run's reducer has something that a checkpoint must hold. The same on all
     ranks.
     """
-    exchange = run._strategy.exchange
+    exchange = run.strategy.exchange
     return exchange is not None and bool(exchange.reducer.saved())
 
 
-def exchange_pieces(run: RunParts) -> dict[str, checkpoint.Piece]:
+def exchange_pieces(run: Parts) -> dict[str, checkpoint.Piece]:
     """This worker's own state of the reducer, as ``name@rank``."""
-    exchange = run._strategy.exchange
+    exchange = run.strategy.exchange
     saved = {} if exchange is None else exchange.reducer.saved()
-    return {f"{name}@{run.rank}": checkpoint.piece_of(t, name) for name, t in saved.items()}
+    return {f"{name}@{run.world.rank}": checkpoint.piece_of(t, name) for name, t in saved.items()}
 
 
-def exchange_values(run: RunParts) -> dict[str, Any] | None:
+def exchange_values(run: Parts) -> dict[str, Any] | None:
     """The plain values that go with :func:`exchange_pieces`; None if there are none."""
-    exchange = run._strategy.exchange
+    exchange = run.strategy.exchange
     if exchange is None or not has_state(run):
         return None
     return {"reducer": str(exchange.reducer.choice), "names": sorted(exchange.reducer.saved())}
 
 
 def restore_exchange(
-    run: RunParts,
+    run: Parts,
     me: World,
     newest: checkpoint.Checkpoint | None,
     answer: Mapping[str, Any],
@@ -98,7 +98,7 @@ def restore_exchange(
     Raises:
         CheckpointError: the checkpoint's reducer is another one.
     """
-    exchange = run._strategy.exchange
+    exchange = run.strategy.exchange
     if exchange is not None:
         exchange.step = run.state.step
     saved = state.get("exchange")

@@ -6,11 +6,10 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from ronde.plan.torch_errors import meaning
 from ronde.world import LossError
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.parts import Parts
 
 __all__ = ["follow_run", "note_place"]
 
@@ -19,7 +18,7 @@ _runs: list[weakref.ref[Any]] = []  # the newest first
 _before = sys.excepthook
 
 
-def follow_run(run: RunParts) -> None:
+def follow_run(run: Parts) -> None:
     """From now on, note the place of exceptions that end the script within a step of this run."""
     _runs[:] = [weakref.ref(run), *(ref for ref in _runs if ref() is not None)]
     if sys.excepthook is not _hook:
@@ -33,17 +32,19 @@ def note_place(error: BaseException) -> None:
     if known or not isinstance(error, Exception):
         return
     for run in filter(None, [ref() for ref in _runs]):
-        share = run._share
+        share = run.place.share
         if share is None:
             continue
-        place = f"(rank {run._me.rank}, step {run.state.step + 1}"
+        place = f"(rank {run.world.rank}, step {run.state.step + 1}"
         low, high = share.micro[0][0], share.micro[-1][1]
         place += f", epoch {share.epoch}, {share.samples} samples"
         if share.samples and not isinstance(error, LossError):
-            ids = run._taken.order.ids(share.epoch, low, high).tolist()
+            ids = run.data.order.ids(share.epoch, low, high).tolist()
             shown = ", ".join(map(str, ids[:_SHOWN])) + (", …" if len(ids) > _SHOWN else "")
             place += f": indices {shown}"
         error.add_note(f"{place})")
+        from ronde.plan.torch_errors import meaning  # of errors only
+
         if (meant := meaning(str(error), run.plan)) is not None:
             error.add_note(f"That is: {meant}")
         return

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ronde.parallel import Part, Strategy, spectral_norms
-from ronde.plan import Plan
+from ronde.parallel import spectral_norms
 from ronde.profile.monkeypatch import put
-from ronde.run import hooks
-from ronde.run.losses import LossCall
+from ronde.run.callback import Callback, StepView
+from ronde.run.gather import Gathering
+from ronde.run.parts import Parts
 from ronde.run.undisturbed import undisturbed
-from ronde.world import LossError, World
+from ronde.watch import LossChecked
+from ronde.world import LossError
 from ronde.world.consensus import gather_json
 from ronde.world.tensors import leaves, map_leaves, map_tensors, tensors_in
 
@@ -56,27 +57,13 @@ _Line = list[float]  # factors and offsets of a linear change
 _Change = tuple[int, _Line | None]  # a field of a batch, and how it was changed
 
 
-class FirstStepsCheck:
-    """The check of one run. All ranks call it alike.
+class FirstStepsCheck(Callback):
+    """The check of one run. All ranks call it alike."""
 
-    Attributes:
-        gathered: the step's loss used the global batch (``run.gather``).
-        off: nothing is checked.
-        kind: what the loss is, see :func:`kind_of_loss`.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        me: World,
-        model: nn.Module,
-        loss: LossCall,
-        strategy: Strategy,
-        autocast: Callable[[], AbstractContextManager[Any]],
-    ) -> None:
-        self.gathered, self.off, self.kind = False, hooks.observed(), "flat"
-        self._plan, self._me, self._model = plan, me, model
-        self._loss, self._strategy, self._autocast = loss, strategy, autocast
+    def __init__(self, parts: Parts, gathering: Gathering) -> None:
+        self._gathering, self._kind = gathering, "flat"
+        self._plan, self._me, self._model = parts.plan, parts.world, parts.model
+        self._loss, self._strategy, self._autocast = parts.loss, parts.strategy, parts.autocast
         self._steps, self._open = 0, False
         self._said: set[str] = set()
         self._asked: tuple[Any, int] | None = None  # a micro-batch, and its samples
@@ -86,11 +73,12 @@ class FirstStepsCheck:
         self._hooked = ""  # where the script has hooked an activation
         self._undo: list[Callable[[], None]] = []
 
-    def hand_out(self, micros: Sequence[Any]) -> None:
-        """The script gets the micro-batches of a step."""
+    def batch_taken(self, step: StepView) -> None:
+        """Note what the script gets."""
         self._close()
-        self._steps, self.gathered = self._steps + 1, False
-        self._open, plan, model = self._steps in _STEPS and not self.off, self._plan, self._model
+        micros = () if step.parts.follows else step.micros
+        self._steps, self._gathering.in_pass = self._steps + 1, False
+        self._open, plan, model = self._steps in _STEPS, self._plan, self._model
         if not self._open or plan.workers == plan.accumulation == 1:
             return
         self._buffers = _buffers(model)
@@ -102,40 +90,43 @@ class FirstStepsCheck:
             see = lambda _, *given: self._batch.see(given, False)  # noqa: E731
             self._undo.append(model.register_forward_pre_hook(see, with_kwargs=True).remove)
 
-    def begin(self, micros: Sequence[Any], parts: Sequence[Part]) -> None:
-        """``run.step`` is called on micro-batches."""
-        if self._open and not self.off:
+    def before_passes(self, step: StepView) -> None:
+        """Note what the script gives to ``run.step``."""
+        if self._open:
+            micros = step.micros
             self._batch.see(list(micros), True)
-            samples, i = max((int(p.rows or p.samples), -i) for i, p in enumerate(parts))
+            samples, i = max((int(p.rows or p.samples), -i) for i, p in enumerate(step.split))
             self._asked = micros[-i], samples
             self._loss.keep(micros[-i])
 
-    def end(self, step: int, gathers: bool) -> list[tuple[str, bool]]:
-        """After a step's backward passes, before anything is updated. A collective in some steps.
-
-        Args:
-            gathers: the script gathers rows, so it knows of the whole batch.
-
-        Returns:
-            list: warnings, and whether the training is surely another one than in one process.
+    def after_passes(self, step: StepView) -> None:
+        """Warn, before anything is updated. A collective in some steps.
 
         Raises:
             LossError: the loss is a sum, or is not the sum that it was said to be.
         """
-        if not self._open or self.off:
-            return []
+        if not self._open:
+            return
+        before, number = self._kind, step.number + 1
+        for text, differs in self._look(number):
+            step.parts.warn(text, differs)
+        if self._kind != before:
+            step.parts.watcher.event(LossChecked(step=number, kind=self._kind))
+
+    def _look(self, step: int) -> list[tuple[str, bool]]:
+        """Warnings, and whether the training is surely another one than in one process."""
         arguments, kind = self._loss.kept(), "flat"
-        if self._asked and (self.gathered or (self._strategy.holds_result and arguments)):
+        if self._asked and (self._gathering.in_pass or (self._strategy.holds_result and arguments)):
             kind = self._kind_of(*self._asked, arguments or ())
         mine = [kind, self._batch.changes(), self._buffer_changes()]
         self._close()
         kinds, batches, buffers = zip(*gather_json(self._me, mine), strict=True)
         kind = min(kinds, key=_ORDER.index)
         # A kind that was clear once stays; one that could not be told stays unclear.
-        self.kind = kind if kind != "flat" and self.kind != "unknown" else self.kind
+        self._kind = kind if kind != "flat" and self._kind != "unknown" else self._kind
         mixes = (
             ""
-            if gathers or not _differ(batches)
+            if self._gathering.used or not _differ(batches)  # who gathers knows of all rows
             else MIXES.format(
                 "the script changes a batch, and not by a formula that is the same on all workers"
             )
@@ -155,7 +146,7 @@ class FirstStepsCheck:
 
     def _kind_of(self, batch: Any, samples: int, arguments: tuple[Any, ...]) -> str:
         calls, model, device = self._loss, self._model, self._me.device
-        if self.gathered:
+        if self._gathering.in_pass:
             return "gathered"
         with torch.autocast(device.type, enabled=False), undisturbed(device, calls.loss):
             ask = lambda values: calls.check(calls.loss(*map_tensors(_wide, values)))  # noqa: E731

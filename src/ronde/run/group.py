@@ -11,9 +11,12 @@ import atexit
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from ronde.run.memory_copies import MemoryCopies
+from ronde.loader import Feed
+from ronde.run.callback import Callbacks
+from ronde.run.content import CheckpointContent
+from ronde.run.parts import Parts
 from ronde.run.saving import Saving
 from ronde.run.script_time import ScriptTime
 from ronde.watch import RunDir, check_name
@@ -21,9 +24,9 @@ from ronde.world import ArgumentError, CheckpointError, RondeError
 
 if TYPE_CHECKING:
     from ronde import checkpoint
-    from ronde.run.step_port import RunParts
+    from ronde.run.memory_copies import MemoryCopies
 
-__all__ = ["Choice", "RunGroup", "count_groups", "current"]
+__all__ = ["Choice", "Member", "RunGroup", "count_groups", "current"]
 
 _groups = 0  # that this process has made
 _latest: weakref.ref[RunGroup] | None = None
@@ -46,6 +49,25 @@ class Choice:
     def parts(self) -> list[str]:
         """Names of the runs in it after the first."""
         return list(self.answer["state"].get("parts", {})) if self.answer["path"] else []
+
+
+class Member(Protocol):
+    """The loop of one run, as the group of its runs sees it."""
+
+    parts: Parts
+    content: CheckpointContent
+    callbacks: Callbacks
+    feed: Feed
+    leaves_out: bool  # steps, which the other runs would have seen
+
+    def end_epoch(self) -> None:
+        """Count the epoch."""
+
+    def finish(self, status: str) -> None:
+        """The run has ended."""
+
+    def at_exit(self) -> None:
+        """The process ends."""
 
 
 class RunGroup:
@@ -78,11 +100,10 @@ class RunGroup:
         self.memory: MemoryCopies | None = None
         # A run holds its group, and a cycle would keep loading processes: see Run.port. A group of
         # several holds them until all have ended, because each checkpoint has all of them.
-        self._members: dict[str, weakref.ref[RunParts]] = {}
-        self._held: list[RunParts] = []
-        self._leading: tuple[weakref.ref[RunParts], object] | None = (
-            None  # the outermost open reading
-        )
+        self._members: dict[str, weakref.ref[Member]] = {}
+        self._held: list[Member] = []
+        # The outermost open reading.
+        self._leading: tuple[weakref.ref[Member], object] | None = None
         self.readings = 0
         self._completed_at = -1  # readings begun when a loop over epochs ended
         self._checked = False
@@ -91,9 +112,19 @@ class RunGroup:
     # -- members -----------------------------------------------------------------------
 
     @property
-    def runs(self) -> list[RunParts]:
-        """The runs, in the order of their ``distribute``."""
-        return [run for ref in self._members.values() if (run := ref()) is not None]
+    def members(self) -> list[Member]:
+        """The runs' loops, in the order of their ``distribute``."""
+        return [member for ref in self._members.values() if (member := ref()) is not None]
+
+    @property
+    def runs(self) -> list[Parts]:
+        """The runs, in this order."""
+        return [member.parts for member in self.members]
+
+    @property
+    def contents(self) -> list[CheckpointContent]:
+        """What checkpoints hold of them."""
+        return [member.content for member in self.members]
 
     @property
     def alone(self) -> bool:
@@ -106,7 +137,7 @@ class RunGroup:
         return len(self.runs) == len(self._members)
 
     @property
-    def first(self) -> RunParts | None:
+    def first(self) -> Parts | None:
         """The run that owns the directory."""
         return self.runs[0] if self._members else None
 
@@ -116,13 +147,13 @@ class RunGroup:
             return ""
         part = name or str(len(self._members) + 1)
         check_name(part)
-        if any(run._best.metric for run in self.runs):
+        if any(content.best.metric for content in self.contents):
             raise ArgumentError(
                 "keep_best cannot be used by runs that train in one loop: a checkpoint has all of "
                 "them, and the best of one is not the best of another. Leave it out, and call "
                 "run.save() or run.export() after the evaluation that was the best."
             )
-        if any(run._on_nan in ("skip", "rollback") for run in self.runs):
+        if any(member.leaves_out for member in self.members):
             raise ArgumentError(
                 "on_nan='skip' and 'rollback' cannot be used by runs that train in one loop: what "
                 "one leaves out, the others have seen. Use on_nan='error'."
@@ -134,39 +165,40 @@ class RunGroup:
     def takes(self, name: str | None) -> bool:
         """Whether a new run joins: no run has trained yet, or the checkpoint has its part."""
         runs = self.runs
-        if len(runs) < len(self._members) or not runs or any(run._ended for run in runs):
+        if len(runs) < len(self._members) or not runs or any(r.place.ended for r in runs):
             return False
         if self.choice is not None and self.choice.answer["path"]:
             return (name or str(len(runs) + 1)) in self.choice.parts
         return not any(run.state.step for run in runs)
 
-    def add(self, run: RunParts, part: str) -> None:
+    def add(self, member: Member) -> None:
         """Take in a run."""
-        self._members[part] = weakref.ref(run)
+        self._members[member.parts.part] = weakref.ref(member)
         if not self.alone:
-            self._held = self.runs
-        atexit.register(run._at_exit)
+            self._held = self.members
+        atexit.register(member.at_exit)
 
-    def parts(self) -> dict[str, RunParts]:
-        """Part name -> run, for a checkpoint of all."""
-        found = {part: ref() for part, ref in self._members.items()}
-        if any(run is None for run in found.values()):
+    def to_save(self) -> dict[str, CheckpointContent]:
+        """Part name -> what a run has, for a checkpoint of all."""
+        found = self.members
+        if len(found) < len(self._members):
             raise RondeError(
                 "run.save(): another run of this loop is gone, and a checkpoint has all of them. "
                 "Keep its variable until the last save."
             )
-        return {part: run for part, run in found.items() if run is not None}
+        return {member.parts.part: member.content for member in found}
 
-    def release(self) -> None:
-        """Let go of the runs after all of them have ended."""
-        if all(run._ended for run in self.runs):
+    def release(self, member: Member) -> None:
+        """Let go of a run that has ended; of those that hold each other, after the last."""
+        atexit.unregister(member.at_exit)  # it would hold the model and the data
+        if all(run.place.ended for run in self.runs):
             self._held = []
             self.saving.free()
 
     # -- gradients ---------------------------------------------------------------------
 
     @contextmanager
-    def gradients_of(self, run: RunParts) -> Iterator[None]:
+    def gradients_of(self, run: Parts) -> Iterator[None]:
         """Within it, a backward pass leaves gradients in the parameters of ``run`` only.
 
         A generator's loss flows through the discriminator. Plain loops zero what that leaves there.
@@ -175,8 +207,8 @@ class RunGroup:
         if self.alone:
             yield
             return
-        own = {id(p) for p in run._strategy.parameters}
-        others = [p for r in self.runs if r is not run for p in r._strategy.parameters]
+        own = {id(p) for p in run.strategy.parameters}
+        others = [p for r in self.runs if r is not run for p in r.strategy.parameters]
         kept = [(p, p.grad) for p in others if id(p) not in own]
         for p, _ in kept:
             p.grad = None
@@ -190,8 +222,9 @@ class RunGroup:
         """Tell synchronized batch normalization whether the next forward pass has samples here."""
         if self.alone:
             return
-        runs = [r for r in self.runs if getattr(r._strategy, "run_empty", False)]
-        present = {r._share.samples > 0 for r in self.runs if r._share is not None}
+        runs = [r for r in self.runs if getattr(r.strategy, "run_empty", False)]
+        shares = [r.place.share for r in self.runs]
+        present = {share.samples > 0 for share in shares if share is not None}
         if len(present) > 1 and any(r.plan.sync_batchnorm for r in runs):
             raise RondeError(
                 "sync_batchnorm=True: this worker has samples of one run's batch and none of "
@@ -199,7 +232,7 @@ class RunGroup:
                 "batch sizes, or let one share the other's batches: ronde.distribute(…, data=run)."
             )
         for run in runs:
-            run._strategy.expect(False not in present)
+            run.strategy.expect(False not in present)
 
     @contextmanager
     def buffers_kept(self) -> Iterator[None]:
@@ -213,13 +246,13 @@ class RunGroup:
 
     # -- the loop ----------------------------------------------------------------------
 
-    def begin_reading(self, run: RunParts) -> object:
+    def begin_reading(self, member: Member) -> object:
         """A loop over ``run.batches()`` begins; returns a token for :meth:`end_reading`."""
         self.readings += 1
         self._check_parts()
         token = object()
-        if self._leading is None or self._leading[0]() in (run, None):
-            self._leading = (weakref.ref(run), token)
+        if self._leading is None or self._leading[0]() in (member, None):
+            self._leading = (weakref.ref(member), token)
         return token
 
     def end_reading(self, token: object) -> None:
@@ -251,7 +284,7 @@ class RunGroup:
         """
         return self._completed_at == self.readings > readings
 
-    def stepped(self, run: RunParts) -> None:
+    def stepped(self, run: Parts) -> None:
         """Note a step, tell how the last save has ended, and warn if a separate training has taken
         a step in between.
         """
@@ -259,7 +292,7 @@ class RunGroup:
         self.saving.poll(run)
         if self.number < _stepped and not self._warned and self.directory is not None:
             self._warned = True
-            run._warn(
+            run.warn(
                 "this run goes on after a later one has trained, in one loop with it: each has its "
                 "own run directory, and a resume may bring them back at different points. Call "
                 "ronde.distribute for both before the first step of either"
@@ -276,28 +309,21 @@ class RunGroup:
     @property
     def is_unsaved(self) -> bool:
         """Whether a run has trained since the last checkpoint."""
-        return any(run.state.step != run._last_saved_step for run in self.runs)
+        return any(each.parts.state.step != each.saved_step for each in self.contents)
 
-    def save_if_due(self, run: RunParts) -> None:
-        """Write a due checkpoint, or a copy in memory, where the body of the loop has ended: when
+    def saves_now(self, member: Member) -> bool:
+        """Whether a checkpoint, or a copy in memory, is due where the body of the loop has ended:
         its outermost reading takes the next batch, or has no further one.
         """
         if not self.due and (self.memory is None or not self.memory.is_due(self.step)):
-            return
-        if not self.alone:
-            leads = self._leading is not None and self._leading[0]() is run
-            if not leads or any(r._backwards and r._share for r in self.runs):
-                return
-        if not self.due:
-            run._copy_to_memory()
-        elif self.leaves:
-            run._leave()
-        else:
-            run._save()
+            return False
+        leads = self._leading is not None and self._leading[0]() is member
+        between = any(run.place.backwards and run.place.share for run in self.runs)
+        return self.alone or (leads and not between)
 
     def in_epochs(self) -> bool:
         """Whether a run is inside its loop over epochs."""
-        return any(run._in_epochs for run in self.runs)
+        return any(run.place.in_epochs for run in self.runs)
 
 
 def current() -> RunGroup | None:

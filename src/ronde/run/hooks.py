@@ -9,18 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from ronde.run.callback import Callback
 
-    import torch
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.optim import Optimizer
 
     from ronde.loader import TakenOver
     from ronde.parallel import Work
-    from ronde.plan import Plan, Share
+    from ronde.plan import Plan
     from ronde.run.check_prediction import Forecast
     from ronde.run.losses import LossCall
+    from ronde.run.parts import Parts
     from ronde.run.step_port import RunView
     from ronde.world import World
 
@@ -47,8 +49,21 @@ class Opening:
     script_plan: Plan
 
 
-class Observer:
-    """What a study may see and change of a run. This one does nothing."""
+class Observer(Callback):
+    """What a study sees and changes at ``distribute``. This one does nothing.
+
+    It is the last callback of every run, too: there it sees steps, and changes nothing.
+
+    Attributes:
+        changes_training: whether what is trained is the study's, and not worth the checks and the
+            reading ahead of a training.
+        run_type, loop_type: of a study that leads the script through a loop of its own, in the
+            place of :class:`~ronde.run.run.Run` and :class:`~ronde.run.loop.Loop`.
+    """
+
+    changes_training = True
+    run_type: Any = None
+    loop_type: Any = None
 
     def on_open(self, opening: Opening) -> None:
         """``distribute`` has checked its arguments."""
@@ -64,53 +79,9 @@ class Observer:
     def on_ready(self, run: RunView, plan: Plan) -> None:
         """``distribute`` is about to return."""
 
-    def on_epochs(self, run: RunView, n: int) -> int:
-        """The script asks for ``n`` epochs; returns how many it gets."""
-        return n
-
-    def on_epoch_start(self, run: RunView) -> None:
-        """The script starts to read an epoch's batches."""
-
-    def is_over(self) -> bool:
-        """Whether the study has seen enough."""
-        return False
-
-    def yields_lists(self, lists: bool) -> bool:
-        """Whether a batch is handed out as a list of micro-batches."""
-        return lists
-
-    def splits_steps(self, run: RunView) -> bool:
-        """Whether micro-batches go one by one to a script's own loop, written for one per step."""
-        return False
-
-    def on_batch(self, run: RunView, share: Share, micros: list[Any]) -> list[Any]:
-        """The micro-batches of a step, before the script sees them."""
-        return micros
-
-    def on_gradients(self, run: RunView, loss: torch.Tensor) -> None:
-        """Gradients are exchanged and not yet clipped."""
-
-    def before_update(self, run: RunView) -> None:
-        """The optimizer is about to step."""
-
-    def after_update(self, run: RunView, share: Share) -> None:
-        """Optimizer and scheduler have stepped."""
-
-    def on_evaluation_data(self, run: RunView, taken: TakenOver) -> TakenOver:
+    def on_evaluation_data(self, parts: Parts, taken: TakenOver) -> TakenOver:
         """The script evaluates a data set for the first time."""
         return taken
-
-    def before_evaluation(self, run: RunView) -> None:
-        """An evaluation starts."""
-
-    def on_evaluation_batch(self, run: RunView, share: Share, low: int, high: int) -> None:
-        """Samples ``low`` to ``high`` of the evaluation are about to be evaluated."""
-
-    def after_evaluation(self, run: RunView, result: dict[str, Any], samples: int) -> None:
-        """An evaluation has ended."""
-
-    def on_log(self, run: RunView, values: Mapping[str, Any]) -> None:
-        """The script logs values, on any rank."""
 
 
 observer: Observer = Observer()
@@ -123,5 +94,5 @@ examiner: Callable[..., dict[str, Any]] | None = None
 
 
 def observed() -> bool:
-    """Whether a study watches this process."""
-    return type(observer) is not Observer
+    """Whether a study has this process train for it."""
+    return type(observer) is not Observer and observer.changes_training

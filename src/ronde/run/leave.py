@@ -94,9 +94,9 @@ class Leaving:
 _leaving: Leaving | None = None
 
 
-def leaving(me: World) -> Leaving | None:
-    """This process's, from the first call on; None where ``RONDE_LEAVE`` does not ask for it."""
+def leaving(me: World) -> Leaving:
+    """This process's, from the first call on. ``RONDE_LEAVE`` asks for it."""
     global _leaving
-    if _leaving is None and os.environ.get("RONDE_LEAVE") == "1":
+    if _leaving is None:
         _leaving = Leaving(me)
     return _leaving

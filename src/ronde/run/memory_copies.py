@@ -23,12 +23,13 @@ import torch
 from ronde.cache.budget import free_disk, free_memory
 from ronde.checkpoint import KeepPolicy, Saver, list_checkpoints, remove
 from ronde.run.exchange_state import has_state
-from ronde.run.persist import Write, holds_all, prepare
+from ronde.run.persist import Write, prepare
 from ronde.world import RondeError, World, usable_cores
 from ronde.world.consensus import gather_json
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.content import CheckpointContent
+    from ronde.run.parts import Parts
 
 __all__ = ["MemoryCopies", "memory_copies"]
 
@@ -79,21 +80,24 @@ class MemoryCopies:
         for path in list_checkpoints(self._folder):
             remove(path)
 
-    def take(self, runs: Mapping[str, RunParts], step: int, began: float, busy: bool) -> None:
+    def take(
+        self, contents: Mapping[str, CheckpointContent], step: int, began: float, busy: bool
+    ) -> None:
         """Copy everything, and write it in the background. A collective.
 
         Args:
-            runs: part name -> run; the first one's is empty.
+            contents: part name -> what a run has; the first one's name is empty.
             began: ``time.perf_counter()`` when the training stopped for it.
             busy: whether a checkpoint is being written.
         """
+        runs = [content.parts for content in contents.values()]
         written = self._saver.finish()
         self._wrong |= bool(written and written.error)
         everyone = gather_json(
             self._me,
             {
                 "folder": str(self._folder),
-                "fits": not self._wrong and self._fits(runs.values()),
+                "fits": not self._wrong and self._fits(runs),
                 "busy": busy,
                 "met": self._met,
                 "copied": self._copied,
@@ -101,7 +105,7 @@ class MemoryCopies:
                 "pace": (time.monotonic() - self._at[1]) / max(1, step - self._at[0]),
             },
         )
-        divided = any(not holds_all(run) or has_state(run) for run in runs.values())
+        divided = any(not run.holds_all or has_state(run) for run in runs)
         together = len({each["folder"] for each in everyone}) == 1
         if (divided and not together) or not all(each["fits"] for each in everyone):
             self._next = _NEVER
@@ -120,7 +124,7 @@ class MemoryCopies:
         main = self._me.local_rank == 0 and os.environ.get("RONDE_RUN_DIR_SHARED") != "0"
         try:
             write = prepare(
-                runs,
+                contents,
                 self._folder,
                 step,
                 KeepPolicy(1),
@@ -134,7 +138,7 @@ class MemoryCopies:
         self._saver.begin(step, lambda: self._timed(write), began, wait=False)
         self._copied = time.perf_counter() - began - self._met
 
-    def _fits(self, runs: Iterable[RunParts]) -> bool:
+    def _fits(self, runs: Iterable[Parts]) -> bool:
         """Whether there is room for the copy in this process, and for two checkpoints."""
         if time.monotonic() < self._looked + _LOOK_SECONDS:
             return True

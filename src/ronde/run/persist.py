@@ -13,18 +13,18 @@ import torch
 from ronde import checkpoint
 from ronde.run import lr_rules
 from ronde.run.average import average_wants
+from ronde.run.content import CheckpointContent
 from ronde.run.exchange_state import exchange_pieces, exchange_values, has_state
 from ronde.world import CheckpointError
 from ronde.world.consensus import gather_json
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.parts import Parts
 
 __all__ = [
     "Write",
     "export_weights",
     "file_prefix",
-    "holds_all",
     "prepare",
     "restore",
     "restore_pieces",
@@ -44,15 +44,9 @@ _WORDS = {
 }
 
 
-def holds_all(run: RunParts) -> bool:
-    """Whether every worker holds the whole model and its optimizer's state."""
-    plan = run.plan
-    return run.world_size == 1 or (plan.shard == "none" and plan.pipeline == 1 and plan.tensor == 1)
-
-
-def _data(run: RunParts) -> dict[str, Any]:
+def _data(run: Parts) -> dict[str, Any]:
     """The facts that decide which samples come next, besides the place in the epoch."""
-    order = run._taken.order
+    order = run.data.order
     facts = {
         "samples": order.n,
         "epoch_samples": order.epoch_samples,
@@ -61,8 +55,8 @@ def _data(run: RunParts) -> dict[str, Any]:
         "shuffle": order.shuffle,
         "order": order.kind,
     }
-    if run._taken.fingerprint is not None:
-        facts["fingerprint"] = run._taken.fingerprint
+    if run.data.fingerprint is not None:
+        facts["fingerprint"] = run.data.fingerprint
     return facts
 
 
@@ -71,7 +65,7 @@ def _encoded(owner: Any, what: str) -> Any:
 
 
 def _values(
-    run: RunParts,
+    run: Parts,
     same: Mapping[str, str],
     optimizer: Mapping[str, Any],
     randomness: Mapping[str, Any],
@@ -81,19 +75,19 @@ def _values(
         "step": run.state.step,
         "samples": run.state.samples,
         "epoch_samples": run.state.epoch_samples,
-        "workers": run.world_size,
+        "workers": run.world.size,
         "data": _data(run),
         "plan": run.plan.to_dict(),
         "same_tensors": dict(same),
         "optimizer": dict(optimizer),
         "scheduler": _encoded(run.scheduler, "scheduler"),
-        "scaler": _encoded(run._scaler, "gradient scaler"),
+        "scaler": _encoded(run.scaler, "gradient scaler"),
         "randomness": dict(randomness),
     }
 
 
 def prepare(
-    runs: Mapping[str, RunParts],
+    contents: Mapping[str, CheckpointContent],
     folder: Path,
     step: int,
     keep: checkpoint.KeepPolicy | None,
@@ -104,7 +98,7 @@ def prepare(
     """Prepare one checkpoint of all runs of a loop. A collective if a worker holds a part only.
 
     Args:
-        runs: part name -> run; the first one's is empty.
+        contents: part name -> what a run has; the first one's name is empty.
         step: optimizer steps of all of them.
         copied: file name -> tensors, to copies of them, if the training goes on meanwhile.
         stop: once it is set, rank 0 waits no longer for the others.
@@ -114,32 +108,35 @@ def prepare(
         Callable: writes it, in any thread: rank 0 alone if it holds everything, else all workers.
         It returns the checkpoint's path on rank 0.
     """
-    stateful = any(has_state(run) for run in runs.values())
-    if stateful or any(not holds_all(run) or run._registry.items for run in runs.values()):
-        runs[""]._rendezvous.meet("run.save()")
+    everything, first = contents.values(), contents[""]
+    stateful = any(has_state(each.parts) for each in everything)
+    whole = all(each.parts.holds_all for each in everything)
+    if stateful or not whole or any(each.registry.items for each in everything):
+        first.parts.rendezvous.meet("run.save()")
     own: dict[str, Tensors] = {}
     more: dict[str, dict[str, Any]] = {}
     averaged: dict[str, dict[str, checkpoint.Piece]] = {}
-    for part, run in runs.items():
-        registered, tensors = run._registry.pack(run)
+    for part, content in contents.items():
+        run = content.parts
+        registered, tensors = content.registry.pack(run)
         if tensors:
             own[f"{file_prefix(part)}registered.safetensors"] = tensors
-        averages, averaged[part] = run._averages.pack()
-        best = run._best.to_dict()
+        averages, averaged[part] = content.averages.pack()
+        best = content.best.to_dict()
         more[part] = {"registered": registered, "averages": averages, "best": best}
         if (values := exchange_values(run)) is not None:
             more[part]["exchange"] = values
-        if run._schedule is not None:
-            more[part]["batch_schedule"] = run._schedule.to_dict(run)
-    if stateful or not all(map(holds_all, runs.values())):
-        return _prepare_together(runs, folder, step, keep, more, own, averaged, copied, stop)
-    if not (runs[""].is_main if writes is None else writes):
+        if content.schedule is not None:
+            more[part]["batch_schedule"] = content.schedule.to_dict(run)
+    if stateful or not whole:
+        return _prepare_together(contents, folder, step, keep, more, own, averaged, copied, stop)
+    if not (first.parts.world.is_main if writes is None else writes):
         return lambda: None
     drawn, randomness = checkpoint.random_state()
     files: dict[str, Tensors] = {}
     states = {}
-    for part, run in runs.items():
-        prefix = file_prefix(part)
+    for part, content in contents.items():
+        run, prefix = content.parts, file_prefix(part)
         weights, same = checkpoint.model_state(run.model)
         moments, optimizer = checkpoint.optimizer_state(run.model, run.optimizer)
         files[f"{prefix}model.safetensors"] = weights
@@ -149,7 +146,7 @@ def prepare(
         states[part] = {**_values(run, same, optimizer, randomness), **more[part]}
     files = {**files, "random.safetensors": drawn, **own}
     return partial(
-        checkpoint.write, folder, step, copied(files), _join(states), keep, runs[""]._best.step
+        checkpoint.write, folder, step, copied(files), _join(states), keep, first.best.step
     )
 
 
@@ -165,7 +162,7 @@ def _join(states: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _prepare_together(
-    runs: Mapping[str, RunParts],
+    contents: Mapping[str, CheckpointContent],
     folder: Path,
     step: int,
     keep: checkpoint.KeepPolicy | None,
@@ -175,7 +172,7 @@ def _prepare_together(
     copied: Copied,
     stop: threading.Event | None,
 ) -> Write:
-    first = runs[""]
+    me = contents[""].parts.world
     error: str | None = None
     parts: dict[str, dict[str, checkpoint.Piece]] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -183,41 +180,43 @@ def _prepare_together(
     mine: dict[str, Any] = {}
     try:
         drawn, randomness = checkpoint.random_state()
-        for part, run in runs.items():
-            work, prefix = run._work, file_prefix(part)
-            weights = checkpoint.model_pieces(run.model, work.tied, run._strategy.owns)
+        for part, content in contents.items():
+            run = content.parts
+            work, prefix = run.work, file_prefix(part)
+            weights = checkpoint.model_pieces(run.model, work.tied, run.strategy.owns)
             moments, mine[part] = checkpoint.optimizer_pieces(
                 run.model, run.optimizer, work.groups, work.tied
             )
             parts |= {f"{prefix}model": weights, f"{prefix}optimizer": moments}
-            if run._averages.items:
+            if content.averages.items:
                 parts[f"{prefix}average"] = averaged[part]
             if has_state(run):
                 parts[f"{prefix}exchange"] = exchange_pieces(run)
             states[part] = {**_values(run, work.tied, {}, randomness), **more[part]}
     except CheckpointError as caught:
-        error = f"rank {first.rank}: {caught}"
-    everyone = gather_json(first._me, {"optimizer": mine, "error": error})
+        error = f"rank {me.rank}: {caught}"
+    everyone = gather_json(me, {"optimizer": mine, "error": error})
     for each in everyone:
         if each["error"]:
             raise CheckpointError(each["error"])
-    for part, run in runs.items():
+    for part, content in contents.items():
         optimizers = [each["optimizer"][part] for each in everyone]
-        states[part]["optimizer"] = checkpoint.join_optimizer(run._work.groups, optimizers)
+        groups = content.parts.work.groups
+        states[part]["optimizer"] = checkpoint.join_optimizer(groups, optimizers)
     plain = {"random.safetensors": drawn, **own}
-    state, best = _join(states), first._best.step
+    state, best = _join(states), contents[""].best.step
     return checkpoint.prepare_pieces(
-        first._me, folder, step, parts, plain, state, keep, best, copied, stop
+        me, folder, step, parts, plain, state, keep, best, copied, stop
     )
 
 
-def export_weights(run: RunParts, path: Path) -> None:
+def export_weights(run: Parts, path: Path) -> None:
     """Write the model's weights as plain safetensors; rank 0 writes."""
-    if not holds_all(run):
-        run._rendezvous.meet("run.export(path)")
-        pieces = checkpoint.model_pieces(run.model, run._work.tied, run._strategy.owns)
-        checkpoint.export_pieces(run._me, pieces, run._work.tied, path)
-    elif run.is_main:
+    if not run.holds_all:
+        run.rendezvous.meet("run.export(path)")
+        pieces = checkpoint.model_pieces(run.model, run.work.tied, run.strategy.owns)
+        checkpoint.export_pieces(run.world, pieces, run.work.tied, path)
+    elif run.world.is_main:
         weights, same = checkpoint.model_state(run.model)
         tied = {name: weights[origin] for name, origin in same.items()}
         checkpoint.export({**weights, **tied}, path)
@@ -228,7 +227,7 @@ def _refuse(why: str) -> CheckpointError:
     return CheckpointError(text)
 
 
-def _check(run: RunParts, saved: Mapping[str, Any]) -> None:
+def _check(run: Parts, saved: Mapping[str, Any]) -> None:
     """Refuse another training. Another plan or number of workers is the same training."""
     for name, value in _data(run).items():
         # a checkpoint of an earlier version may lack the sampler and the fingerprint
@@ -249,7 +248,7 @@ def _check(run: RunParts, saved: Mapping[str, Any]) -> None:
             )
     was = saved["plan"]
     drop_last = was.get("drop_last", run.plan.drop_last)
-    if drop_last != run.plan.drop_last and run._taken.order.epoch_samples % run.plan.batch_size:
+    if drop_last != run.plan.drop_last and run.data.order.epoch_samples % run.plan.batch_size:
         raise _refuse(
             f"drop_last was {drop_last} then and is {run.plan.drop_last} now, so the epoch would "
             "not have the same samples"
@@ -261,7 +260,7 @@ def _check(run: RunParts, saved: Mapping[str, Any]) -> None:
         )
     drew = was.get("randomness", "worker")
     if drew != run.plan.randomness:
-        run._warn(
+        run.warn(
             f"the checkpoint's run had randomness={drew!r}, and this one has "
             f"{run.plan.randomness!r}: what forward and loss draw from here on is not what that "
             "run would have drawn"
@@ -272,16 +271,17 @@ def _check(run: RunParts, saved: Mapping[str, Any]) -> None:
 
 
 def _settle(
-    run: RunParts,
+    content: CheckpointContent,
     saved: Mapping[str, Any],
     registered: dict[str, torch.Tensor],
     averages: Mapping[str, torch.Tensor],
 ) -> None:
     """Restore the values that all workers share, after the tensors."""
+    run = content.parts
     if run.scheduler is not None:
         run.scheduler.load_state_dict(checkpoint.decode(saved["scheduler"]))
-    if run._scaler is not None and saved["scaler"] is not None:
-        run._scaler.load_state_dict(checkpoint.decode(saved["scaler"]))
+    if run.scaler is not None and saved["scaler"] is not None:
+        run.scaler.load_state_dict(checkpoint.decode(saved["scaler"]))
     factor = saved["plan"]["lr_factor"]
     if factor != run.plan.lr_factor:  # batch="grow", on another number of workers
         lr_rules.scale_rates(run.optimizer, run.scheduler, run.plan.lr_factor / factor)
@@ -289,29 +289,32 @@ def _settle(
     run.state.samples, run.state.epoch_samples = saved["samples"], saved["epoch_samples"]
     # a checkpoint of an earlier version has nothing registered
     found = saved.get("registered", {})
-    if note := run._best.restore(saved.get("best")):
-        run._warn(note)
-    run._averages.loaded(saved.get("averages", {}), averages)
-    run._registry.loaded(run, found, registered, run.plan.lr_factor / factor)
-    run._saved_schedule = saved.get("batch_schedule")
-    run._last_saved_step = run._watcher.steps_at_start = run.state.step
-    run._strategy.loaded()
+    if note := content.best.restore(saved.get("best")):
+        run.warn(note)
+    content.averages.loaded(saved.get("averages", {}), averages)
+    content.registry.loaded(run, found, registered, run.plan.lr_factor / factor)
+    content.saved_schedule = saved.get("batch_schedule")
+    content.saved_step = run.watcher.steps_at_start = run.state.step
+    run.strategy.loaded()
 
 
 def restore(
-    run: RunParts, saved: Mapping[str, Any], tensors: Mapping[str, dict[str, torch.Tensor]]
+    content: CheckpointContent,
+    saved: Mapping[str, Any],
+    tensors: Mapping[str, dict[str, torch.Tensor]],
 ) -> None:
     """Continue from a checkpoint on a worker that holds everything, or refuse it."""
+    run = content.parts
     _check(run, saved)
     checkpoint.load_model(run.model, tensors["model"], saved["same_tensors"])
     checkpoint.load_optimizer(run.model, run.optimizer, tensors["optimizer"], saved["optimizer"])
-    _settle(run, saved, tensors["registered"], tensors["average"])
-    if run.world_size == 1 and saved["workers"] == 1:
+    _settle(content, saved, tensors["registered"], tensors["average"])
+    if run.world.size == 1 and saved["workers"] == 1:
         checkpoint.restore_random(tensors["random"], saved["randomness"])
 
 
 def restore_pieces(
-    run: RunParts,
+    content: CheckpointContent,
     saved: Mapping[str, Any],
     shapes: Mapping[str, Mapping[str, list[int]]],
     sources: Mapping[str, checkpoint.PieceSource],
@@ -327,8 +330,9 @@ def restore_pieces(
         all_see: whether every worker sees them.
         registered: the tensors of what the script registered, on every rank.
     """
+    run = content.parts
     _check(run, saved)
-    work, owns = run._work, run._strategy.owns
+    work, owns = run.work, run.strategy.owns
     known = {part: {n: tuple(s) for n, s in named.items()} for part, named in shapes.items()}
     weights, put_weights = checkpoint.model_wants(
         run.model, known["model"].get, saved["same_tensors"], owns
@@ -337,7 +341,7 @@ def restore_pieces(
         run.model, run.optimizer, work.groups, work.tied, known["optimizer"], saved["optimizer"]
     )
     averaged, averages = average_wants(run, saved.get("averages", {}), known["average"])
-    checkpoint.pull(run._me, sources, [*weights, *moments, *averaged], all_see)
+    checkpoint.pull(run.world, sources, [*weights, *moments, *averaged], all_see)
     put_weights()
     put_moments()
-    _settle(run, saved, registered, averages)
+    _settle(content, saved, registered, averages)

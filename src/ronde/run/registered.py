@@ -16,13 +16,12 @@ from torch.optim import Optimizer
 from ronde import checkpoint
 from ronde.checkpoint import is_sharded
 from ronde.run import lr_rules
-from ronde.run.persist import holds_all
 from ronde.run.unregistered import claim
 from ronde.world import ArgumentError, CheckpointError, RondeError, WorldError
 from ronde.world.consensus import gather_json
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.parts import Parts
 
 __all__ = ["Registered", "Registry"]
 
@@ -97,7 +96,7 @@ class Registry:
 
     # -- the script's side -------------------------------------------------------------
 
-    def add(self, run: RunParts, things: Mapping[str, Any]) -> Registered:
+    def add(self, run: Parts, things: Mapping[str, Any]) -> Registered:
         """Register, and restore what the checkpoint has under these names."""
         for name, thing in things.items():
             self._check(run, name, thing)
@@ -120,10 +119,10 @@ class Registry:
                         f"{type(error).__name__}: {error}"
                     ) from error
             elif self._resumed:
-                run._warn(f"the checkpoint has no registered {name!r}: it begins anew")
+                run.warn(f"the checkpoint has no registered {name!r}: it begins anew")
         return self.view
 
-    def _check(self, run: RunParts, name: str, thing: Any) -> None:
+    def _check(self, run: Parts, name: str, thing: Any) -> None:
         if not name.isidentifier() or name.startswith("_"):
             raise ArgumentError(
                 f"run.register: {name!r} is not a name. Use letters, digits, and '_', starting "
@@ -139,9 +138,9 @@ class Registry:
                     f"run.register({name}=…): this is the {own} given to ronde.distribute, which "
                     "is in every checkpoint already. Leave it out."
                 )
-        if isinstance(thing, Optimizer) and not holds_all(run):
+        if isinstance(thing, Optimizer) and not run.holds_all:
             divided = {id(p) for p in run.model.parameters()}
-            divided |= {id(ref()) for ref in run._work.undivided}  # that it was built over
+            divided |= {id(ref()) for ref in run.work.undivided}  # that it was built over
             updated = [p for group in thing.param_groups for p in group["params"]]
             if any(is_sharded(p) or id(p) in divided for p in updated):
                 raise ArgumentError(
@@ -150,7 +149,7 @@ class Registry:
                     "given to ronde.distribute can; use plan='replicate' for this script."
                 )
 
-    def _restore(self, run: RunParts, name: str, thing: Any) -> None:
+    def _restore(self, run: Parts, name: str, thing: Any) -> None:
         found = self._found.pop(name)
         then, now = found["class"], _class(thing)
         is_value = "value" in found
@@ -160,10 +159,10 @@ class Registry:
                 f"{now}. Register it under another name, or start a new run."
             )
         if is_value:
-            value = checkpoint.decode_exact(found["value"], self._tensors, run.device)
+            value = checkpoint.decode_exact(found["value"], self._tensors, run.world.device)
             self.items[name] = _in_place(name, thing, value)
         else:
-            state = checkpoint.decode_exact(found["state"], self._tensors, run.device)
+            state = checkpoint.decode_exact(found["state"], self._tensors, run.world.device)
             thing.load_state_dict(state)
             for part, updates in zip(_metrics(thing), found.get("updates", ()), strict=True):
                 part._update_count = updates
@@ -173,7 +172,7 @@ class Registry:
         for key in [k for k in self._tensors if k.split("/")[0] == name]:
             del self._tensors[key]
 
-    def _settle_rates(self, run: RunParts, scheduler: Any) -> None:
+    def _settle_rates(self, run: Parts, scheduler: Any) -> None:
         """Undo what building the scheduler did to its optimizer."""
         optimizer = getattr(scheduler, "optimizer", None)
         settings = self._settings.get(id(optimizer))
@@ -188,7 +187,7 @@ class Registry:
 
     # -- the checkpoint's side ---------------------------------------------------------
 
-    def pack(self, run: RunParts) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def pack(self, run: Parts) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Everything registered, as JSON and tensors. A collective if there are several workers
         and anything is registered.
 
@@ -204,16 +203,16 @@ class Registry:
                 packed[name] = _pack(name, thing, tensors)
         except ArgumentError as caught:
             error = caught
-        if run.world_size > 1 and self.items:
+        if run.world.size > 1 and self.items:
             mine = {} if error else {n: _digest(self.items[n], n, packed, tensors) for n in packed}
-            _agree(gather_json(run._me, {"error": str(error or ""), "digests": mine}))
+            _agree(gather_json(run.world, {"error": str(error or ""), "digests": mine}))
         if error:
             raise error
         return packed, tensors
 
     def loaded(
         self,
-        run: RunParts,
+        run: Parts,
         found: Mapping[str, Any],
         tensors: dict[str, torch.Tensor],
         lr_factor: float,
@@ -227,17 +226,17 @@ class Registry:
         self._lr_factor = lr_factor
         self._settings[id(run.optimizer)] = _group_settings(run.optimizer)
 
-    def reload(self, run: RunParts) -> None:
+    def reload(self, run: Parts) -> None:
         """Restore everything registered, after :meth:`loaded`."""
         for name in sorted(self.items, key=lambda n: not isinstance(self.items[n], Optimizer)):
             if name in self._found:
                 self._restore(run, name, self.items[name])
 
-    def report_unused(self, run: RunParts) -> None:
+    def report_unused(self, run: Parts) -> None:
         """Say once what the checkpoint has and the script did not register before a step."""
         if self._found:
             names = ", ".join(map(repr, self._found))
-            run._warn(
+            run.warn(
                 f"the checkpoint has registered state that the script does not register: {names}. "
                 "The next checkpoint will not have it"
             )

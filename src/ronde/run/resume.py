@@ -13,20 +13,21 @@ import torch.distributed as dist
 
 from ronde import checkpoint
 from ronde.run.exchange_state import restore_exchange
-from ronde.run.group import Choice
-from ronde.run.persist import file_prefix, holds_all, restore, restore_pieces
+from ronde.run.group import Choice, RunGroup
+from ronde.run.persist import file_prefix, restore, restore_pieces
 from ronde.run.saved_state import check_saved, check_values
 from ronde.watch import Resumed, RunDir
 from ronde.world import CheckpointError, RondeError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.content import CheckpointContent
+    from ronde.run.parts import Parts
 
 __all__ = ["resume", "roll_back"]
 
 
-def _choose(run: RunParts, me: World, directory: RunDir) -> Choice:
+def _choose(run: Parts, me: World, directory: RunDir) -> Choice:
     """Find the newest whole checkpoint, verified by rank 0, for all runs of a loop."""
     answer: dict[str, Any] = {}
     newest = None
@@ -42,7 +43,7 @@ def _choose(run: RunParts, me: World, directory: RunDir) -> Choice:
             }
     answer = broadcast_json(me, answer)
     for text in answer["refused"]:
-        run._warn(text)
+        run.warn(text)
     if answer["path"] is None and answer["refused"]:
         raise CheckpointError(
             f"nothing to resume in {directory.checkpoints}: no checkpoint there is whole. "
@@ -51,16 +52,17 @@ def _choose(run: RunParts, me: World, directory: RunDir) -> Choice:
     return Choice(newest, answer)
 
 
-def resume(run: RunParts, me: World, directory: RunDir) -> str:
+def resume(content: CheckpointContent, group: RunGroup, directory: RunDir) -> str:
     """Continue from the newest whole checkpoint. Returns a note."""
-    group, part = run._group, run._part
+    run = content.parts
+    me, part = run.world, run.part
     if group.choice is None:
         group.choice = _choose(run, me, directory)
     newest, answer = group.choice.newest, group.choice.answer
     named = f"{directory.name} ({part})" if part else directory.name
     if answer["path"] is None:
         # what the record says of steps before is void
-        run._watcher.event(
+        run.watcher.event(
             Resumed(
                 step=0, epoch=0, samples=0, checkpoint="", workers=me.size, written_by_workers=0
             )
@@ -70,7 +72,7 @@ def resume(run: RunParts, me: World, directory: RunDir) -> str:
     with _refusing(answer["path"]):
         if part:
             check_values(run, state)  # as the first run's was, when the checkpoint was chosen
-        _restore(run, me, newest, answer, state, file_prefix(part))
+        _restore(content, newest, answer, state, file_prefix(part))
     _record(run, me, state, answer)
     others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
     return (
@@ -79,26 +81,27 @@ def resume(run: RunParts, me: World, directory: RunDir) -> str:
     )
 
 
-def roll_back(run: RunParts, me: World, directory: RunDir) -> bool:
+def roll_back(content: CheckpointContent, directory: RunDir) -> bool:
     """Go back to the newest whole checkpoint in the middle of a training. Returns whether there is
     one. A collective.
     """
-    choice = _choose(run, me, directory)
+    run = content.parts
+    choice = _choose(run, run.world, directory)
     newest, answer = choice.newest, choice.answer
     if answer["path"] is None:
         return False
     state = answer["state"]
     with _refusing(answer["path"]):
-        _restore(run, me, newest, answer, state, "")
-        run._registry.reload(run)
-        run._averages.reload()
-    _record(run, me, state, answer)
-    run._watcher.say(f"went back to step {state['step']}, epoch {state['epoch'] + 1}")
+        _restore(content, newest, answer, state, "")
+        content.registry.reload(run)
+        content.averages.reload()
+    _record(run, run.world, state, answer)
+    run.watcher.say(f"went back to step {state['step']}, epoch {state['epoch'] + 1}")
     return True
 
 
-def _record(run: RunParts, me: World, state: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-    run._watcher.event(
+def _record(run: Parts, me: World, state: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+    run.watcher.event(
         Resumed(
             step=state["step"],
             epoch=state["epoch"],
@@ -125,22 +128,22 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _restore(
-    run: RunParts,
-    me: World,
+    content: CheckpointContent,
     newest: checkpoint.Checkpoint | None,
     answer: Mapping[str, Any],
     state: Mapping[str, Any],
     prefix: str,
 ) -> None:
-    if holds_all(run):
+    run, me = content.parts, content.parts.world
+    if run.holds_all:
         tensors = {
             kind: _send_tensors(me, newest.whole(f"{prefix}{kind}") if newest else {})
             for kind in ("model", "optimizer", "registered", "average")
         }
         tensors["random"] = _send_tensors(me, newest.whole("random") if newest else {})
-        restore(run, state, tensors)
+        restore(content, state, tensors)
     else:
-        _restore_pieces(run, me, newest, answer, state, prefix)
+        _restore_pieces(content, newest, answer, state, prefix)
     restore_exchange(run, me, newest, answer, state, prefix)
 
 
@@ -165,14 +168,14 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
 
 
 def _restore_pieces(
-    run: RunParts,
-    me: World,
+    content: CheckpointContent,
     newest: checkpoint.Checkpoint | None,
     answer: Mapping[str, Any],
     state: Mapping[str, Any],
     prefix: str,
 ) -> None:
     """Each worker that sees the verified checkpoint reads its own part of it."""
+    me = content.parts.world
     if newest is None:
         newest = checkpoint.trust(Path(answer["folder"]) / answer["path"], answer["digest"])
     with contextlib.ExitStack() as stack:
@@ -188,4 +191,4 @@ def _restore_pieces(
         shapes = shapes if all_see else broadcast_json(me, shapes)
         own = f"{prefix}registered"
         registered = _send_tensors(me, newest.whole(own) if newest and me.is_main else {})
-        restore_pieces(run, state, shapes, sources, all_see, registered)
+        restore_pieces(content, state, shapes, sources, all_see, registered)

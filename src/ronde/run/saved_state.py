@@ -17,7 +17,7 @@ from ronde import checkpoint
 from ronde.world import CheckpointError
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.parts import Parts
 
 __all__ = ["check_saved", "check_values"]
 
@@ -44,7 +44,7 @@ def _shown(value: Any) -> str:
     return f"{value!r:.60}"
 
 
-def _complaints(run: RunParts, saved: Mapping[str, Any]) -> Iterator[str]:
+def _complaints(run: Parts, saved: Mapping[str, Any]) -> Iterator[str]:
     for name in _COUNTS:
         if not _is_count(saved.get(name)):
             yield f"{name} is {_shown(saved.get(name))}, expected a whole number, 0 or more"
@@ -62,7 +62,7 @@ def _complaints(run: RunParts, saved: Mapping[str, Any]) -> Iterator[str]:
     for name in ("samples", "epoch_samples", "seed", "shuffle"):
         if name not in saved["data"]:
             yield f"data has no {name}"
-    order = run._taken.order
+    order = run.data.order
     if order.ends(0) is None and saved["epoch_samples"] > order.epoch_samples:
         yield f"epoch_samples is {saved['epoch_samples']}, an epoch has {order.epoch_samples}"
     if max(saved["epoch"], saved["epoch_samples"]) > max(saved["step"], saved["samples"]):
@@ -76,7 +76,7 @@ def _complaints(run: RunParts, saved: Mapping[str, Any]) -> Iterator[str]:
     if not all(isinstance(v, str) for v in saved["same_tensors"].values()):
         yield "same_tensors does not map names to names"
     yield from _optimizer(run, saved["optimizer"])
-    for name, owner in (("scheduler", run.scheduler), ("scaler", run._scaler)):
+    for name, owner in (("scheduler", run.scheduler), ("scaler", run.scaler)):
         if name not in saved:
             yield f"{name} is missing"
         elif saved[name] is not None and owner is not None:
@@ -90,7 +90,7 @@ def _complaints(run: RunParts, saved: Mapping[str, Any]) -> Iterator[str]:
         yield "randomness holds no states of generators"
 
 
-def _optimizer(run: RunParts, saved: Mapping[str, Any]) -> Iterator[str]:
+def _optimizer(run: Parts, saved: Mapping[str, Any]) -> Iterator[str]:
     groups = saved["groups"]
     if not isinstance(saved["kind"], str) or not isinstance(groups, list):
         yield "the optimizer has no kind and groups"
@@ -154,7 +154,7 @@ def _numel(value: Any) -> int:
     return value.numel() if isinstance(value, torch.Tensor) else 1
 
 
-def check_saved(run: RunParts, found: checkpoint.Checkpoint) -> None:
+def check_saved(run: Parts, found: checkpoint.Checkpoint) -> None:
     """Check that a checkpoint has the parts, and its plain values the form, that this run writes.
 
     Raises:
@@ -167,7 +167,7 @@ def check_saved(run: RunParts, found: checkpoint.Checkpoint) -> None:
     check_values(run, found.state)
 
 
-def check_values(run: RunParts, saved: Mapping[str, Any]) -> None:
+def check_values(run: Parts, saved: Mapping[str, Any]) -> None:
     """Check that plain values have the form that this run writes.
 
     Raises:

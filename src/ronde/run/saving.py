@@ -14,14 +14,14 @@ import torch
 
 from ronde.cache.budget import free_memory
 from ronde.checkpoint import KeepPolicy, Saver, Written
-from ronde.run import persist
 from ronde.watch import BestFound, Checkpointed
 from ronde.world import CheckpointError, WorldError
 from ronde.world.consensus import broadcast_json
 from ronde.world.fence import refuse_fenced
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.content import CheckpointContent
+    from ronde.run.parts import Parts
 
 __all__ = ["Saving"]
 
@@ -50,11 +50,13 @@ class Saving:
         self._longest = 0.0
         self._said_behind = self._said_long = self._said_memory = False
 
-    def save(self, runs: dict[str, RunParts], folder: Path, step: int, wait: bool) -> Path | None:
+    def save(
+        self, contents: Mapping[str, CheckpointContent], folder: Path, step: int, wait: bool
+    ) -> Path | None:
         """Write a checkpoint, after the one before it has ended. A collective.
 
         Args:
-            runs: part name -> run; the first one's is empty.
+            contents: part name -> what a run has; the first one's name is empty.
             wait: whether to return only when it is written.
 
         Returns:
@@ -65,19 +67,22 @@ class Saving:
                 saved cannot be in a checkpoint.
             WorldError: the run goes on without this worker.
         """
+        from ronde.run import persist  # a run that writes nothing needs none of it
+
         refuse_fenced()
         began = time.perf_counter()
-        first, saver = runs[""], self.saver
+        everything, saver = [*contents.values()], self.saver
+        first = contents[""].parts
         if not wait and not self._said_behind and not saver.finish_within(_GRACE_SECONDS):
             self._said_behind = True
-            if first.is_main:
-                first._warn(
+            if first.world.is_main:
+                first.warn(
                     f"saving falls behind: the checkpoint before that of step {step} has been "
                     f"written for {saver.seconds:.1f} s and is not ready, so the training waits "
                     "for it. Save less often, or to a faster disk"
                 )
-        self.settle([*runs.values()])
-        wait = wait or not all(run._async_save for run in runs.values())
+        self.settle(everything)
+        wait = wait or not all(each.async_save for each in everything)
         inline = wait
 
         def copied(files: Mapping[str, Tensors]) -> Mapping[str, Tensors]:
@@ -85,33 +90,34 @@ class Saving:
             inline = inline or not self._has_memory(first, files)
             return files if inline else saver.copy(files)
 
-        keep = KeepPolicy.merge(run._keep for run in runs.values())
-        write = persist.prepare(runs, folder, step, keep, copied, saver.stop)
+        keep = KeepPolicy.merge(each.keep for each in everything)
+        write = persist.prepare(contents, folder, step, keep, copied, saver.stop)
         self._open, self._announced, self._said_long = True, False, False
-        self._divided = not all(map(persist.holds_all, runs.values()))
-        self._best = first._best.event(folder / f"step-{step:09d}")
+        self._divided = not all(each.parts.holds_all for each in everything)
+        self._best = contents[""].best.event(folder / f"step-{step:09d}")
         saver.begin(step, write, began, wait=inline)
         # whether to wait is the same on all ranks; whether there is memory is not
-        return self.settle([*runs.values()], raises=True) if wait else None
+        return self.settle(everything, raises=True) if wait else None
 
-    def _has_memory(self, run: RunParts, files: Mapping[str, Tensors]) -> bool:
+    def _has_memory(self, run: Parts, files: Mapping[str, Tensors]) -> bool:
         named = {f"{f}/{n}": t for f, tensors in files.items() for n, t in tensors.items()}
         needed, free = self.saver.missing_bytes(named), free_memory()
         if 2 * needed <= free:
             return True
         if not self._said_memory:
             self._said_memory = True
-            run._watcher.say(
-                f"checkpoints are written while the training waits: a copy of what rank {run.rank} "
+            rank = run.world.rank
+            run.watcher.say(
+                f"checkpoints are written while the training waits: a copy of what rank {rank} "
                 f"saves takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free"
             )
         return False
 
-    def settle(self, runs: Sequence[RunParts], raises: bool = False) -> Path | None:
+    def settle(self, contents: Sequence[CheckpointContent], raises: bool = False) -> Path | None:
         """Wait until the save under way has ended, on all ranks. A collective if there is one.
 
         Args:
-            runs: of the loop.
+            contents: of all runs of the loop.
             raises: whether an error is raised; otherwise it is a warning.
 
         Returns:
@@ -122,43 +128,43 @@ class Saving:
         self._open = False
         written = self.saver.finish()
         assert written is not None
-        error, first = written.error, runs[0]
+        error, first = written.error, contents[0].parts
         if self.ends:
             pass  # a script may have ended on this rank only: the others are not waited for
-        elif first.world_size > 1 and self._divided and raises:
-            error = broadcast_json(first._me, error)  # they have met to prepare it
-        elif first.world_size > 1:
+        elif first.world.size > 1 and self._divided and raises:
+            error = broadcast_json(first.world, error)  # they have met to prepare it
+        elif first.world.size > 1:
             # Under replicate, rank 0 knows alone, and the others may have ended.
             with suppress(*(() if self._divided else (WorldError,))):
-                error = first._rendezvous.meet("run.save()", error)[0]
+                error = first.rendezvous.meet("run.save()", error)[0]
         if error:
-            for run in runs:
-                run._last_saved_step = -1
-            first._best.lost(written.step)
-        if first.is_main and not self._announced and not (error and raises):
+            for content in contents:
+                content.saved_step = -1
+            contents[0].best.lost(written.step)
+        if first.world.is_main and not self._announced and not (error and raises):
             self._announce(first, written)
         if error and raises:
             raise CheckpointError(error)
         return written.path
 
-    def poll(self, run: RunParts) -> None:
+    def poll(self, run: Parts) -> None:
         """Tell how the save under way has ended, if it has: rank 0 does."""
-        if not self._open or self._announced or not run.is_main:
+        if not self._open or self._announced or not run.world.is_main:
             return
         if (written := self.saver.poll()) is not None:
             self._announce(run, written)
         elif self.saver.seconds > max(_LONG_SECONDS, 5 * self._longest) and not self._said_long:
             self._said_long = True
-            run._warn(
+            run.warn(
                 f"a checkpoint has been written for {self.saver.seconds:.0f} s and is not ready. "
                 "The disk is slow or hangs. The training goes on until the next one is due"
             )
 
-    def _announce(self, run: RunParts, written: Written) -> None:
+    def _announce(self, run: Parts, written: Written) -> None:
         self._announced = True
         if written.error:
             refuse_fenced()
-            run._warn(f"{written.error} The training goes on.")
+            run.warn(f"{written.error} The training goes on.")
             return
         if written.path is None:
             return
@@ -170,14 +176,14 @@ class Saving:
             seconds=written.seconds,
             stall_seconds=written.stall_seconds,
         )
-        run._watcher.event(event, *self._best)
+        run.watcher.event(event, *self._best)
 
-    def end(self, runs: Sequence[RunParts]) -> None:
+    def end(self, contents: Sequence[CheckpointContent]) -> None:
         """The process ends: let the save under way end, and meet nobody from now on."""
         self.ends = True
-        self.settle(runs)
+        self.settle(contents)
 
-    def leave(self, run: RunParts) -> None:
+    def leave(self, run: Parts) -> None:
         """The process ends after an error: let this worker's part of the last save end."""
         if self._open:
             self.saver.finish_within(_EXIT_SECONDS)

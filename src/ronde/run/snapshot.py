@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from types import CellType, FunctionType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,22 +18,10 @@ from torch.utils.data import Dataset
 
 from ronde.introspect import attributes, restore_states, states, walk
 from ronde.parallel import Replicate, Strategy
-from ronde.run.losses import LossCall
+from ronde.run.parts import Parts
 from ronde.run.run_state import State
 
 __all__ = ["Snapshot", "kept_attributes"]
-
-
-class _Open(Protocol):
-    """The public parts of a run that a step changes."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: Any
-    state: State
-
-    @property
-    def world_size(self) -> int: ...
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -337,17 +325,10 @@ class Snapshot:
     copied into the host's memory.
     """
 
-    def __init__(
-        self,
-        run: _Open,
-        strategy: Strategy,
-        dataset: Any,
-        loss: LossCall,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
+    def __init__(self, run: Parts) -> None:
         self._run = run
-        self._strategy = strategy
-        self._scaler = scaler
+        self._strategy = strategy = run.strategy
+        self._scaler = scaler = run.scaler
         self._model = _Weights(run.model)
         self._moments = _Moments(run.optimizer)
         # A strategy lists the model's parameters, which are copied already.
@@ -355,9 +336,12 @@ class Snapshot:
         self._attributes = [
             _Attributes(strategy, elsewhere=weights),
             *_of_exchange(strategy, weights),
-            *(_Attributes(part, _MOST_BYTES) for part in walk(dataset, _inner, most=_MOST_PARTS)),
+            *(
+                _Attributes(part, _MOST_BYTES)
+                for part in walk(run.data.dataset, _inner, most=_MOST_PARTS)
+            ),
         ]
-        functions = (loss.loss, loss.forward)
+        functions = (run.loss.loss, run.loss.forward)
         self._losses = [_Weights(f) for f in functions if isinstance(f, torch.nn.Module)]
         self._untouched = isinstance(strategy, Replicate) and strategy.is_untouched
         self._scheduler: tuple[Any, Any, _Attributes] | None = None
@@ -394,7 +378,7 @@ class Snapshot:
         vars(self._run.state).update(vars(self._state))
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
-        alone = failed and self._run.world_size > 1
+        alone = failed and self._run.world.size > 1
         if self._untouched and isinstance(self._strategy, Replicate) and not alone:
             # DDP orders its buckets by the first backward pass. A training that has taken no step
             # yet must order them by its own.

@@ -21,10 +21,10 @@ from ronde.capture.pass_state import SavedState
 from ronde.data import key_of
 from ronde.introspect import Marks
 from ronde.parallel import Work
-from ronde.plan import Plan, Share
+from ronde.plan import Share
 from ronde.run.losses import LossCall
+from ronde.run.parts import Parts
 from ronde.run.seeding import reseeding, seed_step
-from ronde.world import World
 
 __all__ = ["StepDraws", "probe_draws"]
 
@@ -89,24 +89,17 @@ class StepDraws:
     """The draws of one run.
 
     Args:
-        part: the run's name among those of its loop.
         probes: see :func:`probe_draws`.
-        warn: reports a sentence.
         alone: whether no other run trains in its loop.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        me: World,
-        part: str,
-        probes: dict[int, list[Recorded]],
-        warn: Callable[[str], None],
-        alone: Callable[[], bool],
+        self, parts: Parts, probes: dict[int, list[Recorded]], alone: Callable[[], bool]
     ) -> None:
-        self._plan, self._me, self._warn, self._alone = plan, me, warn, alone
+        self._plan, self._me, self._alone = parts.plan, parts.world, alone
+        self._parts = parts
         self._around: Any = None  # the pass of the loop's body
-        self._part = key_of(0, *part.encode())
+        self._part = key_of(0, *parts.part.encode())
         self._said: set[str] = set()
         self._steps = 0
         self._watched = False
@@ -115,9 +108,12 @@ class StepDraws:
         self._key = self._seed = 0
         self._drawn: int | None = None  # in the first micro-batch of a loop of the script's own
         self.draws: GlobalDraws | None = None
+        plan = parts.plan
         if plan.randomness == "global":
-            place = plan.layout.place(me.rank).tensor
+            place = plan.layout.place(parts.world.rank).tensor
             self.draws = GlobalDraws(plan.spec, plan.tensor, place, self._say, probes)
+            if (divided := getattr(parts.strategy, "divided", None)) is not None:
+                self.draws.fused = divided.fused_widths(parts.model)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -251,4 +247,4 @@ class StepDraws:
         kind = re.sub(r"\d+", "", text)
         if kind not in self._said and len(self._said) < 3:
             self._said.add(kind)
-            self._warn(f"not the same on another number of workers: {text}")
+            self._parts.warn(f"not the same on another number of workers: {text}", differs=True)

@@ -20,7 +20,7 @@ from ronde.plan import Plan
 from ronde.world import ArgumentError, CheckpointError, PlanError
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
+    from ronde.run.parts import Parts
 
 __all__ = ["Skeleton", "refuse_save_pretrained", "skeleton_of", "whole_model"]
 
@@ -137,26 +137,26 @@ def refuse_save_pretrained(model: nn.Module, plan: Plan) -> None:
 
 @contextmanager
 def whole_model(
-    run: RunParts, ranks: str, device: torch.device | str | None
+    run: Parts, skeleton: Skeleton | None, ranks: str, device: torch.device | str | None
 ) -> Iterator[nn.Module | None]:
     """See :meth:`Run.whole_model`."""
     if ranks not in ("all", "main"):
         raise ArgumentError(f"run.whole_model(ranks={ranks!r}): choose 'all' or 'main'.")
-    run._rendezvous.meet(f"run.whole_model(ranks={ranks!r})")
-    wanted = ranks == "all" or run.is_main
-    if run._skeleton is None:
-        with run._rendezvous.call("run.whole_model()"):
-            run._strategy.sync_buffers()
+    run.rendezvous.meet(f"run.whole_model(ranks={ranks!r})")
+    wanted = ranks == "all" or run.world.is_main
+    if skeleton is None:
+        with run.rendezvous.call("run.whole_model()"):
+            run.strategy.sync_buffers()
         with _kept(run) as model:
             yield model if wanted else None
         return
-    with run._rendezvous.call("run.whole_model()"):
-        made = _copy(run, run._skeleton, ranks == "all", torch.device(device or run.device))
+    with run.rendezvous.call("run.whole_model()"):
+        made = _copy(run, skeleton, ranks == "all", torch.device(device or run.world.device))
     yield made
 
 
 def _copy(
-    run: RunParts, skeleton: Skeleton, everywhere: bool, device: torch.device
+    run: Parts, skeleton: Skeleton, everywhere: bool, device: torch.device
 ) -> nn.Module | None:
     if skeleton.why_not:
         raise PlanError(
@@ -164,10 +164,10 @@ def _copy(
             f"{skeleton.why_not}. run.export(path) writes its weights, which a fresh model can "
             "load; under plan='replicate' no copy is needed."
         )
-    run._strategy.loaded()  # free parameters that a pass without a backward pass left gathered
+    run.strategy.loaded()  # free parameters that a pass without a backward pass left gathered
     live = dict[str, torch.Tensor](run.model.named_parameters(remove_duplicate=False))
     live |= dict(run.model.named_buffers(remove_duplicate=False))
-    names, owns = skeleton.names(), run._strategy.owns
+    names, owns = skeleton.names(), run.strategy.owns
     known = {name for alike in names.values() for name in alike}
     changed = sorted(known ^ live.keys())
     if changed:
@@ -184,9 +184,9 @@ def _copy(
     }
     tensors = {
         name: tensor.to(device)
-        for name, tensor in checkpoint.gather_whole(run._me, pieces, everywhere)
+        for name, tensor in checkpoint.gather_whole(run.world, pieces, everywhere)
     }
-    if not everywhere and not run.is_main:
+    if not everywhere and not run.world.is_main:
         return None
     missing = sorted(names.keys() - tensors.keys())
     if missing:
@@ -195,7 +195,7 @@ def _copy(
 
 
 @contextmanager
-def _kept(run: RunParts) -> Iterator[nn.Module]:
+def _kept(run: Parts) -> Iterator[nn.Module]:
     """The script's own model; buffers and modes are put back, changed parameters refused."""
     model = run.model
     modes = [(module, module.training) for module in model.modules()]

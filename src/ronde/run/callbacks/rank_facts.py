@@ -11,22 +11,21 @@ import json
 import zlib
 from collections.abc import Mapping
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ronde.run.callbacks.non_finite import NAN_EVERY
 from ronde.run.checks import setting
-from ronde.run.non_finite import NAN_EVERY
+from ronde.run.parts import Parts
 from ronde.world import PlanError, World
 from ronde.world.consensus import agree, gather_json
 from ronde.world.identity import ranks_text
+from ronde.world.rendezvous import Rendezvous
 
-if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
-
-__all__ = ["FactCheck", "trained"]
+__all__ = ["FactCheck", "TrainedNames"]
 
 # In the first steps a script's mistakes show. An exchange of two numbers costs 0.5 ms on the CPU,
 # a third of a small model's step.
@@ -35,9 +34,26 @@ _SHOWN = 5
 _REPLACED, _TYPES = "the modules that are new", "the parameters' new types"
 
 
-def trained(model: nn.Module) -> dict[str, bool]:
-    """Parameter -> whether it is trained."""
-    return {name: p.requires_grad for name, p in model.named_parameters()}
+class TrainedNames:
+    """Lets all ranks agree that they froze, thawed, or replaced the same parameters."""
+
+    def __init__(self, model: nn.Module, rendezvous: Rendezvous) -> None:
+        self._model, self._rendezvous = model, rendezvous
+        self._trains = self._now()
+
+    def _now(self) -> dict[str, bool]:
+        return {name: p.requires_grad for name, p in self._model.named_parameters()}
+
+    def agree(self) -> None:
+        """Some have changed on this rank. A meeting."""
+        before, self._trains = self._trains, self._now()
+        changed = [n for n, flag in self._trains.items() if before.get(n) != flag]
+        what = (
+            f"after requires_grad_(…) of {changed[0]!r}" if changed else "after replacing a layer"
+        )
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        inside = bool(self._rendezvous.doing)
+        self._rendezvous.meet(f"run.step(batch) {what}{more}", within=inside)
 
 
 class FactCheck:
@@ -52,7 +68,7 @@ class FactCheck:
         agreed: the last step at which all ranks had the same facts.
     """
 
-    def __init__(self, run: RunParts, me: World) -> None:
+    def __init__(self, run: Parts, me: World) -> None:
         self._me = me
         self.changed: dict[str, int] = {}
         self.agreed = 0
@@ -67,7 +83,7 @@ class FactCheck:
         rows = [p.shape[0] if p.dim() else 0 for p in run.model.parameters()]
         all_have_rows = all(-(-n // me.size) * (me.size - 1) < n for n in rows)
         sharded = kind in ("gradients", "parameters") and all_have_rows
-        self._counts = (kind == "replicate" or sharded) and run._strategy.exchange is None
+        self._counts = (kind == "replicate" or sharded) and run.strategy.exchange is None
         self._groups = [list(map(id, group["params"])) for group in run.optimizer.param_groups]
         self._look_at(run.model)
 
@@ -84,7 +100,7 @@ class FactCheck:
 
     # -- in each step ------------------------------------------------------------------
 
-    def begin(self, run: RunParts) -> None:
+    def begin(self, run: Parts) -> None:
         """Called before the optimizer steps. A collective in the steps that are checked."""
         if self._versions is not None:
             now = [p._version for p in self._watched]
@@ -98,7 +114,7 @@ class FactCheck:
         if self._me.device.type != "cpu":
             every = NAN_EVERY
         self._due |= count % every == 0 or (count < every and not count & (count - 1))
-        if not self._due or run._strategy.drifts:
+        if not self._due or run.strategy.drifts:
             return
         self._due = False
         self._facts = self._now(run)
@@ -106,7 +122,7 @@ class FactCheck:
         both = torch.tensor([digest, -digest], device=self._me.device)
         self._sent = dist.all_reduce(both, dist.ReduceOp.MAX, async_op=True), both
 
-    def end(self, run: RunParts) -> str:
+    def end(self, run: Parts) -> str:
         """Called after the optimizer has stepped. Returns what has changed weights in place on some
         ranks only, as a phrase: if anything, the replicas must be compared.
 
@@ -139,11 +155,11 @@ class FactCheck:
             )
         return why
 
-    def _agree(self, run: RunParts) -> None:
+    def _agree(self, run: Parts) -> None:
         since = f", after they agreed at step {self.agreed}" if self.agreed else ""
         agree(self._me, self._facts, f"step {run.state.step + 1}{since}")
 
-    def explain(self, run: RunParts) -> str:
+    def explain(self, run: Parts) -> str:
         """Why replicas are not equal, as far as that is known; empty if not. A collective.
 
         Raises:
@@ -170,7 +186,7 @@ class FactCheck:
 
     # -- the facts ---------------------------------------------------------------------
 
-    def _now(self, run: RunParts) -> dict[str, Any]:
+    def _now(self, run: Parts) -> dict[str, Any]:
         """Name -> value: short where nothing has changed since the model was laid out."""
         model, state = run.model, run.state
         replaced: list[str] = []

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ronde.checkpoint import local_part
 from ronde.plan import Share, parse_reducer
+from ronde.run.callback import Callback, StepView
+from ronde.run.parts import Parts
 from ronde.watch import NonFiniteStep
 from ronde.world import ArgumentError, LossError, PlanError
 from ronde.world.consensus import gather_json
 from ronde.world.identity import ranks_text
 
-if TYPE_CHECKING:
-    from ronde.run.step_port import RunParts
-
-__all__ = ["NAN_EVERY", "ON_NAN", "NonFiniteGuard", "check_on_nan", "refuse_loss"]
+__all__ = ["NAN_EVERY", "ON_NAN", "NonFiniteGuard", "NonFiniteLoss", "check_on_nan"]
 
 ON_NAN = ("error", "ignore", "skip", "rollback")
 NAN_EVERY = 50  # steps between checks on an accelerator, where reading a loss waits for the device
 _MOST_IN_A_ROW = 10
 
 
-def refuse_loss(run: RunParts, value: float, share: Share) -> None:
+class NonFiniteLoss(Callback):
+    """Ends the training at such a loss, before the weights change (``on_nan="error"``)."""
+
+    def after_exchange(self, step: StepView) -> None:
+        """Looks at each loss on a CPU, where reading it is free."""
+        run = step.parts
+        look = run.world.device.type == "cpu" or run.state.step % NAN_EVERY == 0
+        if look and not math.isfinite(step.loss):
+            _refuse_loss(run, float(step.loss), step.share)
+
+
+def _refuse_loss(run: Parts, value: float, share: Share) -> None:
     """Raise LossError. A collective: the global loss is the same on all ranks, so all are here.
 
     Except under tensor parallelism, where each rank computes it from the same samples: one may be
@@ -33,7 +42,7 @@ def refuse_loss(run: RunParts, value: float, share: Share) -> None:
     """
     ranks = [] if run.plan.tensor > 1 else _bad_ranks(run, None)
     effect = "The weights were not updated."
-    if run.device.type != "cpu":
+    if run.world.device.type != "cpu":
         effect = f"One step in {NAN_EVERY} is checked here: an earlier one may have caused it."
     raise LossError(
         f"the loss is {value} in step {run.state.step + 1} ({_place(run, share)})"
@@ -43,24 +52,24 @@ def refuse_loss(run: RunParts, value: float, share: Share) -> None:
     )
 
 
-def _place(run: RunParts, share: Share) -> str:
-    ids = run._taken.order.ids(share.epoch, share.start, share.stop)
+def _place(run: Parts, share: Share) -> str:
+    ids = run.data.order.ids(share.epoch, share.start, share.stop)
     shown = ", ".join(map(str, ids[:8].tolist())) + (", …" if len(ids) > 8 else "")
     return (
         f"epoch {share.epoch}, samples {share.start}–{share.stop - 1} of its order: indices {shown}"
     )
 
 
-def _bad_ranks(run: RunParts, bad: bool | None) -> list[int]:
+def _bad_ranks(run: Parts, bad: bool | None) -> list[int]:
     """The ranks whose own loss is not finite, or, if none, those with such gradients."""
-    if run.world_size == 1:
+    if run.world.size == 1:
         return []
-    local = run._strategy.local_loss
+    local = run.strategy.local_loss
     lost = local is not None and not math.isfinite(local)
-    everyone = gather_json(run._me, [lost, bool(bad)])
+    everyone = gather_json(run.world, [lost, bool(bad)])
     losses = [rank for rank, (lost, _) in enumerate(everyone) if lost]
     gradients = [rank for rank, (_, bad) in enumerate(everyone) if bad]
-    if losses or len(gradients) == run.world_size:
+    if losses or len(gradients) == run.world.size:
         return losses
     return gradients
 
@@ -69,7 +78,7 @@ def _from(ranks: list[int]) -> str:
     return f", from the samples of {ranks_text(ranks)}" if ranks else ""
 
 
-class NonFiniteGuard:
+class NonFiniteGuard(Callback):
     """What a run does about a step that is not finite, if it goes on.
 
     Args:
@@ -82,30 +91,31 @@ class NonFiniteGuard:
         self._in_a_row = 0
         self._gone_back: dict[tuple[int, int], int] = {}  # (epoch, first sample) -> its step
 
-    def begin(self, run: RunParts) -> None:
+    def batch_taken(self, step: StepView) -> None:
         """Keep the buffers: the forward pass of a bad batch spoils batch normalization's."""
-        live = [local_part(b) for b in run.model.buffers() if b.is_floating_point()]
+        live = [local_part(b) for b in step.parts.model.buffers() if b.is_floating_point()]
         if [id(b) for b, _ in self._buffers] != [id(b) for b in live]:
             self._buffers = [(b, torch.empty_like(b)) for b in live]
         with torch.no_grad():
             for buffer, kept in self._buffers:
                 kept.copy_(buffer)
 
-    def look(self, run: RunParts, loss: torch.Tensor, share: Share) -> str:
-        """What to do with this step: ``""`` (update), ``"skip"``, or ``"rollback"``, the same on
-        all ranks. A collective of all workers.
-        """
+    def after_exchange(self, step: StepView) -> None:
+        """Set what to do with this step, the same on all ranks. A collective of all workers."""
+        step.action = self._look(step.parts, step.loss, step.share)
+
+    def _look(self, run: Parts, loss: torch.Tensor, share: Share) -> str:
         lost, bad = not math.isfinite(loss), False
-        if not lost and run._scaler is None:  # a scaler looks at half-precision gradients itself
+        if not lost and run.scaler is None:  # a scaler looks at half-precision gradients itself
             bad = not _finite(run)
-        flag = torch.tensor([float(lost or bad)], device=run.device)
-        if run.world_size > 1:
+        flag = torch.tensor([float(lost or bad)], device=run.world.device)
+        if run.world.size > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
         at = (share.epoch, share.start)
         if not float(flag):
             self._in_a_row = 0
             if (step := self._gone_back.pop(at, None)) is not None:
-                run._warn(
+                run.warn(
                     f"step {step} is finite the second time, with the same samples: neither the "
                     "data nor the model is the cause, but the machine may be"
                 )
@@ -122,9 +132,9 @@ class NonFiniteGuard:
         action = self._action
         if action == "rollback" and at in self._gone_back:
             action = "skip"  # the same again: it is in the data
-        ids = run._taken.order.ids(share.epoch, share.start, share.stop).tolist()
-        run._watcher.flush()
-        run._watcher.event(
+        ids = run.data.order.ids(share.epoch, share.start, share.stop).tolist()
+        run.watcher.flush()
+        run.watcher.event(
             NonFiniteStep(
                 step=step, epoch=share.epoch, what=what, action=action, ranks=ranks, samples=ids
             )
@@ -134,7 +144,7 @@ class NonFiniteGuard:
             "rollback": "The training goes back to the last checkpoint",
         }
         again = " again" if at in self._gone_back else ""
-        run._warn(
+        run.warn(
             f"the {what} is not finite{again} in step {step} ({_place(run, share)}){_from(ranks)}. "
             f"{done[action]}"
         )
@@ -147,9 +157,9 @@ class NonFiniteGuard:
         return action
 
 
-def _finite(run: RunParts) -> bool:
+def _finite(run: Parts) -> bool:
     """Whether this worker's gradients are finite."""
-    grads = [g for p in run._strategy.parameters if (g := p.grad) is not None]
+    grads = [g for p in run.strategy.parameters if (g := p.grad) is not None]
     parts = [local_part(g) for g in grads]
     parts = [g.coalesce().values() if g.is_sparse else g for g in parts]
     parts = [g for g in parts if g.numel()]
@@ -159,15 +169,15 @@ def _finite(run: RunParts) -> bool:
     return bool(torch.isfinite(largest).all())
 
 
-def check_on_nan(run: RunParts, on_nan: str) -> None:
+def check_on_nan(run: Parts, on_nan: str) -> None:
     """Refuse what cannot leave out or repeat a step."""
     if on_nan not in ("skip", "rollback"):
         return
     reducer = parse_reducer(run.plan.reducer)
-    if run.world_size > 1 and (reducer.feedback or reducer.kind.local):
+    if run.world.size > 1 and (reducer.feedback or reducer.kind.local):
         raise PlanError(
             f"on_nan={on_nan!r} does not go with plan={run.plan.spec!r}: what the reducer keeps "
             "for later steps would not be finite. Use another reducer, or on_nan='error'."
         )
-    if on_nan == "rollback" and run.dir is None:
+    if on_nan == "rollback" and run.directory is None:
         raise ArgumentError("on_nan='rollback' needs checkpoints, and RONDE_RUNS=none writes none.")

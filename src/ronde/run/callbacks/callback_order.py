@@ -1,0 +1,91 @@
+"""The callbacks of a run, in their order."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ronde.run import hooks
+from ronde.run.callback import Callback, Callbacks
+from ronde.run.callbacks.averages import AveragesWeights
+from ronde.run.callbacks.growth import Growth
+from ronde.run.callbacks.heartbeats import Heartbeats
+from ronde.run.callbacks.non_finite import NonFiniteGuard, NonFiniteLoss
+from ronde.run.callbacks.recording import Recording
+from ronde.run.callbacks.saving_due import BestIsSaved, SavesEvery
+from ronde.run.callbacks.unregistered_state import ReportsUnregistered
+from ronde.run.content import CheckpointContent
+from ronde.run.first_steps_check import FirstStepsCheck
+from ronde.run.gather import Gathering
+from ronde.run.group import RunGroup
+from ronde.run.options import RunOptions
+from ronde.run.parts import Parts
+
+if TYPE_CHECKING:
+    from ronde.run.check_prediction import Forecast
+
+__all__ = ["callbacks_of"]
+
+
+def callbacks_of(
+    content: CheckpointContent,
+    group: RunGroup,
+    options: RunOptions,
+    gathering: Gathering,
+    recording: Recording,
+    forecast: Forecast | None,
+) -> Callbacks:
+    """All callbacks of a run. For each event, they are called in this order."""
+    run, studied = content.parts, hooks.observed()
+    guards = options.on_nan in ("skip", "rollback")
+    found: list[Any] = [
+        # A launcher waits for the beat: it comes before whatever may wait.
+        Heartbeats(),
+        # A wrong loss or batch is refused before anything is updated by it.
+        *([FirstStepsCheck(run, gathering)] if not studied else []),
+        # Its marks stand next to the passes and the update that it times.
+        *_prediction_check(run, forecast),
+        # After the checks, which say why a loss is not finite; before anything uses it.
+        *([NonFiniteLoss()] if options.on_nan == "error" else []),
+        *([NonFiniteGuard(options.on_nan)] if guards else []),
+        # Weights are compared as the optimizer has left them.
+        *(_replicas(run, group, options) if run.world.size > 1 and not studied else ()),
+        # The record has the rate of the step, not of the batch that follows.
+        Growth(content),
+        recording,
+        # What the checkpoint needs of an evaluation is recorded before it is due.
+        BestIsSaved(content, group),
+        SavesEvery(options.save_every, group),
+        *_leaves_when_asked(run, group),
+        *([ReportsUnregistered(run)] if not studied else []),
+        # The weights after the step are final.
+        AveragesWeights(content),
+        # The script's own see a finished step, and a study sees what they did.
+        *options.callbacks,
+        hooks.observer,
+    ]
+    return Callbacks(found)
+
+
+# Imported where they are used: few runs need them.
+
+
+def _prediction_check(run: Parts, forecast: Forecast | None) -> Iterator[Callback]:
+    if forecast is not None:
+        from ronde.run.check_prediction import PredictionCheck
+
+        yield PredictionCheck(forecast, run.world.device)
+
+
+def _replicas(run: Parts, group: RunGroup, options: RunOptions) -> Iterator[Callback]:
+    from ronde.run.callbacks.replicas import Replicas
+
+    yield Replicas(run, options.check_replicas, group)
+
+
+def _leaves_when_asked(run: Parts, group: RunGroup) -> Iterator[Callback]:
+    if os.environ.get("RONDE_LEAVE") == "1" and not run.part:
+        from ronde.run.callbacks.leaves_when_asked import LeavesWhenAsked
+
+        yield LeavesWhenAsked(run.world, group)

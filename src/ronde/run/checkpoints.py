@@ -1,0 +1,165 @@
+"""Saves the runs of one loop, and goes back to what was saved."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Protocol
+
+from ronde.run.content import CheckpointContent
+from ronde.run.exchange_state import check_settled
+from ronde.run.group import Member, RunGroup
+from ronde.run.parts import Parts
+from ronde.world import CheckpointError, LossError, RondeError
+
+__all__ = ["go_back", "save", "save_if_due", "save_or_warn", "warn_of_late_save"]
+
+
+class Saved(Member, Protocol):
+    """The loop of a run that can be saved."""
+
+    group: RunGroup
+    studied: bool
+
+
+def save(loop: Saved, wait: bool = False) -> Path | None:
+    """Write a checkpoint of all runs of the loop. A collective.
+
+    Args:
+        wait: whether to return only when it is written.
+
+    Returns:
+        Path: the checkpoint on rank 0, if it waited.
+    """
+    group, own = loop.group, loop.parts
+    if own.place.goes_back:
+        go_back(loop)
+    contents = group.to_save()
+    runs = [content.parts for content in contents.values()]
+    for content in contents.values():
+        content.averages.check("run.save()")
+    if _between_passes(runs):
+        raise RondeError(
+            "run.save() was called between run.backward() and run.update(): the gradients "
+            "would be lost. Call it after update()."
+        )
+    for run in runs:
+        check_settled(run, "run.save()")
+        # A script may have ended on this rank only; and where nothing is written, the run may end
+        # here, and with it the store.
+        if not group.saving.ends and own.directory is not None:
+            run.rendezvous.meet("run.save()")
+    for member in group.members:
+        for call in member.callbacks.before_save:
+            call(member.parts)
+    group.due = False
+    for content in contents.values():
+        content.saved_step, content.saved_at = content.parts.state.step, time.monotonic()
+    if own.directory is None:
+        return None
+    for run in runs:
+        run.watcher.rate.pause()
+        run.watcher.flush()  # a resume from this checkpoint does not record these steps again
+    paused = group.script_time.pause()
+    if group.memory is not None:
+        group.memory.finish()
+        group.memory.put_off(group.step)
+    with own.rendezvous.call("run.save()"):
+        path = group.saving.save(contents, own.directory.checkpoints, group.step, wait)
+    for run in runs:
+        run.watcher.rate.resume()
+    group.script_time.resume(paused)
+    return path
+
+
+def save_or_warn(loop: Saved, wait: bool = False) -> None:
+    """Save without being asked: a full disk must not end the training."""
+    try:
+        save(loop, wait)
+    except CheckpointError as error:
+        loop.parts.warn(f"{error}")
+
+
+def save_if_due(loop: Saved) -> None:
+    """Write a due checkpoint or copy, or leave, where the body of the script's loop has ended."""
+    group = loop.group
+    if not group.saves_now(loop):
+        return
+    if not group.due:
+        _copy_to_memory(loop)
+    elif group.leaves:
+        _leave(loop)
+    else:
+        save(loop)
+
+
+def warn_of_late_save(content: CheckpointContent) -> None:
+    """Warn once of ``run.save()`` after an epoch's last batch, if a resume repeats something."""
+    run = content.parts
+    late = run.place.in_epochs and run.epoch_is_over and content.registry.items
+    if late and not content.warned_of_save:
+        content.warned_of_save = True
+        run.warn(
+            "run.save() was called after an epoch's last batch: a resume enters this epoch "
+            "again, so what the script did before in its body, such as a scheduler's step, is "
+            "done twice. Leave it out: save_every=… saves before the body ends, and run.epochs "
+            "after it"
+        )
+
+
+def go_back(loop: Saved) -> bool:
+    """Go back to the last checkpoint. Returns whether it is of the same epoch, whose batches since
+    then come again.
+    """
+    from ronde.run.resume import roll_back  # few runs do
+
+    run, group = loop.parts, loop.group
+    run.place.goes_back, epoch = False, run.state.epoch
+    if group.memory is not None:
+        group.memory.forget()
+    group.saving.settle(group.contents)
+    group.due = False
+    assert run.directory is not None
+    if not roll_back(loop.content, run.directory):
+        raise LossError(
+            "on_nan='rollback': there is no checkpoint to go back to yet. Set save_every, or "
+            "on_nan='skip'."
+        )
+    if run.state.epoch != epoch and not run.place.in_epochs:
+        raise LossError(
+            f"on_nan='rollback': the last checkpoint is of epoch {run.state.epoch + 1}, and a "
+            f"loop of your own cannot go back to it from epoch {epoch + 1}. Use run.epochs(n)."
+        )
+    return run.state.epoch == epoch
+
+
+def _between_passes(runs: list[Parts]) -> bool:
+    return any(run.place.share is not None and run.place.backwards for run in runs)
+
+
+def _copy_to_memory(loop: Saved) -> None:
+    """Keep a copy of all runs in this machine's memory, for a launcher that starts it again."""
+    group, began = loop.group, time.perf_counter()
+    assert group.memory is not None
+    runs = group.runs
+    drifts = any(run.strategy.drifts for run in runs)
+    goes_back = loop.parts.place.goes_back
+    if goes_back or loop.studied or _between_passes(runs) or drifts or not group.whole:
+        return
+    with loop.parts.rendezvous.call("run.save()"):
+        for member in group.members:
+            for call in member.callbacks.before_copy:
+                call(member.parts)
+        busy = group.saving.saver.is_writing
+        group.memory.take(group.to_save(), group.step, began, busy)
+
+
+def _leave(loop: Saved) -> None:
+    """Save, and end this process as one that was asked to."""
+    from ronde.run.leave import leaving  # few runs are asked to
+
+    save_or_warn(loop, wait=True)
+    loop.parts.say(f"asked to leave, after step {loop.parts.state.step}")
+    for member in loop.group.members:
+        member.finish("interrupted")
+    leaving(loop.parts.world).end()

@@ -1,0 +1,47 @@
+"""What a checkpoint holds of one run, besides its parts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ronde.checkpoint import KeepPolicy
+from ronde.run.average import Averages
+from ronde.run.best import KeepBest
+from ronde.run.parts import Parts
+from ronde.run.registered import Registry
+
+if TYPE_CHECKING:
+    from ronde.run.batch_schedule import BatchSchedule
+
+__all__ = ["CheckpointContent"]
+
+
+@dataclass(eq=False)
+class CheckpointContent:
+    """What a checkpoint holds of one run, and when it was last saved.
+
+    Attributes:
+        keep: which checkpoints stay.
+        async_save: whether checkpoints may be written in the background.
+        save_every: optimizer steps between checkpoints, or None.
+        schedule: of the global batch's growth, if the script grows it.
+        saved_schedule: the checkpoint's, until the script calls ``run.grow_batch``.
+        saved_step: the step of the last checkpoint; -1 if there is none.
+        saved_at: ``time.monotonic()`` of the last checkpoint, or of the start.
+        warned_of_save: whether the script was told that it saves after an epoch's last batch.
+    """
+
+    parts: Parts
+    best: KeepBest
+    keep: KeepPolicy
+    async_save: bool
+    save_every: int | None
+    registry: Registry = field(default_factory=Registry)
+    averages: Averages = field(default_factory=Averages)
+    schedule: BatchSchedule | None = None
+    saved_schedule: dict[str, Any] | None = None
+    saved_step: int = -1
+    saved_at: float = field(default_factory=time.monotonic)
+    warned_of_save: bool = False

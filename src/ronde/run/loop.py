@@ -1,0 +1,347 @@
+"""The loop of one run: epochs, batches, and where the run is in them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from ronde.loader import DrawAhead, Feed
+from ronde.plan import Share, shares
+from ronde.run import checkpoints, checks
+from ronde.run.callback import Callbacks
+from ronde.run.content import CheckpointContent
+from ronde.run.evaluation import Evaluations, gather_skipped, on_device, skip_report
+from ronde.run.group import RunGroup
+from ronde.run.run_state import MicroBatches
+from ronde.run.step import OptimizerStep
+from ronde.world import ArgumentError, CheckpointError, RondeError
+from ronde.world.rendezvous import counted
+
+__all__ = ["Loop"]
+
+Shares = Callable[[], Iterator[Share]]
+_SAVE_AT_LEAST_SECONDS = 60.0
+
+
+class Loop:
+    """Leads a script through its epochs and batches. Nothing holds it but its run and those that
+    follow it, so that loading processes end with the run.
+
+    Args:
+        source: the loop of the run whose batches this one takes, or None.
+        in_lists: whether a batch is always a list of micro-batches.
+        leaves_out: whether steps may be left out or taken again (``on_nan``).
+        studied: whether a study watches this process.
+
+    Attributes:
+        is_reading: whether the script is in a loop: loading threads and processes stay meanwhile.
+        followers: the loops that take this one's batches.
+        feed: reads the batches.
+    """
+
+    def __init__(
+        self,
+        content: CheckpointContent,
+        group: RunGroup,
+        callbacks: Callbacks,
+        step: OptimizerStep,
+        evaluations: Evaluations,
+        source: Loop | None,
+        *,
+        in_lists: bool,
+        leaves_out: bool,
+        studied: bool,
+    ) -> None:
+        parts = content.parts
+        self.parts, self.content, self.group, self.callbacks = parts, content, group, callbacks
+        self.step, self.studied, self.leaves_out = step, studied, leaves_out
+        self.is_reading = False
+        self.followers: list[weakref.ref[Loop]] = []
+        self._rendezvous = parts.rendezvous
+        self._evaluations, self._source = evaluations, source
+        self._lists = parts.plan.accumulation > 1 or in_lists
+        self.feed = Feed(
+            parts.data.dataset,
+            parts.data.order,
+            parts.data.settings,
+            parts.plan.seed,
+            on_cpu=parts.world.device.type == "cpu",
+            say=parts.report,
+            compares=parts.world.size > 1 and parts.data.fingerprint is None and not studied,
+        )
+        self._loops = 0  # calls of epochs() so far
+        self._reading: weakref.ref[Generator[Any, None, None]] | None = None  # the last batches()
+        self._left = ""  # where the script left the loop, if in the middle of an epoch
+        if source is not None:
+            source.followers.append(weakref.ref(self))
+            source.step.needs_rows = True
+        group.add(self)
+
+    # -- epochs ------------------------------------------------------------------------
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """See :meth:`Run.epochs`."""
+        if not checks.is_whole(n) or n < 0:
+            raise ArgumentError(f"run.epochs({n!r}): expected a number of epochs, 0 or more.")
+        self._refuse_follower(f"run.epochs({n})")
+        content, group, place = self.content, self.group, self.parts.place
+        state, watcher = self.parts.state, self.parts.watcher
+        watcher.epochs, watcher.total_steps = n, n * self.parts.steps_per_epoch
+        if state.epoch >= n and state.step:
+            self.parts.say(f"nothing left to train: {state.epoch} of {n} epochs are done")
+        self._loops += 1
+        this_loop, complete = self._loops, False
+        self.is_reading = True
+        try:
+            while self.goes_on(n):
+                epoch = state.epoch
+                place.in_epochs, place.readings = True, group.readings
+                try:
+                    yield epoch
+                except GeneratorExit:
+                    complete = group.ends_with(place.readings)
+                    raise
+                finally:
+                    place.in_epochs = False
+                    if complete and state.epoch == epoch:
+                        self.end_epoch()
+                if state.epoch == epoch:
+                    self.end_epoch()
+                unsaved = time.monotonic() - content.saved_at
+                if not group.alone:
+                    group.due = group.due or unsaved >= _SAVE_AT_LEAST_SECONDS
+                elif group.due:
+                    checkpoints.save(self)
+                elif content.save_every is None and unsaved >= _SAVE_AT_LEAST_SECONDS:
+                    checkpoints.save_or_warn(self)
+            group.complete()
+            complete = True
+        finally:
+            # An abandoned loop may be collected later: it must not end another loop's loading.
+            if this_loop == self._loops:
+                self.end_loading()
+            if complete:
+                self._complete()
+
+    def goes_on(self, n: int) -> bool:
+        """Whether another epoch follows, of ``n`` in all."""
+        return self.parts.state.epoch < n
+
+    def end_epoch(self) -> None:
+        """The epoch has ended: count it."""
+        for call in self.callbacks.epoch_ended:
+            call(self.parts)
+        self.parts.state.epoch += 1
+        self.parts.state.epoch_samples = 0
+
+    def _complete(self) -> None:
+        """The loop over epochs has ended: by itself, or because the one beside it in zip() has."""
+        group = self.group
+        group.saving.settle(group.contents)
+        if group.in_epochs():
+            group.due = group.due or group.is_unsaved
+        elif group.is_unsaved:
+            checkpoints.save_or_warn(self, wait=True)
+        self.finish("completed")
+
+    # -- batches -----------------------------------------------------------------------
+
+    def batches(self) -> Iterator[Any]:
+        """See :meth:`Run.batches`."""
+        self._refuse_follower("run.batches()")
+        reading = self._tracked_batches()
+        self._reading = weakref.ref(reading)
+        return reading
+
+    def _tracked_batches(self) -> Generator[Any, None, None]:
+        token, place = self.group.begin_reading(self), self.parts.place
+        for follower in self._following():
+            follower.parts.strategy.start_epoch()
+        try:
+            if place.goes_back:
+                checkpoints.go_back(self)
+            yield from self._read_batches()
+            while place.goes_back and checkpoints.go_back(self):
+                yield from self._read_batches()
+        finally:
+            state = self.parts.state
+            if state.epoch_samples and not self.parts.epoch_is_over:
+                self._left = f"in epoch {state.epoch + 1}, after {state.epoch_samples} samples"
+            self.step.clock.end_reading()
+            self.group.end_reading(token)
+
+    def _read_batches(self) -> Generator[Any, None, None]:
+        run, state, order = self.parts, self.parts.state, self.parts.data.order
+        current, following = self._begin_epoch()
+        clock, draws = self.step.clock, self.step.draws
+        with draws.reading():
+            for share, micros in draws.aside(self.feed.read(current, following)):
+                if run.place.goes_back:
+                    return
+                if run.place.share is not None:
+                    raise RondeError(
+                        "run.batches() went on to the next batch before run.step(batch) or "
+                        "run.update() was called for the last one: every batch takes one optimizer "
+                        "step."
+                    )
+                if not self.takes_more():
+                    return
+                facts = self.feed.take_facts()
+                if mixing := checks.check_same_samples(run.world, facts, "run.batches"):
+                    run.warn(mixing, differs=True)
+                checkpoints.save_if_due(self)
+                for given in self.items(self.hand_out(share, micros)):
+                    clock.handed()
+                    yield given
+                    del given
+                    clock.enter()
+        if run.place.goes_back:
+            return
+        checkpoints.save_if_due(self)
+        skipped = gather_skipped(self.feed, run.plan.layout, run.world)
+        if report := skip_report(skipped, order.epoch_samples, "replaced by others"):
+            run.warn(f"epoch {state.epoch + 1}: {report}")
+        if run.plan.drop_last and run.place.share is None:
+            state.epoch_samples = order.epoch_samples  # the rest of the epoch is dropped
+
+    def _begin_epoch(self) -> tuple[Shares, Shares | None]:
+        """What the feed reads in this epoch, and what it may read ahead of the next."""
+        self.is_reading = True
+        run, content = self.parts, self.content
+        state, plan, order, watcher = run.state, run.plan, run.data.order, run.watcher
+        if run.epoch_is_over and not run.place.in_epochs:
+            self.end_epoch()  # the script has its own loop over epochs
+        run.place.share = None  # a loop that was left before its last step may have set it
+        epoch = state.epoch
+        checks.check_length(run.data, epoch)
+        if self._left and not self.studied:
+            call = f"run.batches() after it had left the loop {self._left}"
+            self._left = ""
+            run.rendezvous.meet(call)
+        with run.rendezvous.call("run.batches()"):
+            run.strategy.start_epoch()
+        if content.saved_schedule is not None:
+            raise CheckpointError(
+                "the checkpoint's run has called run.grow_batch(): call it before run.batches(), "
+                "with the same arguments."
+            )
+        ends: Sequence[int] | None = order.ends(epoch)
+        if content.schedule is not None:
+            if not state.epoch_samples:
+                content.schedule.begin_epoch(run)
+            ends = content.schedule.ends(order.epoch_samples)
+        more = run.place.in_epochs and epoch + 1 < (watcher.epochs or 0) and not self.studied
+        if order.draw is not None:
+            checks.check_draw(run.world, order, epoch, "run.batches")
+            if isinstance(order.draw, DrawAhead) and more:
+                order.ids(epoch, 0, 1)  # this epoch's draw comes first
+                order.draw.begin(epoch + 1)
+        share_args = (
+            order.samples_in(epoch),
+            plan.batch_size,
+            plan.layout.place(run.world.rank).replica,
+            plan.replicas,
+            plan.micro_batch,
+            plan.drop_last,
+            plan.accumulation if plan.pipeline > 1 else None,
+        )
+        current = partial(shares, epoch, state.epoch_samples, *share_args, ends)
+        following = partial(shares, epoch + 1, 0, *share_args) if more and ends is None else None
+        if ends is not None and (epochs := watcher.epochs):
+            done = sum(end <= state.epoch_samples for end in ends)
+            watcher.total_steps = state.step - done + (epochs - epoch) * len(ends)
+        watcher.rate.resume()
+        return current, following
+
+    def takes_more(self) -> bool:
+        """Whether the epoch goes on with the batch that was read."""
+        return True
+
+    @counted("run.batches()")
+    def hand_out(self, share: Share, micros: list[Any]) -> list[Any]:
+        """Take a batch for the step, and move it to the device."""
+        self.step.take(share)
+        ready = on_device(self.feed, share, micros, self.parts.world.device)
+        self.step.deliver(ready)
+        for follower in self._following():
+            follower.step.follow(share)
+        self.step.announce()
+        return ready
+
+    def items(self, micros: list[Any]) -> Iterator[Any]:
+        """What the script gets of a batch: the type must not depend on the number of workers."""
+        plan = self.parts.plan
+        whole = MicroBatches(micros, plan.spec if plan.pipeline > 1 else "")
+        return iter((whole if self._lists else micros[0],))
+
+    def _following(self) -> Iterator[Loop]:
+        return filter(None, (ref() for ref in self.followers))
+
+    def _refuse_follower(self, call: str) -> None:
+        if self.parts.follows:
+            raise RondeError(
+                f"{call}: this run shares the batches of another (data=run). Loop over that "
+                "run's epochs and batches, and step this one on what they yield."
+            )
+
+    # -- the end -----------------------------------------------------------------------
+
+    def end_loading(self) -> None:
+        """End loading threads and processes. They start again at the next read."""
+        reading = self._reading() if self._reading is not None else None
+        if reading is not None:
+            if inspect.getgeneratorstate(reading) == inspect.GEN_RUNNING:
+                return
+            reading.close()
+        self.is_reading = False
+        if isinstance(self.parts.data.order.draw, DrawAhead):
+            self.parts.data.order.draw.close()
+        self.feed.close()
+        self._evaluations.close()
+
+    def finish(self, status: str) -> None:
+        """The run has ended: write and tell it, once."""
+        place = self.parts.place
+        if place.ended:
+            return
+        place.ended = True
+        self.group.release(self)
+        for follower in self._following():
+            follower.finish(status)
+        for call in self.callbacks.ended:
+            call(self.parts, status)
+
+    def at_exit(self) -> None:
+        """The process ends: a script without ``run.epochs`` that ends by itself has completed. The
+        launcher records one that failed.
+        """
+        if self.parts.place.ended:
+            return
+        try:
+            self._end_unasked()
+        finally:
+            # An abandoned loop that is collected later finds no modules left.
+            self.end_loading()
+            self._loops += 1
+
+    def _end_unasked(self) -> None:
+        run, group = self.parts, self.group
+        run.watcher.flush()
+        if hasattr(sys, "last_value") or not run.state.step:
+            group.saving.leave(run)
+            run.watcher.close()
+            return
+        for member in group.members:
+            run, place = member.parts, member.parts.place
+            beside = place.in_epochs and group.ends_with(place.readings)
+            if not place.ended and (beside or run.epoch_is_over):
+                member.end_epoch()
+        group.saving.end(group.contents)
+        if group.is_unsaved:
+            checkpoints.save_or_warn(self, wait=True)
+        self.finish("completed")
