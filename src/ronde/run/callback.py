@@ -22,6 +22,7 @@ class StepView:
 
     Attributes:
         parts: what the run is made of.
+        callbacks: of the run.
         share: which samples of the epoch are this worker's.
         micros: this worker's micro-batches, on its device.
         split: how each micro-batch counts, in ``run.step``.
@@ -32,6 +33,7 @@ class StepView:
     """
 
     parts: Parts
+    callbacks: Callbacks
     share: Share
     loss: torch.Tensor
     micros: Sequence[Any] = ()
@@ -61,9 +63,11 @@ class Callback:
     Attributes:
         while_measuring: whether it is called in the steps that a tool takes on batches of its own,
             such as ``run.doctor()``.
+        rests: whether it is not called at the moment; see :meth:`Callbacks.rest`.
     """
 
     while_measuring = False
+    rests = False
 
     def batch_taken(self, step: StepView) -> None:
         """A batch is about to be handed to the script."""
@@ -114,18 +118,22 @@ class Callback:
         """The run has ended: ``"completed"`` or ``"interrupted"``."""
 
 
-_EVENTS = [name for name in vars(Callback) if name[0] != "_" and name != "while_measuring"]
+_EVENTS = [name for name in vars(Callback) if callable(getattr(Callback, name)) and name[0] != "_"]
 
 
 class Callbacks:
     """The callbacks of one run, in their order: for each event, the methods that there are."""
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
-        self.all = all_ = tuple(callbacks)
+        self.all = tuple(callbacks)
+        self._bind()
+
+    def _bind(self) -> None:
+        awake = [c for c in self.all if not getattr(c, "rests", False)]
 
         def methods(event: str) -> tuple[Callable[..., None], ...]:
             nothing = getattr(Callback, event)
-            found = ((c, getattr(type(c), event, None)) for c in all_)
+            found = ((c, getattr(type(c), event, None)) for c in awake)
             return tuple(getattr(c, event) for c, own in found if own not in (None, nothing))
 
         self.batch_taken = methods("batch_taken")
@@ -144,6 +152,18 @@ class Callbacks:
         self.before_save = methods("before_save")
         self.before_copy = methods("before_copy")
         self.ended = methods("ended")
+
+    def rest(self, callback: Any) -> None:
+        """Call it no more: it costs nothing until it is woken."""
+        callback.rests = True
+        self._bind()
+
+    def wake(self, kind: type[Any]) -> None:
+        """Call those of a kind again, in their place."""
+        for callback in self.all:
+            if isinstance(callback, kind):
+                callback.rests = False
+        self._bind()
 
     def while_measuring(self) -> Callbacks:
         """Those that are called in a tool's own steps."""

@@ -53,7 +53,6 @@ class PredictionCheck(Callback):
     passes: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     last: float | None = None
-    over: bool = False
     _start: float = 0.0
     _passes_end: float = 0.0
 
@@ -69,24 +68,22 @@ class PredictionCheck(Callback):
 
     def before_passes(self, step: StepView) -> None:
         """Forward and backward passes start."""
-        self._start = self._now() if not self.over else 0.0
+        self._start = self._now()
 
     def after_exchange(self, step: StepView) -> None:
         """Passes and exchange are done."""
-        self._passes_end = self._now() if not self.over else 0.0
+        self._passes_end = self._now()
 
     def after_update(self, step: StepView) -> None:
         """Report once enough steps were measured."""
-        if self.over:
-            return
         now = self._now()
         if self.last is not None:
             self.whole.append(now - self.last)
             self.passes.append(self._passes_end - self._start)
             self.optimizer.append(now - self._passes_end)
         self.last = now
-        self.over = len(self.whole) >= self._first + _MEASURED
-        if self.over:
+        if len(self.whole) >= self._first + _MEASURED:
+            step.callbacks.rest(self)
             text, error = self._report(step.parts.world.is_main)
             if error:
                 step.parts.warn(error)

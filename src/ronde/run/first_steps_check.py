@@ -105,6 +105,8 @@ class FirstStepsCheck(Callback):
         Raises:
             LossError: the loss is a sum, or is not the sum that it was said to be.
         """
+        if self._steps >= _STEPS[-1]:
+            step.callbacks.rest(self)
         if not self._open:
             return
         before, number = self._kind, step.number + 1

@@ -81,6 +81,7 @@ class RunGroup:
         choice: the checkpoint to resume from, once it is chosen.
         due: whether a checkpoint is written as soon as the loop's body has ended.
         leaves: whether the process ends then, because it was asked to.
+        alone: whether it has one run.
         script_time: the script's own time in the loop.
         saving: writes the checkpoints.
         memory: keeps copies in memory; None where nothing would go on from them.
@@ -95,6 +96,7 @@ class RunGroup:
         self.resumes = resumes
         self.choice: Choice | None = None
         self.due = self.leaves = False
+        self.alone = True
         self.script_time = ScriptTime()
         self.saving = Saving()
         self.memory: MemoryCopies | None = None
@@ -125,11 +127,6 @@ class RunGroup:
     def contents(self) -> list[CheckpointContent]:
         """What checkpoints hold of them."""
         return [member.content for member in self.members]
-
-    @property
-    def alone(self) -> bool:
-        """Whether it has one run."""
-        return len(self._members) < 2
 
     @property
     def whole(self) -> bool:
@@ -174,8 +171,8 @@ class RunGroup:
     def add(self, member: Member) -> None:
         """Take in a run."""
         self._members[member.parts.part] = weakref.ref(member)
-        if not self.alone:
-            self._held = self.members
+        if len(self._members) > 1:
+            self.alone, self._held = False, self.members
         atexit.register(member.at_exit)
 
     def to_save(self) -> dict[str, CheckpointContent]:
@@ -204,9 +201,6 @@ class RunGroup:
         A generator's loss flows through the discriminator. Plain loops zero what that leaves there.
         Here it would differ between workers: nothing exchanges it.
         """
-        if self.alone:
-            yield
-            return
         own = {id(p) for p in run.strategy.parameters}
         others = [p for r in self.runs if r is not run for p in r.strategy.parameters]
         kept = [(p, p.grad) for p in others if id(p) not in own]
@@ -220,8 +214,6 @@ class RunGroup:
 
     def announce(self) -> None:
         """Tell synchronized batch normalization whether the next forward pass has samples here."""
-        if self.alone:
-            return
         runs = [r for r in self.runs if getattr(r.strategy, "run_empty", False)]
         shares = [r.place.share for r in self.runs]
         present = {share.samples > 0 for share in shares if share is not None}

@@ -194,7 +194,8 @@ class Loop:
                 facts = self.feed.take_facts()
                 if mixing := checks.check_same_samples(run.world, facts, "run.batches"):
                     run.warn(mixing, differs=True)
-                checkpoints.save_if_due(self)
+                if self.group.due or self.group.memory is not None:
+                    checkpoints.save_if_due(self)
                 for given in self.items(self.hand_out(share, micros)):
                     clock.handed()
                     yield given
@@ -275,9 +276,10 @@ class Loop:
 
     def items(self, micros: list[Any]) -> Iterator[Any]:
         """What the script gets of a batch: the type must not depend on the number of workers."""
+        if not self._lists:
+            return iter(micros)
         plan = self.parts.plan
-        whole = MicroBatches(micros, plan.spec if plan.pipeline > 1 else "")
-        return iter((whole if self._lists else micros[0],))
+        return iter((MicroBatches(micros, plan.spec if plan.pipeline > 1 else ""),))
 
     def _following(self) -> Iterator[Loop]:
         return filter(None, (ref() for ref in self.followers))

@@ -17,7 +17,9 @@ from ronde.parallel.gradient_hooks import GradientHooks
 from ronde.run import checkpoints, exchange_state, failure_note, hooks
 from ronde.run.average import Decay, WeightAverage
 from ronde.run.best import BestCheckpoint
+from ronde.run.callbacks.averages import AveragesWeights
 from ronde.run.callbacks.callback_order import callbacks_of
+from ronde.run.callbacks.growth import Growth
 from ronde.run.callbacks.rank_facts import TrainedNames
 from ronde.run.callbacks.recording import Recording
 from ronde.run.collective_calls import CollectiveCalls
@@ -411,6 +413,7 @@ class Run(CollectiveCalls):
             ...     run.evaluate(test_set)
         """
         exchange_state.check_can_average(self._parts)
+        self._loop.callbacks.wake(AveragesWeights)
         return self._content.averages.add(self._parts, name, decay, start, every)
 
     def grow_batch(
@@ -452,6 +455,7 @@ class Run(CollectiveCalls):
                 "call. Leave it out, or start a new run."
             )
         content.schedule, content.saved_schedule = schedule, None
+        loop.callbacks.wake(Growth)
 
     def save(self, *, wait: bool = True) -> Path | None:
         """Write a checkpoint now: weights, optimizer, scheduler, what is registered, and the place

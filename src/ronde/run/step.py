@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -59,7 +59,7 @@ class OptimizerStep:
     ) -> None:
         plan = parts.plan
         self.parts, self.callbacks, self.clock = parts, callbacks, group.script_time
-        self.view = StepView(parts, _NO_SHARE, torch.zeros(()))
+        self.view = StepView(parts, callbacks, _NO_SHARE, torch.zeros(()))
         self.owns_loop = self.needs_rows = False
         self.draws = draws
         self._rendezvous = parts.rendezvous
@@ -73,6 +73,7 @@ class OptimizerStep:
         alone = plan.replicas == 1 and plan.accumulation == 1
         self._rows = Rows(not alone, collates(parts.data.settings))
         self._delivered: list[Lengths] = []  # of the micro-batches that were handed out
+        self._runs_hooks = False
         self._needs_batch = True  # whether before_batch is due for its next step
         # The parameters that a plan which divides the model exchanges; None under other plans.
         self._divided: dict[int, torch.Tensor] | None = None
@@ -105,7 +106,8 @@ class OptimizerStep:
 
     def announce(self) -> None:
         """The script gets it now."""
-        self._group.announce()
+        if not self._group.alone:
+            self._group.announce()
         for call in self.callbacks.batch_taken:
             call(self.view)
 
@@ -168,7 +170,7 @@ class OptimizerStep:
         gathering.stepping = True
         draws.begin_step(share, micros)
         try:
-            with self._group.gradients_of(run), self._holding_hooks(len(micros)):
+            with self._own_gradients(len(micros)):
                 run.strategy.step(micros, view.split, self.loss_of, self._scale)
         except Exception as error:
             failure_note.note_place(error)
@@ -211,7 +213,7 @@ class OptimizerStep:
         place.backwards += 1
         summed = run.loss.reduction == "sum"
         part = Part(high - low, share.global_samples, place.backwards == count, summed, rows)
-        with self._group.gradients_of(run), self._holding_hooks(count):
+        with self._own_gradients(count):
             strategy.micro(lambda: value, part, self._scale)
         self.draws.end_own_pass(share, place.backwards)
         for call in self.callbacks.after_backward:
@@ -219,7 +221,8 @@ class OptimizerStep:
         if part.last:
             for call in self.callbacks.after_passes:
                 call(self.view)
-            self._group.announce()
+            if not self._group.alone:
+                self._group.announce()
         else:
             low, high = share.micro[place.backwards]
             strategy.expect(high > low)
@@ -334,10 +337,17 @@ class OptimizerStep:
                 "forward and backward passes. Use run.step(batch), or another plan."
             )
 
-    def _holding_hooks(self, micro_batches: int) -> AbstractContextManager[None]:
-        if self.parts.world.size == 1 and micro_batches == 1:
-            return nullcontext()  # the gradients are those of the whole batch
-        return self._gradient_hooks.held(self.parts.strategy.parameters)
+    @contextmanager
+    def _own_gradients(self, micro_batches: int) -> Iterator[None]:
+        """Inside, passes leave gradients in this run's parameters, and the script's hooks wait for
+        those of the whole batch.
+        """
+        run, whole = self.parts, self.parts.world.size == 1 and micro_batches == 1
+        others = nullcontext() if self._group.alone else self._group.gradients_of(run)
+        held = nullcontext() if whole else self._gradient_hooks.held(run.strategy.parameters)
+        with others, held:
+            yield
+        self._runs_hooks = not whole
 
     # -- after the passes --------------------------------------------------------------
 
@@ -345,7 +355,8 @@ class OptimizerStep:
         """Exchange, update, schedule, and count the step."""
         run, view, callbacks = self.parts, self.view, self.callbacks
         view.loss = loss = run.strategy.finish()
-        self._gradient_hooks.run()
+        if self._runs_hooks:
+            self._gradient_hooks.run()
         for call in callbacks.after_exchange:
             call(view)
         if view.action == "rollback":
@@ -411,4 +422,5 @@ class OptimizerStep:
             self.follow(share)  # it may step on the same batch again
         else:
             run.place.share = None
-        self._group.announce()
+        if not self._group.alone:
+            self._group.announce()

@@ -9,7 +9,10 @@ __all__ = ["AveragesWeights"]
 
 
 class AveragesWeights(Callback):
-    """Takes the weights in after each step, and tells what of the checkpoint is not asked for."""
+    """Takes the weights in after each step, and tells what of the checkpoint is not asked for.
+
+    Rests after the first step until ``run.average`` wakes it.
+    """
 
     def __init__(self, content: CheckpointContent) -> None:
         self._content = content
@@ -22,3 +25,5 @@ class AveragesWeights(Callback):
         if step.number == run.watcher.steps_at_start + 1:
             content.registry.report_unused(run)
             content.averages.report_unused(run)
+        if not content.averages.items:
+            step.callbacks.rest(self)

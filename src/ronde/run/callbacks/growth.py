@@ -9,7 +9,9 @@ __all__ = ["Growth"]
 
 
 class Growth(Callback):
-    """Asks the schedule of the batch after each step, if the script has one."""
+    """Asks the schedule of the batch after each step. ``run.grow_batch`` wakes it."""
+
+    rests = True
 
     def __init__(self, content: CheckpointContent) -> None:
         self._content = content
