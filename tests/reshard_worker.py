@@ -221,7 +221,7 @@ def matrix(name: str, folder: Path) -> None:
         for plan in plans
     }
     first = start("replicate", norm, folder / "begin", False)
-    first._ended = True
+    first.port.parts.place.ended = True
     first.export(folder / "begin.safetensors")
     result["trained"] = differ(folder / "begin.safetensors", folder / "whole.safetensors")
     print(json.dumps(result))
