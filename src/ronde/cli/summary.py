@@ -85,8 +85,6 @@ def print_summary(
                 f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} "
                 f"workers are {ratio:.2f}× as fast",
             )
-    if sentence := summary.script_sentence():
-        row("own loop", sentence, "yellow")
     if sentence := summary.noise_sentence():
         row("noise", sentence)
     if summary.loss is not None:

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ import torch
 
 from ronde.adapt import apply_settings
 from ronde.data import Pipeline
-from ronde.doctor.loop_trial import LoopTrial, with_script_loop
+from ronde.doctor.loop_trial import LoopTrial
 from ronde.doctor.prescribe import Facts, Remedy, is_crowded, outlook, prescriptions, remedies
+from ronde.doctor.script_time import ScriptTime, TimedLoop
 from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_shares, judge
 from ronde.introspect import describe_open, preserve_state, shares_within
 from ronde.loader import FeedSettings
@@ -38,7 +40,8 @@ from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
     from ronde.plan import Plan
-    from ronde.run.callback import StepView
+    from ronde.run.callback import EvaluationResult, StepView
+    from ronde.run.parts import Parts
     from ronde.run.step_port import RunView
 
 _SECONDS = 60.0
@@ -71,6 +74,9 @@ class Doctor(hooks.Observer):
         self.options = options
         self.file = file
         self.trial: LoopTrial | None = None
+        self.clock = ScriptTime()
+        self.loop_type = partial(TimedLoop, self.clock)
+        self._paused = 0.0, False
 
     def on_ready(self, run: RunView, plan: Plan) -> None:
         """See :class:`Observer`."""
@@ -85,12 +91,37 @@ class Doctor(hooks.Observer):
             raise SystemExit(0)
         if run.is_main:
             report_progress("taking steps of the script's own loop")
-        self.trial = LoopTrial(run, values, write)
+        self.trial = LoopTrial(run, self.clock, values, write)
+
+    def before_passes(self, step: StepView) -> None:
+        """See :class:`Callback`."""
+        self.clock.enter()
+
+    def before_backward(self, step: StepView) -> None:
+        """See :class:`Callback`."""
+        self.clock.enter(own=True)
 
     def step_ended(self, step: StepView) -> None:
-        """See :class:`Observer`."""
+        """See :class:`Callback`."""
         if self.trial is not None:
             self.trial.step_ended(step)
+        self.clock.leave()
+
+    def before_save(self, parts: Parts) -> None:
+        """See :class:`Callback`. The script does not evaluate or save in each step."""
+        self._paused = self.clock.pause()
+
+    def after_save(self, parts: Parts) -> None:
+        """See :class:`Callback`."""
+        self.clock.resume(self._paused)
+
+    def evaluation_started(self, parts: Parts) -> None:
+        """See :class:`Callback`."""
+        self._paused = self.clock.pause()
+
+    def evaluated(self, parts: Parts, result: EvaluationResult) -> None:
+        """See :class:`Callback`."""
+        self.clock.resume(self._paused)
 
 
 def _silent(_: str) -> None:
@@ -122,7 +153,7 @@ def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str,
             "run.doctor() was called between run.backward() and run.update(): call it "
             "after update()."
         )
-    return with_script_loop(run, examine(run, {"seconds": seconds, **options}, _silent))
+    return examine(run, {"seconds": seconds, **options}, _silent)
 
 
 class _Clock:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ronde.doctor.script_time import ScriptTime, timing_event
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
@@ -25,13 +26,18 @@ class LoopTrial:
     """Lets the script take some steps of its own, then hands on the answer and ends the process.
 
     Args:
+        clock: of the script's own code.
         values: the doctor's answer so far.
         write: takes the answer, on rank 0. It is written at once, in case the script never comes to
             its loop, and again with what the loop costs.
     """
 
     def __init__(
-        self, run: RunView, values: dict[str, Any], write: Callable[[dict[str, Any]], None]
+        self,
+        run: RunView,
+        clock: ScriptTime,
+        values: dict[str, Any],
+        write: Callable[[dict[str, Any]], None],
     ) -> None:
         self.values = values
         self.write = write
@@ -39,9 +45,8 @@ class LoopTrial:
         self.most = _MOST
         self.start = 0.0
         self.is_longer = False
-        self.clock = run.port.script_time
-        self.run = run
-        self.clock.sampled = 1  # what comes in each 20th step is seen too
+        self.clock = clock
+        clock.event, clock.measurable = timing_event(run.device)
         write({**values, "notes": [*values["notes"], _MISSING]})
         signal.signal(signal.SIGALRM, _give_up)
         signal.alarm(_LIMIT_SECONDS)
@@ -64,7 +69,7 @@ class LoopTrial:
         if self.steps < self.most and not last:
             return  # what follows the epoch's last step may save or evaluate
         signal.alarm(0)
-        values = with_script_loop(self.run, self.values)
+        values = judge_script_loop(self.values, gather_json(run.world, self.clock.cost()))
         if values["script_loop"] is None:
             values["notes"] = [*values["notes"], _MISSING]
         self.write(values)
@@ -73,11 +78,6 @@ class LoopTrial:
 
 def _give_up(*_: Any) -> None:
     raise SystemExit(0)
-
-
-def with_script_loop(run: RunView, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer with what the script's own loop costs on the slowest rank. A collective."""
-    return judge_script_loop(values, gather_json(run.port.world, run.port.script_time.cost()))
 
 
 def judge_script_loop(

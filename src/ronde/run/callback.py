@@ -75,8 +75,8 @@ class Callback:
     def before_passes(self, step: StepView) -> None:
         """``run.step(batch)`` begins: forward and backward passes follow."""
 
-    def after_backward(self, step: StepView) -> None:
-        """``run.backward(loss)`` has ended."""
+    def before_backward(self, step: StepView) -> None:
+        """``run.backward(loss)`` begins."""
 
     def after_passes(self, step: StepView) -> None:
         """All backward passes of the step have ended."""
@@ -111,6 +111,9 @@ class Callback:
     def before_save(self, parts: Parts) -> None:
         """A checkpoint is about to be made."""
 
+    def after_save(self, parts: Parts) -> None:
+        """It is written, or being written in the background."""
+
     def before_copy(self, parts: Parts) -> None:
         """A copy of the training in memory is about to be made, to go on from after a failure."""
 
@@ -138,7 +141,7 @@ class Callbacks:
 
         self.batch_taken = methods("batch_taken")
         self.before_passes = methods("before_passes")
-        self.after_backward = methods("after_backward")
+        self.before_backward = methods("before_backward")
         self.after_passes = methods("after_passes")
         self.after_exchange = methods("after_exchange")
         self.before_clip = methods("before_clip")
@@ -150,6 +153,7 @@ class Callbacks:
         self.evaluation_batch = methods("evaluation_batch")
         self.evaluated = methods("evaluated")
         self.before_save = methods("before_save")
+        self.after_save = methods("after_save")
         self.before_copy = methods("before_copy")
         self.ended = methods("ended")
 

@@ -60,7 +60,6 @@ def save(loop: Saved, wait: bool = False) -> Path | None:
     for run in runs:
         run.watcher.rate.pause()
         run.watcher.flush()  # a resume from this checkpoint does not record these steps again
-    paused = group.script_time.pause()
     if group.memory is not None:
         group.memory.finish()
         group.memory.put_off(group.step)
@@ -68,7 +67,9 @@ def save(loop: Saved, wait: bool = False) -> Path | None:
         path = group.saving.save(contents, own.directory.checkpoints, group.step, wait)
     for run in runs:
         run.watcher.rate.resume()
-    group.script_time.resume(paused)
+    for member in group.members:
+        for call in member.callbacks.after_save:
+            call(member.parts)
     return path
 
 

@@ -18,7 +18,6 @@ from ronde.run.callback import Callbacks
 from ronde.run.content import CheckpointContent
 from ronde.run.parts import Parts
 from ronde.run.saving import Saving
-from ronde.run.script_time import ScriptTime
 from ronde.watch import RunDir, check_name
 from ronde.world import ArgumentError, CheckpointError, RondeError
 
@@ -82,7 +81,6 @@ class RunGroup:
         due: whether a checkpoint is written as soon as the loop's body has ended.
         leaves: whether the process ends then, because it was asked to.
         alone: whether it has one run.
-        script_time: the script's own time in the loop.
         saving: writes the checkpoints.
         memory: keeps copies in memory; None where nothing would go on from them.
     """
@@ -97,7 +95,6 @@ class RunGroup:
         self.choice: Choice | None = None
         self.due = self.leaves = False
         self.alone = True
-        self.script_time = ScriptTime()
         self.saving = Saving()
         self.memory: MemoryCopies | None = None
         # A run holds its group, and a cycle would keep loading processes: see Run.port. A group of

@@ -172,13 +172,12 @@ class Loop:
             state = self.parts.state
             if state.epoch_samples and not self.parts.epoch_is_over:
                 self._left = f"in epoch {state.epoch + 1}, after {state.epoch_samples} samples"
-            self.step.clock.end_reading()
             self.group.end_reading(token)
 
     def _read_batches(self) -> Generator[Any, None, None]:
         run, state, order = self.parts, self.parts.state, self.parts.data.order
         current, following = self._begin_epoch()
-        clock, draws = self.step.clock, self.step.draws
+        draws = self.step.draws
         with draws.reading():
             for share, micros in draws.aside(self.feed.read(current, following)):
                 if run.place.goes_back:
@@ -197,10 +196,8 @@ class Loop:
                 if self.group.due or self.group.memory is not None:
                     checkpoints.save_if_due(self)
                 for given in self.items(self.hand_out(share, micros)):
-                    clock.handed()
                     yield given
                     del given
-                    clock.enter()
         if run.place.goes_back:
             return
         checkpoints.save_if_due(self)

@@ -30,7 +30,6 @@ from ronde.run.group import RunGroup
 from ronde.run.loop import Loop
 from ronde.run.options import RunOptions
 from ronde.run.registered import Registered
-from ronde.run.script_time import timing_event
 from ronde.run.step import OptimizerStep
 from ronde.run.step_draws import StepDraws
 from ronde.world import ArgumentError, CheckpointError, RondeError
@@ -81,9 +80,8 @@ class Run(CollectiveCalls):
         self._parts, self._content, self._group = parts, content, group
         self._rendezvous = parts.rendezvous
         self._skeleton = skeleton
-        clock, gathering, gradient_hooks = group.script_time, Gathering(), GradientHooks()
-        clock.event, clock.measurable = timing_event(me.device)
-        self._recording = Recording(writer, clock, gathering)
+        gathering, gradient_hooks = Gathering(), GradientHooks()
+        self._recording = Recording(writer, gathering)
         callbacks = callbacks_of(content, group, options, gathering, self._recording, forecast)
         calls = own_calls(parts.model, plan, parts.rendezvous)
         if calls is not None:
@@ -258,12 +256,10 @@ class Run(CollectiveCalls):
             raise ArgumentError(f"run.evaluate(…, name={name!r}): expected a text, as 'test'.")
         self._rendezvous.meet("run.evaluate(data)")
         exchange_state.check_settled(self._parts, "run.evaluate(data)")
-        rate, clock = self._parts.watcher.rate, self._group.script_time
+        rate = self._parts.watcher.rate
         rate.pause()
-        paused = clock.pause()
         outcome = self._evaluations.evaluate(data, metrics or {}, name, self._loop.is_reading)
         rate.resume()
-        clock.resume(paused)
         return dict(outcome.result)
 
     def fit(
@@ -312,11 +308,7 @@ class Run(CollectiveCalls):
         """
         if hooks.examiner is None:
             raise RondeError("run.doctor() needs a run that ronde.distribute made.")
-        paused = self._group.script_time.pause()
-        try:
-            return hooks.examiner(self, seconds, **options)
-        finally:
-            self._group.script_time.resume(paused)
+        return hooks.examiner(self, seconds, **options)
 
     def whole_model(
         self, ranks: Literal["all", "main"] = "all", device: torch.device | str | None = None

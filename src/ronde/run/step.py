@@ -19,7 +19,6 @@ from ronde.run.gather import Gathering, gather_batch
 from ronde.run.group import RunGroup
 from ronde.run.parts import Parts
 from ronde.run.run_state import MicroBatches
-from ronde.run.script_time import ScriptTime
 from ronde.run.step_draws import StepDraws
 from ronde.world import ArgumentError, RondeError
 from ronde.world.rendezvous import counted
@@ -40,7 +39,6 @@ class OptimizerStep:
         parts: what the run is made of.
         view: the step under way, as callbacks see it.
         callbacks: called at its events.
-        clock: of the script's own code between Ronde's calls.
         owns_loop: whether the script calls :meth:`backward` and :meth:`update` itself.
         needs_rows: whether more than ``run.step`` needs the rows of the batches handed out.
     """
@@ -58,7 +56,7 @@ class OptimizerStep:
         check_average: Callable[[str], None],
     ) -> None:
         plan = parts.plan
-        self.parts, self.callbacks, self.clock = parts, callbacks, group.script_time
+        self.parts, self.callbacks = parts, callbacks
         self.view = StepView(parts, callbacks, _NO_SHARE, torch.zeros(()))
         self.owns_loop = self.needs_rows = False
         self.draws = draws
@@ -142,7 +140,6 @@ class OptimizerStep:
     @counted("run.step(batch)")
     def step(self, batch: Any) -> torch.Tensor:
         """See :meth:`Run.step`."""
-        self.clock.enter()
         share = self._current_share("run.step(batch)")
         run, view, draws = self.parts, self.view, self.draws
         micros = list(batch) if isinstance(batch, MicroBatches) else [batch]
@@ -182,14 +179,13 @@ class OptimizerStep:
         self._report_rows()
         for call in self.callbacks.after_passes:
             call(view)
-        loss = self._update(share)
-        self.clock.leave()
-        return loss
+        return self._update(share)
 
     @counted("run.backward(loss)")
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> None:
         """See :meth:`Run.backward`."""
-        self.clock.enter(own=True)
+        for call in self.callbacks.before_backward:
+            call(self.view)
         share = self._current_share("run.backward(loss)")
         self._refuse_own_loop("run.backward(loss)")
         run, place = self.parts, self.parts.place
@@ -216,8 +212,6 @@ class OptimizerStep:
         with self._own_gradients(count):
             strategy.micro(lambda: value, part, self._scale)
         self.draws.end_own_pass(share, place.backwards)
-        for call in self.callbacks.after_backward:
-            call(self.view)
         if part.last:
             for call in self.callbacks.after_passes:
                 call(self.view)
@@ -233,7 +227,6 @@ class OptimizerStep:
     @counted("run.update()")
     def update(self) -> torch.Tensor:
         """See :meth:`Run.update`."""
-        self.clock.enter()
         share = self._current_share("run.update()")
         self._refuse_own_loop("run.update()")
         if (done := self.parts.place.backwards) != len(share.micro):
@@ -242,9 +235,7 @@ class OptimizerStep:
                 "passes: call run.backward(loss) for every micro-batch."
             )
         self.draws.end_own_step()
-        loss = self._update(share)
-        self.clock.leave()
-        return loss
+        return self._update(share)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :meth:`Run.gather`."""
@@ -289,13 +280,12 @@ class OptimizerStep:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Inside, a tool steps: the run's callbacks and the script's clock are left alone."""
-        before = self.callbacks, self.clock
-        self.callbacks, self.clock = self.callbacks.while_measuring(), ScriptTime()
+        """Inside, a tool steps: most of the run's callbacks are left alone."""
+        before, self.callbacks = self.callbacks, self.callbacks.while_measuring()
         try:
             yield
         finally:
-            self.callbacks, self.clock = before
+            self.callbacks = before
 
     # -- before the passes -------------------------------------------------------------
 

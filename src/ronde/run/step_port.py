@@ -67,7 +67,6 @@ class StepPort:
         data: the training data: data set, order, loader settings.
         strategy: carries the plan out.
         loss: the script's ``forward`` and ``loss``.
-        script_time: the clock of the script's own loop.
         last_step_seconds: wall time of the last step, without waiting for a device.
 
     Example:
@@ -85,7 +84,6 @@ class StepPort:
         self.parts = step.parts
         self.world, self.data = step.parts.world, step.parts.data
         self.strategy, self.loss = step.parts.strategy, step.parts.loss
-        self.script_time = group.script_time
         self.last_step_seconds = 0.0
 
     @property

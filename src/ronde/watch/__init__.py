@@ -41,7 +41,6 @@ if TYPE_CHECKING:
         Record,
         Restarted,
         Resumed,
-        ScriptLoop,
         Started,
         StepRecorded,
         Warned,
@@ -75,7 +74,6 @@ __all__ = [
     "Restarted",
     "Resumed",
     "RunDir",
-    "ScriptLoop",
     "Silent",
     "Started",
     "StepRecorded",
@@ -107,7 +105,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "Stream choose_display clock plain_console",
             "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
-            "SCHEMA_VERSION ScriptLoop Started StepRecorded Warned read",
+            "SCHEMA_VERSION Started StepRecorded Warned read",
             "ronde.watch.run_lock": "lock_run",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",

@@ -189,21 +189,6 @@ class LossChecked(Event):
 
 
 @dataclass(frozen=True)
-class ScriptLoop(Event):
-    """Seconds of a step, on average over ``steps`` so far, that the script itself takes on rank 0:
-    ``before_seconds`` from a batch to its step, ``after_seconds`` from there to the next batch, of
-    ``period_seconds`` in all.
-    """
-
-    type: ClassVar[str] = "script_loop"
-    step: int
-    steps: int
-    before_seconds: float
-    after_seconds: float
-    period_seconds: float
-
-
-@dataclass(frozen=True)
 class NoiseMeasured(Event):
     """The gradient noise scale so far, ``noise_scale`` in samples: tr(Σ) / |G|² (McCandlish et al.
     2018), from ``measurements`` steps; ``gradient_square`` is |G|². ``low`` and ``high`` are its
@@ -278,7 +263,6 @@ EVENTS: dict[str, type[Event]] = {
         NonFiniteStep,
         Warned,
         LossChecked,
-        ScriptLoop,
         NoiseMeasured,
         Restarted,
         HangFound,
@@ -346,7 +330,7 @@ def _is_void(event: Event, resumed: Resumed) -> bool:
     """Whether a run trains an earlier event again after it has resumed."""
     if isinstance(event, Epoch) and event.epoch >= resumed.epoch:
         return True
-    kinds = StepRecorded | Evaluated | Logged | Epoch | BestFound | ScriptLoop | NoiseMeasured
+    kinds = StepRecorded | Evaluated | Logged | Epoch | BestFound | NoiseMeasured
     return isinstance(event, kinds) and event.step > resumed.step
 
 

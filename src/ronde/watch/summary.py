@@ -17,7 +17,6 @@ from ronde.watch.record import (
     HangFound,
     LossChecked,
     NoiseMeasured,
-    ScriptLoop,
     Started,
     StepRecorded,
     Warned,
@@ -26,7 +25,6 @@ from ronde.watch.record import (
 from ronde.watch.run_dir import RunDir
 
 _NOISE_WITHIN = 2.0  # high / low of the noise scale's interval, beyond which it is not told
-_TOLD = 0.05  # share of a step above which the script's own time is told
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Summary:
     error: str | None = None
     written: float = 0.0
     parts: dict[str, Summary] = field(default_factory=dict)
-    script_loop: ScriptLoop | None = None
     noise: NoiseMeasured | None = None
     hangs: list[HangFound] = field(default_factory=list)  # slow ranks too
 
@@ -74,25 +71,6 @@ class Summary:
         return (
             f"beyond a global batch of about {about:,.0f} ({low:,.0f}–{high:,.0f}), more devices "
             "stop paying (gradient noise scale)"
-        )
-
-    @property
-    def script_share(self) -> float | None:
-        """Share of a step that the script's own code takes, between Ronde's calls."""
-        loop = self.script_loop
-        if loop is None or not loop.period_seconds > 0:
-            return None
-        return (loop.before_seconds + loop.after_seconds) / loop.period_seconds
-
-    def script_sentence(self) -> str:
-        """What the script's own loop costs, if that is worth telling; else empty."""
-        loop, share = self.script_loop, self.script_share
-        if loop is None or share is None or share <= _TOLD:
-            return ""
-        return (
-            f"{100 * share:.0f} % of each step is the script's own code: "
-            f"{1e3 * loop.before_seconds:.1f} ms between run.batches() and the step, "
-            f"{1e3 * loop.after_seconds:.1f} ms after it"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,14 +102,6 @@ class Summary:
             ],
             "noise_scale": self.noise.noise_scale if self.noise else None,
             "noise_scale_interval": [self.noise.low, self.noise.high] if self.noise else None,
-            "script_loop": None
-            if (loop := self.script_loop) is None
-            else {
-                "share": self.script_share,
-                "before_seconds": loop.before_seconds,
-                "after_seconds": loop.after_seconds,
-                "step_seconds": loop.period_seconds,
-            },
             **({"parts": {n: p.to_dict() for n, p in self.parts.items()}} if self.parts else {}),
         }
 
@@ -215,7 +185,6 @@ def _summarise(
         error=ended.error if ended else None,
         written=written,
         parts=parts or {},
-        script_loop=_last(events, ScriptLoop),
         noise=_last(events, NoiseMeasured),
         hangs=[e for e in events if isinstance(e, HangFound)],
     )

@@ -12,8 +12,7 @@ import torch
 from ronde.run.callback import Callback, EvaluationResult, StepView
 from ronde.run.gather import Gathering
 from ronde.run.parts import Parts
-from ronde.run.script_time import ScriptTime
-from ronde.watch import Ended, Epoch, Evaluated, Logged, NoiseMeasured, ScriptLoop
+from ronde.watch import Ended, Epoch, Evaluated, Logged, NoiseMeasured
 
 __all__ = ["Recording"]
 
@@ -23,11 +22,10 @@ class Recording(Callback):
 
     Args:
         writer: TensorBoard's, or None.
-        clock: of the script's own loop.
     """
 
-    def __init__(self, writer: Any, clock: ScriptTime, gathering: Gathering) -> None:
-        self._writer, self._clock, self._gathering = writer, clock, gathering
+    def __init__(self, writer: Any, gathering: Gathering) -> None:
+        self._writer, self._gathering = writer, gathering
         self._started = time.monotonic()
 
     def step_ended(self, step: StepView) -> None:
@@ -47,7 +45,7 @@ class Recording(Callback):
                 samples_per_second=watcher.rate.end_epoch(),
             )
         )
-        self._record_loop(parts)
+        self._record_noise(parts)
 
     def evaluated(self, parts: Parts, outcome: EvaluationResult) -> None:
         """See :class:`Callback`."""
@@ -78,7 +76,7 @@ class Recording(Callback):
     def ended(self, parts: Parts, status: str) -> None:
         """See :class:`Callback`."""
         state, watcher = parts.state, parts.watcher
-        self._record_loop(parts)
+        self._record_noise(parts)
         watcher.event(
             Ended(
                 status=status,
@@ -98,10 +96,7 @@ class Recording(Callback):
                 f"run directory {folder.path}; 'ronde show {folder.name}' draws its curve"
             )
 
-    def _record_loop(self, parts: Parts) -> None:
-        cost = self._clock.cost() if not parts.part else None
-        if cost is not None:
-            parts.watcher.event(ScriptLoop(step=parts.state.step, **cost))
+    def _record_noise(self, parts: Parts) -> None:
         noise = parts.strategy.noise
         if noise is None or not noise.value or self._gathering.used or not parts.world.is_main:
             return

@@ -1,9 +1,8 @@
 """Measure the time that a script takes between Ronde's calls in its loop over batches.
 
-Every step costs a few readings of the clock. In one step of 37, hooks on all modules find the
-forward passes that the script makes itself: these, and what follows a pass with gradients, are
-training, and are not counted. On a GPU, where a script that reads a value waits for the device, no
-more is counted than the device is idle.
+Hooks on all modules find the forward passes that the script makes itself: these, and what follows a
+pass with gradients, are training, and are not counted. On a GPU, where a script that reads a value
+waits for the device, no more is counted than the device is idle.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -23,14 +22,12 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from ronde.run.loop import Loop
 from ronde.world.tensors import tensors_in
 
-__all__ = ["ScriptTime", "timing_event"]
+__all__ = ["ScriptTime", "TimedLoop", "timing_event"]
 
 _SKIPPED = 3  # steps at the start
-_SAMPLED = (
-    37  # one step of so many has hooks, and the 4th, 8th and 16th: scripts log every 10 or 32
-)
 _FEWEST = 5  # steps that say something
 _KEPT = 1024  # steps that are kept one by one, for costs that come in every k-th step only
 
@@ -76,7 +73,7 @@ class _Forwards:
 
 
 class ScriptTime:
-    """The script's own time in one loop, which several runs may share.
+    """The script's own time in one loop.
 
     Args:
         event: makes a timing event of the device; None on a CPU.
@@ -95,7 +92,6 @@ class ScriptTime:
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
         self.event = event
         self.measurable = True  # False where the device has no timing events
-        self.sampled = _SAMPLED  # one step of so many has hooks
         self._steps = 0
         self._handed = 0
         self._period = 0.0
@@ -127,8 +123,8 @@ class ScriptTime:
         if self._begun is None:
             self._begun = now
         self._stepped = 0
-        self._handed = count = self._handed + 1
-        self._samples = (count % self.sampled == 0 or count in (4, 8, 16)) and not _compiles()
+        self._handed += 1
+        self._samples = not _compiles()
         if self._samples:
             for seconds in self._rests:
                 seconds.append(0.0)
@@ -268,6 +264,26 @@ class ScriptTime:
             "after_seconds": after,
             "period_seconds": self._period / self._steps,
         }
+
+
+class TimedLoop(Loop):
+    """The script's loop under its clock."""
+
+    def __init__(self, clock: ScriptTime, *given: Any, **named: Any) -> None:
+        self._clock = clock
+        super().__init__(*given, **named)
+
+    def batches(self) -> Iterator[Any]:
+        """See :class:`Loop`."""
+        self._clock.end_reading()  # an earlier loop may have been left
+        return super().batches()
+
+    def items(self, micros: list[Any]) -> Iterator[Any]:
+        """See :class:`Loop`."""
+        for given in super().items(micros):
+            self._clock.handed()
+            yield given
+            self._clock.enter()
 
 
 def peaks(values: Sequence[float]) -> list[int]:
