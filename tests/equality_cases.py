@@ -156,7 +156,7 @@ def ronde_loop(case: Case, own_loop: bool = False) -> tuple[dict[str, torch.Tens
         if len(losses) == case.steps:
             break
     return {
-        **{k: v.clone() for k, v in model.state_dict().items()},
+        **{k: v.detach().clone() for k, v in model.state_dict(keep_vars=True).items()},
         "losses": torch.stack(losses),
     }, run
 

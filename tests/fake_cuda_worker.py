@@ -143,7 +143,7 @@ def train(plan: str, precision: str) -> dict:
     batches.close()
     run.port.parts.place.ended = True
     worst, devices = 0.0, set()
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():
         if run.port.strategy.owns(name):
             devices.add(value.device.type)
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value

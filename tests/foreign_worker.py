@@ -121,7 +121,7 @@ def main() -> None:
                 run.step(batch)
         held = {
             k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone().contiguous()
-            for k, v in built.model.state_dict().items()
+            for k, v in built.model.state_dict(keep_vars=True).items()
             if run.port.strategy.owns(k)
         }
         rows = run.port.strategy.table() if hasattr(run.port.strategy, "table") else []

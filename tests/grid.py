@@ -100,7 +100,7 @@ def cell(name: str, plan: str, expected: tuple[dict[str, torch.Tensor], list[flo
     )
     losses = [run.step(batch) for _ in run.epochs(EPOCHS) for batch in run.batches()]
     worst, where, held = 0.0, "", []
-    for key, value in case.model.state_dict().items():
+    for key, value in case.model.state_dict(keep_vars=True).items():
         if not run.port.strategy.owns(key):
             continue
         held.append(key)

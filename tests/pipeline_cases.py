@@ -205,7 +205,7 @@ def by_ronde(case: dict) -> tuple[dict[str, torch.Tensor], Any]:
             held["averaged"] = torch.tensor(value, dtype=torch.float64)
         with run.whole_model() as whole:
             held |= {k: v.detach().clone() for k, v in whole.state_dict().items()}
-    for name, value in model.state_dict().items():
+    for name, value in model.state_dict(keep_vars=True).items():
         if run.port.strategy.owns(name):
             value = value.full_tensor() if hasattr(value, "full_tensor") else value
             held[name] = value.detach().clone()

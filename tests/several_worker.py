@@ -225,7 +225,7 @@ def main() -> None:
         weights = {}
         for name, model in (("D", D.model), ("G", G.model)):
             named = load_file(files[name])
-            weights[name] = [named[n].tolist() for n in model.state_dict()]
+            weights[name] = [named[n].tolist() for n in model.state_dict(keep_vars=True)]
         OUT.write_text(json.dumps({"losses": losses, "weights": weights}))
 
 

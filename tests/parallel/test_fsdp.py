@@ -368,7 +368,8 @@ def sharded_loop(case: Sharded):
             scores.append(torch.tensor([score["loss"], score["accuracy"]], dtype=torch.float64))
         if len(losses) == case.steps:
             break
-    weights = {k: whole(v).clone() for k, v in model.state_dict().items()}
+    held = model.state_dict(keep_vars=True)
+    weights = {k: whole(v).detach().clone() for k, v in held.items()}
     held = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "local_parameters": sum(part(p).numel() for p in model.parameters()),

@@ -401,10 +401,9 @@ def distribute(
             f"was cut at {', '.join(before)}"
         )
     if not parts.holds_all:
-        from ronde.run.partial_state_dict import hold_in_parts, say_in_parts
+        from ronde.run.partial_state_dict import refuse_state_dict
 
-        hold_in_parts(parts.model, strategy.owns, strategy.loaded, lambda text: watcher.say(text))
-        say_in_parts(parts.optimizer, lambda text: watcher.say(text))
+        refuse_state_dict(parts.model, parts.optimizer, strategy.owns, chosen.spec)
     if forecast is not None:
         watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
     if group.resumes and directory is not None:
