@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ronde.measure.model_units import structure
+from ronde.profile.monkeypatch import put
 
 _LARGE = 4 << 20  # bytes from which on a tensor's values are left out
 _KEPT = 2  # layers of a list of equal ones
@@ -36,18 +36,17 @@ class NoInitialValues(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._patches = contextlib.ExitStack()
+        self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> NoInitialValues:
-        for name in _INITS:
-            patch = mock.patch.object(nn.init, name, _unless_large(getattr(nn.init, name)))
-            self._patches.enter_context(patch)
+        self._undo = [put(nn.init, name, _unless_large) for name in _INITS]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patches.close()
+        for undo in self._undo:
+            undo()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
