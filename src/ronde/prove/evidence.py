@@ -237,11 +237,11 @@ class Case:
 
     def related_output(self) -> str | None:
         """An output that has, for each sample, one number per sample."""
-        return next((text for text, over_batch in self._reshaped_outputs() if over_batch), None)
+        return next((text for text, over_batch in _reshaped_outputs(self) if over_batch), None)
 
     def padded_output(self) -> str | None:
         """An output whose samples have another shape in a worker's share."""
-        return next((text for text, over_batch in self._reshaped_outputs() if not over_batch), None)
+        return next((text for text, over_batch in _reshaped_outputs(self) if not over_batch), None)
 
     def factor_of_micro_batches(self) -> str | None:
         """The factor of all gradients, if the difference goes away without micro-batches."""
@@ -252,45 +252,47 @@ class Case:
             return None
         left, d = self.left(whole), self.difference
         later = left is None or ((left.phase, left.step) > (d.phase, d.step) and left.step > d.step)
-        return self._common_factor() if later else None
+        return _common_factor(self) if later else None
 
-    def _common_factor(self) -> str | None:
-        """Whether all gradients differ by one and the same factor."""
-        one, many = (run.merged(self.k, "gradient") for run in self.runs)
-        names = [n for n in one if n in many and one[n].shape == many[n].shape]
-        if not names:
-            return None
-        a, b = (np.concatenate([of[n].reshape(-1) for n in names]) for of in (one, many))
-        factor = float(a @ b) / (float(a @ a) or 1.0)
-        floor = 1e-6 * float(np.abs(b).max(initial=0.0))
-        if not factor or not np.allclose(b, factor * a, rtol=0.0, atol=floor):
-            return None
-        return f"all gradients are {factor:.4g} times those of one process"
 
-    def _reshaped_outputs(self) -> Iterator[tuple[str, bool]]:
-        """Outputs whose samples have another shape than with one process, and whether the number of
-        samples shows in it.
-        """
-        step = self.one.steps()[self.k]
-        one, whole = step["shapes"], {size for *_, size in step["local"]}
-        for rank, steps in enumerate(self.many.all_steps()):
-            theirs = steps[self.k]
-            part = {size for *_, size in theirs["local"]}
-            for key, shape in theirs["shapes"].items():
-                mine = one.get(key, shape)
-                if mine == shape:
-                    continue
-                other = "one or another" if isinstance(shape, str) else str(shape)
-                text = (
-                    f"a sample of {key.removeprefix('out|')!r} has shape {mine} with one process, "
-                    f"{other} on rank {rank}"
-                )
-                if isinstance(shape, str) or isinstance(mine, str):
-                    yield text, "samples" in (shape, mine)
-                    continue
-                pairs = [(a, b) for a, b in zip(mine, shape, strict=False) if a != b]
-                same_rank = len(shape) == len(mine)
-                yield text, same_rank and all(a in whole and b in part for a, b in pairs)
+def _common_factor(case: Case) -> str | None:
+    """Whether all gradients differ by one and the same factor."""
+    one, many = (run.merged(case.k, "gradient") for run in case.runs)
+    names = [n for n in one if n in many and one[n].shape == many[n].shape]
+    if not names:
+        return None
+    a, b = (np.concatenate([of[n].reshape(-1) for n in names]) for of in (one, many))
+    factor = float(a @ b) / (float(a @ a) or 1.0)
+    floor = 1e-6 * float(np.abs(b).max(initial=0.0))
+    if not factor or not np.allclose(b, factor * a, rtol=0.0, atol=floor):
+        return None
+    return f"all gradients are {factor:.4g} times those of one process"
+
+
+def _reshaped_outputs(case: Case) -> Iterator[tuple[str, bool]]:
+    """Outputs whose samples have another shape than with one process, and whether the number of
+    samples shows in it.
+    """
+    step = case.one.steps()[case.k]
+    one, whole = step["shapes"], {size for *_, size in step["local"]}
+    for rank, steps in enumerate(case.many.all_steps()):
+        theirs = steps[case.k]
+        part = {size for *_, size in theirs["local"]}
+        for key, shape in theirs["shapes"].items():
+            mine = one.get(key, shape)
+            if mine == shape:
+                continue
+            other = "one or another" if isinstance(shape, str) else str(shape)
+            text = (
+                f"a sample of {key.removeprefix('out|')!r} has shape {mine} with one process, "
+                f"{other} on rank {rank}"
+            )
+            if isinstance(shape, str) or isinstance(mine, str):
+                yield text, "samples" in (shape, mine)
+                continue
+            pairs = [(a, b) for a, b in zip(mine, shape, strict=False) if a != b]
+            same_rank = len(shape) == len(mine)
+            yield text, same_rank and all(a in whole and b in part for a, b in pairs)
 
 
 def clock_of(run: RunTrace, *phases: str) -> str | None:

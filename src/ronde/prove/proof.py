@@ -142,10 +142,7 @@ class Study:
         self._plan_alone: dict[str, Any] | None = None
         self._owns_its_loop = False
         self._chaos: Difference | None = None  # between two runs of one process
-        self._log_note: str | None = None
-        self._noise_note: str | None = None
-        self._count_note: str | None = None
-        self._late_note: str | None = None
+        self._remarks: dict[str, str | None] = {}  # on logs, noise, counts, and late errors
         self._dropouts: list[str] = []  # places where workers call dropout
         # with random draws that are the same for any number of workers: their shapes, the two runs
         # of one process, and the plans so far
@@ -302,9 +299,8 @@ class Study:
         self._plan_alone = one.first("ready").get("plan")
         has_micro = one.first("opening").get("micro_batch") is not None
         self._owns_its_loop = not steps[0]["calls_loss"] and not has_micro
-        self._chaos, self._log_note, self._noise_note, self._count_note = None, None, None, None
+        self._chaos, self._remarks = None, {"late": note_late_error(one)}
         self._keyed, self._keyed_before, self._dropouts = None, [], []
-        self._late_note = note_late_error(one)
         self._compare_alone(verdict, one, rounded)
         if verdict.status == "differs":
             return begins
@@ -317,10 +313,10 @@ class Study:
                 verdict.workers = answer.workers[-1]
         self._find_common_fault(verdict, one)
         if verdict.difference is None:
-            notes = (self._log_note, self._noise_note, self._count_note)
+            notes = [self._remarks.get(kind) for kind in ("logs", "noise", "counts")]
             verdict.notes += filter(None, notes)
-        if self._late_note is not None:
-            verdict.notes.append(self._late_note)
+        if (late := self._remarks["late"]) is not None:
+            verdict.notes.append(late)
         _conclude(verdict, explicit)
         return begins
 
@@ -420,7 +416,7 @@ class Study:
             self._draws = None
             if answer is not None and _has_ended(now):
                 error = now.error.splitlines()[0]
-                self._count_note = f"On {workers} workers it was not compared: {error}"
+                self._remarks["counts"] = f"On {workers} workers it was not compared: {error}"
                 continue
             now = dataclasses.replace(now, workers=(workers,))
             answer = now if answer is None else answer.joined(now)
@@ -453,7 +449,7 @@ class Study:
         if launch.failure and not _differs_in_step(one, many, rounded):
             return FailedRun(plan, launch.failure, seconds, one, many, run).verdict()
         self._dropouts += many.notes().get("dropout", [])
-        self._late_note = self._late_note or note_late_error(many)
+        self._remarks["late"] = self._remarks["late"] or note_late_error(many)
         result = compare(one, many, rounded)
         d = result.difference
         error = self._too_uncertain(d, one, many)
@@ -461,7 +457,7 @@ class Study:
             return dataclasses.replace(verdict_of(plan, "cannot", result, seconds), error=error)
         if d is None:
             self._equal = many
-            self._log_note = self._log_note or _note_logs(one, rounded, many)
+            self._remarks["logs"] = self._remarks.get("logs") or _note_logs(one, rounded, many)
             return verdict_of(plan, "equal", result, seconds)
         why = _known_cause(d, before)
         if why is None:
@@ -501,7 +497,7 @@ class Study:
             # the same on all workers: samples of two workers would get the same numbers
             same = "with random numbers made the same everywhere, it is equal"
             return dataclasses.replace(answer, cause=cause("randomness", *draws, same))
-        self._noise_note = (
+        self._remarks["noise"] = (
             f"Only random numbers differ ({'; '.join(draws)}): N workers draw other ones than one "
             "process, the same in distribution. Here all drew the same, and the training is equal."
         )
