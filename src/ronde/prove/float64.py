@@ -26,7 +26,8 @@ from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
 from ronde.prove.keyed_draws import KeyedDraws
 from ronde.prove.recorded_run import RecordedRun
-from ronde.prove.recorder import Phase, Recorder
+from ronde.prove.recorder import Recorder
+from ronde.prove.trace_writer import Phase
 from ronde.prove.values import NARROW
 from ronde.run import evaluation, hooks
 
@@ -89,6 +90,17 @@ def _from_batchnorm() -> bool:
     return False
 
 
+def _is_gradient(recorder: Recorder, value: Any) -> bool:
+    """Whether this is the gradient of one of the model's parameters."""
+    run = recorder.trace.run
+    return run is not None and any(p.grad is value for p in run.model.parameters())
+
+
+def _is_regraded(recorder: Recorder, value: Any) -> bool:
+    """Whether a write to this value changes a gradient between micro-batches."""
+    return recorder.trace.is_between_parts() and _is_gradient(recorder, value)
+
+
 def _wide(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value
 
@@ -110,18 +122,18 @@ class _Widening(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         recorder = self._recorder
-        if recorder.phase in _COMPUTING:
-            in_step = recorder.phase == Phase.STEP
+        if recorder.trace.phase in _COMPUTING:
+            in_step = recorder.trace.phase == Phase.STEP
             if name in _RANDOM:
                 own = kwargs.get("generator") is not None
-                recorder.note("own generator" if own else "random", f"{name}@{_place(False)}")
-                recorder.note_draw()
+                recorder.trace.note("own generator" if own else "random", f"{name}@{_place(False)}")
+                recorder.draws.note()
             elif name == "batch_norm" and not _from_batchnorm():
-                recorder.note("batch_norm", _place(False))
-            elif name in _CLAMPS and in_step and args and recorder.is_gradient(args[0]):
-                recorder.note("clamps", f"{name}@{_place(False)}")
-            elif _in_place(name) and args and recorder.is_regraded(args[0]):
-                recorder.note("regraded", f"{name}@{_place(False)}")
+                recorder.trace.note("batch_norm", _place(False))
+            elif name in _CLAMPS and in_step and args and _is_gradient(recorder, args[0]):
+                recorder.trace.note("clamps", f"{name}@{_place(False)}")
+            elif _in_place(name) and args and _is_regraded(recorder, args[0]):
+                recorder.trace.note("regraded", f"{name}@{_place(False)}")
         if any(isinstance(a, torch.dtype) for a in args):
             args = tuple(map(_wide, args))
         if "dtype" in kwargs:
@@ -153,9 +165,11 @@ def _patch_dropout(recorder: Recorder) -> None:
             input: torch.Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False
         ) -> torch.Tensor:
             if draws_globally():  # the same on any number of workers
-                recorder.record_dropout(float(p) if training else 0.0, _place(False), drops=True)
+                recorder.values.record_dropout(
+                    float(p) if training else 0.0, _place(False), drops=True
+                )
                 return plain(input, p, training, inplace)  # type: ignore[no-any-return]
-            recorder.record_dropout(float(p) if training else 0.0, _place(False))
+            recorder.values.record_dropout(float(p) if training else 0.0, _place(False))
             return input if inplace else input.clone()
 
         return dropout
@@ -167,10 +181,10 @@ def _patch_dropout(recorder: Recorder) -> None:
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 4:
-            recorder.record_dropout(float(args[4]), _place(False))
+            recorder.values.record_dropout(float(args[4]), _place(False))
             args = (*args[:4], 0.0, *args[5:])
         if "dropout_p" in kwargs:
-            recorder.record_dropout(float(kwargs["dropout_p"]), _place(False))
+            recorder.values.record_dropout(float(kwargs["dropout_p"]), _place(False))
             kwargs = {**kwargs, "dropout_p": 0.0}
         return attention(*args, **kwargs)
 
@@ -193,13 +207,13 @@ def _patch_ranks(recorder: Recorder) -> None:
     """Note where the script asks for its rank; under ``blind``, tell it that it is alone."""
     import torch.distributed as dist
 
-    blind = recorder.experiment is Experiment.BLIND
+    blind = recorder.trace.experiment is Experiment.BLIND
 
     def asking(what: str, original: Any, alone: Callable[[Any], Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             where = _place(True)
             if where:
-                recorder.note("rank", f"{what}@{where}")
+                recorder.trace.note("rank", f"{what}@{where}")
             answer = original(*args, **kwargs)
             return alone(answer) if where and blind else answer
 
@@ -216,7 +230,7 @@ def _patch_ranks(recorder: Recorder) -> None:
     public.world = asking(  # type: ignore[attr-defined]
         "ronde.world()", public.world, lambda world: dataclasses.replace(world, **one)
     )
-    values = recorder.settings.plan_alone
+    values = recorder.trace.settings.plan_alone
     plan_alone = Plan.from_dict(values) if values else None
 
     def attribute(name: str, alone: Callable[[Any], Any]) -> None:
@@ -233,7 +247,7 @@ def _patch_ranks(recorder: Recorder) -> None:
     def __getitem__(self: Any, key: str) -> str:
         where = _place(True) if key in _RANKS else None
         if where:
-            recorder.note("rank", f"os.environ[{key!r}]@{where}")
+            recorder.trace.note("rank", f"os.environ[{key!r}]@{where}")
             if blind:
                 raise KeyError(key)
         return read(self, key)
@@ -252,7 +266,7 @@ def _patch_exchanges(recorder: Recorder) -> None:
             caller = sys._getframe(1).f_code.co_filename
             where = _place(not caller.endswith("/distributed/nn/functional.py"))
             if where:
-                recorder.note("exchange", f"torch.distributed.{name}()@{where}")
+                recorder.trace.note("exchange", f"torch.distributed.{name}()@{where}")
             return original(*args, **kwargs)
 
         setattr(dist, name, call)
@@ -270,16 +284,23 @@ def _patch_training_calls(recorder: Recorder) -> None:
 
     def note_clear() -> None:
         where = _place(True)
-        if where and recorder.is_between_parts():
-            recorder.note("cleared", where)
+        if where and recorder.trace.is_between_parts():
+            recorder.trace.note("cleared", where)
 
     def note_schedule() -> None:
         if where := _place(True):
-            recorder.note("scheduler", where)
-        recorder.record_scheduler_step()
+            recorder.trace.note("scheduler", where)
+        recorder.state.record_scheduler_step()
 
     for owner in (torch.optim.Optimizer, nn.Module):
         _before(owner, "zero_grad", note_clear)
+    clear = torch.optim.Optimizer.zero_grad
+
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        if not recorder.keeps_gradients(self):
+            clear(self, set_to_none)
+
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     _before(torch.optim.lr_scheduler.LRScheduler, "step", note_schedule)
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         _before(torch.nn.utils, name, note_clip)
@@ -292,7 +313,7 @@ def _note_clock(recorder: Recorder) -> None:
 
         def call(name: str = name, original: Callable[[], Any] = original) -> Any:
             if where := _place(True):
-                recorder.note("clock", f"time.{name}()@{where}")
+                recorder.trace.note("clock", f"time.{name}()@{where}")
             return original()
 
         setattr(time, name, call)
@@ -313,10 +334,10 @@ def _patch_own_generators(recorder: Recorder) -> None:
         pass
 
     def note(name: str) -> None:
-        if recorder.phase in _COMPUTING and (where := _place(True)):
-            recorder.note("own generator", f"{name}@{where}")
-            if recorder.draws is not None:
-                recorder.note("unfixed", f"{name}@{where}")
+        if recorder.trace.phase in _COMPUTING and (where := _place(True)):
+            recorder.trace.note("own generator", f"{name}@{where}")
+            if recorder.draws.keyed is not None:
+                recorder.trace.note("unfixed", f"{name}@{where}")
 
     for name in _OWN_GENERATOR:
         _before(Noted, name, functools.partial(note, name))
@@ -335,7 +356,7 @@ def _patch_metrics(recorder: Recorder) -> None:
     original = evaluation._sum_and_weight
 
     def sum_and_weight(name: str, value: Any, samples: float) -> tuple[float, float]:
-        recorder.record_metric(name, value, int(samples))
+        recorder.samples.record_metric(name, value, int(samples))
         return original(name, value, samples)
 
     evaluation._sum_and_weight = sum_and_weight
@@ -344,7 +365,7 @@ def _patch_metrics(recorder: Recorder) -> None:
 def _patch_autocast(recorder: Recorder) -> None:
     def enter(self: Any, *_: Any) -> Any:
         if getattr(self, "_enabled", False):  # torch's own functions enter it disabled
-            recorder.note("autocast", None)
+            recorder.trace.note("autocast", None)
         return self
 
     torch.autocast.__enter__ = enter  # type: ignore[method-assign]
@@ -353,7 +374,7 @@ def _patch_autocast(recorder: Recorder) -> None:
 
 def _watch_files(recorder: Recorder) -> None:
     """Note reads of files that another run of the study wrote."""
-    settings, own = recorder.settings, str(recorder.folder.parents[1])
+    settings, own = recorder.trace.settings, str(recorder.trace.folder.parents[1])
 
     def audit(event: str, values: tuple[Any, ...]) -> None:
         if event != "open" or not isinstance(values[0], str):
@@ -368,7 +389,7 @@ def _watch_files(recorder: Recorder) -> None:
         except OSError:
             return
         if settings.began <= changed < settings.launched:
-            recorder.note("reread", f"{Path(file).name}@{_place(False)}")
+            recorder.trace.note("reread", f"{Path(file).name}@{_place(False)}")
 
     sys.addaudithook(audit)
 
@@ -377,18 +398,18 @@ def _key_draws(recorder: Recorder, given: dict[str, list[int]]) -> None:
     """Make the draws of a step the same for any number of workers."""
 
     def is_computing() -> bool:
-        return recorder.phase in (Phase.STEP, Phase.EVALUATE, Phase.HIDDEN)
+        return recorder.trace.phase in (Phase.STEP, Phase.EVALUATE, Phase.HIDDEN)
 
-    recorder.draws = KeyedDraws(
+    recorder.draws.keyed = KeyedDraws(
         given,
-        lambda: (_place(False) or "", recorder.module_now()),
-        lambda where: recorder.note("unfixed", where),
+        lambda: (_place(False) or "", recorder.draws.module_now()),
+        lambda where: recorder.trace.note("unfixed", where),
         is_computing,
     )
     hooks_of = torch.nn.modules.module
-    hooks_of.register_module_forward_pre_hook(lambda module, _: recorder.enter_module(module))
-    hooks_of.register_module_forward_hook(lambda module, *_: recorder.leave_module(module))
-    recorder.draws.__enter__()  # type: ignore[no-untyped-call]
+    hooks_of.register_module_forward_pre_hook(lambda module, _: recorder.draws.enter_module(module))
+    hooks_of.register_module_forward_hook(lambda module, *_: recorder.draws.leave_module(module))
+    recorder.draws.keyed.__enter__()  # type: ignore[no-untyped-call]
 
 
 def install_recorder(settings: Settings, rank: int) -> Recorder:
@@ -416,11 +437,11 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
 
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
         with torch._C.DisableTorchFunction():
-            recorder.record_module(module, inputs, output)
+            recorder.values.record_module(module, inputs, output)
 
     torch.nn.modules.module.register_module_forward_hook(record)
     _Widening(recorder).__enter__()  # type: ignore[no-untyped-call]
     if settings.draws is not None:
         _key_draws(recorder, settings.draws)
-    recorder.event("begin", time=time.time())
+    recorder.trace.event("begin", time=time.time())
     return recorder

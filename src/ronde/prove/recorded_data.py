@@ -9,13 +9,19 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from ronde.data import BatchOrder, Order
 from ronde.loader import LoaderSettings, TakenOver
-from ronde.prove.values import cast, draws_since, generators
+from ronde.plan import Share
+from ronde.prove.trace_writer import TraceWriter
+from ronde.prove.values import cast, digest_value, draws_since, generators
+from ronde.run.parts import Parts
 
-__all__ = ["NotedStream", "cut_epoch", "cut_order", "note_samples", "wide_loader"]
+__all__ = ["SampleRecorder", "cut_epoch", "cut_order", "wide_loader"]
+
+_EVALUATE_SAMPLES = 4096
 
 Note = Callable[[int, Any], None]
 
@@ -44,7 +50,7 @@ class _NotedDataset(Dataset[Any]):
         return len(self._inner)
 
 
-class NotedStream(IterableDataset[Any]):
+class _NotedStream(IterableDataset[Any]):
     """The user's iterable data set, which notes each sample by its position."""
 
     def __init__(self, inner: Any, note: Note) -> None:
@@ -63,10 +69,64 @@ class NotedStream(IterableDataset[Any]):
         return copy.deepcopy(self._inner, memo)  # samples before the training are not noted
 
 
-def note_samples(dataset: Any, note: Note) -> Any:
-    """The data set, calling ``note(index, sample)`` for each sample it reads."""
-    kind = NotedStream if isinstance(dataset, IterableDataset) else _NotedDataset
-    return kind(dataset, note)
+class SampleRecorder:
+    """The samples of a run's training and evaluations, as digests.
+
+    Attributes:
+        evaluated: the samples of the current evaluation, by index.
+        metrics: what metrics return.
+    """
+
+    def __init__(self, trace: TraceWriter) -> None:
+        self._trace = trace
+        self._digests: dict[int, list[str]] = {}  # of the samples read for the step
+        self.evaluated: dict[int, str] = {}
+        self.metrics: dict[str, str] = {}
+
+    def noted(self, dataset: Any) -> Any:
+        """The data set, which notes each sample that the training reads."""
+        kind = _NotedStream if isinstance(dataset, IterableDataset) else _NotedDataset
+        return kind(dataset, self._note)
+
+    def _note(self, i: int, value: Any) -> None:
+        self._digests.setdefault(int(i), []).append(digest_value(value))
+
+    def note_collate(self, generators: list[str]) -> None:
+        """The collate function has drawn from generators."""
+        self._trace.note("collate", ", ".join(generators))
+
+    def take(self, run: Parts, share: Share) -> list[list[Any]]:
+        """Index and digest of each sample of a step that this worker has read."""
+        data = run.data
+        is_stream = isinstance(data.dataset, _NotedStream)
+        ids: dict[int, None] = {}  # each once, in order
+        for low, high in share.micro:
+            read = range(low, high) if is_stream else data.order.ids(share.epoch, low, high)
+            ids.update(dict.fromkeys(map(int, read)))
+        digests = [[i, digest] for i in ids for digest in self._digests.get(i, [])]
+        self._digests.clear()
+        return digests
+
+    def evaluation_data(self, taken: TakenOver, notes: bool) -> TakenOver:
+        """Cut a large evaluation; with ``notes``, note its samples."""
+        order = taken.order
+        if order.draw is None and order.epoch_samples > _EVALUATE_SAMPLES:
+            # the last batch keeps its size
+            left_over = (_EVALUATE_SAMPLES - order.epoch_samples) % (taken.batch_size or 1)
+            order = dataclasses.replace(order, length=max(_EVALUATE_SAMPLES - left_over, 1))
+        loader = wide_loader(taken.settings, taken.dataset, lambda names: None)
+        dataset = taken.dataset
+        if notes and not isinstance(dataset, IterableDataset):
+            dataset = _NotedDataset(dataset, self._note_evaluated)
+        return dataclasses.replace(taken, dataset=dataset, order=order, settings=loader)
+
+    def _note_evaluated(self, i: int, value: Any) -> None:
+        self.evaluated[int(i)] = digest_value(value)
+
+    def record_metric(self, name: str, value: Any, samples: int) -> None:
+        """Note a metric that returns one value per sample."""
+        if samples > 1 and isinstance(value, torch.Tensor) and value.dim():
+            self.metrics[name] = "one value per sample"
 
 
 def cut_epoch(taken: TakenOver, size: int, steps: int) -> int:

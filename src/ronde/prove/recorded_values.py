@@ -1,0 +1,255 @@
+"""Records what a step computes, as one number per sample: batches, modules, the loss."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ronde.capture import following
+from ronde.profile import deep_copy
+from ronde.prove.experiment import Experiment
+from ronde.prove.recorded_draws import DrawRecorder
+from ronde.prove.trace_writer import Phase, TraceWriter
+from ronde.prove.values import cast, count_rows, half_of, per_sample, probe
+from ronde.run.losses import LossCall
+from ronde.world.tensors import map_tensors, named_tensors
+
+__all__ = ["LossRecorder", "RecordedLoss", "ValueRecorder"]
+
+_MOST_CALLS = 4  # of a module in one forward pass
+_MOST_RATES = 64
+
+
+class ValueRecorder:
+    """Values of the current step that have an axis of samples.
+
+    Attributes:
+        micro: the micro-batch whose forward pass runs.
+    """
+
+    def __init__(self, trace: TraceWriter) -> None:
+        self._trace = trace
+        self.micro = 0
+        self._calls: dict[tuple[int, str], int] = {}
+
+    def begin_step(self) -> None:
+        """A step starts."""
+        self.micro = 0
+        self._calls.clear()
+
+    def record_batch(self, kind: str, parts: list[Any]) -> None:
+        """Record a batch's values, and how many rows it has."""
+        step, sizes = self._trace.step, self._trace.sizes
+        step.setdefault("rows", {})[kind] = [
+            count_rows(part, size) if size else 0 for part, size in zip(parts, sizes, strict=True)
+        ]
+        for i, part in enumerate(parts):
+            self._record(kind, "(batch)", part, i)
+
+    def record_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Record the inputs and outputs of a module of the model."""
+        trace = self._trace
+        name, run = trace.modules.get(id(module)), trace.run
+        if run is None or name is None:
+            return
+        if trace.phase == Phase.BETWEEN and not name and not module.training:
+            trace.note("evaluates", None)
+        if not trace.is_forward() or run.strategy.whole_step or run.plan.tensor != 1:
+            return
+        self.record_output(name or "(model)", output, inputs)
+        if not name and trace.experiment.is_one_process:
+            self._record_output_gradient(output)
+
+    def _record_output_gradient(self, output: Any) -> None:
+        """Record the loss's gradient at the model's output, once it is known."""
+        i, step = self.micro, self._trace.step
+        for path, tensor in named_tensors(output):
+            if tensor.requires_grad:
+
+                def record(gradient: torch.Tensor, path: str = path) -> None:
+                    with torch._C.DisableTorchFunction():
+                        if self._trace.step is step:
+                            self._record("back", f"(model){path}", gradient, i)
+
+                tensor.register_hook(record)  # type: ignore[no-untyped-call]
+
+    def record_output(self, name: str, output: Any, inputs: Any = None) -> None:
+        """Record what a module or the script's forward function returned."""
+        i = self.micro
+        call = self._calls[i, name] = self._calls.get((i, name), 0) + 1
+        if call > _MOST_CALLS:
+            return
+        suffix = f" (call {call})" if call > 1 else ""
+        if inputs is not None:
+            self._record("in", name, inputs, i, suffix)
+        self._record("out", name, output, i, suffix)
+
+    def _record(self, kind: str, name: str, value: Any, i: int, suffix: str = "") -> None:
+        """Record one number per sample of micro-batch ``i``, of every tensor with a batch axis."""
+        sizes = self._trace.sizes
+        if i >= len(sizes) or not sizes[i]:
+            return
+        samples = sizes[i]
+        for path, tensor in named_tensors(value):
+            if not tensor.dim() or tensor.shape[0] != samples or not tensor.numel():
+                continue
+            if hasattr(tensor, "full_tensor") or tensor.is_sparse:
+                continue
+            key = f"{kind}|{name}{path}{suffix}"
+            self._record_shape(key, list(tensor.shape[1:]), samples)
+            self._trace.tensors[f"{key}|{i}"] = per_sample(tensor, samples)
+
+    def _record_shape(self, key: str, shape: list[int], samples: int) -> None:
+        shapes = self._trace.step["shapes"]
+        known = shapes.setdefault(key, shape)
+        if known in (shape, "differ"):
+            return
+        same = known == "samples" or (
+            len(known) == len(shape)
+            and all(a == b or b == samples for a, b in zip(known, shape, strict=True))
+        )
+        shapes[key] = "samples" if same else "differ"
+
+    def record_dropout(self, rate: float, where: str | None, drops: bool = False) -> None:
+        """Record a call of dropout and its rate; ``drops``: it is not switched off."""
+        if rate and not drops:
+            self._trace.note("dropout", where)
+        if self._trace.phase == Phase.STEP:
+            rates = self._trace.step["dropout"].setdefault(where or "", [])
+            if rate not in rates and len(rates) < _MOST_RATES:
+                rates.append(rate)
+
+
+class LossRecorder:
+    """The loss and its arguments, and what kind of function it is."""
+
+    def __init__(self, trace: TraceWriter, values: ValueRecorder, draws: DrawRecorder) -> None:
+        self._trace, self._values, self.draws = trace, values, draws
+        self._probe: tuple[Callable[..., Any], tuple[Any, ...], int, int] | None = None
+
+    def computes_twice(self) -> bool:
+        """Whether to compute this forward pass once more before."""
+        trace = self._trace
+        return trace.experiment is Experiment.TWICE and trace.is_forward()
+
+    def computes_parts(self) -> bool:
+        """Whether to compute this forward pass on half of its samples too."""
+        trace = self._trace
+        evaluating = trace.phase == Phase.EVALUATE and not following()
+        return trace.experiment is Experiment.PARTS and (trace.is_forward() or evaluating)
+
+    def hidden(self) -> Any:
+        """See :meth:`TraceWriter.hidden`."""
+        return self._trace.hidden()
+
+    def record_mixing(self, values: tuple[Any, ...], half: tuple[Any, ...]) -> None:
+        """Record whether outputs of half of the samples differ from those among all."""
+        alike = []
+        pairs = zip(named_tensors(list(values)), named_tensors(list(half)), strict=False)
+        for (_, whole), (_, part) in pairs:
+            if not whole.dim() or not whole.is_floating_point():
+                continue
+            if 0 < part.shape[0] < whole.shape[0] and whole.shape[1:] == part.shape[1:]:
+                whole = whole.detach()
+                floor = 1e-9 * float(whole.abs().max())
+                alike.append(torch.allclose(whole[: len(part)], part, rtol=0.0, atol=floor))
+        if alike:
+            trace = self._trace
+            step = trace.run.state.step if trace.run is not None else 0
+            trace.event("mixes", during=trace.phase, step=step, mixes=not all(alike))
+
+    def record_arguments(self, values: tuple[Any, ...]) -> None:
+        """Record the loss's arguments."""
+        trace = self._trace
+        run, sizes, micro = trace.run, trace.sizes, self._values.micro
+        if not trace.is_forward() or (run is not None and not run.strategy.holds_result):
+            return
+        trace.step["calls_loss"] = True
+        for i, value in enumerate(values):
+            self._values.record_output(f"(argument {i + 1} of the loss)", value)
+        wants_probe = trace.experiment is Experiment.ONE and self._probe is None
+        if wants_probe and run is not None and micro < len(sizes):
+            detached = map_tensors(lambda t: t.detach().clone(), values)
+            self._probe = (run.loss.loss, detached, sizes[micro], trace.step["step"])
+
+    def record_local(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:
+        """Record the loss of one micro-batch of this worker."""
+        trace, micro = self._trace, self._values.micro
+        holds = trace.run is None or trace.run.strategy.holds_result
+        if not trace.is_forward() or micro >= len(trace.sizes) or not holds:
+            return
+        weight_value = None if weight is None else float(weight)
+        local = [float(value.detach()), weight_value, trace.sizes[micro]]
+        trace.step["local"].append(local)
+        if value.dtype != torch.float64:
+            trace.note("float32", str(value.dtype))
+        self._values.micro += 1
+
+    def ask(self) -> None:
+        """Ask the loss what kind of function it is, after the training."""
+        if self._probe is None:
+            return
+        loss, values, samples, step = self._probe
+
+        def draw(low: int, high: int) -> None:
+            if self.draws.keyed is not None:
+                self.draws.keyed.begin(f"step {step}", low, high, samples)
+
+        with self._trace.hidden():
+            self._trace.event("probe", loss=probe(loss, values, samples, draw))
+
+
+class RecordedLoss(LossCall):
+    """The script's forward and loss, with inputs cast and values recorded."""
+
+    def __init__(self, inner: LossCall, recorder: LossRecorder) -> None:
+        super().__init__(inner.loss, inner.forward, inner.reduction)
+        self._recorder = recorder
+
+    def arguments(self, model: nn.Module, batch: Any) -> tuple[Any, ...]:
+        """See :meth:`LossCall.arguments`."""
+        recorder, given = self._recorder, batch
+        # A plan may follow the forward pass, and must not see this.
+        with torch._C.DisableTorchFunction():
+            batch = cast(batch)
+        recorder.draws.start_pass(given)
+        recorder.draws.mark_pass()
+        if recorder.computes_twice():
+            with torch.no_grad(), recorder.hidden():
+                super().arguments(
+                    model, deep_copy([batch])[0]
+                )  # a forward function may work in place
+            recorder.draws.draw_again()
+        half = self._of_half(model, batch) if recorder.computes_parts() else None
+        values = super().arguments(model, batch)
+        if half is not None:
+            recorder.record_mixing(values, half)
+        with torch._C.DisableTorchFunction():
+            recorder.record_arguments(values)
+        return values
+
+    def _of_half(self, model: nn.Module, batch: Any) -> tuple[Any, ...] | None:
+        """The loss's arguments for the first half of the samples, by a copy of the model."""
+        before = torch.get_rng_state()
+        try:
+            part, samples = half_of(deep_copy([batch])[0])
+            self._recorder.draws.draw_again(samples)
+            with torch.no_grad(), self._recorder.hidden():
+                return super().arguments(copy.deepcopy(model), part)
+        except Exception:  # the batch cannot be cut, or the model cannot be copied
+            return None
+        finally:
+            torch.set_rng_state(before)
+            self._recorder.draws.draw_again()
+
+    def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See :meth:`LossCall.check`."""
+        checked = super().check(value)
+        self._recorder.draws.count()
+        with torch._C.DisableTorchFunction():
+            self._recorder.record_local(*checked)
+        return checked
