@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ronde.run.first_steps_check import kind_of_loss
+from ronde.run.loss_kind import kind_of_loss, undisturbed
 from ronde.run.losses import LossCall
-from ronde.run.undisturbed import undisturbed
 
 N = 16
 

@@ -19,19 +19,18 @@ from ronde.parallel import spectral_norms
 from ronde.profile.monkeypatch import put
 from ronde.run.callback import Callback, StepView
 from ronde.run.gather import Gathering
+from ronde.run.loss_kind import FLOAT32, HALF, kind_of_loss, undisturbed
 from ronde.run.parts import Parts
-from ronde.run.undisturbed import undisturbed
 from ronde.watch import LossChecked
 from ronde.world import LossError
 from ronde.world.consensus import gather_json
-from ronde.world.tensors import leaves, map_leaves, map_tensors, tensors_in
+from ronde.world.tensors import leaves, tensors_in
 
-__all__ = ["MIXES", "FirstStepsCheck", "kind_of_loss"]
+__all__ = ["MIXES", "FirstStepsCheck"]
 
 _STEPS = (1, 2, 4, 8, 16)  # losses may be equal at first, and mixing may be left to chance
-_MOST_NUMBERS, _MOST_SAMPLES = 2**22, 24  # of a batch that is looked at
+_MOST_NUMBERS = 2**22  # of a batch that is copied
 _MOST_CHANNELS = 16
-_ROUNDING, _ROUGH = 1e-5, 1e-2  # relative errors of float32, and of half precision
 _ORDER = ("sum", "other", "unknown", "mean", "pair", "gathered", "flat")  # any rank's first counts
 
 _OTHER = (
@@ -45,13 +44,11 @@ MIXES = (
     "the same training as on one device. Mix in the data set, or mix gathered rows: "
     "docs/whole-batch-losses.md#mixing-samples. Changes of each sample by itself are fine"
 )
+_CHANGES = "the script changes a batch, and not by a formula that is the same on all workers"
 _BUFFER = (
     "the forward pass changes the buffer {}{}. This is not the same training as on one device. "
     "Change it in the script, once a step, and by what all workers' samples give"
 )
-
-Value = tuple[torch.Tensor, torch.Tensor | None]
-"""A loss and its weight, None for a plain loss."""
 
 _Line = list[float]  # factors and offsets of a linear change
 _Change = tuple[int, _Line | None]  # a field of a batch, and how it was changed
@@ -126,17 +123,12 @@ class FirstStepsCheck(Callback):
         kind = min(kinds, key=_ORDER.index)
         # A kind that was clear once stays; one that could not be told stays unclear.
         self._kind = kind if kind != "flat" and self._kind != "unknown" else self._kind
-        mixes = (
-            ""
-            if self._gathering.used or not _differ(batches)  # who gathers knows of all rows
-            else MIXES.format(
-                "the script changes a batch, and not by a formula that is the same on all workers"
-            )
-        )
+        # who gathers knows of all rows
+        mixes = MIXES.format(_CHANGES) if _differ(batches) and not self._gathering.used else ""
         texts = [(text, True) for text in (self._judge_loss(kind, step), *self._judge(buffers))]
         said = [*texts, (mixes, False), (self._hook_warning(), False)]
-        new = [(text, differs) for text, differs in said if text and text[:30] not in self._said]
-        self._said.update(text[:30] for text, _ in new)
+        new = [(text, differs) for text, differs in said if text and text not in self._said]
+        self._said.update(text for text, _ in new)
         return new
 
     def _close(self) -> None:
@@ -151,7 +143,7 @@ class FirstStepsCheck(Callback):
         if self._gathering.in_pass:
             return "gathered"
         with torch.autocast(device.type, enabled=False), undisturbed(device, calls.loss):
-            ask = lambda values: calls.check(calls.loss(*map_tensors(_wide, values)))  # noqa: E731
+            ask = lambda values: calls.check(calls.loss(*values))  # noqa: E731
             kind = kind_of_loss(ask, arguments, samples)
         inside = any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in leaves(arguments))
         plan = self._plan  # whose forward passes exchange nothing
@@ -162,7 +154,7 @@ class FirstStepsCheck(Callback):
         with self._autocast(), undisturbed(device, calls.loss, model):
             ask = lambda part: calls.check(calls.loss(*calls.arguments(model, part)))  # noqa: E731
             # kernels differ by the size of a batch
-            return kind_of_loss(ask, batch, samples, _ROUNDING if exact else _ROUGH)
+            return kind_of_loss(ask, batch, samples, FLOAT32 if exact else HALF)
 
     def _judge_loss(self, kind: str, step: int) -> str:
         is_sum = self._loss.reduction == "sum"
@@ -185,7 +177,8 @@ class FirstStepsCheck(Callback):
     def _buffer_changes(self) -> dict[str, Any]:
         """The buffers that the passes changed: whether each pass did, and the content."""
         changes, passes = {}, self._plan.accumulation
-        for name, (buffer, version) in _buffers(self._model).items():
+        now = _buffers(self._model) if self._buffers else {}
+        for name, (buffer, version) in now.items():
             before, at = self._buffers.get(name, (None, 0))
             if before is not buffer or at != version:
                 # One that a pass fills once, such as a table of positions, does not count.
@@ -233,90 +226,6 @@ class FirstStepsCheck(Callback):
             "another number of workers is another training. A hook on a parameter "
             "(parameter.register_hook) sees the averaged gradient, and clip_norm= clips it"
         )
-
-
-def kind_of_loss(
-    call: Callable[[Any], Value], value: Any, samples: int, rounding: float = _ROUNDING
-) -> str:
-    """What a loss is by its values for parts of a batch: ``mean``, ``sum``, ``pair`` for a ``(sum,
-    weight)`` that adds up, ``other``, ``flat`` if the values say nothing yet, or ``unknown``.
-
-    Args:
-        call: the loss of what a micro-batch has, or of a part of it.
-        value: that of the micro-batch.
-        samples: how many samples the micro-batch has.
-        rounding: the largest relative error of equal numbers.
-    """
-    free = [t for t in tensors_in(value) if t.dim() and not isinstance(t, nn.Parameter)]
-    if samples < 2 or not free:
-        return "flat" if free else "unknown"
-    few = _MOST_NUMBERS * samples // max(sum(t.numel() for t in free), 1)
-    asked = min(samples, _MOST_SAMPLES, max(few, 3))
-    rows, rest = divmod(len(free[0]), samples)
-    direct = any(samples in t.shape[:2] for t in free)
-    if not direct and (rest or not rows):
-        return "unknown"
-    kinds = []
-    for n in (0,) if direct else (rows, -rows):  # those of a sample may stand in blocks
-        try:
-            part = lambda *of, n=n: call(_part(value, samples, n, *of))  # noqa: E731
-            kinds.append(_judge(part, asked, rounding))
-        except Exception:  # it takes no part of a batch, or must not be asked
-            return "unknown"
-    return "unknown" if kinds[0] == "other" and kinds[-1] in ("mean", "pair") else kinds[0]
-
-
-def _judge(call: Callable[[int, int], Value], samples: int, rounding: float) -> str:
-    first = max(samples // 3, 1)  # unequal parts: a mean of means is no mean
-    values = [call(*part) for part in ((0, first), (first, samples), (0, samples), (0, samples))]
-    one, two, whole, again = (float(loss) for loss, _ in values)
-    largest = max(map(abs, (one, two, whole)))
-
-    def near(a: float, b: float, times: float = 1.0) -> bool:
-        return abs(a - b) <= times * rounding * largest
-
-    if not math.isfinite(whole) or largest == 0:
-        return "flat"
-    if not math.isfinite(one + two):
-        return "other"  # a part without a loss, such as one of padding only
-    if not near(whole, again):
-        return "unknown"  # it keeps state, or draws
-    if len(weights := [float(weight) for _, weight in values if weight is not None]) == 4:
-        adds_up = near(whole, one + two) and _close(weights[2], weights[0] + weights[1])
-        return "pair" if adds_up else "other"
-    mean = (one * first + two * (samples - first)) / samples
-    if near(whole, mean):
-        return "flat" if near(one, two, 100) else "mean"
-    if near(whole, one + two):
-        return "sum"
-    return "flat" if near(whole, mean, 10) else "other"
-
-
-def _part(value: Any, samples: int, rows: int, low: int, high: int) -> Any:
-    """What belongs to some samples: ``rows`` of tensors that have several for each."""
-
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        n, leaf = abs(rows), leaf.detach()
-        if leaf.dim() and len(leaf) == n * samples and rows < 0:
-            leaf = leaf.unflatten(0, (n, -1)).narrow(1, low, high - low).flatten(0, 1)
-        elif leaf.dim() and len(leaf) == n * samples:
-            leaf = leaf.narrow(0, low * n, (high - low) * n)
-        elif samples in leaf.shape[:2] and not isinstance(leaf, nn.Parameter):
-            leaf = leaf.narrow(leaf.shape.index(samples), low, high - low)
-        return leaf.clone()
-
-    def refuse(held: Any) -> bool:
-        if held is not value and isinstance(held, list | tuple) and len(held) == samples:
-            raise TypeError  # an item for each sample
-        return False
-
-    return map_leaves(take, value, refuse)
-
-
-def _wide(t: torch.Tensor) -> torch.Tensor:
-    return t.float() if t.is_floating_point() and t.itemsize < 4 else t
 
 
 class _Batch:

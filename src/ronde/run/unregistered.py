@@ -44,20 +44,13 @@ def unregistered() -> list[str]:
 
 
 def _warning(thing: Any) -> str:
-    kind, again = type(thing).__name__, "after a resume it would begin anew"
-    if isinstance(thing, LRScheduler):
-        return (
-            f"the learning-rate scheduler {kind} is stepped by the script and not registered: "
-            f"{again}. run.register(scheduler=…) keeps it"
-        )
-    if isinstance(thing, Optimizer):
-        return (
-            f"the optimizer {kind} is not the one given to ronde.distribute, and not registered: "
-            f"{again}. run.register(optimizer=…) keeps it"
-        )
+    what, name, more = "average", "ema", "; run.average(decay=…) averages under every plan"
+    if isinstance(thing, LRScheduler | Optimizer):
+        name, more = "scheduler" if isinstance(thing, LRScheduler) else "optimizer", ""
+        what = "learning-rate scheduler" if name == "scheduler" else "optimizer"
     return (
-        f"the average {kind} is not registered: {again}. run.register(ema=…) keeps it under plans "
-        "that leave the model whole; run.average(decay=…) averages under every plan"
+        f"the {what} {type(thing).__name__} is used by the script and not registered: after a "
+        f"resume it would begin anew. run.register({name}=…) keeps it{more}"
     )
 
 
