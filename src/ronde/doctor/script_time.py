@@ -29,7 +29,6 @@ __all__ = ["ScriptTime", "TimedLoop", "timing_event"]
 
 _SKIPPED = 3  # steps at the start
 _FEWEST = 5  # steps that say something
-_KEPT = 1024  # steps that are kept one by one, for costs that come in every k-th step only
 
 
 class _Forwards:
@@ -92,25 +91,20 @@ class ScriptTime:
     def __init__(self, event: Callable[[], Any] | None = None) -> None:
         self.event = event
         self.measurable = True  # False where the device has no timing events
-        self._steps = 0
         self._handed = 0
         self._period = 0.0
-        self._spent = [0.0, 0.0]  # before the step, after it
-        self._each: tuple[list[float], list[float]] = ([], [])  # of the first steps
+        self._each: tuple[list[float], list[float]] = ([], [])  # before each step, and after it
         self._pending = [0.0, 0.0]
         self._excluded = 0.0
         self._begun: float | None = None  # when the current batch was given
         self._since: float | None = None  # since when the script runs
         self._stepped = 0  # 1 after the step: an index
-        self._own = False  # the script makes the forward pass
-        self._samples = False  # this step is one with hooks
+        self._blind = False  # the script makes forward passes that cannot be told apart
         self._forwards: _Forwards | None = None
-        # In sampled steps: whether the script trains there itself, and the seconds besides.
-        self._trains = [False, False]
-        self._rests: tuple[list[float], list[float]] = ([], [])
         self._idle: list[float] = []
         self._events: list[Any] = []
         self._late: list[tuple[Any, Any, float]] = []
+        self._own = False  # the script makes the forward pass
         self._asked = self._wait = 0.0
 
     # -- called in each step -----------------------------------------------------------
@@ -124,10 +118,6 @@ class ScriptTime:
             self._begun = now
         self._stepped = 0
         self._handed += 1
-        self._samples = not _compiles()
-        if self._samples:
-            for seconds in self._rests:
-                seconds.append(0.0)
         if len(self._events) == 1:
             self._wait = now - self._asked
             self._mark()
@@ -139,16 +129,16 @@ class ScriptTime:
         if since is None:
             return
         now = self._asked = perf_counter()
-        self._pending[self._stepped] += now - since
-        if own:
-            self._own = True
+        spent = now - since
+        self._own |= own
         if self._forwards is not None:
             seconds, trains = self._forwards.end(now)
             self._forwards = None
-            if own and not trains:
-                seconds = now - since  # a pass that calls no module
-            self._trains[self._stepped] |= seconds > 0
-            self._rests[self._stepped][-1] += now - since - seconds
+            # a pass of its own may call no module
+            spent = 0.0 if own and not trains else spent - seconds
+        else:
+            self._blind |= own
+        self._pending[self._stepped] += spent
         if len(self._events) == 2 and not self._stepped:
             self._mark()
 
@@ -157,34 +147,30 @@ class ScriptTime:
         if self._begun is None:
             return
         self._stepped = 1
-        if self._samples and self.event is not None:
+        if self.event is not None:
             self._read_idle()
             self._mark()
         self._open(perf_counter())
 
     def _open(self, now: float) -> None:
-        if self._samples and self._forwards is None:
+        if self._forwards is None and not _compiles():
             self._forwards = _Forwards()
         self._since = now
 
     def _commit(self, now: float) -> None:
         """The time from one batch to the next is complete."""
-        before, after = self._pending
         if self._handed > _SKIPPED and self._begun is not None:
-            self._spent[0] += before
-            self._spent[1] += after
-            if len(self._each[0]) < _KEPT:
-                self._each[0].append(before)
-                self._each[1].append(after)
+            for each, seconds in zip(self._each, self._pending, strict=True):
+                each.append(seconds)
             self._period += now - self._begun - self._excluded
-            self._steps += 1
-        self._pending[0] = self._pending[1] = self._excluded = 0.0
+        self._pending = [0.0, 0.0]
+        self._excluded = 0.0
         self._begun = now
 
     # -- called now and then -----------------------------------------------------------
 
     def pause(self) -> tuple[float, bool]:
-        """Ronde evaluates or saves inside of the loop; give the result to :meth:`resume`."""
+        """Ronde evaluates inside of the loop; give the result to :meth:`resume`."""
         running = self._since is not None
         self.enter()
         return perf_counter(), running
@@ -195,7 +181,8 @@ class ScriptTime:
             start, running = paused
             now = perf_counter()
             self._excluded += now - start
-            self._since = now if running else None
+            if running:
+                self._open(now)
 
     def end_reading(self) -> None:
         """The loop over batches has ended, or was left."""
@@ -215,8 +202,8 @@ class ScriptTime:
         self._events.append(event)
 
     def _read_idle(self) -> None:
-        """Device seconds from the end of a sampled step to the next, without the wait for input.
-        They are read in later sampled steps, when nothing waits for them.
+        """Device seconds from the end of a step to the next, without the wait for input. They are
+        read in later steps, when nothing waits for them.
         """
         events, self._events = self._events, []
         if len(events) >= 2:
@@ -225,11 +212,6 @@ class ScriptTime:
         while self._late and self._late[0][1].query():
             first, last, wait = self._late.pop(0)
             self._idle.append(max(0.0, first.elapsed_time(last) / 1e3 - wait))
-
-    def _per_step(self, stepped: int) -> float:
-        each = self._each[stepped]
-        whole = self._steps > len(each)
-        return self._spent[stepped] / self._steps if whole else mean_over_periods(each)
 
     def wanted_steps(self) -> int:
         """Steps in all that show how often a rare cost comes that was seen once; 0 if none was."""
@@ -244,25 +226,20 @@ class ScriptTime:
         ``after_seconds`` from there to the next batch, of ``period_seconds`` in all. None if it
         cannot be told.
         """
-        if self._steps < _FEWEST or self._period <= 0 or not self.measurable:
+        steps = len(self._each[0])
+        if steps < _FEWEST or self._period <= 0 or not self.measurable or self._blind:
             return None
-        if self._own and not self._rests[0]:
-            return None  # the forward pass could not be told apart
         if self.event is not None and not self._idle:
             return None
-        # The difference of two long times would be mostly noise: sampled rests count as they are.
-        before, after = (
-            mean_over_periods(rests) if trains else self._per_step(i)
-            for i, (trains, rests) in enumerate(zip(self._trains, self._rests, strict=True))
-        )
+        before, after = map(mean_over_periods, self._each)
         if self.event is not None and before + after > 0:
             share = min(1.0, mean_over_periods(self._idle) / (before + after))
             before, after = before * share, after * share
         return {
-            "steps": self._steps,
+            "steps": steps,
             "before_seconds": before,
             "after_seconds": after,
-            "period_seconds": self._period / self._steps,
+            "period_seconds": self._period / steps,
         }
 
 
