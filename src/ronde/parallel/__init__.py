@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ronde.parallel.batchnorm import batchnorms, converted, spectral_norms
     from ronde.parallel.carry_out import STRATEGIES, carry_out
     from ronde.parallel.ddp import Replicate
-    from ronde.parallel.own_calls import own_calls
     from ronde.parallel.single import Single
     from ronde.parallel.strategy import Compute, Part, Strategy, Work
 
@@ -29,7 +28,6 @@ __all__ = [
     "batchnorms",
     "carry_out",
     "converted",
-    "own_calls",
     "spectral_norms",
 ]
 
@@ -40,7 +38,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.parallel.batchnorm": "batchnorms converted spectral_norms",
             "ronde.parallel.carry_out": "STRATEGIES carry_out",
             "ronde.parallel.ddp": "Replicate",
-            "ronde.parallel.own_calls": "own_calls",
             "ronde.parallel.single": "Single",
             "ronde.parallel.strategy": "Compute Part Strategy Work",
         },

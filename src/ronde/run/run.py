@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ronde.parallel import own_calls
 from ronde.parallel.gradient_hooks import GradientHooks
+from ronde.parallel.own_calls import own_calls
 from ronde.run import checkpoints, exchange_state, failure_note, hooks
 from ronde.run.average import Decay, WeightAverage
 from ronde.run.best import BestCheckpoint
