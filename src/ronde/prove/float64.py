@@ -25,7 +25,7 @@ from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
 from ronde.prove.keyed_draws import KeyedDraws
-from ronde.prove.recorded_run import RecordedRun
+from ronde.prove.recorded_run import RecordedLoop, RecordedRun
 from ronde.prove.recorder import Recorder
 from ronde.prove.trace_writer import Phase
 from ronde.prove.values import NARROW
@@ -415,6 +415,8 @@ def _key_draws(recorder: Recorder, given: dict[str, list[int]]) -> None:
 def install_recorder(settings: Settings, rank: int) -> Recorder:
     """Patch this process, and record the script that it is about to run."""
     recorder = Recorder(settings, rank)
+    recorder.run_type = functools.partial(RecordedRun, recorder)
+    recorder.loop_type = functools.partial(RecordedLoop, recorder)
     hooks.observer = recorder
     # An unseeded script gets other numbers on every worker, but the same in every study.
     seed = 0 if settings.experiment is Experiment.ALIKE else rank

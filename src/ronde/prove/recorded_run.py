@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ronde.plan import Share
+from ronde.prove.recorder import Recorder
 from ronde.run.loop import Loop
-from ronde.run.parts import Parts
 from ronde.run.run import Run
 
 __all__ = ["RecordedLoop", "RecordedRun"]
 
 
-class _Recorder(Protocol):
-    """See :class:`Recorder`."""
-
-    asked_micro: bool
-
-    def cut_epochs(self, run: Parts, n: int) -> int: ...
-
-    def is_over(self) -> bool: ...
-
-    def end_idle_loop(self) -> None: ...
-
-    def begin_step(self, run: Parts, share: Share, micros: list[Any]) -> list[Any]: ...
-
-    def splits_steps(self, run: Parts) -> bool: ...
-
-    def record_given(self, run: Parts, batch: Any) -> None: ...
-
-    def around_backward(self, run: Parts) -> AbstractContextManager[None]: ...
-
-    def record_log(self, run: Parts, values: Mapping[str, Any]) -> None: ...
-
-
 class RecordedLoop(Loop):
     """Ends after the recorded steps."""
 
-    def __init__(self, recorder: _Recorder, *given: Any, in_lists: bool, **named: Any) -> None:
+    def __init__(self, recorder: Recorder, *given: Any, in_lists: bool, **named: Any) -> None:
         self._recorder = recorder
         # As the script's own micro_batch asks for, even if the study removed it.
         super().__init__(*given, in_lists=in_lists or recorder.asked_micro, **named)
@@ -75,7 +52,7 @@ class RecordedLoop(Loop):
 class RecordedRun(Run):
     """Tells the recorder what the script calls."""
 
-    def __init__(self, recorder: _Recorder, *given: Any, **named: Any) -> None:
+    def __init__(self, recorder: Recorder, *given: Any, **named: Any) -> None:
         self._recorder = recorder
         super().__init__(*given, **named)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from ronde.prove.experiment import Experiment, Settings
 from ronde.prove.keyed_draws import generator_digest
 from ronde.prove.recorded_data import SampleRecorder, cut_epoch, cut_order, wide_loader
 from ronde.prove.recorded_draws import DrawRecorder
-from ronde.prove.recorded_run import RecordedLoop, RecordedRun
 from ronde.prove.recorded_state import StateRecorder
 from ronde.prove.recorded_values import LossRecorder, RecordedLoss, ValueRecorder
 from ronde.prove.trace_writer import Phase, TraceWriter
@@ -68,8 +66,6 @@ class Recorder(hooks.Observer):
         self._is_mine = self.asked_micro = False
         self._limit, self._steps_per_epoch = settings.steps, 0
         self._empty_rounds = 0
-        self.run_type = partial(RecordedRun, self)
-        self.loop_type = partial(RecordedLoop, self)
 
     def excuses(self, error: str) -> bool:
         """Whether the script failed only because its training ended sooner than it expects."""
