@@ -1,11 +1,10 @@
-"""What kind of loss is it? Thirty losses of torch, transformers, diffusers and torchmetrics are told
+"""What kind of loss is it? Losses of torch, transformers, diffusers and torchmetrics are told
 apart, and asking leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import random
-from functools import partial
 
 import numpy as np
 import pytest
@@ -84,10 +83,9 @@ def focal(logits, target, gamma=2.0):
     return ((1 - torch.exp(-ce)) ** gamma * ce).mean()
 
 
-def vae(x, target, mu, logvar, how="sum"):
-    bce = F.binary_cross_entropy(x, target, reduction=how)
+def vae(x, target, mu, logvar):
     kld = -0.5 * (1 + logvar - mu.pow(2) - logvar.exp())
-    return bce + (kld.sum() if how == "sum" else kld.sum(1).mean())
+    return F.binary_cross_entropy(x, target, reduction="sum") + kld.sum()
 
 
 def normalized(out, target):
@@ -130,34 +128,16 @@ def noise(prediction, target, weights):
     return (each.mean(dim=list(range(1, each.ndim))) * weights).mean()
 
 
-def velocity(latents, target):
-    from diffusers import DDPMScheduler
-
-    scheduler = DDPMScheduler(num_train_timesteps=100)
-    steps = torch.full((len(latents),), 40)
-    return F.mse_loss(scheduler.get_velocity(latents, target, steps), target)
-
-
 def ssim(p, target):
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     return 1 - structural_similarity_index_measure(p, target, data_range=1.0)
 
 
-def signal(estimate, target):
-    from torchmetrics.functional.audio import scale_invariant_signal_distortion_ratio
-
-    return -scale_invariant_signal_distortion_ratio(estimate, target).mean()
-
-
 def correlation(out, target):
     from torchmetrics.functional import pearson_corrcoef
 
     return 1 - pearson_corrcoef(out[:, 0], target[:, 0])
-
-
-def ctc(log_probs, targets, lengths, target_lengths, **how):
-    return F.ctc_loss(log_probs, targets, lengths, target_lengths, **how)
 
 
 X4, T4 = draw(N, 5, seed=4), draw(N, 5, seed=5)
@@ -177,16 +157,6 @@ LOSSES = {
     "cross entropy": ("mean", nn.CrossEntropyLoss(), LOGITS, Y),
     "cross entropy, sum": ("sum", nn.CrossEntropyLoss(reduction="sum"), LOGITS, Y),
     "cross entropy, class weights": ("other", nn.CrossEntropyLoss(CLASS_WEIGHTS), LOGITS, Y),
-    "its function": ("other", partial(F.cross_entropy, weight=CLASS_WEIGHTS), LOGITS, Y),
-    "class weights, sum": (
-        "sum",
-        partial(F.cross_entropy, weight=CLASS_WEIGHTS, reduction="sum"),
-        LOGITS,
-        Y,
-    ),
-    "label smoothing": ("mean", nn.CrossEntropyLoss(label_smoothing=0.1), LOGITS, Y),
-    "soft targets": ("mean", nn.CrossEntropyLoss(), LOGITS, Q),
-    "tokens, whole": ("mean", token_loss, TOKENS, classes(N, 7)),
     "tokens, flattened": ("mean", F.cross_entropy, TOKENS.flatten(0, 1), classes(N * 7)),
     "tokens, padded": ("other", token_loss, TOKENS, PADDED),
     "tokens, flattened and padded": (
@@ -211,37 +181,17 @@ LOSSES = {
         OUT,
         T4,
     ),
-    "MSE, mean, with a penalty": ("mean", lambda o, y: F.mse_loss(o, y) + 3, OUT, T4),
-    "L1": ("mean", nn.L1Loss(), OUT, T4),
-    "Huber": ("mean", nn.HuberLoss(), OUT, T4),
-    "smooth L1": ("mean", nn.SmoothL1Loss(), OUT, T4),
-    "smooth L1, sum": ("sum", nn.SmoothL1Loss(reduction="sum"), OUT, T4),
     "BCE with logits, pos_weight": (
         "mean",
         nn.BCEWithLogitsLoss(pos_weight=torch.tensor(4.0)),
         OUT,
         (T4 > 0).float(),
     ),
-    "NLL": ("mean", nn.NLLLoss(), LOG_P, Y),
     "NLL, ignore_index": ("other", nn.NLLLoss(ignore_index=2), LOG_P, Y),
     "KL, mean": ("mean", nn.KLDivLoss(reduction="mean"), LOG_P, Q),
-    "KL, batchmean": ("mean", nn.KLDivLoss(reduction="batchmean"), LOG_P, Q),
-    "KL, sum": ("sum", nn.KLDivLoss(reduction="sum"), LOG_P, Q),
-    "CTC": ("mean", ctc, *CTC),
-    "CTC, sum": ("sum", partial(ctc, reduction="sum"), *CTC),
+    "CTC": ("mean", F.ctc_loss, *CTC),
     "triplet": ("mean", nn.TripletMarginLoss(), OUT, X4, T4),
-    "cosine embedding": ("mean", nn.CosineEmbeddingLoss(), OUT, X4, (Y > 1) * 2 - 1),
-    "multi-margin": ("mean", nn.MultiMarginLoss(), LOGITS, Y),
-    "margin ranking": ("mean", nn.MarginRankingLoss(), OUT[:, 0], X4[:, 0], (Y > 1) * 2 - 1),
-    "Gaussian NLL": ("mean", nn.GaussianNLLLoss(), OUT, T4, X4.exp()),
-    "Poisson NLL": ("mean", nn.PoissonNLLLoss(), OUT, T4.abs().round()),
     "Dice over the batch": ("other", dice, P, MASK),
-    "Dice over the batch, no constant": (
-        "other",
-        lambda p, t: 1 - 2 * (p * t).sum() / (p.sum() + t.sum()),
-        P,
-        MASK,
-    ),
     "Dice of each sample": ("mean", dice_of_each, P, MASK),
     "focal": ("mean", focal, LOGITS, Y),
     "SimCLR": ("other", nt_xent, Z, Z2),
@@ -249,16 +199,12 @@ LOSSES = {
     "supervised contrastive": ("other", supervised_contrastive, Z, Y),
     "CLIP (transformers)": ("other", clip, Z, Z2),
     "causal language model (transformers), padded": ("other", causal, TOKENS, PADDED),
-    "causal language model (transformers)": ("mean", causal, TOKENS, classes(N, 7)),
     "masked language model (transformers)": ("other", masked, TOKENS, PADDED),
     "sequence classes (transformers)": ("mean", sequence_class, LOGITS, Y),
     "noise (diffusers)": ("mean", noise, OUT, T4, Y.float() + 1),
-    "velocity (diffusers)": ("mean", velocity, P, MASK),
     "SSIM (torchmetrics)": ("mean", ssim, IMAGES, IMAGES.detach().flip(0)),
-    "SI-SDR (torchmetrics)": ("mean", signal, OUT, T4),
     "correlation (torchmetrics)": ("other", correlation, OUT, T4),
     "VAE, sums": ("sum", vae, *VAE),
-    "VAE, means": ("mean", partial(vae, how="mean"), *VAE),
     "batch-normalized": ("other", normalized, OUT, T4),
     "VICReg's variance": ("other", vicreg_variance, OUT, T4),
     "two views of a sample, one target": (
