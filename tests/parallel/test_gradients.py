@@ -13,6 +13,7 @@ import ronde
 import zygote
 from processes import PATHS, TESTS, forked
 from ronde.run import group
+from ronde.watch import Warned, read
 
 
 def test_gradients_on_two_workers(tmp_path):
@@ -41,6 +42,18 @@ def test_an_exception_of_the_loss_says_which_samples_it_had(monkeypatch):
             run.step(batch)
     note = "(rank 0, step 3, epoch 0, 4 samples: indices 8, 9, 10, 11)"
     assert caught.value.__notes__ == [note]
+
+
+def test_a_backward_hook_of_one_process_sees_the_whole_batch(tmp_path, monkeypatch):
+    monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
+    monkeypatch.setattr(group, "_latest", None)  # a training of its own
+    model, data = nn.Linear(2, 1), TensorDataset(torch.randn(12, 2), torch.randn(12, 1))
+    model.register_full_backward_hook(lambda *_: None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run = ronde.distribute(model, optimizer, data, loss=nn.MSELoss(), batch_size=4)
+    for batch in run.batches():
+        run.step(batch)
+    assert not [e for e in read(run.dir.path / "record.jsonl") if isinstance(e, Warned)]
 
 
 def test_weights_that_no_checkpoint_can_hold_are_refused_at_the_start(tmp_path, monkeypatch):

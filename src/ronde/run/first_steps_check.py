@@ -217,6 +217,8 @@ class FirstStepsCheck(Callback):
         return register_hook
 
     def _hook_warning(self) -> str:
+        if self._plan.workers == self._plan.accumulation == 1:
+            return ""
         named = self._model.named_modules()
         modules = [n for n, m in named if m._backward_hooks or m._backward_pre_hooks]
         where = f"of {modules[0] or 'the model'!r}" if modules else self._hooked
