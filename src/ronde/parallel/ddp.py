@@ -206,7 +206,7 @@ class Replicate(Strategy):
         return self._steps == 0
 
     def rebuild(self) -> None:
-        """Build DDP again, as before the first step. A collective."""
+        """Build DDP again, which orders its buckets by the first step. A collective."""
         self._reached = None
         self._build()
 

@@ -140,6 +140,14 @@ class Strategy:
         """Whether workers that hold the same part have other weights now."""
         return self.exchange is not None and self.exchange.reducer.drifts
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether what it learns in its first step is to be learned anew: see :meth:`rebuild`."""
+        return False
+
+    def rebuild(self) -> None:
+        """Forget what the steps so far have taught it."""
+
     def step(
         self,
         micros: Sequence[Any],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ronde.data import BatchOrder
+from ronde.data import Order
 from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import parse_reducer
 from ronde.run.parts import Parts
@@ -45,7 +46,7 @@ def announce(run: Parts, left_out: list[str]) -> None:
             steps_per_epoch=run.steps_per_epoch,
             threads=torch.get_num_threads(),
             plan=run.plan.to_dict(),
-            smallest_batch=min(order.sizes(0)) if isinstance(order, BatchOrder) else None,
+            smallest_batch=_smallest_batch(order),
             versions={"python": platform.python_version(), "torch": torch.__version__},
             proof=_proof(run),
         )
@@ -76,6 +77,13 @@ def announce(run: Parts, left_out: list[str]) -> None:
             differs=True,
         )
     _warn_of_norms(run)
+
+
+def _smallest_batch(order: Order) -> int | None:
+    """Samples of the smallest batch, if a ``batch_sampler`` decides."""
+    if (ends := order.ends(0)) is None:
+        return None
+    return min(end - start for start, end in itertools.pairwise([0, *ends]))
 
 
 def _proof(run: Parts) -> str:

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ronde.checkpoint.tensor_file import tensor_header
 from ronde.data import Order
 from ronde.loader import TakenOver, is_other
 from ronde.plan import Plan
@@ -117,6 +116,8 @@ def check_model(model: Any, me: World) -> None:
 
 def check_saved(model: nn.Module) -> None:
     """Tensors that a checkpoint can hold."""
+    from ronde.checkpoint.tensor_file import tensor_header  # where a run writes
+
     kinds = {
         name: (t.dtype, tuple(t.shape))
         for name, t in model.state_dict(keep_vars=True).items()

@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ronde.parallel import spectral_norms
-from ronde.profile.monkeypatch import put
 from ronde.run.callback import Callback, StepView
 from ronde.run.gather import Gathering
 from ronde.run.loss_kind import FLOAT32, HALF, kind_of_loss, undisturbed
@@ -78,6 +77,8 @@ class FirstStepsCheck(Callback):
         self._open, plan, model = self._steps in _STEPS, self._plan, self._model
         if not self._open or plan.workers == plan.accumulation == 1:
             return
+        from ronde.profile.monkeypatch import put  # where several passes make a step
+
         self._buffers = _buffers(model)
         self._undo.append(put(torch.Tensor, "register_hook", self._watched))
         if plan.replicas > 1 or plan.accumulation > 1:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from ronde.loader import DrawAhead, Feed
+from ronde.loader import Feed
 from ronde.plan import Share, shares
 from ronde.run import checkpoints, checks
 from ronde.run.callback import Callbacks
@@ -190,9 +190,10 @@ class Loop:
                     )
                 if not self.takes_more():
                     return
-                facts = self.feed.take_facts()
-                if mixing := checks.check_same_samples(run.world, facts, "run.batches"):
-                    run.warn(mixing, differs=True)
+                if (facts := self.feed.take_facts()) is not None:
+                    mixing = checks.check_same_samples(run.world, facts, "run.batches")
+                    if mixing:
+                        run.warn(mixing, differs=True)
                 if self.group.due or self.group.memory is not None:
                     checkpoints.save_if_due(self)
                 for given in self.items(self.hand_out(share, micros)):
@@ -236,6 +237,8 @@ class Loop:
         more = run.place.in_epochs and epoch + 1 < (watcher.epochs or 0) and not self.studied
         if order.draw is not None:
             checks.check_draw(run.world, order, epoch, "run.batches")
+            from ronde.loader import DrawAhead  # of a sampler of the script's own
+
             if isinstance(order.draw, DrawAhead) and more:
                 order.ids(epoch, 0, 1)  # this epoch's draw comes first
                 order.draw.begin(epoch + 1)
@@ -298,8 +301,11 @@ class Loop:
                 return
             reading.close()
         self.is_reading = False
-        if isinstance(self.parts.data.order.draw, DrawAhead):
-            self.parts.data.order.draw.close()
+        if (draw := self.parts.data.order.draw) is not None:
+            from ronde.loader import DrawAhead
+
+            if isinstance(draw, DrawAhead):
+                draw.close()
         self.feed.close()
         self._evaluations.close()
 

@@ -20,7 +20,6 @@ from ronde.run.best import BestCheckpoint
 from ronde.run.callbacks.averages import AveragesWeights
 from ronde.run.callbacks.callback_order import callbacks_of
 from ronde.run.callbacks.growth import Growth
-from ronde.run.callbacks.rank_facts import TrainedNames
 from ronde.run.callbacks.recording import Recording
 from ronde.run.collective_calls import CollectiveCalls
 from ronde.run.content import CheckpointContent
@@ -95,7 +94,7 @@ class Run(CollectiveCalls):
             gradient_hooks,
             calls,
             source._step if source is not None else None,
-            content.averages.check,
+            content.averages,
         )
         self._evaluations = Evaluations(parts, gathering, callbacks)
         loop_type: type[Loop] = hooks.observer.loop_type or Loop
@@ -111,7 +110,10 @@ class Run(CollectiveCalls):
             studied=hooks.observed(),
         )
         self._rolls_back = options.on_nan == "rollback"
-        parts.strategy.on_change = TrainedNames(parts.model, parts.rendezvous).agree
+        if me.size > 1:
+            from ronde.run.callbacks.rank_facts import TrainedNames
+
+            parts.strategy.on_change = TrainedNames(parts.model, parts.rendezvous).agree
         failure_note.follow_run(parts)
         if group.memory is None and folder is not None and os.environ.get("RONDE_MEMORY_DIR"):
             from ronde.run.memory_copies import memory_copies  # needs a launcher that restarts

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ronde.cache.budget import free_memory
 from ronde.checkpoint import KeepPolicy, Saver, Written
 from ronde.watch import BestFound, Checkpointed
 from ronde.world import CheckpointError, WorldError
@@ -100,6 +99,8 @@ class Saving:
         return self.settle(everything, raises=True) if wait else None
 
     def _has_memory(self, run: Parts, files: Mapping[str, Tensors]) -> bool:
+        from ronde.cache.budget import free_memory
+
         named = {f"{f}/{n}": t for f, tensors in files.items() for n, t in tensors.items()}
         needed, free = self.saver.missing_bytes(named), free_memory()
         if 2 * needed <= free:

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ronde.introspect import attributes, restore_states, states, walk
-from ronde.parallel import Replicate, Strategy
+from ronde.parallel import Strategy
 from ronde.run.parts import Parts
 from ronde.run.run_state import State
 
@@ -343,7 +343,7 @@ class Snapshot:
         ]
         functions = (run.loss.loss, run.loss.forward)
         self._losses = [_Weights(f) for f in functions if isinstance(f, torch.nn.Module)]
-        self._untouched = isinstance(strategy, Replicate) and strategy.is_untouched
+        self._untouched = strategy.is_untouched
         self._scheduler: tuple[Any, Any, _Attributes] | None = None
         if run.scheduler is not None:
             state = copy.deepcopy(run.scheduler.state_dict())
@@ -379,7 +379,7 @@ class Snapshot:
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         alone = failed and self._run.world.size > 1
-        if self._untouched and isinstance(self._strategy, Replicate) and not alone:
+        if self._untouched and not alone:
             # DDP orders its buckets by the first backward pass. A training that has taken no step
             # yet must order them by its own.
             self._strategy.rebuild()

@@ -13,6 +13,7 @@ from ronde.parallel.gradient_hooks import GradientHooks
 from ronde.parallel.own_calls import OwnCalls
 from ronde.plan import Share
 from ronde.run import checks, failure_note, lr_rules
+from ronde.run.average import Averages
 from ronde.run.callback import Callbacks, StepView
 from ronde.run.delivered_rows import Lengths, Rows, collates, lengths
 from ronde.run.gather import Gathering, gather_batch
@@ -53,7 +54,7 @@ class OptimizerStep:
         gradient_hooks: GradientHooks,
         own_calls: OwnCalls | None,
         source: OptimizerStep | None,
-        check_average: Callable[[str], None],
+        averages: Averages,
     ) -> None:
         plan = parts.plan
         self.parts, self.callbacks = parts, callbacks
@@ -62,7 +63,7 @@ class OptimizerStep:
         self.draws = draws
         self._rendezvous = parts.rendezvous
         self._group, self._source = group, source
-        self._check_average = check_average
+        self._averages = averages
         self._gathering, self._gradient_hooks, self._own_calls = (
             gathering,
             gradient_hooks,
@@ -290,7 +291,8 @@ class OptimizerStep:
     # -- before the passes -------------------------------------------------------------
 
     def _current_share(self, call: str) -> Share:
-        self._check_average(call)
+        if self._averages.applied is not None:
+            self._averages.check(call)
         run = self.parts
         if self._divided is not None:
             checks.check_same_parameters(run.optimizer, self._divided, run.plan)

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.random import fork_rng
 
-from ronde.capture import GlobalDraws, Recorded, aside, compiled, recorded_draws, replaced
-from ronde.capture.pass_state import SavedState
+from ronde.capture import GlobalDraws, Recorded, recorded_draws, replaced
 from ronde.data import key_of
 from ronde.introspect import Marks
 from ronde.parallel import Work
@@ -38,6 +37,8 @@ T = TypeVar("T")
 
 def _may_draw(model: nn.Module, calls: LossCall) -> bool:
     """Whether the code of a model or loss has a name that sounds like drawing."""
+    from ronde.capture import compiled  # of a model on several workers only
+
     if any(compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
         return False
     waiting: list[Any] = [calls.loss, calls.forward]
@@ -68,6 +69,9 @@ def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
     """What forward and loss draw for two numbers of samples: it tells where the samples are."""
     if not _may_draw(work.model, calls) or any(p.is_meta for p in work.model.parameters()):
         return {}
+    from ronde.capture import aside
+    from ronde.capture.pass_state import SavedState
+
     probes = {}
     modules = [m for m in (work.model, calls.loss) if isinstance(m, nn.Module)]
     state = SavedState(nn.ModuleList(modules))
