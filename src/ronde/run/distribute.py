@@ -6,7 +6,7 @@ import dataclasses
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,18 +22,18 @@ from ronde.adapt import apply_settings, requested_settings
 from ronde.data import Order
 from ronde.introspect import detached_copy, reopen_files
 from ronde.loader import Feed, FeedSettings, TakenOver, take_over
-from ronde.parallel import Work, carry_out, converted
+from ronde.parallel import Strategy, Work, carry_out, converted
 from ronde.plan import SPLIT_FIELDS, Plan, Share
 from ronde.run import checks, exchange_state, hooks, lr_rules
 from ronde.run.announce import announce, scalar_writer
-from ronde.run.best import KeepBest, split_metric
+from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
 from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
 from ronde.run.content import CheckpointContent
 from ronde.run.evaluation import on_device, to_device
 from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.losses import LossCall
-from ronde.run.options import RunOptions
+from ronde.run.options import BatchOptions, RunOptions, SaveOptions, SplitOptions
 from ronde.run.parts import Parts
 from ronde.run.plan_arguments import (
     accumulate,
@@ -61,7 +61,6 @@ from ronde.world.consensus import agree, broadcast_json
 from ronde.world.rendezvous import rendezvous
 
 if TYPE_CHECKING:
-    from ronde.parallel.meta_init import Init
     from ronde.run.check_prediction import Forecast
 
 __all__ = ["distribute"]
@@ -229,43 +228,38 @@ def distribute(
         loss=loss,
         clip_norm=clip_norm,
     )
-    policy = checkpoint.KeepPolicy.parse(keep)
-    if policy.best is not None and keep_best not in (None, policy.best):
-        raise ArgumentError(
-            f"keep={keep!r} names another metric than keep_best={keep_best!r}. Give one of them."
-        )
-    keep_best = keep_best or policy.best
-    if keep_best is not None:
-        split_metric(keep_best)
     if loss_reduction == "sum" and batch == "grow" and lr_rule != "none":
         raise ArgumentError(
             "loss_reduction='sum' with batch='grow': the gradient grows with the batch, and the "
             "learning rate would grow as well. Give lr_rule='none', or a loss that is a mean."
         )
-    auto = (os.environ.get("RONDE_PLAN") or plan) == "auto"
     fields: dict[str, Any] = {"shard": shard, "pipeline": pipeline, "tensor": tensor}
     fields |= {"recompute": recompute, "split_at": split_at}
+    split = SplitOptions(plan, fields, tensor_plan, init, randomness)
+    batches = BatchOptions(
+        batch_size, batch, micro_batch, shuffle, drop_last, seed, feed, lr_rule, warmup_steps
+    )
+    saves = SaveOptions.read(
+        keep,
+        keep_best,
+        save_every=save_every,
+        async_save=async_save,
+        name=name,
+        tensorboard=tensorboard,
+    )
+    options = RunOptions(save_every, check_replicas, on_nan, check_callbacks(callbacks))
     asked = asked_plan(plan, me, fields)
     checks.check_model(model, me)
     checks.check_init(init, model)
     left_out = checks.check_optimizer(optimizer, model)
     checks.check_scheduler(scheduler, optimizer)
     source = data if isinstance(data, Run) else None
+    taken = _taken(data, batches, me)
     if source is not None:
-        own = {"batch_size": batch_size, "micro_batch": micro_batch, "shuffle": shuffle}
-        checks.check_shared({**own, "feed": feed, "drop_last": drop_last or None})
-        taken, batch, seed = source.port.data, source.plan.batch, source.plan.seed
-        micro_batch = source.plan.micro_batch
-    else:
-        taken = take_over(
-            data,
-            seed=seed,
-            batch_size=batch_size,
-            shuffle=shuffle,
-            shuffle_dataset=True,
-            drop_last=drop_last,
+        shared = source.plan
+        batches = dataclasses.replace(
+            batches, batch=shared.batch, seed=shared.seed, micro_batch=shared.micro_batch
         )
-        taken = _with_settings(taken, feed, batch, me)
     opening = hooks.Opening(
         model,
         optimizer,
@@ -273,54 +267,30 @@ def distribute(
         taken,
         LossCall(loss, forward, loss_reduction),
         precision,
-        batch,
+        batches.batch,
         clip_norm,
-        micro_batch or asked.micro_batch,
+        batches.micro_batch or asked.micro_batch,
         # torch's SyncBatchNorm refuses the CPU; Ronde computes the same there.
         sync_batchnorm or (me.device.type == "cpu" and converted(model)),
-        seed,
+        batches.seed,
         script_plan(plan, me, fields) if hooks.observed() else asked,
     )
     hooks.observer.on_open(opening)
     if source is not None:  # as a study may have changed it
         opening.taken, opening.micro_batch = source.port.data, source.plan.micro_batch
     _place(opening, me, on_meta=init is not None)
-    default: Literal["global", "worker"] = "global" if me.device.type == "cpu" else "worker"
-    default = source.plan.randomness if source is not None else default
-    randomness = randomness or default
-    if source is not None and randomness != default:
-        raise ArgumentError(
-            f"randomness={randomness!r}: the run whose batches this one shares has {default!r}. "
-            "Leave it out."
-        )
-    chosen = _plan(opening, asked, me, lr_rule, warmup_steps, auto, randomness)
-    work = _work(opening, chosen, me, tensor_plan, init)
+    chosen = _plan(opening, asked, me, batches, split, source)
+    work = _work(opening, chosen, me, split)
     chosen = hooks.observer.on_plan(chosen, work, opening.calls, me)
     forecast: Forecast | None = None
-    if auto and hooks.planner is not None:
+    if split.auto and hooks.planner is not None:
         chosen, forecast = hooks.planner(chosen, work, opening.calls, me)
     if source is not None:
         checks.check_same_shares(chosen, source.plan)
-    group, part = _group(me, name)
-    if group.directory is not None:
-        checks.check_saved(model)
-    if part and keep_best is not None:
-        raise ArgumentError(
-            f"keep_best={keep_best!r}: {part!r} trains in one loop with another run, and a "
-            "checkpoint has both. Leave it out, and call run.save() or run.export() after the "
-            "evaluation that was the best."
-        )
-    if part and on_nan in ("skip", "rollback"):
-        raise ArgumentError(
-            f"on_nan={on_nan!r}: {part!r} trains in one loop with another run, which has seen what "
-            "it would leave out. Use on_nan='error'."
-        )
-    if source is not None and source.port.group is not group:
-        raise ArgumentError(
-            "data=run: the run has trained or ended already. Call ronde.distribute for both runs "
-            "before the first step of either."
-        )
+    group, part = _group(me, saves, options, source)
     directory = group.directory
+    if directory is not None:
+        checks.check_saved(model)
     before: tuple[str, ...] = ()
     if group.resumes and directory is not None and not part and chosen.pipeline > 1:
         before = recorded_cut(chosen, directory.plan, me)
@@ -335,14 +305,103 @@ def distribute(
         strategy = carry_out(chosen, work, me)
     if strategy.split_at:
         chosen = dataclasses.replace(chosen, split_at=strategy.split_at)
+    parts = _parts(opening, chosen, work, strategy, me, group, part, follows=source is not None)
+    best = KeepBest(saves.keep_best, directory.checkpoints if directory else None)
+    content = CheckpointContent(parts, best, saves.keep, saves.async_save, saves.save_every)
+    # A batch may be larger than any before it.
+    grows = chosen.micro_batch is not None and opening.taken.order.ends(0) is not None
+    run_type: type[Run] = hooks.observer.run_type or Run
+    run = run_type(
+        content,
+        group,
+        options,
+        writer=scalar_writer(directory, saves.tensorboard, me, part),
+        source=source,
+        probes=probes,
+        skeleton=skeleton,
+        forecast=forecast,
+        in_lists=batches.micro_batch is not None or grows,
+    )
+    if skeleton is not None:
+        skeleton.note(parts.model)
+        refuse_save_pretrained(parts.model, chosen)
+    exchange_state.check_save_every(parts, saves.save_every)
+    check_on_nan(parts, options.on_nan)
+    announce(parts, left_out)
+    if before and before != chosen.split_at:
+        parts.watcher.say(
+            f"the pipeline is cut at {', '.join(chosen.split_at)}, as asked; before the resume it "
+            f"was cut at {', '.join(before)}"
+        )
+    if forecast is not None:
+        parts.watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
+    _begin(content, group)
+    hooks.observer.on_ready(run, chosen)
+    return run
+
+
+def _begin(content: CheckpointContent, group: RunGroup) -> None:
+    """Refuse what would see a part of the model, resume if asked to, and write the plan."""
+    parts, directory = content.parts, group.directory
+    if not parts.holds_all:
+        from ronde.run.partial_state_dict import refuse_state_dict
+
+        refuse_state_dict(parts.model, parts.optimizer, parts.strategy.owns, parts.plan.spec)
+    if group.resumes and directory is not None:
+        from ronde.run.resume import resume
+
+        parts.watcher.say(resume(content, group, directory))
+        parts.strategy.sync_buffers()
+    if parts.world.is_main and directory is not None and not parts.part:
+        parts.plan.save(directory.plan)  # only now: a refused resume leaves the old one
+
+
+def _taken(data: Any, batches: BatchOptions, me: World) -> TakenOver:
+    """The data and how it is read; another run's if this one shares its batches."""
+    if isinstance(data, Run):
+        given = ("batch_size", "micro_batch", "shuffle", "feed")
+        own = {name: getattr(batches, name) for name in given}
+        checks.check_shared({**own, "drop_last": batches.drop_last or None})
+        return data.port.data
+    taken = take_over(
+        data,
+        seed=batches.seed,
+        batch_size=batches.batch_size,
+        shuffle=batches.shuffle,
+        shuffle_dataset=True,
+        drop_last=batches.drop_last,
+    )
+    taken = apply_settings(taken, requested_settings(batches.feed), me.local_size)
+    if batches.batch == "grow" and taken.settings.echo > 1:
+        raise ArgumentError(
+            "feed setting echo cannot be used with batch='grow': which samples are repeated would "
+            "depend on the number of workers."
+        )
+    return taken
+
+
+def _parts(
+    opening: hooks.Opening,
+    chosen: Plan,
+    work: Work,
+    strategy: Strategy,
+    me: World,
+    group: RunGroup,
+    part: str,
+    follows: bool,
+) -> Parts:
+    """What the run is made of, once its plan is carried out."""
+    directory, precision = group.directory, chosen.precision
     if (first := group.first) is None:
         record = Record(directory.record) if me.is_main and directory is not None else None
         watcher = Watcher(record, choose_display(me.is_main), me.is_main)
     else:
         beside = first.watcher
         watcher = Watcher(beside.record, beside.display, me.is_main, part, beside)
-    precision = chosen.precision
-    parts = Parts(
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if precision in DTYPES:
+        autocast = partial(torch.autocast, me.device.type, DTYPES[precision])
+    return Parts(
         model=opening.model,
         optimizer=opening.optimizer,
         scheduler=opening.scheduler,
@@ -356,80 +415,10 @@ def distribute(
         watcher=watcher,
         directory=directory,
         part=part,
-        follows=source is not None,
-        autocast=partial(torch.autocast, me.device.type, DTYPES[precision])
-        if precision in DTYPES
-        else nullcontext,
+        follows=follows,
+        autocast=autocast,
         scaler=torch.amp.GradScaler(me.device.type) if precision == "fp16" else None,
     )
-    content = CheckpointContent(
-        parts,
-        KeepBest(keep_best, directory.checkpoints if directory else None),
-        policy,
-        async_save,
-        save_every,
-    )
-    # A batch may be larger than any before it.
-    grows = chosen.micro_batch is not None and opening.taken.order.ends(0) is not None
-    options = RunOptions(
-        save_every=save_every,
-        check_replicas=check_replicas,
-        on_nan=on_nan,
-        callbacks=check_callbacks(callbacks),
-        in_lists=micro_batch is not None or grows,
-    )
-    run_type: type[Run] = hooks.observer.run_type or Run
-    run = run_type(
-        content,
-        group,
-        options,
-        writer=scalar_writer(directory, tensorboard, me, part),
-        source=source,
-        probes=probes,
-        skeleton=skeleton,
-        forecast=forecast,
-    )
-    if skeleton is not None:
-        skeleton.note(parts.model)
-        refuse_save_pretrained(parts.model, chosen)
-    exchange_state.check_save_every(parts, save_every)
-    check_on_nan(parts, on_nan)
-    announce(parts, left_out)
-    if before and before != chosen.split_at:
-        watcher.say(
-            f"the pipeline is cut at {', '.join(chosen.split_at)}, as asked; before the resume it "
-            f"was cut at {', '.join(before)}"
-        )
-    if not parts.holds_all:
-        from ronde.run.partial_state_dict import refuse_state_dict
-
-        refuse_state_dict(parts.model, parts.optimizer, strategy.owns, chosen.spec)
-    if forecast is not None:
-        watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
-    if group.resumes and directory is not None:
-        from ronde.run.resume import resume
-
-        watcher.say(resume(content, group, directory))
-        strategy.sync_buffers()
-    if me.is_main and directory is not None and not part:
-        chosen.save(directory.plan)  # only now: a refused resume leaves the old one
-    hooks.observer.on_ready(run, chosen)
-    return run
-
-
-def _with_settings(
-    taken: TakenOver,
-    feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
-    batch: str,
-    me: World,
-) -> TakenOver:
-    taken = apply_settings(taken, requested_settings(feed), me.local_size)
-    if batch == "grow" and taken.settings.echo > 1:
-        raise ArgumentError(
-            "feed setting echo cannot be used with batch='grow': which samples are repeated would "
-            "depend on the number of workers."
-        )
-    return taken
 
 
 def _place(opening: hooks.Opening, me: World, on_meta: bool) -> None:
@@ -458,12 +447,19 @@ def _plan(
     opening: hooks.Opening,
     asked: Plan,
     me: World,
-    lr_rule: str | None,
-    warmup: int | None,
-    auto: bool,
-    randomness: Literal["global", "worker"],
+    batches: BatchOptions,
+    split: SplitOptions,
+    source: Run | None,
 ) -> Plan:
     """The complete plan, after all ranks have agreed on its facts."""
+    default: Literal["global", "worker"] = "global" if me.device.type == "cpu" else "worker"
+    default = source.plan.randomness if source is not None else default
+    randomness = split.randomness or default
+    if source is not None and randomness != default:
+        raise ArgumentError(
+            f"randomness={randomness!r}: the run whose batches this one shares has {default!r}. "
+            "Leave it out."
+        )
     taken = opening.taken
     assert taken.batch_size is not None  # _place checks it
     chosen = Plan(
@@ -483,11 +479,12 @@ def _plan(
     # Before anything else is exchanged: gloo adds tensors of different shapes without an error.
     facts = checks.run_facts(chosen, taken, opening.model, opening.optimizer, opening.scheduler)
     agree(me, facts, "ronde.distribute")
-    checks.check_batches(chosen, taken.order, auto)
+    checks.check_batches(chosen, taken.order, split.auto)
     samples = taken.order.epoch_samples
     if opening.batch == "grow":
         chosen = dataclasses.replace(chosen, workers=hooks.observer.count_workers(me.size))
-        chosen = grow(chosen, opening.optimizer, opening.scheduler, lr_rule, warmup, samples)
+        rule, warmup = batches.lr_rule, batches.warmup_steps
+        chosen = grow(chosen, opening.optimizer, opening.scheduler, rule, warmup, samples)
         chosen = dataclasses.replace(chosen, workers=me.size)
     chosen = accumulate(chosen)
     if chosen.drop_last and samples < chosen.batch_size:
@@ -498,14 +495,9 @@ def _plan(
     return chosen
 
 
-def _work(
-    opening: hooks.Opening,
-    chosen: Plan,
-    me: World,
-    tensor_plan: Mapping[str, Any] | None,
-    init: Init | None,
-) -> Work:
+def _work(opening: hooks.Opening, chosen: Plan, me: World, split: SplitOptions) -> Work:
     """The objects that a strategy carries the plan out on."""
+    init = split.init
     model, optimizer, calls = opening.model, opening.optimizer, opening.calls
     dtype = DTYPES.get(opening.precision)
 
@@ -521,7 +513,7 @@ def _work(
                 ) from error
 
     sizes = micro_batch_sizes(chosen, opening.taken.order.epoch_samples)
-    work = Work(model, optimizer, compute, _sampler(opening, me), tensor_plan, sizes)
+    work = Work(model, optimizer, compute, _sampler(opening, me), split.tensor_plan, sizes)
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
     if init is not None:
         from ronde.parallel.meta_init import FILL_THEMSELVES
@@ -570,13 +562,32 @@ def _repeat(order: Order, n: int) -> Order:
     return dataclasses.replace(order, draw=lambda _epoch: np.resize(ids, n).tolist(), length=n)
 
 
-def _group(me: World, name: str | None) -> tuple[RunGroup, str]:
+def _group(
+    me: World, saves: SaveOptions, options: RunOptions, source: Run | None
+) -> tuple[RunGroup, str]:
     """The group that this run joins, or a new one, and its name in it."""
     group = current()
-    if group is None or not group.takes(name):
-        directory, resumes = _directory(me, name)
+    if group is None or not group.takes(saves.name):
+        directory, resumes = _directory(me, saves.name)
         group = RunGroup(directory, resumes)
-    return group, group.name_part(name)
+    part = group.name_part(saves.name)
+    if part and saves.keep_best is not None:
+        raise ArgumentError(
+            f"keep_best={saves.keep_best!r}: {part!r} trains in one loop with another run, and a "
+            "checkpoint has both. Leave it out, and call run.save() or run.export() after the "
+            "evaluation that was the best."
+        )
+    if part and options.leaves_out:
+        raise ArgumentError(
+            f"on_nan={options.on_nan!r}: {part!r} trains in one loop with another run, which has "
+            "seen what it would leave out. Use on_nan='error'."
+        )
+    if source is not None and source.port.group is not group:
+        raise ArgumentError(
+            "data=run: the run has trained or ended already. Call ronde.distribute for both runs "
+            "before the first step of either."
+        )
+    return group, part
 
 
 def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:

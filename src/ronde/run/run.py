@@ -69,6 +69,7 @@ class Run(CollectiveCalls):
         probes: dict[int, Any],
         skeleton: Skeleton | None,
         forecast: Forecast | None,
+        in_lists: bool,
     ) -> None:
         parts = content.parts
         me, plan, folder = parts.world, parts.plan, parts.directory
@@ -105,8 +106,8 @@ class Run(CollectiveCalls):
             self._step,
             self._evaluations,
             source._loop if source is not None else None,
-            in_lists=options.in_lists,
-            leaves_out=options.on_nan in ("skip", "rollback"),
+            in_lists=in_lists,
+            leaves_out=options.leaves_out,
             studied=hooks.observed(),
         )
         self._rolls_back = options.on_nan == "rollback"

@@ -38,7 +38,6 @@ def callbacks_of(
 ) -> Callbacks:
     """All callbacks of a run. For each event, they are called in this order."""
     run, studied = content.parts, hooks.observed()
-    guards = options.on_nan in ("skip", "rollback")
     found: list[Any] = [
         # A launcher waits for the beat: it comes before whatever may wait.
         Heartbeats(),
@@ -48,7 +47,7 @@ def callbacks_of(
         *_prediction_check(run, forecast),
         # After the checks, which say why a loss is not finite; before anything uses it.
         *([NonFiniteLoss()] if options.on_nan == "error" else []),
-        *([NonFiniteGuard(options.on_nan)] if guards else []),
+        *([NonFiniteGuard(options.on_nan)] if options.leaves_out else []),
         # Weights are compared as the optimizer has left them.
         *(_replicas(run, group, options) if run.world.size > 1 and not studied else ()),
         # The record has the rate of the step, not of the batch that follows.
