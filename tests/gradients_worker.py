@@ -74,7 +74,7 @@ def trained(make, optimizer, data, loss, prepare=None, later=None, said=None, **
         shuffle=False, **options,
     )  # fmt: skip
     if said is not None:
-        run.port.parts.warn = lambda text, **_: said.append(text)
+        run.port.parts.warn = lambda text, differs=False: said.append(text)
     after, _ = later(model) or (None, None) if later is not None else (None, None)
     for batch in run.batches():
         run.step(batch)
