@@ -19,6 +19,7 @@ from forked import fork
 from reshard_worker import differ
 from ronde.run import group
 from ronde.watch import NonFiniteStep, read
+from ronde.world.tensors import local_part
 from tiny_models import UnevenNet
 
 BAD = 40  # a sample
@@ -79,7 +80,7 @@ def train(where: Path, plan: str, bad: str, on_nan: str, left_out: int = 0) -> N
                     once.clear()
                     run.port.strategy.finish = finish
                     grad = next(p.grad for p in run.port.strategy.parameters if p.grad is not None)
-                    ronde.checkpoint.local_part(grad).view(-1)[0] = torch.inf
+                    local_part(grad).view(-1)[0] = torch.inf
                     return value
 
                 run.port.strategy.finish = spoil

@@ -17,8 +17,9 @@ import torch
 
 from forked import fork
 from reshard_worker import differ, start
-from ronde.checkpoint import find_valid, local_part, wait_for_saves
+from ronde.checkpoint import find_valid, wait_for_saves
 from ronde.world import WorldError
+from ronde.world.tensors import local_part
 
 END = 8
 

@@ -19,8 +19,8 @@ from torch.utils.data import TensorDataset
 import ronde
 import zygote
 from processes import PATHS, TESTS, forked
-from ronde.checkpoint import local_part
 from ronde.parallel.first_steps import late_gradient
+from ronde.world.tensors import local_part
 
 PLANS = {
     2: ["replicate", "shard=optimizer", "tensor=2"],

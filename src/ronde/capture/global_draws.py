@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import handle_torch_function
 
-from ronde.introspect import is_user_file
 from ronde.world import PlanError
 
 __all__ = [
@@ -419,6 +418,8 @@ def _signed(value: int) -> int:
 
 def _where() -> str:
     """The file and line of the model that draws."""
+    from ronde.introspect import is_user_file
+
     frame = sys._getframe(1)
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
@@ -429,6 +430,8 @@ def _where() -> str:
 
 def _in_attention() -> bool:
     """Whether torch's attention draws, whose rows are the heads of one sample after the other."""
+    from ronde.introspect import is_user_file
+
     frame: Any = sys._getframe(1)
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         code = frame.f_code

@@ -26,14 +26,13 @@ if TYPE_CHECKING:
         verify,
         write,
     )
+    from ronde.checkpoint.names import group_names, tied_names
     from ronde.checkpoint.pieces import (
         Box,
         Piece,
         PieceSource,
         Want,
         box_of,
-        is_sharded,
-        local_part,
         piece_of,
         pull,
         shard_like,
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
         write_pieces,
     )
     from ronde.checkpoint.state import (
-        group_names,
         join_optimizer,
         load_model,
         load_optimizer,
@@ -60,7 +58,6 @@ if TYPE_CHECKING:
         optimizer_wants,
         random_state,
         restore_random,
-        tied_names,
     )
 
 __all__ = [
@@ -84,13 +81,11 @@ __all__ = [
     "find_valid",
     "gather_whole",
     "group_names",
-    "is_sharded",
     "join_optimizer",
     "shard_like",
     "list_checkpoints",
     "load_model",
     "load_optimizer",
-    "local_part",
     "model_pieces",
     "model_state",
     "model_wants",
@@ -120,13 +115,13 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.checkpoint.plain_values": "decode encode",
             "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints remove "
             "trust verify write",
-            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of is_sharded "
-            "local_part piece_of pull shard_like",
+            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of piece_of pull shard_like",
             "ronde.checkpoint.remote": "RemoteCheckpoints Uploads",
             "ronde.checkpoint.retention": "KeepPolicy",
             "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces write_pieces",
-            "ronde.checkpoint.state": "group_names join_optimizer load_model load_optimizer "
+            "ronde.checkpoint.names": "group_names tied_names",
+            "ronde.checkpoint.state": "join_optimizer load_model load_optimizer "
             "model_pieces model_state model_wants optimizer_pieces optimizer_state "
-            "optimizer_wants random_state restore_random tied_names",
+            "optimizer_wants random_state restore_random",
         },
     )

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,10 @@ from safetensors import SafetensorError, safe_open
 
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json
+from ronde.world.tensors import is_sharded, local_part
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 __all__ = [
     "Box",
@@ -36,9 +36,7 @@ __all__ = [
     "PieceSource",
     "Want",
     "box_of",
-    "is_sharded",
     "shard_like",
-    "local_part",
     "piece_of",
     "pull",
     "replicated",
@@ -115,17 +113,6 @@ class Piece:
     tensor: torch.Tensor
     shape: tuple[int, ...]
     box: Box
-
-
-def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor, without importing DTensor's module, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This worker's own part of a tensor, detached."""
-    return (tensor._local_tensor if is_sharded(tensor) else tensor).detach()
 
 
 def box_of(tensor: torch.Tensor, name: str) -> Box:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.checkpoint.pieces import Box, Piece, Want, local_part, piece_of, replicated, shard_like
+from ronde.checkpoint.names import group_names
+from ronde.checkpoint.pieces import Box, Piece, Want, piece_of, replicated, shard_like
 from ronde.checkpoint.plain_values import decode, encode
 from ronde.world import CheckpointError
+from ronde.world.tensors import local_part
 
 __all__ = [
-    "group_names",
     "join_optimizer",
     "load_model",
     "load_optimizer",
@@ -28,7 +29,6 @@ __all__ = [
     "optimizer_wants",
     "random_state",
     "restore_random",
-    "tied_names",
 ]
 
 Tensors = dict[str, torch.Tensor]
@@ -78,21 +78,6 @@ def load_model(model: nn.Module, tensors: Tensors, same: Mapping[str, str]) -> N
         raise CheckpointError(f"the checkpoint is of another model: {error}") from None
 
 
-def _names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    by_id = {id(p): name for name, p in model.named_parameters()}
-    for k, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if id(p) not in by_id:
-                raise CheckpointError(
-                    f"the optimizer's group {k} holds a parameter of shape "
-                    f"{tuple(p.shape)} that the model does not have (any more), so its "
-                    "state has no "
-                    "name in a checkpoint. Where a layer is replaced, take its old "
-                    "parameters out of the optimizer's groups as well."
-                )
-    return [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-
-
 def _same_optimizer(optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any]) -> None:
     if saved["kind"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -110,11 +95,11 @@ def _same_optimizer(optimizer: Optimizer, names: list[list[str]], saved: Mapping
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
     """An optimizer's tensors as ``parameter/field``, the rest as plain values."""
-    names = _names(model, optimizer)
+    names = group_names(model, optimizer)
     tensors: Tensors = {}
     values: dict[str, Any] = {}
-    for group, group_names in zip(optimizer.param_groups, names, strict=True):
-        for p, name in zip(group["params"], group_names, strict=True):
+    for group, own in zip(optimizer.param_groups, names, strict=True):
+        for p, name in zip(group["params"], own, strict=True):
             for field, value in optimizer.state.get(p, {}).items():
                 key = f"{name}/{field}"
                 if isinstance(value, torch.Tensor):
@@ -123,14 +108,14 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, di
                     values[key] = encode(value, f"optimizer state {key}")
     groups = [
         {
-            "params": group_names,
+            "params": own,
             "settings": {
                 k: encode(v, f"optimizer group setting {k}")
                 for k, v in group.items()
                 if k != "params"
             },
         }
-        for group, group_names in zip(optimizer.param_groups, names, strict=True)
+        for group, own in zip(optimizer.param_groups, names, strict=True)
     ]
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
 
@@ -143,7 +128,7 @@ def load_optimizer(
     Raises:
         CheckpointError: it is another optimizer, or over other parameters.
     """
-    names = _names(model, optimizer)
+    names = group_names(model, optimizer)
     _same_optimizer(optimizer, names, saved)
     index = {name: i for i, name in enumerate(n for group in names for n in group)}
     state: dict[int, dict[str, Any]] = {}
@@ -156,48 +141,17 @@ def load_optimizer(
             )
         state.setdefault(index[name], {})[field] = value
     groups = []
-    for group_names, group in zip(names, saved["groups"], strict=True):
+    for own, group in zip(names, saved["groups"], strict=True):
         groups.append(
             {
                 **{k: decode(v) for k, v in group["settings"].items()},
-                "params": [index[n] for n in group_names],
+                "params": [index[n] for n in own],
             }
         )
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 # -- what one of several workers holds -------------------------------------------------
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Names in the model's state that share a tensor: ``{name: its first name}``; also for models
-    on meta.
-    """
-    tied: dict[str, str] = {}
-    by_id: dict[int, str] = {}
-    by_place: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        origin = by_id.setdefault(id(value), name)
-        # State under a model that hooks wrap may be a new object each time: then its memory tells.
-        if not value.is_meta and not nn.parameter.is_lazy(value) and value.numel():
-            place = (
-                value.data_ptr(),
-                value.dtype,
-                tuple(value.shape),
-                value.stride(),
-                value.device,
-            )
-            origin = by_place.setdefault(place, origin)
-        if origin != name:
-            tied[name] = origin
-    return tied
-
-
-def group_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Parameter names of the optimizer's groups, in the script's order."""
-    return _names(model, optimizer)
 
 
 def _owned(model: nn.Module, owns: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -304,7 +258,7 @@ def optimizer_pieces(
     pieces: dict[str, Piece] = {}
     values: dict[str, Any] = {}
     held: list[list[str]] = []
-    for group, names in zip(optimizer.param_groups, _names(model, optimizer), strict=True):
+    for group, names in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
         held.append([])
         for p, own in zip(group["params"], names, strict=True):
             name = own if own in known else tied.get(own, own)
@@ -381,7 +335,7 @@ def optimizer_wants(
     parts: list[dict[str, Any]] = []
     index = 0
     for group, names, was in zip(
-        optimizer.param_groups, _names(model, optimizer), saved["groups"], strict=True
+        optimizer.param_groups, group_names(model, optimizer), saved["groups"], strict=True
     ):
         first = index
         for p, own in zip(group["params"], names, strict=True):

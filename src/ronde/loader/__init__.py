@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.loader.draw_ahead import DrawAhead
     from ronde.loader.from_dataloader import TakenOver, default_workers, take_over
     from ronde.loader.loader import Feed, first_few, too_many
     from ronde.loader.reader import other_classes, pipeline_in
@@ -23,7 +22,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.loader.draw_ahead": "DrawAhead",
             "ronde.loader.from_dataloader": "TakenOver default_workers take_over",
             "ronde.loader.loader": "Feed first_few too_many",
             "ronde.loader.reader": "other_classes pipeline_in",

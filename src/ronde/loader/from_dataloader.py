@@ -192,9 +192,7 @@ def _order_of(
             "a __len__."
         )
     name = type(sampler).__qualname__
-    from ronde.loader.draw_ahead import DrawAhead
-
-    draw = DrawAhead(sampler, _sampler_order(sampler, seed))
+    draw = _sampler_order(sampler, seed)
     return Order(n, seed, True, draw=draw, length=len(sampler), sampler=name), []
 
 

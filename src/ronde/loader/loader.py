@@ -23,7 +23,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ronde.data import Echoed, Order, Pipeline, key_of, named_stages
+from ronde.data import Order, key_of, named_stages
 from ronde.introspect import Marks
 from ronde.loader.reader import Ask, Reader, StreamReader
 from ronde.loader.request_queue import RequestLine, RequestQueue, Shares, ask_of
@@ -33,6 +33,7 @@ from ronde.world import FeedError, RondeError
 
 # Most trainings read in their own process: threads and processes are imported where used.
 if TYPE_CHECKING:
+    from ronde.data import Echoed
     from ronde.loader.receiver import Receiver
     from ronde.loader.thread_workers import Threads
 
@@ -95,7 +96,7 @@ def is_own(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
         return False
     # Imported here: most trainings read a Dataset of their own.
     from ronde.cache import CachedDataset, CachedSource
-    from ronde.data import ArraySource, BaseSource, DatasetSource
+    from ronde.data import ArraySource, BaseSource, DatasetSource, Pipeline
     from ronde.introspect import is_ronde, walk
 
     source: Any = dataset
@@ -375,20 +376,19 @@ class Feed:
             if (first := next(shares(), None)) is None:
                 return iter(())
             self._inspect_samples(first)
-        found = (
-            self._read(shares, after)
-            if not isinstance(self.order, Echoed)
-            else self._repeat(self.order, shares)
-        )
+        echoes = hasattr(self.order, "again")
+        found = self._repeat(shares) if echoes else self._read(shares, after)
         if self._probe is not None and self.executor != "processes":
             found = self._probed(found)
         found = self._count_skipped(found) if self._tolerant else found
         self._reading = weakref.ref(cast("Generator[Any, None, None]", found))
         return found
 
-    def _repeat(self, order: Echoed, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
+    def _repeat(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         """Read each batch once and yield copies for its turns, because scripts may modify them."""
         from ronde.profile import deep_copy
+
+        order = cast("Echoed", self.order)
 
         def firsts() -> Iterator[Share]:
             last = None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ from ronde.data import (
     Bad,
     KeyedRandomness,
     Order,
-    Pipeline,
     key_of,
     named_stages,
     sample_key,
@@ -34,11 +34,12 @@ from ronde.data import (
     stage,
 )
 from ronde.introspect import Marks, restore_states, seed_all, states
-from ronde.loader.sample_facts import Facts, facts_of
 from ronde.world import ArgumentError, RondeError, SampleError
 from ronde.world.tensors import tensors_in
 
 if TYPE_CHECKING:
+    from ronde.data import Pipeline
+    from ronde.loader.sample_facts import Facts
     from ronde.loader.settings import LoaderSettings
 
 _MOST_STAND_INS = 16
@@ -171,7 +172,13 @@ def pipeline_in(dataset: Any) -> Pipeline | None:
     """The pipeline a dataset is, or wraps."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    return dataset if isinstance(dataset, Pipeline) else None
+    return dataset if _is_pipeline(dataset) else None
+
+
+def _is_pipeline(dataset: Any) -> TypeGuard[Pipeline]:
+    """Without importing pipelines, which few trainings have."""
+    module = sys.modules.get("ronde.data.pipeline")
+    return module is not None and isinstance(dataset, module.Pipeline)
 
 
 def other_classes(train: Any, test: Any) -> str | None:
@@ -298,6 +305,7 @@ class Reader(Dataset[Any]):
         its own sample. Leaves no trace in the data set's generators and files.
         """
         from ronde.introspect import preserve_state
+        from ronde.loader.sample_facts import facts_of
 
         found: list[Facts | None] = []
         samples: list[Any] = []
@@ -450,7 +458,7 @@ class Reader(Dataset[Any]):
     def _attempt(self, ids: Sequence[int]) -> Any:
         """Samples, with a :class:`Bad` for each that fails."""
         dataset: Any = self.dataset
-        if isinstance(dataset, Pipeline):
+        if _is_pipeline(dataset):
             return dataset.attempt(ids)
         keys = named_stages.current_keys()
         found = []
@@ -491,7 +499,7 @@ class Reader(Dataset[Any]):
 
     def _describe(self, i: int) -> str:
         """``sample 3 (photos/3.jpg)``; the name only where the dataset knows names."""
-        name = self.dataset.name(i) if isinstance(self.dataset, Pipeline) else None
+        name = self.dataset.name(i) if _is_pipeline(self.dataset) else None
         return f"sample {i}{f' ({name})' if name else ''}"
 
     def _common_form(self) -> Any:
@@ -567,6 +575,8 @@ class StreamReader(IterableDataset[Any]):
                     sample, position = self._next(stream, position), position + 1
                 samples.append(sample)
             if marks is not None:  # it cannot be read twice: one that draws is left alone
+                from ronde.loader.sample_facts import facts_of
+
                 still = marks.unmoved()
                 yield [facts_of(each) if still else None for each in samples], False
                 continue

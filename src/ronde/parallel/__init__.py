@@ -1,6 +1,6 @@
 """Carry out a plan: a strategy turns plan and model into forward, backward and exchange.
 
-Offers :func:`carry_out` and the registry ``STRATEGIES`` (:mod:`ronde.parallel.carry_out`), one
+Offers :func:`carry_out` and the registry ``STRATEGIES`` (:mod:`ronde.parallel.registry`), one
 entry per plan family; :class:`Single` is one device, :class:`Replicate` data parallelism.
 """
 
@@ -12,8 +12,8 @@ from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.parallel.batchnorm import batchnorms, converted, spectral_norms
-    from ronde.parallel.carry_out import STRATEGIES, carry_out
     from ronde.parallel.ddp import Replicate
+    from ronde.parallel.registry import STRATEGIES, carry_out
     from ronde.parallel.single import Single
     from ronde.parallel.strategy import Compute, Part, Strategy, Work
 
@@ -36,7 +36,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.parallel.batchnorm": "batchnorms converted spectral_norms",
-            "ronde.parallel.carry_out": "STRATEGIES carry_out",
+            "ronde.parallel.registry": "STRATEGIES carry_out",
             "ronde.parallel.ddp": "Replicate",
             "ronde.parallel.single": "Single",
             "ronde.parallel.strategy": "Compute Part Strategy Work",

@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ronde.checkpoint import box_of, local_part
+from ronde.checkpoint import box_of
 from ronde.parallel.strategy import Strategy
 from ronde.plan import Plan
 from ronde.world import PlanError, World
 from ronde.world.consensus import gather_json
+from ronde.world.tensors import local_part
 
 __all__ = ["CHECKED_STEPS", "check_step", "held_parameters", "late_gradient", "part_digest"]
 

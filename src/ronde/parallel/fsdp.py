@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ronde.checkpoint import local_part, shard_like
+from ronde.checkpoint import shard_like
 from ronde.parallel import fsdp_repairs
 from ronde.parallel.batchnorm import absent, synchronise
 from ronde.parallel.buckets import exchange_packed
@@ -63,6 +63,7 @@ from ronde.plan.plan import ShardLevel
 from ronde.world import ArgumentError, PlanError, RondeError, World
 from ronde.world.consensus import broadcast_json
 from ronde.world.meshes import group_of, mesh_of
+from ronde.world.tensors import local_part
 
 __all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
 

@@ -20,6 +20,7 @@ from torch import nn
 from ronde import checkpoint
 from ronde.data import key_of
 from ronde.world import ArgumentError, CheckpointError
+from ronde.world.tensors import is_sharded
 
 __all__ = ["FILL_THEMSELVES", "Init", "materialise", "meta_names", "weights_in"]
 
@@ -231,7 +232,7 @@ def _initialise(
                 # again.
                 whole = (
                     _marked(tuple(t.shape), t.dtype)
-                    if t.is_meta or checkpoint.is_sharded(t)
+                    if t.is_meta or is_sharded(t)
                     else t.detach().cpu().clone()
                 )
                 if isinstance(t, nn.Parameter):
@@ -288,15 +289,13 @@ def _fill(tensor: torch.Tensor, whole: torch.Tensor, device: torch.device) -> No
 
 def _put(tensor: torch.Tensor, part: torch.Tensor, device: torch.device) -> None:
     """Turn the empty meta ``tensor`` into one that holds ``part``, as the same object."""
-    place = (
-        torch.device(tensor.device_mesh.device_type) if checkpoint.is_sharded(tensor) else device
-    )
+    place = torch.device(tensor.device_mesh.device_type) if is_sharded(tensor) else device
     with torch.no_grad():
         part = part.to(device if place.type == device.type else place).to(tensor.dtype).contiguous()
         real: torch.Tensor = checkpoint.shard_like(part, tensor)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, requires_grad=tensor.requires_grad)
-    if not checkpoint.is_sharded(tensor):
+    if not is_sharded(tensor):
         real.__dict__.update(tensor.__dict__)
     try:
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]

@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ronde.capture import stay
-from ronde.checkpoint import local_part
 from ronde.parallel.fsdp import sharded_mesh
 from ronde.parallel.stage_ownership import StageOwnership, signature
 from ronde.parallel.stage_run import Program, StageRun
@@ -52,6 +51,7 @@ from ronde.plan import Plan
 from ronde.plan.schedules import Action, actions, stages_of
 from ronde.world import ArgumentError, RondeError, World
 from ronde.world.meshes import group_of, mesh_of
+from ronde.world.tensors import local_part
 
 __all__ = ["PipelineParallel"]
 

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ronde.checkpoint import box_of, local_part
+from ronde.checkpoint import box_of
 from ronde.parallel.first_steps import held_parameters, part_digest
 from ronde.parallel.strategy import Strategy
 from ronde.world import World, WorldError
 from ronde.world.consensus import gather_json
 from ronde.world.identity import ranks_text
+from ronde.world.tensors import local_part
 
 __all__ = ["ReplicaCheck"]
 

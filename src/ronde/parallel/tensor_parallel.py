@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from ronde.capture import draws_globally, following, not_an_event
-from ronde.checkpoint import local_part, shard_like
+from ronde.checkpoint import shard_like
 from ronde.parallel.batchnorm import absent, batchnorms, synchronise
 from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
@@ -72,7 +72,7 @@ from ronde.plan import Plan
 from ronde.world import ArgumentError, PlanError, World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.meshes import group_of, mesh_of
-from ronde.world.tensors import tensors_in
+from ronde.world.tensors import local_part, tensors_in
 
 __all__ = [
     "Divided",

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ronde.checkpoint import local_part
 from ronde.parallel.batchnorm import batchnorms
 from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.ddp import Replicate
 from ronde.parallel.strategy import Work
 from ronde.plan import Plan
 from ronde.world import World
+from ronde.world.tensors import local_part
 
 __all__ = ["OptimizerParts", "Zero1"]
 

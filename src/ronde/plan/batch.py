@@ -10,6 +10,10 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ronde.plan.plan import Plan
 
 
 def split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
@@ -108,3 +112,32 @@ def shares(
 def epoch_steps(epoch_samples: int, batch_size: int, drop_last: bool) -> int:
     """Optimizer steps of a whole epoch."""
     return epoch_samples // batch_size if drop_last else math.ceil(epoch_samples / batch_size)
+
+
+def micro_batches_of(plan: Plan, samples: int) -> int:
+    """Number of micro-batches in a worker's share: from ``micro_batch``, or enough to keep a
+    pipeline busy.
+
+    Args:
+        plan: which.
+        samples: of the largest share that a replica gets.
+
+    Example:
+        >>> micro_batches_of(Plan(micro_batch=8), 20), micro_batches_of(Plan(pipeline=2,
+        ...     workers=2), 64)
+        (3, 8)
+        >>> micro_batches_of(Plan(pipeline=4, workers=4, schedule="zero-bubble", micro_batch=4),
+        ...     20)  # in rounds of four
+        8
+    """
+    if plan.micro_batch is not None:
+        count = -(-samples // plan.micro_batch)
+    else:
+        # a bubble of (S - 1) / (4 S + S - 1): below a fifth
+        count = min(samples, 4 * plan.pipeline) if plan.pipeline > 1 else 1
+    if plan.pipeline > 1 and plan.schedule not in ("gpipe", "1f1b"):
+        # these go round in groups of as many as there are workers
+        count = -(-count // plan.pipeline) * plan.pipeline
+    if plan.pipeline > 1 and plan.schedule == "zbv":
+        count = max(count, 2 * plan.pipeline)  # torch 2.13's runs with no fewer
+    return count

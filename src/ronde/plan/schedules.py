@@ -15,7 +15,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
-from ronde.plan.plan import Plan, Schedule
+from ronde.plan.plan import Schedule
 from ronde.world import ArgumentError
 
 Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
@@ -61,35 +61,6 @@ def stages_of(worker: int, workers: int, virtual: int, schedule: Schedule) -> li
         [0, 3]
     """
     return [s for s in range(workers * virtual) if worker_of(s, workers, schedule) == worker]
-
-
-def micro_batches_of(plan: Plan, samples: int) -> int:
-    """Number of micro-batches in a worker's share: from ``micro_batch``, or enough to keep a
-    pipeline busy.
-
-    Args:
-        plan: which.
-        samples: of the largest share that a replica gets.
-
-    Example:
-        >>> micro_batches_of(Plan(micro_batch=8), 20), micro_batches_of(Plan(pipeline=2,
-        ...     workers=2), 64)
-        (3, 8)
-        >>> micro_batches_of(Plan(pipeline=4, workers=4, schedule="zero-bubble", micro_batch=4),
-        ...     20)  # in rounds of four
-        8
-    """
-    if plan.micro_batch is not None:
-        count = -(-samples // plan.micro_batch)
-    else:
-        # a bubble of (S - 1) / (4 S + S - 1): below a fifth
-        count = min(samples, 4 * plan.pipeline) if plan.pipeline > 1 else 1
-    if plan.pipeline > 1 and plan.schedule not in ("gpipe", "1f1b"):
-        # these go round in groups of as many as there are workers
-        count = -(-count // plan.pipeline) * plan.pipeline
-    if plan.pipeline > 1 and plan.schedule == "zbv":
-        count = max(count, 2 * plan.pipeline)  # torch 2.13's runs with no fewer
-    return count
 
 
 def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> str | None:

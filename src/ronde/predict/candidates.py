@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterator
 from typing import Literal
 
+from ronde.plan.batch import micro_batches_of
 from ronde.plan.combinations import not_carried_out
 from ronde.plan.plan import Plan, Schedule, ShardLevel
 from ronde.plan.reducers import parse_reducer
-from ronde.plan.schedules import allowed, micro_batches_of
+from ronde.plan.schedules import allowed
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs
 

@@ -39,8 +39,9 @@ from typing import Any
 
 import numpy as np
 
+from ronde.plan.batch import micro_batches_of
 from ronde.plan.plan import Plan, Schedule
-from ronde.plan.schedules import allowed, bubble, in_flight, micro_batches_of, worker_of
+from ronde.plan.schedules import allowed, bubble, in_flight, worker_of
 from ronde.predict.cluster import Added, Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective, groups
 from ronde.predict.costs import Costs

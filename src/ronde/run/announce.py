@@ -8,13 +8,12 @@ import os
 import platform
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ronde.data import Order
-from ronde.parallel import batchnorms, spectral_norms
 from ronde.plan import parse_reducer
 from ronde.run.parts import Parts
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
@@ -46,7 +45,7 @@ def announce(run: Parts, left_out: list[str]) -> None:
             steps_per_epoch=run.steps_per_epoch,
             threads=torch.get_num_threads(),
             plan=run.plan.to_dict(),
-            smallest_batch=_smallest_batch(order),
+            smallest_batch=_smallest_batch(order.ends(0)),
             versions={"python": platform.python_version(), "torch": torch.__version__},
             proof=_proof(run),
         )
@@ -77,13 +76,6 @@ def announce(run: Parts, left_out: list[str]) -> None:
             differs=True,
         )
     _warn_of_norms(run)
-
-
-def _smallest_batch(order: Order) -> int | None:
-    """Samples of the smallest batch, if a ``batch_sampler`` decides."""
-    if (ends := order.ends(0)) is None:
-        return None
-    return min(end - start for start, end in itertools.pairwise([0, *ends]))
 
 
 def _proof(run: Parts) -> str:
@@ -125,8 +117,17 @@ def _explain_growth(run: Parts) -> None:
         )
 
 
+def _smallest_batch(ends: Sequence[int] | None) -> int | None:
+    """The smallest global batch that a ``batch_sampler`` makes; None if batches have one size."""
+    return None if ends is None else min(b - a for a, b in itertools.pairwise((0, *ends)))
+
+
 def _warn_of_norms(run: Parts) -> None:
     plan = run.plan
+    if plan.replicas == plan.accumulation == 1:
+        return
+    from ronde.parallel import batchnorms, spectral_norms
+
     norms = batchnorms(run.model)
     if norms and ((plan.replicas > 1 and not plan.sync_batchnorm) or plan.accumulation > 1):
         size = -(-plan.batch_size // plan.replicas)

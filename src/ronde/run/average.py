@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ronde.checkpoint import Piece, Want, box_of, local_part
 from ronde.run.checks import is_whole
 from ronde.world import ArgumentError, CheckpointError, RondeError
 from ronde.world.consensus import agree
+from ronde.world.tensors import local_part
 
 if TYPE_CHECKING:
+    from ronde.checkpoint import Piece, Want
     from ronde.run.parts import Parts
 
 __all__ = ["Averages", "Decay", "WeightAverage", "average_wants"]
@@ -105,6 +106,8 @@ class WeightAverage:
 
     def pieces(self) -> dict[str, Piece]:
         """This worker's parts, as ``average/parameter``, for a checkpoint."""
+        from ronde.checkpoint import Piece, box_of
+
         return {
             f"{self.name}/{key}": Piece(self._parts[key], tuple(p.shape), box_of(p, key))
             for key, p in self._now(self._run).items()
@@ -244,6 +247,8 @@ def average_wants(
     run: Parts, names: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[list[Want], dict[str, torch.Tensor]]:
     """The boxes this worker needs of a checkpoint's averages, and where they will be."""
+    from ronde.checkpoint import Want, box_of
+
     parts: dict[str, torch.Tensor] = {}
     wants: list[Want] = []
     for key, p in _parameters(run).items() if names else ():

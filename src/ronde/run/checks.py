@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ronde.data import Order
-from ronde.loader import TakenOver, is_other
+from ronde.loader import TakenOver
 from ronde.plan import Plan
 from ronde.run.first_steps_check import MIXES
 from ronde.world import ArgumentError, CheckpointError, PlanError, World, WorldError
@@ -123,6 +123,7 @@ def check_saved(model: nn.Module) -> None:
         for name, t in model.state_dict(keep_vars=True).items()
         if isinstance(t, torch.Tensor)
     }
+
     try:
         tensor_header(kinds)
     except CheckpointError as error:
@@ -287,6 +288,8 @@ def check_same_samples(
     """
     if facts is None:
         return ""
+    from ronde.loader import is_other
+
     ids, mine, mixes = facts
     everyone = gather_json(me, [mine, mixes])
     for rank, (theirs, _) in enumerate(everyone):

@@ -18,13 +18,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
-from ronde.adapt import apply_settings, requested_settings
 from ronde.data import Order
-from ronde.introspect import detached_copy, reopen_files
 from ronde.loader import Feed, FeedSettings, TakenOver, take_over
-from ronde.parallel import Strategy, Work, carry_out, converted
+from ronde.parallel import Strategy, Work
+from ronde.parallel.registry import carry_out
 from ronde.plan import SPLIT_FIELDS, Plan, Share
-from ronde.run import checks, exchange_state, hooks, lr_rules
+from ronde.run import checks, hooks, lr_rules
 from ronde.run.announce import announce, scalar_writer
 from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
@@ -271,7 +270,7 @@ def distribute(
         clip_norm,
         batches.micro_batch or asked.micro_batch,
         # torch's SyncBatchNorm refuses the CPU; Ronde computes the same there.
-        sync_batchnorm or (me.device.type == "cpu" and converted(model)),
+        sync_batchnorm or (me.device.type == "cpu" and _is_converted(model)),
         batches.seed,
         script_plan(plan, me, fields) if hooks.observed() else asked,
     )
@@ -325,7 +324,10 @@ def distribute(
     if skeleton is not None:
         skeleton.note(parts.model)
         refuse_save_pretrained(parts.model, chosen)
-    exchange_state.check_save_every(parts, saves.save_every)
+    if parts.strategy.exchange is not None:
+        from ronde.run.exchange_state import check_save_every
+
+        check_save_every(parts, saves.save_every)
     check_on_nan(parts, options.on_nan)
     announce(parts, left_out)
     if before and before != chosen.split_at:
@@ -371,7 +373,10 @@ def _taken(data: Any, batches: BatchOptions, me: World) -> TakenOver:
         shuffle_dataset=True,
         drop_last=batches.drop_last,
     )
-    taken = apply_settings(taken, requested_settings(batches.feed), me.local_size)
+    if batches.feed is not None or os.environ.get("RONDE_FEED", "none") not in ("", "none"):
+        from ronde.adapt import apply_settings, requested_settings
+
+        taken = apply_settings(taken, requested_settings(batches.feed), me.local_size)
     if batches.batch == "grow" and taken.settings.echo > 1:
         raise ArgumentError(
             "feed setting echo cannot be used with batch='grow': which samples are repeated would "
@@ -530,6 +535,15 @@ def _work(opening: hooks.Opening, chosen: Plan, me: World, split: SplitOptions) 
     return work
 
 
+def _is_converted(model: nn.Module) -> bool:
+    """Whether all batch normalizations are torch's SyncBatchNorm, which a CPU cannot run."""
+    if not any(isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        return False
+    from ronde.parallel import converted
+
+    return converted(model)
+
+
 def _sampler(opening: hooks.Opening, me: World) -> Callable[[int], Any]:
     """Makes micro-batches before the training without consuming randomness or samples."""
     taken = opening.taken
@@ -537,6 +551,8 @@ def _sampler(opening: hooks.Opening, me: World) -> Callable[[int], Any]:
     sampled = Feed(taken.dataset, taken.order, in_here, opening.seed)
 
     def sample(n: int) -> Any:
+        from ronde.introspect import detached_copy, reopen_files
+
         share = Share(0, 0, n, ((0, n),), n)
         dataset = detached_copy(taken.dataset)
         order = _repeat(taken.order, n)

@@ -32,7 +32,6 @@ from ronde.run.gather import Gathering
 from ronde.run.parts import Parts
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json
-from ronde.world.meshes import group_of
 from ronde.world.tensors import map_leaves, map_tensors
 
 __all__ = ["Evaluations", "gather_skipped", "on_device", "skip_report", "to_device"]
@@ -174,6 +173,8 @@ class _Evaluation:
         if self.layout.replicas < me.size:
             last = self.layout.pipeline - 1
             ranks = [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)]
+            from ronde.world.meshes import group_of
+
             self.counting = group_of("counting", ranks)
 
     def run(

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ronde.parallel import spectral_norms
 from ronde.run.callback import Callback, StepView
 from ronde.run.gather import Gathering
 from ronde.run.loss_kind import FLOAT32, HALF, kind_of_loss, undisturbed
@@ -77,7 +76,7 @@ class FirstStepsCheck(Callback):
         self._open, plan, model = self._steps in _STEPS, self._plan, self._model
         if not self._open or plan.workers == plan.accumulation == 1:
             return
-        from ronde.profile.monkeypatch import put  # where several passes make a step
+        from ronde.profile.monkeypatch import put
 
         self._buffers = _buffers(model)
         self._undo.append(put(torch.Tensor, "register_hook", self._watched))
@@ -320,6 +319,8 @@ _Buffers = dict[str, tuple[torch.Tensor, int]]  # and their versions
 
 def _buffers(model: nn.Module) -> _Buffers:
     """All but those of batch and spectral normalization, of which the run warns at the start."""
+    from ronde.parallel import spectral_norms
+
     spectral = set(spectral_norms(model))
     return {
         name: (b, b._version)

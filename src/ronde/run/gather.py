@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from ronde.plan import Plan
 from ronde.world import ArgumentError, RondeError, World
-from ronde.world.meshes import group_of
 
 __all__ = ["Gathering", "gather_batch"]
 
@@ -74,6 +73,8 @@ def gather_batch(
     if plan.replicas == 1:
         _check_rows(rows, samples, tensor, me.rank)
         return tensor
+    from ronde.world.meshes import group_of
+
     group = group_of("gather")
     sizes = _agree(tensor, rows, samples, group, me)
     gathered: torch.Tensor = _Gather.apply(tensor if samples else tensor[:0], sizes, group)  # type: ignore[no-untyped-call]

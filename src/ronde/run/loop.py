@@ -237,11 +237,6 @@ class Loop:
         more = run.place.in_epochs and epoch + 1 < (watcher.epochs or 0) and not self.studied
         if order.draw is not None:
             checks.check_draw(run.world, order, epoch, "run.batches")
-            from ronde.loader import DrawAhead  # of a sampler of the script's own
-
-            if isinstance(order.draw, DrawAhead) and more:
-                order.ids(epoch, 0, 1)  # this epoch's draw comes first
-                order.draw.begin(epoch + 1)
         share_args = (
             order.samples_in(epoch),
             plan.batch_size,
@@ -301,11 +296,6 @@ class Loop:
                 return
             reading.close()
         self.is_reading = False
-        if (draw := self.parts.data.order.draw) is not None:
-            from ronde.loader import DrawAhead
-
-            if isinstance(draw, DrawAhead):
-                draw.close()
         self.feed.close()
         self._evaluations.close()
 

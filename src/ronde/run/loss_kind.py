@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ronde.introspect import Marks
-from ronde.run.snapshot import kept_attributes
 from ronde.world.tensors import map_leaves, tensors_in
 
 __all__ = ["FLOAT32", "HALF", "kind_of_loss", "undisturbed"]
@@ -61,6 +60,8 @@ def undisturbed(device: torch.device, *owners: Any) -> Iterator[None]:
     Raises:
         RuntimeError: a call would write to the script's tensors, or needs other workers.
     """
+    from ronde.run.snapshot import kept_attributes  # where a loss is asked only
+
     generators, kept = Marks(), [each for owner in owners for each in kept_attributes(owner)]
     modules = [m for owner in owners if isinstance(owner, nn.Module) for m in owner.modules()]
     training = [m for m in modules if m.training]

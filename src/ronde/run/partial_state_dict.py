@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.checkpoint import is_sharded
 from ronde.world import PlanError
+from ronde.world.tensors import is_sharded
 
 __all__ = ["refuse_state_dict"]
 

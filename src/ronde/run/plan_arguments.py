@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ronde.plan import Plan, split
-from ronde.plan.schedules import micro_batches_of
+from ronde.plan.batch import micro_batches_of
 from ronde.run import lr_rules
 from ronde.run.hooks import observed
 from ronde.world import ArgumentError, World

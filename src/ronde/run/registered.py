@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde import checkpoint
-from ronde.checkpoint import is_sharded
 from ronde.run import lr_rules
 from ronde.run.unregistered import claim
 from ronde.world import ArgumentError, CheckpointError, RondeError, WorldError
 from ronde.world.consensus import gather_json
+from ronde.world.tensors import is_sharded
 
 if TYPE_CHECKING:
     from ronde.run.parts import Parts

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ronde.parallel.gradient_hooks import GradientHooks
-from ronde.parallel.own_calls import own_calls
 from ronde.run import checkpoints, exchange_state, failure_note, hooks
 from ronde.run.average import Decay, WeightAverage
 from ronde.run.best import BestCheckpoint
@@ -83,7 +82,11 @@ class Run(CollectiveCalls):
         gathering, gradient_hooks = Gathering(), GradientHooks()
         self._recording = Recording(writer, gathering)
         callbacks = callbacks_of(content, group, options, gathering, self._recording, forecast)
-        calls = own_calls(parts.model, plan, parts.rendezvous)
+        calls = None
+        if me.size > 1:
+            from ronde.parallel.own_calls import own_calls
+
+            calls = own_calls(parts.model, plan, parts.rendezvous)
         if calls is not None:
             parts.strategy.watch(calls)
         self._step: OptimizerStep = OptimizerStep(

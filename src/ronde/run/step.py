@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ronde.parallel import Part
 from ronde.parallel.gradient_hooks import GradientHooks
-from ronde.parallel.own_calls import OwnCalls
 from ronde.plan import Share
 from ronde.run import checks, failure_note, lr_rules
 from ronde.run.average import Averages
@@ -23,6 +22,9 @@ from ronde.run.run_state import MicroBatches
 from ronde.run.step_draws import StepDraws
 from ronde.world import ArgumentError, RondeError
 from ronde.world.rendezvous import counted
+
+if TYPE_CHECKING:
+    from ronde.parallel.own_calls import OwnCalls
 
 __all__ = ["OptimizerStep"]
 

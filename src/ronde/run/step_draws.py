@@ -10,13 +10,13 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 from torch.random import fork_rng
 
-from ronde.capture import GlobalDraws, Recorded, recorded_draws, replaced
+from ronde.capture import GlobalDraws, replaced
 from ronde.data import key_of
 from ronde.introspect import Marks
 from ronde.parallel import Work
@@ -24,6 +24,9 @@ from ronde.plan import Share
 from ronde.run.losses import LossCall
 from ronde.run.parts import Parts
 from ronde.run.seeding import reseeding, seed_step
+
+if TYPE_CHECKING:
+    from ronde.capture import Recorded
 
 __all__ = ["StepDraws", "probe_draws"]
 
@@ -37,10 +40,6 @@ T = TypeVar("T")
 
 def _may_draw(model: nn.Module, calls: LossCall) -> bool:
     """Whether the code of a model or loss has a name that sounds like drawing."""
-    from ronde.capture import compiled  # of a model on several workers only
-
-    if any(compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in model.modules()):
-        return False
     waiting: list[Any] = [calls.loss, calls.forward]
     for module in model.modules():
         kind = type(module)
@@ -69,9 +68,12 @@ def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
     """What forward and loss draw for two numbers of samples: it tells where the samples are."""
     if not _may_draw(work.model, calls) or any(p.is_meta for p in work.model.parameters()):
         return {}
-    from ronde.capture import aside
+    from ronde.capture import aside, compiled, recorded_draws
     from ronde.capture.pass_state import SavedState
 
+    everything = work.model.modules()
+    if any(compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in everything):
+        return {}
     probes = {}
     modules = [m for m in (work.model, calls.loss) if isinstance(m, nn.Module)]
     state = SavedState(nn.ModuleList(modules))

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "Opaque",
     "build",
     "flatten",
     "is_named_tuple",
+    "is_sharded",
     "leaves",
+    "local_part",
     "map_leaves",
     "map_tensors",
     "named_tensors",
@@ -245,3 +251,14 @@ def _build(found: Iterator[Any], structure: Any) -> Any:
         return next(found)
     node, context, held = structure
     return node.unflatten_fn([_build(found, each) for each in held], context)
+
+
+def is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor, without importing DTensor's module, which takes a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This worker's own part of a tensor, detached."""
+    return (tensor._local_tensor if is_sharded(tensor) else tensor).detach()

@@ -7,7 +7,6 @@ import math
 import torch
 import torch.distributed as dist
 
-from ronde.checkpoint import local_part
 from ronde.plan import Share, parse_reducer
 from ronde.run.callback import Callback, StepView
 from ronde.run.parts import Parts
@@ -15,6 +14,7 @@ from ronde.watch import NonFiniteStep
 from ronde.world import ArgumentError, LossError, PlanError
 from ronde.world.consensus import gather_json
 from ronde.world.identity import ranks_text
+from ronde.world.tensors import local_part
 
 __all__ = ["NAN_EVERY", "ON_NAN", "NonFiniteGuard", "NonFiniteLoss", "check_on_nan"]
 
