@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ronde.measure.storage_ledger import bytes_of
+from ronde.profile.monkeypatch import put
 from ronde.world.tensors import tensors_in
 
 _TILE = 8  # 16-bit values: tensor cores need rows of 16 bytes
@@ -56,20 +56,17 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unit = 0
         self._inside = False
         self._single = torch.get_float32_matmul_precision() == "highest"
-        plain = F.scaled_dot_product_attention
-        fused = mock.patch.object(
-            F, "scaled_dot_product_attention", lambda *a, **k: self._attend(plain, *a, **k)
-        )
-        self._patch = fused
+        self._undo: Callable[[], None] = lambda: None
 
     def __enter__(self) -> WorkCounter:
-        self._patch.start()
+        fused = lambda f: lambda *args, **named: self._attend(f, *args, **named)  # noqa: E731
+        self._undo = put(F, "scaled_dot_product_attention", fused)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._patch.stop()
+        self._undo()
 
     def _attend(
         self, plain: Callable[..., Any], query: Any, key: Any, value: Any, *rest: Any, **named: Any
