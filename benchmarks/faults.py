@@ -386,7 +386,7 @@ def _agents(hosts: Any) -> list[psutil.Process]:
         with suppress(psutil.Error):
             for process in psutil.Process(hosts.pids[name]).children(recursive=True):
                 words = process.cmdline()
-                if "ronde.launch.node" in words and words[0] == sys.executable:
+                if "ronde.launch.agent" in words and words[0] == sys.executable:
                     found.append(process)
     return found
 

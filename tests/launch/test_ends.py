@@ -95,7 +95,7 @@ def of_run(mark: str, names) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         words = said(process)
-        agent = "ronde.launch.node" in words
+        agent = "ronde.launch.agent" in words
         there = agent and (any(name in words for name in names) or _on(process) in names)
         if mark in words.split() or there:
             found.append(process)
@@ -114,14 +114,14 @@ def victim(end: str, client: str, host: str) -> psutil.Process:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             words = process.cmdline()
-            if not any("ronde.launch.node" in word for word in words):
+            if not any("ronde.launch.agent" in word for word in words):
                 continue
             starts = any(Path(word).name.startswith(client) for word in words[:2])
             if end == "connection" and starts and host in " ".join(words):
                 found.append(process)
             if (
                 end == "agent"
-                and words[3:5] == ["-m", "ronde.launch.node"]
+                and words[3:5] == ["-m", "ronde.launch.agent"]
                 and _on(process) == host
             ):
                 found.append(process)

@@ -118,7 +118,7 @@ def register(app: typer.Typer) -> None:
         report: ReportOption = None,
     ) -> None:
         from ronde.launch import check_workers
-        from ronde.launch.agent import devices
+        from ronde.launch.node import devices
 
         command = command_of(module, arguments or [])
         count, kind = devices()

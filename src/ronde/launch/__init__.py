@@ -9,7 +9,6 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from ronde.launch.agent import Job, Outcome
 from ronde.launch.console import Output
 from ronde.launch.container import Container, container
 from ronde.launch.engine import parse_hostfile, parse_hosts
@@ -18,6 +17,7 @@ from ronde.launch.fleet import Fleet, environment_for
 from ronde.launch.kubernetes import pod
 from ronde.launch.local import check_workers, resolve_workers, run_here
 from ronde.launch.mpi import Mpi
+from ronde.launch.node import Job, Outcome
 from ronde.launch.ray_engine import Ray
 from ronde.launch.reduction_servers import ReductionServers
 from ronde.launch.restarts import Restarts

@@ -1,607 +1,353 @@
-"""Run the workers of one node, and tell how they ended."""
+"""The agent on one host: ``python -m ronde.launch.agent``, led over standard input and output.
+
+The launcher sends JSON lines; the agent answers in frames. Its workers end with it, and it ends
+when its input does: a launcher or a connection that is gone leaves nothing behind.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import datetime
+import importlib
+import io
 import json
-import math
 import os
+import queue
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ronde.launch.console import Router
-from ronde.launch.hang_watch import HangWatch, LocalWorkers
-from ronde.launch.memory_folder import MemoryFolder
-from ronde.launch.supervise import Starter, WorkerFailure, Workers
-from ronde.watch.hang_judge import Limits
-from ronde.world import openmp_waits, threads_per_worker, usable_cores
-from ronde.world.fence import AGAIN
-from ronde.world.network import listen_on
-from ronde.world.temporary import memory_root
-
-__all__ = [
-    "Job",
-    "Nodes",
-    "Outcome",
-    "adopt_orphans",
-    "devices",
-    "reap",
-    "run_workers",
-    "warn_workers",
-    "worker_environment",
-]
-
-_SHUTDOWN_SECONDS = 10
-_PEERS_SECONDS = 1.0
-_FAILED = "ronde/failed"
-_GPU_FILES = ("nvidia", "nvhost", "nvmap", "kfd", "dxg")
-
-# Errors a rank raises because another one is gone: consequences, not causes.
-_CONSEQUENCES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Connection refused",
-    "connectFullMesh",
-    "NCCL communicator was aborted",
-    "ncclRemoteError",
-    "Socket closed",
-    "Timed out waiting",
-    "DistNetworkError",
-    "The client socket has failed",
-    "ended its script",
+from ronde.launch.facts import collect
+from ronde.launch.frames import MARKER, Pipe, Sender, Silence
+from ronde.launch.mirror import Mirror, forget_others, unpack
+from ronde.launch.node import (
+    Job,
+    Nodes,
+    Outcome,
+    adopt_orphans,
+    reap,
+    run_workers,
+    warn_workers,
+    worker_environment,
 )
+from ronde.launch.spares import Spares
+from ronde.watch.hang_judge import HangVerdict
+from ronde.watch.tcp_facts import heard_seconds, tcp_connections
+from ronde.world.fence import name_generation
+from ronde.world.network import addresses, listen_on
+
+__all__ = ["main"]
+
+_PROBE_SECONDS = 3.0
+_STOP_SECONDS = 1.5
+_ALIVE_SECONDS = 0.25
 
 
-@dataclass(frozen=True)
-class Job:
-    """What to launch.
+class _Frames:
+    """A sink that sends what workers write to the launcher."""
 
-    Attributes:
-        command: script path and arguments, or ``-m``, module and arguments.
-        workers: how many.
-        directory: the run directory; None leaves nothing behind.
-        environment: further variables for the workers.
-        restarts: whether others follow when one fails: then all are ended at once.
-        hang_timeout: after how many seconds without progress a worker hangs; None does not watch.
-        spares: whether workers may be forks of one process that has imported torch.
-    """
+    def __init__(self, sender: Sender) -> None:
+        self._sender = sender
 
-    command: list[str]
-    workers: int
-    directory: Path | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    restarts: bool = False
-    hang_timeout: float | None = None
-    spares: bool = True
+    def out(self, rank: int, data: bytes) -> None:
+        self._sender.send("out", data, rank=rank)
 
-    @property
-    def forks(self) -> bool:
-        """Whether importing torch once is faster than each worker doing it, or a restart is."""
-        return self.spares and (self.workers > 1 or self.restarts)
+    def log(self, rank: int, data: bytes) -> None:
+        self._sender.send("log", data, rank=rank)
 
-    @property
-    def leaves(self) -> bool:
-        """Whether workers save and leave when they are asked to."""
-        return self.environment.get("RONDE_LEAVE") == "1"
+    def message(self, rank: int, message: dict[str, Any]) -> None:
+        if rank == 0 or "leave" in message:
+            self._sender.send("message", rank=rank, message=message)
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """Where the workers of this node stand among those of all nodes, and where they meet.
-
-    Attributes:
-        rank: place of this node among the nodes.
-        count: how many nodes.
-        address: address of node 0 on which its store listens.
-        port: port of that store; on node 0 the one that ``listener`` is bound to.
-        listener: node 0's bound socket.
-        interface: the interface of this node that leads to the others.
-        patience: how long to wait for node 0, in seconds.
-        tells: whether nodes tell each other when one fails; else their launcher does.
-        first: global rank of this node's first worker; None where all nodes have as many.
-        total: workers of all nodes; None likewise.
-    """
-
-    rank: int = 0
-    count: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0
-    listener: socket.socket | None = None
-    interface: str = "lo"
-    patience: float = 60.0
-    tells: bool = False
-    first: int | None = None
-    total: int | None = None
+def _ignore(_: object) -> None:
+    return None
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the launch ended.
-
-    Attributes:
-        status: exit status for the shell: 0 only if every worker ended well.
-        rank: the rank that failed first.
-        error: its error, one line.
-        before: where the error is only that another rank was gone: what is known of that one, which
-            ended early with status 0; else empty.
-        traceback: its traceback, empty where it was killed or ended by itself.
-        exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
-        consequence: whether it is only that another rank was gone, as far as its words tell.
-        again: whether the workers were asked to leave, so that the run can be resumed.
-        left: ranks that called ``os._exit(0)``, where no rank failed: ``rank 0``; else empty.
-        interrupted: whether a signal to the launcher ended it.
-        hang: what was found where the run hung; None where it did not.
-        slow: what was found about slow ranks, and no record has yet.
-    """
-
-    status: int
-    rank: int | None = None
-    error: str | None = None
-    traceback: str = ""
-    exited: bool = False
-    interrupted: bool = False
-    before: str = ""
-    consequence: bool = False
-    left: str = ""
-    again: bool = False
-    seconds: float = 0.0
-    hang: dict[str, Any] | None = None
-    slow: list[dict[str, Any]] = field(default_factory=list)
+class _Over(Exception):
+    pass
 
 
-def _may_have_gpu() -> bool:
-    """Whether torch is worth asking, which takes a second to import. On Linux every driver of CUDA
-    or ROCm, in a container and under WSL too, has its device files.
-    """
-    if sys.platform != "linux":
-        return True
-    return any(file.name.startswith(_GPU_FILES) for file in Path("/dev").iterdir())
+class _Orders:
+    """What the launcher says, read by a thread: orders to wait for, and those to end."""
 
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = Pipe(descriptor)
+        self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.silence = 60.0
+        self.hang: Callable[[HangVerdict], object] = _ignore
+        self.heard: Callable[[str], object] = _ignore
+        self.kept = 0  # a process that outlives workers
+        self._lock = threading.Lock()
+        self._runs = False
+        self._run, self._stopped = "", ""  # the newest run, and the one that was to stop
+        threading.Thread(target=self._read, daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
-def devices() -> tuple[int, str]:
-    """Count this machine's devices and name their kind; without a GPU, its usable cores."""
-    if os.environ.get("RONDE_DEVICE") != "cpu" and _may_have_gpu():
-        import torch
-
-        if torch.cuda.is_available():
-            return torch.cuda.device_count(), "cuda"
-    return usable_cores(), "cpu"
-
-
-def worker_environment(job: Job, nodes: Nodes) -> dict[str, str]:
-    """Environment variables for the workers; what the user set is kept."""
-    _, kind = devices()
-    wanted = {"OMP_NUM_THREADS": str(threads_per_worker(job.workers))}
-    if kind == "cpu":
-        threads = (
-            job.environment.get("OMP_NUM_THREADS")
-            or os.environ.get("OMP_NUM_THREADS")
-            or wanted["OMP_NUM_THREADS"]
-        )
-        wanted.update(openmp_waits(job.workers, int(threads) if threads.isdecimal() else 1))
-    if (job.workers > 1 or nodes.count > 1) and nodes.interface in dict(psutil.net_if_addrs()):
-        wanted["GLOO_SOCKET_IFNAME"] = nodes.interface
-        if nodes.count > 1:
-            wanted["NCCL_SOCKET_IFNAME"] = nodes.interface
-    found = {k: v for k, v in wanted.items() if not os.environ.get(k)}
-    found.update(
-        PYTHONUNBUFFERED="1",
-        RONDE_LAUNCHER="ronde run",
-        RONDE_LAUNCHER_PID=str(os.getpid()),
-        **job.environment,
-    )
-    if job.directory is not None:
-        found["RONDE_RUN_DIR"] = str(job.directory.absolute())
-    return found
-
-
-_stores: list[Any] = []
-"""The newest run's store: other nodes may need node 0's after its own agent has ended."""
-
-
-def _open_store(nodes: Nodes, listener: socket.socket) -> None:
-    """Open the store at which workers meet on node 0's listener, which has taken calls already."""
-    from torch._C._distributed_c10d import TCPStore
-
-    # torch's own listens on every address. The store takes the descriptor over and closes it.
-    port = int(listener.getsockname()[1])
-    limit = datetime.timedelta(seconds=nodes.patience)
-    descriptor = listener.detach()
-    _stores[:] = [
-        TCPStore(
-            nodes.address,
-            port,
-            None,
-            True,
-            limit,
-            wait_for_workers=False,
-            master_listen_fd=descriptor,
-        )
-    ]
-
-
-def _environments(job: Job, nodes: Nodes, port: int, run_id: str) -> list[dict[str, str]]:
-    """What each worker of this node is told, under the names that torchrun gives."""
-    first = job.workers * nodes.rank if nodes.first is None else nodes.first
-    size = nodes.total or job.workers * nodes.count
-    common = {
-        "MASTER_ADDR": nodes.address,
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(size),
-        "ROLE_WORLD_SIZE": str(size),
-        "ROLE_NAME": "default",
-        "LOCAL_WORLD_SIZE": str(job.workers),
-        "GROUP_RANK": str(nodes.rank),
-        "GROUP_WORLD_SIZE": str(nodes.count),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }
-    return [
-        {
-            **common,
-            "RANK": str(first + local),
-            "ROLE_RANK": str(first + local),
-            "LOCAL_RANK": str(local),
-        }
-        for local in range(job.workers)
-    ]
-
-
-def _noted(folder: Path, kind: str, when: float = math.inf) -> str:
-    """The ranks that noted an end of a kind before a time: ``rank 1``, ``ranks 1, 2``; or empty."""
-    ranks = []
-    for file in folder.glob(f"error-*.{kind}"):
-        with contextlib.suppress(OSError, ValueError):
-            if int(file.read_text()) < when:
-                ranks.append(int(file.stem.removeprefix("error-")))
-    if not ranks:
-        return ""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, sorted(ranks)))
-
-
-def _ended_before(folder: Path, when: float) -> str:
-    """Name the ranks that ended with status 0 before a time."""
-    if named := _noted(folder, "left", when):
-        return f"{named} left with status 0 in the middle of the training (os._exit)"
-    named = _noted(folder, "ended", when)
-    return named and f"{named} had ended, with status 0, before the others"
-
-
-def _first_failure(
-    failures: Mapping[int, WorkerFailure], folder: Path
-) -> tuple[int, str, str, int, bool, bool, str]:
-    """Return the first failure that is not a consequence of another.
-
-    The tuple holds rank, error, traceback, exit code, whether it called ``sys.exit``, whether all
-    failures are consequences, and, if so, which ranks had ended earlier.
-    """
-    told = []
-    for rank, failure in failures.items():
-        text, trace, exited, when = "", "", False, failure.timestamp * 1e9
-        try:
-            body = json.loads(failure.error_file.read_text())["message"]
-            text, trace = body["message"], body["extraInfo"]["py_callstack"]
-            when, exited = (
-                float(body["extraInfo"]["time_ns"]),
-                bool(body["extraInfo"].get("exited")),
-            )
-        except (OSError, ValueError, KeyError, TypeError):
-            if failure.stopped:
-                text = "it does not run: a signal (SIGSTOP) has stopped it"
-            elif failure.code < 0:
-                name = signal.Signals(-failure.code).name
-                text = f"killed by signal {-failure.code} ({name})"
-                if name == "SIGKILL":
-                    text += ": by hand, by the system when memory ran out, or by a scheduler"
-            else:
-                text = f"ended with exit status {failure.code}"
-        consequence = any(word in text for word in _CONSEQUENCES) or failure.code == -signal.SIGTERM
-        told.append((consequence, when, rank, text, trace, failure.code, exited))
-    consequence, when, rank, text, trace, code, exited = min(told)
-    gone = _ended_before(folder, when) if consequence else ""
-    return rank, text, trace, code, exited, consequence, gone
-
-
-def reap(kept: int = 0) -> None:
-    """Kill this process's remaining descendants: workers' children that outlived them.
-
-    Args:
-        kept: a process that stays.
-    """
-    left = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if p.pid != kept and p.status() != psutil.STATUS_ZOMBIE
-    ]
-    for process in left:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(left, timeout=3)
-
-
-def warn_workers() -> None:
-    """Send SIGUSR1, a scheduler's warning, to the workers that handle it; others it would end."""
-    for process in psutil.Process().children():
-        with contextlib.suppress(OSError, StopIteration, ValueError):
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            caught = int(next(x for x in lines if x.startswith("SigCgt")).split()[1], 16)
-            if caught >> (signal.SIGUSR1 - 1) & 1:
-                process.send_signal(signal.SIGUSR1)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that they can be found."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-
-
-def _free_caches() -> None:
-    """Free the in-memory sample caches of killed workers."""
-    memory, name = memory_root(), f"ronde-cache-{os.geteuid()}-*"
-    limit = time.monotonic() + 2.0
-    with contextlib.suppress(Exception):
-        while any(memory.glob(name)):
-            from ronde.cache import clear_cache
-
-            clear_cache()
-            # A killed process stays a zombie, and holds its cache files open, until its last thread
-            # has ended.
-            if time.monotonic() > limit or not psutil.Process().children(recursive=True):
-                return
-            time.sleep(0.05)
-
-
-class _Peers:
-    """Nodes that no launcher leads: one that fails says so in node 0's store, and the others end.
-
-    Without it they would wait for a lost rank until their collectives time out.
-    """
-
-    def __init__(self, nodes: Nodes, port: int) -> None:
-        self._nodes, self._port = nodes, port
-        self._store: Any = None
-        self._over = threading.Event()
-        self.failed = False
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+    def _read(self) -> None:
+        for line in io.BufferedReader(self._pipe):
+            order = json.loads(line)
+            if order["order"] == "stop":
+                threading.Thread(target=self._stop, args=(order,), daemon=True).start()
+            elif order["order"] == "leave":
+                self._signal(signal.SIGUSR1)
+            elif order["order"] == "warn":
+                warn_workers()
+            elif order["order"] == "hang":
+                self.hang(HangVerdict.from_dict(order["verdict"]))
+            elif order["order"] == "heard":
+                self.heard(order["address"])
+            elif order["order"] != "ping":
+                self._orders.put(order)
+        self._end()
 
     def _watch(self) -> None:
-        from torch._C._distributed_c10d import TCPStore
+        silence = Silence(self._pipe)
+        while silence.seconds() < self.silence:
+            time.sleep(0.5)
+        told = f"nothing came from the launcher for {self.silence:.0f} s: this node ends its part"
+        print(f"ronde: {told}", file=sys.stderr, flush=True)
+        self._end()
 
-        limit = datetime.timedelta(seconds=self._nodes.patience)
-        try:
-            self._store = TCPStore(
-                self._nodes.address, self._port, None, False, limit, wait_for_workers=False
-            )
-            while not self._over.wait(_PEERS_SECONDS):
-                if self._store.check([_FAILED]):
-                    break
-        except RuntimeError:
-            self._over.wait(2 * _PEERS_SECONDS)  # node 0 may have ended because all is done
-        if not self._over.is_set():
-            self.failed = True
-            os.kill(os.getpid(), signal.SIGINT)
+    def _stop(self, order: dict[str, Any]) -> None:
+        """End the workers as Ctrl-C does; by force after a moment, or at once for a restart."""
+        run = order.get("id") or self._run
+        if self._signal(signal.SIGINT, order.get("id")):
+            time.sleep(0.0 if order.get("at_once") else _STOP_SECONDS)
+            with self._lock:  # the next run's workers may be there already: they stay
+                if self._runs and self._run == run:
+                    reap(self.kept)
+        elif not order.get("at_once"):
+            self._orders.put(order)
 
-    def finish(self) -> None:
-        """Say that this node's workers have ended well. Node 0, which holds the store, waits for
-        the others, where a signal reaches it.
+    def _end(self) -> None:
+        """End everything at once: the launcher, or the way to it, is gone."""
+        threading.Timer(_STOP_SECONDS, os._exit, [1]).start()
+        reap()
+        self._orders.put({"order": "end"})
+        self._signal(signal.SIGINT)
+
+    def _signal(self, number: int, run_id: str | None = None) -> bool:
+        """Signal this process where it runs workers; whether it does. A run that has not begun
+        yet, or has ended, does not begin any more.
         """
-        while self._store is None:
-            time.sleep(0.05)
-        self._store.set(f"ronde/done/{self._nodes.rank}", "")
-        others = [f"ronde/done/{rank}" for rank in range(self._nodes.count)]
-        while self._nodes.rank == 0 and not self._store.check(others):
-            time.sleep(0.1)
+        with self._lock:
+            self._stopped = run_id or self._stopped
+            runs = self._runs and run_id in (None, self._run)
+            if runs:
+                os.kill(os.getpid(), number)
+            return runs
 
-    def close(self, failed: bool) -> None:
-        """Stop watching; tell the others if this node failed."""
-        self._over.set()
-        if failed and not self.failed and self._store is not None:
-            with contextlib.suppress(RuntimeError):
-                self._store.set(_FAILED, str(self._nodes.rank))
-            if self._nodes.rank == 0:
-                time.sleep(2 * _PEERS_SECONDS)  # the store ends with this process
-        self._thread.join(2 * _PEERS_SECONDS)
+    @contextlib.contextmanager
+    def running(self, run_id: str) -> Iterator[bool]:
+        """Within it, orders to stop or to leave come as signals; whether one to stop has come."""
+        with self._lock:
+            self._runs, self._run = self._stopped != run_id, run_id
+        try:
+            yield not self._runs
+        finally:
+            with self._lock:
+                self._runs = False
 
+    def take(self, *kinds: str) -> dict[str, Any]:
+        """Wait for an order of one of these kinds.
 
-class _Stopped(BaseException):
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-def _hang_watch(job: Job, router: Router, nodes: Nodes, port: int) -> HangWatch | None:
-    if job.hang_timeout is None:
-        return None
-    limits = Limits(job.hang_timeout)
-    first = job.workers * nodes.rank if nodes.first is None else nodes.first
-    ranks = range(first, first + job.workers)
-    folders = (Path(tempfile.gettempdir()), *([job.directory] if job.directory else []))
-    local = LocalWorkers(router.error_folder, ranks, limits, folders, router.printed, port)
-    total = nodes.total or job.workers * nodes.count
-    watch = HangWatch(local, limits, total, router.say, router.log, router.report, job.directory)
-    router.hang = watch.end
-    return watch
+        Raises:
+            _Over: the launcher has ended it.
+        """
+        order = self._orders.get()
+        if order["order"] not in kinds:
+            raise _Over
+        return order
 
 
-def _found(watch: HangWatch | None) -> dict[str, Any]:
-    """What an outcome says about hangs and slow ranks."""
-    if watch is None:
-        return {}
-    found: dict[str, Any] = {"slow": [dataclasses.asdict(each) for each in watch.unwritten]}
-    if (hang := watch.verdict) is not None:
-        found.update(rank=hang.rank, error=hang.sentence, traceback="", before="", exited=False)
-        found.update(consequence=False, hang=dataclasses.asdict(hang))
+def _listen() -> dict[str, socket.socket]:
+    """A listener on each address of this host; one becomes the meeting point."""
+    found: dict[str, socket.socket] = {}
+    for _, address in addresses():
+        with contextlib.suppress(OSError):
+            found[address] = listen_on(address)
     return found
 
 
-def _stop(number: int, _: object) -> None:
-    raise _Stopped(number)
+def _reach(candidates: list[tuple[str, int]]) -> dict[str, str]:
+    """Which candidates this host reaches, and by which of its own addresses."""
+    found = {}
+    for address, port in candidates:
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((address, port), _PROBE_SECONDS) as link,
+        ):
+            found[address] = str(link.getsockname()[0])
+    return found
 
 
-def run_workers(
-    job: Job,
-    router: Router,
-    nodes: Nodes,
-    run_id: str,
-    starter: Starter | None = None,
-    opened: Callable[[], None] = lambda: None,
-    asked_before: Sequence[int] = (),
-) -> Outcome:
-    """Start this node's workers, watch them, and return when all have ended; closes the router.
+def _interface(address: str) -> str:
+    return next((name for name, own in addresses() if own == address), "")
 
-    Where the workers know how to save and leave, the first SIGTERM or SIGUSR1 asks them to.
 
-    Args:
-        router: reads what the workers print.
-        nodes: this node among all.
-        run_id: the same on every node.
-        starter: starts workers faster than a new interpreter.
-        opened: called when the workers can meet.
-        asked_before: signals that asked the run to leave before this looks.
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    return {k: getattr(outcome, k) for k in outcome.__dataclass_fields__}
+
+
+_shown = threading.Event()
+
+
+def _show_life(sender: Sender, restarts: bool) -> None:
+    """Let the launcher know that this node is there, several times a second.
+
+    Only from when torch is imported, where the store needs it, or may after a restart: the loading
+    of a library can hold the interpreter's lock for long, which would be silence.
     """
-    start = time.monotonic()
-    adopt_orphans()
-    environment = worker_environment(job, nodes)
-    environment["RONDE_WATCH_DIR"] = str(router.error_folder)
-    memory = MemoryFolder(
-        job.directory if job.restarts else None, job.environment.get("RONDE_GENERATION", "")
+    if _shown.is_set():
+        return
+    _shown.set()
+
+    def show() -> None:
+        if restarts:
+            _import_torch()
+        while sender.send("alive"):
+            time.sleep(_ALIVE_SECONDS)
+
+    threading.Thread(target=show, daemon=True).start()
+
+
+def _serve(orders: _Orders, sender: Sender) -> None:
+    orders.heard = lambda address: sender.send(
+        "heard", address=address, seconds=heard_seconds(address, tcp_connections().values())
     )
-    environment |= memory.variables
-    before = {k: os.environ.get(k) for k in environment}
-    os.environ.update(environment)
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            handlers[number] = signal.signal(number, _stop)
-    peers: _Peers | None = None
-    workers: Workers | None = None
-    asked = list(asked_before)
-
-    def ask(number: int, _: object) -> None:
-        told = not asked and workers is not None and workers.ask_to_leave()
-        if not asked and (told or number == signal.SIGUSR1):
-            asked.append(number)  # workers that cannot leave yet are asked again
-        elif number != signal.SIGUSR1:
-            raise _Stopped(number)
-
-    if handlers and job.leaves:
-        signal.signal(signal.SIGTERM, ask)
-        handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
-    failed = done = False
+    hello = orders.take("hello")
+    orders.silence = float(hello["silence"])
     try:
-        listener = None
-        if nodes.rank == 0:
-            listener = nodes.listener or listen_on(nodes.address)
-        port = listener.getsockname()[1] if listener else nodes.port
-        watch = _hang_watch(job, router, nodes, port)
-        environments = _environments(job, nodes, port, run_id)
-        if listener is not None and (starter is not None or "torch" in sys.modules):
-            _open_store(nodes, listener)
-            listener = None
-        workers = Workers(job.command, environments, router, job.restarts, starter)
-        if starter is not None and not job.restarts:
-            starter.close()
-        router.leave = workers.ask_to_leave
-        if asked:
-            workers.ask_to_leave()
-        if listener is not None:
-            _open_store(nodes, listener)  # imports torch, while the worker does
-        peers = _Peers(nodes, port) if nodes.tells else None
-        opened()
-        with watch or contextlib.nullcontext():
-            failures = workers.wait()
-        if failures:
-            failed = True
-            # Others may be about to say why they fail. Where a restart follows, they need not.
-            workers.kill() if job.restarts else workers.end(signal.SIGTERM, _SHUTDOWN_SECONDS)
-            outcome = _failure(failures, router.error_folder, time.monotonic() - start)
-            outcome = dataclasses.replace(outcome, **_found(watch))
-            gone = _noted(router.error_folder, "left") if outcome.hang else ""
-            if gone:  # the others wait for one that is not there any more
-                gone = f"{gone} left with status 0 in the middle of the training (os._exit)"
-                outcome = dataclasses.replace(outcome, error=f"{gone}. {outcome.error}")
-            return outcome
-        if workers.left or workers.running:
-            name = f" by {signal.Signals(asked[0]).name}" if asked else ""
-            late = ", but the step took longer than a minute" if workers.running else ""
-            return Outcome(
-                AGAIN,
-                error=f"asked to leave{name}{late}",
-                again=True,
-                interrupted=bool(asked),
-                seconds=time.monotonic() - start,
+        os.chdir(hello["folder"])
+    except OSError as error:
+        sender.send("refused", why=f"{hello['folder']}: {error.strerror}")
+        return
+    os.environ.update(hello["environment"])
+    spares: Spares | None = None
+    if workers := hello.get("warm"):  # a host that comes back: the others train meanwhile
+        environment = worker_environment(Job([], workers), Nodes(interface=""))
+        spares = Spares(hello["command"], environment)
+        orders.kept = spares.pid
+        spares.wait()
+        _import_torch()
+    try:
+        facts = collect(hello["command"], hello["token"])
+    except ImportError as error:
+        sender.send("refused", why=f"{error}")
+        return
+    sender.send("facts", facts=facts)
+    listeners: dict[str, socket.socket] = {}
+    while True:
+        order = orders.take("listen", "reach", "known", "files", "run", "end")
+        kind = order["order"]
+        if kind == "end":
+            return
+        if kind == "listen":
+            for listener in listeners.values():
+                listener.close()
+            listeners = _listen()
+            sender.send("listening", ports=[[a, s.getsockname()[1]] for a, s in listeners.items()])
+        elif kind == "reach":
+            sender.send("reached", by=_reach(order["candidates"]))
+        elif kind == "known":  # files of the run directory, where this host does not share it
+            forget_others(Path(order["directory"]), order["names"])
+        elif kind == "files":
+            unpack(Path(order["directory"]), order["name"], order["data"], order["first"])
+        else:
+            own = order["address"] if order["rank"] == 0 else order["own"]
+            nodes = Nodes(
+                order["rank"],
+                order["count"],
+                order["address"],
+                order["port"],
+                listeners.pop(order["address"], None) if order["rank"] == 0 else None,
+                _interface(own),
+                first=order["first"],
+                total=order["total"],
             )
-        if peers is not None:
-            peers.finish()
-        done = True
-        left = _noted(router.error_folder, "left")
-        return Outcome(0, left=left, seconds=time.monotonic() - start, **_found(watch))
-    except (_Stopped, KeyboardInterrupt) as stopped:
-        by = stopped.number if isinstance(stopped, _Stopped) else int(signal.SIGINT)
-        with contextlib.suppress(_Stopped):  # a second signal does not wait
-            if workers is not None:
-                workers.end(by, _SHUTDOWN_SECONDS)
-        if peers is not None and peers.failed:
-            told = "a worker of another host failed first; that host's output says why"
-            return Outcome(1, error=told, seconds=time.monotonic() - start)
-        failed = True
-        return Outcome(
-            128 + by,
-            error=f"stopped by {signal.Signals(by).name}",
-            interrupted=True,
-            seconds=time.monotonic() - start,
-        )
+            for listener in listeners.values():
+                listener.close()
+            listeners = {}
+            folder = Path(order["directory"]) if order.get("directory") else None
+            given = (order["command"], order["workers"], folder, order["environment"])
+            job = Job(*given, order["restarts"], order["hang_timeout"], order["spares"])
+            if job.forks and spares is None:
+                spares = Spares(job.command, worker_environment(job, nodes))
+                orders.kept = spares.pid
+            outcome = _generation(order, job, nodes, orders, sender, spares)
+            sender.send("outcome", outcome=_outcome(outcome))
+
+
+def _import_torch() -> None:
+    """Import what the store needs, before this becomes the first host: workers would wait."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._C._distributed_c10d")
+
+
+def _generation(
+    run: dict[str, Any],
+    job: Job,
+    nodes: Nodes,
+    orders: _Orders,
+    sender: Sender,
+    spares: Spares | None,
+) -> Outcome:
+    """Run one generation of workers; how it ended."""
+    mirror = None
+    if job.directory is not None:
+        job.directory.mkdir(parents=True, exist_ok=True)
+        mirror = Mirror(job.directory, sender) if run["mirror"] else None
+        if not run["sees"] and (name := job.environment.get("RONDE_GENERATION")):
+            name_generation(job.directory, name)
+    router = Router(job.workers, _Frames(sender), run["first"])
+    for variable, (name, text) in run["files"].items():  # of the launcher's machine
+        file = router.error_folder / f"{variable}-{Path(name).name}"
+        file.write_text(text)
+        job.environment[variable] = str(file)
+    router.report = lambda views: sender.send("ranks", views=views)
+    orders.hang = lambda verdict: router.hang(verdict) if router.hang else None
+    try:
+        with orders.running(run["id"]) as stopped:
+            if stopped:
+                router.close()
+                return Outcome(130, interrupted=True)
+            return run_workers(
+                job, router, nodes, run["id"], spares, lambda: _show_life(sender, job.restarts)
+            )
     finally:
-        for s in handlers:
-            signal.signal(s, signal.SIG_IGN)  # cleaning up is short: it is not interrupted half-way
-        if workers is not None:
-            workers.kill()
-            if not done:
-                memory.hand_on()
-        memory.close()
-        reap(0 if starter is None else starter.pid)
-        _free_caches()
-        router.close()
-        if peers is not None:
-            peers.close(failed)
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = value
+        if mirror is not None:
+            mirror.close()
 
 
-def _failure(failures: Mapping[int, WorkerFailure], folder: Path, seconds: float) -> Outcome:
-    rank, text, trace, code, exited, consequence, gone = _first_failure(failures, folder)
-    return Outcome(
-        code if code > 0 else 1,
-        rank,
-        f"{gone}: {text}" if gone else text,
-        trace,
-        exited,
-        before=gone,
-        consequence=consequence,
-        seconds=seconds,
-    )
+def main() -> None:
+    """Serve one launcher, over what were standard input and output."""
+    orders_from, answers_to = os.dup(0), os.dup(1)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)  # workers must not read the launcher's orders
+    os.dup2(2, 1)
+    adopt_orphans()
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda *_: None)  # they mean something while workers run
+    os.write(answers_to, MARKER)
+    sender = Sender(answers_to, text=sys.argv[1:] == ["text"])
+    try:
+        _serve(_Orders(orders_from), sender)
+    except _Over:
+        sender.send("outcome", outcome=_outcome(Outcome(130, interrupted=True)))
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        sender.send("refused", why=f"{type(error).__name__}: {error}")
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

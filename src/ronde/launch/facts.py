@@ -16,8 +16,8 @@ from typing import Any
 
 import psutil
 
-from ronde.launch.agent import devices
 from ronde.launch.engine import Host
+from ronde.launch.node import devices
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.network import addresses
 from ronde.world.temporary import memory_root

@@ -25,13 +25,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ronde.launch.agent import Job, Outcome
 from ronde.launch.console import Output
 from ronde.launch.engine import Engine, Host
 from ronde.launch.facts import Facts, differences, share
 from ronde.launch.frames import MARKER, Pipe, Silence, receive
 from ronde.launch.hang_watch import is_new, record_hangs
 from ronde.launch.mirror import Mirrored, folder_files
+from ronde.launch.node import Job, Outcome
 from ronde.launch.restarts import Restarts
 from ronde.plan import Plan
 from ronde.watch import RunDir
@@ -260,7 +260,7 @@ class Fleet:
         return self
 
     def _link(self, host: Host) -> _Link:
-        agent = [self._python, "-P", "-u", "-m", "ronde.launch.node"]
+        agent = [self._python, "-P", "-u", "-m", "ronde.launch.agent"]
         argv = self._engine.command(host, agent)
         return _Link(host, argv, lambda *f: self._frames.put(f))
 

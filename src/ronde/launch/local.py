@@ -12,9 +12,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ronde.launch.agent import Job, Nodes, Outcome, devices, run_workers, worker_environment
 from ronde.launch.console import Output, Router
 from ronde.launch.hang_watch import record_hangs
+from ronde.launch.node import Job, Nodes, Outcome, devices, run_workers, worker_environment
 from ronde.launch.restarts import Restarts
 from ronde.launch.spares import Spares
 from ronde.world import ArgumentError

@@ -118,11 +118,21 @@ def _report(error: BaseException) -> None:
         "timestamp": str(now // 10**9),
         "time_ns": now,
         "exited": exited,
+        "consequence": _is_consequence(error),
     }
     body = {"message": {"message": said or f"{type(error).__name__}: {error}", "extraInfo": extra}}
     temporary = f"{file}.writing"
     Path(temporary).write_text(json.dumps(body))
     Path(temporary).rename(file)
+
+
+def _is_consequence(error: BaseException) -> bool:
+    """Whether a rank raises this because another one has gone. Errors of gloo have no class of
+    their own; they begin with the place in its source.
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    gloo = "RuntimeError" in kinds and "/gloo/" in str(error)
+    return gloo or getattr(error, "lost_rank", bool(kinds & {"DistError", "ConnectionError"}))
 
 
 def _where(error: BaseException) -> str:

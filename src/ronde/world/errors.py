@@ -23,7 +23,15 @@ class ArgumentError(RondeError, ValueError):
 
 
 class WorldError(RondeError, RuntimeError):
-    """The processes form no world: variables contradict, ranks disagree, or a port is taken."""
+    """The processes form no world: variables contradict, ranks disagree, or a port is taken.
+
+    Attributes:
+        lost_rank: whether it is only that another rank has ended, which is not the cause.
+    """
+
+    def __init__(self, text: str = "", lost_rank: bool = False) -> None:
+        super().__init__(text)
+        self.lost_rank = lost_rank
 
 
 class PlanError(RondeError, RuntimeError):

@@ -303,7 +303,8 @@ class Rendezvous:
         if doing == _ENDED or begun > past:
             went = f"{doing}" if doing == _ENDED else f"went on to {doing or 'later calls'}"
             return WorldError(
-                f"rank {self.me.rank} called {what}, and rank {rank} {went}. {advice or _ADVICE}"
+                f"rank {self.me.rank} called {what}, and rank {rank} {went}. {advice or _ADVICE}",
+                lost_rank=doing == _ENDED,
             )
         return None
 
@@ -343,7 +344,8 @@ class Rendezvous:
                     if _verified(at, self._store.get(at))[1] == _ENDED:
                         return WorldError(
                             f"rank {self.me.rank} is in {self.doing}, and rank {rank} {_ENDED}. "
-                            f"{_ADVICE}"
+                            f"{_ADVICE}",
+                            lost_rank=True,
                         )
         return error
 
