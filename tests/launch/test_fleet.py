@@ -9,6 +9,8 @@ from types import SimpleNamespace
 from ronde.launch import driver
 from ronde.launch.engine import Host
 from ronde.launch.fleet import Fleet
+from ronde.launch.links import HostLink
+from ronde.launch.messages import IsHeard
 
 
 def test_a_slow_driver_is_told_until_it_has_places(tmp_path, monkeypatch, capfd):
@@ -70,28 +72,33 @@ def test_a_lost_host_that_refuses_a_call_disturbs_nobody(tmp_path):
 
 def test_a_silent_host_that_others_hear_is_not_lost():
     """Its link may carry too much: what comes from it at all says that it is there."""
-    asked = []
+    asked, killed = [], []
 
     def link(address: str) -> SimpleNamespace:
-        given = {"closed": False, "asked": 0.0, "asked_first": 0.0, "heard": {}}
-        return SimpleNamespace(address=address, order=lambda *o, **v: asked.append(v), **given)
+        given = {"_asked": 0.0, "_asked_first": 0.0, "_heard": {}, "_silent": ""}
+        return SimpleNamespace(address=address, order=asked.append, **given)
 
-    silent, *others = links = [link("10.0.0.1"), link("10.0.0.2"), link("10.0.0.3")]
-    fleet = SimpleNamespace(_links=links)
+    silent, *others = link("10.0.0.1"), link("10.0.0.2"), link("10.0.0.3")
+    silent._is_heard = lambda others: HostLink._is_heard(silent, others)
+    silent._kill = lambda: killed.append(silent)
 
     def lost(seconds: float) -> bool:
-        return not Fleet._is_heard(fleet, silent, seconds)
+        silent._silence = SimpleNamespace(seconds=lambda: seconds, longest=0.0)
+        silent._silent = ""
+        killed.clear()
+        HostLink.look(silent, 1.0, others)
+        return bool(killed)
 
-    assert not lost(1.2) and asked == [{"address": "10.0.0.1"}] * 2
+    assert not lost(1.2) and asked == [IsHeard("10.0.0.1")] * 2
     assert not lost(1.3)  # no answer yet
     now = time.monotonic()
-    others[0].heard["10.0.0.1"] = now, 5.0
+    others[0]._heard["10.0.0.1"] = now, 5.0
     assert not lost(1.3)  # the other one may have heard it
-    others[1].heard["10.0.0.1"] = now, 0.1
+    others[1]._heard["10.0.0.1"] = now, 0.1
     assert not lost(3.0)
-    others[1].heard["10.0.0.1"] = now, 1.5
+    others[1]._heard["10.0.0.1"] = now, 1.5
     assert lost(3.0)
-    others[1].heard["10.0.0.1"] = now, 0.1
+    others[1]._heard["10.0.0.1"] = now, 0.1
     assert lost(10.0)
     silent.address = ""  # no worker of it
     assert lost(1.2)

@@ -267,7 +267,7 @@ class Servers(Reducer):
         flat, servers = bucket.flat, len(self._servers)
         if flat.dtype not in DTYPES_ON_WIRE:
             self.fail(f"reducer 'servers' does not know gradients of type {flat.dtype}")
-            raise WorldError(f"{self._failure}.", lost_rank=self._failure.endswith(CLOSED))
+            raise WorldError(f"{self._failure}.", lost_rank=str(self._failure).endswith(CLOSED))
         n, shard = flat.numel(), -(-flat.numel() // servers)
         here: Any = flat.new_empty(0, device="cpu")
         padded = bucket.where.buffer("padded", here, flat.dtype, servers, shard)
@@ -280,7 +280,7 @@ class Servers(Reducer):
                 self.fail(why)
         shards.done.wait()
         if self._failure is not None:
-            raise WorldError(f"{self._failure}.", lost_rank=self._failure.endswith(CLOSED))
+            raise WorldError(f"{self._failure}.", lost_rank=str(self._failure).endswith(CLOSED))
         flat.copy_(padded.view(-1)[:n])
 
     def close(self) -> None:

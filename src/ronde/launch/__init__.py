@@ -14,10 +14,10 @@ from ronde.launch.container import Container, container
 from ronde.launch.engine import parse_hostfile, parse_hosts
 from ronde.launch.facts import notes, share
 from ronde.launch.fleet import Fleet, environment_for
+from ronde.launch.job import Job, Outcome
 from ronde.launch.kubernetes import pod
 from ronde.launch.local import check_workers, resolve_workers, run_here
 from ronde.launch.mpi import Mpi
-from ronde.launch.node import Job, Outcome
 from ronde.launch.ray_engine import Ray
 from ronde.launch.reduction_servers import ReductionServers
 from ronde.launch.restarts import Restarts

@@ -1,7 +1,8 @@
 """The agent on one host: ``python -m ronde.launch.agent``, led over standard input and output.
 
-The launcher sends JSON lines; the agent answers in frames. Its workers end with it, and it ends
-when its input does: a launcher or a connection that is gone leaves nothing behind.
+The launcher sends lines of JSON; the agent answers in frames. Its workers end with it, and it ends
+when its input does: a launcher or a connection that is gone leaves nothing behind. For workers of
+its own machine, the launcher has an agent in a thread.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import json
 import os
 import queue
 import signal
@@ -17,153 +17,268 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ronde.launch import messages as m
 from ronde.launch.console import Router
 from ronde.launch.facts import collect
-from ronde.launch.frames import MARKER, Pipe, Sender, Silence
+from ronde.launch.frames import MARKER, Pipe, Sender, Silence, from_line
+from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.mirror import Mirror, forget_others, unpack
-from ronde.launch.node import (
-    Job,
-    Nodes,
-    Outcome,
-    adopt_orphans,
-    reap,
-    run_workers,
-    warn_workers,
-    worker_environment,
-)
+from ronde.launch.node import Node, adopt_orphans, reap, warn_workers, worker_environment
 from ronde.launch.spares import Spares
-from ronde.watch.hang_judge import HangVerdict
 from ronde.watch.tcp_facts import heard_seconds, tcp_connections
 from ronde.world.fence import name_generation
 from ronde.world.network import addresses, listen_on
 
-__all__ = ["main"]
+__all__ = ["Agent", "main"]
 
 _PROBE_SECONDS = 3.0
-_STOP_SECONDS = 1.5
+_STOP_SECONDS, _FORCE_SECONDS = 1.5, 0.5
 _ALIVE_SECONDS = 0.25
+_REPORT_SECONDS = 2.0
 
 
-class _Frames:
-    """A sink that sends what workers write to the launcher."""
+class _Sink:
+    """Sends what workers write to the launcher."""
 
-    def __init__(self, sender: Sender) -> None:
-        self._sender = sender
+    def __init__(self, send: Callable[[m.Message], object]) -> None:
+        self._send = send
 
     def out(self, rank: int, data: bytes) -> None:
-        self._sender.send("out", data, rank=rank)
+        self._send(m.Out(rank, data))
 
     def log(self, rank: int, data: bytes) -> None:
-        self._sender.send("log", data, rank=rank)
+        self._send(m.Log(rank, data))
 
     def message(self, rank: int, message: dict[str, Any]) -> None:
         if rank == 0 or "leave" in message:
-            self._sender.send("message", rank=rank, message=message)
+            self._send(m.Progress(rank, message))
 
 
-def _ignore(_: object) -> None:
-    return None
+class Agent:
+    """Carries out a launcher's orders on this host: one thread serves, others take orders.
 
+    Args:
+        send: sends an answer.
+        nodes: this host among those of a container, which no launcher leads; None: :class:`Run`
+            says it.
+        report_seconds: seconds between two reports about the ranks.
+    """
 
-class _Over(Exception):
-    pass
-
-
-class _Orders:
-    """What the launcher says, read by a thread: orders to wait for, and those to end."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._pipe = Pipe(descriptor)
-        self._orders: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.silence = 60.0
-        self.hang: Callable[[HangVerdict], object] = _ignore
-        self.heard: Callable[[str], object] = _ignore
-        self.kept = 0  # a process that outlives workers
+    def __init__(
+        self,
+        send: Callable[[m.Message], object],
+        nodes: Nodes | None = None,
+        report_seconds: float = 0.0,
+    ) -> None:
+        self._send, self._nodes, self._report_seconds = send, nodes, report_seconds
+        self._orders: queue.Queue[m.Message] = queue.Queue()
+        self._listeners: dict[str, socket.socket] = {}
+        self._spares: Spares | None = None
         self._lock = threading.Lock()
-        self._runs = False
-        self._run, self._stopped = "", ""  # the newest run, and the one that was to stop
-        threading.Thread(target=self._read, daemon=True).start()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._node: Node | None = None
+        self._id, self._stopped = "", ""  # the newest run, and the one that was to stop
+        self._leave = m.Leave()
+        self.silence = 60.0
+        """After how many seconds without a sign of the launcher the agent ends."""
 
-    def _read(self) -> None:
-        for line in io.BufferedReader(self._pipe):
-            order = json.loads(line)
-            if order["order"] == "stop":
-                threading.Thread(target=self._stop, args=(order,), daemon=True).start()
-            elif order["order"] == "leave":
-                self._signal(signal.SIGUSR1)
-            elif order["order"] == "warn":
-                warn_workers()
-            elif order["order"] == "hang":
-                self.hang(HangVerdict.from_dict(order["verdict"]))
-            elif order["order"] == "heard":
-                self.heard(order["address"])
-            elif order["order"] != "ping":
-                self._orders.put(order)
-        self._end()
+    def take(self, order: m.Message) -> None:
+        """Take an order: what concerns running workers at once, the rest when they have ended."""
+        node = self._node
+        if isinstance(order, m.Stop):
+            self._stop(order)
+        elif isinstance(order, m.Leave):
+            with self._lock:
+                self._leave, node = order, self._node
+            if node is not None:
+                node.leave(order.number)
+        elif isinstance(order, m.Warn):
+            warn_workers()
+        elif isinstance(order, m.HangFound):
+            if node is not None:
+                node.hang(order.verdict)
+        elif isinstance(order, m.IsHeard):
+            seconds = heard_seconds(order.address, tcp_connections().values())
+            self._send(m.Heard(order.address, seconds))
+        elif not isinstance(order, m.Ping):
+            self._orders.put(order)
 
-    def _watch(self) -> None:
-        silence = Silence(self._pipe)
+    def _stop(self, order: m.Stop) -> None:
+        """End the workers of a run. One that has not begun does not begin any more."""
+        with self._lock:
+            self._stopped = order.id or self._id
+            node = self._node if order.id in ("", self._id) else None
+        if node is not None:
+            node.stop(order.number, order.seconds)
+            force = threading.Timer(order.seconds + _FORCE_SECONDS, self._force, [node])
+            force.daemon = True
+            force.start()
+        elif order.seconds:
+            self._orders.put(order)
+
+    def _force(self, node: Node) -> None:
+        """Kill workers whose thread does not: it imports torch, say."""
+        with self._lock:  # the next run's workers may be there already: they stay
+            if self._node is node:
+                reap(self._spares.pid if self._spares else 0)
+
+    def end(self) -> None:
+        """End everything at once: the launcher, or the way to it, is gone."""
+        reap()
+        self._orders.put(m.End())
+        if (node := self._node) is not None:
+            node.stop(signal.SIGINT, 0.0)
+
+    def serve(self) -> None:
+        """Carry out orders until the last one."""
+        try:
+            while not isinstance(order := self._orders.get(), m.End):
+                if isinstance(order, m.Stop):  # there is nothing to stop
+                    stopped = f"stopped by {signal.Signals(order.number).name}"
+                    ended = Outcome(128 + order.number, error=stopped, interrupted=True)
+                    self._send(m.Ended(ended))
+                    return
+                if (answer := self._answer(order)) is not None:
+                    self._send(answer)
+        finally:
+            if self._spares is not None:
+                self._spares.close()
+
+    def _answer(self, order: m.Message) -> m.Message | None:
+        if isinstance(order, m.Hello):
+            return self._hello(order)
+        if isinstance(order, m.Listen):
+            self._close_listeners()
+            self._listeners = _listen()
+            return m.Listening([(a, s.getsockname()[1]) for a, s in self._listeners.items()])
+        if isinstance(order, m.Reach):
+            return m.Reached(_reach(order.candidates))
+        if isinstance(order, m.Known):
+            forget_others(Path(order.directory), order.names)
+        elif isinstance(order, m.Part):
+            unpack(Path(order.directory), order.name, order.data, order.first)
+        elif isinstance(order, m.Run):
+            return m.Ended(self._generation(order))
+        return None
+
+    def _close_listeners(self) -> None:
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners = {}
+
+    def _hello(self, hello: m.Hello) -> m.Message:
+        self.silence = hello.silence
+        try:
+            os.chdir(hello.folder)
+        except OSError as error:
+            return m.Refused(f"{hello.folder}: {error.strerror}")
+        os.environ.update(hello.environment)
+        if hello.warm:  # a host that comes back: the others train meanwhile
+            job = Job(hello.command, hello.warm)
+            self._spares = Spares(job.command, worker_environment(job, Nodes(interface="")))
+            self._spares.wait()
+            _import_torch()
+        try:
+            return m.Told(collect(hello.command, hello.token))
+        except ImportError as error:
+            return m.Refused(f"{error}")
+
+    def _nodes_of(self, run: m.Run) -> Nodes:
+        own = run.address if run.rank == 0 else run.own
+        listener = self._listeners.pop(run.address, None) if run.rank == 0 else None
+        self._close_listeners()
+        where = (run.rank, run.count, run.address, run.port, listener, _interface(own))
+        return Nodes(*where, first=run.first, total=run.total)
+
+    def _generation(self, run: m.Run) -> Outcome:
+        """Run one generation of workers; how it ended."""
+        job, nodes = run.job, self._nodes or self._nodes_of(run)
+        if job.forks and not (self._spares and self._spares.pid):
+            self._spares = Spares(job.command, worker_environment(job, nodes))
+        mirror = None
+        if job.directory is not None:
+            job.directory.mkdir(parents=True, exist_ok=True)
+            mirror = Mirror(job.directory, self._send) if run.mirror else None
+            if not run.sees and (name := job.environment.get("RONDE_GENERATION")):
+                name_generation(job.directory, name)
+        router = Router(job.workers, _Sink(self._send), nodes.first_of(job))
+        for variable, (name, text) in run.files.items():  # of the launcher's machine
+            file = router.error_folder / f"{variable}-{Path(name).name}"
+            file.write_text(text)
+            job.environment[variable] = str(file)
+        node = Node(
+            job,
+            nodes,
+            run.id,
+            router,
+            lambda views: self._send(m.Views(views)),
+            self._report_seconds,
+            self._spares if job.forks else None,
+            lambda: self._show_life(job.restarts),
+        )
+        with self._lock:
+            self._id = run.id
+            stopped = self._stopped == run.id
+            self._node = None if stopped else node
+            leave = self._leave
+        if leave.id == run.id:  # it came before the workers
+            node.leave(leave.number)
+        try:
+            if stopped:
+                router.close()
+                return Outcome(130, interrupted=True)
+            return node.run()
+        finally:
+            with self._lock:
+                self._node = None
+            if mirror is not None:
+                mirror.close()
+
+    def _show_life(self, restarts: bool) -> None:
+        """Let the launcher know that this agent is there; see :func:`main`."""
+
+
+class _Remote(Agent):
+    """The agent of a process of its own, which shows that it lives several times a second."""
+
+    _shown = False
+
+    def _show_life(self, restarts: bool) -> None:
+        """Only from when torch is imported, where the store needs it, or may after a restart: the
+        loading of a library can hold the interpreter's lock for long, which would be silence.
+        """
+        if self._shown:
+            return
+        self._shown = True
+
+        def show() -> None:
+            if restarts:
+                _import_torch()
+            while self._send(m.Alive()):
+                time.sleep(_ALIVE_SECONDS)
+
+        threading.Thread(target=show, daemon=True).start()
+
+    def read(self, pipe: Pipe) -> None:
+        """Take orders from a pipe until it ends."""
+        threading.Thread(target=self._watch, args=(Silence(pipe),), daemon=True).start()
+        for line in io.BufferedReader(pipe):
+            self.take(from_line(line))
+        self._give_up()
+
+    def _watch(self, silence: Silence) -> None:
         while silence.seconds() < self.silence:
             time.sleep(0.5)
         told = f"nothing came from the launcher for {self.silence:.0f} s: this node ends its part"
         print(f"ronde: {told}", file=sys.stderr, flush=True)
-        self._end()
+        self._give_up()
 
-    def _stop(self, order: dict[str, Any]) -> None:
-        """End the workers as Ctrl-C does; by force after a moment, or at once for a restart."""
-        run = order.get("id") or self._run
-        if self._signal(signal.SIGINT, order.get("id")):
-            time.sleep(0.0 if order.get("at_once") else _STOP_SECONDS)
-            with self._lock:  # the next run's workers may be there already: they stay
-                if self._runs and self._run == run:
-                    reap(self.kept)
-        elif not order.get("at_once"):
-            self._orders.put(order)
-
-    def _end(self) -> None:
-        """End everything at once: the launcher, or the way to it, is gone."""
+    def _give_up(self) -> None:
         threading.Timer(_STOP_SECONDS, os._exit, [1]).start()
-        reap()
-        self._orders.put({"order": "end"})
-        self._signal(signal.SIGINT)
-
-    def _signal(self, number: int, run_id: str | None = None) -> bool:
-        """Signal this process where it runs workers; whether it does. A run that has not begun
-        yet, or has ended, does not begin any more.
-        """
-        with self._lock:
-            self._stopped = run_id or self._stopped
-            runs = self._runs and run_id in (None, self._run)
-            if runs:
-                os.kill(os.getpid(), number)
-            return runs
-
-    @contextlib.contextmanager
-    def running(self, run_id: str) -> Iterator[bool]:
-        """Within it, orders to stop or to leave come as signals; whether one to stop has come."""
-        with self._lock:
-            self._runs, self._run = self._stopped != run_id, run_id
-        try:
-            yield not self._runs
-        finally:
-            with self._lock:
-                self._runs = False
-
-    def take(self, *kinds: str) -> dict[str, Any]:
-        """Wait for an order of one of these kinds.
-
-        Raises:
-            _Over: the launcher has ended it.
-        """
-        order = self._orders.get()
-        if order["order"] not in kinds:
-            raise _Over
-        return order
+        self.end()
 
 
 def _listen() -> dict[str, socket.socket]:
@@ -191,138 +306,10 @@ def _interface(address: str) -> str:
     return next((name for name, own in addresses() if own == address), "")
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
-    return {k: getattr(outcome, k) for k in outcome.__dataclass_fields__}
-
-
-_shown = threading.Event()
-
-
-def _show_life(sender: Sender, restarts: bool) -> None:
-    """Let the launcher know that this node is there, several times a second.
-
-    Only from when torch is imported, where the store needs it, or may after a restart: the loading
-    of a library can hold the interpreter's lock for long, which would be silence.
-    """
-    if _shown.is_set():
-        return
-    _shown.set()
-
-    def show() -> None:
-        if restarts:
-            _import_torch()
-        while sender.send("alive"):
-            time.sleep(_ALIVE_SECONDS)
-
-    threading.Thread(target=show, daemon=True).start()
-
-
-def _serve(orders: _Orders, sender: Sender) -> None:
-    orders.heard = lambda address: sender.send(
-        "heard", address=address, seconds=heard_seconds(address, tcp_connections().values())
-    )
-    hello = orders.take("hello")
-    orders.silence = float(hello["silence"])
-    try:
-        os.chdir(hello["folder"])
-    except OSError as error:
-        sender.send("refused", why=f"{hello['folder']}: {error.strerror}")
-        return
-    os.environ.update(hello["environment"])
-    spares: Spares | None = None
-    if workers := hello.get("warm"):  # a host that comes back: the others train meanwhile
-        environment = worker_environment(Job([], workers), Nodes(interface=""))
-        spares = Spares(hello["command"], environment)
-        orders.kept = spares.pid
-        spares.wait()
-        _import_torch()
-    try:
-        facts = collect(hello["command"], hello["token"])
-    except ImportError as error:
-        sender.send("refused", why=f"{error}")
-        return
-    sender.send("facts", facts=facts)
-    listeners: dict[str, socket.socket] = {}
-    while True:
-        order = orders.take("listen", "reach", "known", "files", "run", "end")
-        kind = order["order"]
-        if kind == "end":
-            return
-        if kind == "listen":
-            for listener in listeners.values():
-                listener.close()
-            listeners = _listen()
-            sender.send("listening", ports=[[a, s.getsockname()[1]] for a, s in listeners.items()])
-        elif kind == "reach":
-            sender.send("reached", by=_reach(order["candidates"]))
-        elif kind == "known":  # files of the run directory, where this host does not share it
-            forget_others(Path(order["directory"]), order["names"])
-        elif kind == "files":
-            unpack(Path(order["directory"]), order["name"], order["data"], order["first"])
-        else:
-            own = order["address"] if order["rank"] == 0 else order["own"]
-            nodes = Nodes(
-                order["rank"],
-                order["count"],
-                order["address"],
-                order["port"],
-                listeners.pop(order["address"], None) if order["rank"] == 0 else None,
-                _interface(own),
-                first=order["first"],
-                total=order["total"],
-            )
-            for listener in listeners.values():
-                listener.close()
-            listeners = {}
-            folder = Path(order["directory"]) if order.get("directory") else None
-            given = (order["command"], order["workers"], folder, order["environment"])
-            job = Job(*given, order["restarts"], order["hang_timeout"], order["spares"])
-            if job.forks and spares is None:
-                spares = Spares(job.command, worker_environment(job, nodes))
-                orders.kept = spares.pid
-            outcome = _generation(order, job, nodes, orders, sender, spares)
-            sender.send("outcome", outcome=_outcome(outcome))
-
-
 def _import_torch() -> None:
     """Import what the store needs, before this becomes the first host: workers would wait."""
     with contextlib.suppress(ImportError):
         importlib.import_module("torch._C._distributed_c10d")
-
-
-def _generation(
-    run: dict[str, Any],
-    job: Job,
-    nodes: Nodes,
-    orders: _Orders,
-    sender: Sender,
-    spares: Spares | None,
-) -> Outcome:
-    """Run one generation of workers; how it ended."""
-    mirror = None
-    if job.directory is not None:
-        job.directory.mkdir(parents=True, exist_ok=True)
-        mirror = Mirror(job.directory, sender) if run["mirror"] else None
-        if not run["sees"] and (name := job.environment.get("RONDE_GENERATION")):
-            name_generation(job.directory, name)
-    router = Router(job.workers, _Frames(sender), run["first"])
-    for variable, (name, text) in run["files"].items():  # of the launcher's machine
-        file = router.error_folder / f"{variable}-{Path(name).name}"
-        file.write_text(text)
-        job.environment[variable] = str(file)
-    router.report = lambda views: sender.send("ranks", views=views)
-    orders.hang = lambda verdict: router.hang(verdict) if router.hang else None
-    try:
-        with orders.running(run["id"]) as stopped:
-            if stopped:
-                router.close()
-                return Outcome(130, interrupted=True)
-            return run_workers(
-                job, router, nodes, run["id"], spares, lambda: _show_life(sender, job.restarts)
-            )
-    finally:
-        if mirror is not None:
-            mirror.close()
 
 
 def main() -> None:
@@ -333,18 +320,18 @@ def main() -> None:
     os.dup2(2, 1)
     adopt_orphans()
     for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # they mean something while workers run
+        signal.signal(number, lambda *_: None)  # they are the launcher's matter
     os.write(answers_to, MARKER)
     sender = Sender(answers_to, text=sys.argv[1:] == ["text"])
+    agent = _Remote(sender.send, report_seconds=_REPORT_SECONDS)
+    threading.Thread(target=agent.read, args=(Pipe(orders_from),), daemon=True).start()
     try:
-        _serve(_Orders(orders_from), sender)
-    except _Over:
-        sender.send("outcome", outcome=_outcome(Outcome(130, interrupted=True)))
+        agent.serve()
     except Exception as error:
         import traceback
 
         traceback.print_exc()
-        sender.send("refused", why=f"{type(error).__name__}: {error}")
+        sender.send(m.Refused(f"{type(error).__name__}: {error}"))
     sys.stderr.flush()
     os._exit(0)
 

@@ -75,8 +75,8 @@ def launch(
 
         steps = ronde.launch(train, (0.1,), workers=2)
     """
+    from ronde.launch.job import Job
     from ronde.launch.local import check_workers, resolve_workers, run_here
-    from ronde.launch.node import Job
 
     if not callable(function):
         raise ArgumentError(f"expected a function to call, not {type(function).__name__}.")

@@ -23,7 +23,6 @@ from typing import Any, BinaryIO, Protocol
 import psutil
 
 from ronde.watch import MARK
-from ronde.watch.hang_judge import HangVerdict
 from ronde.world.temporary import memory_root, pid_space, temporary_prefix
 
 __all__ = ["Output", "Router", "Sink"]
@@ -106,7 +105,7 @@ class Output:
         """Append bytes to a worker's log."""
         if self._logs is None:
             return
-        with contextlib.suppress(OSError):  # a full disk must not stop the training
+        with contextlib.suppress(OSError, ValueError):  # a full disk must not stop the training
             if rank not in self._files:
                 self._files[rank] = (self._logs / f"rank-{rank}.log").open("ab", buffering=0)
             self._files[rank].write(data)
@@ -133,9 +132,6 @@ class Router:
         first: global rank of the first of them.
 
     Attributes:
-        leave: what to do when a worker says that it was asked to leave.
-        hang: what to do when the launcher says that the run hangs.
-        report: called with what is known of the ranks, where the launcher of several nodes judges.
         printed: rank -> when it printed last, of ``time.monotonic()``.
     """
 
@@ -145,9 +141,6 @@ class Router:
         self._sink, self._first = sink, first
         self._rest: dict[int, bytes] = {}
         self.printed: dict[int, float] = {}
-        self.leave: Callable[[], object] | None = None
-        self.hang: Callable[[HangVerdict], object] | None = None
-        self.report: Callable[[list[dict[str, Any]]], object] | None = None
         self._selector = selectors.DefaultSelector()
         self._fds: dict[int, int] = {}
         self.paths: dict[int, str] = {}
@@ -223,8 +216,6 @@ class Router:
                 self._sink.log(self._first + rank, str(message["log"]).encode())
                 plain = b""
             else:
-                if "leave" in message and self.leave is not None:
-                    self.leave()  # the others too
                 self._sink.message(self._first + rank, message)
             data = data[end + 1 :]
         return plain + data

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ronde.launch.node import Nodes
+from ronde.launch.job import Nodes
 from ronde.world import WorldError
 from ronde.world.network import addresses, listen_on
 

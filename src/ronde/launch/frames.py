@@ -1,4 +1,5 @@
-"""Frames between the launcher and the agents on its hosts: JSON with bytes, over a pipe.
+"""Messages between the launcher and the agents on its hosts, over a pipe: orders as lines of JSON,
+answers as frames of JSON and bytes.
 
 Where something on the way takes bytes for text (Open MPI 5 drops NUL), each frame is a line of
 Base64.
@@ -16,7 +17,9 @@ import threading
 import time
 from typing import IO, Any
 
-__all__ = ["MARKER", "Pipe", "Sender", "Silence", "receive"]
+from ronde.launch.messages import Message
+
+__all__ = ["MARKER", "Pipe", "Sender", "Silence", "from_line", "receive", "to_line"]
 
 MARKER = b"\x1eronde agent\n"
 """What an agent writes first: whatever a login shell prints before it is not a frame."""
@@ -76,15 +79,9 @@ class Sender:
         self._descriptor, self._text = descriptor, text
         self._lock = threading.Lock()
 
-    def send(self, kind: str, data: bytes = b"", **values: Any) -> bool:
-        """Write one frame; False if nobody reads any more.
-
-        Args:
-            kind: what it is.
-            data: its bytes.
-            values: JSON values.
-        """
-        head = json.dumps({"kind": kind, **values}).encode()
+    def send(self, message: Message) -> bool:
+        """Write one frame; False if nobody reads any more."""
+        head, data = json.dumps(message.values()).encode(), getattr(message, "data", b"")
         frame = _SIZES.pack(len(head), len(data)) + head + data
         rest = memoryview(base64.b64encode(frame) + b"\n" if self._text else frame)
         with self._lock:
@@ -96,7 +93,20 @@ class Sender:
         return True
 
 
-def receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
+def to_line(order: Message) -> bytes:
+    """An order as a line."""
+    values = order.values()
+    if data := getattr(order, "data", b""):
+        values["data"] = base64.b64encode(data).decode()
+    return json.dumps(values, default=str).encode() + b"\n"
+
+
+def from_line(line: bytes) -> Message:
+    """The order that :func:`to_line` wrote."""
+    return Message.of(json.loads(line), b"")
+
+
+def receive(stream: IO[bytes]) -> Message | None:
     """Read one frame; None at the end of the stream, or if what comes is no frame."""
     first = stream.read(1)
     if first > b" ":  # of Base64: sizes begin with smaller bytes
@@ -112,8 +122,7 @@ def receive(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
     if head > _LARGEST or data > _LARGEST:
         return None
     try:
-        values = json.loads(stream.read(head))
-    except ValueError:
+        values, payload = json.loads(stream.read(head)), stream.read(data)
+        return Message.of(values, payload) if len(payload) == data else None
+    except (LookupError, TypeError, ValueError):
         return None
-    payload = stream.read(data)
-    return (values, payload) if isinstance(values, dict) and len(payload) == data else None

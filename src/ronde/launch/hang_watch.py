@@ -25,12 +25,10 @@ from ronde.watch.hang_judge import (
     Limits,
     RankView,
     is_step,
-    judge_hang,
     rate_text,
     waits_for_others,
 )
 from ronde.watch.process_facts import ProcessFacts, is_stopped, process_facts, reasons
-from ronde.watch.slow_rank import SlowRanks
 from ronde.watch.stack_place import StackPlace, locate
 from ronde.watch.tcp_facts import TcpConnection, connections_of, tcp_connections
 from ronde.world.heartbeat import Beat, read_beat
@@ -44,7 +42,6 @@ _GONE_SECONDS = 30.0
 _ASK_SECONDS = 2.0
 _ANSWER_SECONDS = 0.5
 _PACE_SECONDS = 5.0  # from one look at what the machine says to the next
-_REPORT_SECONDS = 2.0  # where another process judges
 _BUSY = 0.25  # of a core
 _BUSY_BYTES = 1 << 20  # read or written in a second
 _SENT_BYTES = 1000  # over TCP, in a second
@@ -383,25 +380,23 @@ class LocalWorkers:
 
 
 class HangWatch:
-    """Looks every second, and ends the workers of a run that hangs.
+    """Looks at the workers every second and reports, and ends those of a run that hangs.
 
     Args:
-        workers: of this node's workers.
-        limits: when a run hangs.
-        size: number of ranks on all nodes.
-        say: called with a sentence about a rank that is slow or does nothing.
+        workers: of this node.
+        soon: after how many seconds without progress each look is reported.
+        every: seconds between two reports otherwise.
         log: called with rank and text for that rank's log.
-        report: called with what is known of the ranks, where their launcher judges, which sees
-            those of other nodes too; it calls :meth:`end` then.
-        directory: the run directory, whose record gets what is said.
+        report: called with what is known of the ranks. Who sees those of all nodes judges, and
+            calls :meth:`end`.
+        say: called with a sentence if watching fails.
 
     Attributes:
         verdict: why it ended them; None if it did not.
-        unwritten: what it said and the record does not have: there was none yet.
 
     Example::
 
-        with HangWatch(workers, Limits(600.0), 4, print, log) as watch:
+        with HangWatch(workers, 5.0, 2.0, log, send, print) as watch:
             ...
         print(watch.verdict)
     """
@@ -409,22 +404,17 @@ class HangWatch:
     def __init__(
         self,
         workers: LocalWorkers,
-        limits: Limits,
-        size: int,
-        say: Callable[[str], None],
+        soon: float,
+        every: float,
         log: Callable[[int, str], None],
-        report: Callable[[list[dict[str, Any]]], object] | None = None,
-        directory: Path | None = None,
+        report: Callable[[list[RankView]], object],
+        say: Callable[[str], None],
     ) -> None:
-        self._directory = directory
-        self._workers, self._limits, self._size = workers, limits, size
-        self._say, self._log, self._report = say, log, report
-        self._pace, self._reported = SlowRanks(size, limits.say), 0.0
+        self._workers, self._soon, self._every = workers, soon, every
+        self._log, self._report, self._say = log, report, say
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ronde-hangs", daemon=True)
         self.verdict: HangVerdict | None = None
-        self._said: list[HangVerdict] = []
-        self.unwritten: list[HangVerdict] = []
 
     def __enter__(self) -> HangWatch:
         self._thread.start()
@@ -435,32 +425,19 @@ class HangWatch:
         self._thread.join(5.0)
 
     def _run(self) -> None:
+        reported = 0.0
         while not self._over.wait(_LOOK_SECONDS) and self.verdict is None:
             try:
-                views = self._workers.look()
-                now = time.monotonic()
-                if self._report is not None:
-                    if now > self._reported + _REPORT_SECONDS or any(
-                        v.idle_seconds >= self._limits.say / 2 or v.stopped_seconds for v in views
-                    ):
-                        self._reported = now
-                        self._report([v.to_dict() for v in views])
-                    continue
-                verdict = judge_hang(views, self._limits, self._size)
-                verdict = verdict or self._pace.look(now, views)
+                views, now = self._workers.look(), time.monotonic()
+                waits = any(v.idle_seconds >= self._soon or v.stopped_seconds for v in views)
+                if waits or now > reported + self._every:
+                    reported = now
+                    self._report(views)
             except Exception as error:  # watching never breaks the training
                 self._say(
                     f"ronde: hangs are not watched any more ({type(error).__name__}: {error})"
                 )
                 return
-            if verdict is not None and not verdict.slow:
-                self.end(verdict)
-            elif verdict is not None and is_new(verdict, self._said):
-                self._said.append(verdict)
-                self.unwritten.append(verdict)
-                self._say(f"warning: {verdict.sentence}")
-            if record_hangs(self._directory, [dataclasses.asdict(v) for v in self.unwritten]):
-                self.unwritten.clear()
 
     def end(self, verdict: HangVerdict) -> None:
         """Write the stacks that were seen to the logs, and end the workers."""
@@ -479,7 +456,7 @@ def is_new(verdict: HangVerdict, known: Sequence[HangVerdict]) -> bool:
     return not usual and all(v.step != verdict.step for v in same)
 
 
-def record_hangs(directory: Path | None, found: Sequence[Mapping[str, Any] | None]) -> bool:
+def record_hangs(directory: Path | None, found: Sequence[HangVerdict | None]) -> bool:
     """Write what was found about hanging and slow ranks to a run's record, if there is one yet."""
     if directory is None or not any(found) or not RunDir(directory).record.is_file():
         return False
@@ -487,7 +464,7 @@ def record_hangs(directory: Path | None, found: Sequence[Mapping[str, Any] | Non
     names = ("sentence", "rank", "step", "place", "slow")
     with contextlib.suppress(OSError):  # a full disk must not end the run
         for each in filter(None, found):
-            values = {name: each[name] for name in names}
-            record.write(HangFound(**values, waiting=list(each["waiting"])))
+            values = {name: getattr(each, name) for name in names}
+            record.write(HangFound(**values, waiting=list(each.waiting)))
         record.close()
     return True

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import secrets
 import shutil
-import signal
 import sys
-import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ronde.launch.console import Output, Router
-from ronde.launch.hang_watch import record_hangs
-from ronde.launch.node import Job, Nodes, Outcome, devices, run_workers, worker_environment
+from ronde.launch.console import Output
+from ronde.launch.engine import Host
+from ronde.launch.fleet import Fleet
+from ronde.launch.job import Job, Nodes, Outcome
+from ronde.launch.node import devices
 from ronde.launch.restarts import Restarts
-from ronde.launch.spares import Spares
 from ronde.world import ArgumentError
-from ronde.world.fence import AGAIN
 
 __all__ = ["check_workers", "run_here", "resolve_workers"]
 
@@ -79,36 +74,10 @@ def run_here(
     """
     if shutil.which(sys.executable) is None:
         raise ArgumentError(f"this Python ({sys.executable}) cannot be started again")
-    nodes, alone = nodes or Nodes(), nodes is None
-    total, first = job.workers * nodes.count, job.workers * nodes.rank
-    output = Output(total, job.directory and job.directory / "logs", show, message, names)
-    run_id = uuid.uuid4().hex if alone else "ronde"
-    secret = secrets.token_hex(32)
-    asked: list[int] = []
-    handlers: dict[int, Any] = {}
-    if job.leaves:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            handlers[number] = signal.signal(number, lambda n, _: asked.append(n))
-    spares = Spares(job.command, worker_environment(job, nodes)) if job.forks else None
-    start = time.monotonic()
+    total, logs = (nodes or Nodes()).total_of(job), job.directory and job.directory / "logs"
+    output = Output(total, logs, show, message, names)
     try:
-        while True:
-            if asked:  # between two generations
-                name = signal.Signals(asked[0]).name
-                told = f"asked to leave by {name}"
-                return Outcome(AGAIN, error=told, interrupted=True, again=True)
-            own = restarts.begin() if restarts else {}
-            if alone:  # launchers of several hosts have no secret in common
-                own["RONDE_SECRET"] = secret
-            mine = dataclasses.replace(job, environment={**job.environment, **own})
-            router = Router(job.workers, output, first)
-            outcome = run_workers(mine, router, nodes, run_id, spares, asked_before=asked)
-            record_hangs(job.directory, [*outcome.slow, outcome.hang])
-            if restarts is None or not restarts.goes_on(outcome, lambda: bool(asked)):
-                return dataclasses.replace(outcome, seconds=time.monotonic() - start)
+        with Fleet([Host("", job.workers)], None, nodes=nodes) as fleet:
+            return fleet.run(job, [job.workers], output, restarts)
     finally:
-        for taken, handler in handlers.items():
-            signal.signal(taken, handler)
-        if spares is not None:
-            spares.close()
         output.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from ronde.launch.frames import Sender
+from ronde.launch.messages import File, Gone, Message, Settled
 from ronde.world import CheckpointError
 
 __all__ = ["Mirror", "Mirrored", "folder_files", "unpack"]
@@ -27,10 +27,10 @@ def _inside(folder: Path, name: str) -> Path:
     return path
 
 
-def unpack(folder: Path, name: str, data: str, first: bool) -> None:
-    """Write base64 data to a file of a folder, over what was there or after the part before."""
+def unpack(folder: Path, name: str, data: bytes, first: bool) -> None:
+    """Write data to a file of a folder, over what was there or after the part before."""
     with _inside(folder, name).open("wb" if first else "ab") as file:
-        file.write(base64.b64decode(data))
+        file.write(data)
 
 
 def forget_others(folder: Path, names: list[str]) -> None:
@@ -54,8 +54,8 @@ def folder_files(folder: Path) -> list[str]:
 class Mirror:
     """Sends what appears in a folder: grown files by what was added, others whole."""
 
-    def __init__(self, folder: Path, sender: Sender) -> None:
-        self._folder, self._sender = folder, sender
+    def __init__(self, folder: Path, send: Callable[[Message], object]) -> None:
+        self._folder, self._send = folder, send
         self._known = {name: self._state(name) for name in folder_files(folder)}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, daemon=True)
@@ -78,19 +78,19 @@ class Mirror:
             before = self._known.get(name)
             if state != before:
                 grown = name.endswith(".jsonl") and before is not None and state[0] > before[0]
-                self._send(name, before[0] if grown and before else 0)
+                self._send_file(name, before[0] if grown and before else 0)
                 self._known[name] = state
         for name in self._known.keys() - now.keys():
-            self._sender.send("gone", name=name)
+            self._send(Gone(name))
             del self._known[name]
-        self._sender.send("settled")
+        self._send(Settled())
 
-    def _send(self, name: str, start: int) -> None:
+    def _send_file(self, name: str, start: int) -> None:
         with contextlib.suppress(OSError), (self._folder / name).open("rb") as file:
             file.seek(start)
             first = start == 0
             while (data := file.read(_PART)) or first:
-                self._sender.send("file", data, name=name, first=first)
+                self._send(File(name, first, data))
                 first = False
 
     def close(self) -> None:
@@ -118,25 +118,20 @@ class Mirrored:
         self._parts.add(part)
         return _inside(part, str(Path(*parts[2:])))
 
-    def file(self, name: str, first: bool, data: bytes) -> None:
-        """Take a part of a file; the first one replaces what was there, and ``first`` is False for
-        what was added to a growing one.
-        """
-        with self._place(name).open("wb" if first else "ab") as file:
-            file.write(data)
-
-    def gone(self, name: str) -> None:
-        """A file is not there any more."""
-        path = _inside(self._folder, name)
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            path.parent.rmdir()
-
-    def settled(self) -> None:
-        """Everything that there was has come: new checkpoints are whole."""
-        for part in self._parts:
-            part.rename(part.with_name(part.name.removeprefix(".").removesuffix(".arriving")))
-        self._parts.clear()
+    def take(self, message: Message) -> None:
+        """Take what a mirror has sent; other messages are none of its matter."""
+        if isinstance(message, File):
+            with self._place(message.name).open("wb" if message.first else "ab") as file:
+                file.write(message.data)
+        elif isinstance(message, Gone):
+            path = _inside(self._folder, message.name)
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+        elif isinstance(message, Settled):  # new checkpoints are whole
+            for part in self._parts:
+                part.rename(part.with_name(part.name.removeprefix(".").removesuffix(".arriving")))
+            self._parts.clear()
 
     def close(self) -> None:
         """Remove what came in part only."""

@@ -1,4 +1,4 @@
-"""Run the workers of one node, and tell how they ended."""
+"""Run the workers of one node, one generation of them, and tell how they ended."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,127 +23,21 @@ import psutil
 
 from ronde.launch.console import Router
 from ronde.launch.hang_watch import HangWatch, LocalWorkers
+from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.memory_folder import MemoryFolder
-from ronde.launch.supervise import Starter, WorkerFailure, Workers
-from ronde.watch.hang_judge import Limits
+from ronde.launch.supervise import Starter, Stopped, WorkerFailure, Workers
+from ronde.watch.hang_judge import HangVerdict, Limits, RankView
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.fence import AGAIN
 from ronde.world.network import listen_on
 from ronde.world.temporary import memory_root
 
-__all__ = [
-    "Job",
-    "Nodes",
-    "Outcome",
-    "adopt_orphans",
-    "devices",
-    "reap",
-    "run_workers",
-    "warn_workers",
-    "worker_environment",
-]
+__all__ = ["Node", "adopt_orphans", "devices", "reap", "warn_workers", "worker_environment"]
 
-_SHUTDOWN_SECONDS = 10
+_SHUTDOWN_SECONDS = 10.0
 _PEERS_SECONDS = 1.0
 _FAILED = "ronde/failed"
 _GPU_FILES = ("nvidia", "nvhost", "nvmap", "kfd", "dxg")
-
-
-@dataclass(frozen=True)
-class Job:
-    """What to launch.
-
-    Attributes:
-        command: script path and arguments, or ``-m``, module and arguments.
-        workers: how many.
-        directory: the run directory; None leaves nothing behind.
-        environment: further variables for the workers.
-        restarts: whether others follow when one fails: then all are ended at once.
-        hang_timeout: after how many seconds without progress a worker hangs; None does not watch.
-        spares: whether workers may be forks of one process that has imported torch.
-    """
-
-    command: list[str]
-    workers: int
-    directory: Path | None = None
-    environment: dict[str, str] = field(default_factory=dict)
-    restarts: bool = False
-    hang_timeout: float | None = None
-    spares: bool = True
-
-    @property
-    def forks(self) -> bool:
-        """Whether importing torch once is faster than each worker doing it, or a restart is."""
-        return self.spares and (self.workers > 1 or self.restarts)
-
-    @property
-    def leaves(self) -> bool:
-        """Whether workers save and leave when they are asked to."""
-        return self.environment.get("RONDE_LEAVE") == "1"
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Where the workers of this node stand among those of all nodes, and where they meet.
-
-    Attributes:
-        rank: place of this node among the nodes.
-        count: how many nodes.
-        address: address of node 0 on which its store listens.
-        port: port of that store; on node 0 the one that ``listener`` is bound to.
-        listener: node 0's bound socket.
-        interface: the interface of this node that leads to the others.
-        patience: how long to wait for node 0, in seconds.
-        tells: whether nodes tell each other when one fails; else their launcher does.
-        first: global rank of this node's first worker; None where all nodes have as many.
-        total: workers of all nodes; None likewise.
-    """
-
-    rank: int = 0
-    count: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0
-    listener: socket.socket | None = None
-    interface: str = "lo"
-    patience: float = 60.0
-    tells: bool = False
-    first: int | None = None
-    total: int | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How the launch ended.
-
-    Attributes:
-        status: exit status for the shell: 0 only if every worker ended well.
-        rank: the rank that failed first.
-        error: its error, one line.
-        before: where the error is only that another rank was gone: what is known of that one, which
-            ended early with status 0; else empty.
-        traceback: its traceback, empty where it was killed or ended by itself.
-        exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
-        consequence: whether it is only that another rank was gone, as far as its words tell.
-        again: whether the workers were asked to leave, so that the run can be resumed.
-        left: ranks that called ``os._exit(0)``, where no rank failed: ``rank 0``; else empty.
-        interrupted: whether a signal to the launcher ended it.
-        hang: what was found where the run hung; None where it did not.
-        slow: what was found about slow ranks, and no record has yet.
-    """
-
-    status: int
-    rank: int | None = None
-    error: str | None = None
-    traceback: str = ""
-    exited: bool = False
-    interrupted: bool = False
-    before: str = ""
-    consequence: bool = False
-    left: str = ""
-    again: bool = False
-    seconds: float = 0.0
-    hang: dict[str, Any] | None = None
-    slow: list[dict[str, Any]] = field(default_factory=list)
 
 
 def _may_have_gpu() -> bool:
@@ -219,8 +113,7 @@ def _open_store(nodes: Nodes, listener: socket.socket) -> None:
 
 def _environments(job: Job, nodes: Nodes, port: int, run_id: str) -> list[dict[str, str]]:
     """What each worker of this node is told, under the names that torchrun gives."""
-    first = job.workers * nodes.rank if nodes.first is None else nodes.first
-    size = nodes.total or job.workers * nodes.count
+    first, size = nodes.first_of(job), nodes.total_of(job)
     common = {
         "MASTER_ADDR": nodes.address,
         "MASTER_PORT": str(port),
@@ -371,10 +264,13 @@ class _Peers:
     """Nodes that no launcher leads: one that fails says so in node 0's store, and the others end.
 
     Without it they would wait for a lost rank until their collectives time out.
+
+    Args:
+        end: called when another node has failed.
     """
 
-    def __init__(self, nodes: Nodes, port: int) -> None:
-        self._nodes, self._port = nodes, port
+    def __init__(self, nodes: Nodes, port: int, end: Callable[[], object]) -> None:
+        self._nodes, self._port, self._end = nodes, port, end
         self._store: Any = None
         self._over = threading.Event()
         self.failed = False
@@ -396,17 +292,19 @@ class _Peers:
             self._over.wait(2 * _PEERS_SECONDS)  # node 0 may have ended because all is done
         if not self._over.is_set():
             self.failed = True
-            os.kill(os.getpid(), signal.SIGINT)
+            self._end()
 
-    def finish(self) -> None:
+    def finish(self, check: Callable[[], None]) -> None:
         """Say that this node's workers have ended well. Node 0, which holds the store, waits for
-        the others, where a signal reaches it.
+        the others; ``check`` raises what ends that.
         """
         while self._store is None:
+            check()
             time.sleep(0.05)
         self._store.set(f"ronde/done/{self._nodes.rank}", "")
         others = [f"ronde/done/{rank}" for rank in range(self._nodes.count)]
         while self._nodes.rank == 0 and not self._store.check(others):
+            check()
             time.sleep(0.1)
 
     def close(self, failed: bool) -> None:
@@ -420,176 +318,183 @@ class _Peers:
         self._thread.join(2 * _PEERS_SECONDS)
 
 
-class _Stopped(BaseException):
-    def __init__(self, number: int) -> None:
-        self.number = number
+class Node:
+    """One generation of this node's workers.
 
-
-def _hang_watch(job: Job, router: Router, nodes: Nodes, port: int) -> HangWatch | None:
-    if job.hang_timeout is None:
-        return None
-    limits = Limits(job.hang_timeout)
-    first = job.workers * nodes.rank if nodes.first is None else nodes.first
-    ranks = range(first, first + job.workers)
-    folders = (Path(tempfile.gettempdir()), *([job.directory] if job.directory else []))
-    local = LocalWorkers(router.error_folder, ranks, limits, folders, router.printed, port)
-    total = nodes.total or job.workers * nodes.count
-    watch = HangWatch(local, limits, total, router.say, router.log, router.report, job.directory)
-    router.hang = watch.end
-    return watch
-
-
-def _found(watch: HangWatch | None) -> dict[str, Any]:
-    """What an outcome says about hangs and slow ranks."""
-    if watch is None:
-        return {}
-    found: dict[str, Any] = {"slow": [dataclasses.asdict(each) for each in watch.unwritten]}
-    if (hang := watch.verdict) is not None:
-        found.update(rank=hang.rank, error=hang.sentence, traceback="", before="", exited=False)
-        found.update(consequence=False, hang=dataclasses.asdict(hang))
-    return found
-
-
-def _stop(number: int, _: object) -> None:
-    raise _Stopped(number)
-
-
-def run_workers(
-    job: Job,
-    router: Router,
-    nodes: Nodes,
-    run_id: str,
-    starter: Starter | None = None,
-    opened: Callable[[], None] = lambda: None,
-    asked_before: Sequence[int] = (),
-) -> Outcome:
-    """Start this node's workers, watch them, and return when all have ended; closes the router.
-
-    Where the workers know how to save and leave, the first SIGTERM or SIGUSR1 asks them to.
+    A thread runs it; others may ask it to stop, to let the workers leave, or to end a hang.
 
     Args:
-        router: reads what the workers print.
+        job: what to run.
         nodes: this node among all.
         run_id: the same on every node.
+        router: reads what the workers print; closed at the end.
+        report: called with what is known of the ranks.
+        every: seconds between two reports.
         starter: starts workers faster than a new interpreter.
         opened: called when the workers can meet.
-        asked_before: signals that asked the run to leave before this looks.
     """
-    start = time.monotonic()
-    adopt_orphans()
-    environment = worker_environment(job, nodes)
-    environment["RONDE_WATCH_DIR"] = str(router.error_folder)
-    memory = MemoryFolder(
-        job.directory if job.restarts else None, job.environment.get("RONDE_GENERATION", "")
-    )
-    environment |= memory.variables
-    before = {k: os.environ.get(k) for k in environment}
-    os.environ.update(environment)
-    handlers: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-            handlers[number] = signal.signal(number, _stop)
-    peers: _Peers | None = None
-    workers: Workers | None = None
-    asked = list(asked_before)
 
-    def ask(number: int, _: object) -> None:
-        told = not asked and workers is not None and workers.ask_to_leave()
-        if not asked and (told or number == signal.SIGUSR1):
-            asked.append(number)  # workers that cannot leave yet are asked again
-        elif number != signal.SIGUSR1:
-            raise _Stopped(number)
+    def __init__(
+        self,
+        job: Job,
+        nodes: Nodes,
+        run_id: str,
+        router: Router,
+        report: Callable[[list[RankView]], object],
+        every: float,
+        starter: Starter | None = None,
+        opened: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._job, self._nodes, self._run_id, self._router = job, nodes, run_id, router
+        self._report, self._every = report, every
+        self._starter, self._opened = starter, opened
+        self._workers: Workers | None = None
+        self._peers: _Peers | None = None
+        self._watch: HangWatch | None = None
+        self._number, self._seconds = 0, _SHUTDOWN_SECONDS  # of :meth:`stop`
+        self._asked: int | None = None  # of :meth:`leave`
 
-    if handlers and job.leaves:
-        signal.signal(signal.SIGTERM, ask)
-        handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, ask)
-    failed = done = False
-    try:
+    def stop(self, number: int, seconds: float = _SHUTDOWN_SECONDS) -> None:
+        """End the workers with a signal, by force after some seconds; a second time at once."""
+        self._seconds = 0.0 if self._number else seconds
+        self._number = self._number or number
+
+    def leave(self, number: int) -> None:
+        """Ask the workers to save and leave, now or as soon as they know how.
+
+        Args:
+            number: the signal to the launcher for whose sake. SIGTERM ends workers that do not know
+                how.
+        """
+        leaves = self._workers is not None and self._workers.ask_to_leave()
+        if number == signal.SIGTERM and not leaves:
+            self.stop(number)
+        self._asked = self._asked or number
+
+    def hang(self, verdict: HangVerdict) -> None:
+        """End the workers of a run that hangs."""
+        if self._watch is not None:
+            self._watch.end(verdict)
+
+    def _check(self) -> None:
+        if self._number:
+            raise Stopped
+
+    def run(self) -> Outcome:
+        """Start the workers, watch them, and return when all have ended."""
+        start = time.monotonic()
+        adopt_orphans()
+        memory = MemoryFolder(
+            self._job.directory if self._job.restarts else None,
+            self._job.environment.get("RONDE_GENERATION", ""),
+        )
+        outcome = Outcome(1)
+        try:
+            try:
+                self._start(memory.variables)
+                outcome = self._attend()
+            except Stopped:
+                outcome = self._stopped()
+            return dataclasses.replace(outcome, seconds=time.monotonic() - start)
+        finally:
+            if self._workers is not None:
+                self._workers.kill()
+                if outcome.status:
+                    memory.hand_on()
+            memory.close()
+            reap(0 if self._starter is None else self._starter.pid)
+            _free_caches()
+            self._router.close()
+            if self._peers is not None:
+                self._peers.close(bool(outcome.status) and not outcome.again)
+
+    def _start(self, variables: Mapping[str, str]) -> None:
+        """Start the workers, and open the store at which they meet."""
+        job, nodes, starter = self._job, self._nodes, self._starter
         listener = None
         if nodes.rank == 0:
             listener = nodes.listener or listen_on(nodes.address)
         port = listener.getsockname()[1] if listener else nodes.port
-        watch = _hang_watch(job, router, nodes, port)
-        environments = _environments(job, nodes, port, run_id)
+        self._watch = self._hang_watch(port)
         if listener is not None and (starter is not None or "torch" in sys.modules):
             _open_store(nodes, listener)
             listener = None
-        workers = Workers(job.command, environments, router, job.restarts, starter)
+        common = {
+            **worker_environment(job, nodes),
+            "RONDE_WATCH_DIR": str(self._router.error_folder),
+            **variables,
+        }
+        own = [{**common, **e} for e in _environments(job, nodes, port, self._run_id)]
+        over = self._is_over
+        self._workers = Workers(job.command, own, self._router, job.restarts, starter, over)
         if starter is not None and not job.restarts:
             starter.close()
-        router.leave = workers.ask_to_leave
-        if asked:
-            workers.ask_to_leave()
+        if self._asked is not None:
+            self._workers.ask_to_leave()
         if listener is not None:
             _open_store(nodes, listener)  # imports torch, while the worker does
-        peers = _Peers(nodes, port) if nodes.tells else None
-        opened()
-        with watch or contextlib.nullcontext():
+        if nodes.tells:
+            self._peers = _Peers(nodes, port, lambda: self.stop(signal.SIGINT))
+        self._opened()
+
+    def _is_over(self) -> bool:
+        return bool(self._number)
+
+    def _hang_watch(self, port: int) -> HangWatch | None:
+        job, router, first = self._job, self._router, self._nodes.first_of(self._job)
+        if job.hang_timeout is None:
+            return None
+        limits = Limits(job.hang_timeout)
+        folders = (Path(tempfile.gettempdir()), *([job.directory] if job.directory else []))
+        ranks = range(first, first + job.workers)
+        local = LocalWorkers(router.error_folder, ranks, limits, folders, router.printed, port)
+        return HangWatch(local, limits.say / 2, self._every, router.log, self._report, router.say)
+
+    def _attend(self) -> Outcome:
+        """Wait until all workers have ended, or one has failed; how."""
+        workers, folder = self._workers, self._router.error_folder
+        assert workers is not None
+        with self._watch or contextlib.nullcontext():
             failures = workers.wait()
         if failures:
-            failed = True
             # Others may be about to say why they fail. Where a restart follows, they need not.
-            workers.kill() if job.restarts else workers.end(signal.SIGTERM, _SHUTDOWN_SECONDS)
-            outcome = _failure(failures, router.error_folder, time.monotonic() - start)
-            outcome = dataclasses.replace(outcome, **_found(watch))
-            gone = _noted(router.error_folder, "left") if outcome.hang else ""
-            if gone:  # the others wait for one that is not there any more
-                gone = f"{gone} left with status 0 in the middle of the training (os._exit)"
-                outcome = dataclasses.replace(outcome, error=f"{gone}. {outcome.error}")
-            return outcome
-        if workers.left or workers.running:
-            name = f" by {signal.Signals(asked[0]).name}" if asked else ""
-            late = ", but the step took longer than a minute" if workers.running else ""
-            return Outcome(
-                AGAIN,
-                error=f"asked to leave{name}{late}",
-                again=True,
-                interrupted=bool(asked),
-                seconds=time.monotonic() - start,
-            )
-        if peers is not None:
-            peers.finish()
-        done = True
-        left = _noted(router.error_folder, "left")
-        return Outcome(0, left=left, seconds=time.monotonic() - start, **_found(watch))
-    except (_Stopped, KeyboardInterrupt) as stopped:
-        by = stopped.number if isinstance(stopped, _Stopped) else int(signal.SIGINT)
-        with contextlib.suppress(_Stopped):  # a second signal does not wait
-            if workers is not None:
-                workers.end(by, _SHUTDOWN_SECONDS)
-        if peers is not None and peers.failed:
-            told = "a worker of another host failed first; that host's output says why"
-            return Outcome(1, error=told, seconds=time.monotonic() - start)
-        failed = True
-        return Outcome(
-            128 + by,
-            error=f"stopped by {signal.Signals(by).name}",
-            interrupted=True,
-            seconds=time.monotonic() - start,
-        )
-    finally:
-        for s in handlers:
-            signal.signal(s, signal.SIG_IGN)  # cleaning up is short: it is not interrupted half-way
-        if workers is not None:
-            workers.kill()
-            if not done:
-                memory.hand_on()
-        memory.close()
-        reap(0 if starter is None else starter.pid)
-        _free_caches()
-        router.close()
-        if peers is not None:
-            peers.close(failed)
-        for s, handler in handlers.items():
-            signal.signal(s, handler)
-        for key, value in before.items():
-            if value is None:
-                os.environ.pop(key, None)
+            if self._job.restarts:
+                workers.kill()
             else:
-                os.environ[key] = value
+                workers.end(signal.SIGTERM, lambda: 0.0 if self._number else _SHUTDOWN_SECONDS)
+            self._check()
+            return self._hung() or _failure(failures, folder)
+        if workers.left or workers.running:
+            name = f" by {signal.Signals(self._asked).name}" if self._asked else ""
+            late = ", but the step took longer than a minute" if workers.running else ""
+            told = f"asked to leave{name}{late}"
+            return Outcome(AGAIN, error=told, again=True, interrupted=bool(self._asked))
+        if self._peers is not None:
+            self._peers.finish(self._check)
+        return Outcome(0, left=_noted(folder, "left"))
+
+    def _hung(self) -> Outcome | None:
+        """The outcome if the workers were ended because the run hung."""
+        hang = None if self._watch is None else self._watch.verdict
+        if hang is None:
+            return None
+        error = hang.sentence
+        if gone := _noted(self._router.error_folder, "left"):  # the others wait for it
+            error = f"{gone} left with status 0 in the middle of the training (os._exit). {error}"
+        return Outcome(1, hang.rank, error, hang=hang)
+
+    def _stopped(self) -> Outcome:
+        """End the workers because it was asked for."""
+        if self._workers is not None:
+            self._workers.end(self._number, lambda: self._seconds)
+        if self._peers is not None and self._peers.failed:
+            told = "a worker of another host failed first; that host's output says why"
+            return Outcome(1, error=told)
+        told = f"stopped by {signal.Signals(self._number).name}"
+        return Outcome(128 + self._number, error=told, interrupted=True)
 
 
-def _failure(failures: Mapping[int, WorkerFailure], folder: Path, seconds: float) -> Outcome:
+def _failure(failures: Mapping[int, WorkerFailure], folder: Path) -> Outcome:
     first = min(_told(rank, failure) for rank, failure in failures.items())
     gone = _ended_before(folder, first.when) if first.consequence else ""
     return Outcome(
@@ -600,5 +505,4 @@ def _failure(failures: Mapping[int, WorkerFailure], folder: Path, seconds: float
         first.exited,
         before=gone,
         consequence=first.consequence,
-        seconds=seconds,
     )

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ronde.checkpoint.manifest import check_files, list_checkpoints, load_manifest
-from ronde.launch.node import Outcome
+from ronde.launch.job import Outcome
 from ronde.watch import Record, Restarted, RunDir
 from ronde.world import CheckpointError, WorldError
 from ronde.world.fence import name_generation

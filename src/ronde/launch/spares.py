@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 __all__ = ["Spares", "main"]
 
 _LARGEST = 1 << 20
+_LOOK_SECONDS = 0.05
 _IMPORTS = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -87,8 +89,12 @@ class Spares:
         there.close()
         self._socket, self.pid = here, self._process.pid
 
-    def start(self, environment: Mapping[str, str], output: str) -> _Forked | None:
-        """Start a worker; None if there is no warm process (any more)."""
+    def start(
+        self, environment: Mapping[str, str], output: str, over: Callable[[], object] = bool
+    ) -> _Forked | None:
+        """Start a worker; None if there is no warm process (any more), or ``over`` says that none
+        is needed.
+        """
         if self._socket is None:
             return None
         request = {
@@ -96,7 +102,9 @@ class Spares:
             "output": output,
             "folder": str(Path.cwd()),
         }
-        self.wait()
+        self.wait(over)
+        if over():
+            return None
         pid = ""
         with contextlib.suppress(OSError):
             if self._ready:
@@ -107,9 +115,12 @@ class Spares:
             return None
         return _Forked(int(pid))
 
-    def wait(self) -> None:
-        """Wait until the warm process has imported torch, or has ended."""
+    def wait(self, over: Callable[[], object] = bool) -> None:
+        """Wait until the warm process has imported torch, or has ended, or it is ``over``."""
         if self._socket is not None and not self._ready:
+            while not select.select([self._socket], [], [], _LOOK_SECONDS)[0]:
+                if over():
+                    return
             with contextlib.suppress(OSError):
                 self._ready = self._socket.recv(64) == b"ready"
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 from ronde.launch.console import Router
 from ronde.world.fence import AGAIN
 
-__all__ = ["WorkerFailure", "Workers"]
+__all__ = ["Stopped", "WorkerFailure", "Workers"]
 
 _LOOK_SECONDS = 0.02
 _STATE_SECONDS = 0.15
@@ -42,11 +42,17 @@ class Starter(Protocol):
 
     pid: int
 
-    def start(self, environment: Mapping[str, str], output: str) -> Process | None:
-        """A running worker; None if it cannot."""
+    def start(
+        self, environment: Mapping[str, str], output: str, over: Callable[[], object]
+    ) -> Process | None:
+        """A running worker; None if it cannot, or if ``over`` says that none is needed."""
 
     def close(self) -> None:
         """Start no more of them."""
+
+
+class Stopped(Exception):
+    """The workers are to end."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,10 @@ class Workers:
         router: where they write to.
         watchful: whether a worker that somebody has stopped counts as failed.
         starter: what starts them; None, or where it cannot: a new interpreter each.
+        over: whether they are to end.
+
+    Raises:
+        Stopped: they are to end before all have been started.
     """
 
     def __init__(
@@ -84,8 +94,9 @@ class Workers:
         router: Router,
         watchful: bool = False,
         starter: Starter | None = None,
+        over: Callable[[], object] = bool,
     ) -> None:
-        self._watchful = watchful
+        self._watchful, self._over = watchful, over
         self._error_files = [router.error_folder / f"error-{e['RANK']}.json" for e in environments]
         self._ranks = [int(e["RANK"]) for e in environments]
         self._processes: list[Process] = []
@@ -104,7 +115,9 @@ class Workers:
                     "TORCHELASTIC_ERROR_FILE": str(self._error_files[local]),
                 }
                 output = router.paths[local]
-                process = starter.start(environment, output) if starter else None
+                process = starter.start(environment, output, over) if starter else None
+                if over():
+                    raise Stopped
                 self._processes.append(process or _interpreter(command, environment, output))
         except BaseException:
             self.kill()
@@ -114,8 +127,13 @@ class Workers:
         """Wait until all have ended, or one has failed. Returns rank -> failure.
 
         Some that were asked to leave, and do not in a minute, are left for :meth:`kill`.
+
+        Raises:
+            Stopped: they are to end.
         """
         while not self._look() and not self.failures:
+            if self._over():
+                raise Stopped
             if self._asked is not None and time.monotonic() > self._asked + _LEAVE_SECONDS:
                 break
             time.sleep(_LOOK_SECONDS)
@@ -179,11 +197,13 @@ class Workers:
                     self._told.add(process.pid)
         return bool(self._told)
 
-    def end(self, number: int, seconds: float) -> None:
-        """Send a signal, and kill those that have not ended after some seconds."""
+    def end(self, number: int, seconds: Callable[[], float]) -> None:
+        """Send a signal, and kill those that have not ended after some seconds, which may become
+        fewer meanwhile.
+        """
         self.send(number)
-        limit = time.monotonic() + seconds
-        while not self._look() and time.monotonic() < limit:
+        start = time.monotonic()
+        while not self._look() and time.monotonic() < start + seconds():
             time.sleep(_LOOK_SECONDS)
         self.kill()
 

@@ -1,0 +1,144 @@
+"""One generation of workers on all hosts: judge what their agents tell, and how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Callable, Sequence
+
+from ronde.launch import messages as m
+from ronde.launch.console import Output
+from ronde.launch.hang_watch import is_new, record_hangs
+from ronde.launch.job import Job, Outcome
+from ronde.launch.links import Link
+from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_hang
+from ronde.watch.slow_rank import SlowRanks
+
+__all__ = ["Generation"]
+
+_FRESH_SECONDS = 4.0
+_STOP_SECONDS = 1.5  # that workers of other hosts have to end by themselves after a failure
+
+
+class Generation:
+    """One generation of workers. The first host that fails ends the others.
+
+    Args:
+        links: the agents that run it.
+        job: what they run.
+        run_id: its name for the agents.
+        total: workers of all nodes, those that another launcher leads too.
+        output: takes sentences about slow ranks.
+        why: why an agent has ended.
+        writes: whether the run's record is written here, and not mirrored.
+
+    Attributes:
+        ended: link -> how its workers ended.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        job: Job,
+        run_id: str,
+        total: int,
+        output: Output | None,
+        why: Callable[[Link, m.Closed], str],
+        writes: bool,
+    ) -> None:
+        self._links, self._job, self._id, self._total = list(links), job, run_id, total
+        self._output, self._why, self._writes = output, why, writes
+        self._limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
+        self._ranks: dict[Link, tuple[float, list[RankView]]] = {}
+        self._pace = SlowRanks(total, self._limits.say if self._limits else 0.0)
+        self._slow: list[HangVerdict] = []
+        self._unwritten: list[HangVerdict] = []
+        self._hang: HangVerdict | None = None
+        self.ended: dict[Link, Outcome] = {}
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return self._job.workers
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every node has ended."""
+        return len(self.ended) == len(self._links)
+
+    def look(self) -> None:
+        """Nothing has come for a while: note agents that are gone without a word."""
+        for link in self._links:
+            if link.closed and link not in self.ended:
+                self.take(link, m.Closed(255))
+
+    def take(self, link: Link, answer: m.Message) -> None:
+        """Take an agent's answer.
+
+        Raises:
+            BaseException: what an agent in this process has raised.
+        """
+        if isinstance(answer, m.Failed):
+            raise answer.error
+        if isinstance(answer, m.Views):
+            self._judge(link, answer.views)
+        elif isinstance(answer, m.Ended):
+            self._note(link, answer.outcome)
+        elif isinstance(answer, m.Refused):
+            self._note(link, Outcome(1, error=f"host {link.host.name} is lost: {answer.why}"))
+        elif isinstance(answer, m.Closed) and link not in self.ended:
+            why = self._why(link, answer)
+            self._note(link, Outcome(1, error=f"host {link.host.name} is lost: {why}"))
+
+    def _note(self, link: Link, outcome: Outcome) -> None:
+        # who leaves was asked to, as all were: the others may still be saving
+        fails = bool(outcome.status) and not outcome.again
+        if fails and not any(o.status and not o.again for o in self.ended.values()):
+            seconds = 0.0 if self._job.restarts else _STOP_SECONDS
+            for other in self._links:
+                if other is not link:
+                    other.order(m.Stop(signal.SIGINT, seconds, self._id))
+        self.ended.setdefault(link, outcome)
+
+    def _judge(self, link: Link, views: Sequence[RankView]) -> None:
+        """Judge from what all nodes say of their ranks: say that one is slow, or end a hang."""
+        if self._limits is None or self._hang is not None:
+            return
+        now = time.monotonic()
+        self._ranks[link] = now, [dataclasses.replace(v, host=link.host.name) for v in views]
+        each = self._ranks.values()
+        fresh = [v for at, views in each if now - at < _FRESH_SECONDS for v in views]
+        verdict = judge_hang(fresh, self._limits, self._total)
+        verdict = verdict or self._pace.look(now, [v for _, views in each for v in views])
+        if verdict is not None and not verdict.slow:
+            self._hang = verdict
+            for other in self._links:
+                other.order(m.HangFound(verdict))
+        elif verdict is not None and is_new(verdict, self._slow):
+            self._slow.append(verdict)
+            self._unwritten.append(verdict)
+            if self._output is not None:
+                self._output.out(0, f"warning: {verdict.sentence}\n".encode())
+        if self._writes:
+            self.record()
+
+    def record(self) -> None:
+        """Write what was found about slow ranks to the record, if there is one yet."""
+        if record_hangs(self._job.directory, self._unwritten):
+            self._unwritten.clear()
+
+    def outcome(self) -> Outcome:
+        """How the generation ended, when every node has."""
+        failed = [o for o in self.ended.values() if o.status and not o.interrupted]
+        if not failed:
+            failed = [o for o in self.ended.values() if o.status]
+        if not failed:
+            left = ", ".join(o.left for o in self.ended.values() if o.left)
+            self.record()
+            return Outcome(0, left=left)
+        # the first to fail, but rather one that did not fail because another was gone
+        worst = min(failed, key=lambda o: (o.again, o.consequence))
+        self._unwritten += [worst.hang] if worst.hang else []
+        self.record()
+        return worst

@@ -1,0 +1,241 @@
+"""The launcher's side of an agent: a process whose pipes lead to another host, or a thread here."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ronde.launch import messages as m
+from ronde.launch.agent import Agent
+from ronde.launch.engine import Engine, Host
+from ronde.launch.facts import Facts
+from ronde.launch.frames import MARKER, Pipe, Silence, receive, to_line
+from ronde.launch.job import Nodes
+from ronde.world import ArgumentError
+
+__all__ = ["SILENCE_SECONDS", "HereLink", "HostLink", "Link"]
+
+SILENCE_SECONDS = 10.0
+_USUAL_SILENCES = 4  # times the longest silence that ended: hosts and networks differ
+_HEARD_SECONDS = 1.0  # a host from which others heard something since then is not lost
+_ASK_SECONDS = 0.25
+_CLEAN_SECONDS = 15.0
+_LINES = 60  # the long words of mpirun follow those of ssh
+
+
+class Link:
+    """An agent, as the launcher sees it.
+
+    Args:
+        host: where it is.
+        arrived: called with this link and each answer, in a thread of the link's.
+
+    Attributes:
+        facts: what its host is and has; None before it has told.
+        address: of its workers.
+        closed: whether it has ended.
+    """
+
+    def __init__(self, host: Host, arrived: Callable[[Link, m.Message], None]) -> None:
+        self.host, self._arrived = host, arrived
+        self.facts: Facts | None = None
+        self.address = ""
+        self.closed = False
+
+    def order(self, order: m.Message) -> None:
+        """Give an order; one that cannot be given any more is told by :class:`Closed`."""
+        raise NotImplementedError
+
+    def close(self, seconds: float) -> None:
+        """Wait until the agent has ended, and end it by force after some seconds."""
+        raise NotImplementedError
+
+    def why(self, status: int, engine: Engine | None, python: str) -> str:
+        """Why it has ended."""
+        raise NotImplementedError
+
+
+class HereLink(Link):
+    """An agent in a thread of this process.
+
+    Args:
+        nodes: this host among those of a container; None: the only one.
+    """
+
+    def __init__(
+        self, host: Host, arrived: Callable[[Link, m.Message], None], nodes: Nodes | None
+    ) -> None:
+        super().__init__(host, arrived)
+        self._agent = Agent(lambda answer: arrived(self, answer), nodes or Nodes())
+        # Workers die with the thread that started them: it stays until they have ended.
+        self._thread = threading.Thread(target=self._serve, name="ronde-agent", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        try:
+            self._agent.serve()
+        except BaseException as error:
+            self._arrived(self, m.Failed(error))
+        self.closed = True
+        self._arrived(self, m.Closed(0))
+
+    def order(self, order: m.Message) -> None:
+        """See :meth:`Link.order`."""
+        self._agent.take(order)
+
+    def close(self, seconds: float) -> None:
+        """See :meth:`Link.close`. Its workers have seconds of their own to end in."""
+        self._thread.join(seconds + _CLEAN_SECONDS)
+
+    def why(self, status: int, engine: Engine | None, python: str) -> str:
+        """See :meth:`Link.why`."""
+        return "its thread has ended"
+
+
+class HostLink(Link):
+    """An agent on another host, through the process that leads there.
+
+    Args:
+        argv: a command whose pipes lead to an agent there.
+    """
+
+    def __init__(
+        self, host: Host, arrived: Callable[[Link, m.Message], None], argv: Sequence[str]
+    ) -> None:
+        super().__init__(host, arrived)
+        self._printed: list[str] = []
+        self._silent = ""
+        self._silence: Silence | None = None
+        self._asked, self._asked_first = 0.0, 0.0  # when others were asked whether they hear it
+        self._heard: dict[str, tuple[float, float]] = {}  # address -> when it answered, seconds
+        try:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C comes to the launcher alone
+            )
+        except OSError as error:
+            raise ArgumentError(f"{argv[0]} cannot be started: {error}") from None
+        self._errors = threading.Thread(target=self._read_errors, daemon=True)
+        self._errors.start()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    @property
+    def printed(self) -> str:
+        """The last lines of the process's standard error."""
+        return "\n".join(self._printed)
+
+    def order(self, order: m.Message) -> None:
+        """See :meth:`Link.order`."""
+        with self._lock:
+            self._write(order)
+
+    def _write(self, order: m.Message) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(to_line(order))
+            self.process.stdin.flush()
+
+    def ping(self) -> None:
+        """Show that the launcher lives, unless an order is on its way: then that does."""
+        if self._lock.acquire(blocking=False):
+            self._write(m.Ping())
+            self._lock.release()
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self._printed = [*self._printed[-_LINES:], line.decode(errors="replace").rstrip()]
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        pipe = Pipe(self.process.stdout.fileno(), closefd=False)
+        stream = io.BufferedReader(pipe)
+        seen = b""
+        while not seen.endswith(MARKER) and (byte := stream.read(1)):
+            seen += byte
+        up = seen.endswith(MARKER)
+        if not up:
+            self._printed += seen.decode(errors="replace").splitlines()[-_LINES:]
+        while up and (answer := receive(stream)) is not None:
+            if isinstance(answer, m.Heard):
+                self._heard[answer.address] = time.monotonic(), answer.seconds
+            elif not isinstance(answer, m.Alive):
+                self._arrived(self, answer)
+            elif self._silence is None:  # from now on it shows that it lives, four times a second
+                self._silence = Silence(pipe)
+        self._errors.join(2.0)
+        status = self.process.wait()
+        self.closed = True
+        self._arrived(self, m.Closed(status))
+
+    def look(self, longest: float, others: Sequence[HostLink]) -> None:
+        """Give the agent up if nothing has come from it for too long. Its link may carry too much:
+        the kernels of other hosts know when something came from it, and are asked first.
+        """
+        if self._silence is None or self._silent:
+            return
+        seconds = self._silence.seconds()
+        usual = _USUAL_SILENCES * self._silence.longest
+        if seconds < min(max(longest, usual), SILENCE_SECONDS):
+            self._asked_first = 0.0
+        elif seconds >= SILENCE_SECONDS or not self._is_heard(others):
+            self._silent = (
+                f"nothing came from it for {seconds:.1f} s. Its network or the machine itself "
+                "is down, or it is too busy to answer"
+            )
+            self._kill()
+
+    def _is_heard(self, others: Sequence[HostLink]) -> bool:
+        if not self.address or not others:
+            return False
+        now = time.monotonic()
+        if now - self._asked >= _ASK_SECONDS:
+            self._asked, self._asked_first = now, self._asked_first or now
+            for other in others:
+                other.order(m.IsHeard(self.address))
+        told = [o._heard.get(self.address, (0.0, 0.0)) for o in others]
+        return any(at < self._asked_first or ago < _HEARD_SECONDS for at, ago in told)
+
+    def why(self, status: int, engine: Engine | None, python: str) -> str:
+        """See :meth:`Link.why`."""
+        if self._silent:
+            return self._silent
+        printed = "\n".join(line for line in self._printed if line.strip())
+        if meant := engine.meaning(self.host, status, printed) if engine else "":
+            return meant
+        for package in ("ronde", "torch"):
+            if f"No module named '{package}" in printed or f"No module named {package}" in printed:
+                return (
+                    f"{package} is not installed for {python} there. Install it, or name another "
+                    "Python with --python."
+                )
+        if status == 127 or (python in printed and "not found" in printed):
+            return f"there is no {python}. Name the Python there with --python."
+        lines = [line for line in printed.splitlines() if line.strip("-")]
+        last = lines[-1] if lines else "it said nothing"
+        return f"{engine.name if engine else 'it'} ended with status {status}: {last}"
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # mpirun starts others
+
+    def close(self, seconds: float) -> None:
+        """See :meth:`Link.close`."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            self.process.wait()

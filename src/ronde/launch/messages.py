@@ -1,0 +1,353 @@
+"""What the launcher and its agents say to each other: a frozen dataclass for each kind.
+
+On their way, they are JSON with bytes; an agent in the launcher's process gets them as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ronde.launch.job import Job, Outcome
+from ronde.watch.hang_judge import HangVerdict, RankView
+
+__all__ = [
+    "Alive",
+    "Closed",
+    "End",
+    "Ended",
+    "Failed",
+    "File",
+    "Gone",
+    "HangFound",
+    "Heard",
+    "Hello",
+    "IsHeard",
+    "Known",
+    "Leave",
+    "Listen",
+    "Listening",
+    "Log",
+    "Message",
+    "Out",
+    "Part",
+    "Ping",
+    "Progress",
+    "Reach",
+    "Reached",
+    "Refused",
+    "Run",
+    "Settled",
+    "Stop",
+    "Told",
+    "Views",
+    "Warn",
+]
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all kinds. ``data`` is bytes where a kind has some."""
+
+    kinds: ClassVar[dict[str, type[Message]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        Message.kinds[cls.__name__] = cls
+
+    def values(self) -> dict[str, Any]:
+        """The kind and all values but ``data``, for JSON."""
+        found = dataclasses.asdict(self)
+        found.pop("data", None)
+        return {"kind": type(self).__name__, **found}
+
+    @staticmethod
+    def of(values: Mapping[str, Any], data: bytes | None = None) -> Message:
+        """The message that :meth:`values` described.
+
+        Raises:
+            LookupError, TypeError, ValueError: there is no such message.
+        """
+        kind = Message.kinds[values["kind"]]
+        found = {name: _read(name, v) for name, v in values.items() if name != "kind"}
+        if any(f.name == "data" for f in dataclasses.fields(kind)):
+            found.setdefault("data", data)
+        return kind(**found)
+
+
+def _read(name: str, value: Any) -> Any:
+    return _TYPES[name](value) if name in _TYPES else value
+
+
+_TYPES: dict[str, Callable[[Any], Any]] = {
+    "data": base64.b64decode,  # of a line
+    "files": lambda files: {name: tuple(file) for name, file in files.items()},
+    "job": lambda v: Job(**{**v, "directory": v["directory"] and Path(v["directory"])}),
+    "outcome": lambda v: Outcome(**{**v, "hang": v["hang"] and HangVerdict.from_dict(v["hang"])}),
+    "verdict": HangVerdict.from_dict,
+    "views": lambda views: [RankView.from_dict(v) for v in views],
+}
+
+
+# Orders of the launcher
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """The first order: where the agent is to be, and what it is asked.
+
+    Attributes:
+        command: what workers will run.
+        token: a file that the launcher made in the run directory; None: there is none.
+        silence: after how many seconds without a sign of the launcher the agent ends.
+        warm: so many workers are to be forked: torch is imported before the answer.
+    """
+
+    folder: str
+    command: list[str]
+    environment: dict[str, str]
+    token: str | None
+    silence: float
+    warm: int = 0
+
+
+@dataclass(frozen=True)
+class Listen(Message):
+    """Listen on every address."""
+
+
+@dataclass(frozen=True)
+class Reach(Message):
+    """Try these addresses and ports of the first host."""
+
+    candidates: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Known(Message):
+    """The files that the launcher's run directory has."""
+
+    directory: str
+    names: list[str]
+
+
+@dataclass(frozen=True)
+class Part(Message):
+    """A part of such a file; the first one replaces what was there."""
+
+    directory: str
+    name: str
+    first: bool
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Run(Message):
+    """Run one generation of workers.
+
+    Attributes:
+        id: of the generation.
+        job: what to run; its ``workers`` is the number on this host.
+        first: the global rank of this host's first worker.
+        total: workers on all hosts.
+        rank: place of this host among the hosts.
+        count: how many hosts.
+        address: where workers meet.
+        port: likewise.
+        own: this host's own address that leads there.
+        mirror: whether to send what appears in the run directory.
+        sees: whether this host shares the launcher's run directory.
+        files: variable -> name and text of the file of the launcher's machine that it means.
+    """
+
+    id: str
+    job: Job
+    first: int
+    total: int
+    rank: int = 0
+    count: int = 1
+    address: str = ""
+    port: int = 0
+    own: str = ""
+    mirror: bool = False
+    sees: bool = True
+    files: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Leave(Message):
+    """Ask the workers to save and leave.
+
+    Attributes:
+        number: the signal for whose sake; 0 without one.
+        id: of the generation, which may not have begun; empty: whichever runs.
+    """
+
+    number: int = 0
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Warn(Message):
+    """Pass a scheduler's warning on to the workers that handle it."""
+
+
+@dataclass(frozen=True)
+class Stop(Message):
+    """End the workers of a generation, by force after some seconds; a second time at once.
+
+    Attributes:
+        id: of the generation; empty: whichever runs.
+        number: the signal that workers get.
+    """
+
+    number: int
+    seconds: float
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class HangFound(Message):
+    """The run hangs: write down where, and end the workers."""
+
+    verdict: HangVerdict
+
+
+@dataclass(frozen=True)
+class IsHeard(Message):
+    """Ask when something last came from an address."""
+
+    address: str
+
+
+@dataclass(frozen=True)
+class Ping(Message):
+    """The launcher is there."""
+
+
+@dataclass(frozen=True)
+class End(Message):
+    """The last order."""
+
+
+# Answers of an agent
+
+
+@dataclass(frozen=True)
+class Told(Message):
+    """What the host is and has."""
+
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Listening(Message):
+    """The addresses and ports that the first host listens on."""
+
+    ports: list[tuple[str, int]]
+
+
+@dataclass(frozen=True)
+class Reached(Message):
+    """Address of the first host -> by which own one this host reached it."""
+
+    by: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """The host cannot take part."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Out(Message):
+    """What a worker printed."""
+
+    rank: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Log(Message):
+    """What goes into a worker's log only."""
+
+    rank: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Progress(Message):
+    """A worker's progress message."""
+
+    rank: int
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Views(Message):
+    """What is known of the ranks of this host, where hangs are watched."""
+
+    views: list[RankView]
+
+
+@dataclass(frozen=True)
+class File(Message):
+    """A part of a file of the run directory, which is there; see :class:`Part`."""
+
+    name: str
+    first: bool
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Gone(Message):
+    """A file of the run directory is not there any more."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Settled(Message):
+    """Every file that was there has been sent."""
+
+
+@dataclass(frozen=True)
+class Ended(Message):
+    """How a generation of workers ended on this host."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Heard(Message):
+    """So many seconds ago, something came from an address."""
+
+    address: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Alive(Message):
+    """The agent is there."""
+
+
+# What a link says of its agent
+
+
+@dataclass(frozen=True)
+class Closed(Message):
+    """The agent's process has ended."""
+
+    status: int
+
+
+@dataclass(frozen=True)
+class Failed(Message):
+    """An agent in this process has raised an error."""
+
+    error: BaseException

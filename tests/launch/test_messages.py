@@ -1,0 +1,52 @@
+"""Messages between the launcher and its agents come out of a pipe as they went in."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.frames import Sender, from_line, receive, to_line
+from ronde.launch.job import Job, Outcome
+from ronde.launch.messages import Ended, HangFound, Out, Part, Run, Stop, Views
+from ronde.watch.hang_judge import HangVerdict, RankView
+from ronde.watch.stack_place import StackPlace
+
+VERDICT = HangVerdict("rank 1 hangs", 1, 3, "train.py:4", (0, 2))
+JOB = Job(["train.py", "ä"], 2, Path("/runs/x"), {"A": "1"}, True, 60.0)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Run("1", JOB, 2, 4, files={"RONDE_PLAN": ("plan.yaml", "pipeline: 2")}),
+        Part("/runs/x", "record.jsonl", False, b"\x00\xff\n"),
+        HangFound(VERDICT),
+        Stop(15, 1.5),
+    ],
+    ids=lambda order: type(order).__name__,
+)
+def test_orders(order):
+    line = to_line(order)
+    assert line.count(b"\n") == 1 and from_line(line) == order
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_answers(text):
+    view = RankView(1, "training", reasons=("it swaps",), place=StackPlace("a.py", 1))
+    answers = [
+        Out(1, b"\x00\xff\n"),
+        Views([view]),
+        Ended(Outcome(1, 1, "it hangs", hang=VERDICT)),
+        Ended(Outcome(0)),
+    ]
+    reads, writes = os.pipe()
+    sender = Sender(writes, text)
+    assert all(sender.send(answer) for answer in answers)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        stream = io.BufferedReader(pipe.raw)
+        assert [receive(stream) for _ in answers] == answers
+        assert receive(stream) is None
