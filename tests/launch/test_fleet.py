@@ -75,7 +75,7 @@ def test_a_silent_host_that_others_hear_is_not_lost():
     asked, killed = [], []
 
     def link(address: str) -> SimpleNamespace:
-        given = {"_asked": 0.0, "_asked_first": 0.0, "_heard": {}, "_silent": ""}
+        given = {"_asked": 0.0, "_asked_first": 0.0, "_heard": {}, "closed": False}
         return SimpleNamespace(address=address, order=asked.append, **given)
 
     silent, *others = link("10.0.0.1"), link("10.0.0.2"), link("10.0.0.3")
@@ -86,7 +86,7 @@ def test_a_silent_host_that_others_hear_is_not_lost():
         silent._silence = SimpleNamespace(seconds=lambda: seconds, longest=0.0)
         silent._silent = ""
         killed.clear()
-        HostLink.look(silent, 1.0, others)
+        HostLink.look(silent, 1.0, [silent, *others])
         return bool(killed)
 
     assert not lost(1.2) and asked == [IsHeard("10.0.0.1")] * 2

@@ -10,7 +10,7 @@ import pytest
 
 from ronde.launch.frames import Sender, from_line, receive, to_line
 from ronde.launch.job import Job, Outcome
-from ronde.launch.messages import Ended, HangFound, Out, Part, Run, Stop, Views
+from ronde.launch.messages import EndHang, FilePart, Out, StartWorkers, Stop, Views, WorkersEnded
 from ronde.watch.hang_judge import HangVerdict, RankView
 from ronde.watch.stack_place import StackPlace
 
@@ -21,9 +21,9 @@ JOB = Job(["train.py", "ä"], 2, Path("/runs/x"), {"A": "1"}, True, 60.0)
 @pytest.mark.parametrize(
     "order",
     [
-        Run("1", JOB, 2, 4, files={"RONDE_PLAN": ("plan.yaml", "pipeline: 2")}),
-        Part("/runs/x", "record.jsonl", False, b"\x00\xff\n"),
-        HangFound(VERDICT),
+        StartWorkers("1", JOB, 2, 4, files={"RONDE_PLAN": ("plan.yaml", "pipeline: 2")}),
+        FilePart("/runs/x", "record.jsonl", False, b"\x00\xff\n"),
+        EndHang(VERDICT),
         Stop(15, 1.5),
     ],
     ids=lambda order: type(order).__name__,
@@ -39,8 +39,8 @@ def test_answers(text):
     answers = [
         Out(1, b"\x00\xff\n"),
         Views([view]),
-        Ended(Outcome(1, 1, "it hangs", hang=VERDICT)),
-        Ended(Outcome(0)),
+        WorkersEnded(Outcome(1, 1, "it hangs", hang=VERDICT)),
+        WorkersEnded(Outcome(0)),
     ]
     reads, writes = os.pipe()
     sender = Sender(writes, text)

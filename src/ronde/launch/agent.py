@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ __all__ = ["Agent", "main"]
 
 _PROBE_SECONDS = 3.0
 _STOP_SECONDS, _FORCE_SECONDS = 1.5, 0.5
-_ALIVE_SECONDS = 0.25
+_ALIVE_SECONDS = 2.5
+_SHORT_ALIVE_SECONDS = 0.25  # where the launcher gives up a host after a second
 _REPORT_SECONDS = 2.0
 
 
@@ -63,8 +65,8 @@ class Agent:
 
     Args:
         send: sends an answer.
-        nodes: this host among those of a container, which no launcher leads; None: :class:`Run`
-            says it.
+        nodes: this host among those of a container, which no launcher leads; None: the order to
+            start workers says it.
         report_seconds: seconds between two reports about the ranks.
     """
 
@@ -97,7 +99,7 @@ class Agent:
                 node.leave(order.number)
         elif isinstance(order, m.Warn):
             warn_workers()
-        elif isinstance(order, m.HangFound):
+        elif isinstance(order, m.EndHang):
             if node is not None:
                 node.hang(order.verdict)
         elif isinstance(order, m.IsHeard):
@@ -139,7 +141,7 @@ class Agent:
                 if isinstance(order, m.Stop):  # there is nothing to stop
                     stopped = f"stopped by {signal.Signals(order.number).name}"
                     ended = Outcome(128 + order.number, error=stopped, interrupted=True)
-                    self._send(m.Ended(ended))
+                    self._send(m.WorkersEnded(ended))
                     return
                 if (answer := self._answer(order)) is not None:
                     self._send(answer)
@@ -158,10 +160,10 @@ class Agent:
             return m.Reached(_reach(order.candidates))
         if isinstance(order, m.Known):
             forget_others(Path(order.directory), order.names)
-        elif isinstance(order, m.Part):
+        elif isinstance(order, m.FilePart):
             unpack(Path(order.directory), order.name, order.data, order.first)
-        elif isinstance(order, m.Run):
-            return m.Ended(self._generation(order))
+        elif isinstance(order, m.StartWorkers):
+            return m.WorkersEnded(self._generation(order))
         return None
 
     def _close_listeners(self) -> None:
@@ -186,14 +188,14 @@ class Agent:
         except ImportError as error:
             return m.Refused(f"{error}")
 
-    def _nodes_of(self, run: m.Run) -> Nodes:
+    def _nodes_of(self, run: m.StartWorkers) -> Nodes:
         own = run.address if run.rank == 0 else run.own
         listener = self._listeners.pop(run.address, None) if run.rank == 0 else None
         self._close_listeners()
         where = (run.rank, run.count, run.address, run.port, listener, _interface(own))
         return Nodes(*where, first=run.first, total=run.total)
 
-    def _generation(self, run: m.Run) -> Outcome:
+    def _generation(self, run: m.StartWorkers) -> Outcome:
         """Run one generation of workers; how it ended."""
         job, nodes = run.job, self._nodes or self._nodes_of(run)
         if job.forks and not (self._spares and self._spares.pid):
@@ -214,7 +216,7 @@ class Agent:
             nodes,
             run.id,
             router,
-            lambda views: self._send(m.Views(views)),
+            lambda views: self._send(m.Views([replace(v, host=run.host) for v in views])),
             self._report_seconds,
             self._spares if job.forks else None,
             lambda: self._show_life(job.restarts),
@@ -242,9 +244,11 @@ class Agent:
 
 
 class _Remote(Agent):
-    """The agent of a process of its own, which shows that it lives several times a second."""
+    """The agent of a process of its own, which shows that it lives."""
 
-    _shown = False
+    def __init__(self, sender: Sender) -> None:
+        super().__init__(sender.send, report_seconds=_REPORT_SECONDS)
+        self._sender, self._shown, self._signalled = sender, False, False
 
     def _show_life(self, restarts: bool) -> None:
         """Only from when torch is imported, where the store needs it, or may after a restart: the
@@ -254,11 +258,14 @@ class _Remote(Agent):
             return
         self._shown = True
 
+        seconds = _SHORT_ALIVE_SECONDS if restarts else _ALIVE_SECONDS
+
         def show() -> None:
             if restarts:
                 _import_torch()
-            while self._send(m.Alive()):
-                time.sleep(_ALIVE_SECONDS)
+            while self._sender.send(m.Alive()):
+                while (left := self._sender.sent + seconds - time.monotonic()) > 0:
+                    time.sleep(left)
 
         threading.Thread(target=show, daemon=True).start()
 
@@ -268,6 +275,18 @@ class _Remote(Agent):
         for line in io.BufferedReader(pipe):
             self.take(from_line(line))
         self._give_up()
+
+    def signalled(self, number: int, _: object) -> None:
+        """Take a signal: an engine that ends a run may tell its agents before the launcher."""
+        node = self._node  # no lock: this thread may hold it
+        if node is None:
+            if number not in (signal.SIGINT, signal.SIGUSR1):  # they mean workers
+                os._exit(128 + number)
+        elif node.leaves and number in (signal.SIGTERM, signal.SIGUSR1) and not self._signalled:
+            self._signalled = True
+            node.leave(number)
+        elif number != signal.SIGUSR1:
+            node.stop(number)
 
     def _watch(self, silence: Silence) -> None:
         while silence.seconds() < self.silence:
@@ -319,11 +338,11 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)  # workers must not read the launcher's orders
     os.dup2(2, 1)
     adopt_orphans()
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda *_: None)  # they are the launcher's matter
-    os.write(answers_to, MARKER)
     sender = Sender(answers_to, text=sys.argv[1:] == ["text"])
-    agent = _Remote(sender.send, report_seconds=_REPORT_SECONDS)
+    agent = _Remote(sender)
+    for name in ("INT", "USR1", "TERM", "HUP", "QUIT"):
+        signal.signal(signal.Signals[f"SIG{name}"], agent.signalled)
+    os.write(answers_to, MARKER)
     threading.Thread(target=agent.read, args=(Pipe(orders_from),), daemon=True).start()
     try:
         agent.serve()

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import queue
 import re
+import resource
 import secrets
 import signal
 import sys
@@ -40,8 +41,10 @@ __all__ = ["Fleet", "environment_for"]
 
 _ANSWER_SECONDS = 25.0
 _SHORT_SILENCE_SECONDS = 1.0  # where others go on without a host: to be wrong costs a restart
-_PING_SECONDS = 1.0
-_LOOK_SECONDS = 0.1
+_PING_SECONDS = 2.5
+_LOOKS = 10  # at a silent host, before it is given up
+_WAIT_SECONDS = 1.0
+_FILES = 4  # that the link to a host has open
 _STOP_SECONDS = 2.5
 _HOST_STOP_SECONDS = 1.5  # that workers have on a host
 _HERE_STOP_SECONDS = 10.0
@@ -200,6 +203,7 @@ class Fleet:
     def __enter__(self) -> Fleet:
         self._signals.__enter__()
         try:
+            _allow_files(_FILES * len(self._hosts))
             for host in self._hosts:
                 self._links.append(self._link(host))
         except BaseException:
@@ -256,14 +260,14 @@ class Fleet:
     def _ping(self) -> None:
         pinged = 0.0
         while not self._done.is_set():
-            order = self._signals.wait(_LOOK_SECONDS)
+            order = self._signals.wait(self._longest / _LOOKS)
             pings = time.monotonic() > pinged + _PING_SECONDS
             pinged = time.monotonic() if pings else pinged
             away = [link for link in (*self._links, *self._coming) if isinstance(link, HostLink)]
             for link in away:
                 if pings:
                     link.ping()
-                link.look(self._longest, [o for o in away if o is not link and not o.closed])
+                link.look(self._longest, away)
             if order is not None:
                 for each in self._links:
                     each.order(order)
@@ -481,7 +485,7 @@ class Fleet:
             if self._nodes is None:  # launchers of several hosts have no secret in common
                 own["RONDE_SECRET"] = secrets.token_hex(32)
             here = dataclasses.replace(job, environment={**job.environment, **own})
-            runs = [(self._links[0], m.Run(run_id, here, 0, nodes.total_of(job)))]
+            runs = [(self._links[0], m.StartWorkers(run_id, here, 0, nodes.total_of(job)))]
         else:
             try:
                 runs = list(self._runs(job, counts, run_id))
@@ -504,7 +508,9 @@ class Fleet:
             self._signals.pass_on(dataclasses.replace(self._signals.leave(), id=run_id))
         return self._generation
 
-    def _runs(self, job: Job, counts: Sequence[int], run_id: str) -> Iterator[tuple[Link, m.Run]]:
+    def _runs(
+        self, job: Job, counts: Sequence[int], run_id: str
+    ) -> Iterator[tuple[Link, m.StartWorkers]]:
         """What each host is to run."""
         address, port, own = self._meet()
         shared = all(self.facts[link.host.name]["sees"] for link in self._links)
@@ -532,7 +538,7 @@ class Fleet:
             there = dataclasses.replace(job, workers=count, environment=environment)
             yield (
                 link,
-                m.Run(
+                m.StartWorkers(
                     run_id,
                     there,
                     first,
@@ -545,6 +551,7 @@ class Fleet:
                     mirrored,
                     sees,
                     _contents(environment),
+                    link.host.name,
                 ),
             )
             first += count
@@ -569,7 +576,7 @@ class Fleet:
             if counts or self._signals.asked or time.monotonic() > begun + _COME_BACK_SECONDS:
                 break
             with contextlib.suppress(queue.Empty):
-                self._answered(*self._answers.get(timeout=_PING_SECONDS))
+                self._answered(*self._answers.get(timeout=_WAIT_SECONDS))
             if time.monotonic() > self._called + _CALL_SECONDS:
                 self._call()
         unused = self._links[len(counts) :] if counts else []
@@ -634,14 +641,14 @@ class Fleet:
         while not generation.is_over:
             if short and time.monotonic() > self._called + _CALL_SECONDS:
                 self._call()
-            if short and not generation.ended and time.monotonic() > asked + _PING_SECONDS:
+            if short and not generation.ended and time.monotonic() > asked + _WAIT_SECONDS:
                 asked = time.monotonic()
                 grows = grows or self._back(job)
                 if grows:  # again and again: workers may not know yet how to leave
                     for link in self._links:
                         link.order(m.Leave())
             try:
-                link, answer = self._answers.get(timeout=_PING_SECONDS)
+                link, answer = self._answers.get(timeout=_WAIT_SECONDS)
             except queue.Empty:
                 generation.look()
                 continue
@@ -667,7 +674,7 @@ class Fleet:
             while open_ones and (left := limit - time.monotonic()) > 0:
                 with contextlib.suppress(queue.Empty):
                     link, answer = self._answers.get(timeout=left)
-                    if isinstance(answer, m.Ended | m.Closed | m.Refused | m.Failed):
+                    if isinstance(answer, m.WorkersEnded | m.Closed | m.Refused | m.Failed):
                         open_ones.discard(link)
         except _Interrupted:
             for link in self._links:
@@ -685,6 +692,14 @@ class Fleet:
                 why = f"{outcome.error} ({link.host.name}: {meant.rstrip('.')})"
                 return dataclasses.replace(outcome, error=why)
         return outcome
+
+
+def _allow_files(more: int) -> None:
+    """Allow this process as many more open files, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + more if hard == resource.RLIM_INFINITY else min(soft + more, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _usable(job: Job, links: Sequence[Link]) -> int:
@@ -716,7 +731,7 @@ def _send_directory(link: Link, directory: Path) -> None:
         first = True
         with (directory / name).open("rb") as file:
             while (data := file.read(_PART)) or first:
-                link.order(m.Part(str(directory), name, first, data))
+                link.order(m.FilePart(str(directory), name, first, data))
                 first = False
 
 

@@ -73,11 +73,15 @@ class Sender:
 
     Args:
         text: as lines of Base64.
+
+    Attributes:
+        sent: when the last one was written, of ``time.monotonic()``.
     """
 
     def __init__(self, descriptor: int, text: bool = False) -> None:
         self._descriptor, self._text = descriptor, text
         self._lock = threading.Lock()
+        self.sent = 0.0
 
     def send(self, message: Message) -> bool:
         """Write one frame; False if nobody reads any more."""
@@ -90,6 +94,7 @@ class Sender:
                     rest = rest[os.write(self._descriptor, rest) :]
             except OSError:
                 return False
+            self.sent = time.monotonic()
         return True
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from ronde.watch.slow_rank import SlowRanks
 __all__ = ["Generation"]
 
 _FRESH_SECONDS = 4.0
+_JUDGE_SECONDS = 0.5  # from one judgment to the next, however many hosts report
 _STOP_SECONDS = 1.5  # that workers of other hosts have to end by themselves after a failure
 
 
@@ -50,7 +50,8 @@ class Generation:
         self._links, self._job, self._id, self._total = list(links), job, run_id, total
         self._output, self._why, self._writes = output, why, writes
         self._limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
-        self._ranks: dict[Link, tuple[float, list[RankView]]] = {}
+        self._ranks: dict[Link, tuple[float, Sequence[RankView]]] = {}
+        self._judged = 0.0
         self._pace = SlowRanks(total, self._limits.say if self._limits else 0.0)
         self._slow: list[HangVerdict] = []
         self._unwritten: list[HangVerdict] = []
@@ -83,7 +84,7 @@ class Generation:
             raise answer.error
         if isinstance(answer, m.Views):
             self._judge(link, answer.views)
-        elif isinstance(answer, m.Ended):
+        elif isinstance(answer, m.WorkersEnded):
             self._note(link, answer.outcome)
         elif isinstance(answer, m.Refused):
             self._note(link, Outcome(1, error=f"host {link.host.name} is lost: {answer.why}"))
@@ -106,7 +107,10 @@ class Generation:
         if self._limits is None or self._hang is not None:
             return
         now = time.monotonic()
-        self._ranks[link] = now, [dataclasses.replace(v, host=link.host.name) for v in views]
+        self._ranks[link] = now, views
+        if now < self._judged + _JUDGE_SECONDS:
+            return
+        self._judged = now
         each = self._ranks.values()
         fresh = [v for at, views in each if now - at < _FRESH_SECONDS for v in views]
         verdict = judge_hang(fresh, self._limits, self._total)
@@ -114,7 +118,7 @@ class Generation:
         if verdict is not None and not verdict.slow:
             self._hang = verdict
             for other in self._links:
-                other.order(m.HangFound(verdict))
+                other.order(m.EndHang(verdict))
         elif verdict is not None and is_new(verdict, self._slow):
             self._slow.append(verdict)
             self._unwritten.append(verdict)

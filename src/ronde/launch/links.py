@@ -178,7 +178,7 @@ class HostLink(Link):
         self.closed = True
         self._arrived(self, m.Closed(status))
 
-    def look(self, longest: float, others: Sequence[HostLink]) -> None:
+    def look(self, longest: float, every: Sequence[HostLink]) -> None:
         """Give the agent up if nothing has come from it for too long. Its link may carry too much:
         the kernels of other hosts know when something came from it, and are asked first.
         """
@@ -188,14 +188,15 @@ class HostLink(Link):
         usual = _USUAL_SILENCES * self._silence.longest
         if seconds < min(max(longest, usual), SILENCE_SECONDS):
             self._asked_first = 0.0
-        elif seconds >= SILENCE_SECONDS or not self._is_heard(others):
+        elif seconds >= SILENCE_SECONDS or not self._is_heard(every):
             self._silent = (
                 f"nothing came from it for {seconds:.1f} s. Its network or the machine itself "
                 "is down, or it is too busy to answer"
             )
             self._kill()
 
-    def _is_heard(self, others: Sequence[HostLink]) -> bool:
+    def _is_heard(self, every: Sequence[HostLink]) -> bool:
+        others = [link for link in every if link is not self and not link.closed]
         if not self.address or not others:
             return False
         now = time.monotonic()

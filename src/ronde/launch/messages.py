@@ -19,11 +19,11 @@ __all__ = [
     "Alive",
     "Closed",
     "End",
-    "Ended",
+    "WorkersEnded",
     "Failed",
     "File",
     "Gone",
-    "HangFound",
+    "EndHang",
     "Heard",
     "Hello",
     "IsHeard",
@@ -34,13 +34,13 @@ __all__ = [
     "Log",
     "Message",
     "Out",
-    "Part",
+    "FilePart",
     "Ping",
     "Progress",
     "Reach",
     "Reached",
     "Refused",
-    "Run",
+    "StartWorkers",
     "Settled",
     "Stop",
     "Told",
@@ -135,7 +135,7 @@ class Known(Message):
 
 
 @dataclass(frozen=True)
-class Part(Message):
+class FilePart(Message):
     """A part of such a file; the first one replaces what was there."""
 
     directory: str
@@ -145,11 +145,12 @@ class Part(Message):
 
 
 @dataclass(frozen=True)
-class Run(Message):
+class StartWorkers(Message):
     """Run one generation of workers.
 
     Attributes:
         id: of the generation.
+        host: what the launcher calls this host; empty: its own.
         job: what to run; its ``workers`` is the number on this host.
         first: the global rank of this host's first worker.
         total: workers on all hosts.
@@ -175,6 +176,7 @@ class Run(Message):
     mirror: bool = False
     sees: bool = True
     files: dict[str, tuple[str, str]] = field(default_factory=dict)
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,7 @@ class Stop(Message):
 
 
 @dataclass(frozen=True)
-class HangFound(Message):
+class EndHang(Message):
     """The run hangs: write down where, and end the workers."""
 
     verdict: HangVerdict
@@ -294,10 +296,14 @@ class Views(Message):
 
     views: list[RankView]
 
+    def values(self) -> dict[str, Any]:
+        """See :meth:`Message.values`."""
+        return {"kind": "Views", "views": [view.to_dict() for view in self.views]}
+
 
 @dataclass(frozen=True)
 class File(Message):
-    """A part of a file of the run directory, which is there; see :class:`Part`."""
+    """A part of a file of the run directory, which is there; see :class:`FilePart`."""
 
     name: str
     first: bool
@@ -317,7 +323,7 @@ class Settled(Message):
 
 
 @dataclass(frozen=True)
-class Ended(Message):
+class WorkersEnded(Message):
     """How a generation of workers ended on this host."""
 
     outcome: Outcome

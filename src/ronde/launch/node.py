@@ -354,6 +354,11 @@ class Node:
         self._number, self._seconds = 0, _SHUTDOWN_SECONDS  # of :meth:`stop`
         self._asked: int | None = None  # of :meth:`leave`
 
+    @property
+    def leaves(self) -> bool:
+        """Whether the workers save and leave when they are asked to."""
+        return self._job.leaves
+
     def stop(self, number: int, seconds: float = _SHUTDOWN_SECONDS) -> None:
         """End the workers with a signal, by force after some seconds; a second time at once."""
         self._seconds = 0.0 if self._number else seconds

@@ -115,15 +115,19 @@ class RankView:
     gone: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return dataclasses.asdict(self)
+        """Plain values, without those that are their defaults: a launcher gets many of these."""
+        found = {name: v for name, v in vars(self).items() if v != _DEFAULTS.get(name)}
+        return {**found, "place": dataclasses.asdict(self.place)} if self.place else found
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankView:
         """From what :meth:`to_dict` gave, perhaps through JSON."""
-        place = StackPlace(**values["place"]) if values["place"] else None
-        lists = {k: tuple(values[k]) for k in ("reasons", "exchanges")}
-        return cls(**{**values, **lists, "place": place})
+        found = dict(values)
+        if "place" in found:
+            found["place"] = StackPlace(**found["place"])
+        for name in ("reasons", "exchanges"):
+            found[name] = tuple(found.get(name, ()))
+        return cls(**found)
 
     @property
     def waits(self) -> bool:
@@ -155,6 +159,9 @@ def rate_text(bytes_per_second: float) -> str:
         ("Gbit/s", 1e9) if bits >= 1e9 else ("Mbit/s", 1e6) if bits >= 1e5 else ("kbit/s", 1e3)
     )
     return f"{bits / size:.2g} {unit}"
+
+
+_DEFAULTS = {each.name: each.default for each in dataclasses.fields(RankView)}
 
 
 @dataclass(frozen=True)
