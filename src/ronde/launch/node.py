@@ -351,7 +351,7 @@ class Node:
         self._workers: Workers | None = None
         self._peers: _Peers | None = None
         self._watch: HangWatch | None = None
-        self._number, self._seconds = 0, _SHUTDOWN_SECONDS  # of :meth:`stop`
+        self._number, self._seconds, self._sent = 0, _SHUTDOWN_SECONDS, False  # of :meth:`stop`
         self._asked: int | None = None  # of :meth:`leave`
 
     @property
@@ -363,6 +363,9 @@ class Node:
         """End the workers with a signal, by force after some seconds; a second time at once."""
         self._seconds = 0.0 if self._number else seconds
         self._number = self._number or number
+        if self._workers is not None and not self._sent:
+            self._sent = True
+            self._workers.send(self._number)  # the thread that runs them may import torch
 
     def leave(self, number: int) -> None:
         """Ask the workers to save and leave, now or as soon as they know how.
@@ -466,7 +469,8 @@ class Node:
             if self._job.restarts:
                 workers.kill()
             else:
-                workers.end(signal.SIGTERM, lambda: 0.0 if self._number else _SHUTDOWN_SECONDS)
+                workers.send(signal.SIGTERM)
+                workers.end(lambda: 0.0 if self._number else _SHUTDOWN_SECONDS)
             self._check()
             return self._hung() or _failure(failures, folder)
         if workers.left or workers.running:
@@ -491,7 +495,9 @@ class Node:
     def _stopped(self) -> Outcome:
         """End the workers because it was asked for."""
         if self._workers is not None:
-            self._workers.end(self._number, lambda: self._seconds)
+            if not self._sent:
+                self._workers.send(self._number)
+            self._workers.end(lambda: self._seconds)
         if self._peers is not None and self._peers.failed:
             told = "a worker of another host failed first; that host's output says why"
             return Outcome(1, error=told)

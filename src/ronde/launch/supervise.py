@@ -197,11 +197,8 @@ class Workers:
                     self._told.add(process.pid)
         return bool(self._told)
 
-    def end(self, number: int, seconds: Callable[[], float]) -> None:
-        """Send a signal, and kill those that have not ended after some seconds, which may become
-        fewer meanwhile.
-        """
-        self.send(number)
+    def end(self, seconds: Callable[[], float]) -> None:
+        """Kill those that have not ended after some seconds, which may become fewer meanwhile."""
         start = time.monotonic()
         while not self._look() and time.monotonic() < start + seconds():
             time.sleep(_LOOK_SECONDS)
