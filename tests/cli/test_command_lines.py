@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import signal
 import time
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from processes import child, ronde, ronde_batch, ronde_run
-from ronde.launch.supervise import _catches
 from ronde.watch import Ended, Evaluated, Record, Started, StepRecorded, Warned
 
 STRICT = """
@@ -205,13 +205,19 @@ def test_terminals_and_disks_that_take_less(folder):
     assert (folder / "runs" / "trains-1" / "record.jsonl").is_file()
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal; others it would end."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return caught is not None and bool(int(caught[1], 16) >> number - 1 & 1)
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at who catches a signal")
 def test_ctrl_c_before_anything_has_begun_says_nothing(tmp_path):
     (tmp_path / "train.py").write_text("import time; time.sleep(20)")
     with child(ronde("run", "-q", "-n", "2", "train.py"), tmp_path) as began:
         for wanted in (True, False):  # Python has begun, then ronde's imports have
             limit = time.monotonic() + 20
-            while _catches(began.pid, signal.SIGINT) != wanted and time.monotonic() < limit:
+            while catches(began.pid, signal.SIGINT) != wanted and time.monotonic() < limit:
                 time.sleep(0.001)
         began.process.send_signal(signal.SIGINT)
         done = began.done(20)

@@ -4,7 +4,6 @@ is as it was.
 
 from __future__ import annotations
 
-import itertools
 import json
 import signal
 import time
@@ -540,14 +539,13 @@ def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
     assert f"trained 1 {settings['workers']}" in ran.stdout
 
 
-@pytest.mark.parametrize("fault", some(["augment", "collate"], 2))
-def test_loaders_that_would_help_are_no_wall_and_more_devices_lose_no_less(job, fault):
-    values, done = examine(job, fault, "0", seconds="4")
-    assert values["cause"]["stage"] == fault and values["walls"] == [], done.stdout
-    assert " wall" not in done.stdout and "loading more" not in values["arms"]
-    gaps = [row["gap"] for row in values["scale"]]
-    # the first was measured, the others follow from its parts
-    assert all(b > a - 0.03 for a, b in itertools.pairwise(gaps)), gaps
+def test_the_answer_of_the_command(job):
+    """How true it is: benchmarks/doctor_truth.py."""
+    values, done = examine(job, "augment", "0", seconds="4")
+    assert values.keys() >= KEYS and values["executor"] == "none"
+    assert 0 <= values["gap"] <= 1 and values["samples_per_second"]["real"] > 0
+    assert {"read", "augment", "collate"} <= {stage["name"] for stage in values["stages"]}
+    assert "said by the script" not in done.stdout and "\x1b" not in done.stdout
 
 
 @pytest.mark.parametrize("command", some(["doctor", "scale"], 2))

@@ -14,7 +14,7 @@ import pytest
 from processes import PATHS, environment, ronde_run
 from ronde.launch.hang_watch import _Worker
 from ronde.watch.stack_place import locate, threads_of
-from sampling import long, some
+from sampling import long
 
 SCRIPT = textwrap.dedent(
     """
@@ -85,7 +85,8 @@ def test_a_hang_ends_the_run(folder, way, sentence):
         assert "The stack of rank 0:" in log and "ddp.py" in log
 
 
-@pytest.mark.parametrize("way", some(["slow", "two"], 2))
+@long  # benchmarks/hang_truth.py has it too
+@pytest.mark.parametrize("way", ["slow", "two"])
 def test_a_rank_that_is_slow_in_every_step_is_named_once(folder, way):
     line = ["run", "-q", "-n", "2", "--name", way, "--hang-timeout", "2", "train.py", way]
     done = ronde_run(line, folder)
