@@ -189,6 +189,7 @@ def test_a_store_that_breaks_in_the_middle_of_files(tmp_path, whole, broken):
     assert there(store) == [14, 15]
 
 
+@long
 def test_killed_in_the_middle_of_an_upload(tmp_path, whole):
     folder, other, store = script(tmp_path / "1"), script(tmp_path / "2"), tmp_path / "store"
     slow = flaky(tmp_path, "none 0", slow=0.3)

@@ -14,6 +14,7 @@ import pytest
 
 from processes import child, ronde, ronde_batch, ronde_run
 from ronde.watch import Ended, Evaluated, Record, Started, StepRecorded, Warned
+from sampling import ALL
 
 STRICT = """
 import argparse
@@ -195,14 +196,14 @@ def test_terminals_and_disks_that_take_less(folder):
         assert "Traceback" not in done.stderr, line
 
     # a full disk under standard output
-    for line, status in (("runs", 1), ("run -n 1 -q trains.py", 0)):
+    for line, status in (("runs", 1), ("run -n 1 -q trains.py", 0))[: 2 if ALL else 1]:
         command = shlex.join(ronde(*shlex.split(line)))
         with child(["sh", "-c", f"exec {command} >/dev/full"], folder) as full:
             done = full.done(60)
         assert done.returncode == status, (line, done)
         told = "the output cannot be written (No space left on device)" in done.stderr
         assert told == bool(status) and "Traceback" not in done.stderr, (line, done)
-    assert (folder / "runs" / "trains-1" / "record.jsonl").is_file()
+    assert not ALL or (folder / "runs" / "trains-1" / "record.jsonl").is_file()
 
 
 def catches(pid: int, number: int) -> bool:

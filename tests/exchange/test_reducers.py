@@ -180,6 +180,7 @@ def two_servers(tmp_path_factory):
     return weights(folder, "two")
 
 
+@long
 @pytest.mark.parametrize(
     ("victim", "named"),
     some([("reduction_server", "reduction server"), ("launch/worker", "rank 1")], 2),

@@ -68,6 +68,7 @@ def test_workers_are_servers_and_one_is_killed(hosts, place):
     assert all((ring[k] - found[k]).abs().max() <= 1e-6 for k in ring)
 
 
+@long
 def test_bench_between_hosts_and_servers(hosts, place):
     first, second, third = hosts.names
     words = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:1,{second}:1"]

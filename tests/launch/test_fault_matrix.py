@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from processes import TESTS, child
-from sampling import some
+from sampling import long, some
 
 FILE = TESTS.parent / "benchmarks" / "faults.py"
 
@@ -44,6 +44,7 @@ def undisturbed(tmp_path_factory):
     return training, load_file(training.out)
 
 
+@long
 @pytest.mark.skipif(not Path("/proc").exists(), reason="workers are forks on Linux only")
 @pytest.mark.parametrize(("kind", "plan"), some(GRID[9:] + GRID[:9], 60))
 def test_the_training_ends_with_the_same_weights(undisturbed, kind, plan):

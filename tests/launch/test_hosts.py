@@ -215,6 +215,7 @@ def test_errors_name_the_host_and_the_cure(hosts, place):
     hosts.heal(second)
 
 
+@long
 def test_errors_of_one_host_among_others(hosts, place):
     """Another torch, no script, and one of three that is off: the others are not started."""
     first, second = hosts.names

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from processes import child, python
+from sampling import long
 
 TRAIN = """
 import os, sys
@@ -128,6 +129,7 @@ def open_mpi(rank: int) -> dict[str, str]:
     return {f"OMPI_COMM_WORLD_{k}": str(v) for k, v in names.items()}
 
 
+@long
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
 def test_mpirun(script, plain, tmp_path):
     version = subprocess.run(

@@ -19,7 +19,7 @@ import pytest
 from lab import lab, missing
 from processes import child, free_port, marked, ronde, start_ranks
 from ronde.world.network import listen_on, meeting_address, own_address
-from sampling import some
+from sampling import long, some
 
 TRAIN = """
 import os, sys, time, torch, ronde
@@ -113,6 +113,7 @@ def test_ranks_that_nobody_leads(place, address, told):
     assert all(ipaddress.ip_address(a).is_loopback for a in every), every
 
 
+@long
 @pytest.mark.skipif(bool(missing()), reason=missing())
 def test_several_hosts_listen_where_the_others_reach_them(hosts, place):
     """The host of the server has another address too, on which it listens until all have come."""

@@ -135,7 +135,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault, plan, spares", some(FAULTS, 4))
+@pytest.mark.parametrize("fault, plan, spares", some(FAULTS, 7))
 def test_a_worker_that_ends(folder, undisturbed, fault, plan, spares):
     name = f"{fault}-{plan}".replace("=", "-")
     line = ["run", "-q", "-n", "2", "--name", name, "--restarts", "1", spares, "--plan", plan]
@@ -225,6 +225,7 @@ def test_leaving(folder, undisturbed, how, plan):
     trained(folder / f"{name}.ids", 2 if "=2" in plan else 1)
 
 
+@long
 def test_a_second_signal_ends_at_once(folder):
     line = ["run", "-q", "-n", "2", "--name", "twice", "--restarts", "1", "train.py", "twice", "2"]
     with child(ronde(*line), folder, {"PAUSE": "30"}, fork=True) as began:

@@ -22,7 +22,7 @@ from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import predict
 from ronde.run.losses import LossCall
-from sampling import some
+from sampling import long, some
 from tiny_models import TiedGPT
 
 LINUX = pytest.mark.skipif(
@@ -188,6 +188,7 @@ def test_predicted_peak_against_that_of_a_process(bench, name):
     assert predicted == pytest.approx(measured, rel=0.08)
 
 
+@long
 @LINUX
 @pytest.mark.parametrize(("name", "samples"), some([("repeated", 64), ("checkpointed", 32)], 2))
 def test_one_device_takes_what_the_chain_says_of_own_checkpoints_and_of_repeated_blocks(

@@ -596,7 +596,7 @@ if not ALL:
     some = [HALF[0], HALF[3], HALF[4], HALF[7], DROPOUT[0], DROPOUT[2]]
     others = [case for case in CASES[2][len(COMMON) : -13] if case not in (*HALF, *DROPOUT)]
     CASES = {
-        2: [*COMMON[::2], *others[::7], *some, *CASES[2][-13::6]],
+        2: [*COMMON[::2], *others[::10], *some, *CASES[2][-13::6]],
         3: CASES[3][1::2],
         4: CASES[4][::5],
     }

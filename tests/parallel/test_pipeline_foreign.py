@@ -1,7 +1,5 @@
 """Models that nobody here wrote, cut by themselves, trained on real processes: the same weights as
-a plain loop's.
-
-A sample; ``RONDE_TEST_ALL=1`` trains all of them.
+a plain loop's. ``test_tensor_parallel.py`` and ``test_choose_cut.py`` have a sample of such models.
 """
 
 from __future__ import annotations
@@ -15,7 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zygote
-from processes import PATHS, TESTS
+from processes import PATHS, TESTS, forked
+from sampling import ALL
+
+if not ALL:
+    pytest.skip("RONDE_TEST_ALL=1 runs it", allow_module_level=True)
 
 pytest.importorskip("transformers")
 pytest.importorskip("diffusers")
@@ -23,37 +25,27 @@ pytest.importorskip("diffusers")
 import foreign_models as foreign
 from foreign_worker import plain
 from pipeline_cases import largest_difference
-from processes import forked
-from sampling import ALL, some
 
 KINDS = ("TRANSFORMERS", "DIFFUSERS")
 LOADED = [f"foreign_models:load_{name.lower()}" for name in KINDS]
 for kind in KINDS:
     getattr(foreign, f"load_{kind.lower()}")()
-# One tied, one with several inputs, one with skips, one with layers of one's own, of each package.
-SAMPLE = {
-    2: {"TRANSFORMERS": ["gpt2", "t5"], "DIFFUSERS": ["unet_2d"]},
-    4: {"TRANSFORMERS": ["bart"], "DIFFUSERS": ["dit"]},
-}
 
 
-def chosen(stages: int) -> list[tuple[str, str]]:
-    if ALL:
-        # Those that draw random numbers draw others on several workers.
-        return [
-            (k, n)
-            for k in KINDS
-            for n in getattr(foreign, k)
-            if not foreign.build(getattr(foreign, k), n).random
-        ]
-    return [(k, n) for k in KINDS for n in getattr(foreign, k) if n in SAMPLE[stages][k]]
+def chosen() -> list[tuple[str, str]]:
+    """Those that draw random numbers draw others on several workers."""
+    return [
+        (k, n)
+        for k in KINDS
+        for n in getattr(foreign, k)
+        if not foreign.build(getattr(foreign, k), n).random
+    ]
 
 
-@pytest.mark.timeout(3000 if ALL else 180)
-@pytest.mark.parametrize("stages", some([4, 2], 2))
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("stages", [2, 4])
 def test_models_nobody_here_wrote(stages, tmp_path):
-    cases = chosen(stages)
-    assert ALL or len(cases) == sum(map(len, SAMPLE[stages].values())), cases
+    cases = chosen()
     listing, out = tmp_path / "cases.json", tmp_path / "out"
     out.mkdir()
     listing.write_text(json.dumps(cases))
@@ -67,7 +59,7 @@ def test_models_nobody_here_wrote(stages, tmp_path):
         ),
         env={**os.environ, "PYTHONPATH": PATHS},
         cwd=tmp_path,
-        timeout=2900 if ALL else 170,
+        timeout=2900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     failures = []

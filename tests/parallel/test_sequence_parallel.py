@@ -38,7 +38,7 @@ REFUSED = [
 
 
 def test_a_divided_sequence_is_the_same_training_or_refused(tmp_path):
-    exact = EXACT if ALL else EXACT[:2]
+    exact = EXACT if ALL else EXACT[1:2]
     cases = [*exact, *(values for values, _ in REFUSED)]
     out = launch("pipeline_worker.py", 4, cases, tmp_path)
     for i, values in enumerate(exact):

@@ -25,7 +25,7 @@ from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.search import search
 from ronde.run.plan_arguments import accumulate
-from sampling import ALL
+from sampling import ALL, long
 
 MIB = 2.0**20
 
@@ -190,6 +190,7 @@ run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, lo
 """
 
 
+@long
 def test_a_batch_that_grows_is_planned_as_the_devices_would_train_it(tmp_path):
     (tmp_path / "train.py").write_text(GROWS)
     wired(memory=2.0**30, nodes=2, devices_per_node=4).save(tmp_path / "cluster.yaml")
@@ -216,6 +217,7 @@ def test_a_batch_that_grows_is_planned_as_the_devices_would_train_it(tmp_path):
     assert title and f"one step of {title}:" in done.stdout
 
 
+@long
 def test_nothing_is_saved_where_nothing_fits(tmp_path):
     (tmp_path / "train.py").write_text(GROWS)
     wired(memory=1024.0, devices_per_node=1).save(tmp_path / "cluster.yaml")

@@ -107,10 +107,10 @@ def pool():
 @pytest.mark.parametrize(
     "name",
     [
-        *some(SAMPLE, 12),
-        *some([f.fault for f in HIDDEN], 16),
+        *some(SAMPLE, 18),
+        *some([f.fault for f in HIDDEN], 28),
         *some([f.fault for f in BEHIND], 8),
-        *([f.fault for f in LOOP] if ALL else IN_LOOP[::2]),
+        *([f.fault for f in LOOP] if ALL else IN_LOOP[::3]),
     ],
 )
 def test_a_planted_fault_is_found_and_named(pool: Pool, name: str) -> None:
@@ -127,6 +127,7 @@ def test_what_is_equal_on_two_workers_is_found_on_three(pool: Pool) -> None:
     assert "on 2 workers it is equal" in verdict.cause.evidence
 
 
+@long
 def test_a_script_that_refuses_three_workers_is_proved_on_two(pool: Pool, tmp_path: Path) -> None:
     refuses = "assert ronde.world().size != 3, 'an even number'\n"
     (tmp_path / "train.py").write_text(TRAIN.replace("run =", f"{refuses}run ="))
@@ -136,6 +137,7 @@ def test_a_script_that_refuses_three_workers_is_proved_on_two(pool: Pool, tmp_pa
     assert any("On 3 workers it was not compared" in note for note in verdict.notes)
 
 
+@long
 def test_what_is_known_is_told_where_the_cause_is_not(pool: Pool) -> None:
     case = CASES["alike_on_all"]
     verdict = Study(pool, case.command, 6, 120).verdict(case.plans)
@@ -331,6 +333,7 @@ def test_equal_on_the_command_line(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "runs").iterdir()] == [".proofs"]
 
 
+@long
 def test_a_difference_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = ronde_run(["prove", "--json", "v.json", "--steps", "2", "train.py"], tmp_path, 120)
@@ -429,6 +432,7 @@ def test_a_script_may_write_into_its_run_directory(pool: Pool, tmp_path: Path, m
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
 
 
+@long
 def test_a_run_that_takes_too_long_is_ended(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(100)\n")
     verdict = Study(pool, [str(tmp_path / "train.py")], 2, 2.0).verdict(["replicate"])
