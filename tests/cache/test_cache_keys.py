@@ -155,20 +155,10 @@ def values_of(samples):
     return [(isinstance(s, tuple), plain(s)) for s in samples]
 
 
-ALIKE = [
-    "in memory",
-    "by name",
-    "not contiguous",
-    "alone or not",
-    "tokens",
-    "npy anew",
-    "npz anew",
-    "parts of a file",
-    "data set",
-]
+ALIKE = ["in memory", "by name", "tokens", "npy anew", "data set", "own source"]
 
 
-@pytest.mark.parametrize("case", [*ALIKE, "data set of the same fingerprint", "own source"])
+@pytest.mark.parametrize("case", ALIKE)
 def test_sources_that_look_alike_do_not_share_a_cache(tmp_path, case):
     folders = []
     for make in pairs(tmp_path)[case]:
