@@ -246,7 +246,7 @@ def distribute(
         name=name,
         tensorboard=tensorboard,
     )
-    options = RunOptions(save_every, check_replicas, on_nan, check_callbacks(callbacks))
+    options = RunOptions(check_replicas, on_nan, check_callbacks(callbacks))
     asked = asked_plan(plan, me, fields)
     checks.check_model(model, me)
     checks.check_init(init, model)

@@ -77,7 +77,6 @@ class SaveOptions:
 class RunOptions:
     """What a run does beside training."""
 
-    save_every: int | None
     check_replicas: int | None
     on_nan: str
     callbacks: Sequence[Any]

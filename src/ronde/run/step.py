@@ -66,11 +66,8 @@ class OptimizerStep:
         self._rendezvous = parts.rendezvous
         self._group, self._source = group, source
         self._averages = averages
-        self._gathering, self._gradient_hooks, self._own_calls = (
-            gathering,
-            gradient_hooks,
-            own_calls,
-        )
+        self._gathering, self._own_calls = gathering, own_calls
+        self._gradient_hooks = gradient_hooks
         alone = plan.replicas == 1 and plan.accumulation == 1
         self._rows = Rows(not alone, collates(parts.data.settings))
         self._delivered: list[Lengths] = []  # of the micro-batches that were handed out

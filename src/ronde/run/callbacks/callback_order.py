@@ -55,7 +55,7 @@ def callbacks_of(
         recording,
         # What the checkpoint needs of an evaluation is recorded before it is due.
         BestIsSaved(content, group),
-        SavesEvery(options.save_every, group),
+        SavesEvery(content.save_every, group),
         *_leaves_when_asked(run, group),
         *([ReportsUnregistered(run)] if not studied else []),
         # The weights after the step are final.
