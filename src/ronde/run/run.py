@@ -47,7 +47,6 @@ class Run(CollectiveCalls):
     Attributes:
         model: the script's own module.
         optimizer: the script's own optimizer.
-        scheduler: the script's own scheduler, or None. It steps once per optimizer step.
         plan: how the work is split.
         state: epoch, step, and samples so far.
         dir: the run directory; None if nothing is written (``RONDE_RUNS=none``).
@@ -72,7 +71,7 @@ class Run(CollectiveCalls):
     ) -> None:
         parts = content.parts
         me, plan, folder = parts.world, parts.plan, parts.directory
-        self.model, self.optimizer, self.scheduler = parts.model, parts.optimizer, parts.scheduler
+        self.model, self.optimizer = parts.model, parts.optimizer
         self.plan, self.state, self.dir = plan, parts.state, folder
         self.rank, self.world_size = me.rank, me.size
         self.is_main, self.device = me.is_main, me.device
@@ -123,6 +122,15 @@ class Run(CollectiveCalls):
             from ronde.run.memory_copies import memory_copies  # needs a launcher that restarts
 
             group.memory = memory_copies(me, folder.path)
+
+    @property
+    def scheduler(self) -> Any:
+        """The script's own scheduler, or None. It steps once per optimizer step."""
+        return self._parts.scheduler
+
+    @scheduler.setter
+    def scheduler(self, scheduler: Any) -> None:
+        self._parts.scheduler = scheduler
 
     @property
     def steps_per_epoch(self) -> int:
