@@ -29,7 +29,6 @@ __all__ = ["Choice", "Member", "RunGroup", "count_groups", "current"]
 
 _groups = 0  # that this process has made
 _latest: weakref.ref[RunGroup] | None = None
-_stepped = 0  # number of the last group that took a step
 
 
 class Choice:
@@ -106,7 +105,6 @@ class RunGroup:
         self.readings = 0
         self._completed_at = -1  # readings begun when a loop over epochs ended
         self._checked = False
-        self._warned = False
 
     # -- members -----------------------------------------------------------------------
 
@@ -272,21 +270,6 @@ class RunGroup:
         one beside it in ``zip`` has.
         """
         return self._completed_at == self.readings > readings
-
-    def stepped(self, run: Parts) -> None:
-        """Note a step, tell how the last save has ended, and warn if a separate training has taken
-        a step in between.
-        """
-        global _stepped
-        self.saving.poll(run)
-        if self.number < _stepped and not self._warned and self.directory is not None:
-            self._warned = True
-            run.warn(
-                "this run goes on after a later one has trained, in one loop with it: each has its "
-                "own run directory, and a resume may bring them back at different points. Call "
-                "ronde.distribute for both before the first step of either"
-            )
-        _stepped = max(_stepped, self.number)
 
     # -- checkpoints -------------------------------------------------------------------
 

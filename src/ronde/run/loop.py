@@ -15,7 +15,7 @@ from ronde.plan import Share, shares
 from ronde.run import checkpoints, checks
 from ronde.run.callback import Callbacks
 from ronde.run.content import CheckpointContent
-from ronde.run.evaluation import Evaluations, gather_skipped, on_device, skip_report
+from ronde.run.evaluation import Evaluations, gather_skipped, skip_report, to_device
 from ronde.run.group import RunGroup
 from ronde.run.run_state import MicroBatches
 from ronde.run.step import OptimizerStep
@@ -262,7 +262,10 @@ class Loop:
     def hand_out(self, share: Share, micros: list[Any]) -> list[Any]:
         """Take a batch for the step, and move it to the device."""
         self.step.take(share)
-        ready = on_device(self.feed, share, micros, self.parts.world.device)
+        device = self.parts.world.device
+        if device.type != "cpu":
+            micros = [to_device(micro, device) for micro in micros]
+        ready = self.feed.finish(share, micros)
         self.step.deliver(ready)
         for follower in self._following():
             follower.step.follow(share)

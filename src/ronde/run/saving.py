@@ -37,11 +37,12 @@ class Saving:
     Attributes:
         saver: does the writing.
         ends: whether the process ends, and the others may not: they are not waited for.
+        is_open: whether a save is not settled; the same on all ranks.
     """
 
     def __init__(self) -> None:
         self.saver = Saver()
-        self._open = False  # whether a save is not settled; the same on all ranks
+        self.is_open = False
         self._divided = False  # whether workers hold parts of it
         self._best: list[BestFound] = []
         self._announced = False
@@ -91,7 +92,7 @@ class Saving:
 
         keep = KeepPolicy.merge(each.keep for each in everything)
         write = persist.prepare(contents, folder, step, keep, copied, saver.stop)
-        self._open, self._announced, self._said_long = True, False, False
+        self.is_open, self._announced, self._said_long = True, False, False
         self._divided = not all(each.parts.holds_all for each in everything)
         self._best = contents[""].best.event(folder / f"step-{step:09d}")
         saver.begin(step, write, began, wait=inline)
@@ -124,9 +125,9 @@ class Saving:
         Returns:
             Path: the checkpoint on rank 0.
         """
-        if not self._open:
+        if not self.is_open:
             return None
-        self._open = False
+        self.is_open = False
         written = self.saver.finish()
         assert written is not None
         error, first = written.error, contents[0].parts
@@ -150,7 +151,7 @@ class Saving:
 
     def poll(self, run: Parts) -> None:
         """Tell how the save under way has ended, if it has: rank 0 does."""
-        if not self._open or self._announced or not run.world.is_main:
+        if self._announced or not run.world.is_main:
             return
         if (written := self.saver.poll()) is not None:
             self._announce(run, written)
@@ -186,7 +187,7 @@ class Saving:
 
     def leave(self, run: Parts) -> None:
         """The process ends after an error: let this worker's part of the last save end."""
-        if self._open:
+        if self.is_open:
             self.saver.finish_within(_EXIT_SECONDS)
             self.poll(run)
             self.saver.stop.set()

@@ -13,18 +13,36 @@ from ronde.run.parts import Parts
 
 __all__ = ["BestIsSaved", "SavesEvery"]
 
+_SEPARATE = (
+    "this run goes on after a later one has trained, in one loop with it: each has its own run "
+    "directory, and a resume may bring them back at different points. Call ronde.distribute for "
+    "both before the first step of either"
+)
+
 
 class SavesEvery(Callback):
-    """A checkpoint is due every so many steps, and tells how the last one has ended."""
+    """A checkpoint is due every so many steps. Tells how the last one has ended, and warns if a
+    separate training has taken a step in between.
+    """
+
+    _stepped = 0  # number of the last group that took a step
 
     def __init__(self, every: int | None, group: RunGroup) -> None:
         self._every, self._group = every, group
+        self._warned = group.directory is None
 
     def step_ended(self, step: StepView) -> None:
         """See :class:`Callback`."""
-        self._group.stepped(step.parts)
+        group = self._group
+        if group.saving.is_open:
+            group.saving.poll(step.parts)
+        if group.number != SavesEvery._stepped:
+            if group.number < SavesEvery._stepped and not self._warned:
+                self._warned = True
+                step.parts.warn(_SEPARATE)
+            SavesEvery._stepped = max(SavesEvery._stepped, group.number)
         if self._every is not None and step.number % self._every == 0:
-            self._group.due = True
+            group.due = True
 
 
 class BestIsSaved(Callback):
