@@ -25,8 +25,8 @@ from torch.utils.data import (
 
 from ronde.data import Order, key_of, named_stages
 from ronde.introspect import Marks
-from ronde.loader.reader import Ask, Reader, StreamReader
-from ronde.loader.request_queue import RequestLine, RequestQueue, Shares, ask_of
+from ronde.loader.reader import Ask, Reader, StreamReader, ask_of
+from ronde.loader.request_queue import RequestLine, RequestQueue, Shares
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.plan.batch import Share
 from ronde.world import FeedError, RondeError

@@ -34,6 +34,7 @@ from ronde.data import (
     stage,
 )
 from ronde.introspect import Marks, restore_states, seed_all, states
+from ronde.plan.batch import Share
 from ronde.world import ArgumentError, RondeError, SampleError
 from ronde.world.tensors import tensors_in
 
@@ -67,6 +68,16 @@ class Ask:
     def part(self, low: int, high: int) -> Ask:
         """The positions from ``low`` to ``high`` of this one."""
         return Ask(self.epoch, self.start + low, self.ids[low:high])
+
+
+def ask_of(order: Order, share: Share, low: int, high: int) -> Ask:
+    """The request for positions ``low`` to ``high`` of a share."""
+    upto = share.stop if (low, high) == share.micro[-1] else 0
+    if low == high:
+        # An empty share still yields a batch, so that a script's own lines run: the first sample of
+        # the global batch, which is weighted with zero.
+        low, high = share.start, share.start + 1
+    return Ask(share.epoch, low, order.ids(share.epoch, low, high).tolist(), upto)
 
 
 @dataclass(frozen=True)

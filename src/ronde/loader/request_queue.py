@@ -9,21 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ronde.data import Order
-from ronde.loader.reader import Ask
+from ronde.loader.reader import Ask, ask_of
 from ronde.plan.batch import Share
 from ronde.world import RondeError
 
 Shares = Callable[[], Iterator[Share]]
-
-
-def ask_of(order: Order, share: Share, low: int, high: int) -> Ask:
-    """The request for positions ``low`` to ``high`` of a share."""
-    upto = share.stop if (low, high) == share.micro[-1] else 0
-    if low == high:
-        # An empty share still yields a batch, so that a script's own lines run: the first sample of
-        # the global batch, which is weighted with zero.
-        low, high = share.start, share.start + 1
-    return Ask(share.epoch, low, order.ids(share.epoch, low, high).tolist(), upto)
 
 
 class RequestQueue:

@@ -431,7 +431,8 @@ class Replicate(Strategy):
 
     def before_batch(self, present: bool) -> None:
         """See :meth:`Strategy.before_batch`."""
-        set_present(present or not self.run_empty)
+        if self.run_empty:
+            set_present(present)
         self.refresh()
         if self._changing:
             named = dict(self.model.named_buffers())
@@ -459,7 +460,8 @@ class Replicate(Strategy):
 
     def expect(self, present: bool) -> None:
         """See :meth:`Strategy.expect`."""
-        set_present(present or not self.run_empty)
+        if self.run_empty:
+            set_present(present)
 
     def _broadcast(self, buffers: list[torch.Tensor]) -> None:
         exchange_packed(buffers, lambda f: dist.broadcast(f.view(torch.uint8), 0), self.me.device)
