@@ -64,12 +64,11 @@ def undisturbed(device: torch.device, *owners: Any) -> Iterator[None]:
 
     generators, kept = Marks(), [each for owner in owners for each in kept_attributes(owner)]
     modules = [m for owner in owners if isinstance(owner, nn.Module) for m in owner.modules()]
-    training = [m for m in modules if m.training]
     # set_stance imports torch's compiler, which takes seconds
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     try:
-        for module in training:
+        for module in modules:
             module.training = False
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad(), eager, _Guard():
@@ -78,8 +77,6 @@ def undisturbed(device: torch.device, *owners: Any) -> Iterator[None]:
         generators.put_back()
         for each in kept:
             each.put_back()
-        for module in training:
-            module.training = True
 
 
 def kind_of_loss(
