@@ -18,23 +18,25 @@ from ronde.prove.values import cast, count_rows, half_of, per_sample, probe
 from ronde.run.losses import LossCall
 from ronde.world.tensors import map_tensors, named_tensors
 
-__all__ = ["LossRecorder", "RecordedLoss", "ValueRecorder"]
+__all__ = ["RecordedLoss", "ValueRecorder"]
 
 _MOST_CALLS = 4  # of a module in one forward pass
 _MOST_RATES = 64
 
 
 class ValueRecorder:
-    """Values of the current step that have an axis of samples.
+    """Values of the current step that have an axis of samples, and the loss.
 
     Attributes:
+        trace, draws: of the same recorder.
         micro: the micro-batch whose forward pass runs.
     """
 
-    def __init__(self, trace: TraceWriter) -> None:
-        self._trace = trace
+    def __init__(self, trace: TraceWriter, draws: DrawRecorder) -> None:
+        self.trace, self.draws = trace, draws
         self.micro = 0
         self._calls: dict[tuple[int, str], int] = {}
+        self._probe: tuple[Callable[..., Any], tuple[Any, ...], int, int] | None = None
 
     def begin_step(self) -> None:
         """A step starts."""
@@ -43,7 +45,7 @@ class ValueRecorder:
 
     def record_batch(self, kind: str, parts: list[Any]) -> None:
         """Record a batch's values, and how many rows it has."""
-        step, sizes = self._trace.step, self._trace.sizes
+        step, sizes = self.trace.step, self.trace.sizes
         step.setdefault("rows", {})[kind] = [
             count_rows(part, size) if size else 0 for part, size in zip(parts, sizes, strict=True)
         ]
@@ -52,7 +54,7 @@ class ValueRecorder:
 
     def record_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Record the inputs and outputs of a module of the model."""
-        trace = self._trace
+        trace = self.trace
         name, run = trace.modules.get(id(module)), trace.run
         if run is None or name is None:
             return
@@ -66,13 +68,13 @@ class ValueRecorder:
 
     def _record_output_gradient(self, output: Any) -> None:
         """Record the loss's gradient at the model's output, once it is known."""
-        i, step = self.micro, self._trace.step
+        i, step = self.micro, self.trace.step
         for path, tensor in named_tensors(output):
             if tensor.requires_grad:
 
                 def record(gradient: torch.Tensor, path: str = path) -> None:
                     with torch._C.DisableTorchFunction():
-                        if self._trace.step is step:
+                        if self.trace.step is step:
                             self._record("back", f"(model){path}", gradient, i)
 
                 tensor.register_hook(record)  # type: ignore[no-untyped-call]
@@ -90,7 +92,7 @@ class ValueRecorder:
 
     def _record(self, kind: str, name: str, value: Any, i: int, suffix: str = "") -> None:
         """Record one number per sample of micro-batch ``i``, of every tensor with a batch axis."""
-        sizes = self._trace.sizes
+        sizes = self.trace.sizes
         if i >= len(sizes) or not sizes[i]:
             return
         samples = sizes[i]
@@ -101,10 +103,10 @@ class ValueRecorder:
                 continue
             key = f"{kind}|{name}{path}{suffix}"
             self._record_shape(key, list(tensor.shape[1:]), samples)
-            self._trace.tensors[f"{key}|{i}"] = per_sample(tensor, samples)
+            self.trace.tensors[f"{key}|{i}"] = per_sample(tensor, samples)
 
     def _record_shape(self, key: str, shape: list[int], samples: int) -> None:
-        shapes = self._trace.step["shapes"]
+        shapes = self.trace.step["shapes"]
         known = shapes.setdefault(key, shape)
         if known in (shape, "differ"):
             return
@@ -117,34 +119,24 @@ class ValueRecorder:
     def record_dropout(self, rate: float, where: str | None, drops: bool = False) -> None:
         """Record a call of dropout and its rate; ``drops``: it is not switched off."""
         if rate and not drops:
-            self._trace.note("dropout", where)
-        if self._trace.phase == Phase.STEP:
-            rates = self._trace.step["dropout"].setdefault(where or "", [])
+            self.trace.note("dropout", where)
+        if self.trace.phase == Phase.STEP:
+            rates = self.trace.step["dropout"].setdefault(where or "", [])
             if rate not in rates and len(rates) < _MOST_RATES:
                 rates.append(rate)
 
-
-class LossRecorder:
-    """The loss and its arguments, and what kind of function it is."""
-
-    def __init__(self, trace: TraceWriter, values: ValueRecorder, draws: DrawRecorder) -> None:
-        self._trace, self._values, self.draws = trace, values, draws
-        self._probe: tuple[Callable[..., Any], tuple[Any, ...], int, int] | None = None
+    # -- the loss ----------------------------------------------------------------------
 
     def computes_twice(self) -> bool:
         """Whether to compute this forward pass once more before."""
-        trace = self._trace
+        trace = self.trace
         return trace.experiment is Experiment.TWICE and trace.is_forward()
 
     def computes_parts(self) -> bool:
         """Whether to compute this forward pass on half of its samples too."""
-        trace = self._trace
+        trace = self.trace
         evaluating = trace.phase == Phase.EVALUATE and not following()
         return trace.experiment is Experiment.PARTS and (trace.is_forward() or evaluating)
-
-    def hidden(self) -> Any:
-        """See :meth:`TraceWriter.hidden`."""
-        return self._trace.hidden()
 
     def record_mixing(self, values: tuple[Any, ...], half: tuple[Any, ...]) -> None:
         """Record whether outputs of half of the samples differ from those among all."""
@@ -158,19 +150,19 @@ class LossRecorder:
                 floor = 1e-9 * float(whole.abs().max())
                 alike.append(torch.allclose(whole[: len(part)], part, rtol=0.0, atol=floor))
         if alike:
-            trace = self._trace
+            trace = self.trace
             step = trace.run.state.step if trace.run is not None else 0
             trace.event("mixes", during=trace.phase, step=step, mixes=not all(alike))
 
     def record_arguments(self, values: tuple[Any, ...]) -> None:
         """Record the loss's arguments."""
-        trace = self._trace
-        run, sizes, micro = trace.run, trace.sizes, self._values.micro
+        trace = self.trace
+        run, sizes, micro = trace.run, trace.sizes, self.micro
         if not trace.is_forward() or (run is not None and not run.strategy.holds_result):
             return
         trace.step["calls_loss"] = True
         for i, value in enumerate(values):
-            self._values.record_output(f"(argument {i + 1} of the loss)", value)
+            self.record_output(f"(argument {i + 1} of the loss)", value)
         wants_probe = trace.experiment is Experiment.ONE and self._probe is None
         if wants_probe and run is not None and micro < len(sizes):
             detached = map_tensors(lambda t: t.detach().clone(), values)
@@ -178,7 +170,7 @@ class LossRecorder:
 
     def record_local(self, value: torch.Tensor, weight: torch.Tensor | None) -> None:
         """Record the loss of one micro-batch of this worker."""
-        trace, micro = self._trace, self._values.micro
+        trace, micro = self.trace, self.micro
         holds = trace.run is None or trace.run.strategy.holds_result
         if not trace.is_forward() or micro >= len(trace.sizes) or not holds:
             return
@@ -187,9 +179,9 @@ class LossRecorder:
         trace.step["local"].append(local)
         if value.dtype != torch.float64:
             trace.note("float32", str(value.dtype))
-        self._values.micro += 1
+        self.micro += 1
 
-    def ask(self) -> None:
+    def ask_loss(self) -> None:
         """Ask the loss what kind of function it is, after the training."""
         if self._probe is None:
             return
@@ -199,14 +191,14 @@ class LossRecorder:
             if self.draws.keyed is not None:
                 self.draws.keyed.begin(f"step {step}", low, high, samples)
 
-        with self._trace.hidden():
-            self._trace.event("probe", loss=probe(loss, values, samples, draw))
+        with self.trace.hidden():
+            self.trace.event("probe", loss=probe(loss, values, samples, draw))
 
 
 class RecordedLoss(LossCall):
     """The script's forward and loss, with inputs cast and values recorded."""
 
-    def __init__(self, inner: LossCall, recorder: LossRecorder) -> None:
+    def __init__(self, inner: LossCall, recorder: ValueRecorder) -> None:
         super().__init__(inner.loss, inner.forward, inner.reduction)
         self._recorder = recorder
 
@@ -219,7 +211,7 @@ class RecordedLoss(LossCall):
         recorder.draws.start_pass(given)
         recorder.draws.mark_pass()
         if recorder.computes_twice():
-            with torch.no_grad(), recorder.hidden():
+            with torch.no_grad(), recorder.trace.hidden():
                 super().arguments(
                     model, deep_copy([batch])[0]
                 )  # a forward function may work in place
@@ -238,7 +230,7 @@ class RecordedLoss(LossCall):
         try:
             part, samples = half_of(deep_copy([batch])[0])
             self._recorder.draws.draw_again(samples)
-            with torch.no_grad(), self._recorder.hidden():
+            with torch.no_grad(), self._recorder.trace.hidden():
                 return super().arguments(copy.deepcopy(model), part)
         except Exception:  # the batch cannot be cut, or the model cannot be copied
             return None

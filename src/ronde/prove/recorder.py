@@ -27,7 +27,7 @@ from ronde.prove.keyed_draws import generator_digest
 from ronde.prove.recorded_data import SampleRecorder, cut_epoch, cut_order, wide_loader
 from ronde.prove.recorded_draws import DrawRecorder
 from ronde.prove.recorded_state import StateRecorder
-from ronde.prove.recorded_values import LossRecorder, RecordedLoss, ValueRecorder
+from ronde.prove.recorded_values import RecordedLoss, ValueRecorder
 from ronde.prove.trace_writer import Phase, TraceWriter
 from ronde.prove.values import cast
 from ronde.run import hooks
@@ -56,9 +56,8 @@ class Recorder(hooks.Observer):
         self.trace = trace = TraceWriter(settings, rank)
         self.samples = SampleRecorder(trace)
         self.draws = DrawRecorder(trace)
-        self.values = ValueRecorder(trace)
+        self.values = ValueRecorder(trace, self.draws)
         self.state = StateRecorder(trace)
-        self._loss = LossRecorder(trace, self.values, self.draws)
         self.clips_itself = False
         # the trainings of the script, and the one to record
         self._trainings = 0
@@ -76,7 +75,7 @@ class Recorder(hooks.Observer):
 
     def finish(self) -> None:
         """The script has ended."""
-        self._loss.ask()
+        self.values.ask_loss()
         event = self.trace.event
         if self.draws.keyed is not None:
             event("draws", shapes=self.draws.keyed.shapes)
@@ -97,7 +96,7 @@ class Recorder(hooks.Observer):
         self._ticks += 1
         dropout = recorded_opening.dropout_rates(opening.model)
         recorded_opening.widen(opening, trace)
-        opening.calls = RecordedLoss(opening.calls, self._loss)
+        opening.calls = RecordedLoss(opening.calls, self.values)
         taken, order = opening.taken, opening.taken.order
         size = (taken.batch_size or 1) * (settings.workers if opening.batch == "grow" else 1)
         ends = order.ends(0)
