@@ -18,6 +18,7 @@ import ronde
 from forked import fork
 from reshard_worker import differ
 from ronde.run import group
+from ronde.run.callbacks.saving_due import SavesEvery
 from ronde.watch import NonFiniteStep, read
 from ronde.world.tensors import local_part
 from tiny_models import UnevenNet
@@ -42,7 +43,7 @@ def loss(output, target):
 def train(where: Path, plan: str, bad: str, on_nan: str, left_out: int = 0) -> None:
     os.environ |= {"RONDE_RUN_DIR": str(where), "RONDE_RESUME": "0", "RONDE_PROGRESS": "quiet"}
     where.mkdir(parents=True, exist_ok=True)
-    group._groups, group._latest, group._stepped = 0, None, 0
+    group._groups, group._latest, SavesEvery.newest = 0, None, 0
     torch.manual_seed(7)
     model = UnevenNet(False).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

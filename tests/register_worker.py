@@ -28,6 +28,7 @@ from torch.utils.data import TensorDataset
 import ronde
 from forked import fork
 from ronde.run import group
+from ronde.run.callbacks.saving_due import SavesEvery
 from tiny_models import UnevenNet
 
 PLANS = {
@@ -62,7 +63,7 @@ def begin(plan: str, where: Path, resume: bool, **options):
     os.environ.update({"RONDE_RUN_DIR": str(where), **quiet})
     where.mkdir(parents=True, exist_ok=True)
     # each run is the first of its process
-    group._groups, group._latest, group._stepped = 0, None, 0
+    group._groups, group._latest, SavesEvery.newest = 0, None, 0
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = UnevenNet(False).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

@@ -28,6 +28,7 @@ from forked import fork
 from ronde.checkpoint import find_valid
 from ronde.plan import Plan
 from ronde.run import group
+from ronde.run.callbacks.saving_due import SavesEvery
 from sampling import ALL
 from tiny_models import UnevenNet
 
@@ -100,7 +101,7 @@ def start(plan: str, norm: bool, where: Path, resume: bool, **options):
     )
     where.mkdir(parents=True, exist_ok=True)
     # each run is the first of its process
-    group._groups, group._latest, group._stepped = 0, None, 0
+    group._groups, group._latest, SavesEvery.newest = 0, None, 0
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = options.pop("model", None) or UnevenNet(norm).double()
     named = dict(model.named_parameters())

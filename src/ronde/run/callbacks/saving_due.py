@@ -25,7 +25,7 @@ class SavesEvery(Callback):
     separate training has taken a step in between.
     """
 
-    _stepped = 0  # number of the last group that took a step
+    newest = 0  # number of the newest group that took a step, in this process
 
     def __init__(self, every: int | None, group: RunGroup) -> None:
         self._every, self._group = every, group
@@ -36,11 +36,11 @@ class SavesEvery(Callback):
         group = self._group
         if group.saving.is_open:
             group.saving.poll(step.parts)
-        if group.number != SavesEvery._stepped:
-            if group.number < SavesEvery._stepped and not self._warned:
+        if group.number != SavesEvery.newest:
+            if group.number < SavesEvery.newest and not self._warned:
                 self._warned = True
                 step.parts.warn(_SEPARATE)
-            SavesEvery._stepped = max(SavesEvery._stepped, group.number)
+            SavesEvery.newest = max(SavesEvery.newest, group.number)
         if self._every is not None and step.number % self._every == 0:
             group.due = True
 
