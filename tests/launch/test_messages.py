@@ -10,7 +10,7 @@ import pytest
 
 from ronde.launch.frames import Sender, from_line, receive, to_line
 from ronde.launch.job import Job, Outcome
-from ronde.launch.messages import EndHang, FilePart, Out, StartWorkers, Stop, Views, WorkersEnded
+from ronde.launch.messages import EndHang, File, Out, StartWorkers, Stop, Views, WorkersEnded
 from ronde.watch.hang_judge import HangVerdict, RankView
 from ronde.watch.stack_place import StackPlace
 
@@ -22,7 +22,7 @@ JOB = Job(["train.py", "ä"], 2, Path("/runs/x"), {"A": "1"}, True, 60.0)
     "order",
     [
         StartWorkers("1", JOB, 2, 4, files={"RONDE_PLAN": ("plan.yaml", "pipeline: 2")}),
-        FilePart("/runs/x", "record.jsonl", False, b"\x00\xff\n"),
+        File("record.jsonl", False, b"\x00\xff\n"),
         EndHang(VERDICT),
         Stop(15, 1.5),
     ],

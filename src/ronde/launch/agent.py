@@ -84,6 +84,7 @@ class Agent:
         self._node: Node | None = None
         self._id, self._stopped = "", ""  # the newest run, and the one that was to stop
         self._leave = m.Leave()
+        self._directory = Path()  # whose files the launcher sends
         self.silence = 60.0
         """After how many seconds without a sign of the launcher the agent ends."""
 
@@ -159,9 +160,10 @@ class Agent:
         if isinstance(order, m.Reach):
             return m.Reached(_reach(order.candidates))
         if isinstance(order, m.Known):
-            forget_others(Path(order.directory), order.names)
-        elif isinstance(order, m.FilePart):
-            unpack(Path(order.directory), order.name, order.data, order.first)
+            self._directory = Path(order.directory)
+            forget_others(self._directory, order.names)
+        elif isinstance(order, m.File):
+            unpack(self._directory, order.name, order.data, order.first)
         elif isinstance(order, m.StartWorkers):
             return m.WorkersEnded(self._generation(order))
         return None

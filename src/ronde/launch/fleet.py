@@ -731,7 +731,7 @@ def _send_directory(link: Link, directory: Path) -> None:
         first = True
         with (directory / name).open("rb") as file:
             while (data := file.read(_PART)) or first:
-                link.order(m.FilePart(str(directory), name, first, data))
+                link.order(m.File(name, first, data))
                 first = False
 
 

@@ -35,7 +35,7 @@ class Job:
 
     @property
     def forks(self) -> bool:
-        """Whether importing torch once is faster than each worker doing it, or a restart is."""
+        """Whether workers are forks: one import of torch pays for several, or for a restart."""
         return self.spares and (self.workers > 1 or self.restarts)
 
     @property

@@ -34,7 +34,6 @@ __all__ = [
     "Log",
     "Message",
     "Out",
-    "FilePart",
     "Ping",
     "Progress",
     "Reach",
@@ -128,20 +127,10 @@ class Reach(Message):
 
 @dataclass(frozen=True)
 class Known(Message):
-    """The files that the launcher's run directory has."""
+    """The files that the launcher's run directory has; each follows as a :class:`File`."""
 
     directory: str
     names: list[str]
-
-
-@dataclass(frozen=True)
-class FilePart(Message):
-    """A part of such a file; the first one replaces what was there."""
-
-    directory: str
-    name: str
-    first: bool
-    data: bytes
 
 
 @dataclass(frozen=True)
@@ -303,7 +292,7 @@ class Views(Message):
 
 @dataclass(frozen=True)
 class File(Message):
-    """A part of a file of the run directory, which is there; see :class:`FilePart`."""
+    """A part of a file of the run directory; the first one replaces what was there."""
 
     name: str
     first: bool
