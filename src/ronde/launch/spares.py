@@ -13,6 +13,7 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
+import pkgutil
 import select
 import socket
 import subprocess
@@ -32,7 +33,18 @@ _IMPORTS = (
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel.distributed",
     "ronde.run.distribute",
+    "ronde.introspect.open_handles",
+    "ronde.loader.sample_facts",
+    "ronde.parallel.ddp",
+    "ronde.parallel.first_steps",
+    "ronde.parallel.optimizer_coupling",
+    "ronde.parallel.own_calls",
+    "ronde.parallel.replica_check",
+    "ronde.profile.monkeypatch",
+    "psutil",
+    "yaml",
 )
+_ROOMS = "checkpoint", "exchange", "run"  # whose modules a training imports when it needs them
 _READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")  # below Python
 
 
@@ -247,6 +259,10 @@ def _imported() -> set[str]:
     torch = importlib.import_module("torch")
     for name in _IMPORTS:
         importlib.import_module(name)
+    for room in _ROOMS:
+        package = importlib.import_module(f"ronde.{room}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
     os.environ.__class__ = plain
     return read
