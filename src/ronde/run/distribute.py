@@ -45,15 +45,7 @@ from ronde.run.plan_arguments import (
 from ronde.run.run import Run
 from ronde.run.run_state import DTYPES
 from ronde.run.step_draws import probe_draws
-from ronde.watch import (
-    Record,
-    RunDir,
-    Watcher,
-    choose_display,
-    claim_run_dir,
-    lock_run,
-    script_stem,
-)
+from ronde.watch import Record, RunDir, Watcher, choose_display
 from ronde.world import ArgumentError, CheckpointError, PlanError, RondeError, World
 from ronde.world.connect import connect
 from ronde.world.consensus import agree, broadcast_json
@@ -608,6 +600,8 @@ def _group(
 
 def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
     """This run's directory, chosen by rank 0 or the launcher, and whether it is resumed."""
+    from ronde.watch import claim_run_dir, lock_run, script_stem  # of a new training, on rank 0
+
     answer: dict[str, Any] = {"path": None}
     if me.is_main:
         base = os.environ.get("RONDE_RUNS", "runs")

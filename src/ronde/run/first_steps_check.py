@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ronde.run.callback import Callback, StepView
 from ronde.run.gather import Gathering
-from ronde.run.loss_kind import FLOAT32, HALF, kind_of_loss, undisturbed
 from ronde.run.parts import Parts
 from ronde.watch import LossChecked
 from ronde.world import LossError
@@ -139,6 +138,8 @@ class FirstStepsCheck(Callback):
     # -- the loss ----------------------------------------------------------------------
 
     def _kind_of(self, batch: Any, samples: int, arguments: tuple[Any, ...]) -> str:
+        from ronde.run.loss_kind import FLOAT32, HALF, kind_of_loss, undisturbed  # in few steps
+
         calls, model, device = self._loss, self._model, self._me.device
         if self._gathering.in_pass:
             return "gathered"
