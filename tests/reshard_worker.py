@@ -29,6 +29,7 @@ from ronde.checkpoint import find_valid
 from ronde.plan import Plan
 from ronde.run import group
 from ronde.run.callbacks.saving_due import SavesEvery
+from ronde.world.tensors import local_part
 from sampling import ALL
 from tiny_models import UnevenNet
 
@@ -346,7 +347,7 @@ def pieces(folder: Path) -> None:
                 )
                 opened = {"model": found.source("model")} if found else {}
                 wants = [
-                    c.Want("model", n, c.box_of(t, n), c.local_part(t).copy_)
+                    c.Want("model", n, c.box_of(t, n), local_part(t).copy_)
                     for n, t in tensors.items()
                 ]
                 c.pull(me, opened, wants, all_see)
