@@ -24,7 +24,7 @@ early = copy.deepcopy(model)
 data = torch.utils.data.TensorDataset(torch.randn(48, 8).double(), torch.randint(0, 4, (48,)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 run = ronde.distribute(model, optimizer, data, loss=nn.functional.cross_entropy, batch_size=16)
-kept = {name: p.clone() for name, p in model.state_dict().items()}
+kept = {name: p.detach().clone() for name, p in model.state_dict(keep_vars=True).items()}
 average = torch.optim.swa_utils.AveragedModel(model)
 what = sys.argv[1]
 for epoch in run.epochs(2):
@@ -56,7 +56,9 @@ for epoch in run.epochs(2):
                     kept[name].lerp_(p, 0.1)
             model.to(torch.float64)
 run.export("weights.safetensors")
-model.load_state_dict(kept)
+with torch.no_grad():
+    for name, p in model.state_dict(keep_vars=True).items():
+        p.copy_(kept[name])
 run.export("average.safetensors")
 """
 

@@ -51,13 +51,26 @@ def refuse_state_dict(
     tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
     divided = any(is_sharded(value) or not owns(name) for name, value in tensors.items())
     if divided:
-        for module in model.modules():
+        for path, module in list(model.named_modules()):
             module.register_state_dict_pre_hook(refuse_save)  # type: ignore[no-untyped-call]
+            left_out = _other_workers(f"{path}." if path else "", owns)
+            module.register_state_dict_post_hook(left_out)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(refuse_load)  # type: ignore[no-untyped-call]
             if "__deepcopy__" in vars(type(module)) and _is_fsdp(module):
                 # torch's own refusal, an AssertionError, names no cure
                 type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
     optimizer.register_state_dict_pre_hook(refuse_save)
+
+
+def _other_workers(path: str, owns: Callable[[str], bool]) -> Callable[..., None]:
+    """A hook that leaves other workers' parameters out: ``keep_vars=True`` has this worker's."""
+
+    def leave_out(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        if not prefix:  # else a module around this one was asked
+            for name in [name for name in state if not owns(path + name)]:
+                del state[name]
+
+    return leave_out
 
 
 def _is_fsdp(module: nn.Module) -> bool:
