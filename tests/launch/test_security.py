@@ -35,9 +35,9 @@ SCRIPT = textwrap.dedent(
 
     c10d._unpickler = c10d._pickler = Refuse
     way = sys.argv[1]
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(64, 3), torch.randn(64, 2))
     run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=16)
     for epoch in run.epochs(1):

@@ -18,6 +18,7 @@ import wave
 said |= {
     "threads": torch.get_num_threads(),
     "name": __name__,
+    "seed": torch.initial_seed(),
     "spec": torch.__spec__.origin == torch.__file__,
     "beside": wave.BESIDE,
     "parent": os.getppid() == int(os.environ["RONDE_LAUNCHER_PID"]),
@@ -34,8 +35,10 @@ def test_a_script_is_run_as_by_an_interpreter(tmp_path):
     line = ["run", "-q", "-n", "2", "script.py", "a b"]
     done = ronde_run(line, tmp_path, env={"OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
+    seeds = set()
     for rank in range(2):
         said = json.loads((tmp_path / f"said-{rank}").read_text())
+        seeds.add(said.pop("seed"))
         words = said.pop("words")
         assert words[0].endswith("worker.py") and words[1:] == ["script.py", "a b"]
         assert said == {
@@ -47,6 +50,7 @@ def test_a_script_is_run_as_by_an_interpreter(tmp_path):
             "beside": True,
             "parent": True,
         }
+    assert len(seeds) == 2, "workers draw alike, so data that nobody seeded go unnoticed"
 
 
 def test_a_variable_that_torch_has_read_already_is_named(tmp_path):

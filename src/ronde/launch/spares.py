@@ -238,8 +238,10 @@ def _become(request: dict[str, Any], read: set[str]) -> None:
         text = io.TextIOWrapper(raw, "utf-8", errors, write_through=True)
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
+    # Each worker its own, as interpreters have: data that nobody seeded would look alike otherwise.
     random.seed()
     numpy.random.seed()
+    torch.default_generator.seed()
     # After a fork, torch makes its pool of threads anew; two threads at once would race.
     torch.set_num_threads(torch.get_num_threads())
     _Torch(read)
