@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 __all__ = ["claim", "unregistered"]
 
-_MOST_LOOKS = 24  # in a process: a look takes 0.1 s
+_MOST_LOOKS = 12  # in a process, which may hold many short runs: a look takes 0.1 s
 _AVERAGES = (
     ("torch.optim.swa_utils", "AveragedModel", "n_averaged"),
     ("diffusers.training_utils", "EMAModel", "optimization_step"),
