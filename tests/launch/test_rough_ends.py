@@ -22,6 +22,7 @@ SCRIPT = textwrap.dedent(
     WAY, STEP = sys.argv[1], int(sys.argv[2])
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(0)
     data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
     run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=4,
                            save_every=1, name="rough" if WAY == "python" else None)

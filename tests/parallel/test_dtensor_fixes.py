@@ -101,6 +101,7 @@ def test_a_parameter_that_is_replaced_later_is_an_error_that_says_so(plan, tmp_p
     """Nothing would exchange its gradients: each worker trained another head."""
     (tmp_path / "train.py").write_text(
         "import torch, ronde\nfrom torch import nn\n"
+        "torch.manual_seed(0)\n"
         "model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))\n"
         "data = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 8))\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
