@@ -43,10 +43,6 @@ class BatchOrder(Order):
         found: tuple[int, ...] = self.__dict__["_ends"][epoch]
         return found
 
-    def sizes(self, epoch: int) -> list[int]:
-        """Samples of each global batch of an epoch."""
-        return [b - a for a, b in itertools.pairwise((0, *self.ends(epoch)))]
-
     def _drawn(self, epoch: int) -> Ids:
         held: dict[int, Ids] = self.__dict__.setdefault("_flat", {})
         found = held.get(epoch)

@@ -16,6 +16,7 @@ once. :meth:`Order.quality` reports what this costs in shuffling.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -231,6 +232,11 @@ class Order:
     def ends(self, epoch: int) -> tuple[int, ...] | None:
         """The position after each global batch of an epoch; None if batches have one size."""
         return None
+
+    def sizes(self, epoch: int) -> list[int] | None:
+        """Samples of each global batch of an epoch; None if batches have one size."""
+        ends = self.ends(epoch)
+        return None if ends is None else [b - a for a, b in itertools.pairwise((0, *ends))]
 
     @property
     def kind(self) -> str:

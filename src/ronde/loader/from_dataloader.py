@@ -289,9 +289,9 @@ def take_over(
             "optimizer step: give one of them."
         )
     order, notes = _order_of(data, n, seed, shuffle, argument, evaluate)
-    ends = order.ends(0)
-    if ends is not None:
-        own_size = max(b - a for a, b in itertools.pairwise((0, *ends)))
+    sizes = order.sizes(0)
+    if sizes is not None:
+        own_size = max(sizes)
     taken = inspect.signature(DataLoader.__init__).parameters
     options = {
         name: getattr(data, name) for name in _OPTIONS if name in taken and hasattr(data, name)
@@ -317,7 +317,7 @@ def take_over(
     )
     if collate is not default_collate or settings.collate is default_collate:
         settings = dataclasses.replace(settings, collate=collate)
-    leave_out = ends is None and (
+    leave_out = sizes is None and (
         drop_last or bool(getattr(data.batch_sampler, "drop_last", data.drop_last))
     )
     size = batch_size or own_size

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +43,7 @@ def announce(run: Parts, left_out: list[str]) -> None:
             steps_per_epoch=run.steps_per_epoch,
             threads=torch.get_num_threads(),
             plan=run.plan.to_dict(),
-            smallest_batch=_smallest_batch(order.ends(0)),
+            smallest_batch=min(sizes) if (sizes := order.sizes(0)) else None,
             versions={"python": platform.python_version(), "torch": torch.__version__},
             proof=_proof(run),
         )
@@ -115,11 +113,6 @@ def _explain_growth(run: Parts) -> None:
             f"batch='grow': {plan.workers} workers × {plan.batch_size // plan.workers} = "
             f"{plan.batch_size} samples per step; learning rate × {plan.lr_factor:g} ({cite}){warm}"
         )
-
-
-def _smallest_batch(ends: Sequence[int] | None) -> int | None:
-    """The smallest global batch that a ``batch_sampler`` makes; None if batches have one size."""
-    return None if ends is None else min(b - a for a, b in itertools.pairwise((0, *ends)))
 
 
 def _warn_of_norms(run: Parts) -> None:
