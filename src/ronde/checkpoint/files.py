@@ -100,9 +100,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def begin(folder: Path, step: int) -> tuple[Path, bool]:
+def begin(folder: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, bool]:
     """The folder to write the checkpoint of ``step`` to: ``(folder, False)``, or ``(path, True)``
-    if it exists already.
+    if it exists already, and ``state`` does not say that the training ends here.
     """
     refuse_fenced()
     target = folder / f"step-{step:09d}"
@@ -111,8 +111,9 @@ def begin(folder: Path, step: int) -> tuple[Path, bool]:
         shutil.rmtree(stale, ignore_errors=True)
     if target.exists():
         try:
-            verify(target)
-            return target, True
+            if not state.get("ending"):
+                verify(target)
+                return target, True
         except CheckpointError:
             target.rename(folder / f"broken-{target.name}-{time.time_ns()}")
     temporary = folder / f"{_TEMPORARY}{step:09d}-{os.getpid()}"
@@ -166,6 +167,8 @@ def finish(
     sync(manifest)
     sync(temporary)
     refuse_fenced()
+    if target.exists():
+        remove(target)
     temporary.rename(target)
     sync(folder)
     if policy is not None:
@@ -246,7 +249,7 @@ def write(
     """
     temporary = None
     try:
-        place, exists = begin(folder, step)
+        place, exists = begin(folder, step, state)
         if exists:
             return place
         temporary = place

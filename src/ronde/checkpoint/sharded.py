@@ -219,7 +219,7 @@ def prepare_pieces(
     temporary: Path | None = None
     if me.is_main:
         try:
-            place, exists = files.begin(folder, step)
+            place, exists = files.begin(folder, step, state)
             started |= {"path": str(place), "exists": exists}
             temporary = None if exists else place
         except (OSError, SafetensorError) as error:

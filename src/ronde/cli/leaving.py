@@ -1,4 +1,4 @@
-"""A run's own time limit, and how a scheduler starts it again."""
+"""Where a run leaves: its time limit or its samples, and how a scheduler starts it again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 
 from ronde.world import ArgumentError
 
-__all__ = ["Limit", "parse_duration", "requeue"]
+__all__ = ["Limit", "check_until", "parse_duration", "requeue"]
 
 _UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
@@ -33,6 +33,25 @@ def parse_duration(text: str) -> float:
     if not seconds > 0:
         raise ArgumentError(f"--time-limit {text}: expected more than nothing.")
     return seconds
+
+
+def check_until(text: str | None, kept: bool, hosts: int | None) -> None:
+    """Check ``--until`` before anything starts. ``hosts``: how many a container has, if it is one.
+
+    Raises:
+        ArgumentError: it cannot be used.
+    """
+    if text is None:
+        return
+    from ronde.plan.until import Until
+
+    Until.parse(text)
+    if hosts is not None and hosts > 1:
+        raise ArgumentError(
+            "--until is not for containers of several hosts: the service would start them again."
+        )
+    if not kept:
+        raise ArgumentError("--until saves where it leaves, and --runs none keeps nothing.")
 
 
 class Limit:

@@ -31,7 +31,7 @@ from ronde.cli.hosts import (
     chosen,
     gathered,
 )
-from ronde.cli.leaving import Limit, parse_duration, requeue
+from ronde.cli.leaving import Limit, check_until, parse_duration, requeue
 from ronde.cli.prove import proofs_before_run
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
 from ronde.cli.script import (
@@ -199,6 +199,16 @@ class Options:
             show_default=False,
         ),
     ] = None
+    until: Annotated[
+        str | None,
+        typer.Option(
+            "--until",
+            metavar="SAMPLES[@evaluate]",
+            help="Train so many samples, as 50000 or 50k, save, and leave with status 75. With "
+            "@evaluate, at the first evaluation from there on. --resume goes on.",
+            show_default=False,
+        ),
+    ] = None
     spares: Annotated[
         bool,
         typer.Option(
@@ -305,6 +315,7 @@ class _LaunchPlan:
         }
         optional = {
             "RONDE_LEAVE": "1" if options.restarts is not None or self.seconds else "",
+            "RONDE_UNTIL": options.until or "",
             "RONDE_TENSORBOARD": "1" if options.tensorboard else "",
             "RONDE_HOROVOD": "1" if options.horovod else "",
             "RONDE_PROOFS": json.dumps(proofs) if proofs else "",
@@ -359,6 +370,7 @@ def _plan_launch(options: Options) -> _LaunchPlan:
         )
     if not kept and restarts is not None and not (box is not None and box.rank > 0):
         raise ArgumentError("--restarts goes on from checkpoints, and --runs none keeps none.")
+    check_until(options.until, kept, None if box is None else len(box.hosts))
     seconds = None if options.time_limit is None else parse_duration(options.time_limit)
     if not kept and (options.resume or options.name):
         raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
@@ -620,8 +632,12 @@ def _note_failure(directory: RunDir, error: str, rank: int | None, seconds: floa
 def _tell_left(outcome: Outcome, directory: RunDir, limit: Limit, kept: bool) -> None:
     """Tell that the run was asked to leave, and let a scheduler start it again."""
     why = "the time limit is reached" if limit.reached else outcome.error
-    step = summarise(directory).step
+    summary = summarise(directory)
+    step = summary.step
     again = f". Go on with: ronde run --resume --name {directory.name} …" if kept else ""
+    if outcome.paused:
+        typer.echo(f"paused at {summary.samples:,} samples (step {step:,}){again}", err=True)
+        return
     if limit.reached or "SIGUSR1" in (outcome.error or ""):
         again = requeue() or again
     typer.echo(f"{why}: it has left after step {step}{again}", err=True)

@@ -74,6 +74,7 @@ def register(app: typer.Typer) -> None:
             "completed": "green",
             "failed": "red",
             "interrupted": "yellow",
+            "paused": "yellow",
             "stopped": "yellow",
             "running": "cyan",
         }

@@ -448,7 +448,7 @@ class Fleet:
             else:
                 grows = self._attend(generation, job)
                 outcome = self._reasoned(generation.outcome())
-            if outcome.again and grows and restarts and not self._signals.asked:
+            if outcome.again and grows and restarts and not (self._signals.asked or outcome.paused):
                 restarts.grow(grows)
                 outcome = dataclasses.replace(outcome, error="the hosts have changed")
             elif not restarts or not restarts.goes_on(outcome, lambda: self._signals.asked):

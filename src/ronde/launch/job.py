@@ -95,6 +95,7 @@ class Outcome:
         exited: whether it ended by itself, with ``sys.exit`` and a number, as argparse does.
         consequence: whether it is only that another rank was gone.
         again: whether the workers were asked to leave, so that the run can be resumed.
+        paused: whether they left at the number of samples of ``--until``.
         left: ranks that called ``os._exit(0)``, where no rank failed: ``rank 0``; else empty.
         interrupted: whether a signal to the launcher ended it.
         hang: what was found where the run hung; None where it did not.
@@ -110,5 +111,6 @@ class Outcome:
     consequence: bool = False
     left: str = ""
     again: bool = False
+    paused: bool = False
     seconds: float = 0.0
     hang: HangVerdict | None = None

@@ -476,8 +476,9 @@ class Node:
         if workers.left or workers.running:
             name = f" by {signal.Signals(self._asked).name}" if self._asked else ""
             late = ", but the step took longer than a minute" if workers.running else ""
-            told = f"asked to leave{name}{late}"
-            return Outcome(AGAIN, error=told, again=True, interrupted=bool(self._asked))
+            told, paused = f"asked to leave{name}{late}", workers.paused
+            asked = bool(self._asked)
+            return Outcome(AGAIN, error=told, again=True, interrupted=asked, paused=paused)
         if self._peers is not None:
             self._peers.finish(self._check)
         return Outcome(0, left=_noted(folder, "left"))

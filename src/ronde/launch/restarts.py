@@ -70,7 +70,7 @@ class Restarts:
             outcome: how it ended.
             asked: whether the run was asked to leave: then nothing is waited for.
         """
-        if not outcome.status or outcome.interrupted or outcome.exited:
+        if not outcome.status or outcome.interrupted or outcome.exited or outcome.paused:
             return False
         if self._failures >= self.most:
             return False

@@ -107,6 +107,7 @@ class Workers:
         self._asked: float | None = None
         self._told: set[int] = set()  # those that were asked to leave
         self.left = False  # whether one has ended because it was asked to
+        self.paused = False  # whether that was a pause
         try:
             for local, own in enumerate(environments):
                 environment = {
@@ -145,8 +146,10 @@ class Workers:
         codes = [process.poll() for process in self._processes]
         for local, code in enumerate(codes):
             if code and self._ranks[local] not in self.failures:
-                if code == AGAIN and self._error_files[local].with_suffix(".again").exists():
+                note = self._error_files[local].with_suffix(".again")
+                if code == AGAIN and note.exists():
                     self.left = True
+                    self.paused |= note.read_text() == "paused"
                 else:
                     self._fail(local, code)
         if time.monotonic() - self._looked >= _STATE_SECONDS:

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from ronde.plan import parse_reducer
+from ronde.run.code_version import ask_git
 from ronde.run.parts import Parts
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import gather_json
+from ronde.world.version import VERSION
 
 __all__ = ["announce", "scalar_writer"]
 
@@ -44,8 +46,14 @@ def announce(run: Parts, left_out: list[str]) -> None:
             threads=torch.get_num_threads(),
             plan=run.plan.to_dict(),
             smallest_batch=min(sizes) if (sizes := order.sizes(0)) else None,
-            versions={"python": platform.python_version(), "torch": torch.__version__},
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "ronde": VERSION,
+            },
             proof=_proof(run),
+            arguments=sys.argv[1:],
+            git=ask_git().answer if me.is_main and directory is not None else {},
         )
     )
     _explain_growth(run)

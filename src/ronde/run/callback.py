@@ -118,7 +118,7 @@ class Callback:
         """A copy of the training in memory is about to be made, to go on from after a failure."""
 
     def ended(self, parts: Parts, status: str) -> None:
-        """The run has ended: ``"completed"`` or ``"interrupted"``."""
+        """The run has ended: ``"completed"``, ``"interrupted"``, or ``"paused"``."""
 
 
 _EVENTS = [name for name in vars(Callback) if callable(getattr(Callback, name)) and name[0] != "_"]

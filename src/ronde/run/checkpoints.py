@@ -12,7 +12,7 @@ from ronde.run.group import Member, RunGroup
 from ronde.run.parts import Parts
 from ronde.world import CheckpointError, LossError, RondeError
 
-__all__ = ["go_back", "save", "save_if_due", "save_or_warn", "warn_of_late_save"]
+__all__ = ["go_back", "leave", "save", "save_if_due", "save_or_warn", "warn_of_late_save"]
 
 
 class Saved(Member, Protocol):
@@ -86,12 +86,12 @@ def save_if_due(loop: Saved) -> None:
     group = loop.group
     if not group.saves_now(loop):
         return
-    if not group.due:
-        _copy_to_memory(loop)
-    elif group.leaves:
-        _leave(loop)
-    else:
+    if group.leaves:
+        leave(loop)
+    elif group.due:
         save(loop)
+    else:
+        _copy_to_memory(loop)
 
 
 def warn_of_late_save(content: CheckpointContent) -> None:
@@ -155,12 +155,22 @@ def _copy_to_memory(loop: Saved) -> None:
         group.memory.take(group.to_save(), group.step, began, busy)
 
 
-def _leave(loop: Saved) -> None:
-    """Save, and end this process as one that was asked to."""
-    from ronde.run.leave import leaving  # few runs are asked to
+def leave(loop: Saved) -> None:
+    """Save, and end this process as one that was asked to, or that pauses.
 
-    save_or_warn(loop, wait=True)
-    loop.parts.say(f"asked to leave, after step {loop.parts.state.step}")
-    for member in loop.group.members:
-        member.finish("interrupted")
-    leaving(loop.parts.world).end()
+    Raises:
+        SystemExit: always, but for a pause that cannot be saved.
+    """
+    from ronde.run.leave import end_process  # few runs are asked to
+
+    group, state = loop.group, loop.parts.state
+    group.ending.paused = group.pauses
+    if group.pauses:
+        save(loop, wait=True)
+        loop.parts.say(f"paused at {state.samples:,} samples (step {state.step:,})")
+    else:
+        save_or_warn(loop, wait=True)
+        loop.parts.say(f"asked to leave, after step {state.step}")
+    for member in group.members:
+        member.finish("paused" if group.pauses else "interrupted")
+    end_process(paused=group.pauses)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ronde.checkpoint import KeepPolicy
 from ronde.run.average import Averages
 from ronde.run.best import KeepBest
+from ronde.run.ending import Ending
 from ronde.run.parts import Parts
 from ronde.run.registered import Registry
 
@@ -26,6 +27,7 @@ class CheckpointContent:
         keep: which checkpoints stay.
         async_save: whether checkpoints may be written in the background.
         save_every: optimizer steps between checkpoints, or None.
+        ending: of the runs of the loop: how they end before their last epoch.
         schedule: of the global batch's growth, if the script grows it.
         saved_schedule: the checkpoint's, until the script calls ``run.grow_batch``.
         saved_step: the step of the last checkpoint; -1 if there is none.
@@ -38,6 +40,7 @@ class CheckpointContent:
     keep: KeepPolicy
     async_save: bool
     save_every: int | None
+    ending: Ending
     registry: Registry = field(default_factory=Registry)
     averages: Averages = field(default_factory=Averages)
     schedule: BatchSchedule | None = None

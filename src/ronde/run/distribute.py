@@ -28,6 +28,7 @@ from ronde.run.announce import announce, scalar_writer
 from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
 from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
+from ronde.run.code_version import ask_git
 from ronde.run.content import CheckpointContent
 from ronde.run.evaluation import on_device, to_device
 from ronde.run.group import RunGroup, count_groups, current
@@ -199,6 +200,8 @@ def distribute(
         4
     """
     me = connect()
+    if me.is_main and os.environ.get("RONDE_RUNS") != "none":
+        ask_git()  # it answers while the rest is made ready
     checks.check_arguments(
         choices={
             "batch": (batch, ("keep", "grow")),
@@ -298,7 +301,9 @@ def distribute(
         chosen = dataclasses.replace(chosen, split_at=strategy.split_at)
     parts = _parts(opening, chosen, work, strategy, me, group, part, follows=source is not None)
     best = KeepBest(saves.keep_best, directory.checkpoints if directory else None)
-    content = CheckpointContent(parts, best, saves.keep, saves.async_save, saves.save_every)
+    content = CheckpointContent(
+        parts, best, saves.keep, saves.async_save, saves.save_every, group.ending
+    )
     # A batch may be larger than any before it.
     grows = chosen.micro_batch is not None and opening.taken.order.ends(0) is not None
     run_type: type[Run] = hooks.observer.run_type or Run
@@ -346,6 +351,10 @@ def _begin(content: CheckpointContent, group: RunGroup) -> None:
 
         parts.watcher.say(resume(content, group, directory))
         parts.strategy.sync_buffers()
+    if (until := os.environ.get("RONDE_UNTIL")) and not parts.part:
+        from ronde.run.callbacks.pauses_at import pause_if_there
+
+        pause_if_there(until, parts, group)
     if parts.world.is_main and directory is not None and not parts.part:
         parts.plan.save(directory.plan)  # only now: a refused resume leaves the old one
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ronde.loader import Feed
 from ronde.run.callback import Callbacks
 from ronde.run.content import CheckpointContent
+from ronde.run.ending import Ending
 from ronde.run.parts import Parts
 from ronde.run.saving import Saving
 from ronde.watch import RunDir, check_name
@@ -79,6 +80,8 @@ class RunGroup:
         choice: the checkpoint to resume from, once it is chosen.
         due: whether a checkpoint is written as soon as the loop's body has ended.
         leaves: whether the process ends then, because it was asked to.
+        pauses: whether that is a pause at a number of samples.
+        ending: how the runs end before their last epoch.
         alone: whether it has one run.
         saving: writes the checkpoints.
         memory: keeps copies in memory; None where nothing would go on from them.
@@ -92,7 +95,8 @@ class RunGroup:
         self.directory = directory
         self.resumes = resumes
         self.choice: Choice | None = None
-        self.due = self.leaves = False
+        self.due = self.leaves = self.pauses = False
+        self.ending = Ending()
         self.alone = True
         self.saving = Saving()
         self.memory: MemoryCopies | None = None
@@ -287,7 +291,8 @@ class RunGroup:
         """Whether a checkpoint, or a copy in memory, is due where the body of the loop has ended:
         its outermost reading takes the next batch, or has no further one.
         """
-        if not self.due and (self.memory is None or not self.memory.is_due(self.step)):
+        waits = self.due or self.leaves
+        if not waits and (self.memory is None or not self.memory.is_due(self.step)):
             return False
         leads = self._leading is not None and self._leading[0]() is member
         between = any(run.place.backwards and run.place.share for run in self.runs)

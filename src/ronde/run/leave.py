@@ -11,7 +11,7 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -19,7 +19,7 @@ from ronde.watch import MARK
 from ronde.world import World
 from ronde.world.fence import AGAIN
 
-__all__ = ["Leaving", "leaving"]
+__all__ = ["Leaving", "end_process", "leaving"]
 
 _ASKED, _AT = "ronde/leave/asked", "ronde/leave/at"
 
@@ -79,16 +79,20 @@ class Leaving:
         store.set(_AT, str(at))
         return at
 
-    def end(self) -> None:
-        """End this process, with the status that means *again*.
 
-        Raises:
-            SystemExit: always.
-        """
-        if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            with contextlib.suppress(OSError):
-                Path(errors).with_suffix(".again").touch()
-        raise SystemExit(AGAIN)
+def end_process(paused: bool) -> NoReturn:
+    """End this process, with the status that means *again*.
+
+    Args:
+        paused: whether that was planned: a launcher with restarts does not go on by itself.
+
+    Raises:
+        SystemExit: always.
+    """
+    if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with contextlib.suppress(OSError):
+            Path(errors).with_suffix(".again").write_text("paused" if paused else "")
+    raise SystemExit(AGAIN)
 
 
 _leaving: Leaving | None = None

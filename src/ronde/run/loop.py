@@ -115,6 +115,8 @@ class Loop:
                 unsaved = time.monotonic() - content.saved_at
                 if not group.alone:
                     group.due = group.due or unsaved >= _SAVE_AT_LEAST_SECONDS
+                elif group.leaves and self.goes_on(n):
+                    checkpoints.leave(self)
                 elif group.due:
                     checkpoints.save(self)
                 elif content.save_every is None and unsaved >= _SAVE_AT_LEAST_SECONDS:
@@ -194,7 +196,8 @@ class Loop:
                     mixing = checks.check_same_samples(run.world, facts, "run.batches")
                     if mixing:
                         run.warn(mixing, differs=True)
-                if self.group.due or self.group.memory is not None:
+                group = self.group
+                if group.due or group.leaves or group.memory is not None:
                     checkpoints.save_if_due(self)
                 for given in self.items(self.hand_out(share, micros)):
                     yield given

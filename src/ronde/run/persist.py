@@ -124,6 +124,8 @@ def prepare(
         averages, averaged[part] = content.averages.pack()
         best = content.best.to_dict()
         more[part] = {"registered": registered, "averages": averages, "best": best}
+        if not part and (ending := content.ending.to_dict()):
+            more[part]["ending"] = ending
         if (values := exchange_values(run)) is not None:
             more[part]["exchange"] = values
         if content.schedule is not None:
@@ -291,6 +293,8 @@ def _settle(
     found = saved.get("registered", {})
     if note := content.best.restore(saved.get("best")):
         run.warn(note)
+    if not run.part:
+        content.ending.restore(saved.get("ending", {}))
     content.averages.loaded(saved.get("averages", {}), averages)
     content.registry.loaded(run, found, registered, run.plan.lr_factor / factor)
     content.saved_schedule = saved.get("batch_schedule")

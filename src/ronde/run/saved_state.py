@@ -53,8 +53,8 @@ def _complaints(run: Parts, saved: Mapping[str, Any]) -> Iterator[str]:
     missing = [n for n in _DICTS if not isinstance(saved.get(n), dict)]
     for name in missing:
         yield f"{name} is {_shown(saved.get(name))}, expected a mapping"
-    for name in ("registered", "averages", "best", "exchange", "batch_schedule"):
-        kinds = dict if name in ("registered", "averages") else dict | None
+    for name in ("registered", "averages", "best", "exchange", "batch_schedule", "ending"):
+        kinds = dict if name in ("registered", "averages", "ending") else dict | None
         if not isinstance(saved.get(name, {}), kinds):
             yield f"{name} is {_shown(saved[name])}, expected a mapping"
     if missing:

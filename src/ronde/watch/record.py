@@ -35,6 +35,8 @@ class Started(Event):
     """Training started. ``plan`` is plan.yaml, ``parameters`` and ``steps_per_epoch`` counts,
     ``host`` that of rank 0; ``hosts`` says how many workers are on each, where there are several.
     ``proof`` is the sentence of ``ronde prove`` about this script under such a plan, or empty.
+    ``arguments`` are the script's, ``git`` the ``commit`` of its code and whether it was ``dirty``,
+    or empty; ``origin`` is ``RUN@STEP`` if it began with a checkpoint of another run.
     """
 
     type: ClassVar[str] = "start"
@@ -56,6 +58,9 @@ class Started(Event):
     smallest_batch: int | None = None
     hosts: dict[str, int] = field(default_factory=dict)
     proof: str = ""
+    arguments: list[str] = field(default_factory=list)
+    git: dict[str, Any] = field(default_factory=dict)
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,7 @@ class HangFound(Event):
 @dataclass(frozen=True)
 class Ended(Event):
     """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
-    ``rank``) or ``interrupted``.
+    ``rank``), ``interrupted``, or ``paused`` (``--until``).
     """
 
     type: ClassVar[str] = "end"

@@ -57,6 +57,7 @@ def callbacks_of(
         BestIsSaved(content, group),
         SavesEvery(content.save_every, group),
         *_leaves_when_asked(run, group),
+        *(_pauses(run, group) if not studied else ()),
         *([ReportsUnregistered(run)] if not studied else []),
         # The weights after the step are final.
         AveragesWeights(content),
@@ -81,6 +82,13 @@ def _replicas(run: Parts, group: RunGroup, options: RunOptions) -> Iterator[Call
     from ronde.run.callbacks.replicas import Replicas
 
     yield Replicas(run, options.check_replicas, group)
+
+
+def _pauses(run: Parts, group: RunGroup) -> Iterator[Callback]:
+    if (until := os.environ.get("RONDE_UNTIL")) and not run.part:
+        from ronde.run.callbacks.pauses_at import PausesAt
+
+        yield PausesAt(until, group)
 
 
 def _leaves_when_asked(run: Parts, group: RunGroup) -> Iterator[Callback]:

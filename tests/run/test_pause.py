@@ -1,0 +1,199 @@
+"""A training that pauses (``--until``) and goes on with another number of workers is the training
+that never paused.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import processes
+
+SCRIPT = textwrap.dedent(
+    """
+    import argparse, torch
+    import torch.nn.functional as F
+    from torch.utils.data import DataLoader, Dataset
+    import ronde
+
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--lr", type=float, default=0.01)
+    asked.add_argument("--save-every", type=int)
+    asked.add_argument("--own", action="store_true")
+    asked.add_argument("--width", type=int, default=8)
+    asked = asked.parse_args()
+
+    class Rows(Dataset):  # 37 samples, batches of 8: the last one is short
+        def __len__(self): return 37
+        def __getitem__(self, i):
+            g = torch.Generator().manual_seed(i)
+            return torch.randn(6, generator=g, dtype=torch.float64), i, i % 3
+
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(6, asked.width), torch.nn.Tanh(), torch.nn.Dropout(0.2),
+                                torch.nn.Linear(asked.width, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 9)
+    seen = []
+
+    def forward(model, batch):
+        x, i, y = batch
+        if model.training:
+            seen.append(i)
+        return model(x), y
+
+    run = ronde.distribute(model, optimizer, DataLoader(Rows(), 8, shuffle=True), loss=F.cross_entropy,
+                           forward=forward, scheduler=scheduler, seed=5, save_every=asked.save_every)
+
+    def epoch():
+        for batch in run.batches():
+            seen.clear()
+            run.step(batch)
+            own = torch.zeros(37, dtype=torch.int64)
+            own[torch.cat(seen)] = 1
+            run.log({"seen": run.reduce(own, "sum").nonzero().flatten().tolist(), "lr": optimizer.param_groups[0]["lr"]})
+        run.evaluate(Rows(), {})
+
+    if asked.own:
+        for _ in range(run.state.epoch, 3):
+            epoch()
+    else:
+        for _ in run.epochs(3):
+            epoch()
+    run.export(run.dir.path / "final.safetensors")
+    """
+)
+
+
+def ronde_run(folder: Path, *arguments: str, status: int = 0) -> str:
+    done = processes.ronde_run(["run", "-q", *arguments], folder, 60)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def events(folder: Path, name: str) -> dict[str, dict[int, object]]:
+    """Losses, samples, rates and evaluations by step, each recorded once."""
+    shown = json.loads(processes.ronde_run(["show", name, "--json"], folder).stdout)
+    found: dict[str, dict[int, object]] = {"loss": {int(s): v for s, v in shown["curve"]}}
+    assert len(found["loss"]) == len(shown["curve"])
+    for kind in ("lr", "evaluate/loss"):
+        series = shown["series"][kind]
+        found[kind] = {int(s): v for s, v in series}
+        assert len(found[kind]) == len(series), kind
+    return found
+
+
+def started(folder: Path, name: str) -> dict:
+    first = (folder / "runs" / name / "record.jsonl").read_text().splitlines()[0]
+    return json.loads(first)
+
+
+def seen(folder: Path, name: str) -> dict[int, list[int]]:
+    lines = (folder / "runs" / name / "record.jsonl").read_text().splitlines()
+    logged = [e for e in map(json.loads, lines) if e["type"] == "log"]
+    assert len({e["step"] for e in logged}) == len(logged)  # no step twice
+    return {e["step"]: e["values"]["seen"] for e in logged}
+
+
+def assert_same(folder: Path, name: str, whole: str = "whole") -> None:
+    assert seen(folder, name) == seen(folder, whole)
+    mine, theirs = events(folder, name), events(folder, whole)
+    for kind, values in theirs.items():
+        assert mine[kind] == pytest.approx(values, rel=1e-12, abs=1e-12), kind
+    weights = [load_file(folder / "runs" / n / "final.safetensors") for n in (name, whole)]
+    assert all((weights[0][k] - w).abs().max() < 1e-12 for k, w in weights[1].items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pause")
+    (folder / "train.py").write_text(SCRIPT)
+    for command in ("init -q", "add train.py", "-c user.name=a -c user.email=a@b commit -q -m a"):
+        subprocess.run(["git", *command.split()], cwd=folder, check=True, timeout=30)
+    ronde_run(folder, "-n", "1", "--name", "whole", "train.py")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "legs", "script"),
+    [
+        # in the middle of an epoch; after its last step
+        ("steps", [("20", 24, 3), ("37", 37, 5), ("100", 106, 14)], []),
+        # at the first evaluation from there on, which ends an epoch; that checkpoint is there already
+        ("evaluate", [("1@evaluate", 37, 5), ("74@evaluate", 74, 10)], ["--save-every", "5"]),
+        ("own", [("30@evaluate", 37, 5), ("45", 45, 6)], ["--own"]),
+    ],
+)
+def test_pauses_are_the_undisturbed_training(folder, name, legs, script):
+    resume: list[str] = []
+    for at, (until, samples, step) in enumerate(legs):
+        workers = str(1 + at % 2)
+        options = ["-n", workers, "--name", name, *resume, "--until", until, "train.py", *script]
+        said = ronde_run(folder, *options, status=75)
+        resume = ["--resume"]
+        assert f"paused at {samples} samples (step {step}). Go on with: ronde run --resume" in said
+        listed = json.loads(processes.ronde_run(["runs", "--json"], folder).stdout)
+        (mine,) = [r for r in listed if r["run"] == name]
+        assert (mine["status"], mine["step"], mine["samples"]) == ("paused", step, samples)
+    ronde_run(
+        folder, *["-n", str(1 + len(legs) % 2), "--name", name, "--resume", "train.py", *script]
+    )
+    assert_same(folder, name)
+
+
+def test_a_run_that_is_there_already_pauses_without_a_step(folder):
+    options = [
+        "-n",
+        "1",
+        "--name",
+        "there",
+        "--restarts",
+        "1",
+        "--until",
+        "10@evaluate",
+        "train.py",
+    ]
+    for again in ([], ["--resume"]):
+        said = ronde_run(folder, *again, *options, status=75)
+        assert "paused at 37 samples (step 5)" in said and "restart" not in said
+    # the training ends there
+    options[options.index("10@evaluate")] = "100@evaluate"
+    ronde_run(folder, "--resume", *options)
+    assert_same(folder, "there")
+
+
+def test_what_cannot_be_a_pause_is_refused(folder):
+    for options, text in (
+        (["--until", "soon"], "--until soon: expected a number of samples"),
+        (["--until", "0"], "--until 0: expected"),
+        (["--until", "5", "--runs", "none"], "--runs none keeps nothing"),
+    ):
+        assert text in ronde_run(folder, *options, "train.py", status=2)
+
+
+def test_the_record_says_what_was_started(folder):
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True
+    )
+    start = started(folder, "whole")
+    assert start["git"] == {"commit": commit.stdout.strip(), "dirty": False}
+    assert (start["arguments"], start["origin"]) == ([], "")
+    assert start["versions"].keys() == {"python", "torch", "ronde"}
+    with (folder / "train.py").open("a") as file:
+        file.write("# changed\n")
+    ronde_run(folder, "-n", "1", "--name", "changed", "train.py", "--lr", "0.02")
+    start = started(folder, "changed")
+    assert start["git"] == {"commit": commit.stdout.strip(), "dirty": True}
+    assert start["arguments"] == ["--lr", "0.02"]
+    (folder / "train.py").write_text(SCRIPT)
+
+
+def test_without_git_nothing_is_said(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    ronde_run(tmp_path, "-n", "1", "--name", "outside", "train.py")
+    assert started(tmp_path, "outside")["git"] == {}
