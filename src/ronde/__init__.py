@@ -27,6 +27,7 @@ from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
     from ronde import feed
+    from ronde.jobs.handed import items
     from ronde.launch.call import launch
     from ronde.plan import Plan
     from ronde.run import MicroBatches, Run
@@ -49,6 +50,7 @@ __all__ = [
     "WorldError",
     "distribute",
     "feed",
+    "items",
     "launch",
     "world",
 ]
@@ -60,6 +62,7 @@ _LATER = {
     "Run": "ronde.run",
     "MicroBatches": "ronde.run",
     "Plan": "ronde.plan",
+    "items": "ronde.jobs.handed",
 }
 
 

@@ -53,6 +53,7 @@ def _verbs() -> None:
         checkpoints,
         doctor,
         horovodrun,
+        map,
         pack,
         plan,
         prove,
@@ -63,7 +64,21 @@ def _verbs() -> None:
         submit,
     )
 
-    verbs = (run, plan, prove, doctor, bench, check, pack, runs, scale, show, checkpoints, submit)
+    verbs = (
+        run,
+        map,
+        plan,
+        prove,
+        doctor,
+        bench,
+        check,
+        pack,
+        runs,
+        scale,
+        show,
+        checkpoints,
+        submit,
+    )
     for verb in verbs:
         verb.register(app)
     horovodrun.register(app)

@@ -1,0 +1,330 @@
+"""``ronde map``: the same code on many items, on many workers."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.hosts import (
+    EnvOption,
+    HostfileOption,
+    HostsOption,
+    MpiOption,
+    PythonOption,
+    RayOption,
+    SlurmOption,
+    SparkOption,
+    SshConfigOption,
+)
+from ronde.cli.leaving import parse_duration
+from ronde.cli.script import WorkersOption
+from ronde.watch import plain_console
+from ronde.world import ArgumentError
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+SCRIPT loops over ronde.items(…) and writes into chunk.output(…). After --, a command is started
+once an item instead: {} is the item, and what it prints is its output.
+
+Every chunk is done at least once, and its output is there exactly once, whatever is killed in
+between. --resume goes on, also from other machines at the same time.
+
+Examples:
+
+  ronde map --items 'data/*.tar' --out scores score.py          one chunk after the other
+
+  ronde map --items lines:reviews.txt --workers 8 --out labels label.py
+
+  ronde map --items rows:table.parquet --limit 10m --tolerate 1% --out out score.py
+
+  ronde map --items 'configs/*.yaml' --out out -- python simulate.py {}
+
+  ronde map --resume scores                                     after anything
+"""
+
+_RESTARTS = 1000
+_SECONDS = 1.0  # between looks at the ledger
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``ronde map``, as the user gave them."""
+
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ARGS]... | -- COMMAND...",
+            help="A script that loops over ronde.items(…), or a command for each item.",
+            show_default=False,
+        ),
+    ] = None
+    items: Annotated[
+        str | None,
+        typer.Option(
+            "--items",
+            metavar="ITEMS",
+            help="'data/*.tar', lines:FILE, rows:FILE.parquet, or @FILE with a name a line.",
+            show_default=False,
+        ),
+    ] = None
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Folder for the outputs; all hosts must see it.",
+            show_default=False,
+        ),
+    ] = None
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume", metavar="DIR", help="Go on with the map in this folder.", show_default=False
+        ),
+    ] = None
+    chunk: Annotated[
+        str,
+        typer.Option(
+            "--chunk",
+            metavar="auto|N|SIZE",
+            help="Items done together: so many, or so many bytes, as 64MB. auto cuts them by "
+            "bytes, and again where one takes longer than a minute.",
+        ),
+    ] = "auto"
+    retries: Annotated[
+        int, typer.Option("--retries", metavar="K", min=0, help="Try a failed item K times again.")
+    ] = 2
+    limit: Annotated[
+        str | None,
+        typer.Option(
+            "--limit",
+            metavar="TIME",
+            help="Kill the process of an item that takes longer, as 90s or 10m.",
+            show_default=False,
+        ),
+    ] = None
+    tolerate: Annotated[
+        str | None,
+        typer.Option(
+            "--tolerate",
+            metavar="N|P%",
+            help="End the map when more items fail. Default: do all others.",
+            show_default=False,
+        ),
+    ] = None
+    joined: Annotated[
+        bool,
+        typer.Option("--join/--no-join", help="Join the outputs at the end, or leave the chunks'."),
+    ] = True
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False
+    workers: WorkersOption = "auto"
+    hosts: HostsOption = None
+    hostfile: HostfileOption = None
+    slurm: SlurmOption = False
+    mpi: MpiOption = False
+    ray: RayOption = None
+    spark: SparkOption = None
+    ssh_config: SshConfigOption = None
+    env: EnvOption = None
+    python: PythonOption = None
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    def map_items(**values: Any) -> None:
+        _map(Options(**values))
+
+    map_items.__signature__ = inspect.signature(Options, eval_str=True)  # type: ignore[attr-defined]
+    app.command(
+        "map",
+        help="Run a script or a command on many items, on many workers.\n" + _EXAMPLES,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )(map_items)
+
+
+def _map(options: Options) -> None:
+    from ronde.jobs.join import join, result_of
+    from ronde.jobs.ledger import Ledger
+    from ronde.jobs.map_plan import load_map
+    from ronde.jobs.map_worker import STOPPED
+
+    out = (options.resume or options.out or Path()).absolute()
+    if options.resume is None:
+        _plan(options, out)
+    elif options.items or options.out or options.arguments:
+        raise ArgumentError("--resume goes on with a map as it was planned: give it alone.")
+    root = out / ".map"
+    plan, items = load_map(root)
+    (root / STOPPED).unlink(missing_ok=True)
+    ledger, began = Ledger(root), time.monotonic()
+    if not options.quiet and not options.as_json:
+        _tell(f"ronde map {' '.join(plan.command)}  ·  {len(items):,} items  ·  {out.name}")
+    status = _work(options, out, ledger, began)
+    if (root / STOPPED).exists():
+        told = (root / STOPPED).read_text()
+        typer.echo(f"error: {told}. Look at them: ronde map --resume {out} goes on.", err=True)
+        raise typer.Exit(1)
+    if ledger.left:
+        typer.echo(f"stopped; go on with: ronde map --resume {_short(out)}", err=True)
+        raise typer.Exit(status or 1)
+    if options.joined:
+        join(ledger, items, out)
+    result = result_of(ledger, items)
+    if options.as_json:
+        print(json.dumps(result.to_dict() | {"wall_seconds": time.monotonic() - began}, indent=1))
+    elif not options.quiet:
+        bad = f", {result.failed:,} set aside ({_short(out)}/failed.jsonl)" if result.failed else ""
+        took = f"{time.monotonic() - began:.1f} s"
+        _tell(f"{result.done:,} items in {result.chunks:,} chunks{bad}, in {took}: {_short(out)}")
+    raise typer.Exit(1 if result.failed else 0)
+
+
+def _plan(options: Options, out: Path) -> None:
+    from ronde.jobs.items import find_items
+    from ronde.jobs.map_plan import MapPlan, chunk_cuts, plan_map
+    from ronde.launch import resolve_workers
+
+    command = options.arguments or []
+    if options.items is None or options.out is None or not command:
+        raise ArgumentError(
+            "name the items, the output, and the script: ronde map --items 'data/*.tar' --out "
+            "scores score.py."
+        )
+    # click takes the first -- away; a command is what is no script.
+    each = not (command[0].endswith(".py") and Path(command[0]).exists())
+    if not each:
+        command = [str(Path(command[0]).absolute()), *command[1:]]
+    items = find_items(options.items)
+    count = resolve_workers(options.workers) if options.workers != "auto" else os.cpu_count() or 1
+    limit = None if options.limit is None else parse_duration(options.limit)
+    tolerate = _tolerated(options.tolerate, len(items))
+    plan = MapPlan(command, each, options.retries, limit, tolerate, items.digest)
+    out.mkdir(parents=True, exist_ok=True)
+    plan_map(out / ".map", items, plan, chunk_cuts(items, options.chunk, count))
+
+
+def _tolerated(text: str | None, count: int) -> int | None:
+    if text is None:
+        return None
+    number = text.removesuffix("%")
+    try:
+        share = float(number)
+    except ValueError:
+        share = -1.0
+    if share < 0:
+        raise ArgumentError(f"--tolerate {text}: expected a number of items, or a share as 1%.")
+    return int(share * count / 100 if text.endswith("%") else share)
+
+
+def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
+    """Have workers do all that is left. Returns the status of ``ronde run``."""
+    if not ledger.left:
+        return 0
+    command = [sys.executable, "-m", "ronde", "run", "--quiet", "--workers", options.workers]
+    command += [
+        "--runs",
+        str(out / ".map" / "runs"),
+        "--restarts",
+        str(_RESTARTS),
+        "--hang-timeout",
+        "0",
+    ]
+    named = {
+        "--hosts": options.hosts,
+        "--hostfile": options.hostfile,
+        "--ssh-config": options.ssh_config,
+    }
+    named |= {"--ray": options.ray, "--spark": options.spark, "--python": options.python}
+    for option, value in named.items():
+        command += [option, str(value)] if value is not None else []
+    for variable in options.env or []:
+        command += ["--env", variable]
+    command += ["--slurm"] * options.slurm + ["--mpi"] * options.mpi
+    command += ["-m", "ronde.jobs.map_worker", str(ledger.root)]
+    process = subprocess.Popen(command, start_new_session=True)
+    with _passed_on(process), _bar(options, ledger, began) as show:
+        while process.poll() is None:
+            show()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_SECONDS)
+    return process.returncode
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass signals on to the workers' launcher, which ends them all."""
+
+    def pass_on(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.signal(number, pass_on) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _bar(options: Options, ledger: Any, began: float) -> Iterator[Any]:
+    """A line of progress, on a terminal only."""
+    from ronde.jobs.join import result_of
+    from ronde.jobs.map_plan import load_map
+
+    console = plain_console()
+    if options.as_json or options.quiet or not console.is_terminal:
+        yield lambda: None
+        return
+    _, items = load_map(ledger.root)
+    first = result_of(ledger, items).done_bytes
+    with console.status("starting workers") as status:
+
+        def show() -> None:
+            now = result_of(ledger, items)
+            new, passed = now.done_bytes - first, time.monotonic() - began
+            if new:
+                left = (now.bytes - now.done_bytes) / (new / passed)
+                bad = f"   {now.failed:,} set aside" if now.failed else ""
+                count = now.done + now.failed
+                status.update(
+                    f"{count:,}/{now.items:,} items   {now.done_bytes / now.bytes:.0%}   "
+                    f"{_bytes(new / passed)}/s   {_time(left)} left{bad}"
+                )
+
+        yield show
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _short(path: Path) -> str:
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _tell(text: str) -> None:
+    plain_console().print(text, soft_wrap=True, highlight=False)

@@ -1,0 +1,154 @@
+"""``ronde.items``: the items that a script works on, alone or as one of many workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from ronde.jobs.items import Items, find_items, load_items
+from ronde.world import ArgumentError, RondeError
+
+__all__ = ["PIPES", "Chunk", "check_output_name", "items"]
+
+PIPES = "RONDE_MAP_PIPES"
+"""Variable by which a map's script finds its worker: the ledger's folder and two descriptors."""
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Some items, one after the other. Iterate it for their keys and records.
+
+    Attributes:
+        first: the place of its first item among all.
+        last: one more than that of its last.
+        folder: files written here are the chunk's too, each by its own name: name them by item.
+    """
+
+    first: int
+    last: int
+    folder: Path
+    _items: Items
+    _outputs: list[str] = field(default_factory=list)
+    _progress: Path | None = None
+    _ended: bool = False
+    _open: int = 0
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        for each in self._items.read(self.first, self.last):
+            if self._progress is not None:
+                os.utime(self._progress)
+            yield each
+        self._ended = True
+
+    @contextlib.contextmanager
+    def output(self, name: str, mode: str = "w") -> Iterator[IO[Any]]:
+        """Open an output: seen by others when the whole chunk is done, and joined in the order of
+        the items.
+
+        Args:
+            name: of the file that all chunks together become.
+            mode: ``"w"`` for text, ``"wb"`` for bytes.
+
+        Raises:
+            ArgumentError: another mode, a name that leads elsewhere, or one that is open already.
+        """
+        check_output_name(name)
+        if mode not in ("w", "wb"):
+            raise ArgumentError(f"output: mode {mode!r}: give 'w' or 'wb'.")
+        if name in self._outputs:
+            raise ArgumentError(f"output: {name} was opened before in this chunk: open it once.")
+        self._outputs.append(name)
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._open += 1
+        with open(path, mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
+        self._open -= 1
+
+    def end(self) -> list[str]:
+        """Check that the loop did all of it. Returns the names of its outputs.
+
+        Raises:
+            RondeError: it left items, or an output open.
+        """
+        if not self._ended:
+            raise RondeError(
+                f"the loop left items of its chunk ({self.first} to {self.last - 1}): iterate "
+                "each chunk to its end."
+            )
+        if self._open:
+            raise RondeError("an output is still open: use `with chunk.output(…) as out`.")
+        return self._outputs
+
+
+def check_output_name(name: str) -> None:
+    """Refuse a name that leads out of the folder, or is hidden.
+
+    Raises:
+        ArgumentError: it does.
+    """
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or any(part.startswith(".") for part in parts):
+        raise ArgumentError(f"output: {name!r} is no name of a file below the output folder.")
+
+
+def items(source: str) -> Iterator[Chunk]:
+    """The items of a job that shares nothing, in chunks.
+
+    Alone, a script gets all of them in one chunk, and its outputs are in the current folder once
+    the chunk is done. Under ``ronde map --items SOURCE script.py``, each worker gets chunks that
+    no other has; ``--items`` says then which items there are.
+
+    Args:
+        source: as ``--items``: a pattern of files, ``lines:FILE``, ``rows:FILE.parquet``, or
+            ``@FILE``.
+
+    Raises:
+        ArgumentError: there is no such file, or nothing in it.
+        RondeError: the loop left items of a chunk.
+
+    Example:
+
+        for chunk in ronde.items("lines:reviews.txt"):
+            with chunk.output("lengths.txt") as out:
+                for number, line in chunk:
+                    print(number, len(line), file=out)
+    """
+    if PIPES in os.environ:
+        yield from _handed()
+        return
+    found = find_items(source)
+    with tempfile.TemporaryDirectory(prefix=".ronde-items-", dir=".") as folder:
+        chunk = Chunk(0, len(found), Path(folder), found)
+        yield chunk
+        chunk.end()
+        for path in sorted(Path(folder).rglob("*")):
+            if path.is_file():
+                target = path.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(path, target)
+
+
+def _handed() -> Iterator[Chunk]:
+    root, taken, told = json.loads(os.environ[PIPES])
+    found = load_items(Path(root))
+    with open(taken, closefd=False) as orders, open(told, "w", closefd=False) as answers:
+        print("{}", file=answers, flush=True)
+        for line in orders:
+            order = json.loads(line)
+            folder = Path(order["folder"])
+            chunk = Chunk(
+                order["first"], order["last"], folder, found, _progress=Path(order["progress"])
+            )
+            yield chunk
+            print(json.dumps({"outputs": chunk.end()}), file=answers, flush=True)

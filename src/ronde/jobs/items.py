@@ -1,0 +1,179 @@
+"""Items of a map: files, lines of a file, rows of a table, or a list; found once, read by range."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ronde.world import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy
+
+__all__ = ["Items", "find_items", "load_items"]
+
+_BLOCK = 1 << 24
+
+
+@dataclass(frozen=True)
+class Items:
+    """All items, in their order.
+
+    Attributes:
+        source: as the user named them: a pattern, ``lines:FILE``, ``rows:FILE.parquet``, ``@FILE``.
+        starts: where each item's bytes begin in all bytes, and their end: (items + 1,) int64.
+        names: their names, a line of JSON each; empty where the source itself holds them.
+    """
+
+    source: str
+    starts: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
+    names: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def bytes_of(self, low: int, high: int) -> int:
+        """How many bytes items ``low`` to ``high`` have."""
+        return int(self.starts[high] - self.starts[low])
+
+    @property
+    def digest(self) -> str:
+        """Of names and sizes."""
+        return hashlib.sha256(self.names + self.starts.tobytes()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write them to a folder, for :func:`load_items`."""
+        import numpy
+
+        numpy.save(folder / "items.npy", self.starts)
+        (folder / "items.txt").write_bytes(self.names)
+        (folder / "items.json").write_text(json.dumps({"source": self.source}))
+
+    def read(self, low: int, high: int) -> Iterator[tuple[Any, Any]]:
+        """Keys and records of items ``low`` to ``high``: a path and a path, a number and a line
+        without its end, a number and a dict of the row's values, or a line and a line.
+        """
+        kind, _, file = self.source.partition(":")
+        if kind == "lines" and file:
+            with open(file, "rb") as lines:
+                lines.seek(int(self.starts[low]))
+                for number in range(low, high):
+                    size = int(self.starts[number + 1] - self.starts[number])
+                    yield (
+                        number,
+                        lines.read(size).rstrip(b"\r\n").decode("utf-8", "surrogateescape"),
+                    )
+        elif kind == "rows" and file:
+            yield from _rows(file, low, high)
+        else:
+            for line in self.names.splitlines()[low:high]:
+                name = json.loads(line)
+                yield (name, name) if self.source.startswith("@") else (name, Path(name))
+
+
+def find_items(source: str) -> Items:
+    """Find the items, and their sizes.
+
+    Args:
+        source: ``'data/*.tar'``, files by pattern, ``**`` for all folders below;
+            ``lines:FILE``; ``rows:FILE.parquet``; ``@FILE``, a name a line.
+
+    Raises:
+        ArgumentError: there is no such file, or nothing in it.
+    """
+    kind, _, file = source.partition(":")
+    try:
+        if kind == "lines" and file:
+            found = Items(source, _line_starts(file))
+        elif kind == "rows" and file:
+            found = Items(source, _row_starts(file))
+        elif source.startswith("@"):
+            lines = Path(source[1:]).read_text().splitlines()
+            names = [line.strip() for line in lines if line.strip()]
+            found = _named(source, names, [1] * len(names))
+        else:
+            # As text: a million Paths take long to make.
+            paths = sorted(p for p in glob.iglob(source, recursive=True) if os.path.isfile(p))  # noqa: PTH113, PTH207
+            found = _named(source, paths, [os.path.getsize(p) for p in paths])  # noqa: PTH202
+    except OSError as error:
+        raise ArgumentError(f"--items {source}: {error.filename}: {error.strerror}.") from None
+    if not len(found):
+        nothing = f"no file matches it in {Path.cwd()}" if not file and source[0] != "@" else "none"
+        raise ArgumentError(f"--items {source}: {nothing}.")
+    return found
+
+
+def load_items(folder: Path) -> Items:
+    """Those that :meth:`Items.save` wrote."""
+    import numpy
+
+    source = json.loads((folder / "items.json").read_text())["source"]
+    starts = numpy.load(folder / "items.npy", mmap_mode="r")
+    return Items(source, starts, (folder / "items.txt").read_bytes())
+
+
+def _named(source: str, names: list[str], sizes: list[int]) -> Items:
+    import numpy
+
+    starts = numpy.zeros(len(names) + 1, numpy.int64)
+    numpy.cumsum(numpy.maximum(sizes, 1), out=starts[1:])
+    return Items(source, starts, "\n".join(map(json.dumps, names)).encode())
+
+
+def _line_starts(file: str) -> Any:
+    import numpy
+
+    ends, at, last = [numpy.zeros(1, numpy.int64)], 0, b"\n"
+    with open(file, "rb") as data:
+        while block := data.read(_BLOCK):
+            found = numpy.flatnonzero(numpy.frombuffer(block, numpy.uint8) == 10)
+            ends.append(found.astype(numpy.int64) + at + 1)
+            at, last = at + len(block), block[-1:]
+    if last != b"\n":
+        ends.append(numpy.array([at]))
+    return numpy.concatenate(ends)
+
+
+def _row_starts(file: str) -> Any:
+    import numpy
+
+    table = _parquet(file)
+    groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
+    sizes = [
+        numpy.full(g.num_rows, max(g.total_byte_size // max(g.num_rows, 1), 1)) for g in groups
+    ]
+    return numpy.cumsum(numpy.concatenate([numpy.zeros(1, numpy.int64), *sizes]))
+
+
+def _rows(file: str, low: int, high: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    table, first = _parquet(file), 0
+    for index in range(table.metadata.num_row_groups):
+        count = table.metadata.row_group(index).num_rows
+        if first < high and low < first + count:
+            start = max(low - first, 0)
+            part = table.read_row_group(index).slice(start, min(high - first, count) - start)
+            number = first + start
+            for batch in part.to_batches(max_chunksize=1024):
+                for row in batch.to_pylist():
+                    yield number, row
+                    number += 1
+        first += count
+
+
+def _parquet(file: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ArgumentError(
+            "--items rows:… reads tables with PyArrow: pip install 'ronde[tables]'."
+        ) from None
+    try:
+        return pyarrow.parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise ArgumentError(f"--items rows:{file}: {error}.") from None

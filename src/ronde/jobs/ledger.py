@@ -1,0 +1,290 @@
+"""A ledger in a folder: state is a file's name, and each move is one ``rename``.
+
+    todo/KEY.F.T           to be done; F times failed, T times taken from a lost owner
+    lease/KEY.F.T.OWNER    under way; its time of change is the owner's sign of life
+    work/KEY.F.T.OWNER/    what the owner writes
+    out/KEY/               committed, and never touched again
+
+*Executed at least once, committed exactly once*, whatever is killed at any moment: a folder is
+renamed onto a name that must not be there, and the file system lets one do it. No database, no
+daemon. Times are compared by the file system's own clock, so clocks of hosts do not matter.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Lease", "Ledger", "TakenOver"]
+
+_LOST = 10  # times in a row that a task's owner vanished: then the task is to blame
+_SLOW_TOUCH = 2.0  # seconds: a disk that stalls makes all owners look dead
+_STRAGGLES = 3.0  # times the median: then another owner may try as well
+
+
+class TakenOver(Exception):
+    """The task is another owner's now, or committed by one: what was done here is void."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A task that this owner does.
+
+    Attributes:
+        key: its name.
+        failed: how often it failed before.
+        lost: how often its owner vanished before.
+        path: the lease.
+        folder: where its output goes.
+    """
+
+    key: str
+    failed: int
+    lost: int
+    path: Path
+    folder: Path
+
+
+class Ledger:
+    """One owner's view of the ledger.
+
+    Args:
+        root: its folder, seen by all owners.
+        patience: seconds without a sign of life after which an owner is taken for lost.
+
+    Example:
+
+        ledger = Ledger(Path("work"))
+        ledger.add(["a", "b"])
+        while lease := ledger.claim():
+            (lease.folder / "result").write_text(lease.key)
+            ledger.commit(lease)
+    """
+
+    def __init__(self, root: Path, patience: float = 10.0) -> None:
+        self.root, self.patience = root, patience
+        host = socket.gethostname().replace(".", "-")
+        self.owner = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
+        for name in ("todo", "lease", "work", "out", "clock"):
+            (root / name).mkdir(parents=True, exist_ok=True)
+        self._seconds: dict[str, float] = {}
+
+    def add(self, keys: Iterable[str]) -> None:
+        """Add tasks. Keys have no dots."""
+        for key in keys:
+            (self.root / "todo" / f"{key}.0.0").touch()
+
+    def claim(self, size: Callable[[str], float] = lambda key: 0.0) -> Lease | None:
+        """Take a task: the largest one that waits, else one whose owner is lost, else one that
+        takes much longer than others do. None if there is none at the moment.
+        """
+        waiting = [_parse(name) for name in self._names("todo")]
+        for key, failed, lost, _ in sorted(waiting, key=lambda w: (-size(w[0]), w[0])):
+            path = self.root / "todo" / f"{key}.{failed}.{lost}"
+            if self.is_committed(key):
+                self._settle(key, path)
+            elif lease := self._take(path, key, failed, lost):
+                return lease
+        return self._from_others()
+
+    def _names(self, folder: str) -> list[str]:
+        return [path.name for path in (self.root / folder).iterdir()]
+
+    def _from_others(self) -> Lease | None:
+        names = self._names("lease")
+        if not names or (now := self._now()) is None:
+            return None
+        owned = [_parse(name)[0] for name in names]
+        for name in names:
+            key, failed, lost, owner = _parse(name)
+            path = self.root / "lease" / name
+            try:
+                silent = now - path.stat().st_mtime
+            except FileNotFoundError:
+                continue
+            if silent > self.patience:
+                if self.is_committed(key):  # killed between its commit and the end of its lease
+                    self._settle(key, path)
+                elif lease := self._take(path, key, failed, lost + 1):
+                    _remove(self.root / "work" / name)
+                    return lease
+            elif owner != self.owner and owned.count(key) == 1 and self._straggles(name, now):
+                lease = self._lease(key, failed, lost)
+                lease.path.touch()
+                return self._begun(lease)
+        return None
+
+    def _straggles(self, name: str, now: float) -> bool:
+        if self._names("todo") or not (known := list(self.seconds().values())):
+            return False
+        with suppress(OSError):
+            began = (self.root / "work" / name / ".began").stat().st_mtime
+            return now - began > max(_STRAGGLES * statistics.median(known), 1.0)
+        return False
+
+    def seconds(self) -> dict[str, float]:
+        """How long each committed task took."""
+        for key in set(self._names("out")) - self._seconds.keys():
+            self._seconds[key] = self.info(key).get("seconds", 0.0)
+        return {key: taken for key, taken in self._seconds.items() if taken}
+
+    def _lease(self, key: str, failed: int, lost: int) -> Lease:
+        name = f"{key}.{failed}.{lost}.{self.owner}"
+        return Lease(key, failed, lost, self.root / "lease" / name, self.root / "work" / name)
+
+    def _take(self, path: Path, key: str, failed: int, lost: int) -> Lease | None:
+        lease = self._lease(key, failed, lost)
+        try:
+            os.utime(path)  # before anybody can see the new name: it is never old
+            path.rename(lease.path)
+        except FileNotFoundError:
+            if not lease.path.exists():  # over NFS, the winner may be told so by a repeated rename
+                return None
+        return self._begun(lease)
+
+    def _begun(self, lease: Lease) -> Lease:
+        with suppress(FileExistsError):  # back here after it was lost
+            lease.folder.mkdir()
+        (lease.folder / ".began").touch()
+        return lease
+
+    def _now(self) -> float | None:
+        """The file system's clock; None where the disk stalls: nobody is lost then."""
+        path, began = self.root / "clock" / self.owner, time.monotonic()
+        path.touch()
+        os.utime(path)
+        now = path.stat().st_mtime
+        return now if time.monotonic() - began < _SLOW_TOUCH else None
+
+    def beat(self, lease: Lease) -> None:
+        """Give a sign of life: several times within ``patience``.
+
+        Raises:
+            TakenOver: another owner has the task, or has committed it.
+        """
+        try:
+            os.utime(lease.path)
+        except FileNotFoundError:
+            raise TakenOver(lease.key) from None
+        if self.is_committed(lease.key):
+            self.drop(lease)
+            raise TakenOver(lease.key)
+
+    def commit(self, lease: Lease, info: dict[str, Any] | None = None) -> bool:
+        """Make the task's folder its output. False if it is committed already, or another's."""
+        told = {"owner": lease.path.name, **(info or {})}
+        (lease.folder / ".info").write_text(json.dumps(told))
+        for path in [*lease.folder.rglob("*"), lease.folder]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+        try:
+            lease.folder.rename(self.root / "out" / lease.key)
+            committed = True
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+            # Over NFS, the winner may be told so by a repeated rename.
+            there = self.is_committed(lease.key)
+            committed = there and self.info(lease.key)["owner"] == lease.path.name
+        if committed:
+            self._children(lease.key)
+        self.drop(lease)
+        return committed
+
+    def divide(self, lease: Lease, parts: Sequence[str]) -> None:
+        """Put other tasks in its place."""
+        self._empty(lease)
+        self.commit(lease, {"divided": list(parts)})
+
+    def set_aside(self, lease: Lease, error: str) -> None:
+        """Commit it as one that cannot be done."""
+        self._empty(lease)
+        self.commit(lease, {"error": error, "attempts": lease.failed + 1})
+
+    def fail(self, lease: Lease) -> None:
+        """Put it back, with one more failure."""
+        self._put_back(lease, lease.failed + 1)
+
+    def give_back(self, lease: Lease) -> None:
+        """Put it back as it was."""
+        self._put_back(lease, lease.failed)
+
+    def _put_back(self, lease: Lease, failed: int) -> None:
+        _remove(lease.folder)
+        others = [n for n in self._names("lease") if _parse(n)[0] == lease.key]
+        if others != [lease.path.name]:  # another owner tries as well
+            self.drop(lease)
+            return
+        with suppress(FileNotFoundError):
+            lease.path.rename(self.root / "todo" / f"{lease.key}.{failed}.{lease.lost}")
+
+    def is_doomed(self, lease: Lease) -> bool:
+        """Whether so many owners vanished with it that it must be what kills them."""
+        return lease.lost >= _LOST
+
+    def drop(self, lease: Lease) -> None:
+        """Forget a lease and what was done under it."""
+        _remove(lease.folder)
+        lease.path.unlink(missing_ok=True)
+
+    def _empty(self, lease: Lease) -> None:
+        _remove(lease.folder)
+        with suppress(FileExistsError):
+            lease.folder.mkdir()
+
+    def _settle(self, key: str, path: Path) -> None:
+        self._children(key)
+        path.unlink(missing_ok=True)
+
+    def _children(self, key: str) -> None:
+        """Add the parts of a divided task that are nowhere yet. One that is added twice is done
+        twice, and committed once.
+        """
+        if parts := self.info(key).get("divided"):
+            names = self._names("todo") + self._names("lease")
+            seen = {_parse(name)[0] for name in names}
+            self.add(p for p in parts if p not in seen and not self.is_committed(p))
+
+    def is_committed(self, key: str) -> bool:
+        """Whether it has its output."""
+        return (self.root / "out" / key).exists()
+
+    def info(self, key: str) -> dict[str, Any]:
+        """What its owner said in ``commit``."""
+        found: dict[str, Any] = json.loads((self.root / "out" / key / ".info").read_text())
+        return found
+
+    @property
+    def left(self) -> int:
+        """How many tasks wait or are under way; 0 when all is done."""
+        # A task moves from todo to lease and back: seen in the order lease, todo, lease, never 0.
+        held = self._names("lease")
+        waiting = self._names("todo")
+        return len(waiting) + len(held or self._names("lease"))
+
+
+def _parse(name: str) -> tuple[str, int, int, str]:
+    key, failed, lost, *owner = name.split(".", 3)
+    return key, int(failed), int(lost), owner[0] if owner else ""
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that its owner may be about to commit: away first, so he commits all or
+    nothing.
+    """
+    gone = folder.with_name(f"{folder.name}~{secrets.token_hex(2)}")
+    with suppress(FileNotFoundError):
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)

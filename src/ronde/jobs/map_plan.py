@@ -1,0 +1,141 @@
+"""A map's plan: its items in chunks, and what is done with each. Kept in ``OUT/.map``."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ronde.jobs.items import Items, load_items
+from ronde.jobs.ledger import Ledger
+from ronde.world import ArgumentError
+
+__all__ = ["MapPlan", "bounds", "chunk_cuts", "load_map", "plan_map"]
+
+_MOST_CHUNKS = 4096
+_CHUNKS_A_WORKER = 16
+_TARGET = 30.0  # seconds that a chunk should take
+
+
+@dataclass(frozen=True)
+class MapPlan:
+    """What a map does.
+
+    Attributes:
+        command: the script and its arguments, or a command with ``{}`` for the item.
+        each: whether the command is started once an item.
+        retries: how often an item is tried again.
+        limit: seconds that an item may take; None: any.
+        tolerate: how many items may be set aside; None: any.
+        digest: of the items.
+    """
+
+    command: Sequence[str]
+    each: bool
+    retries: int
+    limit: float | None
+    tolerate: int | None
+    digest: str
+
+
+def bounds(key: str) -> tuple[int, int]:
+    """Which items a chunk holds, by its name."""
+    low, high = key.split("-")
+    return int(low), int(high)
+
+
+def chunk_key(low: int, high: int) -> str:
+    """The name of the chunk of items ``low`` to ``high``."""
+    return f"{low:09d}-{high:09d}"
+
+
+def chunk_cuts(items: Items, chunk: str, workers: int) -> list[int]:
+    """Where chunks begin, and the end: neighbours, of about the same number of bytes.
+
+    Args:
+        items: all items.
+        chunk: ``auto``, so many items, or so many bytes, as ``64MB``.
+        workers: how many there are.
+
+    Raises:
+        ArgumentError: ``chunk`` says none of these.
+    """
+    import numpy
+
+    from ronde.plan.fields import parse_bytes
+
+    count, total = len(items), items.bytes_of(0, len(items))
+    if chunk.isdecimal() and int(chunk) > 0:
+        return [*range(0, count, int(chunk)), count]
+    if chunk == "auto":
+        pieces = min(count, _MOST_CHUNKS, max(_CHUNKS_A_WORKER * workers, 64))
+    elif size := parse_bytes(chunk):
+        pieces = min(count, math.ceil(total / size))
+    else:
+        raise ArgumentError(f"--chunk {chunk}: expected auto, a number of items, or bytes as 64MB.")
+    goals = numpy.arange(1, pieces) * (total / pieces)
+    cuts = numpy.searchsorted(items.starts[1:], goals) + 1
+    return [0, *(int(c) for c in numpy.unique(cuts) if 0 < c < count), count]
+
+
+def plan_map(root: Path, items: Items, plan: MapPlan, cuts: Sequence[int]) -> None:
+    """Write a new plan, whole or not at all.
+
+    Raises:
+        ArgumentError: there is another one.
+    """
+    if root.exists():
+        raise ArgumentError(
+            f"{root.parent} holds a map already: go on with ronde map --resume {root.parent}, or "
+            "give another --out."
+        )
+    made = root.with_name(f"{root.name}.new")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    items.save(made)
+    (made / "job.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1))
+    Ledger(made).add(chunk_key(low, high) for low, high in itertools.pairwise(cuts))
+    made.rename(root)
+
+
+def load_map(root: Path) -> tuple[MapPlan, Items]:
+    """The plan, and the items.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    try:
+        plan = MapPlan(**json.loads((root / "job.json").read_text()))
+    except FileNotFoundError:
+        raise ArgumentError(f"{root.parent} holds no map of this machine's.") from None
+    return plan, load_items(root)
+
+
+def halves(key: str) -> list[str]:
+    """A chunk of several items, as two."""
+    low, high = bounds(key)
+    middle = (low + high) // 2
+    return [chunk_key(low, middle), chunk_key(middle, high)]
+
+
+def is_too_long(ledger: Ledger, items: Items, key: str) -> bool:
+    """Whether a chunk is expected, by what was measured, to take twice the target."""
+    low, high = bounds(key)
+    if high - low < 2 or not (seconds := ledger.seconds()):
+        return False
+    measured = sum(items.bytes_of(*bounds(k)) for k in seconds)
+    return items.bytes_of(low, high) * sum(seconds.values()) / measured > 2 * _TARGET
+
+
+def leaves(ledger: Ledger) -> Iterator[tuple[int, int, Path, dict[str, Any]]]:
+    """Committed chunks in the order of items: first and last item, folder, and what is known."""
+    for path in sorted((ledger.root / "out").iterdir()):
+        info = ledger.info(path.name)
+        if "divided" not in info:
+            yield *bounds(path.name), path, info

@@ -1,0 +1,295 @@
+"""One worker of a map, as ``python -m ronde.jobs.map_worker OUT/.map``: it takes chunks from the
+ledger, has the script do them in a process of its own, and commits what that wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from ronde.jobs.handed import PIPES
+from ronde.jobs.ledger import Lease, Ledger, TakenOver
+from ronde.jobs.map_plan import bounds, halves, is_too_long, leaves, load_map
+from ronde.world.heartbeat import heartbeat
+
+__all__ = ["STOPPED"]
+
+STOPPED = "stopped"
+"""File in the ledger's folder that ends a map; says why."""
+
+_BEAT, _IDLE = 1.0, 0.2
+_TAIL = 4000  # last characters of what a process wrote, which tell why an item failed
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
+_FAMILIES = ("RONDE_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
+
+
+class _Failed(Exception):
+    """A chunk could not be done; says why."""
+
+
+def _die_with_worker() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+class _Child:
+    """A process of the user's, in a group of its own. Its errors are kept until it ends."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], **other: Any) -> None:
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=self._errors,
+            start_new_session=True,
+            preexec_fn=_die_with_worker if sys.platform == "linux" else None,
+            **other,
+        )
+
+    def end(self) -> str:
+        """Kill it and all that it started. Returns how it ended, and its last words."""
+        status = self.process.poll()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self._errors.seek(0)
+        said = self._errors.read()
+        self._errors.close()
+        sys.stderr.buffer.write(said)
+        sys.stderr.flush()
+        how = "" if status is None else (
+            f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        )  # fmt: skip
+        return f"{how}\n{said.decode(errors='replace')[-_TAIL:]}".strip()
+
+
+class _Worker:
+    def __init__(self, root: Path) -> None:
+        self.plan, self.items = load_map(root)
+        self.ledger = Ledger(root)
+        self._child: _Child | None = None
+        self._orders = self._answers = -1
+        self._environment = _without_launcher(root)
+        self._progress = Path(tempfile.mkstemp(prefix="ronde-map-")[1])
+
+    def run(self) -> None:
+        """Take chunks until none is left."""
+        beat = heartbeat(int(os.environ.get("RANK", 0)))
+        try:
+            while not (self.ledger.root / STOPPED).exists():
+                beat.tick()
+                if lease := self.ledger.claim(lambda key: self.items.bytes_of(*bounds(key))):
+                    self._do(lease)
+                elif self.ledger.left:
+                    time.sleep(_IDLE)
+                else:
+                    self._end_well()
+                    return
+        finally:
+            self._close()
+            self._progress.unlink(missing_ok=True)
+
+    def _end_well(self) -> None:
+        """Let the script do what comes after its loop."""
+        if self._child is not None and self._orders >= 0:
+            os.close(self._orders)
+            self._orders = -1
+            while not _ended(self._child.process, _BEAT):
+                heartbeat(int(os.environ.get("RANK", 0))).tick()
+
+    def _do(self, lease: Lease) -> None:
+        began = time.monotonic()
+        try:
+            if self.ledger.is_doomed(lease):
+                raise _Failed(f"its worker was lost {lease.lost} times")
+            if not lease.failed and is_too_long(self.ledger, self.items, lease.key):
+                self.ledger.divide(lease, halves(lease.key))
+                return
+            outputs = self._each(lease) if self.plan.each else self._script(lease)
+        except TakenOver:
+            self._close()
+        except _Failed as failure:
+            self._close()
+            self._failed(lease, str(failure))
+        except BaseException:  # asked to leave
+            self._close()
+            self.ledger.give_back(lease)
+            raise
+        else:
+            self.ledger.commit(
+                lease,
+                {
+                    "outputs": outputs,
+                    "seconds": round(time.monotonic() - began, 6),
+                    "host": socket.gethostname(),
+                    "rank": int(os.environ.get("RANK", 0)),
+                },
+            )
+
+    def _failed(self, lease: Lease, why: str) -> None:
+        low, high = bounds(lease.key)
+        if high - low > 1:
+            if lease.failed or self.ledger.is_doomed(lease):
+                self.ledger.divide(lease, halves(lease.key))
+            else:
+                self.ledger.fail(lease)
+        elif lease.failed < self.plan.retries and not self.ledger.is_doomed(lease):
+            self.ledger.fail(lease)
+        else:
+            self.ledger.set_aside(lease, f"{why}\n(on {socket.gethostname()})")
+            self._stop_if_too_many()
+
+    def _stop_if_too_many(self) -> None:
+        most = self.plan.tolerate
+        if most is None:
+            return
+        bad = sum("error" in info for *_, info in leaves(self.ledger))
+        if bad > most:
+            told = f"{bad} items failed, and --tolerate allows {most}"
+            (self.ledger.root / STOPPED).write_text(told)
+
+    def _watch(
+        self, lease: Lease, is_done: Callable[[float], bool], limit: float | None = None
+    ) -> None:
+        """Give signs of life until ``is_done(seconds to wait)``.
+
+        Raises:
+            _Failed: an item takes longer than its limit.
+            TakenOver: another worker has the chunk.
+        """
+        beat = heartbeat(int(os.environ.get("RANK", 0)))
+        os.utime(self._progress)
+        began = self._progress.stat().st_mtime
+        waited = time.monotonic()
+        while not is_done(_BEAT):
+            beat.tick()
+            self.ledger.beat(lease)
+            if (now := self._progress.stat().st_mtime) != began:
+                began, waited = now, time.monotonic()
+            if limit is not None and time.monotonic() - waited > limit:
+                raise _Failed(f"an item took longer than {limit:g} s (--limit)")
+
+    def _script(self, lease: Lease) -> list[str]:
+        """Have the script do a chunk. Returns the names of its outputs."""
+        is_new = self._child is None
+        child = self._child or self._start()
+        low, high = bounds(lease.key)
+        order = {"first": low, "last": high, "folder": str(lease.folder)}
+        answer = b""
+
+        def answered(seconds: float) -> bool:
+            nonlocal answer
+            if select.select([self._answers], [], [], seconds)[0]:
+                data = os.read(self._answers, 65536)
+                answer += data
+                return not data or answer.endswith(b"\n")
+            return False
+
+        if is_new:
+            self._watch(lease, answered)  # it has come to its items
+        if answer or not is_new:
+            answer = b""
+            told = json.dumps({**order, "progress": str(self._progress)}) + "\n"
+            with contextlib.suppress(BrokenPipeError):
+                os.write(self._orders, told.encode())
+            self._watch(lease, answered, self.plan.limit)
+        if not answer:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(_BEAT)
+            self._child = None
+            said = child.end()
+            if child.process.returncode == 0:
+                said += "\nthe script ended before its items: it must loop over ronde.items(…)"
+            raise _Failed(said)
+        outputs: list[str] = json.loads(answer)["outputs"]
+        return outputs
+
+    def _start(self) -> _Child:
+        self._close()
+        taken, self._orders = os.pipe()
+        self._answers, told = os.pipe()
+        pipes = json.dumps([str(self.ledger.root), taken, told])
+        command = [sys.executable, *self.plan.command]
+        self._child = _Child(command, self._environment | {PIPES: pipes}, pass_fds=(taken, told))
+        os.close(taken)
+        os.close(told)
+        return self._child
+
+    def _each(self, lease: Lease) -> list[str]:
+        """Start the command once an item. Returns the names of outputs."""
+        name = "output.txt"
+        with open(lease.folder / name, "wb") as out:
+            for _, record in self.items.read(*bounds(lease.key)):
+                values = {"{}": str(record), "{out}": str(lease.folder)}
+                words = [_filled(word, values) for word in self.plan.command]
+                self._child = _Child(words, self._environment, stdout=out)
+                process = self._child.process
+                self._watch(lease, functools.partial(_ended, process), self.plan.limit)
+                child, self._child = self._child, None
+                said = child.end()
+                if process.returncode:
+                    raise _Failed(f"{shlex.join(words)}: {said}")
+        return [name]
+
+    def _close(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+        for descriptor in (self._orders, self._answers):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._orders = self._answers = -1
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
+
+
+def _filled(word: str, values: dict[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word
+
+
+def _without_launcher(root: Path) -> dict[str, str]:
+    """The environment of a process that is alone: it shares nothing with the other workers."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _LAUNCHERS and not name.startswith(_FAMILIES)
+    }
+    visible = kept.get("CUDA_VISIBLE_DEVICES")
+    place = int(os.environ.get("LOCAL_RANK", 0))
+    if visible or Path("/dev/nvidia0").exists():
+        devices = visible.split(",") if visible else [str(place)]
+        kept["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
+    return kept
+
+
+def _leave(*_: object) -> None:
+    sys.exit(75)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
+    try:
+        _Worker(Path(sys.argv[1])).run()
+    except KeyboardInterrupt:
+        sys.exit(130)
