@@ -119,7 +119,9 @@ class Ledger:
                 elif lease := self._take(path, key, failed, lost + 1):
                     _remove(self.root / "work" / name)
                     return lease
-            elif owner != self.owner and owned.count(key) == 1 and self._straggles(name, now):
+            elif self.is_committed(key) or owner == self.owner or owned.count(key) > 1:
+                continue
+            elif self._straggles(name, now):
                 lease = self._lease(key, failed, lost)
                 lease.path.touch()
                 return self._begun(lease)
@@ -214,21 +216,25 @@ class Ledger:
         self.commit(lease, {"error": error, "attempts": lease.failed + 1})
 
     def fail(self, lease: Lease) -> None:
-        """Put it back, with one more failure."""
+        """Put it back, with one more failure; others that try as well give up."""
         self._put_back(lease, lease.failed + 1)
+        for path in self._leases(lease.key):
+            path.unlink(missing_ok=True)
 
     def give_back(self, lease: Lease) -> None:
         """Put it back as it was."""
-        self._put_back(lease, lease.failed)
+        if len(self._leases(lease.key)) > 1:  # another owner goes on
+            self.drop(lease)
+        else:
+            self._put_back(lease, lease.failed)
 
     def _put_back(self, lease: Lease, failed: int) -> None:
         _remove(lease.folder)
-        others = [n for n in self._names("lease") if _parse(n)[0] == lease.key]
-        if others != [lease.path.name]:  # another owner tries as well
-            self.drop(lease)
-            return
         with suppress(FileNotFoundError):
             lease.path.rename(self.root / "todo" / f"{lease.key}.{failed}.{lease.lost}")
+
+    def _leases(self, key: str) -> list[Path]:
+        return list((self.root / "lease").glob(f"{key}.*"))
 
     def is_doomed(self, lease: Lease) -> bool:
         """Whether so many owners vanished with it that it must be what kills them."""
@@ -270,9 +276,13 @@ class Ledger:
     def left(self) -> int:
         """How many tasks wait or are under way; 0 when all is done."""
         # A task moves from todo to lease and back: seen in the order lease, todo, lease, never 0.
-        held = self._names("lease")
-        waiting = self._names("todo")
-        return len(waiting) + len(held or self._names("lease"))
+        held = self._held()
+        return len(self._names("todo")) + (held or self._held())
+
+    def _held(self) -> int:
+        """Leases that matter: not those whose owner was killed after its commit."""
+        keys = {_parse(name)[0] for name in self._names("lease")}
+        return sum(not self.is_committed(k) or "divided" in self.info(k) for k in keys)
 
 
 def _parse(name: str) -> tuple[str, int, int, str]:
