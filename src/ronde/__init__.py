@@ -27,7 +27,7 @@ from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
     from ronde import feed
-    from ronde.jobs.handed import items
+    from ronde.jobs import items
     from ronde.launch.call import launch
     from ronde.plan import Plan
     from ronde.run import MicroBatches, Run
@@ -62,7 +62,7 @@ _LATER = {
     "Run": "ronde.run",
     "MicroBatches": "ronde.run",
     "Plan": "ronde.plan",
-    "items": "ronde.jobs.handed",
+    "items": "ronde.jobs",
 }
 
 

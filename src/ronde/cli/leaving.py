@@ -16,7 +16,7 @@ __all__ = ["Limit", "check_until", "parse_duration", "requeue"]
 _UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 
-def parse_duration(text: str) -> float:
+def parse_duration(text: str, option: str = "--time-limit") -> float:
     """Seconds of ``27d``, ``1d12h``, ``90m`` or ``45s``.
 
     Raises:
@@ -27,11 +27,11 @@ def parse_duration(text: str) -> float:
         5400.0
     """
     if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
-        raise ArgumentError(f"--time-limit {text}: expected a time, as 27d, 1d12h, 90m, or 45s.")
+        raise ArgumentError(f"{option} {text}: expected a time, as 27d, 1d12h, 90m, or 45s.")
     parts = re.findall(r"([\d.]+)([dhms])", text)
     seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
     if not seconds > 0:
-        raise ArgumentError(f"--time-limit {text}: expected more than nothing.")
+        raise ArgumentError(f"{option} {text}: expected more than nothing.")
     return seconds
 
 

@@ -159,8 +159,8 @@ def register(app: typer.Typer) -> None:
 
 
 def _map(options: Options) -> None:
-    from ronde.jobs.join import join, result_of
-    from ronde.jobs.ledger import Ledger
+    from ronde.jobs.join import join_outputs, result_of
+    from ronde.jobs.ledger import JobLedger
     from ronde.jobs.map_plan import load_map
     from ronde.jobs.map_worker import STOPPED
 
@@ -172,7 +172,7 @@ def _map(options: Options) -> None:
     root = out / ".map"
     plan, items = load_map(root)
     (root / STOPPED).unlink(missing_ok=True)
-    ledger, began = Ledger(root), time.monotonic()
+    ledger, began = JobLedger(root), time.monotonic()
     if not options.quiet and not options.as_json:
         _tell(f"ronde map {' '.join(plan.command)}  ·  {len(items):,} items  ·  {out.name}")
     status = _work(options, out, ledger, began)
@@ -183,8 +183,9 @@ def _map(options: Options) -> None:
     if ledger.left:
         typer.echo(f"stopped; go on with: ronde map --resume {_short(out)}", err=True)
         raise typer.Exit(status or 1)
+    ledger.tidy()
     if options.joined:
-        join(ledger, items, out)
+        join_outputs(ledger, items, out)
     result = result_of(ledger, items)
     if options.as_json:
         print(json.dumps(result.to_dict() | {"wall_seconds": time.monotonic() - began}, indent=1))
@@ -212,7 +213,7 @@ def _plan(options: Options, out: Path) -> None:
         command = [str(Path(command[0]).absolute()), *command[1:]]
     items = find_items(options.items)
     count = resolve_workers(options.workers) if options.workers != "auto" else os.cpu_count() or 1
-    limit = None if options.limit is None else parse_duration(options.limit)
+    limit = None if options.limit is None else parse_duration(options.limit, "--limit")
     tolerate = _tolerated(options.tolerate, len(items))
     plan = MapPlan(command, each, options.retries, limit, tolerate, items.digest)
     out.mkdir(parents=True, exist_ok=True)
@@ -257,13 +258,20 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
         command += ["--env", variable]
     command += ["--slurm"] * options.slurm + ["--mpi"] * options.mpi
     command += ["-m", "ronde.jobs.map_worker", str(ledger.root)]
-    process = subprocess.Popen(command, start_new_session=True)
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_map)
     with _passed_on(process), _bar(options, ledger, began) as show:
         while process.poll() is None:
             show()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS)
     return process.returncode
+
+
+def _end_with_map() -> None:
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager

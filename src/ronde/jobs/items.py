@@ -167,13 +167,13 @@ def _rows(file: str, low: int, high: int) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _parquet(file: str) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise ArgumentError(
-            "--items rows:… reads tables with PyArrow: pip install 'ronde[tables]'."
-        ) from None
+    from ronde.data.sources.base import need  # it brings torch
+
+    need("pyarrow", "tables", f"--items rows:{file}")
+    import pyarrow
+    import pyarrow.parquet
+
     try:
         return pyarrow.parquet.ParquetFile(file)
     except pyarrow.ArrowInvalid as error:
-        raise ArgumentError(f"--items rows:{file}: {error}.") from None
+        raise ArgumentError(f"--items rows:{file}: {str(error).rstrip('.')}.") from None

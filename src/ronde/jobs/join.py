@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ronde.jobs.items import Items
-from ronde.jobs.ledger import Ledger
-from ronde.jobs.map_plan import leaves
+from ronde.jobs.ledger import JobLedger
+from ronde.jobs.map_plan import committed_chunks
 from ronde.world import RondeError
 
-__all__ = ["FAILED", "MapResult", "join", "result_of"]
+__all__ = ["FAILED", "MapResult", "join_outputs", "result_of"]
 
 FAILED = "failed.jsonl"
 
@@ -49,11 +49,11 @@ class MapResult:
         return asdict(self)
 
 
-def result_of(ledger: Ledger, items: Items) -> MapResult:
+def result_of(ledger: JobLedger, items: Items) -> MapResult:
     """Count what is committed."""
     done = failed = chunks = done_bytes = 0
     hosts: dict[str, dict[str, Any]] = {}
-    for low, high, _, info in leaves(ledger):
+    for low, high, _, info in committed_chunks(ledger):
         done_bytes += items.bytes_of(low, high)
         if "error" in info:
             failed += 1
@@ -69,7 +69,7 @@ def result_of(ledger: Ledger, items: Items) -> MapResult:
     )
 
 
-def join(ledger: Ledger, items: Items, out: Path) -> None:
+def join_outputs(ledger: JobLedger, items: Items, out: Path) -> None:
     """Write the outputs of all chunks into ``out``, each whole or not at all: those of
     ``chunk.output`` one after the other, other files by their names, and items that were set aside
     into ``failed.jsonl``.
@@ -77,7 +77,7 @@ def join(ledger: Ledger, items: Items, out: Path) -> None:
     Raises:
         RondeError: two chunks wrote a file of one name.
     """
-    found = list(leaves(ledger))
+    found = list(committed_chunks(ledger))
     made = ledger.root / "joined"
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Lease", "Ledger", "TakenOver"]
+__all__ = ["Lease", "JobLedger", "LeaseLost"]
 
 _LOST = 10  # times in a row that a task's owner vanished: then the task is to blame
 _SLOW_TOUCH = 2.0  # seconds: a disk that stalls makes all owners look dead
 _STRAGGLES = 3.0  # times the median: then another owner may try as well
 
 
-class TakenOver(Exception):
+class LeaseLost(Exception):
     """The task is another owner's now, or committed by one: what was done here is void."""
 
 
@@ -56,7 +56,7 @@ class Lease:
     folder: Path
 
 
-class Ledger:
+class JobLedger:
     """One owner's view of the ledger.
 
     Args:
@@ -65,7 +65,7 @@ class Ledger:
 
     Example:
 
-        ledger = Ledger(Path("work"))
+        ledger = JobLedger(Path("work"))
         ledger.add(["a", "b"])
         while lease := ledger.claim():
             (lease.folder / "result").write_text(lease.key)
@@ -97,6 +97,13 @@ class Ledger:
             elif lease := self._take(path, key, failed, lost):
                 return lease
         return self._from_others()
+
+    def tidy(self) -> None:
+        """Once nothing is left, remove what killed owners left behind."""
+        for name in self._names("lease"):
+            (self.root / "lease" / name).unlink(missing_ok=True)
+        for name in self._names("work"):
+            _remove(self.root / "work" / name)
 
     def _names(self, folder: str) -> list[str]:
         return [path.name for path in (self.root / folder).iterdir()]
@@ -173,15 +180,15 @@ class Ledger:
         """Give a sign of life: several times within ``patience``.
 
         Raises:
-            TakenOver: another owner has the task, or has committed it.
+            LeaseLost: another owner has the task, or has committed it.
         """
         try:
             os.utime(lease.path)
         except FileNotFoundError:
-            raise TakenOver(lease.key) from None
+            raise LeaseLost(lease.key) from None
         if self.is_committed(lease.key):
             self.drop(lease)
-            raise TakenOver(lease.key)
+            raise LeaseLost(lease.key)
 
     def commit(self, lease: Lease, info: dict[str, Any] | None = None) -> bool:
         """Make the task's folder its output. False if it is committed already, or another's."""

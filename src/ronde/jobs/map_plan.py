@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.jobs.items import Items, load_items
-from ronde.jobs.ledger import Ledger
+from ronde.jobs.ledger import JobLedger
 from ronde.world import ArgumentError
 
 __all__ = ["MapPlan", "bounds", "chunk_cuts", "load_map", "plan_map"]
@@ -100,7 +100,7 @@ def plan_map(root: Path, items: Items, plan: MapPlan, cuts: Sequence[int]) -> No
     made.mkdir(parents=True)
     items.save(made)
     (made / "job.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1))
-    Ledger(made).add(chunk_key(low, high) for low, high in itertools.pairwise(cuts))
+    JobLedger(made).add(chunk_key(low, high) for low, high in itertools.pairwise(cuts))
     made.rename(root)
 
 
@@ -124,7 +124,7 @@ def halves(key: str) -> list[str]:
     return [chunk_key(low, middle), chunk_key(middle, high)]
 
 
-def is_too_long(ledger: Ledger, items: Items, key: str) -> bool:
+def is_too_long(ledger: JobLedger, items: Items, key: str) -> bool:
     """Whether a chunk is expected, by what was measured, to take twice the target."""
     low, high = bounds(key)
     if high - low < 2 or not (seconds := ledger.seconds()):
@@ -133,7 +133,7 @@ def is_too_long(ledger: Ledger, items: Items, key: str) -> bool:
     return items.bytes_of(low, high) * sum(seconds.values()) / measured > 2 * _TARGET
 
 
-def leaves(ledger: Ledger) -> Iterator[tuple[int, int, Path, dict[str, Any]]]:
+def committed_chunks(ledger: JobLedger) -> Iterator[tuple[int, int, Path, dict[str, Any]]]:
     """Committed chunks in the order of items: first and last item, folder, and what is known."""
     for path in sorted((ledger.root / "out").iterdir()):
         info = ledger.info(path.name)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ronde.jobs.handed import PIPES
-from ronde.jobs.ledger import Lease, Ledger, TakenOver
-from ronde.jobs.map_plan import bounds, halves, is_too_long, leaves, load_map
+from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
+from ronde.jobs.map_plan import bounds, committed_chunks, halves, is_too_long, load_map
 from ronde.world.heartbeat import heartbeat
 
 __all__ = ["STOPPED"]
@@ -81,7 +81,7 @@ class _Child:
 class _Worker:
     def __init__(self, root: Path) -> None:
         self.plan, self.items = load_map(root)
-        self.ledger = Ledger(root)
+        self.ledger = JobLedger(root)
         self._child: _Child | None = None
         self._orders = self._answers = -1
         self._environment = _without_launcher(root)
@@ -121,7 +121,7 @@ class _Worker:
                 self.ledger.divide(lease, halves(lease.key))
                 return
             outputs = self._each(lease) if self.plan.each else self._script(lease)
-        except TakenOver:
+        except LeaseLost:
             self._close()
         except _Failed as failure:
             self._close()
@@ -158,7 +158,7 @@ class _Worker:
         most = self.plan.tolerate
         if most is None:
             return
-        bad = sum("error" in info for *_, info in leaves(self.ledger))
+        bad = sum("error" in info for *_, info in committed_chunks(self.ledger))
         if bad > most:
             told = f"{bad} items failed, and --tolerate allows {most}"
             (self.ledger.root / STOPPED).write_text(told)
@@ -170,7 +170,7 @@ class _Worker:
 
         Raises:
             _Failed: an item takes longer than its limit.
-            TakenOver: another worker has the chunk.
+            LeaseLost: another worker has the chunk.
         """
         beat = heartbeat(int(os.environ.get("RANK", 0)))
         os.utime(self._progress)

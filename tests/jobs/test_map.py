@@ -1,0 +1,171 @@
+"""``ronde map``: real workers, bad and hanging items, what one process gives."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import ronde
+from ronde.jobs.items import find_items
+from ronde.world import ArgumentError, RondeError
+
+SCRIPT = """
+import sys, time
+import ronde
+for chunk in ronde.items("lines:items.txt"):
+    with chunk.output("out.txt") as out:
+        for key, line in chunk:
+            if "bad" in sys.argv and line in ("17", "70"):
+                raise ValueError(f"poison {line}")
+            if "hangs" in sys.argv and line == "33":
+                time.sleep(1000)
+            print(key, int(line) ** 3, file=out)
+            if key % 50 == 0:
+                (chunk.folder / f"{key}.note").write_text(line)
+print("after the loop")
+"""
+
+
+def ronde_map(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ronde", "map", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "items.txt").write_text("".join(f"{i}\n" for i in range(200)))
+    (tmp_path / "work.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def test_two_workers_give_the_bytes_of_one_process_alone(folder: Path) -> None:
+    subprocess.run([sys.executable, "work.py"], cwd=folder, check=True, timeout=60)
+    words = ("--items", "lines:items.txt", "--workers", "2", "--out", "out", "--json", "work.py")
+    done = ronde_map(folder, *words)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout[done.stdout.index("{\n") :])
+    assert (told["items"], told["done"], told["failed"]) == (200, 200, 0)
+    for name in ("out.txt", "0.note", "50.note", "100.note", "150.note"):
+        assert (folder / "out" / name).read_bytes() == (folder / name).read_bytes()
+    again = ronde_map(folder, "--resume", "out")
+    assert again.returncode == 0
+    refused = ronde_map(folder, *words)
+    assert refused.returncode == 2
+    assert "holds a map already: go on with ronde map --resume" in refused.stderr
+
+
+def test_bad_and_hanging_items_are_set_aside_alone(folder: Path) -> None:
+    words = ("--items", "lines:items.txt", "--workers", "2", "--out", "out", "--retries", "0")
+    done = ronde_map(folder, *words, "--limit", "2s", "work.py", "bad", "hangs")
+    assert done.returncode == 1, done.stderr
+    failed = [json.loads(line) for line in (folder / "out" / "failed.jsonl").open()]
+    assert [each["item"] for each in failed] == [17, 33, 70]
+    assert "ValueError: poison 17" in failed[0]["error"]
+    assert "took longer than 2 s" in failed[1]["error"]
+    kept = [line.split() for line in (folder / "out" / "out.txt").read_text().splitlines()]
+    expected = [i for i in range(200) if i not in (17, 33, 70)]
+    assert [(int(k), int(v)) for k, v in kept] == [(i, i**3) for i in expected]
+
+
+def test_a_command_an_item_and_what_is_tolerated(tmp_path: Path) -> None:
+    for i in range(6):
+        (tmp_path / f"{i}.in").write_text(f"content {i}\n")
+    say = ("--", "sh", "-c", "cat {}; test {} != 4.in")
+    done = ronde_map(tmp_path, "--items", "*.in", "--workers", "2", "--out", "out", *say)
+    assert done.returncode == 1, done.stderr
+    expected = "".join(f"content {i}\n" for i in (0, 1, 2, 3, 5))
+    assert (tmp_path / "out" / "output.txt").read_text() == expected
+    strict = ("--items", "*.in", "--workers", "2", "--out", "strict", "--tolerate", "0", *say)
+    done = ronde_map(tmp_path, *strict)
+    assert done.returncode == 1
+    assert "1 items failed, and --tolerate allows 0" in done.stderr
+
+
+def test_ctrl_c_ends_all_and_resume_goes_on(folder: Path) -> None:
+    (folder / "slow.sh").write_text("sleep 0.2; cat $1")
+    words = [sys.executable, "-m", "ronde", "map", "--items", "lines:items.txt", "--chunk", "2"]
+    words += [
+        "--workers",
+        "2",
+        "--out",
+        "out",
+        "--",
+        "sh",
+        "-c",
+        "echo {} >> begun; sleep 0.05; echo {}",
+    ]
+    process = subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not (folder / "begun").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert "go on with: ronde map --resume out" in said
+    done = ronde_map(folder, "--resume", "out")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "out" / "output.txt").read_text() == (folder / "items.txt").read_text()
+    left = [p.name for d in ("todo", "lease", "work") for p in (folder / "out/.map" / d).iterdir()]
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--items", "*.none", "--out", "o", "work.py"), "no file matches it in"),
+        (("--items", "lines:none", "--out", "o", "work.py"), "none: No such file or directory."),
+        (("--items", "@none", "--out", "o", "work.py"), "none: No such file or directory."),
+        (("--resume", "none"), "holds no map"),
+        (("work.py",), "name the items, the output, and the script"),
+        (("--items", "lines:items.txt", "--chunk", "x", "--out", "o", "work.py"), "--chunk x: exp"),
+        (
+            ("--items", "lines:items.txt", "--tolerate", "x", "--out", "o", "work.py"),
+            "--tolerate x",
+        ),
+        (("--items", "lines:items.txt", "--limit", "x", "--out", "o", "work.py"), "--limit x: exp"),
+    ],
+)
+def test_wrong_arguments_are_told_and_leave_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], error: str,
+) -> None:  # fmt: skip
+    from ronde.cli.app import app
+
+    monkeypatch.chdir(folder)
+    with pytest.raises(ArgumentError, match=error.replace("*", r"\*")):
+        app(["map", *words], standalone_mode=False)
+    assert not (folder / "o" / ".map").exists()
+
+
+def test_items_are_read_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = ["", "é", "two words", "x" * 100, "last without an end"]
+    Path("lines").write_bytes("\n".join(text).encode())
+    lines = find_items("lines:lines")
+    assert [list(lines.read(i, i + 1)) for i in range(5)] == [[(i, text[i])] for i in range(5)]
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"a": list(range(10)), "b": [f"r{i}" for i in range(10)]})
+    parquet.write_table(table, "t.parquet", row_group_size=3)
+    rows = find_items("rows:t.parquet")
+    assert len(rows) == 10
+    assert list(rows.read(2, 7)) == [(i, {"a": i, "b": f"r{i}"}) for i in range(2, 7)]
+
+
+def test_a_loop_that_leaves_items_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    before = set(Path().iterdir())
+    with pytest.raises(RondeError, match="the loop left items of its chunk"):
+        for chunk in ronde.items("lines:items.txt"):
+            with chunk.output("out.txt") as out:
+                print(next(iter(chunk)), file=out)
+    assert set(Path().iterdir()) == before
+    for name in ("../x", "/tmp/x", ".hidden"):
+        with pytest.raises(ArgumentError, match="is no name of a file below"):
+            for chunk in ronde.items("lines:items.txt"):
+                with chunk.output(name):
+                    pass
