@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.fork import FromOption, Origin, find_origin
 from ronde.cli.hosts import (
     EnvOption,
     Gathered,
@@ -124,6 +125,7 @@ class Options:
             "last run.",
         ),
     ] = False
+    origin: FromOption = None
     plan: Annotated[
         str | None,
         typer.Option(
@@ -277,6 +279,7 @@ class _LaunchPlan:
         feed: the workers' setting of ``--feed``, and a note about it.
         seconds: the time limit.
         reducer: how gradients are averaged; None: as the script says.
+        origin: the checkpoint of another run that this one begins with, if it does.
     """
 
     options: Options
@@ -287,6 +290,7 @@ class _LaunchPlan:
     feed_note: str
     seconds: float | None
     reducer: str | None
+    origin: Origin | None
 
     @property
     def kept(self) -> bool:
@@ -310,7 +314,7 @@ class _LaunchPlan:
         options = self.options
         found = {
             "RONDE_PROGRESS": "warnings" if options.quiet else "stream" if screen.bar else "lines",
-            "RONDE_RESUME": "1" if options.resume else "0",
+            "RONDE_RESUME": "1" if options.resume or self.origin else "0",
             "RONDE_FEED": self.feed,
         }
         optional = {
@@ -334,6 +338,10 @@ def _plan_launch(options: Options) -> _LaunchPlan:
     from ronde.launch import container, pod
 
     away = options.hosts or options.hostfile or options.slurm or options.ray or options.spark
+    if options.origin is not None and options.resume:
+        raise ArgumentError(
+            "--from begins a new run and --resume goes on with an old one: give one of them."
+        )
     box = None if away else container() or pod()
     command = command_of(options.module, options.arguments or [])
     if box is not None:
@@ -342,6 +350,8 @@ def _plan_launch(options: Options) -> _LaunchPlan:
         options = _in_container(options, box, command)
     if options.name is not None:
         check_name(options.name)
+    if options.horovod and (options.until or options.origin):
+        raise ArgumentError("--until and --from are not for scripts that use Horovod.")
     if options.output not in ("main", "all"):
         raise ArgumentError(f"--output {options.output}: expected main or all.")
     places = chosen(
@@ -376,7 +386,13 @@ def _plan_launch(options: Options) -> _LaunchPlan:
         raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
     check_upload(options.upload, kept)
     reducer = check_reducer(options.reducer, options.servers, planned_by=options.plan)
-    return _LaunchPlan(options, command, box, places, fetched, told_feed, seconds, reducer)
+    origin = _origin(options)
+    return _LaunchPlan(options, command, box, places, fetched, told_feed, seconds, reducer, origin)
+
+
+def _origin(options: Options) -> Origin | None:
+    """The checkpoint of another run that this one begins with, if it does."""
+    return None if options.origin is None else find_origin(options.origin, options.runs)
 
 
 def _in_container(options: Options, box: Container, command: list[str]) -> Options:
@@ -385,12 +401,21 @@ def _in_container(options: Options, box: Container, command: list[str]) -> Optio
     """
     if box.rank > 0:
         return dataclasses.replace(
-            options, runs=Path("none"), name=None, resume=False, quiet=True, upload=None
+            options,
+            runs=Path("none"),
+            name=None,
+            resume=False,
+            quiet=True,
+            upload=None,
+            origin=None,
         )
     name = options.name or script_stem(options.module or command[0])
     runs = box.checkpoints or options.runs
     begun = (runs / name / "checkpoints").is_dir() or has_whole(options.upload, name)
-    return dataclasses.replace(options, name=name, runs=runs, resume=options.resume or begun)
+    origin = None if begun else options.origin
+    return dataclasses.replace(
+        options, name=name, runs=runs, resume=options.resume or begun, origin=origin
+    )
 
 
 class _Screen:
@@ -513,6 +538,8 @@ def _launch(launch: _LaunchPlan, screen: _Screen, runs: Path) -> tuple[RunDir, i
         directory, store = claim_with_uploads(
             options.upload, runs, options.name, launch.stem, options.resume, screen.tell
         )
+        if launch.origin is not None:
+            launch.origin.copy_to(directory)
         sentences = {kind: proof.sentence(kind) for kind, proof in proofs.items()}
         environment = launch.variables(screen, plan, sentences) | reduction_servers.variables()
         _announce(launch, screen, group, directory)

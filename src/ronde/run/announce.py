@@ -54,6 +54,7 @@ def announce(run: Parts, left_out: list[str]) -> None:
             proof=_proof(run),
             arguments=sys.argv[1:],
             git=ask_git().answer if me.is_main and directory is not None else {},
+            origin=directory.origin if directory is not None else "",
         )
     )
     _explain_growth(run)

@@ -28,6 +28,7 @@ class CheckpointContent:
         async_save: whether checkpoints may be written in the background.
         save_every: optimizer steps between checkpoints, or None.
         ending: of the runs of the loop: how they end before their last epoch.
+        given: the settings of the optimizer's groups as the script gave them.
         schedule: of the global batch's growth, if the script grows it.
         saved_schedule: the checkpoint's, until the script calls ``run.grow_batch``.
         saved_step: the step of the last checkpoint; -1 if there is none.
@@ -41,6 +42,7 @@ class CheckpointContent:
     async_save: bool
     save_every: int | None
     ending: Ending
+    given: list[dict[str, Any]]
     registry: Registry = field(default_factory=Registry)
     averages: Averages = field(default_factory=Averages)
     schedule: BatchSchedule | None = None

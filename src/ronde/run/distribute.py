@@ -31,6 +31,7 @@ from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
 from ronde.run.code_version import ask_git
 from ronde.run.content import CheckpointContent
 from ronde.run.evaluation import on_device, to_device
+from ronde.run.fork import given_settings
 from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.losses import LossCall
 from ronde.run.options import BatchOptions, RunOptions, SaveOptions, SplitOptions
@@ -300,9 +301,10 @@ def distribute(
     if strategy.split_at:
         chosen = dataclasses.replace(chosen, split_at=strategy.split_at)
     parts = _parts(opening, chosen, work, strategy, me, group, part, follows=source is not None)
+    given = given_settings(parts.optimizer, chosen.lr_factor)
     best = KeepBest(saves.keep_best, directory.checkpoints if directory else None)
     content = CheckpointContent(
-        parts, best, saves.keep, saves.async_save, saves.save_every, group.ending
+        parts, best, saves.keep, saves.async_save, saves.save_every, group.ending, given
     )
     # A batch may be larger than any before it.
     grows = chosen.micro_batch is not None and opening.taken.order.ends(0) is not None

@@ -124,6 +124,7 @@ def prepare(
         averages, averaged[part] = content.averages.pack()
         best = content.best.to_dict()
         more[part] = {"registered": registered, "averages": averages, "best": best}
+        more[part]["given"] = content.given
         if not part and (ending := content.ending.to_dict()):
             more[part]["ending"] = ending
         if (values := exchange_values(run)) is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ronde import checkpoint
 from ronde.run.exchange_state import restore_exchange
+from ronde.run.fork import forked
 from ronde.run.group import Choice, RunGroup
 from ronde.run.persist import file_prefix, restore, restore_pieces
 from ronde.run.saved_state import check_saved, check_values
@@ -40,6 +41,7 @@ def _choose(run: Parts, me: World, directory: RunDir) -> Choice:
                 "folder": str(newest.path.parent.absolute()),
                 "state": newest.state,
                 "digest": newest.digest,
+                "origin": directory.origin,
             }
     answer = broadcast_json(me, answer)
     for text in answer["refused"]:
@@ -72,8 +74,11 @@ def resume(content: CheckpointContent, group: RunGroup, directory: RunDir) -> st
     with _refusing(answer["path"]):
         if part:
             check_values(run, state)  # as the first run's was, when the checkpoint was chosen
+        state, began = _begun(content, answer, state)
         _restore(content, newest, answer, state, file_prefix(part))
     _record(run, me, state, answer)
+    if began:
+        return f"{named} begins with {began}"
     others = f" (written by {state['workers']} workers)" if state["workers"] != me.size else ""
     return (
         f"resumed {named} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
@@ -92,12 +97,27 @@ def roll_back(content: CheckpointContent, directory: RunDir) -> bool:
         return False
     state = answer["state"]
     with _refusing(answer["path"]):
+        state, _ = _begun(content, answer, state)
         _restore(content, newest, answer, state, "")
         content.registry.reload(run)
         content.averages.reload()
     _record(run, run.world, state, answer)
     run.watcher.say(f"went back to step {state['step']}, epoch {state['epoch'] + 1}")
     return True
+
+
+def _begun(
+    content: CheckpointContent, answer: Mapping[str, Any], state: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], str]:
+    """What counts of a checkpoint's plain values, and a note if it is another run's."""
+    origin = answer["origin"]
+    if not origin or int(origin.rpartition("@")[2]) != int(answer["path"].removeprefix("step-")):
+        content.given = state.get("given", content.given)
+        return state, ""
+    state, changes = forked(state, content.given)
+    told = f"; as the script says now: {', '.join(changes)}" if changes else ""
+    at = f"epoch {state['epoch'] + 1}, sample {state['epoch_samples']}"
+    return state, f"the checkpoint {origin}, {at}{told}"
 
 
 def _record(run: Parts, me: World, state: Mapping[str, Any], answer: Mapping[str, Any]) -> None:

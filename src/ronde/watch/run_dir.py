@@ -44,6 +44,16 @@ class RunDir:
         return self.path / "checkpoints"
 
     @property
+    def origin_file(self) -> Path:
+        """Which checkpoint of another run it began with, if it did."""
+        return self.path / "origin"
+
+    @property
+    def origin(self) -> str:
+        """``RUN@STEP`` of that checkpoint, or empty."""
+        return self.origin_file.read_text().strip() if self.origin_file.is_file() else ""
+
+    @property
     def in_use(self) -> bool:
         """Whether a run has left a record, checkpoints or a plan here."""
         return self.record.exists() or self.checkpoints.exists() or self.plan.exists()

@@ -1,5 +1,5 @@
 """A training that pauses (``--until``) and goes on with another number of workers is the training
-that never paused.
+that never paused; one that begins with a checkpoint (``--from``) is the rest of that training.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import processes
 
 SCRIPT = textwrap.dedent(
     """
-    import argparse, torch
+    import argparse, os, torch
     import torch.nn.functional as F
     from torch.utils.data import DataLoader, Dataset
     import ronde
@@ -24,6 +24,8 @@ SCRIPT = textwrap.dedent(
     asked = argparse.ArgumentParser()
     asked.add_argument("--lr", type=float, default=0.01)
     asked.add_argument("--save-every", type=int)
+    asked.add_argument("--decay", type=float, default=0.01)
+    asked.add_argument("--die", type=int)
     asked.add_argument("--own", action="store_true")
     asked.add_argument("--width", type=int, default=8)
     asked = asked.parse_args()
@@ -37,7 +39,7 @@ SCRIPT = textwrap.dedent(
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, asked.width), torch.nn.Tanh(), torch.nn.Dropout(0.2),
                                 torch.nn.Linear(asked.width, 3)).double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=asked.lr, weight_decay=asked.decay)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 9)
     seen = []
 
@@ -52,6 +54,9 @@ SCRIPT = textwrap.dedent(
 
     def epoch():
         for batch in run.batches():
+            if run.state.step == asked.die:
+                run.port.parts.watcher.flush()
+                os._exit(9)
             seen.clear()
             run.step(batch)
             own = torch.zeros(37, dtype=torch.int64)
@@ -77,14 +82,13 @@ def ronde_run(folder: Path, *arguments: str, status: int = 0) -> str:
 
 
 def events(folder: Path, name: str) -> dict[str, dict[int, object]]:
-    """Losses, samples, rates and evaluations by step, each recorded once."""
+    """Losses, rates, and evaluations by step."""
     shown = json.loads(processes.ronde_run(["show", name, "--json"], folder).stdout)
     found: dict[str, dict[int, object]] = {"loss": {int(s): v for s, v in shown["curve"]}}
     assert len(found["loss"]) == len(shown["curve"])
     for kind in ("lr", "evaluate/loss"):
         series = shown["series"][kind]
         found[kind] = {int(s): v for s, v in series}
-        assert len(found[kind]) == len(series), kind
     return found
 
 
@@ -100,13 +104,23 @@ def seen(folder: Path, name: str) -> dict[int, list[int]]:
     return {e["step"]: e["values"]["seen"] for e in logged}
 
 
+def weights_differ(folder: Path, *names: str) -> float:
+    a, b = (load_file(folder / "runs" / n / "final.safetensors") for n in names)
+    return max(float((a[k] - w).abs().max()) for k, w in b.items())
+
+
+def newest(folder: Path, name: str) -> Path:
+    return max((folder / "runs" / name / "checkpoints").iterdir())
+
+
 def assert_same(folder: Path, name: str, whole: str = "whole") -> None:
     assert seen(folder, name) == seen(folder, whole)
     mine, theirs = events(folder, name), events(folder, whole)
+    lines = (folder / "runs" / name / "record.jsonl").read_text()
+    assert lines.count('"type": "evaluate"') == len(theirs["evaluate/loss"])  # none twice
     for kind, values in theirs.items():
         assert mine[kind] == pytest.approx(values, rel=1e-12, abs=1e-12), kind
-    weights = [load_file(folder / "runs" / n / "final.safetensors") for n in (name, whole)]
-    assert all((weights[0][k] - w).abs().max() < 1e-12 for k, w in weights[1].items())
+    assert weights_differ(folder, name, whole) < 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +129,7 @@ def folder(tmp_path_factory):
     (folder / "train.py").write_text(SCRIPT)
     for command in ("init -q", "add train.py", "-c user.name=a -c user.email=a@b commit -q -m a"):
         subprocess.run(["git", *command.split()], cwd=folder, check=True, timeout=30)
-    ronde_run(folder, "-n", "1", "--name", "whole", "train.py")
+    ronde_run(folder, "-n", "1", "--name", "whole", "train.py", "--save-every", "5")
     return folder
 
 
@@ -182,7 +196,7 @@ def test_the_record_says_what_was_started(folder):
     )
     start = started(folder, "whole")
     assert start["git"] == {"commit": commit.stdout.strip(), "dirty": False}
-    assert (start["arguments"], start["origin"]) == ([], "")
+    assert (start["arguments"], start["origin"]) == (["--save-every", "5"], "")
     assert start["versions"].keys() == {"python", "torch", "ronde"}
     with (folder / "train.py").open("a") as file:
         file.write("# changed\n")
@@ -197,3 +211,56 @@ def test_without_git_nothing_is_said(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     ronde_run(tmp_path, "-n", "1", "--name", "outside", "train.py")
     assert started(tmp_path, "outside")["git"] == {}
+
+
+def after(values: dict[int, object], step: int) -> dict[int, object]:
+    return {s: v for s, v in values.items() if s > step}
+
+
+def test_a_fork_is_the_rest_of_the_training(folder):
+    said = ronde_run(folder, "-n", "2", "--from", "whole@5", "--name", "fork", "train.py")
+    assert started(folder, "fork")["origin"] == "whole@5"
+    assert seen(folder, "fork") == after(seen(folder, "whole"), 5)
+    mine, theirs = events(folder, "fork"), events(folder, "whole")
+    for kind in ("loss", "lr"):
+        assert mine[kind] == pytest.approx(after(theirs[kind], 5), rel=1e-12), kind
+    # the checkpoint is of the end of an epoch, which may not have been evaluated
+    assert mine["evaluate/loss"] == pytest.approx(theirs["evaluate/loss"], rel=1e-12), said
+    assert weights_differ(folder, "fork", "whole") < 1e-12
+    assert sorted(p.name for p in (folder / "runs/whole/checkpoints").iterdir()) == [
+        f"step-{step:09d}" for step in (5, 10, 15)
+    ]
+
+
+def test_what_the_script_of_a_fork_changes_counts(folder):
+    script = ["train.py", "--lr", "0.02", "--decay", "0.5"]
+    begin = ["-n", "1", "--from", str(folder / "runs/whole@10"), "--name", "changed-fork"]
+    ronde_run(folder, *begin, *script, "--die", "12", status=9)
+    # it has no checkpoint of its own yet: the resume begins with the same one
+    options = ["--resume", "-n", "2", "--name", "changed-fork", *script]
+    done = processes.ronde_run(["run", *options], folder, 60)
+    assert "lr 0.01 → 0.02" in done.stdout and "weight_decay 0.01 → 0.5" in done.stdout, done
+    assert started(folder, "changed-fork")["origin"] == "whole@10"
+    lr = events(folder, "changed-fork")["lr"]
+    whole = after(events(folder, "whole")["lr"], 10)
+    assert lr == pytest.approx({step: 2 * rate for step, rate in whole.items()}, rel=1e-12)
+    manifest = json.loads(newest(folder, "changed-fork").joinpath("manifest.json").read_text())
+    (group,) = manifest["state"]["optimizer"]["groups"]
+    assert group["settings"]["weight_decay"] == 0.5
+    assert weights_differ(folder, "changed-fork", "whole") > 1e-4
+
+
+def test_what_cannot_be_a_fork_is_refused(folder):
+    for options, text in (
+        (["--from", "who"], "no run 'who' in runs. Did you mean whole?"),
+        (
+            ["--from", "whole@7"],
+            "whole has no checkpoint of step 7; it has those of steps 5, 10, 15",
+        ),
+        (["--from", "whole@5", "--resume"], "give one of them"),
+        (["--from", "whole", "--horovod"], "not for scripts that use Horovod"),
+    ):
+        said = ronde_run(folder, *options, "train.py", status=2)
+        assert text in " ".join(said.split()), said
+    said = ronde_run(folder, "-n", "1", "--from", "whole@5", "train.py", "--width", "9", status=1)
+    assert "the checkpoint is of another model" in said
