@@ -1,0 +1,370 @@
+"""Serve the live page: all runs of a folder, in a browser. Read only, on loopback only.
+
+The server keeps no state but a cache of the list. A browser gets whole lines of a run's files; the
+``id`` of each message says how many bytes of each file it has, so a reconnect loses and repeats
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ronde.watch.appended import appended
+from ronde.watch.run_dir import RunDir, check_name
+from ronde.world import ArgumentError
+
+__all__ = ["application", "serve_page"]
+
+_PORT = 8765
+_FILES = Path(__file__).parent / "page_files"
+_STREAMED = ("record", "health", "resources")  # .jsonl
+_MOST_RUNS = 12  # in one stream
+_MOST_LINES = 20_000  # in one message
+_HEAD, _TAIL, _LOG_TAIL = 32 << 10, 64 << 10, 32 << 10  # bytes
+_LOOK_SECONDS, _SIGN_SECONDS = 0.5, 15.0
+_STEP = ("step", "loss", "lr", "samples", "time")
+_RUNNING_SECONDS = 30.0  # as in `summarise`
+_HEADERS = {
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
+    "form-action 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+def _finite(value: Any) -> Any:
+    """The value as strict JSON has it: numbers that are not finite become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return [_finite(v) for v in value] if isinstance(value, list) else value
+
+
+def _pack(path: Path, offset: int) -> tuple[int, dict[str, Any]]:
+    """Lines after ``offset`` for one message, steps in columns; the offset after them. A resume
+    begins a message: columns lose its place among the steps.
+    """
+    steps: dict[str, dict[str, list[Any]]] = {}
+    events: list[Any] = []
+    for end, line in itertools.islice(appended(path, offset), _MOST_LINES):
+        kind = None if line is None else line.get("type")
+        if kind == "resume" and steps:
+            break
+        offset = end
+        if line is None:
+            continue
+        if kind == "step" and all(isinstance(line.get(k), int | float) for k in _STEP):
+            columns = steps.setdefault(str(line.get("part") or ""), {k: [] for k in _STEP})
+            for name in _STEP:
+                value = line[name]
+                columns[name].append(value if math.isfinite(value) else None)
+        else:
+            events.append(_finite(line))
+    return offset, {"steps": steps, "events": events}
+
+
+def _offsets(text: str) -> dict[str, int]:
+    """``"run/record:120,run/health:0"`` -> bytes that the browser has, by run and file."""
+    found = {}
+    for part in filter(None, text.split(",")):
+        key, _, offset = part.partition(":")
+        if not offset.isdecimal():
+            raise HTTPException(400, "not an id of this page")
+        found[key] = int(offset)
+    return found
+
+
+async def _messages(runs: list[RunDir], offsets: dict[str, int]) -> AsyncIterator[str]:
+    inodes: dict[str, int] = {}
+    yield "retry: 500\n\n"
+    silent = 0.0
+    while True:
+        told = False
+        for run, file in itertools.product(runs, _STREAMED):
+            key, path = f"{run.name}/{file}", run.path / f"{file}.jsonl"
+            try:
+                facts = path.stat()
+            except OSError:
+                continue
+            message: dict[str, Any] = {"run": run.name, "file": file}
+            replaced = inodes.setdefault(key, facts.st_ino) != facts.st_ino
+            if replaced or facts.st_size < offsets.get(key, 0):
+                inodes[key], offsets[key] = facts.st_ino, 0
+                message["reset"] = True  # another run of that name
+            before = offsets.get(key, 0)
+            if facts.st_size > before:
+                with contextlib.suppress(OSError):
+                    offsets[key], packed = await asyncio.to_thread(_pack, path, before)
+                    message |= packed
+            if offsets.get(key, 0) > before or "reset" in message:
+                told = True
+                at = ",".join(f"{k}:{v}" for k, v in offsets.items())
+                yield f"id: {at}\ndata: {json.dumps(message, separators=(',', ':'))}\n\n"
+        if told:
+            silent = 0.0
+            continue
+        await asyncio.sleep(_LOOK_SECONDS)
+        silent += _LOOK_SECONDS
+        if silent >= _SIGN_SECONDS:
+            silent = 0.0
+            yield ": alive\n\n"
+
+
+def _both_ends(path: Path) -> list[dict[str, Any]]:
+    """The events at the beginning and at the end of a record, whatever its length."""
+    with path.open("rb") as file:
+        data = file.read(_HEAD)
+        size = os.fstat(file.fileno()).st_size
+        if size > len(data):
+            file.seek(max(len(data), size - _TAIL))
+            data += b"\n" + file.read()
+    found = []
+    for line in data.split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(line)
+            if isinstance(value, dict) and not value.get("part"):
+                found.append(value)
+    return found
+
+
+def _about(run: RunDir) -> dict[str, Any]:
+    """A row of the list. It costs the same for every length of the record."""
+    of: dict[str, list[dict[str, Any]]] = {}
+    for event in _both_ends(run.record):
+        of.setdefault(str(event.get("type")), []).append(event)
+    last = {kind: events[-1] for kind, events in of.items()}
+    start, end, step = (last.get(k, {}) for k in ("start", "end", "step"))
+    if end and end.get("time", 0) < start.get("time", 0):
+        end = {}  # it was resumed after that end
+    return {
+        "name": run.name,
+        "start": _finite({k: v for k, v in start.items() if k not in ("type", "proof", "schema")}),
+        "status": end.get("status"),
+        "error": end.get("error"),
+        "step": end.get("step") or step.get("step", 0),
+        "loss": _finite(step.get("loss")),
+        "evaluation": _finite(last.get("evaluate", {}).get("metrics")),
+    }
+
+
+def _alerts(path: Path, offset: int) -> tuple[int, int]:
+    """How many alerts stand after an offset, without parsing; the offset after the last line."""
+    found = 0
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            offset += len(line)
+            found += line.startswith(b'{"type": "alert"')
+    return found, offset
+
+
+class _Pages:
+    """What the routes answer."""
+
+    def __init__(self, runs: Path) -> None:
+        self._runs = runs
+        self._rows: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
+        self._alerts: dict[str, tuple[int, int, int]] = {}  # inode, offset, alerts before it
+
+    def _run(self, name: str) -> RunDir:
+        try:
+            check_name(name)
+        except ArgumentError:
+            raise HTTPException(404, "no such run") from None
+        run = RunDir(self._runs / name)
+        if not run.record.is_file():
+            raise HTTPException(404, "no such run")
+        return run
+
+    def page(self, request: Request) -> Response:
+        return FileResponse(_FILES / "index.html")
+
+    def file(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in ("page.js", "page.css", "uPlot.js", "uPlot.css", "icon.svg"):
+            raise HTTPException(404)
+        return FileResponse(_FILES / name)
+
+    def list(self, request: Request) -> Response:
+        rows = []
+        for path in self._runs.iterdir() if self._runs.is_dir() else ():
+            run = RunDir(path)
+            with contextlib.suppress(OSError, ArgumentError):
+                check_name(run.name)
+                facts = run.record.stat()
+                key = facts.st_mtime_ns, facts.st_size
+                if self._rows.get(run.name, ((), {}))[0] != key:
+                    inode, offset, alerts = self._alerts.get(run.name, (0, 0, 0))
+                    if inode != facts.st_ino or facts.st_size < offset:
+                        offset = alerts = 0  # another run of that name
+                    more, offset = _alerts(run.record, offset)
+                    self._alerts[run.name] = facts.st_ino, offset, alerts + more
+                    self._rows[run.name] = key, {**_about(run), "alerts": alerts + more}
+                row = dict(self._rows[run.name][1], written=facts.st_mtime)
+                lately = time.time() - facts.st_mtime < _RUNNING_SECONDS
+                row["status"] = row["status"] or ("running" if lately else "stopped")
+                rows.append(row)
+        rows.sort(key=lambda row: row["written"], reverse=True)
+        return JSONResponse({"folder": str(self._runs), "now": time.time(), "runs": rows})
+
+    async def events(self, request: Request) -> Response:
+        names = request.query_params.getlist("run")[:_MOST_RUNS]
+        last = request.headers.get("last-event-id") or request.query_params.get("from", "")
+        wanted = {f"{name}/{file}" for name in names for file in _STREAMED}
+        offsets = {k: v for k, v in _offsets(last).items() if k in wanted}
+        messages = _messages([self._run(name) for name in names], offsets)
+        return StreamingResponse(messages, media_type="text/event-stream")
+
+    def logs(self, request: Request) -> Response:
+        run = self._run(request.path_params["name"])
+        names = sorted(p.name for p in run.logs.glob("*.log")) if run.logs.is_dir() else []
+        names.sort(key=lambda n: int("".join(filter(str.isdecimal, n)) or 0))
+        asked = request.query_params.get("file") or next(iter(names), "")
+        if asked and asked not in names:
+            raise HTTPException(404, "no such log")
+        text, size = b"", 0
+        if asked:
+            with (run.logs / asked).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - _LOG_TAIL))
+                text = file.read(_LOG_TAIL)
+        told = {"files": names, "file": asked, "cut": size > _LOG_TAIL}
+        return JSONResponse({**told, "text": text.decode(errors="replace")})
+
+
+class _Keyed:
+    """Lets in who has the key, from the URL or from the cookie that it left; adds the headers."""
+
+    def __init__(self, app: Any, key: str) -> None:
+        self._app, self._key = app, key
+        # ports of a host share their cookies
+        self._cookie = "ronde-" + hashlib.sha256(key.encode()).hexdigest()[:12]
+
+    async def __call__(
+        self, scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]
+    ) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        given = request.query_params.get("key", "")
+        found = given or request.cookies.get(self._cookie, "")
+        headers = dict(_HEADERS)
+        app = self._app
+        if not secrets.compare_digest(found.encode(), self._key.encode()):
+            app = Response(
+                "Open the whole link that 'ronde watch --page' prints: it has the key.\n", 403
+            )
+        elif given:
+            headers["set-cookie"] = f"{self._cookie}={given}; HttpOnly; SameSite=Strict; Path=/"
+
+        async def sent(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                own = [(k.encode(), v.encode()) for k, v in headers.items()]
+                kept = [h for h in message["headers"] if h[0].decode() not in headers]
+                message = {**message, "headers": kept + own}
+            await send(message)
+
+        await app(scope, receive, sent)
+
+
+def application(runs: Path, key: str) -> Starlette:
+    """The page of the runs in a folder, as an ASGI application."""
+    pages = _Pages(runs)
+    return Starlette(
+        routes=[
+            Route("/", pages.page),
+            Route("/files/{name}", pages.file),
+            Route("/runs", pages.list),
+            Route("/events", pages.events),
+            Route("/runs/{name}/logs", pages.logs),
+        ],
+        middleware=[
+            Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
+            Middleware(_Keyed, key=key),
+        ],
+    )
+
+
+def _key(runs: Path) -> str:
+    """The key of a folder: kept in it, for its owner only, so that a page survives its server."""
+    path = runs / ".page-key"
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(secrets.token_hex(16))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        with open(descriptor) as file:
+            facts = os.fstat(descriptor)
+            text = file.read(100)
+            if facts.st_uid == os.getuid() and not facts.st_mode & 0o077 and len(text) == 32:
+                return text
+    return secrets.token_hex(16)
+
+
+def serve_page(runs: Path, port: int | None = None, name: str | None = None) -> None:
+    """Serve the page until Ctrl-C. Prints its address first.
+
+    Args:
+        runs: the folder of the runs.
+        port: on 127.0.0.1; None takes 8765, or a free one if that is taken.
+        name: the run that the page opens with.
+
+    Raises:
+        ArgumentError: the port is taken.
+    """
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind(("127.0.0.1", _PORT if port is None else port))
+    except OSError as error:
+        if port is not None:
+            raise ArgumentError(
+                f"--port {port} cannot be used ({error.strerror}). Choose another one, or leave "
+                "it out."
+            ) from None
+        listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    key, port = _key(runs), listening.getsockname()[1]
+    opened = f"#run={name}" if name else ""
+    print(
+        f"page on http://127.0.0.1:{port}/?key={key}{opened}   Ctrl-C ends the page, not the "
+        f"training.\nfrom elsewhere: ssh -L {port}:127.0.0.1:{port} {socket.gethostname()}",
+        flush=True,
+    )
+    config = uvicorn.Config(
+        application(runs, key),
+        log_level="critical",
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=1,  # a stream never ends by itself
+    )
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])

@@ -1,0 +1,353 @@
+"""The live page: one server process and one Chromium for the whole file."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from processes import Child, environment, free_port
+
+pytest.importorskip("starlette", reason="the page needs starlette and uvicorn: extra 'page'")
+pytest.importorskip("uvicorn", reason="the page needs starlette and uvicorn: extra 'page'")
+
+_HOSTILE = "<img src=x onerror=alert(1)>"
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+class Site:
+    """A folder of runs, its server, and a browser in front of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runs, self.port = folder / "runs", free_port()
+        self.runs.mkdir()
+        self.start()
+
+    def start(self) -> None:
+        env = environment({"RONDE_RUNS": None})
+        said = f"serve_page(Path({str(self.runs)!r}), {self.port})"
+        code = f"from pathlib import Path; from ronde.watch.page import serve_page; {said}"
+        self.server = Child([sys.executable, "-c", code], self.runs.parent, env)
+        self.server.wait_for("ssh -L", 30)
+        self.url = re.search(r"http://\S+", self.server.stdout)[0]
+        self.key = self.url.partition("=")[2]
+
+    def ask(self, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        link.request("GET", path, headers=headers)
+        answer = link.getresponse()
+        found = {k.lower(): v for k, v in answer.getheaders()}
+        body = b"" if "event-stream" in found.get("content-type", "") else answer.read()
+        link.close()
+        return answer.status, found, body
+
+    def write(self, name: str, *events: dict, file: str = "record", tail: str = "") -> None:
+        (self.runs / name).mkdir(exist_ok=True)
+        with (self.runs / name / f"{file}.jsonl").open("a") as out:
+            out.write("".join(json.dumps(e) + "\n" for e in events) + tail)
+
+
+def start(name: str, **more: object) -> dict:
+    plan = {"workers": 2, "batch_size": 32, "precision": "fp32"}
+    return {
+        "type": "start",
+        "time": 1e9,
+        "run": name,
+        "script": "train.py",
+        "workers": 2,
+        "plan": plan,
+        "model": "Net",
+        "parameters": 12,
+        "steps_per_epoch": 1000,
+        **more,
+    }
+
+
+def steps(first: int, last: int, loss: float = 1.0, later: int = 0) -> list[dict]:
+    return [
+        {
+            "type": "step",
+            "time": 1e9 + s + later,
+            "step": s,
+            "epoch": 0,
+            "loss": loss,
+            "lr": 0.1,
+            "samples": 32 * s,
+        }
+        for s in range(first, last + 1)
+    ]
+
+
+def resume(step: int) -> dict:
+    return {
+        "type": "resume",
+        "time": 1e9,
+        "step": step,
+        "epoch": 0,
+        "samples": 32 * step,
+        "checkpoint": "checkpoints/x",
+        "workers": 2,
+        "written_by_workers": 2,
+    }
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    site = Site(tmp_path_factory.mktemp("page"))
+    yield site
+    site.server.kill()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: extra 'dev'")
+    path = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as open_ones:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("chromium")))
+        playwright = open_ones.enter_context(sync_api.sync_playwright())
+        path = path or playwright.chromium.executable_path
+        if not Path(path).exists():
+            pytest.skip("no Chromium: apt-get install chromium, or playwright install chromium")
+        chromium = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        patch.undo()
+        open_ones.callback(chromium.close)
+        yield chromium
+
+
+@pytest.fixture
+def page(site, browser):
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    page = context.new_page()
+    page.set_default_timeout(20_000)
+    page.trouble, page.asked = [], []
+    page.on("pageerror", lambda error: page.trouble.append(str(error)))
+    page.on("dialog", lambda dialog: (page.trouble.append("a dialog"), dialog.dismiss()))
+    page.on(
+        "console", lambda told: page.trouble.append(told.text) if "Security" in told.text else None
+    )
+    page.on("request", lambda request: page.asked.append(request.url))
+    yield page
+    assert page.trouble == []
+    context.close()
+
+
+def curve(page, name: str = "loss") -> tuple[list[int], list[float]]:
+    """The points as they are drawn."""
+    return tuple(page.evaluate(f"charts.get({name!r}).data.slice(0, 2)"))
+
+
+def until(page, true: str) -> None:
+    """Until an expression of the page is true. Playwright's own waiting needs ``eval``, which the
+    page's policy forbids.
+    """
+    limit = time.monotonic() + 20
+    while not page.evaluate(f"Boolean({true})"):
+        assert time.monotonic() < limit, f"never: {true}\n{page.inner_text('body')[:2000]}"
+        page.wait_for_timeout(30)
+
+
+def until_last(page, step: int, name: str = "loss") -> None:
+    until(page, f"charts.get({name!r})?.data[0].at(-1) === {step}")
+
+
+def test_only_who_has_the_key_and_comes_by_loopback(site):
+    assert {
+        c.laddr.ip
+        for c in psutil.Process(site.server.pid).net_connections()
+        if c.status == "LISTEN"
+    } == {"127.0.0.1"}
+    site.write("mine", start("mine"))
+    status, headers, _ = site.ask(f"/?key={site.key}")
+    cookie = headers["set-cookie"].partition(";")[0]
+    assert (
+        status == 200
+        and "HttpOnly" in headers["set-cookie"]
+        and "SameSite=Strict" in headers["set-cookie"]
+    )
+    assert headers["content-security-policy"].startswith("default-src 'self';")
+    assert not [name for name in headers if name.startswith("access-control")]
+    for path in ("/", "/runs", "/files/page.js", "/events?run=mine", "/runs/mine/logs"):
+        assert site.ask(path)[0] == 403 and b"link" in site.ask(path)[2]
+        assert site.ask(path, Cookie=cookie[:-1] + "x")[0] == 403
+        assert site.ask(path, Cookie=cookie, Host="evil.example")[0] == 400, "DNS rebinding"
+        assert site.ask(path, Cookie=cookie)[0] == 200
+    kept = site.runs / ".page-key"
+    assert kept.read_text() == site.key and kept.stat().st_mode & 0o077 == 0
+
+
+def test_names_lead_nowhere_else(site):
+    site.write("mine", start("mine"))
+    (site.runs.parent / "outside").mkdir(exist_ok=True)
+    (site.runs.parent / "outside" / "record.jsonl").write_text('{"type": "start"}\n')
+    for name in (
+        "..%2Foutside",
+        "%2E%2E%2Foutside",
+        "../outside",
+        ".",
+        "..",
+        "no",
+        "mine%00",
+        "%2Fetc",
+    ):
+        assert site.ask(f"/events?run={name}&key={site.key}")[0] == 404, name
+        assert site.ask(f"/runs/{name}/logs?key={site.key}")[0] == 404, name
+    for file in ("..%2F..%2Frecord.jsonl", "record.jsonl", "/etc/passwd"):
+        assert site.ask(f"/runs/mine/logs?file={file}&key={site.key}")[0] == 404, file
+        assert site.ask(f"/files/{file}?key={site.key}")[0] == 404, file
+    assert site.ask(f"/events?run=mine&from=x:y&key={site.key}")[0] == 400
+
+
+def test_nothing_of_a_run_becomes_markup_and_nothing_is_loaded_from_elsewhere(site, page):
+    bad = {
+        "type": "evaluate",
+        "time": 1e9,
+        "step": 2,
+        "epoch": 0,
+        "samples": 4,
+        "name": _HOSTILE,
+        "metrics": {_HOSTILE: 0.5, "loss": 1.0},
+    }
+    site.write("hostile", start("hostile", arguments=["--out", _HOSTILE], script=_HOSTILE, git={"commit": _HOSTILE}), *steps(1, 3), bad,
+        {"type": "warning", "time": 1e9, "text": _HOSTILE}, {"type": "alert", "time": 1e9, "rule": _HOSTILE, "text": _HOSTILE, "step": 2, "remedy": _HOSTILE, "again": _HOSTILE},
+        {"type": "end", "time": 2e9, "status": "failed", "error": _HOSTILE, "step": 3})  # fmt: skip
+    (site.runs / "hostile" / "logs").mkdir()
+    (site.runs / "hostile" / "logs" / "rank-0.log").write_text(_HOSTILE)
+    (site.runs / _HOSTILE.replace("/", "")).mkdir()  # no name of a run
+    page.goto(site.url + "#run=hostile")
+    until_last(page, 3)
+    until(page, "document.querySelector('#logs pre').textContent.includes('img')")
+    seen = page.inner_text("body")
+    assert seen.count(_HOSTILE) >= 8 and page.query_selector("img") is None
+    assert page.url.startswith(f"http://127.0.0.1:{site.port}/#") and "key" not in page.url
+    assert {url.split("/")[2] for url in page.asked} == {f"127.0.0.1:{site.port}"}
+    page.set_viewport_size({"width": 390, "height": 844})
+    until(page, "charts.get('loss').width <= 390 && document.documentElement.scrollWidth === 390")
+
+
+def test_points_come_once_whatever_happens(site, page):
+    """100,000 points, a live tail, a torn line, a reload, a kill of the server, a resume."""
+    site.write("big", start("big"), *steps(1, 100_000))
+    page.goto(site.url + "#run=big")
+    until_last(page, 100_000)
+    site.write("big", *steps(100_001, 100_100), tail='{"type": "step", "step": 100101, "ti')
+    until_last(page, 100_100)
+    assert page.evaluate("[opens, charts.get('loss').data[0].length]") == [1, 100_100]
+    with (site.runs / "big" / "record.jsonl").open("a") as out:
+        out.write('me": 1e9, "epoch": 0, "loss": NaN, "lr": 0.1, "samples": 3203232}\n')
+    until_last(page, 100_101)
+    assert page.evaluate("charts.get('loss').data[1].at(-1)") is None, "NaN is a gap"
+    site.server.kill()
+    until(page, "document.getElementById('live').textContent === 'connecting again'")
+    site.write("big", *steps(100_102, 100_200))
+    site.start()
+    until_last(page, 100_200)
+    assert page.evaluate("[opens, charts.get('loss').data[0].length]") == [2, 100_200]
+    site.write("big", *steps(100_201, 100_250), resume(90_000), *steps(90_001, 90_500, loss=0.5))
+    until_last(page, 90_500)
+    came = curve(page)
+    assert came[0] == list(range(1, 90_501)) and came[1][89_999:90_001] == [1.0, 0.5]
+    page.reload()
+    until_last(page, 90_500)
+    assert curve(page) == came, "from the beginning as it came"
+    (site.runs / "big" / "record.jsonl").unlink()  # another run takes the name
+    site.write("big", start("big"), *steps(1, 7, loss=0.25))
+    until_last(page, 7)
+    assert curve(page) == (list(range(1, 8)), [0.25] * 7)
+
+
+def test_a_hundred_runs_and_what_differs_between_them(site, page):
+    for n in range(100):
+        lr = f"{0.001 * (n + 1):g}"
+        site.write(f"sweep-{n}", start(f"sweep-{n}", arguments=["--lr", lr, "--seed=7"], git={"commit": "abcdef0123456789", "dirty": False}), *steps(1, 5, loss=n), {"type": "evaluate", "time": 1e9, "step": 5, "epoch": 0, "samples": 4, "metrics": {"accuracy": n / 100}}, *([{"type": "alert", "time": 1e9, "rule": "nan", "text": "t"}] if n == 3 else []))  # fmt: skip
+    page.goto(site.url + "#run=sweep-1")
+    page.fill("#filter", "sweep-")
+    until(page, "document.querySelectorAll('#table tbody tr').length === 100")
+    heads = page.locator("#table th").all_inner_texts()
+    assert heads == ["run", "status", "step", "loss", "accuracy", "lr", "written"], heads
+    page.fill("#filter", "sweep-3")
+    until(page, "document.querySelectorAll('#table tbody tr').length === 11")
+    row = page.locator("#table tr:has(td:first-child:text-is('sweep-3')) td").all_inner_texts()
+    assert row[:6] == ["sweep-3", "running · 1 alert", "5", "3", "0.0300", "0.004"]
+    page.click("[aria-label='Add sweep-3 to the curves']")
+    page.click("[aria-label='Add sweep-33 to the curves']")
+    until(page, "charts.get('loss')?.data.slice(1).map(y => y[0]).join() === '1,3,33'")
+    page.click("#axis button:text-is('samples')")
+    until(page, "charts.get('loss')?.data[0].at(-1) === 160")
+
+
+def test_health_resources_and_bands(site, page):
+    names = ["a.weight", "b.weight"]
+    measured = {
+        "samples": [0, 1],
+        "epoch": 0,
+        "weight": [1, 1],
+        "update": [0.1, 0.1],
+        "same": [0, 0],
+        "bad_ranks": [],
+        "first_bad": None,
+    }
+    hang = {
+        "type": "hang",
+        "time": 1e9 + 5,
+        "sentence": "rank 1 waits",
+        "rank": 1,
+        "step": 6,
+        "place": "t.py:3",
+        "waiting": [0],
+        "slow": False,
+    }
+    site.write(
+        "ill",
+        start("ill"),
+        *steps(1, 5),
+        hang,
+        {"type": "restart", "time": 1e9 + 6, "generation": 1, "reason": "rank 1 waits"},
+        resume(3),
+        *steps(4, 9, later=10),
+    )
+    site.write("ill", {"type": "tensors", "step": 1, "every": 2, "names": names, "places": ["m.py:4", "m.py:5"], "frozen": [False, False]},
+        *({"type": "health", "step": s, "gradient": [1.0, 2.0], **measured} for s in (2, 4)), {"type": "health", "step": 4, "gradient": [3.0, "nan"], **measured}, file="health")  # fmt: skip
+    site.write(
+        "ill",
+        *(
+            {
+                "type": "resources",
+                "time": 1e9 + t,
+                "host": h,
+                "cpu": [10, 50, 90],
+                "memory": 2**30,
+                "memory_limit": 2**32,
+                "disk_free": 2**33,
+                "gpu": [],
+                "throttled": False,
+            }
+            for t in (0, 10)
+            for h in ("one", "two")
+        ),
+        file="resources",
+    )
+    page.goto(site.url + "#run=ill")
+    until_last(page, 9)
+    until(page, "tracks.get('ill').hosts.size === 2 && tracks.get('ill').health.length === 2")
+    page.wait_for_selector("canvas.map")
+    page.wait_for_selector("#resources .card >> nth=1")
+    assert page.evaluate("tracks.get('ill').health.map(h => [h.step, h.gradient[1]])") == [
+        [2, 2.0],
+        [4, "nan"],
+    ]
+    assert page.evaluate("tracks.get('ill').bands.map(b => [b.kind, b.from.step, b.to.step])") == [
+        ["hang", 5, 4]
+    ]
+    assert "not finite" in page.inner_text("#health") and "1.00 GiB of 4.00 GiB" in page.inner_text(
+        "#resources"
+    )
+    told = page.inner_text("#events")
+    assert "rank 1 waits" in told and "resumed at step 3 on 2 workers" in told
