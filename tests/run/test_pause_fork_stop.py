@@ -1,5 +1,6 @@
 """A training that pauses (``--until``) and goes on with another number of workers is the training
-that never paused; one that begins with a checkpoint (``--from``) is the rest of that training.
+that never paused; one that begins with a checkpoint (``--from``) is the rest of that training; one
+that was stopped stays so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import processes
 
 SCRIPT = textwrap.dedent(
     """
-    import argparse, os, torch
+    import argparse, os, sys, time, torch
     import torch.nn.functional as F
     from torch.utils.data import DataLoader, Dataset
     import ronde
@@ -25,6 +26,11 @@ SCRIPT = textwrap.dedent(
     asked.add_argument("--lr", type=float, default=0.01)
     asked.add_argument("--save-every", type=int)
     asked.add_argument("--decay", type=float, default=0.01)
+    asked.add_argument("--epochs", type=int, default=3)
+    asked.add_argument("--stop", type=int)
+    asked.add_argument("--stops", choices=("all", "one", "soon"))
+    asked.add_argument("--leave", choices=("break", "return", "exit"))
+    asked.add_argument("--patience", type=int)
     asked.add_argument("--die", type=int)
     asked.add_argument("--own", action="store_true")
     asked.add_argument("--width", type=int, default=8)
@@ -50,7 +56,9 @@ SCRIPT = textwrap.dedent(
         return model(x), y
 
     run = ronde.distribute(model, optimizer, DataLoader(Rows(), 8, shuffle=True), loss=F.cross_entropy,
-                           forward=forward, scheduler=scheduler, seed=5, save_every=asked.save_every)
+                           forward=forward, scheduler=scheduler, seed=5, save_every=asked.save_every,
+                           patience=asked.patience, keep_best=asked.patience and "min:given")
+    given = [5.0, 4.0, 6.0, 4.5, 4.2, 3.0, 1.0]  # an evaluation each
 
     def epoch():
         for batch in run.batches():
@@ -61,15 +69,24 @@ SCRIPT = textwrap.dedent(
             run.step(batch)
             own = torch.zeros(37, dtype=torch.int64)
             own[torch.cat(seen)] = 1
+            if run.state.step == asked.stop and (asked.stops == "all" or run.rank == run.world_size - 1):
+                run.stop("enough", together=asked.stops != "soon")
+            if asked.stops == "soon":
+                time.sleep(0.01)
             run.log({"seen": run.reduce(own, "sum").nonzero().flatten().tolist(), "lr": optimizer.param_groups[0]["lr"]})
-        run.evaluate(Rows(), {})
+        run.evaluate(Rows(), {"given": lambda out, y: given[run.state.epoch % 7]})
 
     if asked.own:
         for _ in range(run.state.epoch, 3):
             epoch()
     else:
-        for _ in run.epochs(3):
-            epoch()
+        def train():
+            for number in run.epochs(asked.epochs):
+                epoch()
+                if number == 1 and asked.leave == "break": break
+                if number == 1 and asked.leave == "return": return number
+                if number == 1 and asked.leave == "exit": sys.exit()
+        train()
     run.export(run.dir.path / "final.safetensors")
     """
 )
@@ -264,3 +281,72 @@ def test_what_cannot_be_a_fork_is_refused(folder):
         assert text in " ".join(said.split()), said
     said = ronde_run(folder, "-n", "1", "--from", "whole@5", "train.py", "--width", "9", status=1)
     assert "the checkpoint is of another model" in said
+
+
+def told(folder: Path, name: str) -> tuple[str, str, int]:
+    """Status, reason, and steps."""
+    shown = json.loads(processes.ronde_run(["show", name, "--json"], folder).stdout)
+    return shown["status"], shown["reason"], shown["step"]
+
+
+@pytest.mark.parametrize("own", [[], ["--own"]], ids=["epochs", "own loop"])
+def test_a_stop_on_all_ranks_is_after_this_step(folder, own):
+    name, script = f"stop{len(own)}", ["train.py", *own, "--stop", "7", "--stops", "all"]
+    ronde_run(folder, "-n", "2", "--name", name, *script)
+    assert told(folder, name) == ("completed", "enough", 7)
+    evaluations = events(folder, name)["evaluate/loss"]
+    assert 7 in evaluations  # the body of the loop has ended as usual
+    assert (folder / "runs" / name / "final.safetensors").exists()
+    shown = processes.ronde_run(["show", name], folder).stdout
+    assert f"{name}: completed (stopped: enough)" in shown
+    done = processes.ronde_run(
+        ["run", "-n", "1", "--name", name, "--resume", "train.py", *own], folder, 60
+    )
+    assert told(folder, name) == ("completed", "enough", 7), done.stdout
+    assert own or "nothing left to train: stopped (enough)" in done.stdout
+    # a fork is not bound by it
+    ronde_run(folder, "-n", "1", "--name", f"on{name}", "--from", name, "train.py", *own)
+    assert seen(folder, f"on{name}") == after(seen(folder, "whole"), 7)
+
+
+def test_a_stop_on_one_rank_ends_all_at_one_step(folder):
+    script = ["train.py", "--epochs", "10000", "--stop", "3", "--stops", "soon"]
+    ronde_run(folder, "-n", "2", "--name", "soon", *script)
+    status, reason, step = told(folder, "soon")
+    assert (status, reason) == ("completed", "enough") and step > 3
+    assert newest(folder, "soon").name == f"step-{step:09d}"
+
+
+def test_a_stop_on_one_rank_alone_is_refused(folder):
+    script = ["train.py", "--stop", "3", "--stops", "one"]
+    said = ronde_run(folder, "-n", "2", *script, status=1)
+    assert "called run.stop(reason)" in said, said
+    assert "Call it on every worker, or with together=False." in said
+
+
+@pytest.mark.parametrize("how", ["break", "return"])
+def test_a_resume_does_not_undo_a_break(folder, how):
+    ronde_run(folder, "-n", "2", "--name", how, "train.py", "--save-every", "5", "--leave", how)
+    assert told(folder, how) == ("completed", "", 10)
+    done = processes.ronde_run(
+        ["run", "-n", "1", "--name", how, "--resume", "train.py"], folder, 60
+    )
+    assert "the script left run.epochs before the resume" in done.stdout
+    assert told(folder, how) == ("completed", "", 10)
+
+
+def test_a_resume_goes_on_after_an_exit(folder):
+    ronde_run(folder, "-n", "1", "--name", "exit", "train.py", "--leave", "exit")
+    ronde_run(folder, "-n", "2", "--name", "exit", "--resume", "train.py")
+    assert_same(folder, "exit")
+
+
+def test_patience_counts_on_after_a_resume(folder):
+    script = ["train.py", "--epochs", "7", "--patience", "3"]
+    begin = ["-n", "2", "--name", "patience"]
+    ronde_run(folder, *begin, "--until", "100@evaluate", *script, status=75)  # one of three
+    ronde_run(folder, *begin, "--resume", *script)
+    reason = "no better given in 3 evaluations; the best is 4, of step 10"
+    assert told(folder, "patience") == ("completed", reason, 25)
+    said = ronde_run(folder, "-n", "1", "train.py", "--patience", "0", status=1)
+    assert "patience=0 must be a whole number above 0" in said

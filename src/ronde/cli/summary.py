@@ -125,6 +125,6 @@ def print_summary(
     if summary.warnings:
         parts += [Text(""), *(Text(f"warning: {w}", style="yellow") for w in summary.warnings)]
     title = Text(
-        f"{directory.name}: {summary.status}"
+        f"{directory.name}: {summary.ending}"
     )  # a Text: names may hold brackets and colons
     console.print(Panel(Group(*parts), title=title, box=ROUNDED, expand=False))

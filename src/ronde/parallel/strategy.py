@@ -141,6 +141,11 @@ class Strategy:
         return self.exchange is not None and self.exchange.reducer.drifts
 
     @property
+    def every(self) -> int:
+        """Optimizer steps after which those workers have the same again."""
+        return 1 if self.exchange is None else self.exchange.reducer.every
+
+    @property
     def is_untouched(self) -> bool:
         """Whether what it learns in its first step is to be learned anew: see :meth:`rebuild`."""
         return False

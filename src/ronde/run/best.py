@@ -47,13 +47,17 @@ class KeepBest:
     Args:
         text: ``keep_best`` of ``distribute``: ``"accuracy"``, ``"min:val/rank"``, or None.
         checkpoints: the folder of the run's checkpoints.
+        patience: evaluations without a better one after which a training is over, or None.
 
     Attributes:
         best: None before the first evaluation.
     """
 
-    def __init__(self, text: str | None, checkpoints: Path | None) -> None:
+    def __init__(
+        self, text: str | None, checkpoints: Path | None, patience: int | None = None
+    ) -> None:
         self.best: BestCheckpoint | None = None
+        self._patience, self._worse = patience, 0  # evaluations since the best
         self.metric, self.mode = split_metric(text) if text is not None else ("", "")
         self._checkpoints = checkpoints
         self._announced = -1
@@ -92,6 +96,7 @@ class KeepBest:
                 f"{self.metric!r}, and the best of them counts. Name the one that should: "
                 f"run.evaluate(…, name='val') and keep_best='val/{self.metric}'"
             )
+        self._worse += state.step != self._seen
         self._seen = state.step
         worse = -value if self.mode == "max" else value
         then = math.inf if self.best is None else self.best.value
@@ -101,7 +106,16 @@ class KeepBest:
         folder = self._checkpoints
         path = folder / f"step-{state.step:09d}" if folder is not None else None
         self.best = BestCheckpoint(self.metric, float(value), state.step, state.epoch, path)
+        self._worse = 0
         return True, warning
+
+    def exhausted(self) -> str:
+        """Why the training is over, if it has waited long enough for a better evaluation."""
+        if self._patience is None or self._worse < self._patience:
+            return ""
+        best = self.best
+        told = f"; the best is {best.value:g}, of step {best.step}" if best else ""
+        return f"no better {self.metric} in {self._worse} evaluations{told}"
 
     def missing(self) -> str:
         """A warning if evaluations lacked the metric so far; empty otherwise."""
@@ -141,7 +155,7 @@ class KeepBest:
             return None
         values = dataclasses.asdict(self.best)
         del values["path"]
-        return {**values, "mode": self.mode}
+        return {**values, "mode": self.mode, "worse": self._worse}
 
     def restore(self, found: Mapping[str, Any] | None) -> str:
         """Continue from :meth:`to_dict`. Returns a note if the metric is another one now."""
@@ -156,6 +170,7 @@ class KeepBest:
         path = self._checkpoints / f"step-{step:09d}" if self._checkpoints is not None else None
         self.best = BestCheckpoint(self.metric, found["value"], step, found["epoch"], path)
         self._announced = self._seen = step
+        self._worse = found.get("worse", 0)
         return ""
 
 

@@ -119,7 +119,7 @@ def go_back(loop: Saved) -> bool:
     if group.memory is not None:
         group.memory.forget()
     group.saving.settle(group.contents)
-    group.due = False
+    group.due = bool(group.ending.stopped)
     assert run.directory is not None
     if not roll_back(loop.content, run.directory):
         raise LossError(

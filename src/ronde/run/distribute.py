@@ -92,6 +92,7 @@ def distribute(
     save_every: int | None = None,
     keep: int | str = 3,
     keep_best: str | None = None,
+    patience: int | None = None,
     async_save: bool = True,
     check_replicas: int | None = 1000,
     on_nan: Literal["error", "ignore", "skip", "rollback"] = "error",
@@ -162,6 +163,8 @@ def distribute(
             :meth:`Run.evaluate`: ``"accuracy"``, ``"loss"``, ``"min:rank"``, or ``"val/loss"`` of
             evaluations with that name. Without a direction, less is better if the metric's name
             contains "loss", "error", or "perplexity". See :attr:`Run.best`.
+        patience: with ``keep_best``: :meth:`Run.stop` the training after so many evaluations
+            without a better one. A resume counts on.
         async_save: write the checkpoints of ``save_every``, ``keep_best``, and ends of epochs in
             the background: the training stops for a copy in the host's memory only, which is kept
             for the next one. False writes them while the training waits.
@@ -216,6 +219,7 @@ def distribute(
             "batch_size": batch_size,
             "micro_batch": micro_batch,
             "save_every": save_every,
+            "patience": patience,
             "check_replicas": check_replicas,
         },
         seed=seed,
@@ -238,6 +242,7 @@ def distribute(
         keep,
         keep_best,
         save_every=save_every,
+        patience=patience,
         async_save=async_save,
         name=name,
         tensorboard=tensorboard,
@@ -302,7 +307,7 @@ def distribute(
         chosen = dataclasses.replace(chosen, split_at=strategy.split_at)
     parts = _parts(opening, chosen, work, strategy, me, group, part, follows=source is not None)
     given = given_settings(parts.optimizer, chosen.lr_factor)
-    best = KeepBest(saves.keep_best, directory.checkpoints if directory else None)
+    best = KeepBest(saves.keep_best, directory.checkpoints if directory else None, saves.patience)
     content = CheckpointContent(
         parts, best, saves.keep, saves.async_save, saves.save_every, group.ending, given
     )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Ending"]
+__all__ = ["Ending", "is_left_by_script"]
+
+# Where a loop pops its iterator: POP_ITER is Python 3.14's.
+_POPS = {dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap}
 
 
 @dataclass
@@ -32,3 +37,13 @@ class Ending:
         """Continue from :meth:`to_dict`; a pause is over."""
         self.stopped = found.get("stopped", "")
         self.loops = dict(found.get("loops", {}))
+
+
+def is_left_by_script() -> bool:
+    """Whether a loop is left with ``break`` or ``return``, asked in the generator that it closes.
+
+    An exception on its way, as of ``sys.exit``, closes it as well, and cannot be seen from there.
+    But then the loop's frame is at the instruction that raised.
+    """
+    frame = sys._getframe(2)
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] in _POPS

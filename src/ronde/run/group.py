@@ -298,6 +298,10 @@ class RunGroup:
         between = any(run.place.backwards and run.place.share for run in self.runs)
         return self.alone or (leads and not between)
 
+    def stop(self, reason: str) -> None:
+        """The training is over where the body of the loop ends. The same on all ranks."""
+        self.ending.stopped, self.due = reason, True
+
     def in_epochs(self) -> bool:
         """Whether a run is inside its loop over epochs."""
         return any(run.place.in_epochs for run in self.runs)

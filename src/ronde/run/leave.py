@@ -19,26 +19,64 @@ from ronde.watch import MARK
 from ronde.world import World
 from ronde.world.fence import AGAIN
 
-__all__ = ["Leaving", "end_process", "leaving"]
+__all__ = ["Agreement", "Leaving", "end_process", "leaving"]
 
-_ASKED, _AT = "ronde/leave/asked", "ronde/leave/at"
+
+class Agreement:
+    """The ranks agree on a step, once each of them wants to.
+
+    Each rank counts itself in the store after a step, and looks there after each further one. Rank
+    0, which sees that all have, names the step after next: no rank can be beyond it, because steps
+    exchange gradients.
+
+    Args:
+        about: what they agree on, for the store.
+    """
+
+    def __init__(self, me: World, about: str) -> None:
+        self._me, self._about = me, f"ronde/{about}"
+        self._at: int | None = None
+        self._counted = False
+
+    def is_time(self, step: int, every: int = 1) -> bool:
+        """Whether it is that step, or later; to be asked after each.
+
+        Args:
+            step: optimizer steps so far.
+            every: steps after which the ranks have the same weights.
+        """
+        if self._at is None:
+            self._at = self._agreed(step, every)
+        return self._at is not None and step >= self._at
+
+    def _agreed(self, step: int, every: int) -> int | None:
+        if self._me.size == 1:
+            return -(-step // every) * every
+        asked, named = f"{self._about}/asked", f"{self._about}/at"
+        store = dist.distributed_c10d._get_default_store()
+        if not self._counted:
+            self._counted = True
+            store.add(asked, 1)
+        if self._me.rank:
+            return int(store.get(named)) if store.check([named]) else None
+        if store.add(asked, 0) < self._me.size:
+            return None
+        at = (step // every + 2) * every
+        store.set(named, str(at))
+        return at
 
 
 class Leaving:
-    """What this process was asked, and what the ranks have agreed on.
-
-    Nothing is exchanged before a signal comes. Then each rank counts itself in the store after a
-    step, and looks there after each further one. Rank 0, which sees that all have, names the step
-    after next: no rank can be beyond it, because steps exchange gradients.
+    """What this process was asked. Nothing is exchanged before a signal comes.
 
     Attributes:
         asked: whether a signal asked this process to leave.
+        agreement: on the step after which all ranks do.
     """
 
     def __init__(self, me: World) -> None:
         self._me = me
-        self._at: int | None = None
-        self._counted = False
+        self.agreement = Agreement(me, "leave")
         self._before: dict[int, Any] = {}
         self.asked = False
         if threading.current_thread() is threading.main_thread():
@@ -52,32 +90,6 @@ class Leaving:
             os.write(1, (MARK + json.dumps({"leave": self._me.rank}) + "\n").encode())
         if callable(handler := self._before.get(number)):
             handler(number, frame)  # the script's own
-
-    def is_time(self, step: int, every: int = 1) -> bool:
-        """Whether all ranks leave after this step; to be asked after each, once :attr:`asked`.
-
-        Args:
-            step: optimizer steps so far.
-            every: steps after which the ranks have the same weights.
-        """
-        if self._at is None:
-            self._at = self._agreed(step, every)
-        return self._at is not None and step >= self._at
-
-    def _agreed(self, step: int, every: int) -> int | None:
-        if self._me.size == 1:
-            return -(-step // every) * every
-        store = dist.distributed_c10d._get_default_store()
-        if not self._counted:
-            self._counted = True
-            store.add(_ASKED, 1)
-        if self._me.rank:
-            return int(store.get(_AT)) if store.check([_AT]) else None
-        if store.add(_ASKED, 0) < self._me.size:
-            return None
-        at = (step // every + 2) * every
-        store.set(_AT, str(at))
-        return at
 
 
 def end_process(paused: bool) -> NoReturn:

@@ -15,6 +15,7 @@ from ronde.plan import Share, shares
 from ronde.run import checkpoints, checks
 from ronde.run.callback import Callbacks
 from ronde.run.content import CheckpointContent
+from ronde.run.ending import is_left_by_script
 from ronde.run.evaluation import Evaluations, gather_skipped, skip_report, to_device
 from ronde.run.group import RunGroup
 from ronde.run.run_state import MicroBatches
@@ -96,6 +97,11 @@ class Loop:
             self.parts.say(f"nothing left to train: {state.epoch} of {n} epochs are done")
         self._loops += 1
         this_loop, complete = self._loops, False
+        if this_loop <= group.ending.loops.get(self.parts.part, 0):
+            self.parts.say("nothing left to train: the script left run.epochs before the resume")
+            return
+        if group.ending.stopped:
+            self.parts.say(f"nothing left to train: stopped ({group.ending.stopped})")
         self.is_reading = True
         try:
             while self.goes_on(n):
@@ -105,12 +111,15 @@ class Loop:
                     yield epoch
                 except GeneratorExit:
                     complete = group.ends_with(place.readings)
+                    if not complete and is_left_by_script():
+                        group.ending.loops[self.parts.part] = this_loop
+                        group.due = True
                     raise
                 finally:
                     place.in_epochs = False
                     if complete and state.epoch == epoch:
                         self.end_epoch()
-                if state.epoch == epoch:
+                if state.epoch == epoch and (not group.ending.stopped or self.parts.epoch_is_over):
                     self.end_epoch()
                 unsaved = time.monotonic() - content.saved_at
                 if not group.alone:
@@ -132,7 +141,7 @@ class Loop:
 
     def goes_on(self, n: int) -> bool:
         """Whether another epoch follows, of ``n`` in all."""
-        return self.parts.state.epoch < n
+        return self.parts.state.epoch < n and not self.group.ending.stopped
 
     def end_epoch(self) -> None:
         """The epoch has ended: count it."""
@@ -147,7 +156,7 @@ class Loop:
         group.saving.settle(group.contents)
         if group.in_epochs():
             group.due = group.due or group.is_unsaved
-        elif group.is_unsaved:
+        elif group.is_unsaved or group.due:
             checkpoints.save_or_warn(self, wait=True)
         self.finish("completed")
 
@@ -161,6 +170,8 @@ class Loop:
         return reading
 
     def _tracked_batches(self) -> Generator[Any, None, None]:
+        if self.group.ending.stopped:
+            return
         token, place = self.group.begin_reading(self), self.parts.place
         for follower in self._following():
             follower.parts.strategy.start_epoch()
@@ -199,6 +210,8 @@ class Loop:
                 group = self.group
                 if group.due or group.leaves or group.memory is not None:
                     checkpoints.save_if_due(self)
+                if group.ending.stopped:
+                    return
                 for given in self.items(self.hand_out(share, micros)):
                     yield given
                     del given
@@ -343,6 +356,6 @@ class Loop:
             if not place.ended and (beside or run.epoch_is_over):
                 member.end_epoch()
         group.saving.end(group.contents)
-        if group.is_unsaved:
+        if group.is_unsaved or group.due:
             checkpoints.save_or_warn(self, wait=True)
         self.finish("completed")

@@ -54,6 +54,7 @@ class SaveOptions:
     save_every: int | None
     keep: KeepPolicy
     keep_best: str | None
+    patience: int | None
     async_save: bool
     name: str | None
     tensorboard: bool
@@ -70,6 +71,11 @@ class SaveOptions:
         best = keep_best or policy.best
         if best is not None:
             split_metric(best)
+        elif others["patience"] is not None:
+            raise ArgumentError(
+                f"patience={others['patience']} waits for a better evaluation: name its metric, as "
+                "keep_best='accuracy'."
+            )
         return cls(keep=policy, keep_best=best, **others)
 
 

@@ -98,6 +98,7 @@ def roll_back(content: CheckpointContent, directory: RunDir) -> bool:
     state = answer["state"]
     with _refusing(answer["path"]):
         state, _ = _begun(content, answer, state)
+        state = {**state, "ending": content.ending.to_dict()}  # that is not undone
         _restore(content, newest, answer, state, "")
         content.registry.reload(run)
         content.averages.reload()

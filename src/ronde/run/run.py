@@ -79,7 +79,7 @@ class Run(CollectiveCalls):
         self._rendezvous = parts.rendezvous
         self._skeleton = skeleton
         gathering, gradient_hooks = Gathering(), GradientHooks()
-        self._recording = Recording(writer, gathering)
+        self._recording = Recording(writer, gathering, content.ending)
         callbacks = callbacks_of(content, group, options, gathering, self._recording, forecast)
         calls = None
         if me.size > 1:
@@ -354,6 +354,33 @@ class Run(CollectiveCalls):
         from ronde.run.whole_model import whole_model
 
         return whole_model(self._parts, self._skeleton, ranks, device)
+
+    def stop(self, reason: str, *, together: bool = True) -> None:
+        """End the training before its last epoch: there is no further batch, on any worker. The
+        script goes on behind its loops. The run has *completed*, its record says why, and a resume
+        does not train on.
+
+        Args:
+            reason: a few words for the record.
+            together: every worker calls it at the same place: this step is the last one. False:
+                one worker or some may call it. All stop together at a step about a second later.
+
+        Raises:
+            WorldError: only some workers called it, with ``together``.
+
+        Example:
+            >>> if run.evaluate(test_set)["loss"] > 10:  # doctest: +SKIP
+            ...     run.stop("it diverges")
+        """
+        if not isinstance(reason, str) or not reason:
+            raise ArgumentError(f"run.stop({reason!r}): expected a reason, as 'it diverges'.")
+        if together or self.world_size == 1:
+            advice = "Call it on every worker, or with together=False."
+            self._group.stop(self._rendezvous.meet("run.stop(reason)", reason, advice=advice)[0])
+        else:
+            from ronde.run.callbacks.leaves_when_asked import ask_to_stop
+
+            ask_to_stop(self._group, reason)
 
     # -- what it writes ----------------------------------------------------------------
 

@@ -240,7 +240,8 @@ class HangFound(Event):
 @dataclass(frozen=True)
 class Ended(Event):
     """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
-    ``rank``), ``interrupted``, or ``paused`` (``--until``).
+    ``rank``), ``interrupted``, or ``paused`` (``--until``). ``reason`` is that of ``run.stop``, by
+    which it completed, or empty.
     """
 
     type: ClassVar[str] = "end"
@@ -252,6 +253,7 @@ class Ended(Event):
     seconds: float
     error: str | None = None
     rank: int | None = None
+    reason: str = ""
 
 
 EVENTS: dict[str, type[Event]] = {

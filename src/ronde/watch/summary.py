@@ -53,10 +53,16 @@ class Summary:
     differs: bool = False  # by a warning, the training is another one than in one process
     loss_kind: str = "unknown"
     error: str | None = None
+    reason: str = ""  # why it was stopped
     written: float = 0.0
     parts: dict[str, Summary] = field(default_factory=dict)
     noise: NoiseMeasured | None = None
     hangs: list[HangFound] = field(default_factory=list)  # slow ranks too
+
+    @property
+    def ending(self) -> str:
+        """The status, and why the run was stopped."""
+        return f"{self.status} (stopped: {self.reason})" if self.reason else self.status
 
     def noise_sentence(self) -> str:
         """From which global batch on more devices stop paying; empty unless known within a factor
@@ -96,6 +102,7 @@ class Summary:
             "best": dataclasses.asdict(self.best) if self.best else None,
             "checkpoints": self.checkpoints,
             "error": self.error,
+            "reason": self.reason,
             "hangs": [
                 {k: getattr(h, k) for k in ("sentence", "rank", "step", "place", "waiting", "slow")}
                 for h in self.hangs
@@ -183,6 +190,7 @@ def _summarise(
         warnings=list(dict.fromkeys(e.text for e in events if isinstance(e, Warned))),
         loss_kind=checked.kind if (checked := _last(events, LossChecked)) else "unknown",
         error=ended.error if ended else None,
+        reason=ended.reason if ended else "",
         written=written,
         parts=parts or {},
         noise=_last(events, NoiseMeasured),

@@ -57,6 +57,7 @@ def callbacks_of(
         BestIsSaved(content, group),
         SavesEvery(content.save_every, group),
         *_leaves_when_asked(run, group),
+        *(_stops_when_asked(run, group) if run.world.size > 1 and not studied else ()),
         *(_pauses(run, group) if not studied else ()),
         *([ReportsUnregistered(run)] if not studied else []),
         # The weights after the step are final.
@@ -82,6 +83,13 @@ def _replicas(run: Parts, group: RunGroup, options: RunOptions) -> Iterator[Call
     from ronde.run.callbacks.replicas import Replicas
 
     yield Replicas(run, options.check_replicas, group)
+
+
+def _stops_when_asked(run: Parts, group: RunGroup) -> Iterator[Callback]:
+    if not run.part:
+        from ronde.run.callbacks.leaves_when_asked import StopsWhenAsked
+
+        yield StopsWhenAsked(run.world, group)
 
 
 def _pauses(run: Parts, group: RunGroup) -> Iterator[Callback]:

@@ -1,13 +1,19 @@
-"""Saves and ends when the process is asked to, at a step that all ranks agree on."""
+"""Ends a training that is asked to end, at a step that all ranks agree on."""
 
 from __future__ import annotations
 
+import time
+
+import torch.distributed as dist
+
 from ronde.run.callback import Callback, StepView
 from ronde.run.group import RunGroup
-from ronde.run.leave import leaving
+from ronde.run.leave import Agreement, leaving
 from ronde.world import World
 
-__all__ = ["LeavesWhenAsked"]
+__all__ = ["LeavesWhenAsked", "StopsWhenAsked", "ask_to_stop"]
+
+_LOOK_SECONDS = 1.0
 
 
 class LeavesWhenAsked(Callback):
@@ -18,8 +24,32 @@ class LeavesWhenAsked(Callback):
 
     def step_ended(self, step: StepView) -> None:
         """See :class:`Callback`."""
-        if self._leaving.asked:
-            exchange = step.parts.strategy.exchange
-            every = exchange.reducer.every if exchange is not None else 1
-            if self._leaving.is_time(step.number, every):
-                self._group.due = self._group.leaves = True
+        leaving = self._leaving
+        if leaving.asked and leaving.agreement.is_time(step.number, step.parts.strategy.every):
+            self._group.due = self._group.leaves = True
+
+
+def _key(group: RunGroup) -> str:
+    return f"stop-{group.number}"
+
+
+def ask_to_stop(group: RunGroup, reason: str) -> None:
+    """Ask all ranks, from this one: :meth:`ronde.run.run.Run.stop`."""
+    dist.distributed_c10d._get_default_store().set(f"ronde/{_key(group)}", reason)
+
+
+class StopsWhenAsked(Callback):
+    """The training is over at a step soon after a rank has asked for it."""
+
+    def __init__(self, me: World, group: RunGroup) -> None:
+        self._group, self._agreement = group, Agreement(me, _key(group))
+        self._reason, self._look_at = "", 0.0
+
+    def step_ended(self, step: StepView) -> None:
+        """See :class:`Callback`."""
+        if not self._reason and (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            store, key = dist.distributed_c10d._get_default_store(), f"ronde/{_key(self._group)}"
+            self._reason = store.get(key).decode() if store.check([key]) else ""
+        if self._reason and self._agreement.is_time(step.number, step.parts.strategy.every):
+            self._group.stop(self._reason)

@@ -24,9 +24,7 @@ class PausesAt(Callback):
 
     def step_ended(self, step: StepView) -> None:
         """See :class:`Callback`."""
-        exchange = step.parts.strategy.exchange
-        every = exchange.reducer.every if exchange is not None else 1
-        if not self._until.at_evaluation and step.number % every == 0:
+        if not self._until.at_evaluation and step.number % step.parts.strategy.every == 0:
             _look(self._until, step.parts, self._group)
 
     def evaluated(self, parts: Parts, outcome: EvaluationResult) -> None:

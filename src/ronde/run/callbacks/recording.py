@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ronde.run.callback import Callback, EvaluationResult, StepView
+from ronde.run.ending import Ending
 from ronde.run.gather import Gathering
 from ronde.run.parts import Parts
 from ronde.watch import Ended, Epoch, Evaluated, Logged, NoiseMeasured
@@ -22,10 +23,11 @@ class Recording(Callback):
 
     Args:
         writer: TensorBoard's, or None.
+        ending: how the runs of the loop end before their last epoch.
     """
 
-    def __init__(self, writer: Any, gathering: Gathering) -> None:
-        self._writer, self._gathering = writer, gathering
+    def __init__(self, writer: Any, gathering: Gathering, ending: Ending) -> None:
+        self._writer, self._gathering, self._ending = writer, gathering, ending
         self._started = time.monotonic()
 
     def step_ended(self, step: StepView) -> None:
@@ -85,6 +87,7 @@ class Recording(Callback):
                 samples=state.samples,
                 samples_per_second=watcher.rate.samples_per_second,
                 seconds=time.monotonic() - self._started,
+                reason=self._ending.stopped if status == "completed" else "",
             )
         )
         if self._writer is not None:

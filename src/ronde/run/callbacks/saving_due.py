@@ -57,6 +57,8 @@ class BestIsSaved(Callback):
             return
         is_best, warning = self._best.compare(outcome.result, outcome.name, parts.state)
         self._group.due |= is_best
+        if exhausted := self._best.exhausted():
+            self._group.stop(exhausted)
         if warning:
             parts.warn(warning)
 
