@@ -20,6 +20,7 @@ from ronde import ArgumentError, CheckpointError
 from ronde.exchange import NoiseScale
 from ronde.watch import (
     EVENTS,
+    Alert,
     Bar,
     BestFound,
     Checkpointed,
@@ -127,6 +128,7 @@ EVERY = [
     NoiseMeasured(step=2, noise_scale=12.5, gradient_square=0.25, measurements=16, time=7.6),
     Restarted(generation=1, reason="rank 1: killed", rank=1, time=7.7),
     HangFound(sentence="Rank 1 …", rank=1, step=3, place="a.py:4", waiting=[0], time=7.7),
+    Alert(3, "loss 9", rule="high", samples=[0, 7], values={"loss": 9.0}, time=7.8),
     resumed(4, 1),
     ended(9.0, "failed", "boom"),
 ]

@@ -62,6 +62,7 @@ def _verbs() -> None:
         scale,
         show,
         submit,
+        watch,
     )
 
     verbs = (
@@ -76,6 +77,7 @@ def _verbs() -> None:
         runs,
         scale,
         show,
+        watch,
         checkpoints,
         submit,
     )

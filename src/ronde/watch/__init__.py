@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ronde.watch.record import (
         EVENTS,
         SCHEMA_VERSION,
+        Alert,
         BestFound,
         Checkpointed,
         Ended,
@@ -55,6 +56,7 @@ __all__ = [
     "EVENTS",
     "MARK",
     "SCHEMA_VERSION",
+    "Alert",
     "Bar",
     "BestFound",
     "Checkpointed",
@@ -103,7 +105,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.loss_curve": "curve thin",
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
             "Stream choose_display clock plain_console",
-            "ronde.watch.record": "BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
+            "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION Started StepRecorded Warned read",
             "ronde.watch.run_lock": "lock_run",

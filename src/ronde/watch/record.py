@@ -238,6 +238,33 @@ class HangFound(Event):
 
 
 @dataclass(frozen=True)
+class Alert(Event):
+    """A rule of ``ronde watch`` fired at ``step``.
+
+    A rule yields it with ``step``, ``text`` (the numbers that decided), and, if it knows them,
+    ``rank``, ``tensor`` (or layer), and ``values``. The judge adds ``rule``, ``samples`` (first and
+    last of the run's that the step trained on), ``place`` (``file:line`` of the layer), ``remedy``
+    (one thing to try), and ``again`` (the command that shows the alert again, or empty).
+
+    Example:
+        >>> Alert(412, "loss 8.1, above 5", values={"loss": 8.1}).step
+        412
+    """
+
+    type: ClassVar[str] = "alert"
+    step: int
+    text: str
+    rule: str = ""
+    samples: list[int] | None = None
+    rank: int | None = None
+    tensor: str | None = None
+    place: str = ""
+    remedy: str = ""
+    again: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Ended(Event):
     """The script ended. ``status`` is ``completed``, ``failed`` (with ``error`` and, if known,
     ``rank``), ``interrupted``, or ``paused`` (``--until``). ``reason`` is that of ``run.stop``, by
@@ -273,6 +300,7 @@ EVENTS: dict[str, type[Event]] = {
         NoiseMeasured,
         Restarted,
         HangFound,
+        Alert,
         Ended,
     )
 }
@@ -341,6 +369,23 @@ def _is_void(event: Event, resumed: Resumed) -> bool:
     return isinstance(event, kinds) and event.step > resumed.step
 
 
+def event_of(value: dict[str, Any]) -> Event | None:
+    """The event of a line's object; None for an unknown type, or a required field that is missing.
+
+    Example:
+        >>> event_of({"type": "alert", "step": 3, "text": "", "later": 1}).step
+        3
+    """
+    cls = EVENTS.get(str(value.get("type")))
+    if cls is None:
+        return None
+    names = {f.name for f in dataclasses.fields(cls)}
+    try:
+        return cls(**{k: v for k, v in value.items() if k in names})
+    except TypeError:
+        return None
+
+
 def read(path: Path) -> list[Event]:
     """Read a record's events in order, without those that a resume made void.
 
@@ -350,13 +395,8 @@ def read(path: Path) -> list[Event]:
     """
     events: list[Event] = []
     for value in _lines(path):
-        cls = EVENTS.get(str(value.get("type")))
-        if cls is None:
-            continue
-        names = {f.name for f in dataclasses.fields(cls)}
-        try:
-            event = cls(**{k: v for k, v in value.items() if k in names})
-        except TypeError:
+        event = event_of(value)
+        if event is None:
             continue
         if isinstance(event, Resumed):
             events = [e for e in events if e.part != event.part or not _is_void(e, event)]

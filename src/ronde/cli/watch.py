@@ -1,0 +1,147 @@
+"""``ronde watch``: judge a run by its files."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ronde.cli.help_layout import option
+from ronde.cli.show import find_run
+from ronde.watch import Alert, plain_console
+from ronde.world import ArgumentError
+
+__all__ = ["alert_text", "notify", "register"]
+
+_TRIES = 3
+_SECONDS = 5.0  # for an answer of a URL
+
+
+def alert_text(alert: Alert) -> str:
+    """An alert for people: what, where, the numbers, one thing to try, and how to see it again.
+
+    Example:
+        >>> print(alert_text(Alert(3, "the loss is nan", rule="nan")))
+        alert   nan   step 3
+                the loss is nan
+    """
+    place = f" ({alert.place})" if alert.place else ""
+    samples = f", samples {alert.samples[0]:,}–{alert.samples[1]:,}" if alert.samples else ""
+    words = [
+        "alert",
+        alert.rule,
+        *([alert.part] if alert.part else []),
+        f"step {alert.step:,}{samples}",
+        *([f"rank {alert.rank}"] if alert.rank is not None else []),
+        *([f"{alert.tensor}{place}"] if alert.tensor else []),
+    ]
+    lines = ["   ".join(words), alert.text]
+    lines += [f"try: {alert.remedy}"] if alert.remedy else []
+    lines += [f"look again: {alert.again}"] if alert.again else []
+    return "\n        ".join(lines)
+
+
+def notify(url: str, run: str, alert: Alert) -> str:
+    """POST an alert as JSON, with a ``text`` that chat services show; three times at most.
+
+    Returns:
+        What failed, or an empty text.
+    """
+    import urllib.error
+    import urllib.request
+
+    from ronde.watch.judge import alert_values
+
+    values = {**alert_values(alert), "run": run}
+    values["numbers"] = values.pop("text")
+    body = json.dumps({"text": f"{run}: {alert_text(alert)}", **values}, default=float).encode()
+    failed = ""
+    for tried in range(_TRIES):
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=_SECONDS):
+                return ""
+        except (OSError, ValueError) as error:
+            failed = str(error)
+            if isinstance(error, urllib.error.HTTPError) and error.code < 500:
+                break  # it would say the same again
+        if tried + 1 < _TRIES:
+            time.sleep(0.5 * 2**tried)
+    return f"{url} did not take the alert ({failed})"
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "watch",
+        help="Judge a run by rules: does it learn, is it healthy? At any time, on any run. Without "
+        "a name, the last one. Exit status: 0 no alert, 1 alerts.\n\nExamples:\n\n  ronde watch\n\n"
+        "  ronde watch big --follow --notify https://ntfy.sh/my-topic\n\n  ronde watch big --rules "
+        "mine.py --set loss-flat.steps=1000",
+    )
+    def watch(
+        name: Annotated[
+            str | None,
+            typer.Argument(
+                metavar="NAME", help="The run, or a path to its directory.", show_default=False
+            ),
+        ] = None,
+        folder: Annotated[
+            Path,
+            typer.Option(
+                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
+            ),
+        ] = Path("runs"),
+        follow: Annotated[bool, option("--follow", "Go on until the run ends.")] = False,
+        as_json: Annotated[bool, option("--json", "One JSON object per alert instead.")] = False,
+        rules: Annotated[
+            Path | None, option("--rules", "Python file with rules of your own.", "FILE")
+        ] = None,
+        only: Annotated[
+            str, option("--only", "Judge these rules alone: nan,overfit", "RULES")
+        ] = "",
+        without: Annotated[str, option("--without", "Leave these rules out.", "RULES")] = "",
+        settings: Annotated[
+            list[str] | None, option("--set", "Change a rule's setting.", "RULE.KEY=V")
+        ] = None,
+        url: Annotated[
+            str | None, option("--notify", "POST each alert as JSON to this address.", "URL")
+        ] = None,
+    ) -> None:
+        from ronde.watch.judge import Judge, alert_line
+
+        asked = dict(each.partition("=")[::2] for each in settings or ())
+        if bad := [key for key, value in asked.items() if not value]:
+            raise ArgumentError(f"--set {bad[0]}: write RULE.KEY=VALUE.")
+        if url is not None and not url.startswith(("http://", "https://")):
+            raise ArgumentError(f"--notify {url}: an address begins with http:// or https://.")
+        run = find_run(folder, name)
+        judge = Judge(run, _names(only), _names(without), rules, asked)
+        console = plain_console()
+        told: set[str] = set()
+        while True:
+            for alert in judge.look():
+                if as_json:
+                    print(alert_line(alert), flush=True)
+                else:
+                    console.print(alert_text(alert), soft_wrap=True, markup=False, highlight=False)
+                if url is not None and (failed := notify(url, run.name, alert)):
+                    print(f"ronde: {failed}", file=sys.stderr)
+            for broken in judge.failed.keys() - told:
+                told.add(broken)
+                print(f"ronde: rule {broken} raised {judge.failed[broken]}", file=sys.stderr)
+            if not follow or judge.view.ended is not None:
+                break
+            time.sleep(1.0)
+        if not as_json:
+            console.print(judge.summary(), soft_wrap=True, markup=False, highlight=False)
+        raise typer.Exit(1 if judge.alerts else 0)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,275 @@
+"""Judges a run by its files, while they grow or long after: the alerts are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import json
+import runpy
+import shlex
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ronde.watch.appended import appended
+from ronde.watch.record import (
+    Alert,
+    Checkpointed,
+    Ended,
+    Evaluated,
+    Event,
+    NonFiniteStep,
+    Resumed,
+    StepRecorded,
+    event_of,
+)
+from ronde.watch.rule_view import RuleView
+from ronde.watch.rules import RULES, Rule
+from ronde.watch.run_dir import RunDir
+from ronde.world import ArgumentError
+
+__all__ = ["Judge", "alert_line", "alert_values"]
+
+_ROWS = 32  # recorded steps between two looks of the rules on the record
+
+
+class Judge:
+    """Reads a run's record and health from the beginning, and judges rules on them.
+
+    Health lines are read before the record's ``step`` of the same number, in which order they were
+    written. So alerts depend on the files alone, and not on how often :meth:`look` was called.
+
+    Args:
+        run: the run directory.
+        only: names of rules; empty: all.
+        without: names of rules to leave out.
+        rules_file: Python file with rules of one's own: functions whose first argument is ``view``.
+        settings: ``RULE.KEY`` -> value.
+
+    Raises:
+        ArgumentError: a rule or a setting is unknown, or the file cannot be run.
+
+    Example:
+        >>> Judge(RunDir(Path("runs/big"))).look()  # doctest: +SKIP
+        [Alert(step=412, ...)]
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        only: Iterable[str] = (),
+        without: Iterable[str] = (),
+        rules_file: Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        rules = RULES | (_own_rules(rules_file) if rules_file else {})
+        only, without = list(only), list(without)
+        for name in (*only, *without):
+            _check_known(name, rules, "rule")
+        self.rules = {n: r for n, r in rules.items() if n not in without and n in (only or rules)}
+        self._settings = _settings(rules, settings or {})
+        self.failed: dict[str, str] = {}
+        """Rules that raised, and how: each was left out from then on."""
+        self.alerts: list[Alert] = []
+        self._run = run
+        self._offsets = {"record.jsonl": 0, "health.jsonl": 0}
+        self._health: deque[dict[str, Any]] = deque()
+        self._views: dict[str | None, RuleView] = {None: RuleView()}
+        self._rows: dict[str | None, int] = {}
+        self._checkpoints: list[int] = []
+        self._fired: set[tuple[str | None, str, str | None]] = set()
+        self._time = 0.0
+        self._measured = 0  # step of the last line of health
+
+    @property
+    def view(self) -> RuleView:
+        """The run so far."""
+        return self._views[None]
+
+    def look(self) -> list[Alert]:
+        """Read what was appended to the files, and return the alerts that follow from it."""
+        before = len(self.alerts)
+        lines = self._appended("record.jsonl")  # before health, which is written first
+        self._health.extend(self._appended("health.jsonl"))
+        for line in lines:
+            if (event := event_of(line)) is not None and not isinstance(event, Alert):
+                self._take(event)
+        return self.alerts[before:]
+
+    def summary(self) -> str:
+        """How many rules were judged, on how many steps; which were not, and why."""
+        view = self.view
+        why = {n: r.not_judged(view) for n, r in self.rules.items() if n not in self.failed}
+        loud = {a.rule for a in self.alerts}
+        silent = [n for n, reason in why.items() if not reason and n not in loud]
+        told = [
+            f"{len(self.rules)} rules",
+            f"{int(view.step[-1]) if len(view.step) else 0:,} steps",
+            *([f"measured every {view.health.every} steps"] if view.health.every else []),
+        ]
+        counts = [f"{len(self.alerts)} alerts", f"{len(silent)} silent"]
+        left: dict[str, int] = {}
+        for name, reason in why.items():
+            if reason and name not in loud:
+                left[reason] = left.get(reason, 0) + 1
+        counts += [f"{n} not judged ({reason})" for reason, n in left.items()]
+        counts += [f"{name} left out ({error})" for name, error in self.failed.items()]
+        return "  ·  ".join([*told, ", ".join(counts)])
+
+    def _appended(self, name: str) -> list[dict[str, Any]]:
+        found, path = [], self._run.path / name
+        if path.exists():
+            for offset, line in appended(path, self._offsets[name]):
+                self._offsets[name] = offset
+                if line is not None:
+                    found.append(line)
+        return found
+
+    def _take(self, event: Event) -> None:
+        part = event.part
+        if part not in self._views:
+            self._views[part] = RuleView()
+            for view in self._views.values():
+                view.several = True
+        view, self._time = self._views[part], event.time
+        if part is None and isinstance(event, StepRecorded | Ended):
+            self._take_health(event.step if isinstance(event, StepRecorded) else None)
+        if part is None and isinstance(event, Resumed):
+            self._checkpoints = [s for s in self._checkpoints if s <= event.step]
+            while self._health and not (
+                self._health[0].get("type") == "tensors"
+                and self._health[0]["step"] <= event.step + 1
+            ):
+                self._health.popleft()  # written before the stop, of steps that are void
+            self._measured = 0
+        if isinstance(event, Checkpointed):
+            self._checkpoints.append(event.step)
+        view.take(event)
+        mark = isinstance(event, Evaluated | NonFiniteStep | Ended)
+        if isinstance(event, StepRecorded):
+            self._rows[part] = self._rows.get(part, 0) + 1
+            mark = self._rows[part] % _ROWS == 0 or not np.isfinite(event.loss)
+        if mark:
+            self._judge(part, ("any", "record", "loss", "evaluations"))
+
+    def _take_health(self, step: int | None) -> None:
+        """Take the lines up to ``step``, or all."""
+        while self._health and (step is None or self._health[0].get("step", 0) <= step):
+            line = self._health[0]
+            if line.get("type") == "tensors" and line["step"] <= self._measured:
+                return  # of workers that resumed: not before the record says so
+            self._health.popleft()
+            self._measured = line.get("step", 0)
+            self.view.health.take(line)
+            if line.get("type") == "health":
+                self._judge(None, ("any", "health"))
+            elif line.get("type") == "activations":
+                self._judge(None, ("activations",))
+
+    def _judge(self, part: str | None, needs: tuple[str, ...]) -> None:
+        view = self._views[part]
+        for name, rule in self.rules.items():
+            if name in self.failed or rule.needs not in needs:
+                continue
+            if rule.needs != "any" and rule.not_judged(view):
+                continue
+            try:
+                for alert in rule.function(view, **self._settings.get(name, {})):
+                    self._add(part, rule, alert)
+            except Exception as error:
+                self.failed[name] = f"{type(error).__name__}: {error}"
+
+    def _add(self, part: str | None, rule: Rule, alert: Alert) -> None:
+        key = part, rule.name, alert.tensor
+        if key in self._fired:
+            return
+        self._fired.add(key)
+        view, step = self._views[part], int(alert.step)
+        samples = alert.samples or view.samples_of(step)
+        self.alerts.append(
+            dataclasses.replace(
+                alert,
+                step=step,
+                rule=rule.name,
+                samples=samples,
+                place=alert.place or view.health.place(alert.tensor),
+                remedy=alert.remedy or rule.remedy,
+                again=self._again(view, step, samples),
+                part=part,
+                time=self._time,
+            )
+        )
+
+    def _again(self, view: RuleView, step: int, samples: list[int] | None) -> str:
+        """The command that trains the step again, and measures it."""
+        start = view.start or self.view.start
+        if start is None or not start.script:
+            return ""
+        before = [s for s in self._checkpoints if s < step]
+        origin = ["--from", f"{self._run.name}@{before[-1]}"] if before else []
+        until = samples[1] + 1 if samples else _samples_at(view, step)
+        words = ["ronde", "run", *origin, "--until", str(until), "--watch=1"]
+        words += ["--workers", str(start.workers), start.script, *start.arguments]
+        return shlex.join(words)
+
+
+def _samples_at(view: RuleView, step: int) -> int:
+    """Trained on up to the first recorded step at or after ``step``."""
+    row = min(int(np.searchsorted(view.step, step)), len(view.step) - 1)
+    return int(view.samples[row]) if row >= 0 else 0
+
+
+def alert_values(alert: Alert) -> dict[str, Any]:
+    """Plain values of an alert, for JSON."""
+    return {f.name: getattr(alert, f.name) for f in dataclasses.fields(alert)}
+
+
+def alert_line(alert: Alert) -> str:
+    """An alert as one JSON line, the same on each machine."""
+    return json.dumps(alert_values(alert), default=float, ensure_ascii=False)
+
+
+def _check_known(name: str, known: Iterable[str], what: str) -> None:
+    known = list(known)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ArgumentError(f"no {what} {name!r}.{hint} There are: {', '.join(known)}.")
+
+
+def _settings(rules: Mapping[str, Rule], asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in asked.items():
+        name, _, setting = key.partition(".")
+        _check_known(name, rules, "rule")
+        known = rules[name].settings
+        _check_known(setting, known, f"setting of {name}")
+        try:
+            found.setdefault(name, {})[setting] = type(known[setting])(value)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{key}={value}: {error}") from error
+    return found
+
+
+def _own_rules(path: Path) -> dict[str, Rule]:
+    try:
+        names = runpy.run_path(str(path), run_name=path.stem)
+    except Exception as error:
+        raise ArgumentError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    found = dict(_rules_in(path.stem, names))
+    if not found:
+        raise ArgumentError(f"{path} has no rule: a function whose first argument is 'view'.")
+    return found
+
+
+def _rules_in(module: str, names: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:
+    for name, value in names.items():
+        if not inspect.isfunction(value) or value.__module__ != module:
+            continue  # imported
+        if next(iter(inspect.signature(value).parameters), "") == "view":
+            rule = Rule(name.replace("_", "-"), value)
+            yield rule.name, rule
