@@ -206,14 +206,10 @@ class GlobalDraws:
         return at.following
 
     @staticmethod
-    @contextlib.contextmanager
-    def paused() -> Iterator[None]:
-        """Inside, functions draw torch's own numbers."""
-        before, _Now.current = _Now.current, None
-        try:
-            yield
-        finally:
-            _Now.current = before
+    def pause(current: _Pass | None = None) -> _Pass | None:
+        """Functions draw torch's own numbers, until the pass that this returns is given back."""
+        before, _Now.current = _Now.current, current
+        return before
 
     def leave(self) -> Any:
         """Leave the pass under way for others; :meth:`close` takes it up again."""

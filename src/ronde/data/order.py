@@ -46,14 +46,15 @@ def _mix(x: _U64) -> _U64:
         return x ^ (x >> np.uint64(31))
 
 
-def key_of(*parts: int) -> int:
-    """A 64-bit key of some integers, the same on every machine and version.
+def key_of(*parts: int, after: int = _GOLDEN) -> int:
+    """A 64-bit key of some integers, the same on every machine and version. ``after`` is the key of
+    the integers before them.
 
     Example:
         >>> key_of(0, 1) == key_of(0, 1), key_of(0, 1) == key_of(1, 0)
         (True, False)
     """
-    state = _GOLDEN
+    state = after
     for part in parts:
         x = (state + _GOLDEN + (part & _MASK)) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

@@ -5,7 +5,7 @@ some out: a mean over fewer rows weighs less in the mean of the global batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -37,19 +37,24 @@ def lengths(batch: Any) -> Lengths:
         >>> lengths((torch.zeros(5, 3), [torch.zeros(5)]))
         {'list': 2, '0[0]': 5, '1[0]': 3, 'list[1]': 1, '0[1][0]': 5}
     """
-    return dict(_lengths(batch, ""))
+    found: Lengths = {}
+    _measure(batch, "", found)
+    return found
 
 
-def _lengths(value: Any, path: str) -> Iterator[tuple[str, int]]:
+def _measure(value: Any, path: str, found: Lengths) -> None:
     if isinstance(value, torch.Tensor):
-        for dim in range(min(value.dim(), 2)):
-            yield f"{dim}{path}", value.size(dim)
+        dims = value.dim()
+        if dims:
+            found["0" + path] = value.size(0)
+        if dims > 1:
+            found["1" + path] = value.size(1)
     elif not isinstance(value, PackedSequence) and (held := parts(value)) is not None:
-        if isinstance(value, list | tuple):
-            yield f"list{path}", len(held)
-        if len(held) <= _MOST_ITEMS or not isinstance(value, list | tuple):
+        if is_list := isinstance(value, list | tuple):
+            found["list" + path] = len(held)
+        if not is_list or len(held) <= _MOST_ITEMS:
             for key, each in held.items():
-                yield from _lengths(each, f"{path}[{key}]")
+                _measure(each, f"{path}[{key}]", found)
 
 
 def collates(settings: LoaderSettings) -> bool:

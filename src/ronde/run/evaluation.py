@@ -339,12 +339,11 @@ class Evaluations:
         run.model.eval()
         for call in self._callbacks.evaluation_started:
             call(run)
+        under_way = GlobalDraws.pause()
         try:
-            with GlobalDraws.paused():
-                result, samples = evaluation.run(
-                    run, dict(metrics), self._gathering, self._callbacks
-                )
+            result, samples = evaluation.run(run, dict(metrics), self._gathering, self._callbacks)
         finally:
+            GlobalDraws.pause(under_way)
             self._gathering.evaluated = None
             for module, training in modes:
                 module.training = training  # each its own: the script may have frozen a part

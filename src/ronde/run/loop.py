@@ -283,7 +283,7 @@ class Loop:
             micros = [to_device(micro, device) for micro in micros]
         ready = self.feed.finish(share, micros)
         self.step.deliver(ready)
-        for follower in self._following():
+        for follower in self._following() if self.followers else ():
             follower.step.follow(share)
         self.step.announce()
         return ready

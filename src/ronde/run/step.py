@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ronde.parallel import Part
-from ronde.parallel.gradient_hooks import GradientHooks
+from ronde.parallel.gradient_hooks import NOTHING, GradientHooks
 from ronde.plan import Share
 from ronde.run import checks, failure_note, lr_rules
 from ronde.run.average import Averages
@@ -71,7 +71,6 @@ class OptimizerStep:
         alone = plan.replicas == 1 and plan.accumulation == 1
         self._rows = Rows(not alone, collates(parts.data.settings))
         self._delivered: list[Lengths] = []  # of the micro-batches that were handed out
-        self._runs_hooks = False
         self._needs_batch = True  # whether before_batch is due for its next step
         # The parameters that a plan which divides the model exchanges; None under other plans.
         self._divided: dict[int, torch.Tensor] | None = None
@@ -176,7 +175,8 @@ class OptimizerStep:
             gathering.stepping = False
             draws.end_step()
         gathering.used = bool(gathering.used)
-        self._report_rows()
+        if self._rows.unclear:
+            self._report_rows()
         for call in self.callbacks.after_passes:
             call(view)
         return self._update(share)
@@ -205,7 +205,8 @@ class OptimizerStep:
         value = run.loss.check(loss)
         low, high = share.micro[place.backwards]
         rows = self._rows_of(share)[place.backwards]
-        self._report_rows()
+        if self._rows.unclear:
+            self._report_rows()
         place.backwards += 1
         summed = run.loss.reduction == "sum"
         part = Part(high - low, share.global_samples, place.backwards == count, summed, rows)
@@ -318,7 +319,7 @@ class OptimizerStep:
     def _report_rows(self) -> None:
         unclear, self._rows.unclear = self._rows.unclear, ""
         loss = self.parts.loss
-        if unclear and not loss.pairs and loss.reduction == "mean":
+        if not loss.pairs and loss.reduction == "mean":
             self.parts.warn(unclear)
 
     def _refuse_own_loop(self, call: str) -> None:
@@ -328,17 +329,18 @@ class OptimizerStep:
                 "forward and backward passes. Use run.step(batch), or another plan."
             )
 
-    @contextmanager
-    def _own_gradients(self, micro_batches: int) -> Iterator[None]:
+    def _own_gradients(self, micro_batches: int) -> AbstractContextManager[None]:
         """Inside, passes leave gradients in this run's parameters, and the script's hooks wait for
         those of the whole batch.
         """
         run, whole = self.parts, self.parts.world.size == 1 and micro_batches == 1
-        others = nullcontext() if self._group.alone else self._group.gradients_of(run)
-        held = nullcontext() if whole else self._gradient_hooks.held(run.strategy.parameters)
-        with others, held:
+        held = NOTHING if whole else self._gradient_hooks.held(run.strategy.parameters)
+        return held if self._group.alone else self._beside_others(held)
+
+    @contextmanager
+    def _beside_others(self, held: AbstractContextManager[None]) -> Iterator[None]:
+        with self._group.gradients_of(self.parts), held:
             yield
-        self._runs_hooks = not whole
 
     # -- after the passes --------------------------------------------------------------
 
@@ -346,8 +348,7 @@ class OptimizerStep:
         """Exchange, update, schedule, and count the step."""
         run, view, callbacks = self.parts, self.view, self.callbacks
         view.loss = loss = run.strategy.finish()
-        if self._runs_hooks:
-            self._gradient_hooks.run()
+        self._gradient_hooks.run()
         for call in callbacks.after_exchange:
             call(view)
         if view.action == "rollback":

@@ -122,10 +122,13 @@ class StepDraws:
     def __init__(
         self, parts: Parts, probes: dict[int, list[Recorded]], alone: Callable[[], bool]
     ) -> None:
-        self._plan, self._me, self._alone = parts.plan, parts.world, alone
+        self._me, self._alone = parts.world, alone
         self._parts = parts
         self._around: Any = None  # the pass of the loop's body
-        self._part = key_of(0, *parts.part.encode())
+        # What is the same in each step of a key is mixed once.
+        seed, part = parts.plan.seed, key_of(0, *parts.part.encode())
+        self._seeds, self._keys = key_of(seed, 5), key_of(seed, 6, part)
+        self._replica = parts.world.rank // parts.plan.tensor
         self._said: set[str] = set()
         self._steps = 0
         self._watched = False
@@ -158,8 +161,11 @@ class StepDraws:
         """
         reading = iter(batches)
         while True:
-            with GlobalDraws.paused():
+            under_way = GlobalDraws.pause()
+            try:
                 made = next(reading, None)
+            finally:
+                GlobalDraws.pause(under_way)
             if made is None:
                 return
             yield made
@@ -176,13 +182,12 @@ class StepDraws:
 
     def follow(self, step: int) -> None:
         """A batch is about to be handed out, by this run or by the one that it shares them with."""
-        plan = self._plan
         self._steps += 1
         self._watched = self._steps <= _WATCHED_STEPS or self._steps % _WATCH_EVERY == 0
         # Draws that are not global are a function of (seed, step, rank): a resumed run draws what
         # the first one would have drawn.
-        self._seed = key_of(plan.seed, 5, step, self._me.rank // plan.tensor)
-        self._key = key_of(plan.seed, 6, self._part, step)
+        self._seed = key_of(step, self._replica, after=self._seeds)
+        self._key = key_of(step, after=self._keys)
         self._drawn = None
 
     def _begin(self, share: Share, micro: tuple[int, int], in_loop: bool = False) -> None:
@@ -216,9 +221,10 @@ class StepDraws:
 
     def end_step(self) -> None:
         """All passes of ``run.step`` are over."""
-        self._places = {}
-        self._report()
+        if self._marks is not None:
+            self._report(self._marks)
         if self.draws is not None:
+            self._places.clear()
             self._seed = (self._seed + 1) & _MASK
             self.draws.close(None if self._alone() else self._around, self._seed)
             self._around = None
@@ -244,14 +250,13 @@ class StepDraws:
 
     def end_own_step(self) -> None:
         """``run.update`` begins."""
-        self._report()
+        if self._marks is not None:
+            self._report(self._marks)
         if self.draws is not None and self._alone():  # else another run's pass follows
             self.draws.close()
 
-    def _report(self) -> None:
-        if self._marks is None:
-            return
-        moved, self._marks = self._marks.moved(), None
+    def _report(self, marks: Marks) -> None:
+        moved, self._marks = marks.moved(), None
         if self.draws is not None:
             moved = [n for n in moved if n != "torch"] + ["torch"] * self.draws.moved
             for name in moved:

@@ -379,9 +379,11 @@ def counted(
     def decorate(method: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
         @wraps(method)
         def call(self: M, *args: P.args, **kwargs: P.kwargs) -> R:
-            meeting = self._rendezvous
-            meeting.begun += 1
-            before, meeting.doing = meeting.doing, what
+            # In each step: without the property, and what it calls.
+            meeting, before = self._rendezvous, self._rendezvous._doing
+            meeting.begun = begun = meeting.begun + 1
+            meeting._doing = what
+            meeting.heartbeat.doing(what, begun)
             try:
                 return method(self, *args, **kwargs)
             except Exception as error:
@@ -395,7 +397,8 @@ def counted(
                     raise
                 raise explained from None  # gloo only says that a connection is closed
             finally:
-                meeting.doing = before
+                meeting._doing = before
+                meeting.heartbeat.doing(before, meeting.begun)
 
         return call  # type: ignore[return-value]  # a method: self is positional
 
