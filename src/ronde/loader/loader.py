@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from ronde.data import Order, key_of, named_stages
 from ronde.introspect import Marks
-from ronde.loader.reader import Ask, Reader, StreamReader, ask_of
+from ronde.loader.reader import Ask, Reader, StreamReader
 from ronde.loader.request_queue import RequestLine, RequestQueue, Shares
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.plan.batch import Share
@@ -505,7 +505,7 @@ class Feed:
         assert reader is not None
         # Read in this process: what DataLoader would add is 15 µs a batch.
         for share in shares():
-            yield share, [reader[ask_of(self.order, share, low, high)] for low, high in share.micro]
+            yield share, [reader.micro(self.order, share, low, high) for low, high in share.micro]
 
     def _from_loader(
         self, shares: Shares, after: Shares | None

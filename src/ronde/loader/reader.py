@@ -13,6 +13,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import (
     Dataset,
@@ -73,11 +74,15 @@ class Ask:
 def ask_of(order: Order, share: Share, low: int, high: int) -> Ask:
     """The request for positions ``low`` to ``high`` of a share."""
     upto = share.stop if (low, high) == share.micro[-1] else 0
-    if low == high:
-        # An empty share still yields a batch, so that a script's own lines run: the first sample of
-        # the global batch, which is weighted with zero.
-        low, high = share.start, share.start + 1
+    low, high = _read_positions(share, low, high)
     return Ask(share.epoch, low, order.ids(share.epoch, low, high).tolist(), upto)
+
+
+def _read_positions(share: Share, low: int, high: int) -> tuple[int, int]:
+    """An empty share still yields a batch, so that a script's own lines run: the first sample of
+    the global batch, which is weighted with zero.
+    """
+    return (low, high) if low < high else (share.start, share.start + 1)
 
 
 @dataclass(frozen=True)
@@ -275,10 +280,17 @@ class Reader(Dataset[Any]):
             return self._one(ask)
         return self.probe.make(self._one, ask, len(ask.ids))
 
-    def _gather(self, ids: list[int]) -> Any:
+    def micro(self, order: Order, share: Share, low: int, high: int) -> Any:
+        """A micro-batch of a share, read here: rows of tensors without a request for them."""
+        if self.rows is None or self.probe is not None or named_stages.listener is not None:
+            return self[ask_of(order, share, low, high)]
+        return self._gather(order.ids(share.epoch, *_read_positions(share, low, high)))
+
+    def _gather(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Any:
         assert self.rows is not None
-        index = torch.from_numpy(np.asarray(ids, dtype=np.int64))
-        return [rows[index] for rows in self.rows]
+        index = torch.from_numpy(np.array(ids, dtype=np.int64))  # orders are read-only
+        # On a CPU, index_select takes half the time of indexing.
+        return [rows.index_select(0, index) if rows.is_cpu else rows[index] for rows in self.rows]
 
     def _one(self, ask: Ask) -> Any:
         if self.rows is not None:

@@ -427,18 +427,16 @@ class Replicate(Strategy):
         self._begun = False
         if self._sparse:  # gradients are no views of DDP's buckets
             part_gradients(self.parameters)
+        loss = summed[_LOSS]
         # A worker that had no sample yet learns from the others whether the loss has weights.
         if bool(summed[_WEIGHT] != 0) if self._weighted is None else self._weighted:
             scale_gradients(self.parameters, 1.0 / summed[_WEIGHT])
-            loss = summed[_LOSS] / summed[_WEIGHT]
-        else:
-            # A copy: the bucket behind it is written again by the next step.
-            loss = torch.select_copy(summed, 0, _LOSS)
+            loss = loss / summed[_WEIGHT]
         if self._measures and self.noise is not None:
             square = squared_norm(p.grad for p in self.parameters if p.grad is not None)
             local, inverse, count = summed[_NORM:_UNUSED].double().unbind()
             self.noise.add(local / count, inverse / count, square, self._global_samples)
-        return loss
+        return loss.clone()  # the bucket behind it is written again by the next step
 
     def _marks(self) -> dict[str, tuple[int, int]]:
         """Identity and version of every buffer that training reads.

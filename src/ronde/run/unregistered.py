@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -54,13 +55,19 @@ def _warning(thing: Any) -> str:
     )
 
 
+def _family(kind: type[Any]) -> Iterator[type[Any]]:
+    yield kind
+    for sub in kind.__subclasses__():
+        yield from _family(sub)
+
+
 def _in_use() -> list[Any]:
     """Unregistered objects with state: stepped schedulers, updated averages, used optimizers."""
     counters: dict[type, str] = {Optimizer: "state", LRScheduler: "last_epoch"}
     for module, name, counter in _AVERAGES:
         if (kind := getattr(sys.modules.get(module), name, None)) is not None:
             counters[kind] = counter
-    kinds = {kind for kind in {type(t) for t in gc.get_objects()} if issubclass(kind, (*counters,))}
+    kinds = {kind for each in counters for kind in _family(each)}
     things = [thing for thing in gc.get_objects() if type(thing) in kinds]
     # A scheduler's state covers the schedulers in it; a registered object's, whatever it holds.
     claimed = {id(thing) for thing in _claimed}
