@@ -97,7 +97,7 @@ def merged(record: list[dict], other: list[dict]) -> list[dict]:
 MEASURED = [TENSORS, *(health(4 * i) for i in range(1, 40))]
 
 
-def changed(column: str, index: int, value: float, since: int = 100) -> list[dict]:
+def changed(column: str, index: int, value: float | None, since: int = 100) -> list[dict]:
     lines = json.loads(json.dumps(MEASURED))
     for line in lines[1:]:
         if line["step"] >= since:
@@ -111,6 +111,7 @@ def layers(column: str, index: int, value: float) -> list[dict]:
     return [TENSORS, *({"type": "activations", "step": i, **rows} for i in range(1, 11))]
 
 
+BATCH = {"type": "inputs", "step": 1, "mean": 0.1, "std": 1.0, "constant": 0.0}
 RUNS = {
     "healthy": (steps(falling()), MEASURED, []),
     "flat": (steps(flat()), [], [("loss-flat", None)]),
@@ -149,7 +150,18 @@ RUNS = {
     "saturated": (steps(falling()), layers("saturated", 2, 0.9), [("saturated", "3")]),
     "small": (steps(falling()), layers("rms", 1, 1e-6), [("initialization", "1")]),
     "zero head": (steps(falling()), layers("rms", 3, 0), []),
-    "raw": (steps(falling()), layers("rms", 0, 90), [("inputs", "0")]),
+    "raw": (steps(falling()), [TENSORS, {**BATCH, "std": 73.0}], [("inputs", "0")]),
+    "constant": (steps(falling()), [TENSORS, {**BATCH, "constant": 1.0}], [("inputs", "0")]),
+    "one class": (
+        steps(falling()),
+        [TENSORS, health(4), {"type": "targets", "step": 4, "counts": [9, 600]}],
+        [("class-imbalance", None)],
+    ),
+    "detached": (
+        steps(falling()),
+        changed("gradient", 2, None),
+        [("vanishing-gradient", "2.weight")],
+    ),
 }
 
 

@@ -167,8 +167,8 @@ class Judge:
             self.view.health.take(line)
             if line.get("type") == "health":
                 self._judge(None, ("any", "health"))
-            elif line.get("type") == "activations":
-                self._judge(None, ("activations",))
+            else:
+                self._judge(None, (str(line.get("type")),))
 
     def _judge(self, part: str | None, needs: tuple[str, ...]) -> None:
         view = self._views[part]

@@ -21,6 +21,7 @@ __all__ = ["HealthView", "RuleView", "Table"]
 
 HEALTH = ("gradient", "weight", "update", "same")
 ACTIVATIONS = ("rms", "dead", "saturated")
+INPUTS = ("mean", "std", "constant")
 
 
 class Table:
@@ -77,6 +78,9 @@ class HealthView:
         tensors: :class:`Table` of ``gradient``, ``weight``, ``update`` (norms; NaN where it was not
             measured) and ``same`` (fraction of sampled elements that an update left as they were).
         activations: :class:`Table` of ``rms``, ``dead``, ``saturated`` per layer.
+        inputs: :class:`Table` of ``mean``, ``std``, and ``constant`` (fraction of features that do
+            not vary in a batch) of the first tensor of rank 0's batches with floating point.
+        targets: samples per class that rank 0 has seen in measured batches.
         bad: the lines with ranks whose loss, gradient, or activation was not finite.
     """
 
@@ -90,6 +94,8 @@ class HealthView:
         self.layer_places: list[str] = []
         self.kinds: list[str] = []
         self.tensors, self.activations = Table({}), Table({})
+        self.inputs = Table(dict.fromkeys(INPUTS, 0))
+        self.targets: Any = np.zeros(0)
         self.bad: list[dict[str, Any]] = []
         self.samples: dict[int, list[int]] = {}
 
@@ -99,15 +105,20 @@ class HealthView:
         if kind == "tensors":
             self._describe(line)
         elif kind == "health":
-            values = {n: _numbers(line.get(n), len(self.names)) for n in HEALTH}
-            self.tensors.add(step, **values)
             if line.get("samples"):
                 self.samples[step] = [int(line["samples"][0]), int(line["samples"][1]) - 1]
             if line.get("bad_ranks"):
                 self.bad.append(dict(line))
+            else:
+                values = {n: _numbers(line.get(n), len(self.names)) for n in HEALTH}
+                self.tensors.add(step, **values)
         elif kind == "activations":
             values = {n: _numbers(line.get(n), len(self.layers)) for n in ACTIVATIONS}
             self.activations.add(step, **values)
+        elif kind == "inputs":
+            self.inputs.add(step, **{n: float(line[n]) for n in INPUTS})
+        elif kind == "targets":
+            self.targets = np.array(line["counts"], float)
 
     def _describe(self, line: Mapping[str, Any]) -> None:
         names, layers = list(line["names"]), list(line.get("layers", ()))
@@ -123,8 +134,8 @@ class HealthView:
 
     def cut(self, step: int) -> None:
         """Forget what was measured above ``step``."""
-        self.tensors.cut(step)
-        self.activations.cut(step)
+        for table in (self.tensors, self.activations, self.inputs):
+            table.cut(step)
         self.bad = [line for line in self.bad if line["step"] <= step]
 
     def place(self, name: str | None) -> str:

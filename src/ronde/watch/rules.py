@@ -30,7 +30,7 @@ class Rule:
     """A rule: its function, what it needs, and one thing to try.
 
     ``needs`` is ``record``, ``evaluations``, ``loss`` (one that is positive, of one model),
-    ``health``, ``activations``, or ``any``.
+    ``health``, ``activations``, ``inputs``, ``targets``, or ``any``.
     """
 
     name: str
@@ -54,6 +54,10 @@ class Rule:
             return "" if len(view.health.tensors) or view.health.bad else "not measured: --watch"
         if self.needs == "activations":
             return "" if len(view.health.activations) else "no activations measured"
+        if self.needs == "inputs":
+            return "" if len(view.health.inputs) else "no inputs of floating point measured"
+        if self.needs == "targets":
+            return "" if len(view.health.targets) else "no classes measured"
         return ""
 
 
@@ -215,8 +219,8 @@ def vanishing_gradient(
     health = view.health
     if len(health.tensors) < rows:
         return
-    rate = health.tensors["gradient"][-rows:] / np.sqrt(health.elements)
-    weights = _weights(view)
+    norms = np.nan_to_num(health.tensors["gradient"][-rows:])  # none at all is NaN
+    rate, weights = norms / np.sqrt(health.elements), _weights(view)
     middle = np.nanmedian(rate[:, weights], axis=1, keepdims=True) if len(weights) else rate
     middle = np.where(middle > 0, middle, rate.max(axis=1, keepdims=True))
     small = np.all((rate < rms) & (rate < of_median * middle), axis=0)
@@ -329,16 +333,36 @@ def initialization(view: RuleView, factor: float = 1000.0) -> Alerts:
             return  # the layers after it follow
 
 
-@_rule("activations", "normalize the inputs: mean 0, standard deviation 1")
-def inputs(view: RuleView, largest: float = 20.0) -> Alerts:
-    """In the first steps, the first layer's outputs are large: its inputs are."""
-    health, table = view.health, view.health.activations
-    if not len(table) or table.step[-1] > 1:
-        return
-    value = float(table["rms"][-1, 0])
-    if value > largest:
-        text = f"outputs' root mean square {value:.3g} before the first update"
-        yield Alert(1, text, tensor=health.layers[0], values={"rms": value})
+@_rule("inputs", "normalize the inputs to mean 0, standard deviation 1; do they vary at all?")
+def inputs(
+    view: RuleView, means: float = 10.0, largest: float = 20.0, constant: float = 0.99
+) -> Alerts:
+    """Inputs are far from 0, large, or the same for all samples."""
+    health = view.health
+    mean, std, same = (float(health.inputs[n][-1]) for n in ("mean", "std", "constant"))
+    if abs(mean) > means * std or std > largest or same > constant:
+        varies = f"; {same:.0%} of the features do not vary in the batch" if same else ""
+        yield Alert(
+            int(health.inputs.step[-1]),
+            f"inputs' mean {mean:.3g}, standard deviation {std:.3g}{varies}",
+            tensor=health.layers[0] if health.layers else None,
+            values={"mean": mean, "std": std, "constant": same},
+        )
+
+
+@_rule(
+    "targets", "weight the classes in the loss, or sample them alike; look at each class's recall"
+)
+def class_imbalance(view: RuleView, share: float = 0.9, samples: int = 500) -> Alerts:
+    """Nearly all targets are of one class."""
+    counts = view.health.targets
+    if counts.sum() >= samples and counts.max() > share * counts.sum():
+        yield Alert(
+            int(view.health.tensors.step[-1]),
+            f"class {int(counts.argmax())} has {counts.max() / counts.sum():.1%} of "
+            f"{int(counts.sum()):,} samples",
+            values={"class": int(counts.argmax()), "samples": int(counts.sum())},
+        )
 
 
 def _finite_loss(view: RuleView) -> tuple[Any, Any]:
