@@ -5,6 +5,7 @@ that was stopped stays so.
 
 from __future__ import annotations
 
+import csv
 import json
 import subprocess
 import textwrap
@@ -265,6 +266,39 @@ def test_what_the_script_of_a_fork_changes_counts(folder):
     (group,) = manifest["state"]["optimizer"]["groups"]
     assert group["settings"]["weight_decay"] == 0.5
     assert weights_differ(folder, "changed-fork", "whole") > 1e-4
+
+
+def test_a_comparison_says_what_differs(folder):
+    script = ["train.py", "--lr=0.02", "--decay", "0.5"]
+    ronde_run(folder, "-n", "2", "--from", "whole@5", "--name", "compared", *script)
+    runs = ["runs", "--compare", "whole", "compared"]
+    commands = [runs, [*runs, "--json"], [*runs, "--csv"], runs[:3], [*runs, "who"], ["runs", "a"]]
+    shown, as_json, as_csv, *refused = processes.ronde_batch(commands, folder)
+    answer = json.loads(as_json.stdout)
+    assert answer["runs"] == ["whole", "compared"]
+    assert answer["differs"] == {
+        "--save-every": ["5", None],
+        "origin": ["", "whole@5"],
+        "workers": [1, 2],
+        "--lr": [None, "0.02"],
+        "--decay": [None, "0.5"],
+    }
+    for at, name in enumerate(answer["runs"]):
+        losses = events(folder, name)
+        results = {key: values[at] for key, values in answer["results"].items()}
+        assert results["loss"] == losses["loss"][15]
+        assert results["best evaluate/loss"] == min(losses["evaluate/loss"].values())
+        assert results["best evaluate/given"] == max(5.0, 4.0, 6.0)
+        assert (results["steps"], results["status"]) == (15, "completed")
+    head, *rows = csv.reader(as_csv.stdout.splitlines())
+    assert head == ["run", *answer["differs"], *answer["results"]]
+    assert [row[:2] for row in rows] == [["whole", "5"], ["compared", ""]]
+    assert "--decay" in shown.stdout and "whole@5" in shown.stdout and "└───" in shown.stdout
+    assert [done.returncode for done in refused] == [2, 2, 2]
+    for done, text in zip(
+        refused, ("needs two runs or more", "no run 'who'", "are for --compare"), strict=True
+    ):
+        assert text in done.stderr
 
 
 def test_what_cannot_be_a_fork_is_refused(folder):

@@ -46,6 +46,7 @@ from ronde.watch import (
     claim_run_dir,
     clock,
     curve,
+    curves,
     latest,
     read,
     recorded,
@@ -317,6 +318,11 @@ def dots(line: str) -> set[int]:
 
 
 def test_a_curve_is_drawn():
+    flat = {name: [(n, y) for n in range(10)] for name, y in (("A", 0.0), ("B", 1.0))}
+    both = curves(flat, 40, 8).splitlines()
+    assert [line.count("A") for line in both] == [0] * 7 + [3, 0, 0]
+    assert [line.count("B") for line in both] == [3] + [0] * 9
+    assert curves({"A": [(0, 1.0)], "B": []}) == ""
     falling = curve([(n, 10.0 - n) for n in range(10)], width=40, height=8).splitlines()
     assert len(falling) == 10
     rows = [dots(line) for line in falling[:8]]

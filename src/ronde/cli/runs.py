@@ -1,4 +1,4 @@
-"""``ronde runs``: list the runs."""
+"""``ronde runs``: list the runs, or compare some."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Annotated
 
 import typer
 
+from ronde.cli.compare import compare
 from ronde.cli.help_layout import option
 from ronde.watch import RunDir, clock, plain_console, summarise
+from ronde.world import ArgumentError
 
 
 def _ago(written: float) -> str:
@@ -26,8 +28,9 @@ def register(app: typer.Typer) -> None:
 
     @app.command(
         "runs",
-        help="List the runs, newest first.\n\nExamples:\n\n  ronde runs\n\n  ronde runs --runs "
-        "/data/runs --json",
+        help="List the runs, newest first, or compare some: what differs, and their "
+        "curves.\n\nExamples:\n\n  ronde runs\n\n  ronde runs --runs /data/runs --json\n\n  "
+        "ronde runs --compare gpt-1 gpt-2",
     )
     def runs(
         folder: Annotated[
@@ -36,8 +39,25 @@ def register(app: typer.Typer) -> None:
                 "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
             ),
         ] = Path("runs"),
+        names: Annotated[
+            list[str] | None,
+            typer.Argument(
+                metavar="[RUN]...", help="With --compare: names or paths.", show_default=False
+            ),
+        ] = None,
+        compared: Annotated[
+            bool, option("--compare", "Show what differs between RUNs, and their curves.")
+        ] = False,
+        as_csv: Annotated[
+            bool, option("--csv", "With --compare: print a line of CSV for each run.")
+        ] = False,
         as_json: Annotated[bool, option("--json", "Print JSON instead of a table.")] = False,
     ) -> None:
+        if compared:
+            compare(folder, names or [], "json" if as_json else "csv" if as_csv else "text")
+            return
+        if names or as_csv:
+            raise ArgumentError("RUN and --csv are for --compare: ronde runs --compare RUN RUN ….")
         from rich.table import Table
         from rich.text import Text
 

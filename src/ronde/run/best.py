@@ -13,12 +13,10 @@ import numpy as np
 import torch
 
 from ronde.run.run_state import State
-from ronde.watch import BestFound
+from ronde.watch import BestFound, less_is_better
 from ronde.world import ArgumentError
 
 __all__ = ["BestCheckpoint", "KeepBest", "split_metric"]
-
-_LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -188,5 +186,4 @@ def split_metric(text: Any) -> tuple[str, str]:
             f"keep_best={text!r}: expected the name of a metric that run.evaluate returns, such as "
             "'accuracy' or 'loss', or with its direction, 'max:accuracy' or 'min:loss'."
         )
-    lower = any(word in metric.lower() for word in _LOWER_IS_BETTER)
-    return metric, mode or ("min" if lower else "max")
+    return metric, mode or ("min" if less_is_better(metric) else "max")

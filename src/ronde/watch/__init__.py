@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.watch.loss_curve import curve, thin
+    from ronde.watch.loss_curve import curve, curves, thin
     from ronde.watch.progress import (
         MARK,
         Bar,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         Started,
         StepRecorded,
         Warned,
+        less_is_better,
         read,
     )
     from ronde.watch.run_dir import RunDir, check_name, claim_run_dir, latest, script_stem
@@ -88,7 +89,9 @@ __all__ = [
     "claim_run_dir",
     "clock",
     "curve",
+    "curves",
     "latest",
+    "less_is_better",
     "lock_run",
     "plain_console",
     "read",
@@ -102,12 +105,12 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.watch.loss_curve": "curve thin",
+            "ronde.watch.loss_curve": "curve curves thin",
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
             "Stream choose_display clock plain_console",
             "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
-            "SCHEMA_VERSION Started StepRecorded Warned read",
+            "SCHEMA_VERSION Started StepRecorded Warned less_is_better read",
             "ronde.watch.run_lock": "lock_run",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
             "ronde.watch.summary": "Summary summarise",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+_LETTERS, _PLACES = 4, (1, 2, 4)  # on a curve, in quarters of it
 
 
 def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
@@ -35,26 +37,59 @@ def curve(
         str: ``height`` lines and two for the axis, and one above for a long label; empty if there
             are fewer than two points.
     """
+    return _drawn({"": points}, width, height, label, axis)
+
+
+def curves(
+    series: Mapping[str, Sequence[tuple[float, float]]], width: int = 64, height: int = 10
+) -> str:
+    """Draw several losses over the same steps. The letter that names each stands on it in places.
+
+    Args:
+        series: letter -> points, as for :func:`curve`.
+    """
+    return _drawn(series, width, height, "loss", "step")
+
+
+def _drawn(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    width: int,
+    height: int,
+    label: str,
+    axis: str,
+) -> str:
     import plotille
 
-    good = [(x, y) for x, y in points if math.isfinite(y)]
-    if len(good) < 2:
+    good = {name: [p for p in points if math.isfinite(p[1])] for name, points in series.items()}
+    good = {name: points for name, points in good.items() if len(points) > 1}
+    if not good:
         return ""
-    left, right = good[0][0], good[-1][0]
-    good = thin(good, width * 2)
-    low, high = min(y for _, y in good), max(y for _, y in good)
+    left = min(points[0][0] for points in good.values())
+    right = max(points[-1][0] for points in good.values())
     if left == right:
         return ""
+    most = width * 2 if len(series) == 1 else width // 2  # several that jitter hide each other
+    good = {name: thin(points, most) for name, points in good.items()}
+    every = [y for points in good.values() for _, y in points]
+    low, high = min(every), max(every)
     # Drawn between 0 and 1, so that no value is too large or too close to another for the canvas.
     # Halves do not overflow.
     span = high / 2 - low / 2
-    drawn = [
-        ((x - left) / (right - left), (y / 2 - low / 2) / span if span else 0.5) for x, y in good
-    ]
     canvas = plotille.Canvas(width=width, height=height, xmin=0.0, ymin=0.0, xmax=1.0, ymax=1.001)
-    for (x0, y0), (x1, y1) in itertools.pairwise(drawn):
-        canvas.line(x0, y0, x1, y1)
+    letters: list[tuple[str, float, float]] = []
+    for name, points in good.items():
+        drawn = [
+            ((x - left) / (right - left), (y / 2 - low / 2) / span if span else 0.5)
+            for x, y in points
+        ]
+        for (x0, y0), (x1, y1) in itertools.pairwise(drawn):
+            canvas.line(x0, y0, x1, y1)
+        if name:
+            letters += [(name, *drawn[(len(drawn) - 1) * k // _LETTERS]) for k in _PLACES]
     rows = canvas.plot().splitlines()
+    for name, x, y in letters:
+        row, column = height - 1 - int(y * height / 1.001), min(int(x * width), width - 1)
+        rows[row] = f"{rows[row][:column]}{name}{rows[row][column + 1 :]}"
     marks = (
         {0: high, height // 2: high / 2 + low / 2, height - 1: low} if span else {height // 2: low}
     )

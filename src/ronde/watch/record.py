@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TextIO
 from ronde.world.fence import is_fenced
 
 SCHEMA_VERSION = 1
+_LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,11 @@ EVENTS: dict[str, type[Event]] = {
     )
 }
 """Name of a type -> its class."""
+
+
+def less_is_better(metric: str) -> bool:
+    """Whether the smaller value of a metric is the better one, by its name."""
+    return any(word in metric.lower() for word in _LOWER_IS_BETTER)
 
 
 class Record:
