@@ -18,7 +18,7 @@ import ronde
 from forked import fork
 from reshard_worker import differ
 from ronde.run import group
-from ronde.run.callbacks.saving_due import SavesEvery
+from ronde.run.callbacks.upkeep import SavesEvery
 from ronde.watch import NonFiniteStep, read
 from ronde.world.tensors import local_part
 from tiny_models import UnevenNet

@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 import ronde
 from forked import fork
 from ronde.run import group
-from ronde.run.callbacks.saving_due import SavesEvery
+from ronde.run.callbacks.upkeep import SavesEvery
 from tiny_models import UnevenNet
 
 PLANS = {

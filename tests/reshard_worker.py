@@ -28,7 +28,7 @@ from forked import fork
 from ronde.checkpoint import find_valid
 from ronde.plan import Plan
 from ronde.run import group
-from ronde.run.callbacks.saving_due import SavesEvery
+from ronde.run.callbacks.upkeep import SavesEvery
 from ronde.world.tensors import local_part
 from sampling import ALL
 from tiny_models import UnevenNet

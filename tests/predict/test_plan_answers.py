@@ -24,7 +24,7 @@ from ronde.predict.corrections import record
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.search import search
-from ronde.run.plan_arguments import accumulate
+from ronde.run.options import accumulate
 from sampling import ALL, long
 
 MIB = 2.0**20

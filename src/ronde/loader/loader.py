@@ -26,7 +26,6 @@ from torch.utils.data import (
 from ronde.data import Order, key_of, named_stages
 from ronde.introspect import Marks
 from ronde.loader.reader import Ask, Reader, StreamReader
-from ronde.loader.request_queue import RequestLine, RequestQueue, Shares
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.plan.batch import Share
 from ronde.world import FeedError, RondeError
@@ -35,6 +34,7 @@ from ronde.world import FeedError, RondeError
 if TYPE_CHECKING:
     from ronde.data import Echoed
     from ronde.loader.receiver import Receiver
+    from ronde.loader.request_queue import RequestLine, Shares
     from ronde.loader.thread_workers import Threads
 
 SampleFacts = tuple[list[int], list[Any], bool]
@@ -512,6 +512,7 @@ class Feed:
     ) -> Iterator[tuple[Share, list[Any]]]:
         from ronde.loader.process_workers import batches as from_processes
         from ronde.loader.receiver import Receiver
+        from ronde.loader.request_queue import RequestLine, RequestQueue
 
         assert self._loader is not None
         self._receiver = self._receiver or Receiver()
@@ -555,6 +556,7 @@ class Feed:
         by a global generator that moved during a read. The training may also have moved it, so that
         part is read again here, under keys.
         """
+        from ronde.loader.request_queue import RequestLine, RequestQueue
         from ronde.loader.thread_workers import parts_of
 
         reader = self._reader

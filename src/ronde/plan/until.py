@@ -17,7 +17,7 @@ class Until:
     """Where a run pauses.
 
     Attributes:
-        samples: as :attr:`ronde.run.run_state.State.samples` counts them.
+        samples: as :attr:`ronde.run.parts.State.samples` counts them.
         at_evaluation: whether it goes on to the first evaluation at or after them.
     """
 

@@ -5,7 +5,7 @@ Offers :func:`distribute`, which makes a :class:`Run`; its :class:`State`; and
 """
 
 from ronde.run.distribute import distribute
+from ronde.run.parts import MicroBatches, State
 from ronde.run.run import Run
-from ronde.run.run_state import MicroBatches, State
 
 __all__ = ["MicroBatches", "Run", "State", "distribute"]

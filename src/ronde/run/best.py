@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ronde.run.run_state import State
+from ronde.run.parts import State
 from ronde.watch import BestFound, less_is_better
 from ronde.world import ArgumentError
 

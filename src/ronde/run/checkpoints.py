@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Protocol
 
 from ronde.run.content import CheckpointContent
-from ronde.run.exchange_state import check_settled
 from ronde.run.group import Member, RunGroup
 from ronde.run.parts import Parts
 from ronde.world import CheckpointError, LossError, RondeError
@@ -44,7 +43,7 @@ def save(loop: Saved, wait: bool = False) -> Path | None:
             "would be lost. Call it after update()."
         )
     for run in runs:
-        check_settled(run, "run.save()")
+        run.check_settled("run.save()")
         # A script may have ended on this rank only; and where nothing is written, the run may end
         # here, and with it the store.
         if not group.saving.ends and own.directory is not None:

@@ -34,9 +34,11 @@ from ronde.run.evaluation import on_device, to_device
 from ronde.run.fork import given_settings
 from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.losses import LossCall
-from ronde.run.options import BatchOptions, RunOptions, SaveOptions, SplitOptions
-from ronde.run.parts import Parts
-from ronde.run.plan_arguments import (
+from ronde.run.options import (
+    BatchOptions,
+    RunOptions,
+    SaveOptions,
+    SplitOptions,
     accumulate,
     asked_plan,
     grow,
@@ -44,8 +46,8 @@ from ronde.run.plan_arguments import (
     recorded_cut,
     script_plan,
 )
+from ronde.run.parts import DTYPES, Parts
 from ronde.run.run import Run
-from ronde.run.run_state import DTYPES
 from ronde.run.step_draws import probe_draws
 from ronde.watch import Record, RunDir, Watcher, choose_display
 from ronde.world import ArgumentError, CheckpointError, PlanError, RondeError, World

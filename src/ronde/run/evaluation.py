@@ -27,8 +27,8 @@ from ronde.plan import Layout, Place, Plan, Share, shares
 from ronde.run import hooks
 from ronde.run.callback import Callbacks, EvaluationResult
 from ronde.run.checks import check_draw, check_same_samples
-from ronde.run.delivered_rows import Rows, lengths
 from ronde.run.gather import Gathering
+from ronde.run.losses import Rows, lengths
 from ronde.run.parts import Parts
 from ronde.world import ArgumentError, FeedError, World
 from ronde.world.consensus import gather_json

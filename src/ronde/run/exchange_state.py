@@ -21,23 +21,11 @@ if TYPE_CHECKING:
 __all__ = [
     "check_can_average",
     "check_save_every",
-    "check_settled",
     "exchange_pieces",
     "exchange_values",
     "has_state",
     "restore_exchange",
 ]
-
-
-def check_settled(run: Parts, call: str) -> None:
-    """Refuse what reads weights while each worker has its own, under a reducer of local steps."""
-    strategy = run.strategy
-    if strategy.drifts and strategy.exchange is not None:
-        raise PlanError(
-            f"{call} at step {run.state.step}: under plan={run.plan.spec!r}, workers have the same "
-            f"weights at steps divisible by {strategy.exchange.reducer.every} and at the end of an "
-            "epoch only. Call it then."
-        )
 
 
 def check_save_every(run: Parts, save_every: int | None) -> None:

@@ -18,7 +18,7 @@ from ronde.run.content import CheckpointContent
 from ronde.run.ending import is_left_by_script
 from ronde.run.evaluation import Evaluations, gather_skipped, skip_report, to_device
 from ronde.run.group import RunGroup
-from ronde.run.run_state import MicroBatches
+from ronde.run.parts import MicroBatches
 from ronde.run.step import OptimizerStep
 from ronde.world import ArgumentError, CheckpointError, RondeError
 from ronde.world.rendezvous import counted

@@ -1,19 +1,39 @@
-"""The arguments of ``distribute`` in groups; see :func:`ronde.distribute` for each."""
+"""The arguments of :func:`ronde.distribute` in groups, and the plan that they make."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from torch.optim import Optimizer
 
 from ronde.checkpoint import KeepPolicy
 from ronde.loader import FeedSettings
-from ronde.plan import Plan
+from ronde.plan import Plan, split
+from ronde.plan.batch import micro_batches_of
+from ronde.run import lr_rules
 from ronde.run.best import split_metric
-from ronde.world import ArgumentError
+from ronde.run.hooks import observed
+from ronde.world import ArgumentError, World
+from ronde.world.consensus import broadcast_json
 
-__all__ = ["BatchOptions", "RunOptions", "SaveOptions", "SplitOptions"]
+__all__ = [
+    "BatchOptions",
+    "RunOptions",
+    "SaveOptions",
+    "SplitOptions",
+    "accumulate",
+    "asked_plan",
+    "grow",
+    "micro_batch_sizes",
+    "recorded_cut",
+    "script_plan",
+]
 
 
 @dataclass(frozen=True)
@@ -91,3 +111,102 @@ class RunOptions:
     def leaves_out(self) -> bool:
         """Whether steps may be left out, or taken again."""
         return self.on_nan in ("skip", "rollback")
+
+
+def asked_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[str, Any]) -> Plan:
+    """The split, from ``ronde run --plan``, the argument ``plan``, or single fields."""
+    given = os.environ.get("RONDE_PLAN")
+    chosen = _read_plan(given, me) if given else script_plan(plan, me, fields)
+    if chosen.schedule in ("interleaved", "looped", "zbv") and chosen.virtual == 1:
+        chosen = dataclasses.replace(chosen, virtual=2)
+    chosen = dataclasses.replace(chosen, workers=me.size)
+    if reducer := os.environ.get("RONDE_REDUCER"):
+        chosen = dataclasses.replace(chosen, reducer=reducer)
+    chosen.check()
+    chosen.check_workers(me.size)
+    return chosen
+
+
+def script_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[str, Any]) -> Plan:
+    """The split of the script's own arguments, whatever ``ronde run --plan`` says."""
+    changes: dict[str, Any] = {k: v for k, v in fields.items() if v is not None}
+    if "split_at" in changes:
+        changes["split_at"] = tuple(changes["split_at"])
+    return dataclasses.replace(_read_plan(plan, me), **changes)
+
+
+def _read_plan(asked: Any, me: World) -> Plan:
+    if isinstance(asked, Plan):
+        return asked
+    if not isinstance(asked, str | os.PathLike):
+        kind = type(asked).__name__
+        raise ArgumentError(f"plan must be a text, a file, or a ronde.Plan; found {kind}.")
+    if asked == "auto":
+        return Plan()
+    file = Plan.file_of(asked) if isinstance(asked, str) else Path(asked)
+    if file is None:
+        return Plan.parse(str(asked))
+    if not file.is_file():
+        raise ArgumentError(f"plan={str(file)!r}: there is no such file (in {Path.cwd()}).")
+    plan = Plan.load(file)
+    if plan.workers not in (1, me.size) and not observed():
+        raise ArgumentError(f"the plan in {file} is for {plan.workers} workers, not {me.size}.")
+    return plan
+
+
+def recorded_cut(plan: Plan, file: Path, me: World) -> tuple[str, ...]:
+    """Where the ``plan.yaml`` of a run to resume cuts a pipeline of as many stages; empty if it has
+    another number, or is not there. A collective.
+    """
+    names: list[str] = []
+    if me.is_main:
+        with suppress(ArgumentError):
+            before = Plan.load(file)
+            if (before.pipeline, before.virtual) == (plan.pipeline, plan.virtual):
+                names = list(before.split_at)
+    return tuple(broadcast_json(me, names))
+
+
+def grow(
+    plan: Plan,
+    optimizer: Optimizer,
+    scheduler: Any,
+    rule: str | None,
+    warmup: int | None,
+    samples: int,
+) -> Plan:
+    """``batch="grow"``: the batch times the number of workers, and the learning rate to match."""
+    chosen = lr_rules.choose_rule(optimizer, rule)
+    factor = lr_rules.lr_factor(chosen, plan.workers)
+    size = plan.batch_size * plan.workers
+    steps = (5 * -(-samples // size)) if warmup is None else warmup
+    lr_rules.scale_rates(optimizer, scheduler, factor)
+    values = {
+        **plan.to_dict(),
+        "batch_size": size,
+        "lr_rule": chosen,
+        "lr_factor": factor,
+        "warmup_steps": steps if factor > 1 else 0,
+    }
+    return Plan.from_dict(values)
+
+
+def accumulate(plan: Plan) -> Plan:
+    """The plan with its number of micro-batches."""
+    largest = split(0, plan.batch_size, plan.replicas)[0][1]
+    count = micro_batches_of(plan, largest)
+    micro = -(-largest // count) if plan.pipeline > 1 else plan.micro_batch
+    return dataclasses.replace(plan, accumulation=count, micro_batch=micro)
+
+
+def micro_batch_sizes(plan: Plan, epoch_samples: int) -> tuple[int, ...]:
+    """Sizes of all micro-batches of an epoch, on any worker; the stand-in of an empty one has 1."""
+    size = plan.batch_size
+    totals = {min(size, epoch_samples), epoch_samples % size or size}
+    sizes = {
+        max(1, b - a)
+        for total in totals
+        for low, high in split(0, total, plan.replicas)
+        for a, b in split(low, high, plan.accumulation)
+    }
+    return tuple(sorted(sizes))

@@ -1,11 +1,13 @@
-"""What one run is made of, for the files that carry it out."""
+"""What one run is made of, and where it stands, for the files that carry it out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dis
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -15,12 +17,82 @@ from ronde.loader import TakenOver
 from ronde.parallel import Strategy, Work
 from ronde.plan import Plan, Share, epoch_steps
 from ronde.run.losses import LossCall
-from ronde.run.run_state import State
 from ronde.watch import RunDir, Warned, Watcher
-from ronde.world import World
+from ronde.world import PlanError, World
 from ronde.world.rendezvous import Rendezvous
 
-__all__ = ["Parts", "Position"]
+__all__ = ["DTYPES", "MicroBatches", "Parts", "Position", "State"]
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class State:
+    """How far a run has come.
+
+    Attributes:
+        epoch: the epoch being trained, from 0.
+        step: optimizer steps done.
+        samples: samples trained on, over all workers, repeats in later epochs included.
+        epoch_samples: samples of this epoch done: where in its order the next batch starts.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    samples: int = 0
+    epoch_samples: int = 0
+
+
+_UNPACKING = {dis.opmap["UNPACK_SEQUENCE"], dis.opmap["UNPACK_EX"]}
+
+
+class MicroBatches(list[Any]):
+    """What ``run.batches()`` yields where a step has several micro-batches: a list of them.
+
+    ``run.step`` takes it whole; a script that owns its loop goes through it and calls
+    ``run.backward`` for each.
+
+    Raises:
+        PlanError: the script takes it for one batch and unpacks it (``inputs, target = batch``),
+            or, under a pipeline, indexes it.
+    """
+
+    def __init__(self, micros: Iterable[Any] = (), pipeline: str = "") -> None:
+        super().__init__(micros)
+        self._pipeline = pipeline  # the plan's words, if it is a pipeline that yields this
+
+    def __iter__(self) -> Iterator[Any]:
+        # Two micro-batches would pass for inputs and target.
+        frame = sys._getframe(1)
+        if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] in _UNPACKING:
+            self._refuse("unpacks")
+        return super().__iter__()
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._pipeline or isinstance(key, str):
+            self._refuse("indexes")
+        return super().__getitem__(key)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(f"{self._advice()} It has no attribute {name!r}.")
+
+    def _refuse(self, how: str) -> NoReturn:
+        raise PlanError(f"the script {how} a batch. {self._advice()}")
+
+    def _advice(self) -> str:
+        count = f"{len(self)} micro-batches" if len(self) > 1 else "1 micro-batch"
+        if self.__dict__.get("_pipeline"):
+            return (
+                f"Under plan={self._pipeline!r} a step has {count}, which a pipeline interleaves: "
+                "pass the batch whole to run.step(batch), or use another plan."
+            )
+        return (
+            f"This step has {count}: pass the batch whole to run.step(batch), or call "
+            "run.backward(loss) for each micro-batch of it (for micro in batch: …)."
+        )
 
 
 @dataclass(eq=False)
@@ -98,6 +170,20 @@ class Parts:
             return False
         left = self.data.order.samples_in(state.epoch) - state.epoch_samples
         return left <= 0 or (plan.drop_last and left < plan.batch_size)
+
+    def check_settled(self, call: str) -> None:
+        """Refuse what reads weights while each worker has its own, under a reducer of local steps.
+
+        Raises:
+            PlanError: they have.
+        """
+        strategy = self.strategy
+        if strategy.drifts and strategy.exchange is not None:
+            raise PlanError(
+                f"{call} at step {self.state.step}: under plan={self.plan.spec!r}, workers have "
+                "the same weights at steps divisible by "
+                f"{strategy.exchange.reducer.every} and at the end of an epoch only. Call it then."
+            )
 
     def warn(self, text: str, differs: bool = False) -> None:
         """Warn; ``differs``: the training is not the same as in one process for it."""

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ronde.parallel.gradient_hooks import GradientHooks
-from ronde.run import checkpoints, exchange_state, failure_note, hooks
+from ronde.parallel.strategy import GradientHooks
+from ronde.run import checkpoints, failure_note, hooks
 from ronde.run.average import Decay, WeightAverage
 from ronde.run.best import BestCheckpoint
-from ronde.run.callbacks.averages import AveragesWeights
 from ronde.run.callbacks.callback_order import callbacks_of
-from ronde.run.callbacks.growth import Growth
 from ronde.run.callbacks.recording import Recording
+from ronde.run.callbacks.upkeep import AveragesWeights, Growth
 from ronde.run.collective_calls import CollectiveCalls
 from ronde.run.content import CheckpointContent
 from ronde.run.evaluation import Evaluations
@@ -269,7 +268,7 @@ class Run(CollectiveCalls):
         if not isinstance(name, str) or not name:
             raise ArgumentError(f"run.evaluate(…, name={name!r}): expected a text, as 'test'.")
         self._rendezvous.meet("run.evaluate(data)")
-        exchange_state.check_settled(self._parts, "run.evaluate(data)")
+        self._parts.check_settled("run.evaluate(data)")
         rate = self._parts.watcher.rate
         rate.pause()
         outcome = self._evaluations.evaluate(data, metrics or {}, name, self._loop.is_reading)
@@ -378,7 +377,7 @@ class Run(CollectiveCalls):
             advice = "Call it on every worker, or with together=False."
             self._group.stop(self._rendezvous.meet("run.stop(reason)", reason, advice=advice)[0])
         else:
-            from ronde.run.callbacks.leaves_when_asked import ask_to_stop
+            from ronde.run.callbacks.upkeep import ask_to_stop
 
             ask_to_stop(self._group, reason)
 
@@ -445,7 +444,9 @@ class Run(CollectiveCalls):
             >>> with average.applied():  # doctest: +SKIP
             ...     run.evaluate(test_set)
         """
-        exchange_state.check_can_average(self._parts)
+        from ronde.run.exchange_state import check_can_average
+
+        check_can_average(self._parts)
         self._loop.callbacks.wake(AveragesWeights)
         return self._content.averages.add(self._parts, name, decay, start, every)
 
@@ -521,6 +522,6 @@ class Run(CollectiveCalls):
         """
         from ronde.run.persist import export_weights
 
-        exchange_state.check_settled(self._parts, f"run.export({str(path)!r})")
+        self._parts.check_settled(f"run.export({str(path)!r})")
         with average.applied() if average is not None else nullcontext():
             export_weights(self._parts, Path(path))

@@ -7,18 +7,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ronde.checkpoint import KeepPolicy, Saver, Written
+from ronde.checkpoint import KeepPolicy
 from ronde.watch import BestFound, Checkpointed
 from ronde.world import CheckpointError, WorldError
 from ronde.world.consensus import broadcast_json
 from ronde.world.fence import refuse_fenced
 
 if TYPE_CHECKING:
+    from ronde.checkpoint import Saver, Written
     from ronde.run.content import CheckpointContent
     from ronde.run.parts import Parts
 
@@ -35,13 +37,11 @@ class Saving:
     """The checkpoints of one loop.
 
     Attributes:
-        saver: does the writing.
         ends: whether the process ends, and the others may not: they are not waited for.
         is_open: whether a save is not settled; the same on all ranks.
     """
 
     def __init__(self) -> None:
-        self.saver = Saver()
         self.is_open = False
         self._divided = False  # whether workers hold parts of it
         self._best: list[BestFound] = []
@@ -49,6 +49,13 @@ class Saving:
         self.ends = False
         self._longest = 0.0
         self._said_behind = self._said_long = self._said_memory = False
+
+    @cached_property
+    def saver(self) -> Saver:
+        """Does the writing."""
+        from ronde.checkpoint import Saver  # which no step needs
+
+        return Saver()
 
     def save(
         self, contents: Mapping[str, CheckpointContent], folder: Path, step: int, wait: bool
@@ -194,4 +201,5 @@ class Saving:
 
     def free(self) -> None:
         """The last run of the loop has ended."""
-        self.saver.free()
+        if "saver" in vars(self):
+            self.saver.free()

@@ -18,8 +18,7 @@ from torch.utils.data import Dataset
 
 from ronde.introspect import attributes, restore_states, states, walk
 from ronde.parallel import Strategy
-from ronde.run.parts import Parts
-from ronde.run.run_state import State
+from ronde.run.parts import Parts, State
 
 __all__ = ["Snapshot", "kept_attributes"]
 

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ronde.parallel import Part
-from ronde.parallel.gradient_hooks import NOTHING, GradientHooks
+from ronde.parallel.strategy import NOTHING, GradientHooks
 from ronde.plan import Share
 from ronde.run import checks, failure_note, lr_rules
 from ronde.run.average import Averages
 from ronde.run.callback import Callbacks, StepView
-from ronde.run.delivered_rows import Lengths, Rows, collates, lengths
 from ronde.run.gather import Gathering, gather_batch
 from ronde.run.group import RunGroup
-from ronde.run.parts import Parts
-from ronde.run.run_state import MicroBatches
+from ronde.run.losses import Lengths, Rows, collates, lengths
+from ronde.run.parts import MicroBatches, Parts
 from ronde.run.step_draws import StepDraws
 from ronde.world import ArgumentError, RondeError
 from ronde.world.rendezvous import counted

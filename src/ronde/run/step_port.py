@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ronde.parallel import Replicate
 from ronde.plan import Plan, Share
 from ronde.run.group import RunGroup
-from ronde.run.run_state import MicroBatches, State
+from ronde.run.parts import MicroBatches, State
 from ronde.run.snapshot import Snapshot
 from ronde.run.step import OptimizerStep
 from ronde.watch import RunDir, Silent, Watcher

@@ -12,7 +12,10 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["claim", "unregistered"]
+from ronde.run.callback import Callback
+from ronde.run.parts import Parts
+
+__all__ = ["ReportsUnregistered", "claim", "unregistered"]
 
 _MOST_LOOKS = 12  # in a process, which may hold many short runs: a look takes 0.1 s
 _AVERAGES = (
@@ -87,3 +90,23 @@ def _in_use() -> list[Any]:
         if any(getattr(part, counter, 0) for part in (thing, *getattr(thing, "_schedulers", ())))
     ]
     return [thing for thing in used if id(thing) not in covered]
+
+
+_LOOKS = 3  # a scheduler may be stepped for the first time at the end of the first epoch
+
+
+class ReportsUnregistered(Callback):
+    """Looks at the first ends of epochs and before the first checkpoint, where one is written."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._looks = _LOOKS
+        claim(parts.optimizer, parts.scheduler)
+
+    def epoch_ended(self, parts: Parts) -> None:
+        """See :class:`Callback`."""
+        if self._looks and parts.world.is_main and parts.directory is not None:
+            self._looks -= 1
+            for warning in unregistered():
+                parts.warn(warning)
+
+    before_save = epoch_ended

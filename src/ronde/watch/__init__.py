@@ -48,8 +48,7 @@ if TYPE_CHECKING:
         less_is_better,
         read,
     )
-    from ronde.watch.run_dir import RunDir, check_name, claim_run_dir, latest, script_stem
-    from ronde.watch.run_lock import lock_run
+    from ronde.watch.run_dir import RunDir, check_name, claim_run_dir, latest, lock_run, script_stem
     from ronde.watch.summary import Summary, summarise
     from ronde.watch.watcher import Watcher, recorded
 
@@ -111,8 +110,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION Started StepRecorded Warned less_is_better read",
-            "ronde.watch.run_lock": "lock_run",
-            "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest script_stem",
+            "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest lock_run script_stem",
             "ronde.watch.summary": "Summary summarise",
             "ronde.watch.watcher": "Watcher recorded",
         },

@@ -8,19 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from ronde.run import hooks
 from ronde.run.callback import Callback, Callbacks
-from ronde.run.callbacks.averages import AveragesWeights
-from ronde.run.callbacks.growth import Growth
-from ronde.run.callbacks.heartbeats import Heartbeats
 from ronde.run.callbacks.non_finite import NonFiniteGuard, NonFiniteLoss
 from ronde.run.callbacks.recording import Recording
-from ronde.run.callbacks.saving_due import BestIsSaved, SavesEvery
-from ronde.run.callbacks.unregistered_state import ReportsUnregistered
+from ronde.run.callbacks.upkeep import AveragesWeights, BestIsSaved, Growth, Heartbeats, SavesEvery
 from ronde.run.content import CheckpointContent
 from ronde.run.first_steps_check import FirstStepsCheck
 from ronde.run.gather import Gathering
 from ronde.run.group import RunGroup
 from ronde.run.options import RunOptions
 from ronde.run.parts import Parts
+from ronde.run.unregistered import ReportsUnregistered
 
 if TYPE_CHECKING:
     from ronde.run.check_prediction import Forecast
@@ -87,7 +84,7 @@ def _replicas(run: Parts, group: RunGroup, options: RunOptions) -> Iterator[Call
 
 def _stops_when_asked(run: Parts, group: RunGroup) -> Iterator[Callback]:
     if not run.part:
-        from ronde.run.callbacks.leaves_when_asked import StopsWhenAsked
+        from ronde.run.callbacks.upkeep import StopsWhenAsked
 
         yield StopsWhenAsked(run.world, group)
 
@@ -101,6 +98,6 @@ def _pauses(run: Parts, group: RunGroup) -> Iterator[Callback]:
 
 def _leaves_when_asked(run: Parts, group: RunGroup) -> Iterator[Callback]:
     if os.environ.get("RONDE_LEAVE") == "1" and not run.part:
-        from ronde.run.callbacks.leaves_when_asked import LeavesWhenAsked
+        from ronde.run.callbacks.upkeep import LeavesWhenAsked
 
         yield LeavesWhenAsked(run.world, group)
