@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +20,8 @@ __all__ = ["PIPES", "Chunk", "check_output_name", "items"]
 
 PIPES = "RONDE_MAP_PIPES"
 """Variable by which a map's script finds its worker: the ledger's folder and two descriptors."""
+
+_PROGRESS_SECONDS = 0.2
 
 
 @dataclass(eq=False)
@@ -36,7 +39,7 @@ class Chunk:
     folder: Path
     _items: Items
     _outputs: list[str] = field(default_factory=list)
-    _progress: Path | None = None
+    _progress: Callable[[], None] = lambda: None
     _ended: bool = False
     _open: int = 0
 
@@ -45,8 +48,7 @@ class Chunk:
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         for each in self._items.read(self.first, self.last):
-            if self._progress is not None:
-                os.utime(self._progress)
+            self._progress()
             yield each
         self._ended = True
 
@@ -142,13 +144,19 @@ def items(source: str) -> Iterator[Chunk]:
 def _handed() -> Iterator[Chunk]:
     root, taken, told = json.loads(os.environ[PIPES])
     found = load_items(Path(root))
+    said = 0.0
+
+    def progress() -> None:  # an empty line
+        nonlocal said
+        if time.monotonic() - said > _PROGRESS_SECONDS:
+            said = time.monotonic()
+            print(file=answers, flush=True)
+
     with open(taken, closefd=False) as orders, open(told, "w", closefd=False) as answers:
         print("{}", file=answers, flush=True)
         for line in orders:
             order = json.loads(line)
-            folder = Path(order["folder"])
-            chunk = Chunk(
-                order["first"], order["last"], folder, found, _progress=Path(order["progress"])
-            )
+            chunk = Chunk(order["first"], order["last"], Path(order["folder"]), found)
+            chunk._progress = progress
             yield chunk
             print(json.dumps({"outputs": chunk.end()}), file=answers, flush=True)

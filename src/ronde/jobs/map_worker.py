@@ -85,7 +85,7 @@ class _Worker:
         self._child: _Child | None = None
         self._orders = self._answers = -1
         self._environment = _without_launcher(root)
-        self._progress = Path(tempfile.mkstemp(prefix="ronde-map-")[1])
+        self._progress = 0.0
 
     def run(self) -> None:
         """Take chunks until none is left."""
@@ -102,7 +102,6 @@ class _Worker:
                     return
         finally:
             self._close()
-            self._progress.unlink(missing_ok=True)
 
     def _end_well(self) -> None:
         """Let the script do what comes after its loop."""
@@ -173,15 +172,13 @@ class _Worker:
             LeaseLost: another worker has the chunk.
         """
         beat = heartbeat(int(os.environ.get("RANK", 0)))
-        os.utime(self._progress)
-        began = self._progress.stat().st_mtime
-        waited = time.monotonic()
+        self._progress = began = time.monotonic()
         while not is_done(_BEAT):
-            beat.tick()
-            self.ledger.beat(lease)
-            if (now := self._progress.stat().st_mtime) != began:
-                began, waited = now, time.monotonic()
-            if limit is not None and time.monotonic() - waited > limit:
+            if time.monotonic() - began >= _BEAT:
+                began = time.monotonic()
+                beat.tick()
+                self.ledger.beat(lease)
+            if limit is not None and time.monotonic() - self._progress > limit:
                 raise _Failed(f"an item took longer than {limit:g} s (--limit)")
 
     def _script(self, lease: Lease) -> list[str]:
@@ -196,7 +193,8 @@ class _Worker:
             nonlocal answer
             if select.select([self._answers], [], [], seconds)[0]:
                 data = os.read(self._answers, 65536)
-                answer += data
+                self._progress = time.monotonic()
+                answer = (answer + data).lstrip(b"\n")  # an empty line is a sign of progress
                 return not data or answer.endswith(b"\n")
             return False
 
@@ -204,9 +202,8 @@ class _Worker:
             self._watch(lease, answered)  # it has come to its items
         if answer or not is_new:
             answer = b""
-            told = json.dumps({**order, "progress": str(self._progress)}) + "\n"
             with contextlib.suppress(BrokenPipeError):
-                os.write(self._orders, told.encode())
+                os.write(self._orders, (json.dumps(order) + "\n").encode())
             self._watch(lease, answered, self.plan.limit)
         if not answer:
             with contextlib.suppress(subprocess.TimeoutExpired):
