@@ -62,12 +62,14 @@ def _verbs() -> None:
         scale,
         show,
         submit,
+        tune,
         watch,
     )
 
     verbs = (
         run,
         map,
+        tune,
         plan,
         prove,
         doctor,

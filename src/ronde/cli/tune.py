@@ -1,0 +1,413 @@
+"""``ronde tune``: search over hyper-parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ronde.cli.leaving import parse_duration
+from ronde.cli.script import ModuleOption, command_of
+from ronde.watch import check_name, plain_console, script_stem
+from ronde.world import ArgumentError
+
+if TYPE_CHECKING:
+    from ronde.jobs.tuner import Tuned, TunePlan
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+The script takes each value as an argument, --lr 0.01. Every trial is a run of its own, on its own
+devices: all its workers have the same values. A trial that falls behind pauses, and costs no more.
+
+Examples:
+
+  ronde tune --space lr=log:1e-4..1e-1 --goal max:accuracy train.py
+
+  ronde tune --space lr=log:1e-4..1e-1 --space batch=32,64 --goal min:loss --trials 27
+  --method hyperband --max 9ep train.py --epochs 9
+
+  ronde tune --space space.py --method bayes --devices 8 --workers 2 --goal max:accuracy train.py
+
+  ronde tune --resume tune-1                      after anything; no sample is trained twice
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of ``ronde tune``, as the user gave them."""
+
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SCRIPT [ARGS]...",
+            help="The script and its own arguments.",
+            show_default=False,
+        ),
+    ] = None
+    module: ModuleOption = None
+    space: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--space",
+            metavar="NAME=… | FILE.py",
+            help="What to search: NAME=0..1, log:1e-4..1e-1, int:1..8, or x,y,z; once a name. "
+            "Or a file that defines space(trial) as for Optuna.",
+            show_default=False,
+        ),
+    ] = None
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            "--goal",
+            metavar="max:METRIC|min:METRIC",
+            help="A metric of run.evaluate, as max:accuracy or min:loss@test.",
+            show_default=False,
+        ),
+    ] = None
+    trials: Annotated[int, typer.Option("--trials", metavar="N", min=1, help="How many.")] = 20
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="METHOD",
+            help="random, grid, bayes, halving, hyperband, asha; bayes+halving, bayes+hyperband.",
+        ),
+    ] = "random"
+    most: Annotated[
+        str,
+        typer.Option(
+            "--max",
+            metavar="SAMPLES|EPep",
+            help="How long a trial trains, as 50000 or 9ep. Default: as the script does.",
+            show_default=False,
+        ),
+    ] = ""
+    least: Annotated[
+        str,
+        typer.Option(
+            "--min",
+            metavar="SAMPLES|EPep",
+            help="First rung of halving. Default: an epoch.",
+            show_default=False,
+        ),
+    ] = ""
+    eta: Annotated[
+        float, typer.Option("--eta", min=1.5, help="One of so many goes on to the next rung.")
+    ] = 3.0
+    seed: Annotated[int, typer.Option("--seed", help="Of the search.")] = 0
+    style: Annotated[
+        str,
+        typer.Option(
+            "--as",
+            metavar="'{name}={value}'",
+            help="How a value becomes an argument. Default: --NAME VALUE.",
+            show_default=False,
+        ),
+    ] = ""
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="N|auto", help="GPUs, or cores, for all trials.")
+    ] = "auto"
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", metavar="K", min=1, help="Of each trial, at first.")
+    ] = 1
+    fixed: Annotated[
+        bool,
+        typer.Option(
+            "--fixed-workers",
+            help="Do not give free devices to the trials that are left, where it pays.",
+        ),
+    ] = False
+    target: Annotated[
+        float | None,
+        typer.Option("--target", help="End when a trial is as good as this.", show_default=False),
+    ] = None
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="TIME|SAMPLES",
+            help="End after this time, as 2h, or so many samples.",
+            show_default=False,
+        ),
+    ] = None
+    warm: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--warm",
+            metavar="DIR",
+            help="Folder of an earlier search, whose results bayes uses.",
+            show_default=False,
+        ),
+    ] = None
+    keep: Annotated[
+        str,
+        typer.Option(
+            "--keep",
+            metavar="best|all",
+            help="Whether checkpoints of trials that fell behind are removed at once.",
+        ),
+    ] = "best"
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            help="Name of the search. Default: the script's, numbered.",
+            show_default=False,
+        ),
+    ] = None
+    resume: Annotated[
+        str | None,
+        typer.Option("--resume", metavar="NAME", help="Go on with a search.", show_default=False),
+    ] = None
+    runs: Annotated[
+        Path,
+        typer.Option(
+            "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
+        ),
+    ] = Path("runs")
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    def tune(**values: Any) -> None:
+        _tune(Options(**values))
+
+    tune.__signature__ = inspect.signature(Options, eval_str=True)  # type: ignore[attr-defined]
+    app.command(
+        "tune",
+        help="Search over hyper-parameters: trials that pause at exact samples.\n" + _EXAMPLES,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )(tune)
+
+
+def _tune(options: Options) -> None:
+    from ronde.jobs.tuner import Tuner, load_plan
+
+    quiet = options.quiet or options.as_json
+    devices, gpus = _devices(options.devices)
+    if options.workers > devices:
+        raise ArgumentError(
+            f"--workers {options.workers}: there are {devices} devices for all trials (--devices)."
+        )
+    if options.resume is not None:
+        if options.arguments or options.module or options.space:
+            raise ArgumentError("--resume goes on with a search as it was planned: give it alone.")
+        folder = options.runs / options.resume
+        plan = load_plan(folder)
+    else:
+        plan = _plan(options, max(devices // options.workers, 1))
+        folder = _claim(options, plan)
+    if not quiet:
+        _tell(
+            f"ronde tune {' '.join(plan.command)}  ·  {plan.trials} trials  ·  {devices} "
+            f"{'GPUs' if gpus else 'cores'}  ·  {_short(folder)}"
+        )
+    seconds, samples = _budget(options.budget)
+    tuner = Tuner(
+        folder,
+        plan,
+        devices,
+        options.workers,
+        grows=not options.fixed,
+        gpus=gpus,
+        target=options.target,
+        seconds=seconds,
+        samples=samples,
+        tell=(lambda text: None) if quiet else _tell,
+    )
+    began = time.monotonic()
+    with _asked(tuner) as asked:
+        found = tuner.run()
+    if options.as_json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        _show(found, plan, folder, time.monotonic() - began)
+    if asked:
+        typer.echo(f"stopped; go on with: ronde tune --resume {folder.name}", err=True)
+        raise typer.Exit(130 if asked[0] == signal.SIGINT else 75)
+    raise typer.Exit(0 if found.best else 1)
+
+
+def _plan(options: Options, batch: int) -> TunePlan:
+    """Check the options, before anything starts.
+
+    Raises:
+        ArgumentError: one is missing or wrong.
+    """
+    from ronde.jobs.search import METHODS
+    from ronde.jobs.space import read_space
+    from ronde.jobs.trials import Goal
+    from ronde.jobs.tuner import TunePlan
+
+    kind = options.method.rpartition("+")[2]
+    bayes = options.method.removesuffix(f"+{kind}") == "bayes" and kind in ("halving", "hyperband")
+    if options.method not in METHODS and not bayes:
+        raise ArgumentError(
+            f"--method {options.method}: expected {', '.join(METHODS)}, bayes+halving or "
+            "bayes+hyperband."
+        )
+    if kind in ("halving", "hyperband", "asha") and not options.most:
+        raise ArgumentError(
+            f"--method {options.method} compares trials at rungs: say how long one trains, as "
+            "--max 9ep."
+        )
+    if options.goal is None:
+        raise ArgumentError("--goal is missing: say what is best, as --goal max:accuracy.")
+    if options.keep not in ("best", "all"):
+        raise ArgumentError(f"--keep {options.keep}: expected best or all.")
+    Goal.parse(options.goal)
+    read_space(options.space or [])
+    for folder in options.warm or []:
+        if not (folder / "result.json").is_file():
+            raise ArgumentError(f"--warm {folder}: it holds no result of a search.")
+    return TunePlan(
+        command_of(options.module, options.arguments or []),
+        options.space or [],
+        options.goal,
+        options.trials,
+        options.method,
+        options.least,
+        options.most,
+        options.eta,
+        options.seed,
+        options.style,
+        batch,
+        [str(path.absolute()) for path in options.warm or []],
+        options.keep,
+    )
+
+
+def _claim(options: Options, plan: TunePlan) -> Path:
+    import dataclasses
+
+    if options.name is not None:
+        check_name(options.name)
+        names: Iterator[str] = iter([options.name])
+    else:
+        stem = script_stem(options.module or plan.command[0])
+        names = (f"{stem}-tune-{number}" for number in range(1, 100_000))
+    for name in names:
+        folder = options.runs / name
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        (folder / "tune.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
+        return folder
+    raise ArgumentError(
+        f"{options.runs / str(options.name)} exists already: ronde tune --resume {options.name} "
+        "goes on, another --name begins anew."
+    )
+
+
+def _devices(text: str) -> tuple[int, bool]:
+    from ronde.launch import resolve_workers
+    from ronde.world.cores import usable_cores
+
+    has_gpus = os.environ.get("RONDE_DEVICE") != "cpu" and Path("/dev/nvidia0").exists()
+    if text == "auto":
+        return (resolve_workers("auto") if has_gpus else usable_cores()), has_gpus
+    if not text.isdecimal() or not int(text):
+        raise ArgumentError(f"--devices {text}: expected a number, or auto.")
+    return int(text), has_gpus
+
+
+def _budget(text: str | None) -> tuple[float | None, int | None]:
+    if text is None:
+        return None, None
+    if re.fullmatch(r"\d+", text):
+        return None, int(text)
+    return parse_duration(text, "--budget"), None
+
+
+@contextlib.contextmanager
+def _asked(tuner: Any) -> Iterator[list[int]]:
+    """Signals let all trials save and leave; the list has those that came."""
+    came: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        came.append(number)
+        tuner.stop()
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
+    """A table of the trials, and the best one."""
+    from rich.table import Table
+
+    console = plain_console()
+    names = list(dict.fromkeys(name for trial in found.trials for name in trial["values"]))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("trial", *names):
+        table.add_column(column)
+    metric = plan.goal.partition(":")[2]
+    table.add_column(metric, justify="right")
+    table.add_column("samples", justify="right")
+    sign = -1 if plan.goal.startswith("max") else 1
+
+    def order(trial: Any) -> tuple[int, float]:
+        values = [v for v in trial["results"] if v is not None]
+        return -len(values), sign * values[-1] if values else 0.0
+
+    for trial in sorted(found.trials, key=order)[:20]:
+        values = [v for v in trial["results"] if v is not None]
+        told = f"{values[-1]:.5g}" if values else ("failed" if trial["error"] else "–")
+        shown = (_brief(trial["values"].get(name, "")) for name in names)
+        table.add_row(Path(trial["run"]).name, *shown, told, f"{trial['samples']:,}")
+    console.print(table)
+    if len(found.trials) > 20:
+        console.print(f"… {len(found.trials) - 20} more in {_short(folder)}/result.json")
+    share = (
+        f", {found.samples / found.whole:.0%} of what all trials would take" if found.whole else ""
+    )
+    ended = {"target": "; the target is reached", "budget": "; the budget is used up"}
+    _tell(f"{found.samples:,} samples in {seconds:.0f} s{share}{ended.get(found.ended, '')}")
+    if not found.best:
+        _tell(f"no trial has a result for --goal {plan.goal}")
+        return
+    best = found.best
+    said = "   ".join(f"{name} {_brief(value)}" for name, value in best["values"].items())
+    console.print(
+        f"[bold]best[/] {Path(best['run']).name}   {metric} {best['result']:.5g}   {said}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    from ronde.jobs.trials import argument_words
+
+    words = [*plan.command, *argument_words(best["values"], plan.style)]
+    _tell(f"again, whole: ronde run {' '.join(words)}")
+
+
+def _brief(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _short(path: Path) -> str:
+    path = path.absolute()
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _tell(text: str) -> None:
+    plain_console().print(text, soft_wrap=True, highlight=False)

@@ -1,0 +1,211 @@
+"""A trial of a search: a run directory of ``ronde run``, trained by a child process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ronde.jobs.space import Values
+from ronde.watch import RunDir
+from ronde.watch.record import Ended, Epoch, Evaluated, Started, StepRecorded, read
+from ronde.world import ArgumentError
+
+__all__ = ["Goal", "Progress", "TrialProcess", "argument_words", "progress_of", "trial_name"]
+
+_PAUSED = 75
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is best.
+
+    Attributes:
+        maximize: whether large is good.
+        metric: its name in ``run.evaluate``, or ``loss``.
+        evaluation: the name of the evaluation; empty: any.
+    """
+
+    maximize: bool
+    metric: str
+    evaluation: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Goal:
+        """Read ``max:METRIC`` or ``min:METRIC``, with ``@EVALUATION`` where there are several.
+
+        Raises:
+            ArgumentError: it is something else.
+
+        Example:
+            >>> Goal.parse("min:loss@test")
+            Goal(maximize=False, metric='loss', evaluation='test')
+        """
+        way, _, name = text.partition(":")
+        metric, _, evaluation = name.partition("@")
+        if way not in ("max", "min") or not metric:
+            raise ArgumentError(
+                f"--goal {text}: expected max:METRIC or min:METRIC, as max:accuracy."
+            )
+        return cls(way == "max", metric, evaluation)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a trial is.
+
+    Attributes:
+        results: at each rung that it has reached; a last None: it failed there.
+        samples: trained so far, over all epochs.
+        epoch_samples: samples of the data; 0 before it has begun.
+        rate: samples per second, by number of workers.
+        metrics: names that its evaluations have.
+        error: why it failed.
+        begun: whether there is a run to go on with.
+    """
+
+    results: tuple[float | None, ...] = ()
+    samples: int = 0
+    epoch_samples: int = 0
+    rate: tuple[tuple[int, float], ...] = ()
+    metrics: frozenset[str] = frozenset()
+    error: str = ""
+    begun: bool = False
+
+
+def trial_name(number: int) -> str:
+    """The name of its run."""
+    return f"t{number:03d}"
+
+
+def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> Progress:
+    """Read a trial's record: nothing is stored twice.
+
+    Args:
+        run: its run directory.
+        goal: what is best.
+        rungs: samples of each rung.
+    """
+    if not run.record.is_file():
+        return Progress()
+    samples = workers = epoch_samples = 0
+    values: list[tuple[int, float]] = []
+    metrics: set[str] = set()
+    rates: dict[int, float] = {}
+    ended: Ended | None = None
+    for event in read(run.record):
+        ended = event if isinstance(event, Ended) else None
+        if isinstance(event, Started):
+            epoch_samples, workers = event.samples, event.workers
+        elif isinstance(event, StepRecorded):
+            samples = event.samples
+        elif isinstance(event, Epoch) and event.samples_per_second:
+            rates[workers] = event.samples_per_second
+        elif isinstance(event, Evaluated):
+            metrics.update(f"{name}@{event.name}" for name in event.metrics)
+            found = event.metrics.get(goal.metric)
+            if found is not None and goal.evaluation in ("", event.name):
+                values.append((samples, float(found)))
+    results: list[float | None] = []
+    for rung in rungs:
+        reached = next((value for at, value in values if at >= rung), None)
+        if reached is None and ended is not None:
+            if ended.status == "completed":  # the script's training is shorter
+                reached = values[-1][1] if values else None
+            elif ended.status != "failed":
+                break
+            results.append(reached)
+            if reached is None:
+                break
+        elif reached is None:
+            break
+        else:
+            results.append(reached)
+    failed = ended.error or "" if ended is not None and ended.status == "failed" else ""
+    begun = any(run.checkpoints.glob("step-*"))
+    return Progress(
+        tuple(results),
+        samples,
+        epoch_samples,
+        tuple(rates.items()),
+        frozenset(metrics),
+        failed,
+        begun,
+    )
+
+
+def argument_words(values: Values, style: str) -> list[str]:
+    """Values as arguments of the script: ``--NAME VALUE``, or as ``style`` says, such as
+    ``{name}={value}``.
+    """
+    words: list[str] = []
+    for name, value in values.items():
+        words += [style.format(name=name, value=value)] if style else [f"--{name}", str(value)]
+    return words
+
+
+def _leave_with_tuner() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it saves, and leaves
+
+
+class TrialProcess:
+    """``ronde run`` of a trial, on devices that no other trial has."""
+
+    def __init__(
+        self, runs: Path, name: str, command: Sequence[str], until: str, devices: Sequence[int],
+        gpus: bool, resume: bool,
+    ) -> None:  # fmt: skip
+        self.workers = len(devices)
+        self._log: IO[bytes] = open(runs / f"{name}.log", "ab")  # noqa: SIM115
+        words = [sys.executable, "-m", "ronde", "run", "--quiet", "--runs", str(runs)]
+        words += ["--name", name, "--workers", str(self.workers), "--restarts", "3"]
+        words += ["--until", until] if until else []
+        words += ["--resume"] if resume else []
+        environment = dict(os.environ)
+        if gpus:
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = seen.split(",") if seen else [str(i) for i in range(max(devices) + 1)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in devices)
+
+        def prepare() -> None:
+            _leave_with_tuner()
+            if not gpus and hasattr(os, "sched_setaffinity"):
+                cores = sorted(os.sched_getaffinity(0))
+                own = {cores[i] for i in devices if i < len(cores)}
+                if own:
+                    os.sched_setaffinity(0, own)
+
+        self._process = subprocess.Popen(
+            [*words, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+
+    def ended(self) -> int | None:
+        """Its status, or None while it trains."""
+        status = self._process.poll()
+        if status is not None:
+            self._log.close()
+        return status
+
+    def leave(self) -> None:
+        """Ask it to save and leave."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+
+    def wait(self) -> None:
+        """Until it has ended."""
+        self._process.wait()
+        self._log.close()
