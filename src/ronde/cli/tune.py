@@ -356,6 +356,7 @@ def _asked(tuner: Any) -> Iterator[list[int]]:
 def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
     """A table of the trials, and the best one."""
     from rich.table import Table
+    from rich.text import Text
 
     console = plain_console()
     names = list(dict.fromkeys(name for trial in found.trials for name in trial["values"]))
@@ -389,11 +390,8 @@ def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
         return
     best = found.best
     said = "   ".join(f"{name} {_brief(value)}" for name, value in best["values"].items())
-    console.print(
-        f"[bold]best[/] {Path(best['run']).name}   {metric} {best['result']:.5g}   {said}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    told = f" {Path(best['run']).name}   {metric} {best['result']:.5g}   {said}"
+    console.print(Text.assemble(("best", "bold"), told), soft_wrap=True)
     from ronde.jobs.trials import argument_words
 
     words = [*plan.command, *argument_words(best["values"], plan.style)]

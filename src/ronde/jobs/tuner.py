@@ -284,9 +284,9 @@ class Tuner:
             if value is not None:
                 at = f"  {self._rungs[rung]:,} samples" if self._rungs[rung] < _WHOLE else ""
                 self.tell(f" {name}{at}  {self._goal.metric} {value:.5g}")
-        if now.metrics and not now.results and not now.error and self._rungs:
-            known = {m.partition("@")[0] for m in now.metrics} | now.metrics
-            if self._goal.metric not in known:
+        if now.metrics and not now.error and not any(v is not None for v in now.results):
+            goal = self._goal
+            if not any(m.startswith(f"{goal.metric}@{goal.evaluation}") for m in now.metrics):
                 raise ArgumentError(
                     f"--goal {self.plan.goal}: the script's evaluations have "
                     f"{', '.join(sorted(now.metrics))}."

@@ -1,0 +1,129 @@
+"""``ronde tune``: real trials, killed and started again, against the search that was not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ronde.world import ArgumentError
+
+SCRIPT = """
+import argparse, torch, ronde
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float)
+lr = parser.parse_args().lr
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+x = torch.randn(60, 4)
+y = x @ torch.randn(4, 1)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+train, test = torch.utils.data.TensorDataset(x[:40], y[:40]), torch.utils.data.TensorDataset(x[40:], y[40:])
+run = ronde.distribute(model, optimizer, train, loss=torch.nn.functional.mse_loss, batch_size=10)
+for _ in run.epochs(4):
+    for batch in run.batches():
+        with open(f"steps-{lr}.txt", "a") as steps:
+            print(run.state.step, run.rank, file=steps)
+        run.step(batch)
+    run.evaluate(test)
+"""
+WORDS = (
+    "--space", "lr=log:1e-3..1", "--goal", "min:loss", "--trials", "2", "--method", "halving",
+    "--eta", "2", "--max", "2ep", "--devices", "2", "--name", "s", "train.py",
+)  # fmt: skip
+
+
+def tune(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "ronde", "tune", *words],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def result(folder: Path) -> dict:
+    return json.loads((folder / "runs" / "s" / "result.json").read_text())
+
+
+@pytest.mark.timeout(170)
+def test_a_search_that_was_killed_finds_the_same(tmp_path: Path) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(SCRIPT)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    first = tune(killed, *WORDS)
+    trials = killed / "runs" / "s" / "trials"
+    until = time.monotonic() + 60
+    while not list(trials.glob("t00*/checkpoints/step-*")) and time.monotonic() < until:
+        time.sleep(0.1)
+    os.kill(first.pid, signal.SIGKILL)
+    first.communicate(timeout=30)
+    second = tune(killed, "--resume", "s", "--devices", "2", "--json")
+    reference = tune(whole, *WORDS)
+    said, errors = second.communicate(timeout=150)
+    assert second.returncode == 0, errors
+    told, errors = reference.communicate(timeout=150)
+    assert reference.returncode == 0, errors
+    ours, theirs = result(killed), result(whole)
+    assert json.loads(said)["best"]["trial"] == ours["best"]["trial"] == theirs["best"]["trial"]
+    assert [t["values"] for t in ours["trials"]] == [t["values"] for t in theirs["trials"]]
+    for our, their in zip(ours["trials"], theirs["trials"], strict=True):
+        assert our["results"] == pytest.approx(their["results"], abs=1e-12)
+    assert [len(t["results"]) for t in theirs["trials"]].count(2) == 1
+    assert theirs["samples"] == 2 * 40 + 40
+    assert "best t00" in told
+    assert "again, whole: ronde run train.py --lr" in told
+    for trial in theirs["trials"]:  # those that fell behind keep no checkpoint
+        there = Path(trial["run"]) if Path(trial["run"]).is_absolute() else whole / trial["run"]
+        kept = list((there / "checkpoints").glob("step-*"))
+        assert bool(kept) == (trial["trial"] == theirs["best"]["trial"])
+    # the best one went on with both devices, and no step of the reference was trained twice
+    best = theirs["best"]["values"]["lr"]
+    steps = (whole / f"steps-{best}.txt").read_text().split("\n")[:-1]
+    assert len(set(steps)) == len(steps)
+    assert {line.split()[1] for line in steps} == {"0", "1"}
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--goal", "max:a", "train.py"), "--space is missing"),
+        (("--space", "lr=0..1", "train.py"), "--goal is missing"),
+        (("--space", "lr=0..1", "--goal", "a", "train.py"), "--goal a: expected max:METRIC"),
+        (("--space", "lr=0..1", "--goal", "max:a", "--method", "x", "train.py"), "--method x: exp"),
+        (
+            ("--space", "lr=0..1", "--goal", "max:a", "--method", "hyperband", "train.py"),
+            "say how long one trains, as --max 9ep",
+        ),
+        (("--space", "lr=0..1", "--goal", "max:a", "none.py"), "script not found: none.py"),
+        (("--resume", "none"), "holds no search"),
+        (
+            ("--space", "lr=0..1", "--goal", "max:a", "--warm", "x", "train.py"),
+            "--warm x: it holds",
+        ),
+        (("--space", "lr=0..1", "--goal", "max:a", "--budget", "x", "train.py"), "--budget x: exp"),
+        (("--devices", "2", "--workers", "3", "train.py"), "there are 2 devices for all trials"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], error: str
+) -> None:
+    from ronde.cli.app import app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with pytest.raises(ArgumentError, match=error):
+        app(["tune", *words], standalone_mode=False)
+
+
+def test_a_goal_that_never_comes_ends_the_search(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ("--space", "lr=0.1,0.2", "--goal", "max:acuracy", "--trials", "2", "--method", "grid")
+    process = tune(tmp_path, *words, "--devices", "1", "train.py")
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert "--goal max:acuracy: the script's evaluations have loss@evaluate" in errors
