@@ -249,7 +249,7 @@ def _plan(options: Options, batch: int) -> TunePlan:
     Raises:
         ArgumentError: one is missing or wrong.
     """
-    from ronde.jobs.search import METHODS
+    from ronde.jobs.halving import METHODS
     from ronde.jobs.space import read_space
     from ronde.jobs.trials import Goal
     from ronde.jobs.tuner import TunePlan

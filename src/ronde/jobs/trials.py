@@ -18,7 +18,7 @@ from ronde.watch import RunDir
 from ronde.watch.record import Ended, Epoch, Evaluated, Started, StepRecorded, read
 from ronde.world import ArgumentError
 
-__all__ = ["Goal", "Progress", "TrialProcess", "argument_words", "progress_of", "trial_name"]
+__all__ = ["Goal", "TrialProgress", "TrialProcess", "argument_words", "progress_of", "trial_name"]
 
 _PAUSED = 75
 
@@ -58,7 +58,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrialProgress:
     """How far a trial is.
 
     Attributes:
@@ -85,7 +85,7 @@ def trial_name(number: int) -> str:
     return f"t{number:03d}"
 
 
-def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> Progress:
+def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> TrialProgress:
     """Read a trial's record: nothing is stored twice.
 
     Args:
@@ -94,7 +94,7 @@ def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> Progress:
         rungs: samples of each rung.
     """
     if not run.record.is_file():
-        return Progress()
+        return TrialProgress()
     samples = workers = epoch_samples = 0
     values: list[tuple[int, float]] = []
     metrics: set[str] = set()
@@ -130,7 +130,7 @@ def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> Progress:
             results.append(reached)
     failed = ended.error or "" if ended is not None and ended.status == "failed" else ""
     begun = any(run.checkpoints.glob("step-*"))
-    return Progress(
+    return TrialProgress(
         tuple(results),
         samples,
         epoch_samples,

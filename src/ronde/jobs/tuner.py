@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ronde.jobs.search import (
+from ronde.jobs.halving import (
     Bracket,
     Results,
     best_of,
@@ -35,8 +35,8 @@ from ronde.jobs.space import (
 )
 from ronde.jobs.trials import (
     Goal,
-    Progress,
     TrialProcess,
+    TrialProgress,
     argument_words,
     progress_of,
     trial_name,
@@ -60,7 +60,7 @@ class TunePlan:
         space: as ``--space`` gives it.
         goal: as ``--goal`` gives it.
         trials: how many.
-        method: one of :data:`ronde.jobs.search.METHODS`.
+        method: one of :data:`ronde.jobs.halving.METHODS`.
         least: the first rung, as samples or epochs (``1ep``).
         most: how long a trial trains; empty: to the end of the script.
         eta: one in so many goes on.
@@ -168,7 +168,7 @@ class Tuner:
         self._grid = grid_values(self._space) if plan.method == "grid" else []
         self._count = min(len(self._grid) or plan.trials, plan.trials)
         self._lines: list[dict[str, Any]] = []
-        self._progress: dict[int, Progress] = {}
+        self._progress: dict[int, TrialProgress] = {}
         self._running: dict[int, _Running] = {}
         self._tries: dict[int, int] = {}
         self._rungs: tuple[int, ...] = ()
@@ -260,7 +260,7 @@ class Tuner:
             status = running.process.ended()
             if status is None:
                 continue
-            before = self._progress.get(number, Progress())
+            before = self._progress.get(number, TrialProgress())
             self._look(number)
             now = self._progress[number]
             del self._running[number]
@@ -275,7 +275,7 @@ class Tuner:
                 )
             self._tell_reached(number, before, now)
 
-    def _tell_reached(self, number: int, before: Progress, now: Progress) -> None:
+    def _tell_reached(self, number: int, before: TrialProgress, now: TrialProgress) -> None:
         name = trial_name(number)
         if now.error and not before.error:
             self.tell(f" {name}  failed: {now.error.splitlines()[0][:100]}")
@@ -448,7 +448,7 @@ class Tuner:
             else:
                 values = draw_random(self._space, self.plan.seed, number)
             self._write({"trial": number, "values": values})
-            self._progress[number] = Progress()
+            self._progress[number] = TrialProgress()
 
     def _told(self, known: int) -> list[tuple[Values, float | None]]:
         """What is known: results of earlier searches, then of this one's first trials; the values

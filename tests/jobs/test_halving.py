@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ronde.jobs.search import Bracket, best_of, brackets_of, promoted, rungs_between
+from ronde.jobs.halving import Bracket, best_of, brackets_of, promoted, rungs_between
 from ronde.jobs.space import draw_random, draw_with_optuna, grid_values, read_space
 from ronde.jobs.trials import Goal, argument_words
 from ronde.world import ArgumentError
