@@ -326,7 +326,7 @@ class Record:
             return  # the run has been restarted without this worker
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            torn = _ends_torn(self.path)
+            torn = ends_torn(self.path)
             self._file = self.path.open("a", encoding="utf-8")
             if torn:
                 self._file.write("\n")  # the run before was killed in the middle of a line
@@ -347,7 +347,7 @@ class Record:
             self._file = None
 
 
-def _ends_torn(path: Path) -> bool:
+def ends_torn(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             file.seek(-1, 2)

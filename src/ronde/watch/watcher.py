@@ -82,6 +82,8 @@ class Watcher:
         self.display = display
         self.rate = Rate()
         self.failures = 0
+        self.before_flush: Callable[[], None] | None = None
+        """Writes what belongs before the losses that are written next."""
         self.epochs: int | None = None
         self.total_steps: int | None = None
         self.steps_at_start = 0
@@ -132,9 +134,18 @@ class Watcher:
             }
         )
 
-    @_guarded
     def flush(self) -> None:
         """Read all pending losses at once and write them to the record."""
+        if self.before_flush is not None:
+            self._flush_before(self.before_flush)
+        self._flush()
+
+    @_guarded
+    def _flush_before(self, write: Callable[[], None]) -> None:
+        write()
+
+    @_guarded
+    def _flush(self) -> None:
         self._flushed = time.perf_counter()
         held, self._held = self._held, []
         if held and self.record is not None:

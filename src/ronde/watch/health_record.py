@@ -1,0 +1,115 @@
+"""``health.jsonl``: what a watched training measures of itself, one JSON object a line. Rank 0
+writes it.
+
+==============  ===================================================================================
+type            what it has, besides ``step``
+==============  ===================================================================================
+``tensors``     what the numbers of the lines that follow belong to: ``every`` (steps from one
+                measurement to the next), ``names``, ``places`` (``FILE:LINE`` or ""), ``elements``,
+                ``frozen`` of the parameters; ``layers``, ``layer_kinds`` ("relu", "tanh",
+                "sigmoid", "other"), ``layer_places`` in forward order; ``left_out`` (why layers'
+                outputs are not measured, or "")
+``health``      ``epoch``, ``samples`` (first and one past the last of the run), and per parameter
+                ``gradient``, ``weight``, ``update`` (norms), ``same`` (fraction of sampled elements
+                that the update left as they were); ``bad_ranks`` whose loss, layers, or, if that is
+                not known, gradients were not finite; ``first_bad``: the first such layer, or None
+``activations`` per layer ``rms``, ``dead`` (fraction of units without a positive output in all
+                samples of the step; of "relu" layers), ``saturated`` (fraction of outputs within
+                1e-4 of the bounds; of "tanh" and "sigmoid" layers)
+``inputs``      of rank 0's part of the batch, the first tensor of floats: ``mean``, ``std``,
+                ``constant`` (fraction of the features that do not vary over the samples)
+``targets``     of the measured batches of rank 0 since the start: ``counts`` of each class
+==============  ===================================================================================
+
+Numbers have four significant digits; None: there is none. "nan", "inf", and "-inf" are strings. A
+``resume`` of the record at step k makes lines of steps above k void.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from ronde.watch.record import ends_torn
+from ronde.world.fence import is_fenced
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["HEALTH", "RESOURCES", "HealthFile", "JsonLines", "rounded"]
+
+HEALTH, RESOURCES = "health.jsonl", "resources.jsonl"
+"""Names of files in a run directory."""
+
+
+def rounded(value: float | None) -> float | str | None:
+    """A number as the file has it.
+
+    Example:
+        >>> [rounded(x) for x in (1 / 3, 120_000.0, math.inf, None)]
+        [0.3333, 120000.0, 'inf', None]
+    """
+    if value is None or math.isfinite(value):
+        return None if value is None else float(f"{value:.4g}")
+    return str(float(value))
+
+
+class JsonLines:
+    """Appends objects to a file, each as a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def write(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Append lines and flush them to the system.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        if is_fenced():
+            return  # the run has been restarted without this worker
+        if self._file is None:
+            torn = ends_torn(self.path)
+            self._file = self.path.open("a", encoding="utf-8")
+            if torn:
+                self._file.write("\n")  # the run before was killed in the middle of a line
+        self._file.writelines(json.dumps(line) + "\n" for line in lines)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; a later line opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class HealthFile:
+    """Holds measurements as tensors until the watcher reads losses: nothing waits for a device.
+
+    Args:
+        path: ``health.jsonl``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lines = JsonLines(path)
+        self._held: list[
+            tuple[torch.Tensor | None, Callable[[Sequence[float]], list[dict[str, Any]]]]
+        ] = []
+
+    def hold(
+        self,
+        values: torch.Tensor | None,
+        describe: Callable[[Sequence[float]], list[dict[str, Any]]],
+    ) -> None:
+        """Keep a vector, and what makes lines of its numbers."""
+        self._held.append((values, describe))
+
+    def flush(self) -> None:
+        """Write what is held."""
+        held, self._held = self._held, []
+        for values, describe in held:
+            self._lines.write(describe([] if values is None else values.tolist()))
