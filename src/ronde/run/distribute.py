@@ -45,6 +45,7 @@ from ronde.run.options import (
     micro_batch_sizes,
     recorded_cut,
     script_plan,
+    watch_every,
 )
 from ronde.run.parts import DTYPES, Parts
 from ronde.run.run import Run
@@ -99,6 +100,7 @@ def distribute(
     check_replicas: int | None = 1000,
     on_nan: Literal["error", "ignore", "skip", "rollback"] = "error",
     tensorboard: bool = False,
+    watch: bool | int = False,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Run:
@@ -179,6 +181,9 @@ def distribute(
             the update of one that is not finite; ``"rollback"`` goes back to the last checkpoint,
             and leaves it out if it is not finite again. Eleven such steps in a row are an error.
         tensorboard: also log for TensorBoard (``pip install '.[tensorboard]'`` in a clone).
+        watch: measure gradients, updates, weights, and layers' outputs every so many steps, for the
+            rules of ``ronde watch``; True: so seldom that it costs half a percent of the time.
+            ``ronde run --watch`` overrides it.
         feed: how samples are fetched: :class:`ronde.feed.FeedSettings`, a mapping of its fields, or
             the path of a settings file. ``ronde run --feed`` (or ``RONDE_FEED``) overrides it,
             setting by setting.
@@ -249,7 +254,7 @@ def distribute(
         name=name,
         tensorboard=tensorboard,
     )
-    options = RunOptions(check_replicas, on_nan, check_callbacks(callbacks))
+    options = RunOptions(check_replicas, on_nan, check_callbacks(callbacks), watch_every(watch))
     asked = asked_plan(plan, me, fields)
     checks.check_model(model, me)
     checks.check_init(init, model)
@@ -281,7 +286,7 @@ def distribute(
     if source is not None:  # as a study may have changed it
         opening.taken, opening.micro_batch = source.port.data, source.plan.micro_batch
     _place(opening, me, on_meta=init is not None)
-    chosen = _plan(opening, asked, me, batches, split, source)
+    chosen = _plan(opening, asked, me, batches, split, source, options.watch)
     work = _work(opening, chosen, me, split)
     chosen = hooks.observer.on_plan(chosen, work, opening.calls, me)
     forecast: Forecast | None = None
@@ -465,6 +470,7 @@ def _plan(
     batches: BatchOptions,
     split: SplitOptions,
     source: Run | None,
+    watch: int | None,
 ) -> Plan:
     """The complete plan, after all ranks have agreed on its facts."""
     default: Literal["global", "worker"] = "global" if me.device.type == "cpu" else "worker"
@@ -493,7 +499,7 @@ def _plan(
     chosen.check()
     # Before anything else is exchanged: gloo adds tensors of different shapes without an error.
     facts = checks.run_facts(chosen, taken, opening.model, opening.optimizer, opening.scheduler)
-    agree(me, facts, "ronde.distribute")
+    agree(me, facts | {"watch": watch}, "ronde.distribute")
     checks.check_batches(chosen, taken.order, split.auto)
     samples = taken.order.epoch_samples
     if opening.batch == "grow":

@@ -33,7 +33,26 @@ __all__ = [
     "micro_batch_sizes",
     "recorded_cut",
     "script_plan",
+    "watch_every",
 ]
+
+
+def watch_every(asked: bool | int) -> int | None:
+    """``watch`` of ``distribute``, or of ``ronde run --watch``, as :attr:`RunOptions.watch`.
+
+    Raises:
+        ArgumentError: it is no number of steps.
+
+    Example:
+        >>> watch_every(False), watch_every(True), watch_every(16)
+        (None, 0, 16)
+    """
+    told = os.environ.get("RONDE_WATCH") or ("auto" if asked is True else str(asked))
+    if told == "False":
+        return None
+    if told == "auto" or (told.isdecimal() and int(told)):
+        return 0 if told == "auto" else int(told)
+    raise ArgumentError(f"watch={told}: expected True, False, or a number of steps above 0.")
 
 
 @dataclass(frozen=True)
@@ -106,6 +125,8 @@ class RunOptions:
     check_replicas: int | None
     on_nan: str
     callbacks: Sequence[Any]
+    watch: int | None = None
+    """Steps between measurements of health; 0: as many as a budget says; None: no measurements."""
 
     @property
     def leaves_out(self) -> bool:

@@ -348,6 +348,7 @@ class Record:
 
 
 def ends_torn(path: Path) -> bool:
+    """Whether the last line of a file is cut: what wrote it was killed."""
     try:
         with path.open("rb") as file:
             file.seek(-1, 2)

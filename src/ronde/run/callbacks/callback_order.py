@@ -42,6 +42,8 @@ def callbacks_of(
         *([FirstStepsCheck(run, gathering)] if not studied else []),
         # Its marks stand next to the passes and the update that it times.
         *_prediction_check(run, forecast),
+        # Before a loss that is not finite ends the run; before the record has the step.
+        *_health(run, options),
         # After the checks, which say why a loss is not finite; before anything uses it.
         *([NonFiniteLoss()] if options.on_nan == "error" else []),
         *([NonFiniteGuard(options.on_nan)] if options.leaves_out else []),
@@ -87,6 +89,13 @@ def _stops_when_asked(run: Parts, group: RunGroup) -> Iterator[Callback]:
         from ronde.run.callbacks.upkeep import StopsWhenAsked
 
         yield StopsWhenAsked(run.world, group)
+
+
+def _health(run: Parts, options: RunOptions) -> Iterator[Callback]:
+    if options.watch is not None and run.directory and not run.part and not hooks.observed():
+        from ronde.run.callbacks.health import Health
+
+        yield Health(run, options.watch, options.on_nan == "error")
 
 
 def _pauses(run: Parts, group: RunGroup) -> Iterator[Callback]:

@@ -1,0 +1,252 @@
+"""Measures gradients, updates, weights, and layers' outputs every so many steps: ``--watch``.
+
+Each worker takes norms of the parts that it holds; a part that several hold is one worker's. So one
+sum over all ranks is exact under every plan, and the cost falls with replicas. Nothing here changes
+the training, and what fails is told once.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ronde.run.callback import Callback, StepView
+from ronde.run.callbacks.code_place import code_place
+from ronde.run.callbacks.health_lines import health_lines, inputs_line, targets_line
+from ronde.run.callbacks.layer_outputs import LayerOutputs
+from ronde.run.callbacks.measuring_cost import MeasuringCost
+from ronde.run.callbacks.tensor_norms import TensorNorms
+from ronde.run.parts import Parts
+from ronde.watch.health_record import HEALTH, HealthFile
+from ronde.world.consensus import gather_json
+from ronde.world.tensors import named_tensors
+
+__all__ = ["Health"]
+
+_FIRST_STEPS = 10  # whose layers are measured, for how weights were initialized
+_TIMED_STEPS = 20  # all measured, to learn what that costs
+_SHARE = 0.005  # of a step, for measuring
+_LEAST = 8
+_LAYERS_EVERY = 8  # measured steps
+_MOST_BYTES = 16 << 20  # of the file; then half as many steps are measured
+_NUMBER_BYTES = 8  # of a number in the file, about
+_CLASSES = 1000
+
+
+class Health(Callback):
+    """See the module.
+
+    Args:
+        asked: steps from one measurement to the next; 0 chooses them by what measuring costs.
+        ends: whether the run ends at a loss that is not finite.
+    """
+
+    def __init__(self, run: Parts, asked: int, ends: bool) -> None:
+        assert run.directory is not None
+        self._me, self._ends = run.world, ends
+        path = run.directory.path / HEALTH
+        self._file = HealthFile(path)
+        self._bytes = path.stat().st_size if run.world.is_main and path.exists() else 0
+        if run.world.is_main:
+            run.watcher.before_flush = self._file.flush
+        self._every = asked or 1
+        self._decided = bool(asked)  # how often
+        self._taken = 0  # steps since the start
+        self._flags: list[Any] = []
+        self._tensors: TensorNorms | None = None
+        self._layers = LayerOutputs(run.model, run.plan, run.world)
+        self._agreed = False  # on the layers
+        self._described = 0  # the step of the newest line, if it says what it has
+        self._cost = MeasuringCost(run.world)
+        self._counts: torch.Tensor | None = None
+        self._measures = self._opens = self._ready = False
+        self._failed = False
+
+    def batch_taken(self, step: StepView) -> None:
+        """Decide whether this step is measured. A collective at the first one."""
+        number = step.number + 1
+        self._taken += 1
+        timed = not self._decided
+        self._measures = timed or number <= _FIRST_STEPS or number % self._every == 0
+        self._ready = False
+        if timed:
+            self._cost.begin()
+        if not self._measures:
+            return
+        self._prepare(step.parts)
+        every = self._every * _LAYERS_EVERY
+        self._opens = number <= _FIRST_STEPS or (not timed and number % every == 0)
+        if self._opens and step.share.samples:
+            self._attempt(self._layers.open)
+
+    def _prepare(self, run: Parts) -> TensorNorms:
+        """The tensors as they are now. A collective where they have changed, which they do on all
+        ranks.
+        """
+        flags: list[Any] = [p.requires_grad for p in run.model.parameters()]
+        flags += [id(p) for p in run.strategy.parameters]
+        if self._tensors is None or flags != self._flags:
+            if self._tensors is None:
+                self._bytes = gather_json(run.world, self._bytes)[0]
+            self._flags, self._tensors = flags, TensorNorms(run)
+            self._described = 0
+        return self._tensors
+
+    def after_exchange(self, step: StepView) -> None:
+        """The passes have ended. A collective where the run ends now."""
+        if self._measures:
+            self._layers.close()
+        # Under tensor parallelism, a rank may be alone with such a loss; a device would be waited
+        # for.
+        alone = not self._ends or step.parts.plan.tensor > 1 or self._me.device.type != "cpu"
+        if not alone and not math.isfinite(step.loss):
+            self._explain(step)
+
+    def _explain(self, step: StepView) -> None:
+        """Write whose loss is not finite, and which layer's outputs were the first."""
+        run, layers, number = step.parts, self._layers, step.number + 1
+        tensors, local = self._prepare(run), run.strategy.local_loss
+        lost = local is not None and not math.isfinite(local)
+        self._attempt(layers.open)  # before the passes: a rank that fails takes part
+        if step.share.global_samples >= run.plan.replicas and not layers.left_out:
+            for micro in step.micros:
+                with torch.no_grad():
+                    run.strategy.infer(lambda batch: run.loss(run.model, batch), micro)
+        layers.close()
+        everyone = gather_json(self._me, [lost, layers.first_bad()])
+        if self._me.is_main:
+            nothing = [None] * len(tensors.names)
+            columns = dict.fromkeys(("gradient", "weight", "update", "same"), nothing)
+            bad = [rank for rank, (lost, _) in enumerate(everyone) if lost]
+            first = next((everyone[r][1] for r in bad if everyone[r][1]), None)
+            line = {**_about(step), **columns, "bad_ranks": bad, "first_bad": first}
+            self._describe(run, tensors, number)
+            self._file.hold(None, lambda _: [line])
+            run.watcher.flush()
+
+    def before_clip(self, step: StepView) -> None:
+        """Take the gradients as they are averaged."""
+        if self._measures and self._tensors is not None:
+            self._ready = True
+            with self._cost.measuring():
+                self._attempt(self._tensors.gradients)
+                self._attempt(self._tensors.keep)
+
+    def after_update(self, step: StepView) -> None:
+        """Take updates and weights, and exchange all. A collective."""
+        tensors, me, number = self._tensors, self._me, step.number + 1
+        if not (self._measures and self._ready) or tensors is None:
+            return
+        with self._cost.measuring():
+            self._attempt(tensors.updates)
+        if self._opens and not self._agreed:
+            self._agreed, self._described = True, 0
+            self._layers.agree()
+        opens = self._opens and bool(self._layers.names)
+        timed = not self._decided
+        decides = timed and self._taken >= _TIMED_STEPS
+        if timed:
+            self._cost.note(self._layers.seconds if opens else None)
+        own = torch.zeros(2 + 2 * me.size, dtype=torch.float64, device=me.device)
+        own[0] = self._failed
+        if decides and me.is_main:
+            own[1] = self._cost.every(_SHARE, _LEAST, _LAYERS_EVERY)
+        if (lost := step.parts.strategy.local_loss) is not None:
+            own[2 + me.rank] = ~lost.detach().isfinite()
+        layers = self._layers.sums() if opens else own[:0]
+        if opens:
+            own[2 + me.size + me.rank] = ~layers.isfinite().all()
+        flat = torch.cat([own, tensors.values.flatten(), layers.flatten()])
+        begun = time.perf_counter()
+        self._exchange(flat, dist.ReduceOp.SUM)
+        self._cost.exchanges.append(time.perf_counter() - begun)
+        if opens:
+            largest = partial(self._exchange, op=dist.ReduceOp.MAX)
+            flat = torch.cat([flat, self._layers.dead(largest)])
+        if me.is_main:
+            self._describe(step.parts, tensors, number)
+            shown = self._layers if opens else None
+            about = partial(health_lines, _about(step), tensors.all, me.size, shown)
+            self._file.hold(flat, about)
+            if self._opens:
+                self._attempt(self._look_at_batch, step)
+        self._bytes += 4 * _NUMBER_BYTES * len(tensors.names)
+        if decides:
+            self._decided, self._every = True, int(flat[1])
+        elif self._bytes > _MOST_BYTES:
+            self._bytes, self._every = 0, 2 * self._every
+        else:
+            return
+        self._described = 0
+
+    def ended(self, parts: Parts, status: str) -> None:
+        """See :class:`Callback`."""
+        self._layers.close()
+
+    def _attempt(self, call: Callable[..., None], *args: Any) -> None:
+        """A worker that cannot measure still takes part in exchanges."""
+        if self._failed:
+            return
+        try:
+            with torch.no_grad():
+                call(*args)
+        except Exception as error:
+            self._failed = True
+            told = f"rank {self._me.rank} cannot measure ({type(error).__name__}: {error})"
+            print(f"ronde: {told}; training continues", file=sys.stderr)
+
+    def _exchange(self, values: torch.Tensor, op: Any) -> None:
+        if self._me.size > 1:
+            dist.all_reduce(values, op)
+
+    def _describe(self, run: Parts, tensors: TensorNorms, number: int) -> None:
+        """Hold the line that says what the numbers of later ones are, where that has changed or the
+        training has gone back.
+        """
+        described, self._described = self._described, number
+        if 0 < described < number:
+            return
+        layers = self._layers
+        line = {
+            "type": "tensors",
+            "step": number,
+            "every": self._every,
+            "names": tensors.names,
+            "places": [code_place(run.model, n) for n in tensors.names],
+            "elements": [p.numel() for p in tensors.all.values()],
+            "frozen": [not p.requires_grad for p in tensors.all.values()],
+            "layers": layers.names,
+            "layer_kinds": layers.kinds,
+            "layer_places": [code_place(run.model, n) for n in layers.names],
+            "left_out": layers.left_out,
+        }
+        self._file.hold(None, lambda _: [line])
+
+    def _look_at_batch(self, step: StepView) -> None:
+        """Hold what rank 0's part of the batch is like."""
+        tensors = [t for _, t in named_tensors(step.micros[0])] if step.micros else []
+        floats = next((t for t in tensors if t.is_floating_point() and len(t) > 1), None)
+        if floats is not None:
+            x = floats.detach().double()
+            constant = (x.amax(0) == x.amin(0)).double().mean()
+            facts = torch.stack([x.mean(), x.std(), constant])
+            self._file.hold(facts, partial(inputs_line, step.number + 1))
+        classes = tensors[-1] if len(tensors) > 1 else None
+        if classes is not None and classes.ndim == 1 and classes.dtype == torch.int64:
+            valid = classes[(classes >= 0) & (classes < _CLASSES)]
+            counts = torch.bincount(valid, minlength=_CLASSES)
+            self._counts = counts if self._counts is None else self._counts + counts
+            self._file.hold(self._counts, partial(targets_line, step.number + 1))
+
+
+def _about(step: StepView) -> dict[str, Any]:
+    first, share = step.parts.state.samples, step.share
+    samples: Sequence[int] = [first, first + share.global_samples]
+    return {"type": "health", "step": step.number + 1, "epoch": share.epoch, "samples": samples}
