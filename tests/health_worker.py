@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from ronde.run.callbacks.saving_due import SavesEvery
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -20,6 +19,7 @@ import ronde
 from forked import fork
 from ronde.run import group
 from ronde.run.callbacks import health, health_lines
+from ronde.run.callbacks.upkeep import SavesEvery
 from tiny_models import LENGTH, VOCABULARY, Transformer
 
 NAMES = ("gradient", "weight", "update", "same")
