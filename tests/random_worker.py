@@ -18,12 +18,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ronde
+from ronde.run.parts import Parts
 
 WIDTH = 8
 WARNINGS: list[str] = []
 
 
-def _warn(run, text):
+def _warn(parts, text, differs=False):
     if "another number of workers" in text:
         WARNINGS.append(text)
 
@@ -152,6 +153,6 @@ def train(case, folder):
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     os.environ["RONDE_RUNS"] = "none"
-    ronde.Run._warn = _warn
+    Parts.warn = _warn
     for case in sys.argv[2:]:
         train(case, Path(sys.argv[1]))

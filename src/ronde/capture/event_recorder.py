@@ -378,7 +378,6 @@ class EventRecorder(Interceptor):
                     self.twins[id(call.inputs[i])] = tensor
                     self.tainted.add(storage_of(call.inputs[i]))
                     self.alive.append(call.inputs[i])
-            self.values[reads[i]].changed_later = True
             changes.append((i, renewed[id(tensor)]))
             replaces.append(reads[i])
         for read in dict.fromkeys(reads):

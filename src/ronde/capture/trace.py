@@ -35,7 +35,6 @@ class Value:
     requires_grad: bool
     like: tuple[Any, ...] = ()  # fake mode, strides, and device for :attr:`ghost`
     readers: list[int] = field(default_factory=list)  # event numbers; len(events): it is returned
-    changed_later: bool = False  # an event changes it in place
     kind: str = "tensor"  # or "number", "array": taken out of a tensor, sent as one
     data_shaped: bool = False  # its shape may depend on values
     storage: int = 0  # the memory that it shares with its views

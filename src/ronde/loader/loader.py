@@ -174,7 +174,6 @@ class Feed:
         self.left_out: tuple[int, ...] = ()
         self.facts: SampleFacts | None = None
         self._compares = compares
-        self._evaluate = evaluate
         # Only what gives the same bits in any thread: a function of the user's may add up in
         # another order with fewer compute threads.
         self._finishes_anywhere = on_cpu and getattr(settings.finish, "anywhere", False)

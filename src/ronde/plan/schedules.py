@@ -136,20 +136,6 @@ def actions(
     return [list(one) for one in lists]
 
 
-def forward_only(
-    workers: int, virtual: int, micro_batches: int, schedule: Schedule = "1f1b"
-) -> list[list[Action]]:
-    """Forward passes for evaluation: each worker's stages in order, all micro-batches each."""
-    return [
-        [
-            Action(s, "F", m)
-            for s in stages_of(w, workers, virtual, schedule)
-            for m in range(micro_batches)
-        ]
-        for w in range(workers)
-    ]
-
-
 @functools.lru_cache(maxsize=512)
 def in_flight(
     schedule: Schedule, workers: int, virtual: int, micro_batches: int
