@@ -57,26 +57,38 @@ def check_until(text: str | None, kept: bool, hosts: int | None) -> None:
 class Limit:
     """Asks this process to leave, as a scheduler does, after some seconds; None: never.
 
+    Args:
+        may_ask: whether :meth:`ask` may be called.
+
     Attributes:
-        reached: whether it has.
+        reached: whether the seconds have passed.
     """
 
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds, self._ended = seconds, threading.Event()
+    def __init__(self, seconds: float | None, may_ask: bool = False) -> None:
+        self._seconds, self._may_ask = seconds, may_ask
+        self._ended = threading.Event()
         self.reached = False
 
-    def _ask(self) -> None:
-        self._ended.wait(self._seconds)
-        while not self._ended.is_set():  # again: the run may not have begun to listen
+    def ask(self) -> None:
+        """Ask it now, for another reason."""
+        threading.Thread(target=self._ask, daemon=True).start()
+
+    def _wait(self, seconds: float) -> None:
+        if not self._ended.wait(seconds):
             self.reached = True
+            self._ask()
+
+    def _ask(self) -> None:
+        while not self._ended.is_set():  # again: the run may not have begun to listen
             os.kill(os.getpid(), signal.SIGUSR1)
             self._ended.wait(1.0)
 
     def __enter__(self) -> Limit:
+        asks = self._seconds is not None or self._may_ask
+        if asks and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # it would end this process
+            signal.signal(signal.SIGUSR1, lambda *_: None)
         if self._seconds is not None:
-            if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # it would end this process
-                signal.signal(signal.SIGUSR1, lambda *_: None)
-            threading.Thread(target=self._ask, daemon=True).start()
+            threading.Thread(target=self._wait, args=[self._seconds], daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

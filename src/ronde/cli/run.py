@@ -33,6 +33,7 @@ from ronde.cli.hosts import (
     gathered,
 )
 from ronde.cli.leaving import Limit, check_until, parse_duration, requeue
+from ronde.cli.live_watch import LiveWatch, StopOnOption, WatchOption, check_watch
 from ronde.cli.prove import proofs_before_run
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
 from ronde.cli.script import (
@@ -55,6 +56,7 @@ from ronde.cli.uploads import (
     uploading,
 )
 from ronde.watch import (
+    Alert,
     Bar,
     Ended,
     Record,
@@ -99,6 +101,7 @@ Examples:
 _HANG_SECONDS = 600.0, 60.0  # with restarts, which lose little
 _LONGER = "if it was only slow: --hang-timeout SECONDS waits longer, 0 for ever"
 _MEASURE_SECONDS = 10.0
+_STOPPED = 3  # exit status of a run that a rule has ended
 _LAST_LINES = 20  # of a failed worker's output, where its log is not kept
 
 
@@ -211,6 +214,8 @@ class Options:
             show_default=False,
         ),
     ] = None
+    watch: WatchOption = None
+    stop_on: StopOnOption = None
     spares: Annotated[
         bool,
         typer.Option(
@@ -278,6 +283,8 @@ class _LaunchPlan:
         places: other hosts; None: this machine.
         feed: the workers' setting of ``--feed``, and a note about it.
         seconds: the time limit.
+        watch: how often health is measured, as ``RONDE_WATCH`` has it; empty: never.
+        stop_on: rules that end the run.
         reducer: how gradients are averaged; None: as the script says.
         origin: the checkpoint of another run that this one begins with, if it does.
     """
@@ -289,6 +296,8 @@ class _LaunchPlan:
     feed: str
     feed_note: str
     seconds: float | None
+    watch: str
+    stop_on: list[str]
     reducer: str | None
     origin: Origin | None
 
@@ -296,6 +305,11 @@ class _LaunchPlan:
     def kept(self) -> bool:
         """Whether the run directory stays."""
         return str(self.options.runs) != "none"
+
+    @property
+    def leaves(self) -> bool:
+        """Whether workers must know how to save and leave."""
+        return self.options.restarts is not None or bool(self.seconds or self.stop_on)
 
     @property
     def second(self) -> bool:
@@ -318,7 +332,8 @@ class _LaunchPlan:
             "RONDE_FEED": self.feed,
         }
         optional = {
-            "RONDE_LEAVE": "1" if options.restarts is not None or self.seconds else "",
+            "RONDE_LEAVE": "1" if self.leaves else "",
+            "RONDE_WATCH": self.watch,
             "RONDE_UNTIL": options.until or "",
             "RONDE_TENSORBOARD": "1" if options.tensorboard else "",
             "RONDE_HOROVOD": "1" if options.horovod else "",
@@ -385,9 +400,12 @@ def _plan_launch(options: Options) -> _LaunchPlan:
     if not kept and (options.resume or options.name):
         raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
     check_upload(options.upload, kept)
+    hosts = None if box is None else len(box.hosts)
+    watch, stop_on = check_watch(options.watch, options.stop_on, kept, hosts, options.horovod)
     reducer = check_reducer(options.reducer, options.servers, planned_by=options.plan)
     origin = _origin(options)
-    return _LaunchPlan(options, command, box, places, fetched, told_feed, seconds, reducer, origin)
+    found = (options, command, box, places, fetched, told_feed, seconds, watch, stop_on)
+    return _LaunchPlan(*found, reducer, origin)
 
 
 def _origin(options: Options) -> Origin | None:
@@ -438,6 +456,15 @@ class _Screen:
             self.bar.settle()
         typer.echo(f"ronde: {text}", err=True)
 
+    def alert(self, text: str) -> None:
+        """Show an alert of a rule, with --quiet too."""
+        from rich.text import Text
+
+        if self.bar:
+            self.console.print(Text(text), soft_wrap=True)
+        else:
+            typer.echo(text, err=True)
+
     def message(self, message: dict[str, Any]) -> None:
         """Take a progress message of rank 0; with --quiet, only warnings are shown."""
         if self.bar:
@@ -487,11 +514,18 @@ def _run(launch: _LaunchPlan) -> None:
     if not launch.kept:
         folder = tempfile.TemporaryDirectory(prefix="ronde-run-")
     with folder as runs:
-        directory, workers, limit, outcome = _launch(launch, screen, Path(runs))
+        directory, workers, limit, outcome, live = _launch(launch, screen, Path(runs))
+        if outcome.again and live is not None and live.stopped is not None:
+            _tell_stopped(live.stopped, directory)
+            raise typer.Exit(_STOPPED)
         if outcome.again:
             _tell_left(outcome, directory, limit, launch.kept)
             raise typer.Exit(outcome.status)
-        _check(outcome, launch, directory)
+        try:
+            _check(outcome, launch, directory)
+        finally:
+            if live is not None:
+                live.close()
         if options.quiet:
             return
         one = None
@@ -510,9 +544,11 @@ def _run(launch: _LaunchPlan) -> None:
         )
 
 
-def _launch(launch: _LaunchPlan, screen: _Screen, runs: Path) -> tuple[RunDir, int, Limit, Outcome]:
+def _launch(
+    launch: _LaunchPlan, screen: _Screen, runs: Path
+) -> tuple[RunDir, int, Limit, Outcome, LiveWatch | None]:
     """Gather hosts, claim the run directory, and run the workers until all have ended. Returns the
-    directory, the number of workers, the time limit, and how they ended.
+    directory, the number of workers, the time limit, how they ended, and what judged them.
     """
     from ronde.launch import Job, Restarts
 
@@ -557,10 +593,24 @@ def _launch(launch: _LaunchPlan, screen: _Screen, runs: Path) -> tuple[RunDir, i
             options.restarts or 0, directory.path, screen.tell, reduction_servers.variables
         )
         names = group.names if options.output == "all" else None
-        with Limit(launch.seconds) as limit, uploading(store, directory, screen.tell):
+        with (
+            Limit(launch.seconds, bool(launch.stop_on)) as limit,
+            uploading(store, directory, screen.tell),
+            _live(launch, screen, limit, directory) as live,
+        ):
             outcome = group.launch(job, screen.show, screen.message, names, restarts=again)
         screen.close()
-    return directory, count, limit, outcome
+    return directory, count, limit, outcome, live
+
+
+def _live(
+    launch: _LaunchPlan, screen: _Screen, limit: Limit, directory: RunDir
+) -> contextlib.AbstractContextManager[LiveWatch | None]:
+    """Judges the run while it trains, if it is watched."""
+    if not launch.watch:
+        return contextlib.nullcontext()
+    here = launch.places is None
+    return LiveWatch(directory, launch.stop_on, screen.alert, limit.ask, records=here)
 
 
 def _announce(launch: _LaunchPlan, screen: _Screen, group: Gathered, directory: RunDir) -> None:
@@ -668,6 +718,15 @@ def _tell_left(outcome: Outcome, directory: RunDir, limit: Limit, kept: bool) ->
     if limit.reached or "SIGUSR1" in (outcome.error or ""):
         again = requeue() or again
     typer.echo(f"{why}: it has left after step {step}{again}", err=True)
+
+
+def _tell_stopped(alert: Alert, directory: RunDir) -> None:
+    """Tell which rule has ended the run."""
+    typer.echo(
+        f"ended by a rule: {alert.rule}, saved at step {summarise(directory).step:,}; go on with: "
+        f"ronde run --resume --name {directory.name} …",
+        err=True,
+    )
 
 
 def _tell_failure(outcome: Outcome, directory: RunDir, lost: str = "") -> None:

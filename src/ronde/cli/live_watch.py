@@ -1,0 +1,198 @@
+"""``ronde run --watch`` and ``--stop-on``: judge a run while it trains."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ronde.watch import Alert, Record, RunDir
+from ronde.world import ArgumentError
+
+if TYPE_CHECKING:
+    from ronde.watch.judge import Judge
+
+__all__ = ["LiveWatch", "StopOnOption", "WatchOption", "check_watch"]
+
+_LOOK_SECONDS = 2.0
+
+WatchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--watch",
+        metavar="[P]",
+        help="Measure gradients, updates, and activations every P steps, and judge the run by "
+        "rules while it trains. Without P, so seldom that it costs half a percent of the time.",
+        show_default=False,
+    ),
+]
+StopOnOption = Annotated[
+    str | None,
+    typer.Option(
+        "--stop-on",
+        metavar="RULES",
+        help="With --watch, which this implies: save and end with status 3 when one of these "
+        "rules fires: nan,diverging, or all.",
+        show_default=False,
+    ),
+]
+
+
+def check_watch(
+    watch: str | None, stop_on: str | None, kept: bool, hosts: int | None, horovod: bool
+) -> tuple[str, list[str]]:
+    """Check ``--watch`` and ``--stop-on`` before anything starts.
+
+    Args:
+        kept: whether the run directory stays.
+        hosts: how many a container has, if this is one.
+        horovod: whether the script uses Horovod.
+
+    Returns:
+        tuple[str, list[str]]: ``auto``, or steps between two measurements, or empty; and the rules
+        that end the run.
+
+    Raises:
+        ArgumentError: they cannot be used.
+
+    Example:
+        >>> check_watch("16", None, True, None, False)
+        ('16', [])
+    """
+    if watch not in (None, "auto") and not (str(watch).isdecimal() and int(str(watch))):
+        raise ArgumentError(f"--watch={watch}: expected a number of steps above 0.")
+    if stop_on is None:
+        return watch or "", []
+    if not kept:
+        raise ArgumentError("--stop-on saves where it ends, and --runs none keeps nothing.")
+    if horovod:
+        raise ArgumentError("--stop-on is not for scripts that use Horovod.")
+    if hosts is not None and hosts > 1:
+        raise ArgumentError(
+            "--stop-on is not for containers of several hosts: the service would start them again."
+        )
+    from ronde.watch.rules import RULES
+
+    rules = list(RULES) if stop_on == "all" else [name for name in stop_on.split(",") if name]
+    unknown = [name for name in rules if name not in RULES]
+    if unknown or not rules:
+        raise ArgumentError(
+            f"--stop-on {stop_on}: no rule {', '.join(unknown) or 'is named'}. There are: all, "
+            f"{', '.join(RULES)}."
+        )
+    return watch or "auto", rules
+
+
+class LiveWatch:
+    """Judges a run every two seconds in a thread of the launcher. What fails here is told once.
+
+    Args:
+        directory: of the run.
+        stop_on: names of rules that end it.
+        say: shows a text.
+        end: asks the workers to save and leave.
+        records: whether this process may append to the record now. A launcher that follows another
+            host's record appends at the end.
+
+    Attributes:
+        stopped: the alert that ended the run; None if none did.
+
+    Example::
+
+        with LiveWatch(directory, ["nan"], print, limit.ask, True) as live:
+            ...
+        print(live.stopped)
+    """
+
+    def __init__(
+        self,
+        directory: RunDir,
+        stop_on: Collection[str],
+        say: Callable[[str], None],
+        end: Callable[[], None],
+        records: bool,
+    ) -> None:
+        self._directory, self._stop_on, self._records = directory, stop_on, records
+        self._say, self._end = say, end
+        self._unwritten: list[Alert] = []
+        self._told: set[tuple[Any, ...]] = set()  # each fires once per rule and tensor
+        self._judge: Judge | None = None
+        self._fails = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ronde-rules", daemon=True)
+        self.stopped: Alert | None = None
+
+    def __enter__(self) -> LiveWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Judge the end, too: the record has it now."""
+        self._stop_on = ()
+        self._look()
+        self._write()
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        if self._fails or not self._directory.record.is_file():
+            return
+        try:
+            if self._judge is None:
+                from ronde.watch.judge import Judge
+
+                self._judge = Judge(self._directory)
+                self._known()
+            for alert in self._judge.look():
+                self._take(alert)
+            if self._records:
+                self._write()
+        except Exception as error:  # watching never breaks the training
+            self._fails = True
+            self._say(f"rules are not judged any more ({type(error).__name__}: {error})")
+
+    def _known(self) -> None:
+        """Alerts of the run before a resume were told then."""
+        assert self._judge is not None
+        with self._directory.record.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    value = json.loads(line)
+                    if isinstance(value, dict) and value.get("type") == "alert":
+                        self._told.add(_key(value))
+
+    def _take(self, alert: Alert) -> None:
+        if _key(dataclasses.asdict(alert)) in self._told:
+            return
+        from ronde.cli.watch import alert_text
+
+        self._say(alert_text(alert))
+        self._unwritten.append(alert)
+        if self.stopped is None and alert.rule in self._stop_on:
+            self.stopped = alert
+            self._end()
+
+    def _write(self) -> None:
+        """Append alerts to the record."""
+        if not self._unwritten:
+            return
+        record = Record(self._directory.record)
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            record.write(*self._unwritten)
+            record.close()
+            self._unwritten.clear()
+
+
+def _key(alert: Mapping[str, Any]) -> tuple[Any, ...]:
+    return alert.get("part"), alert.get("rule"), alert.get("tensor")

@@ -1,0 +1,91 @@
+"""``ronde run --watch`` tells alerts while it trains, and ``--stop-on`` ends the run, saved."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+
+import pytest
+
+from processes import ronde_run
+from ronde.cli.live_watch import LiveWatch, check_watch
+from ronde.watch import RunDir
+from ronde.watch.rules import RULES
+from ronde.world import ArgumentError
+
+SCRIPT = textwrap.dedent(
+    """
+    import os, time, torch, ronde
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    x, y = torch.randn(96, 4) + 1000, torch.arange(96) % 3  # inputs far from zero
+    run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6),
+                           torch.utils.data.TensorDataset(x, y),
+                           loss=torch.nn.functional.cross_entropy, batch_size=8)
+    for _ in run.epochs(int(os.environ["EPOCHS"])):
+        for batch in run.batches():
+            run.step(batch)
+            time.sleep(float(os.environ["PAUSE"]))
+    """
+)
+
+
+def alerts(folder):
+    lines = map(json.loads, (folder / "runs" / "a" / "record.jsonl").read_text().splitlines())
+    return [line for line in lines if line["type"] == "alert"]
+
+
+def test_a_rule_ends_the_run_and_a_resume_goes_on(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["-n", "2", "--name", "a", "--stop-on", "nan,inputs"]
+    slow = {"EPOCHS": "1000", "PAUSE": "0.02"}
+    done = ronde_run(["run", "-q", *words, "train.py"], tmp_path, 60, slow)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "alert   inputs   step 1, samples 0–7\n" in done.stderr
+    saved = max(int(p.name[5:]) for p in (tmp_path / "runs" / "a" / "checkpoints").iterdir())
+    assert done.stderr.rstrip().endswith(
+        f"ended by a rule: inputs, saved at step {saved}; go on with: ronde run --resume --name a …"
+    )
+    (alert,) = alerts(tmp_path)
+    assert (alert["rule"], alert["step"]) == ("inputs", 1)
+    epochs = {"EPOCHS": str(saved // 12 + 2), "PAUSE": "0"}
+    done = ronde_run(["run", "-q", "--resume", *words, "train.py"], tmp_path, 60, epochs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "alert" not in done.stderr  # it was told
+    assert alerts(tmp_path) == [alert]
+    judged = ronde_run(["watch", "a", "--json"], tmp_path)
+    assert [json.loads(line)["rule"] for line in judged.stdout.splitlines()] == ["inputs"]
+
+
+def test_what_fails_is_told_once(tmp_path, monkeypatch):
+    run, said = RunDir(tmp_path), []
+    run.record.write_text('{"type": "step", "step": 1}\n')
+    monkeypatch.setattr("ronde.watch.judge.Judge.look", lambda self: 1 / 0)
+    with LiveWatch(run, [], said.append, lambda: None, True) as live:
+        pass
+    live.close()
+    live.close()
+    assert said == ["rules are not judged any more (ZeroDivisionError: division by zero)"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("0", None, True, None, False), "--watch=0: expected a number of steps above 0"),
+        ((None, "nan,nosuch", True, None, False), f"no rule nosuch. There are: all, {next(iter(RULES))},"),
+        ((None, ",", True, None, False), "no rule is named"),
+        ((None, "nan", False, None, False), "--runs none keeps nothing"),
+        ((None, "nan", True, 2, False), "containers of several hosts"),
+        ((None, "nan", True, None, True), "scripts that use Horovod"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(arguments, text):
+    with pytest.raises(ArgumentError) as caught:
+        check_watch(*arguments)
+    assert text in str(caught.value)
+
+
+def test_stopping_implies_watching():
+    assert check_watch(None, "all", True, None, False) == ("auto", list(RULES))
+    assert check_watch("8", "nan", True, None, False) == ("8", ["nan"])
