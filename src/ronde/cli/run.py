@@ -170,8 +170,18 @@ class Options:
         ),
     ] = None
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write logged values for TensorBoard.")
+        bool, typer.Option("--tensorboard", help="The same as --to tensorboard.")
     ] = False
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to",
+            metavar="TRACKER",
+            help="Send the record to a tracker while the run goes on: tensorboard, wandb, "
+            "mlflow:URL, prometheus:PORT. Several times for several.",
+            show_default=False,
+        ),
+    ] = None
     restarts: Annotated[
         int | None,
         typer.Option(
@@ -302,6 +312,13 @@ class _LaunchPlan:
     origin: Origin | None
 
     @property
+    def trackers(self) -> list[str]:
+        """Where the record is sent."""
+        asked = self.options.tensorboard or os.environ.get("RONDE_TENSORBOARD") == "1"
+        more = ["tensorboard"] if asked and self.kept else []
+        return list(dict.fromkeys([*(self.options.to or ()), *more]))
+
+    @property
     def kept(self) -> bool:
         """Whether the run directory stays."""
         return str(self.options.runs) != "none"
@@ -335,7 +352,7 @@ class _LaunchPlan:
             "RONDE_LEAVE": "1" if self.leaves else "",
             "RONDE_WATCH": self.watch,
             "RONDE_UNTIL": options.until or "",
-            "RONDE_TENSORBOARD": "1" if options.tensorboard else "",
+            "RONDE_TENSORBOARD": "0" if "tensorboard" in self.trackers else "",
             "RONDE_HOROVOD": "1" if options.horovod else "",
             "RONDE_PROOFS": json.dumps(proofs) if proofs else "",
             "RONDE_PLAN": plan or "",
@@ -400,6 +417,8 @@ def _plan_launch(options: Options) -> _LaunchPlan:
     if not kept and (options.resume or options.name):
         raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
     check_upload(options.upload, kept)
+    if (options.to or options.tensorboard) and not kept:
+        raise ArgumentError("--to sends the record, and --runs none keeps none.")
     hosts = None if box is None else len(box.hosts)
     watch, stop_on = check_watch(options.watch, options.stop_on, kept, hosts, options.horovod)
     reducer = check_reducer(options.reducer, options.servers, planned_by=options.plan)
@@ -426,6 +445,8 @@ def _in_container(options: Options, box: Container, command: list[str]) -> Optio
             quiet=True,
             upload=None,
             origin=None,
+            tensorboard=False,
+            to=None,
         )
     name = options.name or script_stem(options.module or command[0])
     runs = box.checkpoints or options.runs
@@ -513,8 +534,9 @@ def _run(launch: _LaunchPlan) -> None:
     folder: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(options.runs)
     if not launch.kept:
         folder = tempfile.TemporaryDirectory(prefix="ronde-run-")
-    with folder as runs:
-        directory, workers, limit, outcome, live = _launch(launch, screen, Path(runs))
+    # trackers get what is recorded after the launch, too: a failure
+    with folder as runs, contextlib.ExitStack() as ending:
+        directory, workers, limit, outcome, live = _launch(launch, screen, Path(runs), ending)
         if outcome.again and live is not None and live.stopped is not None:
             _tell_stopped(live.stopped, directory)
             raise typer.Exit(_STOPPED)
@@ -545,10 +567,11 @@ def _run(launch: _LaunchPlan) -> None:
 
 
 def _launch(
-    launch: _LaunchPlan, screen: _Screen, runs: Path
+    launch: _LaunchPlan, screen: _Screen, runs: Path, ending: contextlib.ExitStack
 ) -> tuple[RunDir, int, Limit, Outcome, LiveWatch | None]:
     """Gather hosts, claim the run directory, and run the workers until all have ended. Returns the
     directory, the number of workers, the time limit, how they ended, and what judged them.
+    ``ending`` ends what stays until the record is whole.
     """
     from ronde.launch import Job, Restarts
 
@@ -593,6 +616,11 @@ def _launch(
             options.restarts or 0, directory.path, screen.tell, reduction_servers.variables
         )
         names = group.names if options.output == "all" else None
+        if launch.trackers:
+            from ronde.launch.node import spare
+            from ronde.watch.sinks import Sending
+
+            spare(*ending.enter_context(Sending(directory, launch.trackers, screen.tell)).pids)
         with (
             Limit(launch.seconds, bool(launch.stop_on)) as limit,
             uploading(store, directory, screen.tell),

@@ -12,6 +12,7 @@ import typer
 
 from ronde.cli.help_layout import option
 from ronde.cli.show import find_run
+from ronde.cli.watch_page import PageOption, PortOption, ToOption, open_page, send_to
 from ronde.watch import Alert, plain_console
 from ronde.world import ArgumentError
 
@@ -82,7 +83,7 @@ def register(app: typer.Typer) -> None:
         help="Judge a run by rules: does it learn, is it healthy? At any time, on any run. Without "
         "a name, the last one. Exit status: 0 no alert, 1 alerts.\n\nExamples:\n\n  ronde watch\n\n"
         "  ronde watch big --follow --notify https://ntfy.sh/my-topic\n\n  ronde watch big --rules "
-        "mine.py --set loss-flat.steps=1000",
+        "mine.py --set loss-flat.steps=1000\n\n  ronde watch --page\n\n  ronde watch big --to mlflow:http://127.0.0.1:5000",
     )
     def watch(
         name: Annotated[
@@ -112,7 +113,16 @@ def register(app: typer.Typer) -> None:
         url: Annotated[
             str | None, option("--notify", "POST each alert as JSON to this address.", "URL")
         ] = None,
+        page: PageOption = False,
+        port: PortOption = None,
+        target: ToOption = None,
     ) -> None:
+        if page:
+            return open_page(folder, None if name is None else find_run(folder, name), port)
+        if port is not None:
+            raise ArgumentError("--port is that of --page: add --page.")
+        if target is not None:
+            return send_to(find_run(folder, name), target, follow)
         from ronde.watch.judge import Judge, alert_line
 
         asked = dict(each.partition("=")[::2] for each in settings or ())

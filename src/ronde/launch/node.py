@@ -32,7 +32,15 @@ from ronde.world.fence import AGAIN
 from ronde.world.network import listen_on
 from ronde.world.temporary import memory_root
 
-__all__ = ["Node", "adopt_orphans", "devices", "reap", "warn_workers", "worker_environment"]
+__all__ = [
+    "Node",
+    "adopt_orphans",
+    "devices",
+    "reap",
+    "spare",
+    "warn_workers",
+    "worker_environment",
+]
 
 _SHUTDOWN_SECONDS = 10.0
 _PEERS_SECONDS = 1.0
@@ -207,17 +215,26 @@ def _told(rank: int, failure: WorkerFailure) -> _Failure:
     return _Failure(ended, failure.timestamp * 1e9, rank, text, code=failure.code)
 
 
+_spared: set[int] = set()  # children of the launcher that are none of a worker's
+
+
+def spare(*pids: int) -> None:
+    """Let `reap` keep children of this process, with all that they start."""
+    _spared.update(pids)
+
+
 def reap(kept: int = 0) -> None:
     """Kill this process's remaining descendants: workers' children that outlived them.
 
     Args:
         kept: a process that stays.
     """
-    left = [
-        p
-        for p in psutil.Process().children(recursive=True)
-        if p.pid != kept and p.status() != psutil.STATUS_ZOMBIE
-    ]
+    roots = [p for p in psutil.Process().children() if p.pid not in _spared]
+    left = []
+    for root in roots:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left += [p for p in (root, *root.children(recursive=True)) if p.pid != kept]
+    left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     for process in left:
         try:
             process.kill()

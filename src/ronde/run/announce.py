@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
 import sys
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,11 +18,14 @@ from ronde.plan import parse_reducer
 from ronde.run.code_version import ask_git
 from ronde.run.parts import Parts
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
-from ronde.world import ArgumentError, World
+from ronde.world import World
 from ronde.world.consensus import gather_json
 from ronde.world.version import VERSION
 
-__all__ = ["announce", "scalar_writer"]
+if TYPE_CHECKING:
+    from ronde.watch.sinks import Sending
+
+__all__ = ["announce", "to_tensorboard"]
 
 
 def announce(run: Parts, left_out: list[str]) -> None:
@@ -152,16 +157,37 @@ def _warn_of_norms(run: Parts) -> None:
         )
 
 
-def scalar_writer(directory: RunDir | None, asked: bool, me: World, part: str = "") -> Any:
-    """TensorBoard's writer on rank 0, if asked for."""
-    asked = asked or os.environ.get("RONDE_TENSORBOARD") == "1"
-    if not asked or not me.is_main or directory is None:
-        return None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ArgumentError(
-            "tensorboard=True needs the tensorboard package: pip install '.[tensorboard]' "
-            "in a clone of Ronde."
-        ) from error
-    return SummaryWriter(str(directory.path / "tensorboard" / part))
+_sending: dict[str, tuple[Sending, set[str]]] = {}
+"""Run directory -> who sends it to TensorBoard, and its runs that go on."""
+
+
+def to_tensorboard(
+    directory: RunDir | None, asked: bool, me: World, part: str
+) -> Callable[[], None]:
+    """Send the record to TensorBoard from a process beside rank 0, if asked for; what to call when
+    the run has ended. ``ronde run --to`` says 0 where it sends itself.
+    """
+    told = os.environ.get("RONDE_TENSORBOARD")
+    if told == "0" or not me.is_main or directory is None:
+        return lambda: None
+    key = str(directory.path)
+    if key not in _sending:
+        if not asked and told != "1":
+            return lambda: None
+        from ronde.watch.sinks import Sending, check_target_name
+
+        check_target_name("tensorboard")
+        sending = Sending(directory, ["tensorboard"], lambda text: print(text, file=sys.stderr))
+        _sending[key] = sending, set()
+        atexit.register(sending.close)  # registered before the run's own, so called after it
+    sending, parts = _sending[key]
+    parts.add(part)
+
+    def ended() -> None:
+        parts.discard(part)
+        if not parts and key in _sending:
+            del _sending[key]
+            atexit.unregister(sending.close)
+            sending.close()
+
+    return ended

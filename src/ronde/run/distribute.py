@@ -24,7 +24,7 @@ from ronde.parallel import Strategy, Work
 from ronde.parallel.registry import carry_out
 from ronde.plan import SPLIT_FIELDS, Plan, Share
 from ronde.run import checks, hooks, lr_rules
-from ronde.run.announce import announce, scalar_writer
+from ronde.run.announce import announce, to_tensorboard
 from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
 from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
@@ -325,7 +325,7 @@ def distribute(
         content,
         group,
         options,
-        writer=scalar_writer(directory, saves.tensorboard, me, part),
+        sent=to_tensorboard(directory, saves.tensorboard, me, part),
         source=source,
         probes=probes,
         skeleton=skeleton,

@@ -5,7 +5,7 @@ number of workers.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -61,7 +61,7 @@ class Run(CollectiveCalls):
         group: RunGroup,
         options: RunOptions,
         *,
-        writer: Any,
+        sent: Callable[[], None],
         source: Run | None,
         probes: dict[int, Any],
         skeleton: Skeleton | None,
@@ -78,7 +78,7 @@ class Run(CollectiveCalls):
         self._rendezvous = parts.rendezvous
         self._skeleton = skeleton
         gathering, gradient_hooks = Gathering(), GradientHooks()
-        self._recording = Recording(writer, gathering, content.ending)
+        self._recording = Recording(gathering, content.ending, sent)
         callbacks = callbacks_of(content, group, options, gathering, self._recording, forecast)
         calls = None
         if me.size > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +19,15 @@ __all__ = ["Recording"]
 
 
 class Recording(Callback):
-    """Hands events to the watcher and to TensorBoard.
+    """Hands events to the watcher.
 
     Args:
-        writer: TensorBoard's, or None.
         ending: how the runs of the loop end before their last epoch.
+        sent: called when the record is whole.
     """
 
-    def __init__(self, writer: Any, gathering: Gathering, ending: Ending) -> None:
-        self._writer, self._gathering, self._ending = writer, gathering, ending
+    def __init__(self, gathering: Gathering, ending: Ending, sent: Callable[[], None]) -> None:
+        self._gathering, self._ending, self._sent = gathering, ending, sent
         self._started = time.monotonic()
 
     def step_ended(self, step: StepView) -> None:
@@ -61,7 +61,6 @@ class Recording(Callback):
                 name=name,
             )
         )
-        self._write_scalars(parts, f"{name}/", result)
         numbers = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in result.items()}
         shown = "  ".join(f"{metric} {number}" for metric, number in numbers.items())
         parts.say(f"epoch {state.epoch + 1}  step {state.step}  {name}  {shown}")
@@ -73,7 +72,6 @@ class Recording(Callback):
         plain = {k: (v.tolist() if isinstance(v, torch.Tensor) else v) for k, v in values.items()}
         state = parts.state
         parts.watcher.event(Logged(step=state.step, epoch=state.epoch, values=plain))
-        self._write_scalars(parts, "", plain)
 
     def ended(self, parts: Parts, status: str) -> None:
         """See :class:`Callback`."""
@@ -90,9 +88,8 @@ class Recording(Callback):
                 reason=self._ending.stopped if status == "completed" else "",
             )
         )
-        if self._writer is not None:
-            self._writer.close()
         watcher.close()
+        self._sent()
         folder, main = parts.directory, parts.world.is_main and not parts.part
         if folder is not None and main and not os.environ.get("RONDE_PROGRESS"):
             watcher.display.say(
@@ -115,11 +112,3 @@ class Recording(Callback):
                 high=high,
             )
         )
-
-    def _write_scalars(self, parts: Parts, prefix: str, values: Mapping[str, Any]) -> None:
-        if self._writer is None or not parts.world.is_main:
-            return
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._writer.add_scalar(f"{prefix}{name}", value, parts.state.step)
-        self._writer.flush()
