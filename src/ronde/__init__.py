@@ -27,7 +27,7 @@ from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
     from ronde import feed
-    from ronde.jobs import items
+    from ronde.jobs import Flow, items
     from ronde.launch.call import launch
     from ronde.plan import Plan
     from ronde.run import MicroBatches, Run
@@ -39,6 +39,7 @@ __all__ = [
     "ArgumentError",
     "CheckpointError",
     "FeedError",
+    "Flow",
     "LossError",
     "MicroBatches",
     "Plan",
@@ -63,6 +64,7 @@ _LATER = {
     "MicroBatches": "ronde.run",
     "Plan": "ronde.plan",
     "items": "ronde.jobs",
+    "Flow": "ronde.jobs",
 }
 
 

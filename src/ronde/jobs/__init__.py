@@ -1,8 +1,10 @@
 """Many tasks that share nothing, in parallel or in sequence, on a ledger in a folder.
 
-Offers :func:`items` to scripts, and what ``ronde map`` stands on.
+Offers :func:`items` to scripts, :class:`Flow`, and what ``ronde map``, ``tune`` and ``flow`` stand
+on.
 """
 
+from ronde.jobs.flow import Flow
 from ronde.jobs.handed import Chunk, items
 
-__all__ = ["Chunk", "items"]
+__all__ = ["Chunk", "Flow", "items"]

@@ -85,18 +85,18 @@ class JobLedger:
         for key in keys:
             (self.root / "todo" / f"{key}.0.0").touch()
 
-    def claim(self, size: Callable[[str], float] = lambda key: 0.0) -> Lease | None:
+    def claim(self, size: Callable[[str], float] = lambda key: 0.0, only: str = "") -> Lease | None:
         """Take a task: the largest one that waits, else one whose owner is lost, else one that
-        takes much longer than others do. None if there is none at the moment.
+        takes much longer than others do. None if there is none at the moment. ``only`` names one.
         """
-        waiting = [_parse(name) for name in self._names("todo")]
+        waiting = [w for w in map(_parse, self._names("todo")) if only in ("", w[0])]
         for key, failed, lost, _ in sorted(waiting, key=lambda w: (-size(w[0]), w[0])):
             path = self.root / "todo" / f"{key}.{failed}.{lost}"
             if self.is_committed(key):
                 self._settle(key, path)
             elif lease := self._take(path, key, failed, lost):
                 return lease
-        return self._from_others()
+        return self._from_others(only)
 
     def tidy(self) -> None:
         """Once nothing is left, remove what killed owners left behind."""
@@ -108,8 +108,8 @@ class JobLedger:
     def _names(self, folder: str) -> list[str]:
         return [path.name for path in (self.root / folder).iterdir()]
 
-    def _from_others(self) -> Lease | None:
-        names = self._names("lease")
+    def _from_others(self, only: str) -> Lease | None:
+        names = [name for name in self._names("lease") if only in ("", _parse(name)[0])]
         if not names or (now := self._now()) is None:
             return None
         owned = [_parse(name)[0] for name in names]
@@ -128,7 +128,7 @@ class JobLedger:
                     return lease
             elif self.is_committed(key) or owner == self.owner or owned.count(key) > 1:
                 continue
-            elif self._straggles(name, now):
+            elif not only and self._straggles(name, now):
                 lease = self._lease(key, failed, lost)
                 lease.path.touch()
                 return self._begun(lease)

@@ -1,0 +1,133 @@
+"""``ronde flow``: steps in sequence and side by side."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.help_layout import option
+from ronde.watch import check_name, plain_console
+from ronde.world import ArgumentError
+
+__all__ = ["register"]
+
+_EXAMPLES = """
+A step is a command, and runs once the steps that it needs are done. A step whose command,
+inputs and needed steps are as they were is kept. Killed at any moment, the same command goes on.
+
+Examples:
+
+  ronde flow flow.yaml
+
+  ronde flow --set lr=0.01 flow.yaml       replaces a value under set
+
+  ronde flow --check flow.yaml             look for mistakes, run nothing
+
+  ronde flow --why train flow.yaml         what has changed for a step
+
+  ronde flow --only test flow.yaml         this step alone, on what there is
+
+  ronde flow --from train flow.yaml        this step and all after it, anew
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "flow",
+        help="Run the steps of a flow.\n" + _EXAMPLES,
+        no_args_is_help=True,
+    )
+    def flow(
+        file: Annotated[
+            Path, typer.Argument(metavar="FLOW.yaml", help="The steps.", show_default=False)
+        ],
+        values: Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set",
+                metavar="NAME=VALUE",
+                help="Replace a value under set. Repeat it for more.",
+                show_default=False,
+            ),
+        ] = None,
+        check: Annotated[bool, option("--check", "Look for mistakes, and run nothing.")] = False,
+        why: Annotated[
+            str | None, option("--why", "Say what has changed for a step.", "STEP")
+        ] = None,
+        only: Annotated[str | None, option("--only", "Run this step alone.", "STEP")] = None,
+        anew: Annotated[
+            str | None, option("--from", "Run this step and all after it anew.", "STEP")
+        ] = None,
+        parallel: Annotated[
+            int, typer.Option("--parallel", metavar="N", min=1, help="Steps at once, at most.")
+        ] = 4,
+        name: Annotated[
+            str | None, option("--name", "Name of its folder. Default: the file's.", "NAME")
+        ] = None,
+        runs: Annotated[
+            Path,
+            typer.Option(
+                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
+            ),
+        ] = Path("runs"),
+        as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False,
+    ) -> None:
+        from ronde.jobs.flow import load_flow
+        from ronde.jobs.flow_run import FlowRun
+
+        flow = load_flow(file, dict(map(_pair, values or [])))
+        for asked, text in (("--why", why), ("--only", only), ("--from", anew)):
+            if text is not None and text not in flow.steps:
+                raise ArgumentError(f"{asked} {text}: {file} has no such step.")
+        if check:
+            _tell(f"{file}: {len(flow.steps)} steps, in this order: {', '.join(flow.order())}")
+            return
+        if name is not None:
+            check_name(name)
+        folder = runs / (name or file.stem)
+        run = FlowRun(
+            flow,
+            folder,
+            parallel=parallel,
+            only=only or "",
+            anew=anew or "",
+            tell=(lambda text: None) if as_json else _tell,
+        )
+        if why is not None:
+            found = run.why(why)
+            _tell(f"{why}: {'; '.join(found) if found else 'nothing has changed: it is kept'}")
+            return
+        if not as_json:
+            _tell(f"ronde flow {file}  ·  {len(flow.steps)} steps  ·  {folder}")
+        came: list[int] = []
+
+        def stop(number: int, _: object) -> None:
+            came.append(number)
+            run.stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(number, stop)
+        result = run.run()
+        if as_json:
+            print(json.dumps(result.to_dict(), indent=1))
+        if came:
+            typer.echo("stopped; the same command goes on", err=True)
+            raise typer.Exit(130 if came[0] == signal.SIGINT else 75)
+        raise typer.Exit(0 if result.is_good else 1)
+
+
+def _pair(text: str) -> tuple[str, Any]:
+    name, is_there, value = text.partition("=")
+    if not is_there:
+        raise ArgumentError(f"--set {text}: expected NAME=VALUE.")
+    return name, value
+
+
+def _tell(text: str) -> None:
+    plain_console().print(text, soft_wrap=True, highlight=False)

@@ -1,0 +1,179 @@
+"""``ronde flow``: against a naive oracle, with steps that fail, and a command that is killed."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import TESTS
+from ronde.jobs.flow import Flow, load_flow
+from ronde.jobs.flow_run import FlowRun
+from ronde.world import ArgumentError, RondeError
+
+TRAIN = """
+import sys, torch, ronde
+torch.manual_seed(0)
+x = torch.randn(40, 4)
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+run = ronde.distribute(
+    model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=10, save_every=1
+)
+for _ in run.epochs(3):
+    for batch in run.batches():
+        print("step", run.state.step, file=open("steps.txt", "a"))
+        run.step(batch)
+        if run.state.step == 7 and not __import__("os").path.exists("lost"):
+            open("lost", "w").close()
+            run.save()
+            __import__("os").kill(__import__("os").getppid(), 9)  # the host is lost
+            __import__("time").sleep(60)
+    run.evaluate(data)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def states(flow: Flow, folder: Path, **options: object) -> dict[str, str]:
+    result = FlowRun(flow, folder / "runs" / "flow", wait=0.01, **options).run()  # type: ignore[arg-type]
+    return {name: step["state"] for name, step in result.steps.items()}
+
+
+@pytest.mark.timeout(150)
+def test_random_flows_with_failures_and_kills_do_what_an_oracle_says() -> None:
+    script = TESTS.parent / "benchmarks" / "flow_faults.py"
+    words = [sys.executable, str(script), "--graphs", "2", "--most", "12", "--seed", "5"]
+    found = json.loads(subprocess.check_output(words, timeout=140))
+    assert (found["graphs"], found["wrong"]) == (2, 0)
+    assert found["kills"] > 0
+
+
+@pytest.mark.timeout(120)
+def test_a_training_whose_host_is_lost_goes_on_and_its_values_decide(folder: Path) -> None:
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "flow.yaml").write_text("""
+set: {lr: 0.1}
+steps:
+  train: {run: "ronde run train.py {lr}", in: train.py, on: {workers: 1}, retries: 1}
+  good: {run: "echo {train.step} {train.run}", needs: train, when: train.loss < 1000 and train.step == 12}
+  bad: {run: echo, needs: train, when: train.loss > 1000}
+  below: {run: echo, needs: bad}
+  report: {run: "echo {train.samples}", needs: [good, "bad?", train]}
+""")
+    process = subprocess.run(
+        [sys.executable, "-m", "ronde", "flow", "flow.yaml"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
+    steps = [int(line.split()[1]) for line in (folder / "steps.txt").read_text().splitlines()]
+    assert steps == list(range(12))  # the same run goes on: no step twice, none from the beginning
+    told = re.sub(" +", " ", process.stdout)
+    assert "train try 2 killed by SIGKILL" in told
+    assert "bad skipped train.loss is" in told
+    assert "below skipped bad was skipped" in told
+    assert (folder / "runs/flow/steps/report/log.txt").read_text() == "120\n"
+    flow = load_flow(folder / "flow.yaml")
+    assert set(states(flow, folder).values()) == {"kept", "skipped"}
+    other = load_flow(folder / "flow.yaml", {"lr": "0.2"})
+    assert FlowRun(other, folder / "runs/flow").why("train") == ["the command has changed"]
+
+
+def test_what_is_kept_what_is_anew_and_what_is_missing(folder: Path) -> None:
+    (folder / "in.txt").write_text("1")
+    flow = Flow.of(
+        a={"run": "sh -c 'cp in.txt a.txt; echo a >> ran'", "in": "in.txt", "out": "a.txt"},
+        b={
+            "run": "sh -c 'cp a.txt b.txt; echo b >> ran'",
+            "needs": "a",
+            "in": "a.txt",
+            "out": "b.txt",
+        },
+        c={"run": "sh -c 'echo c >> ran'", "needs": "b"},
+    )
+    ran = folder / "ran"
+
+    def again(**options: object) -> str:
+        ran.write_text("")
+        states(flow, folder, **options)
+        return "".join(ran.read_text().split())
+
+    assert again() == "abc"
+    assert again() == ""
+    assert again(anew="b") == "bc"
+    assert again(only="b") == "b"
+    (folder / "b.txt").unlink()
+    assert FlowRun(flow, folder / "runs/flow").why("b") == [
+        "b.txt, which it makes, is gone or has changed"
+    ]
+    assert again() == "b"
+    (folder / "in.txt").unlink()
+    assert states(flow, folder) == {"a": "failed", "b": "not run", "c": "not run"}
+    with pytest.raises(RondeError, match="a, which comes before, has no result yet"):
+        FlowRun(flow, folder / "other", only="c").run()
+
+
+def test_tries_by_cause_time_and_a_missing_output(folder: Path) -> None:
+    flow = Flow.of(
+        lost={"run": "sh -c 'echo l >> ran; kill -9 $$'", "retries": 2},
+        error={"run": "sh -c 'echo e >> ran; exit 1'", "retries": 2},
+        any={"run": "sh -c 'echo a >> ran; exit 1'", "retries": 2, "retry": "any"},
+        wrong={"run": "sh -c 'echo w >> ran; exit 2'", "retries": 2, "retry": "any"},
+        slow={"run": "sleep 60", "time": "0.5s"},
+        empty={"run": "true", "out": "nothing.txt"},
+    )
+    result = FlowRun(flow, folder / "runs" / "flow", wait=0.01, parallel=6).run()
+    assert {step["state"] for step in result.steps.values()} == {"failed"}
+    ran = (folder / "ran").read_text()
+    assert [ran.count(letter) for letter in "leaw"] == [3, 1, 3, 1]
+    assert "it took longer than 0.5 s" in result.steps["slow"]["why"]
+    assert result.steps["empty"]["why"] == "it made no nothing.txt"
+
+
+@pytest.mark.timeout(100)
+def test_a_step_for_each_file(folder: Path) -> None:
+    for name in "abc":
+        (folder / f"{name}.txt").write_text(f"{name}\n")
+    flow = Flow.of(each={"run": "cat {}", "each": "*.txt"})
+    assert states(flow, folder) == {"each": "done"}
+    (out,) = (folder / "runs/flow/steps/each").glob("each-*/output.txt")
+    assert out.read_text() == "a\nb\nc\n"
+    assert states(flow, folder) == {"each": "kept"}
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{a: {run: x, need: b}}", ":1:21: a step has no key need. Did you mean needs?"),
+        ("{a: {run: x, needs: b}, b: {run: y, needs: a}}", "a cycle: a → b → a."),
+        ("{train: {run: x}, b: {run: y, needs: trian}}", "which is no step. Did you mean train?"),
+        ("{a: {run: 'x {b.z}'}, b: {run: y}}", "{b.z} is not known here: a does not need b"),
+        ("{a: {run: 'x {z}'}}", "{z} is not under set"),
+        ("{a: {run: x, when: b.x > 1}}", "there is no such step: it would never run"),
+        ("{a: {run: x, when: b.x}}", "b.x is not STEP.KEY OP NUMBER"),
+        ("{a: {run: x, on: {workers: 2}}}", "on: workers is for commands of ronde run"),
+        ("{a: {run: x, on: {worker: 2}}}", "on has no key worker"),
+        ("{a: {run: x, out: f}, b: {run: y, out: f}}", "b and a both make f"),
+        ("{a: {run: x, out: f}, b: {run: y, in: f}}", "b reads f, which a makes: add needs: a"),
+        ("{a: {run: x, retries: -1}}", "retries is a number"),
+        ("{a: {run: x, retry: often}}", "retry is lost or any"),
+        ("{a: {run: x, time: 3}}", "expected a time"),
+        ("{a: {needs: []}}", "the step a has no run"),
+        ("{a: [", "expected the node content"),
+    ],
+)
+def test_mistakes_are_told_with_their_place(folder: Path, text: str, error: str) -> None:
+    (folder / "flow.yaml").write_text(f"steps: {text}")
+    with pytest.raises(ArgumentError, match=re.escape(error)) as raised:
+        load_flow(folder / "flow.yaml")
+    assert re.match(r"flow\.yaml:\d+:\d+: |.*flow\.yaml:\d+:\d+: ", str(raised.value))
+    assert not (folder / "runs").exists()
