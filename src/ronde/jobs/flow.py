@@ -14,7 +14,7 @@ import yaml
 
 from ronde.world import ArgumentError
 
-__all__ = ["Condition", "Flow", "Step", "fill", "load_flow", "parse_condition", "references"]
+__all__ = ["Condition", "Flow", "FlowStep", "fill", "load_flow", "parse_condition", "references"]
 
 _KEYS = ("run", "needs", "in", "out", "on", "time", "retries", "retry", "when", "each", "env")
 _ON = ("workers", "hosts", "slurm")
@@ -49,7 +49,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Step:
+class FlowStep:
     """One step.
 
     Attributes:
@@ -98,7 +98,7 @@ class Flow:
         flow = Flow.of(train={"run": "ronde run train.py"}, test={"run": "…", "needs": "train"})
     """
 
-    steps: Mapping[str, Step]
+    steps: Mapping[str, FlowStep]
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -217,7 +217,7 @@ class _Reader:
             raise self.wrong(node, f"{key} is a text, or a list of texts.")
         return tuple(value)
 
-    def step(self, name: str, node: yaml.Node) -> Step:
+    def step(self, name: str, node: yaml.Node) -> FlowStep:
         found = self.pairs(node, f"the step {name}")
         for key, (place, _) in found.items():
             if key not in _KEYS:
@@ -236,7 +236,7 @@ class _Reader:
         if empty:
             raise self.wrong(given["run"], "run is a command.")
         needs = self.words(given["needs"], "needs") if "needs" in given else ()
-        return Step(
+        return FlowStep(
             name,
             run,
             tuple(need.removesuffix("?") for need in needs),
@@ -384,7 +384,7 @@ def _check_cycles(flow: Flow, reader: _Reader) -> None:
         visit(name, ())
 
 
-def _check_references(flow: Flow, step: Step, reader: _Reader) -> None:
+def _check_references(flow: Flow, step: FlowStep, reader: _Reader) -> None:
     before = flow.before(step.name)
     texts = [("run", step.run), ("each", step.each)]
     texts += [("in", t) for t in step.inputs] + [("out", t) for t in step.outputs]

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ronde.jobs.flow import Flow, Step, fill
+from ronde.jobs.flow import Flow, FlowStep, fill
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.watch import RunDir, summarise
 from ronde.world import RondeError
@@ -183,7 +183,7 @@ class FlowRun:
             except RondeError as error:
                 self._set(name, "failed", why=str(error))
 
-    def _begin(self, step: Step) -> None:
+    def _begin(self, step: FlowStep) -> None:
         """Keep what is there, or claim the step and run it."""
         name = step.name
         if name not in self._keys:
@@ -253,7 +253,7 @@ class FlowRun:
     def _names(self, name: str) -> str:
         return ", ".join(self._states[name].get("values", {})) or "none"
 
-    def _parts_of(self, step: Step) -> dict[str, str]:
+    def _parts_of(self, step: FlowStep) -> dict[str, str]:
         """What decides whether a step is run again."""
         parts = {"the command": self._filled(step.run), "on": json.dumps(step.on, sort_keys=True)}
         for pattern in [*step.inputs, *([step.each] if step.each else [])]:
@@ -278,7 +278,7 @@ class FlowRun:
             if not Path(path).exists() or content_digest(Path(path)) != digest
         ]
 
-    def _work(self, step: Step, lease: Lease, outcome: dict[str, Any]) -> None:
+    def _work(self, step: FlowStep, lease: Lease, outcome: dict[str, Any]) -> None:
         """Run a step until it is done, is given up, or is another's; in a thread of its own."""
         began, tries = time.monotonic(), 0
         try:
@@ -333,7 +333,7 @@ class FlowRun:
                 raise _Stopped
             self._ledger.beat(lease)
 
-    def _try(self, step: Step, lease: Lease, tries: int) -> tuple[int, str]:
+    def _try(self, step: FlowStep, lease: Lease, tries: int) -> tuple[int, str]:
         """Run the command once: its status, and what happened."""
         folder = self._step_folder(step.name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -381,7 +381,7 @@ class FlowRun:
             f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}",
         )
 
-    def _words(self, step: Step, key: str) -> list[str]:
+    def _words(self, step: FlowStep, key: str) -> list[str]:
         """The command, with what ``on``, ``time`` and ``each`` add to it."""
         folder = self._step_folder(step.name)
         words = shlex.split(self._filled(step.run, str(folder)))
@@ -422,7 +422,7 @@ class FlowRun:
             ]
         return words
 
-    def _values_of(self, step: Step) -> dict[str, Any]:
+    def _values_of(self, step: FlowStep) -> dict[str, Any]:
         """What later steps may ask for: the JSON that it printed, ``metrics.json`` among its
         outputs, and for a training its summary.
         """
