@@ -11,7 +11,7 @@ import typer
 
 from ronde.cli.compare import compare
 from ronde.cli.help_layout import option
-from ronde.watch import RunDir, clock, plain_console, summarise
+from ronde.watch import RunDir, clock, figure, plain_console, summarise
 from ronde.world import ArgumentError
 
 
@@ -105,7 +105,7 @@ def register(app: typer.Typer) -> None:
                 str(s.start.workers) if s.start else "",
                 str(s.epoch),
                 f"{s.step:,}",
-                f"{s.loss:.4f}" if s.loss is not None else "",
+                figure(s.loss) if s.loss is not None else "",
                 f"{s.samples_per_second:,.0f}" if s.samples_per_second else "",
                 clock(s.seconds) if s.seconds is not None else "",
                 _ago(s.written),

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from ronde.cli.script import short
-from ronde.watch import RunDir, clock, curve, summarise
+from ronde.watch import RunDir, clock, curve, figure, summarise
 
 __all__ = ["print_summary"]
 
 
 def _numbers(values: dict[str, Any]) -> str:
     return "  ".join(
-        f"{k} {v:.4f}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
+        f"{k} {figure(v)}" if isinstance(v, float) else f"{k} {v}" for k, v in values.items()
     )
 
 
@@ -89,12 +89,16 @@ def print_summary(
         row("noise", sentence)
     if summary.loss is not None:
         first = summary.curve[0][1]
-        row("loss", f"{first:.4f} → {summary.loss:.4f}")
+        row("loss", f"{figure(first)} → {figure(summary.loss)}")
     for kind, values in summary.evaluations.items():
         row("evaluation" if kind == "evaluate" else kind, _numbers(values))
     for name, other in summary.parts.items():
         if other.start is not None:
-            loss = f", loss {other.curve[0][1]:.4f} → {other.loss:.4f}" if other.curve else ""
+            loss = (
+                f", loss {figure(other.curve[0][1])} → {figure(other.loss)}"
+                if other.curve and other.loss is not None
+                else ""
+            )
             row(
                 name,
                 f"{other.start.model}, {other.start.parameters:,} parameters, "
@@ -103,7 +107,7 @@ def print_summary(
             for kind, values in other.evaluations.items():
                 row("", f"{'evaluation' if kind == 'evaluate' else kind} {_numbers(values)}")
     if best := summary.best:
-        row("best", f"{best.metric} {best.value:.4f} at step {best.step:,}, in {best.path}")
+        row("best", f"{best.metric} {figure(best.value)} at step {best.step:,}, in {best.path}")
     if kept:
         row(
             "kept in",

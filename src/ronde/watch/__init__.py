@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Stream,
         choose_display,
         clock,
+        figure,
         plain_console,
     )
     from ronde.watch.record import (
@@ -87,6 +88,7 @@ __all__ = [
     "choose_display",
     "claim_run_dir",
     "clock",
+    "figure",
     "curve",
     "curves",
     "latest",
@@ -106,7 +108,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.watch.loss_curve": "curve curves thin",
             "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
-            "Stream choose_display clock plain_console",
+            "Stream choose_display clock figure plain_console",
             "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION Started StepRecorded Warned less_is_better read",

@@ -22,6 +22,16 @@ MARK = "\x1e"
 """First character of a message line from rank 0 to the launcher."""
 
 
+def figure(value: float) -> str:
+    """A loss or a metric as people read it.
+
+    Example:
+        >>> figure(0.25), figure(1.5e64)
+        ('0.2500', '1.500e+64')
+    """
+    return f"{value:.4f}" if abs(value) < 1e6 or value != value else f"{value:.3e}"
+
+
 def clock(seconds: float) -> str:
     """``75`` -> ``1:15``."""
     whole = max(0, int(seconds))
@@ -116,13 +126,13 @@ def _describe(state: dict[str, Any]) -> str:
     steps = f"/{state['steps']}" if state.get("steps") else ""
     parts.append(f"step {state['step']}{steps}")
     if state.get("loss") is not None:
-        parts.append(f"loss {state['loss']:.4f}")
+        parts.append(f"loss {figure(state['loss'])}")
     if state.get("samples_per_second"):
         parts.append(f"{state['samples_per_second']:,.0f} samples/s")
     if state.get("seconds_left") is not None:
         parts.append(f"{clock(state['seconds_left'])} left")
     for part, step, loss in state.get("others", ()):
-        parts.append(f"{part}: step {step}  loss {loss:.4f}")
+        parts.append(f"{part}: step {step}  loss {figure(loss)}")
     return "  ".join(parts)
 
 

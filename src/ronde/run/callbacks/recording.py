@@ -13,7 +13,7 @@ from ronde.run.callback import Callback, EvaluationResult, StepView
 from ronde.run.ending import Ending
 from ronde.run.gather import Gathering
 from ronde.run.parts import Parts
-from ronde.watch import Ended, Epoch, Evaluated, Logged, NoiseMeasured
+from ronde.watch import Ended, Epoch, Evaluated, Logged, NoiseMeasured, figure
 
 __all__ = ["Recording"]
 
@@ -61,7 +61,7 @@ class Recording(Callback):
                 name=name,
             )
         )
-        numbers = {k: f"{v:.4f}" if isinstance(v, float) else v for k, v in result.items()}
+        numbers = {k: figure(v) if isinstance(v, float) else v for k, v in result.items()}
         shown = "  ".join(f"{metric} {number}" for metric, number in numbers.items())
         parts.say(f"epoch {state.epoch + 1}  step {state.step}  {name}  {shown}")
 
