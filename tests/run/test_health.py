@@ -194,3 +194,20 @@ def test_numbers_and_torn_lines(tmp_path):
     file.hold(torch.tensor([0.5]), lambda values: [{"type": "x", "values": list(values)}])
     file.flush()
     assert path.read_text() == '{"type": "hea\n{"type": "x", "values": [0.5]}\n'
+
+
+def test_updates_of_weights_with_gaps_and_other_layouts(train):
+    """Views of such weights would be copies, which no update changes."""
+
+    def spread(run):
+        if run.state.step == 0:
+            with torch.no_grad():
+                weight = run.model.first.weight
+                weight.data = torch.cat([weight, weight], 1).clone()[:, ::2]
+                run.model.rest[1].weight.data = run.model.rest[1].weight.data.t().contiguous().t()
+
+    train("i", 1, at=spread)
+    measured = [line for line in lines(train.folder, "i") if line["type"] == "health"]
+    assert all(line["update"][0] > 0 for line in measured)
+    assert all(line["same"][0] < 1 for line in measured)
+    assert all(line["same"][2] < 1 for line in measured)

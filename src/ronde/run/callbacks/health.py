@@ -60,6 +60,7 @@ class Health(Callback):
         self._decided = bool(asked)  # how often
         self._taken = 0  # steps since the start
         self._flags: list[Any] = []
+        self._parameters: list[torch.nn.Parameter] = []
         self._tensors: TensorNorms | None = None
         self._layers = LayerOutputs(run.model, run.plan, run.world)
         self._agreed = False  # on the layers
@@ -80,23 +81,26 @@ class Health(Callback):
             self._cost.begin()
         if not self._measures:
             return
-        self._prepare(step.parts)
         every = self._every * _LAYERS_EVERY
         self._opens = number <= _FIRST_STEPS or (not timed and number % every == 0)
-        if self._opens and step.share.samples:
-            self._attempt(self._layers.open)
+        with self._cost.measuring():
+            self._prepare(step.parts)
+            if self._opens and step.share.samples:
+                self._attempt(self._layers.open)
 
     def _prepare(self, run: Parts) -> TensorNorms:
         """The tensors as they are now. A collective where they have changed, which they do on all
         ranks.
         """
-        flags: list[Any] = [p.requires_grad for p in run.model.parameters()]
-        flags += [id(p) for p in run.strategy.parameters]
+        flags: list[Any] = [p.requires_grad for p in self._parameters]
+        flags += map(id, run.strategy.parameters)
         if self._tensors is None or flags != self._flags:
             if self._tensors is None:
                 self._bytes = gather_json(run.world, self._bytes)[0]
-            self._flags, self._tensors = flags, TensorNorms(run)
-            self._described = 0
+            self._tensors, self._described = TensorNorms(run), 0
+            self._parameters = list(run.model.parameters())
+            self._flags = [p.requires_grad for p in self._parameters]
+            self._flags += map(id, run.strategy.parameters)
         return self._tensors
 
     def after_exchange(self, step: StepView) -> None:
@@ -144,39 +148,38 @@ class Health(Callback):
         tensors, me, number = self._tensors, self._me, step.number + 1
         if not (self._measures and self._ready) or tensors is None:
             return
-        with self._cost.measuring():
-            self._attempt(tensors.updates)
         if self._opens and not self._agreed:
             self._agreed, self._described = True, 0
             self._layers.agree()
         opens = self._opens and bool(self._layers.names)
-        timed = not self._decided
-        decides = timed and self._taken >= _TIMED_STEPS
-        if timed:
-            self._cost.note(self._layers.seconds if opens else None)
-        own = torch.zeros(2 + 2 * me.size, dtype=torch.float64, device=me.device)
-        own[0] = self._failed
+        decides = not self._decided and self._taken >= _TIMED_STEPS
+        with self._cost.measuring():
+            self._attempt(tensors.updates)
+            own = torch.zeros(2 + 2 * me.size, dtype=torch.float64, device=me.device)
+            own[0] = self._failed
+            if (lost := step.parts.strategy.local_loss) is not None:
+                own[2 + me.rank] = ~lost.detach().isfinite()
+            layers = self._layers.sums() if opens else own[:0]
+            if opens:
+                own[2 + me.size + me.rank] = ~layers.isfinite().all()
         if decides and me.is_main:
-            own[1] = self._cost.every(_SHARE, _LEAST, _LAYERS_EVERY)
-        if (lost := step.parts.strategy.local_loss) is not None:
-            own[2 + me.rank] = ~lost.detach().isfinite()
-        layers = self._layers.sums() if opens else own[:0]
-        if opens:
-            own[2 + me.size + me.rank] = ~layers.isfinite().all()
-        flat = torch.cat([own, tensors.values.flatten(), layers.flatten()])
+            own[1] = self._choose(step.parts)
         begun = time.perf_counter()
+        flat = torch.cat([own, tensors.values.flatten(), layers.flatten()])
         self._exchange(flat, dist.ReduceOp.SUM)
         self._cost.exchanges.append(time.perf_counter() - begun)
         if opens:
             largest = partial(self._exchange, op=dist.ReduceOp.MAX)
             flat = torch.cat([flat, self._layers.dead(largest)])
+            self._cost.besides += self._layers.seconds
         if me.is_main:
-            self._describe(step.parts, tensors, number)
-            shown = self._layers if opens else None
-            about = partial(health_lines, _about(step), tensors.all, me.size, shown)
-            self._file.hold(flat, about)
-            if self._opens:
-                self._attempt(self._look_at_batch, step)
+            with self._cost.measuring():
+                self._describe(step.parts, tensors, number)
+                shown = self._layers if opens else None
+                about = partial(health_lines, _about(step), tensors.all, me.size, shown)
+                self._file.hold(flat, about)
+                if self._opens:
+                    self._attempt(self._look_at_batch, step)
         self._bytes += 4 * _NUMBER_BYTES * len(tensors.names)
         if decides:
             self._decided, self._every = True, int(flat[1])
@@ -185,6 +188,12 @@ class Health(Callback):
         else:
             return
         self._described = 0
+
+    def _choose(self, run: Parts) -> int:
+        """How often this training is to be measured."""
+        run.watcher.flush()  # to know what writing costs
+        writing = self._file.seconds / self._taken
+        return self._cost.every(_SHARE, _LEAST, _LAYERS_EVERY, writing)
 
     def ended(self, parts: Parts, status: str) -> None:
         """See :class:`Callback`."""

@@ -15,21 +15,20 @@ from ronde.world import World
 
 __all__ = ["MeasuringCost"]
 
-_LAST = 10  # steps that count: the first ones are slow
-
 
 class MeasuringCost:
-    """Times what this process, and its device, spend on measuring a step; chooses how seldom that
-    is to be.
+    """Times what this process, and its device, spend on measuring steps, from the first one on;
+    chooses how seldom that is to be.
 
     Attributes:
         exchanges: seconds of exchanges so far.
+        besides: seconds spent elsewhere on measurements of this step: in hooks of layers.
     """
 
     def __init__(self, me: World) -> None:
-        self._steps: list[float] = []
-        self._hooks: list[float] = []
         self.exchanges: list[float] = []
+        self.besides = 0.0
+        self._steps: list[float] = []
         self._costs: list[float] = []
         self._begun = 0.0
         self._cuda = me.device.type == "cuda"
@@ -39,44 +38,40 @@ class MeasuringCost:
     @contextmanager
     def measuring(self) -> Iterator[None]:
         """Inside, it measures."""
-        begun, ends = time.perf_counter(), None
+        begun, ends = time.perf_counter(), []
         if self._cuda:
             ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             ends[0].record()
         yield
-        if ends is not None:
+        if ends:
             ends[1].record()
             self._events.append(ends)
         self._seconds += time.perf_counter() - begun
 
     def begin(self) -> None:
-        """A step begins."""
-        now = time.perf_counter()
-        self._steps.append(now - self._begun)
-        self._begun = now
+        """A step begins. Waits for the device."""
+        device, now = 0.0, time.perf_counter()
+        if self._begun:
+            if self._events:
+                torch.cuda.synchronize()
+                device = sum(a.elapsed_time(b) for a, b in self._events) / 1e3
+            self._costs.append(max(self._seconds, device) + self.besides)
+            self._steps.append(now - self._begun)
+        self._begun = time.perf_counter()
+        self._seconds, self.besides, self._events = 0.0, 0.0, []
 
-    def note(self, hooks: float | None) -> None:
-        """A measured step is over, but for its exchange. Waits for the device.
-
-        Args:
-            hooks: seconds in hooks of layers; None: it had none.
-        """
-        self._hooks += [] if hooks is None else [hooks]
-        device = 0.0
-        if self._events:
-            torch.cuda.synchronize()
-            device = sum(a.elapsed_time(b) for a, b in self._events) / 1e3
-        self._costs.append(max(self._seconds, device))
-        self._seconds, self._events = 0.0, []
-
-    def every(self, share: float, least: int, layers_every: int) -> int:
+    def every(self, share: float, least: int, layers_every: int, writing: float) -> int:
         """The power of two, and at least ``least``, by which measuring costs a share of a step.
 
         Args:
-            layers_every: measured steps for one in which layers are measured.
+            layers_every: measured steps for one in which layers are measured, as in the first half.
+            writing: seconds to write what one step gives.
         """
-        layers = median(self._hooks or [0.0]) / layers_every
+        half = len(self._costs) // 2
+        plain = median(self._costs[half:])
+        layers = max(0.0, median(self._costs[half // 2 : half]) - plain)
         # The fastest exchange: others wait for a rank that is late, and would without it.
-        cost = median(self._costs[-_LAST:]) + min(self.exchanges or [0.0]) + layers
-        step = max(median(self._steps[-_LAST:]) - cost, 1e-6)
+        exchange = min(self.exchanges, default=0.0)
+        cost = max(plain + layers / layers_every + exchange + writing, 1e-9)
+        step = max(median(self._steps[half:]) - plain - exchange, 1e-6)
         return max(least, 1 << max(0, math.ceil(math.log2(cost / share / step))))

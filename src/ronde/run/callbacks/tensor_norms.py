@@ -50,6 +50,8 @@ class TensorNorms:
         self._own = [(i, held[n]) for i, n in enumerate(self.names) if n in mine]
         self._own = [(i, p) for i, p in self._own if local_part(p).numel()]
         self._before: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+        self._places: list[int] = []
         device = run.world.device
         self.values = torch.zeros(4, len(self.names), dtype=torch.float64, device=device)
         self._at = torch.tensor([i for i, _ in self._own], dtype=torch.int64, device=device)
@@ -71,20 +73,23 @@ class TensorNorms:
 
     def keep(self) -> None:
         """Copy a sample of the weights, before they are updated."""
-        self._before = self._sample()
-
-    def _sample(self) -> torch.Tensor | None:
-        views = [_strided(local_part(p)) for _, p in self._own]
-        return torch.cat(views) if views else None
+        parts = [local_part(p) for _, p in self._own]
+        self._views = [_strided(part) for part in parts]
+        self._places = [_place(part) for part in parts]
+        if [_place(view) for view in self._views] != self._places:
+            self._places = []  # a copy: the memory of a part has gaps
+        self._before = torch.cat(self._views) if parts else None
 
     def updates(self) -> None:
         """Compare with that sample, and take the squares of the weights."""
-        before, after = self._before, self._sample()
-        self._before = None
-        if before is None or after is None:
+        before, self._before = self._before, None
+        if before is None:
             return
         parts = [local_part(p) for _, p in self._own]
-        sizes = [len(range(0, p.numel(), _stride(p))) for p in parts]
+        if [_place(part) for part in parts] != self._places:  # new ones, or copies
+            self._views = [_strided(part) for part in parts]
+        after = torch.cat(self._views)
+        sizes = [len(view) for view in self._views]
         if self._scale is None:
             ratios = [p.numel() / n for p, n in zip(parts, sizes, strict=True)]
             self._scale = torch.tensor(ratios, dtype=torch.float64, device=after.device)
@@ -95,12 +100,18 @@ class TensorNorms:
             self.values[row].index_copy_(0, self._at, each.to(self.values))
 
 
+def _place(part: torch.Tensor) -> int:
+    return part.untyped_storage().data_ptr()
+
+
 def _stride(part: torch.Tensor) -> int:
     return -(-part.numel() // _SAMPLED)
 
 
 def _strided(part: torch.Tensor) -> torch.Tensor:
     """A view of every so many elements in the order of memory, whatever the layout."""
+    if part.is_contiguous():
+        return part.view(-1)[:: _stride(part)]
     strides = part.stride()
     order = sorted(range(part.ndim), key=lambda d: -strides[d])
     return part.permute(order).reshape(-1)[:: _stride(part)]
