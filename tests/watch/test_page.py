@@ -6,7 +6,6 @@ import http.client
 import json
 import re
 import shutil
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from processes import Child, environment, free_port
+from processes import Child, environment, free_port, ronde
 
 pytest.importorskip("starlette", reason="the page needs starlette and uvicorn: extra 'page'")
 pytest.importorskip("uvicorn", reason="the page needs starlette and uvicorn: extra 'page'")
@@ -33,9 +32,8 @@ class Site:
 
     def start(self) -> None:
         env = environment({"RONDE_RUNS": None})
-        said = f"serve_page(Path({str(self.runs)!r}), {self.port})"
-        code = f"from pathlib import Path; from ronde.watch.page import serve_page; {said}"
-        self.server = Child([sys.executable, "-c", code], self.runs.parent, env)
+        command = ronde("watch", "--page", "--port", str(self.port), "--runs", str(self.runs))
+        self.server = Child(command, self.runs.parent, env)
         self.server.wait_for("ssh -L", 30)
         self.url = re.search(r"http://\S+", self.server.stdout)[0]
         self.key = self.url.partition("=")[2]

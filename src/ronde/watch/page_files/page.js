@@ -176,7 +176,7 @@ function event(track, e) {
   else if (e.type === "epoch") { if (!e.part && e.samples_per_second) track.rate = e.samples_per_second; }
   else if (e.type === "evaluate") values(prefix + (e.name || "evaluate") + "/", e.metrics);
   else if (e.type === "log") for (const [k, v] of Object.entries(e.values || {})) { if (typeof v === "number") put(track, prefix + (["loss", "learning rate"].includes(k) ? "log/" : "") + k, at, v); }
-  else if (e.type === "alert") note("alert", `${e.rule}: ${e.text}`, [e.tensor, e.place, Number.isInteger(e.rank) ? "rank " + e.rank : ""].filter(Boolean).join(" · "), e.remedy && "try: " + e.remedy, e.again);
+  else if (e.type === "alert") note("alert", `${e.rule}${e.tensor ? " in " + e.tensor : ""}: ${e.text}`, [e.place, Number.isInteger(e.rank) ? "rank " + e.rank : ""].filter(Boolean).join(" · "), e.remedy && "try: " + e.remedy, e.again);
   else if (e.type === "resume") note("resume", `resumed at step ${whole(e.step)} on ${e.workers} worker${e.workers === 1 ? "" : "s"}`, e.checkpoint);
   else if (e.type === "restart") { band(); note("restart", e.reason); }
   else if (e.type === "hang") { if (!e.slow) band(); note("hang", e.sentence, e.place); }
@@ -340,7 +340,7 @@ function heat() {
   let card = body.querySelector(".card");
   if (!card) { body.replaceChildren(card = el("div", "card", el("canvas", "map"), el("p", "under"))); }
   const canvas = card.querySelector("canvas"), under = card.querySelector(".under"), n = t.names.length, dpr = devicePixelRatio, tall = Math.max(2, Math.min(18, Math.floor(420 / n))), wide = card.clientWidth - 26;
-  const gutter = tall >= 12 ? Math.min(180, wide * .35) : 0, bottom = 18, room = wide - gutter, bins = Math.min(lines.length, Math.max(1, Math.floor(room / 2)));
+  const gutter = tall >= 12 ? Math.min(8 + 6.2 * Math.max(...t.names.map(n => n.length)), 180, wide * .35) : 0, bottom = 18, room = wide - gutter, bins = Math.min(lines.length, Math.max(1, Math.floor(room / 2)));
   canvas.width = wide * dpr; canvas.height = (n * tall + bottom) * dpr; canvas.style.height = n * tall + bottom + "px";
   const ctx = canvas.getContext("2d"), cells = []; let low = Infinity, high = -Infinity;
   for (let b = 0; b < bins; b++) { // a column shows the largest value of its steps, and a NaN if there is one
