@@ -172,7 +172,7 @@ def worker(name: str, rounds: int, kinds: list[str], out: str) -> None:
 
     every = chosen(name)
     measured = blocks(name, 1, kinds, rounds)
-    idle = blocks(name, 1 << 30, ["off", "ronde"], rounds)
+    idle = blocks(name, 1 << 30, ["off", "ronde"], 4 * rounds)  # small: it needs more of them
     rank = os.environ.get("RANK", "0")
     found = {"every": every, "measured": measured, "idle": idle, "torch": torch.__version__}
     Path(f"{out}-{rank}").write_text(json.dumps(found))

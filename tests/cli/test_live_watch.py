@@ -20,6 +20,7 @@ SCRIPT = textwrap.dedent(
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 3)
     x, y = torch.randn(96, 4) + 1000, torch.arange(96) % 3  # inputs far from zero
+    x[50] += float(os.environ.get("BAD", "0"))
     run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=1e-6),
                            torch.utils.data.TensorDataset(x, y),
                            loss=torch.nn.functional.cross_entropy, batch_size=8)
@@ -56,6 +57,17 @@ def test_a_rule_ends_the_run_and_a_resume_goes_on(tmp_path):
     assert alerts(tmp_path) == [alert]
     judged = ronde_run(["watch", "a", "--json"], tmp_path)
     assert [json.loads(line)["rule"] for line in judged.stdout.splitlines()] == ["inputs"]
+
+
+def test_the_end_is_judged_too(tmp_path):
+    """A loss that is not finite ends the run at once, before anybody has looked."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variables = {"EPOCHS": "1", "PAUSE": "0", "BAD": "nan"}
+    done = ronde_run(["run", "-q", "--name", "a", "-n", "2", "--watch", "train.py"], tmp_path, 60, variables)  # fmt: skip
+    assert done.returncode == 1
+    (nan,) = (alert for alert in alerts(tmp_path) if alert["rule"] == "nan")
+    assert f"alert   nan   step {nan['step']}, " in done.stderr
+    assert "LossError" in done.stderr
 
 
 def test_what_fails_is_told_once(tmp_path, monkeypatch):

@@ -543,11 +543,7 @@ def _run(launch: _LaunchPlan) -> None:
         if outcome.again:
             _tell_left(outcome, directory, limit, launch.kept)
             raise typer.Exit(outcome.status)
-        try:
-            _check(outcome, launch, directory)
-        finally:
-            if live is not None:
-                live.close()
+        _check(outcome, launch, directory)
         if options.quiet:
             return
         one = None
@@ -628,6 +624,8 @@ def _launch(
         ):
             outcome = group.launch(job, screen.show, screen.message, names, restarts=again)
         screen.close()
+    if live is not None:
+        ending.callback(live.close)
     return directory, count, limit, outcome, live
 
 

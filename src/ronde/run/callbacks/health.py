@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -62,10 +61,10 @@ class Health(Callback):
         self._flags: list[Any] = []
         self._parameters: list[torch.nn.Parameter] = []
         self._tensors: TensorNorms | None = None
-        self._layers = LayerOutputs(run.model, run.plan, run.world)
         self._agreed = False  # on the layers
         self._described = 0  # the step of the newest line, if it says what it has
         self._cost = MeasuringCost(run.world)
+        self._layers = LayerOutputs(run.model, run.plan, run.world, self._cost.clock)
         self._counts: torch.Tensor | None = None
         self._measures = self._opens = self._ready = False
         self._failed = False
@@ -164,10 +163,10 @@ class Health(Callback):
                 own[2 + me.size + me.rank] = ~layers.isfinite().all()
         if decides and me.is_main:
             own[1] = self._choose(step.parts)
-        begun = time.perf_counter()
+        begun = self._cost.clock()
         flat = torch.cat([own, tensors.values.flatten(), layers.flatten()])
         self._exchange(flat, dist.ReduceOp.SUM)
-        self._cost.exchanges.append(time.perf_counter() - begun)
+        self._cost.exchanges.append(self._cost.clock() - begun)
         if opens:
             largest = partial(self._exchange, op=dist.ReduceOp.MAX)
             flat = torch.cat([flat, self._layers.dead(largest)])
@@ -249,8 +248,9 @@ class Health(Callback):
             self._file.hold(facts, partial(inputs_line, step.number + 1))
         classes = tensors[-1] if len(tensors) > 1 else None
         if classes is not None and classes.ndim == 1 and classes.dtype == torch.int64:
-            valid = classes[(classes >= 0) & (classes < _CLASSES)]
-            counts = torch.bincount(valid, minlength=_CLASSES)
+            valid = (classes >= 0) & (classes < _CLASSES)
+            counts = classes.new_zeros(_CLASSES)  # bincount would wait for a device
+            counts.scatter_add_(0, classes.clamp(0, _CLASSES - 1), valid.to(counts))
             self._counts = counts if self._counts is None else self._counts + counts
             self._file.hold(self._counts, partial(targets_line, step.number + 1))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,8 +50,8 @@ class LayerOutputs:
         seconds: spent in hooks, in this step.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, me: World) -> None:
-        self._me, self._model = me, model
+    def __init__(self, model: nn.Module, plan: Plan, me: World, clock: Callable[[], float]) -> None:
+        self._me, self._model, self._clock = me, model, clock
         self._counts_units = plan.tensor == 1  # else ranks hold other units
         self._handles: list[RemovableHandle] = []
         self._found: dict[str, _Layer] = {}
@@ -91,12 +90,12 @@ class LayerOutputs:
         def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            begun = time.perf_counter()
+            begun = self._clock()
             if holds:
                 self._channels = first
             if module.training and isinstance(output, torch.Tensor) and output.numel():
                 self._measure(name, kind, local_part(output))
-            self.seconds += time.perf_counter() - begun
+            self.seconds += self._clock() - begun
 
         return measure
 
