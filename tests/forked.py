@@ -31,6 +31,14 @@ torch.set_num_threads(1)  # where torch was imported before
 torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
 
 
+def forget_runs() -> None:
+    """The next run is the first one of its process."""
+    from ronde.run import group
+    from ronde.run.callbacks.upkeep import SavesEvery
+
+    group._groups, group._latest, SavesEvery.newest = 0, None, 0
+
+
 def fork(size: int, work: Callable[[], None], seconds: float = 150.0) -> None:
     """Run ``work`` as every rank of a world of that size; raises where one of them did, or took too
     long.

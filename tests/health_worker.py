@@ -16,10 +16,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ronde
-from forked import fork
-from ronde.run import group
+from forked import forget_runs, fork
 from ronde.run.callbacks import health, health_lines
-from ronde.run.callbacks.upkeep import SavesEvery
 from tiny_models import LENGTH, VOCABULARY, Transformer
 
 NAMES = ("gradient", "weight", "update", "same")
@@ -106,7 +104,7 @@ def rows(bad: bool) -> TensorDataset:
 def train(where: Path, plan: str, kind: str, watch: bool | int, oracle: bool = False) -> None:
     os.environ |= {"RONDE_RUN_DIR": str(where), "RONDE_RESUME": "0", "RONDE_PROGRESS": "quiet"}
     where.mkdir(parents=True, exist_ok=True)
-    group._groups, group._latest, SavesEvery.newest = 0, None, 0
+    forget_runs()
     torch.manual_seed(7)
     model = (Layers() if kind != "net" else Transformer()).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

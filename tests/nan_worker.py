@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 import ronde
-from forked import fork
+from forked import forget_runs, fork
 from reshard_worker import differ
-from ronde.run import group
-from ronde.run.callbacks.upkeep import SavesEvery
 from ronde.watch import NonFiniteStep, read
 from ronde.world.tensors import local_part
 from tiny_models import UnevenNet
@@ -43,7 +41,7 @@ def loss(output, target):
 def train(where: Path, plan: str, bad: str, on_nan: str, left_out: int = 0) -> None:
     os.environ |= {"RONDE_RUN_DIR": str(where), "RONDE_RESUME": "0", "RONDE_PROGRESS": "quiet"}
     where.mkdir(parents=True, exist_ok=True)
-    group._groups, group._latest, SavesEvery.newest = 0, None, 0
+    forget_runs()
     torch.manual_seed(7)
     model = UnevenNet(False).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

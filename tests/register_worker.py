@@ -26,9 +26,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import ronde
-from forked import fork
-from ronde.run import group
-from ronde.run.callbacks.upkeep import SavesEvery
+from forked import forget_runs, fork
 from tiny_models import UnevenNet
 
 PLANS = {
@@ -62,8 +60,7 @@ def begin(plan: str, where: Path, resume: bool, **options):
     quiet = {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "1" if resume else "0"}
     os.environ.update({"RONDE_RUN_DIR": str(where), **quiet})
     where.mkdir(parents=True, exist_ok=True)
-    # each run is the first of its process
-    group._groups, group._latest, SavesEvery.newest = 0, None, 0
+    forget_runs()
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = UnevenNet(False).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)

@@ -24,11 +24,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ronde
-from forked import fork
+from forked import forget_runs, fork
 from ronde.checkpoint import find_valid
 from ronde.plan import Plan
-from ronde.run import group
-from ronde.run.callbacks.upkeep import SavesEvery
 from ronde.world.tensors import local_part
 from sampling import ALL
 from tiny_models import UnevenNet
@@ -101,8 +99,7 @@ def start(plan: str, norm: bool, where: Path, resume: bool, **options):
         }
     )
     where.mkdir(parents=True, exist_ok=True)
-    # each run is the first of its process
-    group._groups, group._latest, SavesEvery.newest = 0, None, 0
+    forget_runs()
     torch.manual_seed(7 if not resume else 8)  # what is resumed begins elsewhere
     model = options.pop("model", None) or UnevenNet(norm).double()
     named = dict(model.named_parameters())
