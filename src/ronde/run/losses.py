@@ -136,12 +136,16 @@ def _measure(value: Any, path: str, found: Lengths) -> None:
             found["0" + path] = value.size(0)
         if dims > 1:
             found["1" + path] = value.size(1)
-    elif not isinstance(value, PackedSequence) and (held := parts(value)) is not None:
-        if is_list := isinstance(value, list | tuple):
-            found["list" + path] = len(held)
-        if not is_list or len(held) <= _MOST_ITEMS:
-            for key, each in held.items():
-                _measure(each, f"{path}[{key}]", found)
+    elif isinstance(value, PackedSequence):
+        return
+    elif isinstance(value, list | tuple):
+        found["list" + path] = len(value)
+        if len(value) <= _MOST_ITEMS:
+            for i, each in enumerate(value):
+                _measure(each, f"{path}[{i}]", found)
+    elif (held := parts(value)) is not None:
+        for key, each in held.items():
+            _measure(each, f"{path}[{key}]", found)
 
 
 def collates(settings: LoaderSettings) -> bool:

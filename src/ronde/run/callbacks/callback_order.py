@@ -79,7 +79,7 @@ def _prediction_check(run: Parts, forecast: Forecast | None) -> Iterator[Callbac
 
 
 def _replicas(run: Parts, group: RunGroup, options: RunOptions) -> Iterator[Callback]:
-    from ronde.run.callbacks.replicas import Replicas
+    from ronde.run.callbacks.rank_facts import Replicas
 
     yield Replicas(run, options.check_replicas, group)
 
