@@ -161,27 +161,3 @@ def test_the_summary_promises_nothing_that_is_not_so(tmp_path, kind, loop, diffe
     assert "the same samples, order, and rate on any number of workers" in said
     assert ("but not the same training: see the warnings" in said) == differs, said
     assert ("`ronde prove` checks the rest" in said) == (not differs), said
-
-
-MIXING = """
-import torch, ronde
-from torch import nn
-
-torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(64, 3, 4, 4), torch.randint(3, (64,)))
-mean = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1)
-for change in (lambda x: (x - mean) / (1 + mean), lambda x: x.masked_fill(x > 1, 0.0), lambda x: 0.7 * x + 0.3 * x.flip(0)):
-    model = nn.Sequential(nn.Flatten(), nn.Linear(48, 3))
-    run = ronde.distribute(model, torch.optim.SGD(model.parameters(), 0.1), data, loss=nn.functional.cross_entropy, batch_size=16)
-    print("change")
-    for x, y in run.batches():
-        run.step((change(x), y))
-"""
-
-
-def test_a_batch_that_the_script_mixes_is_named_and_one_that_it_normalizes_is_not(tmp_path):
-    (tmp_path / "train.py").write_text(MIXING)
-    done = ronde_run(["run", "--workers", "2", "train.py"], tmp_path)
-    said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
-    assert done.returncode == 0, said
-    assert said.count("the script changes a batch, and not each number by itself: mixup") == 1, said

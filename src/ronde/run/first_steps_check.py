@@ -39,11 +39,14 @@ MIXES = (
     "the same training as on one device. Mix in the data set, or mix gathered rows: "
     "docs/whole-batch-losses.md#mixing-samples. Changes of each sample by itself are fine"
 )
-_CHANGES = "the script changes a batch, and not each number by itself"
+_CHANGES = "the script changes a batch, and not by a formula that is the same on all workers"
 _BUFFER = (
     "the forward pass changes the buffer {}{}. This is not the same training as on one device. "
     "Change it in the script, once a step, and by what all workers' samples give"
 )
+
+_Line = list[float]  # factors and offsets of a linear change
+_Change = tuple[int, _Line | None]  # a field of a batch, and how it was changed
 
 
 class FirstStepsCheck(Callback):
@@ -107,14 +110,14 @@ class FirstStepsCheck(Callback):
         arguments, kind = self._loss.kept(), "flat"
         if self._asked and (self._gathering.in_pass or (self._strategy.holds_result and arguments)):
             kind = self._kind_of(*self._asked, arguments or ())
-        mine = [kind, self._batch.is_mixed(), self._buffer_changes()]
+        mine = [kind, self._batch.changes(), self._buffer_changes()]
         self._close()
-        kinds, mixed, buffers = zip(*gather_json(self._me, mine), strict=True)
+        kinds, batches, buffers = zip(*gather_json(self._me, mine), strict=True)
         kind = min(kinds, key=_ORDER.index)
         # A kind that was clear once stays; one that could not be told stays unclear.
         self._kind = kind if kind != "flat" and self._kind != "unknown" else self._kind
         # who gathers knows of all rows
-        mixes = MIXES.format(_CHANGES) if any(mixed) and not self._gathering.used else ""
+        mixes = MIXES.format(_CHANGES) if _differ(batches) and not self._gathering.used else ""
         texts = [(text, True) for text in (self._judge_loss(kind, step), *self._judge(buffers))]
         said = [*texts, (mixes, False)]
         new = [(text, differs) for text, differs in said if text and text not in self._said]
@@ -205,6 +208,7 @@ class _Batch:
         few = sum(t.numel() for t in tensors) <= _MOST_NUMBERS
         plain = [t for t in tensors if few and type(t) is torch.Tensor]
         self._handed = [(t, t._version, t.clone()) for t in plain]
+        self._fields = max(len(plain) // max(micros, 1), 1)
         # of the step, and of the model: what is as it was handed out, and other tensors
         self._seen: dict[bool, tuple[set[int], list[torch.Tensor]]] = {}
 
@@ -217,14 +221,15 @@ class _Batch:
                 same |= found
                 others += [] if found else [t.detach().clone()]  # the model may write to it
 
-    def is_mixed(self) -> bool:
-        """Whether a tensor was changed in a way that may relate samples to each other."""
+    def changes(self) -> list[_Change]:
+        """The fields that were changed: by which lines, or None for other ways."""
+        changes: list[_Change] = []
         with torch.no_grad(), suppress(Exception):
             for step, (same, others) in self._seen.items():
                 for i, (_, _, copy) in enumerate(self._handed):
-                    if i not in same and copy.numel() > 1 and _mixes(copy, others, step):
-                        return True
-        return False
+                    if i not in same and copy.numel() > 1:
+                        changes += [(i % self._fields, c) for c in _changes(copy, others, step)]
+        return changes
 
 
 def _is_kept(t: torch.Tensor, handed: torch.Tensor, version: int, copy: torch.Tensor) -> bool:
@@ -235,22 +240,22 @@ def _is_kept(t: torch.Tensor, handed: torch.Tensor, version: int, copy: torch.Te
     return equal or (same and handed._version == version)
 
 
-def _mixes(lost: torch.Tensor, others: Sequence[torch.Tensor], step: bool) -> bool:
-    """Whether a tensor became one of its shape otherwise than by a mask, or by a line in each
-    channel; in what the step was given, one with as many rows.
-    """
+def _changes(lost: torch.Tensor, others: Sequence[torch.Tensor], step: bool) -> list[_Line | None]:
+    """How a tensor became one of its shape; in what the step was given, one with as many rows."""
     alike = [t for t in others if t.shape == lost.shape]
     for t in alike:
         source = lost.to(t.device)
         masked = t[source.to(t.dtype) != t]
-        if bool((masked == masked[:1]).all()) or _is_line(source, t):
-            return False
+        if bool((masked == masked[:1]).all()):
+            return []
+        if (line := _line(source, t)) is not None:
+            return [line]
     rows = step and any(t.dim() and lost.dim() and len(t) == len(lost) for t in others)
-    return bool(alike) or rows
+    return [None] if alike or rows else []
 
 
-def _is_line(source: torch.Tensor, t: torch.Tensor) -> bool:
-    """Whether lines lead from ``source`` to ``t``, one in each channel."""
+def _line(source: torch.Tensor, t: torch.Tensor) -> _Line | None:
+    """Factor and offset of each channel, if lines lead from ``source`` to ``t``."""
     channels = t.size(1) if t.dim() > 2 and t.size(1) <= _MOST_CHANNELS else 1
     both = [
         v.double().reshape(len(v), channels, -1).transpose(0, 1).flatten(1) for v in (source, t)
@@ -258,9 +263,26 @@ def _is_line(source: torch.Tensor, t: torch.Tensor) -> bool:
     ends = [f(both[0], 1).indices[:, None] for f in (torch.min, torch.max)]
     (x0, x1), (y0, y1) = ([v.gather(1, end) for end in ends] for v in both)
     factor = (y1 - y0) / (x1 - x0)
-    apart = (factor * (both[0] - x0) + y0 - both[1]).nan_to_num(0.0)  # one number tells nothing
+    offset = y0 - factor * x0
+    apart = (factor * both[0] + offset - both[1]).nan_to_num(0.0)  # one number tells nothing
     eps = torch.finfo(t.dtype).eps if t.is_floating_point() else 0.0
-    return float(apart.abs().max()) <= max(1e-5, 4 * eps) * float(both[1].abs().max())
+    if float(apart.abs().max()) > max(1e-5, 4 * eps) * float(both[1].abs().max()):
+        return None
+    return [*factor.flatten().tolist(), *offset.flatten().tolist()]
+
+
+def _differ(ranks: Sequence[list[_Change]]) -> bool:
+    """Whether a field was changed otherwise than by one line on all ranks."""
+    first: dict[int, _Line] = {}
+    for field, line in (change for rank in ranks for change in rank):
+        other = first.setdefault(field, line) if line is not None else []
+        largest = max((abs(a) for a in (*(line or ()), *other) if math.isfinite(a)), default=0.0)
+        # of batch statistics, each worker has its own
+        if line is None or any(
+            abs(a - b) > 2e-3 * largest for a, b in zip(line, other, strict=False)
+        ):
+            return True
+    return False
 
 
 _Buffers = dict[str, tuple[torch.Tensor, int]]  # and their versions
