@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from processes import TESTS
 from ronde.jobs.flow import Flow, load_flow
+from ronde.jobs.flow_export import export_flow
 from ronde.jobs.flow_run import FlowRun
 from ronde.world import ArgumentError, RondeError
 
@@ -110,7 +112,7 @@ def test_what_is_kept_what_is_anew_and_what_is_missing(folder: Path) -> None:
     assert again() == "abc"
     assert again() == ""
     assert again(anew="b") == "bc"
-    assert again(only="b") == "b"
+    assert again(only="b") == ""
     (folder / "b.txt").unlink()
     assert FlowRun(flow, folder / "runs/flow").why("b") == [
         "b.txt, which it makes, is gone or has changed"
@@ -148,6 +150,33 @@ def test_a_step_for_each_file(folder: Path) -> None:
     (out,) = (folder / "runs/flow/steps/each").glob("each-*/output.txt")
     assert out.read_text() == "a\nb\nc\n"
     assert states(flow, folder) == {"each": "kept"}
+
+
+def test_definitions_of_other_systems_have_the_same_steps(folder: Path) -> None:
+    flow = Flow.of(
+        a={"run": "true", "retries": 2, "time": "1h"},
+        b={"run": "true", "needs": "a"},
+        c={"run": "true", "needs": ["a"]},
+        d={"run": "true", "needs": ["b", "c?"]},
+    )
+    edges = {("a", "b"), ("a", "c"), ("b", "d"), ("c", "d")}
+    dag = export_flow("airflow", flow, "flow.yaml")
+    compile(dag, "dag.py", "exec")
+    assert set(re.findall(r"steps\['(\w)'\] >> steps\['(\w)'\]", dag)) == edges
+    argo = yaml.safe_load(export_flow("argo", flow, "flow.yaml", "image:1"))
+    tasks = argo["spec"]["templates"][0]["dag"]["tasks"]
+    assert {(d, t["name"]) for t in tasks for d in t.get("dependencies", ())} == edges
+    machine = json.loads(export_flow("stepfunctions", flow, "flow.yaml"))
+    assert machine["States"]["a"]["Next"] == "stage-2"
+    assert machine["States"]["a"]["TimeoutSeconds"] == 3660
+    assert [b["StartAt"] for b in machine["States"]["stage-2"]["Branches"]] == ["b", "c"]
+    assert machine["States"]["d"]["End"] is True
+    with pytest.raises(ArgumentError, match="d needs b, c, whose machines share no folder"):
+        export_flow("github", flow, "flow.yaml")
+    with pytest.raises(ArgumentError, match="--export argo needs --image"):
+        export_flow("argo", flow, "flow.yaml")
+    with pytest.raises(ArgumentError, match="--export luigi: expected airflow, argo"):
+        export_flow("luigi", flow, "flow.yaml")
 
 
 @pytest.mark.parametrize(

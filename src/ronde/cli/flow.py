@@ -32,6 +32,8 @@ Examples:
   ronde flow --only test flow.yaml         this step alone, on what there is
 
   ronde flow --from train flow.yaml        this step and all after it, anew
+
+  ronde flow --export airflow flow.yaml    as a DAG; argo, github, stepfunctions
 """
 
 
@@ -64,6 +66,11 @@ def register(app: typer.Typer) -> None:
         anew: Annotated[
             str | None, option("--from", "Run this step and all after it anew.", "STEP")
         ] = None,
+        export: Annotated[
+            str | None,
+            option("--export", "Print it as another system's definition.", "airflow|argo|github|…"),
+        ] = None,
+        image: Annotated[str, option("--image", "With --export: of the containers.", "IMAGE")] = "",
         parallel: Annotated[
             int, typer.Option("--parallel", metavar="N", min=1, help="Steps at once, at most.")
         ] = 4,
@@ -87,6 +94,11 @@ def register(app: typer.Typer) -> None:
                 raise ArgumentError(f"{asked} {text}: {file} has no such step.")
         if check:
             _tell(f"{file}: {len(flow.steps)} steps, in this order: {', '.join(flow.order())}")
+            return
+        if export is not None:
+            from ronde.jobs.flow_export import export_flow
+
+            print(export_flow(export, flow, str(file), image), end="")
             return
         if name is not None:
             check_name(name)

@@ -137,7 +137,10 @@ class FlowRun:
         file = self._step_folder(name) / "done.json"
         if not file.is_file():
             return ["it was never done"]
-        then = json.loads(file.read_text())["parts"]
+        done = json.loads(file.read_text())
+        if "skipped" in done:
+            return [f"it was skipped: {done['skipped']}"]
+        then = done["parts"]
         told = [f"{part} is new" for part in now if part not in then]
         told += [f"{part} is gone" for part in then if part not in now]
         told += [f"{part} has changed" for part in now if part in then and then[part] != now[part]]
@@ -150,6 +153,9 @@ class FlowRun:
             if not file.is_file():
                 raise RondeError(f"{name}, which comes before, has no result yet: run the flow.")
             done = json.loads(file.read_text())
+            if "skipped" in done:
+                self._states[name] = {"state": "skipped", "why": done["skipped"]}
+                continue
             self._keys[name] = done["key"]
             self._states[name] = {"state": "kept", "values": done["values"]}
 
@@ -193,8 +199,9 @@ class FlowRun:
         key = self._keys[name]
         if self._ledger.is_committed(key):
             info = self._ledger.info(key)
-            anew = name in self._anew or self._only == name
+            anew = name in self._anew
             if not anew and not self._lost_outputs(name, info):
+                _write(self._step_folder(name) / "done.json", info)
                 self._set(name, "kept", values=info["values"])
                 return
             self._forget(key)
@@ -230,6 +237,9 @@ class FlowRun:
 
     def _set(self, name: str, state: str, **more: Any) -> None:
         self._states[name] = {"state": state, **more}
+        if state == "skipped":
+            self._step_folder(name).mkdir(parents=True, exist_ok=True)
+            _write(self._step_folder(name) / "done.json", {"skipped": more["why"]})
         took = f"{more['seconds']:.1f} s" if "seconds" in more else ""
         self.tell(f" {name:<12} {state:<9} {took}{more.get('why', '')}".rstrip())
 
