@@ -41,7 +41,7 @@ _FILES = Path(__file__).parent / "page_files"
 _STREAMED = ("record", "health", "resources")  # .jsonl
 _MOST_RUNS = 12  # in one stream
 _MOST_LINES = 20_000  # in one message
-_HEAD, _TAIL, _LOG_TAIL = 32 << 10, 64 << 10, 32 << 10  # bytes
+_HEAD, _TAIL, _LOG_TAIL, _BLOCK = 32 << 10, 64 << 10, 32 << 10, 4 << 20  # bytes
 _LOOK_SECONDS, _SIGN_SECONDS = 0.5, 15.0
 _STEP = ("step", "loss", "lr", "samples", "time")
 _RUNNING_SECONDS = 30.0  # as in `summarise`
@@ -143,7 +143,11 @@ def _both_ends(path: Path) -> list[dict[str, Any]]:
             file.seek(max(len(data), size - _TAIL))
             data += b"\n" + file.read()
     found = []
-    for line in data.split(b"\n"):
+    lines = data.split(b"\n")
+    steps = [k for k, line in enumerate(lines) if line.startswith(b'{"type": "step"')]
+    for k in steps[:-20]:  # the last one tells all; a few more, as runs may share the record
+        lines[k] = b""
+    for line in filter(None, lines):
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and not value.get("part"):
@@ -176,11 +180,10 @@ def _alerts(path: Path, offset: int) -> tuple[int, int]:
     found = 0
     with path.open("rb") as file:
         file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            offset += len(line)
-            found += line.startswith(b'{"type": "alert"')
+        while whole := file.read(_BLOCK).rpartition(b"\n")[0]:
+            found += (b"\n" + whole).count(b'\n{"type": "alert"')
+            offset += len(whole) + 1
+            file.seek(offset)
     return found, offset
 
 

@@ -154,7 +154,7 @@ def send_record(
                         f"{kind} does not answer ({error}). 'ronde watch {run.name} --to {target}' "
                         "sends the rest later."
                     ) from None
-                next_try = time.monotonic() + min(_LONGEST_WAIT_SECONDS, 0.5 * 2**failures)
+                next_try = time.monotonic() + min(_LONGEST_WAIT_SECONDS, 0.25 * 2**failures)
                 continue
             if failures:
                 tell(f"{kind} answers again")

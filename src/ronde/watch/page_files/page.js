@@ -2,7 +2,7 @@
 "use strict";
 const $ = id => document.getElementById(id), AXES = ["step", "samples", "time"], MOST_CHARTS = 24, MOST_RUNS = 8, SPACINGS = [.1, .5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600, 7200, 18000, 36000, 72000, 180000, 360000, 720000];
 const tracks = new Map(), charts = new Map();
-let rows = [], now = 0, picked = [], axis = "step", source = null, lastId = "", opens = 0, listed = "", zoomed = false, shown = MOST_CHARTS, healthValue = "gradient", due = 0;
+let rows = [], now = 0, picked = [], axis = "step", source = null, lastId = "", opens = 0, listed = "", zoomed = false, shown = MOST_CHARTS, healthValue = "gradient", due = 0, drawing = 0;
 
 function el(tag, name, ...inside) {
   const found = document.createElement(tag);
@@ -193,7 +193,9 @@ function health(track, e) {
 }
 
 // Curves.
-function later() { if (!due) due = setTimeout(() => { due = 0; draw(); }, opens > 1 || charts.size ? 300 : 30); }
+function later() { // drawing takes a fifth of the time at most
+  if (!due) due = setTimeout(() => { due = 0; const begin = performance.now(); draw(); drawing = performance.now() - begin; }, charts.size ? Math.max(300, 4 * drawing) : 30);
+}
 function names() {
   const found = new Set(["loss"]);
   for (const t of tracks.values()) for (const name of t.tables.keys()) found.add(name);
