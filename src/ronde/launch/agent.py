@@ -234,12 +234,28 @@ class Agent:
             if stopped:
                 router.close()
                 return Outcome(130, interrupted=True)
-            return node.run()
+            with self._resources(job, nodes.first_of(job), router):
+                return node.run()
         finally:
             with self._lock:
                 self._node = None
             if mirror is not None:
                 mirror.close()
+
+    def _resources(
+        self, job: Job, first: int, router: Router
+    ) -> contextlib.AbstractContextManager[object]:
+        """Tells what the workers use, if the run is watched."""
+        if not job.environment.get("RONDE_WATCH"):
+            return contextlib.nullcontext()
+        from ronde.launch.resources import ResourceWatch
+
+        ranks = range(first, first + job.workers)
+
+        def send(used: dict[str, Any]) -> None:
+            self._send(m.Resources(used))
+
+        return ResourceWatch(router.error_folder, ranks, job.directory, send, router.say)
 
     def _show_life(self, restarts: bool) -> None:
         """Let the launcher know that this agent is there; see :func:`main`."""

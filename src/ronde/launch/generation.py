@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ronde.launch import messages as m
 from ronde.launch.console import Output
@@ -12,6 +15,7 @@ from ronde.launch.hang_watch import is_new, record_hangs
 from ronde.launch.job import Job, Outcome
 from ronde.launch.links import Link
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_hang
+from ronde.watch.health_record import RESOURCES, JsonLines
 from ronde.watch.slow_rank import SlowRanks
 
 __all__ = ["Generation"]
@@ -56,6 +60,8 @@ class Generation:
         self._slow: list[HangVerdict] = []
         self._unwritten: list[HangVerdict] = []
         self._hang: HangVerdict | None = None
+        directory = job.directory
+        self._resources = None if directory is None else JsonLines(directory / RESOURCES)
         self.ended: dict[Link, Outcome] = {}
 
     @property
@@ -84,6 +90,8 @@ class Generation:
             raise answer.error
         if isinstance(answer, m.Views):
             self._judge(link, answer.views)
+        elif isinstance(answer, m.Resources):
+            self._keep(link, answer.used)
         elif isinstance(answer, m.WorkersEnded):
             self._note(link, answer.outcome)
         elif isinstance(answer, m.Refused):
@@ -91,6 +99,13 @@ class Generation:
         elif isinstance(answer, m.Closed) and link not in self.ended:
             why = self._why(link, answer)
             self._note(link, Outcome(1, error=f"host {link.host.name} is lost: {why}"))
+
+    def _keep(self, link: Link, used: Mapping[str, Any]) -> None:
+        """Write what the workers of a host use."""
+        host = link.host.name or socket.gethostname()
+        if self._resources is not None:
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                self._resources.write([{"type": "resources", "host": host, **used}])
 
     def _note(self, link: Link, outcome: Outcome) -> None:
         # who leaves was asked to, as all were: the others may still be saving
@@ -134,6 +149,8 @@ class Generation:
 
     def outcome(self) -> Outcome:
         """How the generation ended, when every node has."""
+        if self._resources is not None:
+            self._resources.close()
         failed = [o for o in self.ended.values() if o.status and not o.interrupted]
         if not failed:
             failed = [o for o in self.ended.values() if o.status]

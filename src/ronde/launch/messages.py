@@ -39,6 +39,7 @@ __all__ = [
     "Reach",
     "Reached",
     "Refused",
+    "Resources",
     "StartWorkers",
     "Settled",
     "Stop",
@@ -288,6 +289,13 @@ class Views(Message):
     def values(self) -> dict[str, Any]:
         """See :meth:`Message.values`."""
         return {"kind": "Views", "views": [view.to_dict() for view in self.views]}
+
+
+@dataclass(frozen=True)
+class Resources(Message):
+    """What the workers of this host have used: numbers of a line of ``resources.jsonl``."""
+
+    used: dict[str, Any]
 
 
 @dataclass(frozen=True)

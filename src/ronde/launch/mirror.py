@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ronde.launch.messages import File, Gone, Message, Settled
+from ronde.watch.health_record import RESOURCES
 from ronde.world import CheckpointError
 
 __all__ = ["Mirror", "Mirrored", "folder_files", "unpack"]
 
 _PART = 1 << 22
 _EVERY_SECONDS = 1.0
-_APART = ("logs", ".lock")  # the launcher writes these itself
+_APART = ("logs", ".lock", RESOURCES)  # the launcher writes these itself
 
 
 def _inside(folder: Path, name: str) -> Path:
