@@ -82,7 +82,7 @@ def test_devices(measure, monkeypatch):
 def test_looking_that_fails_is_told(tmp_path, monkeypatch):
     Heartbeat(tmp_path, 0)
     said = queue.Queue()
-    monkeypatch.setattr(ResourceWatch, "_cores", lambda self: 0)
+    monkeypatch.setattr("ronde.launch.resources.usable_cores", lambda: 0)
     with ResourceWatch(tmp_path, [0], None, print, said.put, 0.01, 0.2):
         told = said.get(timeout=WAIT)
     assert told.startswith("ronde: resources are not watched any more (ZeroDivisionError")

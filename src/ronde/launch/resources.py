@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from ronde.watch.process_facts import process_facts
+from ronde.world.cores import usable_cores
 from ronde.world.heartbeat import read_beat
 
 __all__ = ["ResourceWatch"]
@@ -114,7 +115,7 @@ class ResourceWatch:
     def _look(self) -> None:
         now, used = time.monotonic(), self._cpu_seconds()
         seconds = sum(max(0.0, s - self._used.get(pid, s)) for pid, s in used.items())
-        self._cpu.append(100.0 * seconds / (now - self._looked) / self._cores())
+        self._cpu.append(100.0 * seconds / (now - self._looked) / usable_cores())
         self._used, self._looked = used, now
         self._gpus.look()
         if now < self._told + self._line_seconds:
@@ -137,13 +138,6 @@ class ResourceWatch:
             }
         )
         self._find()
-
-    def _cores(self) -> int:
-        cores: set[int] = set()
-        for pid in self._workers:
-            with contextlib.suppress(OSError):
-                cores |= os.sched_getaffinity(pid)
-        return len(cores) or os.cpu_count() or 1
 
 
 class _Gpus:
