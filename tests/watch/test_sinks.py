@@ -17,9 +17,10 @@ import urllib.request
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
-from processes import child, free_port, python, ronde_run
+from processes import child, free_port, python, ronde_batch, ronde_run
 from ronde.watch import RunDir
 from ronde.watch.sinks import Sending, send_record
 from ronde.watch.trackers import points_of
@@ -401,6 +402,8 @@ def test_prometheus_gets_the_newest_values(run):
             except OSError:
                 continue
         lines = text.splitlines()
+        listening = psutil.Process(served.pid).net_connections()
+        assert {c.laddr.ip for c in listening if c.status == "LISTEN"} == {"127.0.0.1"}
         assert (
             wanted in lines
             and 'ronde_running{run="r"} 1.0' in lines
@@ -456,9 +459,13 @@ def test_wrong_targets_are_refused(run):
     (run.path / ".sink-tensorboard").write_text(json.dumps({"offset": 10**6}))
     with pytest.raises(RondeError, match="it is another one"):
         send_record(run, "tensorboard", refuse)
-    assert (
-        python(
-            ["-m", "ronde", "watch", str(run.path), "--to", "prometheus:1"], run.path
-        ).stderr.count("Add --follow")
-        == 1
-    )
+    commands = {
+        "Add --follow": ["watch", str(run.path), "--to", "prometheus:1"],
+        "--to neptune: expected": ["run", "--workers", "1", "--to", "neptune", "t.py"],
+        "--runs none keeps none": ["run", "--runs", "none", "--tensorboard", "t.py"],
+        "--port is that of --page": ["watch", "--port", "80"],
+    }
+    (run.path / "t.py").write_text("")
+    done = ronde_batch(list(commands.values()), run.path)
+    for text, answer in zip(commands, done, strict=True):
+        assert answer.returncode == 2 and text in " ".join(answer.stderr.split()), answer.stderr

@@ -419,6 +419,11 @@ def _plan_launch(options: Options) -> _LaunchPlan:
     check_upload(options.upload, kept)
     if (options.to or options.tensorboard) and not kept:
         raise ArgumentError("--to sends the record, and --runs none keeps none.")
+    if options.to:
+        from ronde.watch.sinks import check_target_name
+
+        for target in options.to:
+            check_target_name(target)
     hosts = None if box is None else len(box.hosts)
     watch, stop_on = check_watch(options.watch, options.stop_on, kept, hosts, options.horovod)
     reducer = check_reducer(options.reducer, options.servers, planned_by=options.plan)

@@ -53,6 +53,12 @@ def check_target_name(target: str) -> tuple[str, str]:
             f"--to {target}: expected tensorboard, tensorboard:DIR, wandb, wandb:PROJECT, mlflow, "
             "mlflow:URL, or prometheus:PORT."
         )
+    server = place or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if kind == "mlflow" and not server.startswith(("http://", "https://")):
+        raise ArgumentError(
+            "--to mlflow needs a server: mlflow:http://HOST:PORT, or MLFLOW_TRACKING_URI; got "
+            f"{server!r}."
+        )
     package = TRACKERS[kind][1]
     if package and importlib.util.find_spec(package) is None:
         extra = "'.[tensorboard]' in a clone of Ronde" if kind == "tensorboard" else package

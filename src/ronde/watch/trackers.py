@@ -113,11 +113,6 @@ class MLflow:
 
     def __init__(self, run: RunDir, place: str, note: dict[str, Any]) -> None:
         self._uri = (place or os.environ.get("MLFLOW_TRACKING_URI", "")).rstrip("/")
-        if not self._uri.startswith(("http://", "https://")):
-            raise ArgumentError(
-                "--to mlflow needs a server: mlflow:http://HOST:PORT, or MLFLOW_TRACKING_URI; got "
-                f"{self._uri!r}."
-            )
         self._note, self._name = note, run.name
         self._run = ""
         self._sent = 0  # offset that the server knows
