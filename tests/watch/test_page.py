@@ -219,6 +219,10 @@ def test_nothing_of_a_run_becomes_markup_and_nothing_is_loaded_from_elsewhere(si
     (site.runs / "hostile" / "logs").mkdir()
     (site.runs / "hostile" / "logs" / "rank-0.log").write_text(_HOSTILE)
     (site.runs / _HOSTILE.replace("/", "")).mkdir()  # no name of a run
+    odd = {"type": "start", "time": "now", "arguments": 7, "plan": [1], "git": {"commit": 5}}
+    site.write(
+        "odd", odd, {"type": "end", "time": 3}, {"type": "hang"}, {"type": "step"}, *steps(1, 2)
+    )
     page.goto(site.url + "#run=hostile")
     until_last(page, 3)
     until(page, "document.querySelector('#logs pre').textContent.includes('img')")
@@ -226,6 +230,9 @@ def test_nothing_of_a_run_becomes_markup_and_nothing_is_loaded_from_elsewhere(si
     assert seen.count(_HOSTILE) >= 8 and page.query_selector("img") is None
     assert page.url.startswith(f"http://127.0.0.1:{site.port}/#") and "key" not in page.url
     assert {url.split("/")[2] for url in page.asked} == {f"127.0.0.1:{site.port}"}
+    page.click("#table td:first-child:text-is('odd')")
+    until_last(page, 2)
+    assert "unreadable" in page.inner_text("#table")
     page.set_viewport_size({"width": 390, "height": 844})
     until(page, "charts.get('loss').width <= 390 && document.documentElement.scrollWidth === 390")
 

@@ -228,7 +228,11 @@ class _Pages:
                         offset = alerts = 0  # another run of that name
                     more, offset = _alerts(run.record, offset)
                     self._alerts[run.name] = facts.st_ino, offset, alerts + more
-                    self._rows[run.name] = key, {**_about(run), "alerts": alerts + more}
+                    try:
+                        about = _about(run)
+                    except (TypeError, ValueError, AttributeError) as error:  # damaged
+                        about = {"name": run.name, "status": "unreadable", "error": str(error)}
+                    self._rows[run.name] = key, {**about, "alerts": alerts + more}
                 row = dict(self._rows[run.name][1], written=facts.st_mtime)
                 lately = time.time() - facts.st_mtime < _RUNNING_SECONDS
                 row["status"] = row["status"] or ("running" if lately else "stopped")

@@ -34,7 +34,7 @@ function ago(time) {
 
 // What differs between runs: arguments, plan, commit, and the facts of the start.
 function settings(row) {
-  const found = {}, start = row.start || {}, words = start.arguments || [];
+  const found = {}, start = row.start || {}, words = Array.isArray(start.arguments) ? start.arguments.map(String) : [];
   for (let i = 0; i < words.length; i++) {
     const at = words[i].match(/^--?([^=\s]+?)(?:=([\s\S]*))?$/);
     if (!at) found["argument " + (i + 1)] = words[i];
@@ -43,7 +43,7 @@ function settings(row) {
     else found[at[1]] = "yes";
   }
   for (const [key, value] of Object.entries(start.plan || {})) found["plan." + key] = Array.isArray(value) ? value.join(" ") : value;
-  if (start.git && start.git.commit) found.commit = start.git.commit.slice(0, 8) + (start.git.dirty ? " + changes" : "");
+  if (start.git && start.git.commit) found.commit = String(start.git.commit).slice(0, 8) + (start.git.dirty ? " + changes" : "");
   if (start.origin) found.origin = start.origin;
   for (const key of ["script", "model", "parameters", "optimizer", "samples", "workers", "device", "host"]) if (start[key] !== undefined && !(key in found)) found[key] = start[key];
   for (const [key, value] of Object.entries(start.versions || {})) found[key + " version"] = value;
@@ -165,7 +165,7 @@ function take(message) {
       track.before = track.last; track.last = point;
     }
   }
-  message.events.forEach(e => event(track, e));
+  message.events.forEach(e => { try { event(track, e); } catch (error) { console.error("an event is not shown", error); } });
 }
 function event(track, e) {
   const prefix = e.part ? e.part + "/" : "", at = place(track, e.step, e.time), note = (kind, text, ...more) => track.events.push({kind, at, time: e.time, text, more: more.filter(Boolean), rank: e.rank});
@@ -186,10 +186,9 @@ function event(track, e) {
 }
 function health(track, e) {
   if (e.type === "tensors") { track.tensors = e; track.layers = e.layers || []; return; }
-  while (track.health.length && track.health.at(-1).step > e.step) track.health.pop(); // a resume
-  const same = track.health.filter(h => h.type === e.type).at(-1);
-  if (same && same.step >= e.step) track.health.splice(track.health.indexOf(same), 1);
-  track.health.push(e);
+  let n = track.health.length; // a step that is there already is trained again after a resume
+  while (n && track.health[n - 1].step >= e.step) n--;
+  track.health.push(...track.health.splice(n).filter(h => h.step === e.step && h.type !== e.type), e);
 }
 
 // Curves.
@@ -312,8 +311,8 @@ function about() {
   fact("workers", start.workers, start.device);
   fact("global batch", whole(plan.batch_size), plan.precision);
   fact("model", start.model, start.parameters ? whole(start.parameters) + " parameters" : "");
-  if (start.git?.commit) fact("commit", start.git.commit.slice(0, 8), start.git.dirty ? "with changes that are not committed" : "");
-  const command = [start.script, ...(start.arguments || [])].filter(Boolean).join(" ");
+  if (start.git?.commit) fact("commit", String(start.git.commit).slice(0, 8), start.git.dirty ? "with changes that are not committed" : "");
+  const command = [start.script].concat(start.arguments || []).filter(Boolean).join(" ");
   $("about").replaceChildren(el("div", "title", el("h1", "", picked[0]), el("span", "status " + status, status), start.origin ? el("span", "", "from " + start.origin) : null), el("p", "command", command), facts,
     ...(row.error && status === row.status ? [el("p", "error", row.error)] : []));
 }
