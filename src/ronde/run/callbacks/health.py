@@ -82,6 +82,7 @@ class Health(Callback):
             return
         every = self._every * _LAYERS_EVERY
         self._opens = number <= _FIRST_STEPS or (not timed and number % every == 0)
+        self._opens |= not self._agreed  # a resume learns which layers there are
         with self._cost.measuring():
             self._prepare(step.parts)
             if self._opens and step.share.samples:
