@@ -79,7 +79,7 @@ class Oracle:
                 "update": [float((a - b).norm()) for a, b in pairs],
                 "same": [float((a == b).double().mean()) for a, b in pairs],
                 "rms": {n: float(x.square().mean().sqrt()) for n, x in outputs.items()},
-                "dead": float((outputs["relu"].amax((0, 2)) <= 0).double().mean())
+                "silent": (outputs["relu"].amax((0, 2)) <= 0).tolist()
                 if "relu" in outputs
                 else None,
                 "saturated": float((outputs["act"].abs() > 1 - 1e-4).double().mean())
@@ -143,12 +143,16 @@ def furthest(where: Path, oracle: Path) -> float:
                 assert (a is None) == (b is None), (name, line, true)
                 worst = max(worst, 0.0 if a is None else abs(a - b) / max(abs(b), 1e-12))
     layers = (lines(where, "tensors")[-1]["layers"]) if "layers" in where.name else []
-    for line, true in zip(lines(where, "activations") if layers else (), told, strict=bool(layers)):
+    measured = lines(where, "activations") if layers else ()
+    for step, (line, true) in enumerate(zip(measured, told, strict=bool(layers)), 1):
+        always = [all(each) for each in zip(*(t["silent"] for t in told[:step]), strict=True)]
+        true["dead"] = sum(always) / len(always) if step >= 8 else 0.0
         for i, name in enumerate(layers):
             worst = max(worst, abs(line["rms"][i] / true["rms"][name] - 1))
         for name, at in (("dead", "relu"), ("saturated", "act")):
             assert line[name][layers.index(at)] == true[name], (name, line, true)
-            assert true[name] > 0
+        assert true["saturated"] > 0
+        assert step < STEPS or 0 < true["dead"] < 1
     return worst
 
 

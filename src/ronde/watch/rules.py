@@ -285,9 +285,10 @@ def update_ratio(
 
 
 @_rule("activations", "a lower learning rate, another initialization of biases, or LeakyReLU")
-def dead_units(view: RuleView, share: float = 0.5, rows: int = 8) -> Alerts:
-    """Most units of a layer never have a positive output."""
-    yield from _layers(view, "dead", share, rows, ("relu",), "of its units have no positive output")
+def dead_units(view: RuleView, share: float = 0.7, rows: int = 1) -> Alerts:
+    """Most units of a layer never have a positive output, over all samples of 8 measurements."""
+    what = "of its units have had no positive output in 8 measurements"
+    yield from _layers(view, "dead", share, rows, ("relu",), what)
 
 
 @_rule("activations", "a smaller initialization, or normalization before it")
@@ -309,7 +310,7 @@ def _layers(
             value = float(table[column][-1, i])
             yield Alert(
                 int(table.step[-1]),
-                f"{value:.0%} {what}, in {rows} measurements",
+                f"{value:.0%} {what}" + (f", in {rows} measurements" if rows > 1 else ""),
                 tensor=health.layers[i],
                 values={column: value},
             )

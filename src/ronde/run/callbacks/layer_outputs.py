@@ -26,6 +26,7 @@ _KINDS = {
 }
 _BOUND = 1e-4
 _COMPILED = "under torch.compile"
+_IDLE = 8  # measurements: a unit may well be silent for one batch
 _CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
 
@@ -57,6 +58,9 @@ class LayerOutputs:
         self._found: dict[str, _Layer] = {}
         self._channels = False
         self._units: list[int] = []
+        self._idle: torch.Tensor | None = (
+            None  # measurements since each unit's last positive output
+        )
         self.names: list[str] = []
         self.kinds: list[str] = []
         self.seconds = 0.0
@@ -140,7 +144,8 @@ class LayerOutputs:
         return torch.stack([nothing if s is None else s for s in each]) if each else nothing[:0]
 
     def dead(self, exchange: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """The fraction of dead units of each "relu" layer: float64.
+        """The fraction of units of each "relu" layer that had no positive output in this
+        measurement and the seven before: float64.
 
         Args:
             exchange: takes the largest values over all ranks, in place.
@@ -155,7 +160,11 @@ class LayerOutputs:
             if layer is not None and layer.positive is not None and layer.units == size:
                 part.copy_(layer.positive)
         exchange(flat)
-        return torch.stack([1 - part.double().mean() for part in torch.split(flat, sizes)])
+        if self._idle is None or len(self._idle) != len(flat):
+            self._idle = torch.zeros_like(flat)
+        self._idle = torch.where(flat > 0, 0.0, self._idle + 1)
+        dead = (self._idle >= _IDLE).double()
+        return torch.stack([part.mean() for part in torch.split(dead, sizes)])
 
     def first_bad(self) -> str | None:
         """The first layer whose outputs here were not finite."""
