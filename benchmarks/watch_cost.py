@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -141,8 +142,7 @@ def blocks(name: str, watch: int, kinds: list[str], rounds: int) -> dict[str, li
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     number = itertools.count(1)
     for i in range(rounds):
-        turn = kinds[i % len(kinds) :] + kinds[: i % len(kinds)]
-        for kind in turn if i % 2 == 0 else reversed(turn):
+        for kind in random.Random(i).sample(kinds, len(kinds)):  # the same on all ranks
             turns.watch(kind == "ronde")
             wandb_on = kind == "wandb" and run.is_main
             if wandb_on:
