@@ -230,7 +230,9 @@ def launch(size: str, rounds: int, steps: int, names: list[str]) -> dict[str, An
 
 
 def import_cost(repeats: int = 7) -> dict[str, float]:
-    """Median seconds of an import in a fresh process, taken in turn."""
+    """Median seconds of an import in a fresh process, taken in turn, with the bytecode that an
+    installation has: sources under PYTHONDONTWRITEBYTECODE are compiled each time.
+    """
     statements = {
         "torch": "import torch",
         "ronde": "import ronde",
@@ -239,12 +241,15 @@ def import_cost(repeats: int = 7) -> dict[str, float]:
         "lightning.fabric": "import lightning.fabric",
     }
     times: dict[str, list[float]] = {name: [] for name in statements}
-    for i in range(repeats + 1):
-        for name, statement in statements.items():
-            start = time.perf_counter()
-            subprocess.run([sys.executable, "-c", statement], check=True, capture_output=True)
-            if i:  # the first fills the file cache
-                times[name].append(time.perf_counter() - start)
+    with tempfile.TemporaryDirectory() as folder:
+        env = {**os.environ, "PYTHONPYCACHEPREFIX": folder, "PYTHONDONTWRITEBYTECODE": ""}
+        for i in range(repeats + 1):
+            for name, statement in statements.items():
+                command = [sys.executable, "-c", statement]
+                start = time.perf_counter()
+                subprocess.run(command, check=True, capture_output=True, env=env)
+                if i:  # the first fills the caches of files and bytecode
+                    times[name].append(time.perf_counter() - start)
     return {name: statistics.median(t) for name, t in times.items()}
 
 
