@@ -57,6 +57,11 @@ def _complaints(run: Parts, saved: Mapping[str, Any]) -> Iterator[str]:
         kinds = dict if name in ("registered", "averages", "ending") else dict | None
         if not isinstance(saved.get(name, {}), kinds):
             yield f"{name} is {_shown(saved[name])}, expected a mapping"
+    given = saved.get("given", [])
+    if not isinstance(given, list) or not all(isinstance(group, dict) for group in given):
+        yield f"given is {_shown(given)}, expected a list of mappings"
+    elif not all(_is_number(group.get("lr", 0.0)) for group in given):
+        yield "a learning rate in given is no number"
     if missing:
         return
     for name in ("samples", "epoch_samples", "seed", "shuffle"):
