@@ -179,6 +179,15 @@ def test_definitions_of_other_systems_have_the_same_steps(folder: Path) -> None:
         export_flow("luigi", flow, "flow.yaml")
 
 
+def test_the_example_is_whole() -> None:
+    flow = load_flow(TESTS.parent / "examples" / "flow" / "flow.yaml")
+    assert flow.order() == ["prepare", "tune", "train", "test", "publish", "report"]
+    for step in flow.steps.values():
+        for name in step.inputs:
+            made = any(name in other.outputs for other in flow.steps.values())
+            assert made or (TESTS.parent / "examples" / "flow" / name).is_file(), name
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [

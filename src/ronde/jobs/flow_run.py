@@ -349,13 +349,16 @@ class FlowRun:
         folder.mkdir(parents=True, exist_ok=True)
         words = self._words(step, lease.key)
         environment = {**os.environ, **{k: self._filled(v) for k, v in step.env.items()}}
+        # python and ronde are those that run the flow, in a virtual environment that is not active
+        here = str(Path(sys.executable).parent)
+        environment["PATH"] = os.pathsep.join([here, environment.get("PATH", os.defpath)])
         answer = folder / "answer.txt"
         with (
             open(folder / "log.txt", "ab" if tries > 1 else "wb") as log,
             open(answer, "wb") as out,
         ):
             process = subprocess.Popen(
-                words,
+                [shutil.which(words[0], path=environment["PATH"]) or words[0], *words[1:]],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -422,8 +425,6 @@ class FlowRun:
                 words[2:2] = [f"--{option}", str(on[option])]
         if "slurm" in on and step.verb in ("run", "map"):
             words[2:2] = ["--slurm"]
-        if words[0] == "ronde":
-            words[:1] = [sys.executable, "-m", "ronde"]
         if "slurm" in on:  # it waits for the allocation, and gives it back
             words = [
                 "salloc",
