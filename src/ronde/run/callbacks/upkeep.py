@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import torch.distributed as dist
@@ -159,13 +160,16 @@ class StopsWhenAsked(Callback):
 
     def __init__(self, me: World, group: RunGroup) -> None:
         self._group, self._agreement = group, Agreement(me, _key(group))
-        self._reason, self._look_at = "", 0.0
+        self._reason, self._look_at = "", time.monotonic() + _LOOK_SECONDS
 
     def step_ended(self, step: StepView) -> None:
         """See :class:`Callback`."""
         if not self._reason and (now := time.monotonic()) >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
             store, key = dist.distributed_c10d._get_default_store(), f"ronde/{_key(self._group)}"
-            self._reason = store.get(key).decode() if store.check([key]) else ""
+            try:
+                self._reason = store.get(key).decode() if store.check([key]) else ""
+            except dist.DistError:  # rank 0 has ended, and its store: so will this one
+                self._look_at = math.inf
         if self._reason and self._agreement.is_time(step.number, step.parts.strategy.every):
             self._group.stop(self._reason)
