@@ -197,11 +197,11 @@ def exploding_gradient(
     table = view.health.tensors
     if len(table) < 18:
         return
-    norm, step = table["gradient"], table.step
+    norm, step = np.nan_to_num(table["gradient"]), table.step
     before, last = norm[:-2], norm[-2:].min(axis=0)
-    median = np.nanmedian(before[-64:], axis=0)
-    largest = before.max(axis=0)
-    for i in np.flatnonzero((last > over_median * median) & (last > over_largest * largest)):
+    median = np.median(before[-64:], axis=0)
+    far = (last > over_median * median) & (last > over_largest * before.max(axis=0))
+    for i in np.flatnonzero(far & (median > 0)):  # not one that was frozen before
         yield Alert(
             int(step[-1]),
             f"norm {norm[-1, i]:.2g}, {_times(norm[-1, i], median[i])} its median of "
@@ -244,12 +244,13 @@ def unchanged(view: RuleView, rows: int = 8) -> Alerts:
         return
     table = health.tensors
     same = np.all(table["same"][-rows:] == 1, axis=0)
-    rate = table["gradient"][-rows:] / np.sqrt(health.elements)
-    moving = np.median(rate[:, ~same], axis=1, keepdims=True) if not same.all() else np.inf
-    steady = same & np.all(rate > 1e-3 * moving, axis=0) & ~health.frozen
     change = table["update"][-rows:] / np.maximum(table["weight"][-rows:], 1e-30)
-    if same.all() or not np.median(change[:, ~same]) > 1e-6:
+    moves = np.all(change > 0, axis=0)
+    if not np.any(moves) or not np.median(change[:, moves]) > 1e-6:
         return  # the rate itself is next to nothing
+    rate = table["gradient"][-rows:] / np.sqrt(health.elements)
+    usual = np.median(rate[:, moves], axis=1, keepdims=True)
+    steady = same & np.all(rate > 1e-3 * usual, axis=0) & ~health.frozen
     for i in np.flatnonzero(steady):
         yield Alert(
             int(table.step[-1]),
