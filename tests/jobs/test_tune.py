@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ronde.jobs.trials import Goal, progress_of
+from ronde.watch import RunDir
 from ronde.world import ArgumentError
 
 SCRIPT = """
@@ -45,46 +47,43 @@ def tune(folder: Path, *words: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def result(folder: Path) -> dict:
-    return json.loads((folder / "runs" / "s" / "result.json").read_text())
-
-
 @pytest.mark.timeout(170)
-def test_a_search_that_was_killed_finds_the_same(tmp_path: Path) -> None:
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.py").write_text(SCRIPT)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    first = tune(killed, *WORDS)
-    trials = killed / "runs" / "s" / "trials"
+def test_a_search_that_was_killed_is_what_single_trainings_give(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    first = tune(tmp_path, *WORDS)
+    trials = tmp_path / "runs" / "s" / "trials"
     until = time.monotonic() + 60
-    while not list(trials.glob("t00*/checkpoints/step-*")) and time.monotonic() < until:
+    while not list(trials.glob("t001/checkpoints/step-*")) and time.monotonic() < until:
         time.sleep(0.1)
     os.kill(first.pid, signal.SIGKILL)
     first.communicate(timeout=30)
-    second = tune(killed, "--resume", "s", "--devices", "2", "--json")
-    reference = tune(whole, *WORDS)
-    said, errors = second.communicate(timeout=150)
+    second = tune(tmp_path, "--resume", "s", "--devices", "2")
+    told, errors = second.communicate(timeout=150)
     assert second.returncode == 0, errors
-    told, errors = reference.communicate(timeout=150)
-    assert reference.returncode == 0, errors
-    ours, theirs = result(killed), result(whole)
-    assert json.loads(said)["best"]["trial"] == ours["best"]["trial"] == theirs["best"]["trial"]
-    assert [t["values"] for t in ours["trials"]] == [t["values"] for t in theirs["trials"]]
-    for our, their in zip(ours["trials"], theirs["trials"], strict=True):
-        assert our["results"] == pytest.approx(their["results"], abs=1e-12)
-    assert [len(t["results"]) for t in theirs["trials"]].count(2) == 1
-    assert theirs["samples"] == 2 * 40 + 40
-    assert "best t00" in told
+    found = json.loads((tmp_path / "runs" / "s" / "result.json").read_text())
+    alone = tmp_path / "alone"
+    for trial in found["trials"]:  # the whole training of each, in one process
+        words = [sys.executable, "train.py", "--lr", str(trial["values"]["lr"])]
+        subprocess.run(
+            words, cwd=tmp_path, check=True, env={**os.environ, "RONDE_RUNS": str(alone)}
+        )
+    expected = [
+        progress_of(RunDir(alone / f"train-{n}"), Goal(False, "loss"), (40, 80)).results
+        for n in (1, 2)
+    ]
+    best = min((0, 1), key=lambda n: expected[n][0])
+    assert found["best"]["trial"] == best
+    for number, trial in enumerate(found["trials"]):
+        rungs = 2 if number == best else 1
+        assert trial["results"] == pytest.approx(list(expected[number][:rungs]), abs=1e-12)
+        # one that falls behind keeps no checkpoint
+        kept = list((trials / f"t00{number}" / "checkpoints").glob("step-*"))
+        assert bool(kept) == (number == best)
+    assert found["samples"] == 2 * 40 + 40
+    assert f"best t00{best}" in told
     assert "again, whole: ronde run train.py --lr" in told
-    for trial in theirs["trials"]:  # those that fell behind keep no checkpoint
-        there = Path(trial["run"]) if Path(trial["run"]).is_absolute() else whole / trial["run"]
-        kept = list((there / "checkpoints").glob("step-*"))
-        assert bool(kept) == (trial["trial"] == theirs["best"]["trial"])
-    # the best one went on with both devices, and no step of the reference was trained twice
-    best = theirs["best"]["values"]["lr"]
-    steps = (whole / f"steps-{best}.txt").read_text().split("\n")[:-1]
-    assert len(set(steps)) == len(steps)
+    # the best one went on with both devices
+    steps = (tmp_path / f"steps-{found['best']['values']['lr']}.txt").read_text().split("\n")[:-1]
     assert {line.split()[1] for line in steps} == {"0", "1"}
 
 

@@ -139,6 +139,12 @@ def diverging(
 ) -> Alerts:
     """The loss has stayed above where it began."""
     loss, step = _finite_loss(view)
+    if len(loss) > 10 and not _no_loss(view) and np.all(loss[-10:] > 1e3 * loss[0]):
+        text = (
+            f"loss {loss[-1]:.4g} after 10 steps above 1,000 times its {loss[0]:.4g} at the start"
+        )
+        yield Alert(int(step[-1]), text, values={"first": float(loss[0]), "now": float(loss[-1])})
+        return
     if len(loss) < 32 or step[-1] < steps or _no_loss(view):
         return
     first, recent = float(loss[0]), loss[step > step[-1] - steps]
@@ -263,7 +269,7 @@ def unchanged(view: RuleView, rows: int = 8) -> Alerts:
 
 @_rule("health", "another learning rate: steps usually change weights by about 1/1000")
 def update_ratio(
-    view: RuleView, low: float = 1e-6, high: float = 0.1, rows: int = 8, after: int = 20
+    view: RuleView, low: float = 1e-6, high: float = 0.2, rows: int = 8, after: int = 20
 ) -> Alerts:
     """Steps change weights by far too much, or all of them by next to nothing."""
     health, table, weights = view.health, view.health.tensors, _weights(view)
@@ -318,14 +324,30 @@ def _layers(
 
 
 @_rule("activations", "PyTorch's own initialization, or nn.init.kaiming_normal_")
-def initialization(view: RuleView, factor: float = 1000.0) -> Alerts:
-    """In the first steps, a layer's outputs are far larger or smaller than the first layer's."""
+def initialization(view: RuleView, larger: float = 300.0, smaller: float = 1000.0) -> Alerts:
+    """In the first steps, a layer's outputs are far larger or smaller than the first layer's, or
+    most weights are zero.
+    """
     health, table = view.health, view.health.activations
     if not len(table) or table.step[-1] > _EARLY:
         return
+    weights = _weights(view)
+    if len(health.tensors) == 1 and len(weights):
+        # after one step, a weight that was zero is what the step made of it
+        update, weight = (health.tensors[n][0][weights] for n in ("update", "weight"))
+        zero = np.isclose(update, weight, rtol=1e-3)
+        if zero.mean() > 0.5:
+            yield Alert(
+                int(health.tensors.step[0]),
+                f"{zero.sum()} of {len(zero)} weights began at zero, so units stay alike",
+                tensor=health.names[int(weights[np.flatnonzero(zero)[0]])],
+                values={"zero": int(zero.sum())},
+            )
+            return
     rms = table["rms"][-1]
-    for i in range(1, len(rms) - 1):  # a last layer of zeros is usual
-        if not 1 / factor < rms[i] / max(rms[0], 1e-30) < factor:
+    for i in range(1, len(rms)):
+        ratio = rms[i] / max(rms[0], 1e-30)
+        if ratio > larger or (ratio < 1 / smaller and i + 1 < len(rms)):  # a zero head is usual
             yield Alert(
                 int(table.step[-1]),
                 f"outputs' root mean square {rms[i]:.2g}, {rms[0]:.2g} in the first layer",
@@ -355,7 +377,7 @@ def inputs(
 @_rule(
     "targets", "weight the classes in the loss, or sample them alike; look at each class's recall"
 )
-def class_imbalance(view: RuleView, share: float = 0.9, samples: int = 500) -> Alerts:
+def class_imbalance(view: RuleView, share: float = 0.9, samples: int = 250) -> Alerts:
     """Nearly all targets are of one class."""
     counts = view.health.targets
     if counts.sum() >= samples and counts.max() > share * counts.sum():
