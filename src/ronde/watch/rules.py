@@ -124,13 +124,24 @@ def loss_flat(view: RuleView, steps: int = 300, fallen: float = 0.05) -> Alerts:
     half, at = _medians(loss[len(loss) // 2 :], step[len(loss) // 2 :])
     slope = _theil_sen(at, half)
     ahead = -slope * float(step[-1])  # at this pace, in as many steps again
-    if now > (1 - fallen) * first and now < 2 * first and ahead < fallen * now:
+    constant = _constant_loss(view)
+    stays = (1 - fallen) * first < now < 2 * first or abs(now / constant - 1) < 0.03
+    if stays and ahead < fallen * now:
         yield Alert(
             int(step[-1]),
             f"loss {now:.4g}, {first:.4g} at the start; at this pace {now - ahead:.4g} after "
             f"{step[-1]:,} more steps",
             values={"first": first, "now": now, "slope": slope},
         )
+
+
+def _constant_loss(view: RuleView, samples: int = 250) -> float:
+    """The cross-entropy of always answering the share of each class; NaN where it is not known."""
+    counts = view.health.targets
+    if counts.sum() < samples:
+        return float("nan")
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum()) or float("nan")
 
 
 @_rule("loss", "a lower learning rate, or a warm-up; go on from a checkpoint before it")
