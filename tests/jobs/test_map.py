@@ -12,6 +12,8 @@ import pytest
 import ronde
 from ronde.cli.app import app
 from ronde.jobs.items import find_items
+from ronde.jobs.ledger import JobLedger
+from ronde.jobs.map_plan import chunk_key, without_output
 from ronde.world import ArgumentError, RondeError
 
 SCRIPT = """
@@ -83,7 +85,9 @@ def test_a_command_an_item_and_what_is_tolerated(tmp_path: Path) -> None:
     strict = ("--items", "*.in", "--workers", "2", "--out", "strict", "--tolerate", "0", *say)
     done = ronde_map(tmp_path, *strict)
     assert done.returncode == 1
-    assert "1 items failed, and --tolerate allows 0" in done.stderr
+    assert "more items failed (1) than --tolerate allows (0)" in done.stderr
+    assert "They are in strict/failed.jsonl; go on with: ronde map --resume strict" in done.stderr
+    assert json.loads((tmp_path / "strict" / "failed.jsonl").read_text())["item"] == "4.in"
 
 
 def test_ctrl_c_ends_all_and_resume_goes_on(folder: Path) -> None:
@@ -121,6 +125,8 @@ def test_ctrl_c_ends_all_and_resume_goes_on(folder: Path) -> None:
         (("--items", "lines:none", "--out", "o", "work.py"), "none: No such file or directory."),
         (("--items", "@none", "--out", "o", "work.py"), "none: No such file or directory."),
         (("--resume", "none"), "holds no map"),
+        (("--items", "lines:items.txt", "--out", "o", "wrok.py"), "Did you mean work.py"),
+        (("--items", "lines:items.txt", "--out", "o", "ech", "{}"), "command not found: ech"),
         (("work.py",), "name the items, the output, and the script"),
         (("--items", "lines:items.txt", "--chunk", "x", "--out", "o", "work.py"), "--chunk x: exp"),
         (
@@ -138,6 +144,17 @@ def test_wrong_arguments_are_told_and_leave_nothing(
     with pytest.raises(ArgumentError, match=error.replace("*", r"\*")):
         app(["map", *words], standalone_mode=False)
     assert not (folder / "o" / ".map").exists()
+
+
+def test_items_without_an_output_are_found(tmp_path: Path) -> None:
+    ledger = JobLedger(tmp_path)
+    for key in (chunk_key(2, 5), chunk_key(5, 6), chunk_key(8, 9)):
+        ledger.add([key])
+        lease = ledger.claim()
+        assert lease is not None
+        ledger.commit(lease)
+    assert without_output(ledger, 10) == [chunk_key(0, 2), chunk_key(6, 8), chunk_key(9, 10)]
+    assert without_output(ledger, 9) == [chunk_key(0, 2), chunk_key(6, 8)]
 
 
 def test_items_are_read_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

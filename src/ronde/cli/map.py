@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,9 +30,9 @@ from ronde.cli.hosts import (
     SshConfigOption,
 )
 from ronde.cli.leaving import parse_duration
-from ronde.cli.script import WorkersOption
+from ronde.cli.script import WorkersOption, command_of
 from ronde.watch import plain_console
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError
 
 __all__ = ["register"]
 
@@ -159,9 +160,9 @@ def register(app: typer.Typer) -> None:
 
 
 def _map(options: Options) -> None:
-    from ronde.jobs.join import join_outputs, result_of
+    from ronde.jobs.join import FAILED, join_outputs, result_of, write_failed
     from ronde.jobs.ledger import JobLedger
-    from ronde.jobs.map_plan import load_map
+    from ronde.jobs.map_plan import load_map, without_output
     from ronde.jobs.map_worker import STOPPED
 
     out = (options.resume or options.out or Path()).absolute()
@@ -174,23 +175,30 @@ def _map(options: Options) -> None:
     (root / STOPPED).unlink(missing_ok=True)
     ledger, began = JobLedger(root), time.monotonic()
     if not options.quiet and not options.as_json:
-        _tell(f"ronde map {' '.join(plan.command)}  ·  {len(items):,} items  ·  {out.name}")
+        shown = [_short(Path(plan.command[0])), *plan.command[1:]]
+        _tell(f"ronde map {' '.join(shown)}  ·  {len(items):,} items  ·  {out.name}")
+    again = f"go on with: ronde map --resume {_short(out)}"
+    if not ledger.left:
+        ledger.add(without_output(ledger, len(items)))
     status = _work(options, out, ledger, began)
+    write_failed(ledger, items, out)
     if (root / STOPPED).exists():
         told = (root / STOPPED).read_text()
-        typer.echo(f"error: {told}. Look at them: ronde map --resume {out} goes on.", err=True)
+        typer.echo(f"error: {told}. They are in {_short(out / FAILED)}; {again}.", err=True)
         raise typer.Exit(1)
     if ledger.left:
-        typer.echo(f"stopped; go on with: ronde map --resume {_short(out)}", err=True)
+        typer.echo(f"stopped; {again}", err=True)
         raise typer.Exit(status or 1)
     ledger.tidy()
+    if lost := without_output(ledger, len(items)):
+        raise RondeError(f"items {', '.join(lost)} have no output; {again}.")
     if options.joined:
-        join_outputs(ledger, items, out)
+        join_outputs(ledger, out)
     result = result_of(ledger, items)
     if options.as_json:
         print(json.dumps(result.to_dict() | {"wall_seconds": time.monotonic() - began}, indent=1))
     elif not options.quiet:
-        bad = f", {result.failed:,} set aside ({_short(out)}/failed.jsonl)" if result.failed else ""
+        bad = f", {result.failed:,} set aside ({_short(out / FAILED)})" if result.failed else ""
         took = f"{time.monotonic() - began:.1f} s"
         _tell(f"{result.done:,} items in {result.chunks:,} chunks{bad}, in {took}: {_short(out)}")
     raise typer.Exit(1 if result.failed else 0)
@@ -208,9 +216,14 @@ def _plan(options: Options, out: Path) -> None:
             "scores score.py."
         )
     # click takes the first -- away; a command is what is no script.
-    each = not (command[0].endswith(".py") and Path(command[0]).exists())
+    each = not command[0].endswith(".py")
     if not each:
+        command = command_of(None, command)
         command = [str(Path(command[0]).absolute()), *command[1:]]
+    elif shutil.which(command[0]) is None:
+        raise ArgumentError(
+            f"command not found: {command[0]}. A script for all items has a name with .py."
+        )
     items = find_items(options.items)
     count = resolve_workers(options.workers) if options.workers != "auto" else os.cpu_count() or 1
     limit = None if options.limit is None else parse_duration(options.limit, "--limit")

@@ -15,7 +15,7 @@ from ronde.jobs.ledger import JobLedger
 from ronde.jobs.map_plan import committed_chunks
 from ronde.world import RondeError
 
-__all__ = ["FAILED", "MapResult", "join_outputs", "result_of"]
+__all__ = ["FAILED", "MapResult", "join_outputs", "result_of", "write_failed"]
 
 FAILED = "failed.jsonl"
 
@@ -69,24 +69,30 @@ def result_of(ledger: JobLedger, items: Items) -> MapResult:
     )
 
 
-def join_outputs(ledger: JobLedger, items: Items, out: Path) -> None:
+def write_failed(ledger: JobLedger, items: Items, out: Path) -> None:
+    """Write the items that were set aside into ``failed.jsonl``, if there are any."""
+    lines = []
+    for low, high, _, info in committed_chunks(ledger):
+        if "error" in info:
+            key = next(iter(items.read(low, high)))[0]
+            told = {"item": key, "place": low, "attempts": info["attempts"]}
+            lines.append(json.dumps(told | {"error": info["error"]}) + "\n")
+    if lines:
+        (out / FAILED).write_text("".join(lines))
+
+
+def join_outputs(ledger: JobLedger, out: Path) -> None:
     """Write the outputs of all chunks into ``out``, each whole or not at all: those of
-    ``chunk.output`` one after the other, other files by their names, and items that were set aside
-    into ``failed.jsonl``.
+    ``chunk.output`` one after the other, other files by their names.
 
     Raises:
         RondeError: two chunks wrote a file of one name.
     """
-    found = list(committed_chunks(ledger))
     made = ledger.root / "joined"
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir()
-    for low, high, folder, info in found:
+    for _, _, folder, info in committed_chunks(ledger):
         if "error" in info:
-            key = next(iter(items.read(low, high)))[0]
-            with open(made / FAILED, "a") as failed:
-                told = {"item": key, "place": low, "attempts": info["attempts"]}
-                print(json.dumps(told | {"error": info["error"]}), file=failed)
             continue
         for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name[0] != "."):
             name = path.relative_to(folder)

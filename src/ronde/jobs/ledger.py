@@ -193,12 +193,12 @@ class JobLedger:
     def commit(self, lease: Lease, info: dict[str, Any] | None = None) -> bool:
         """Make the task's folder its output. False if it is committed already, or another's."""
         told = {"owner": lease.path.name, **(info or {})}
-        (lease.folder / ".info").write_text(json.dumps(told))
-        for path in [*lease.folder.rglob("*"), lease.folder]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-        try:
+        try:  # the folder is gone where another owner has taken over
+            (lease.folder / ".info").write_text(json.dumps(told))
+            for path in [*lease.folder.rglob("*"), lease.folder]:
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
             lease.folder.rename(self.root / "out" / lease.key)
             committed = True
         except OSError as error:
@@ -223,10 +223,12 @@ class JobLedger:
         self.commit(lease, {"error": error, "attempts": lease.failed + 1})
 
     def fail(self, lease: Lease) -> None:
-        """Put it back, with one more failure; others that try as well give up."""
-        self._put_back(lease, lease.failed + 1)
-        for path in self._leases(lease.key):
-            path.unlink(missing_ok=True)
+        """Put it back, with one more failure; others that try as well give up. Nothing happens
+        where it is another owner's by now: he decides about it.
+        """
+        if self._put_back(lease, lease.failed + 1):
+            for path in self._leases(lease.key):
+                path.unlink(missing_ok=True)
 
     def give_back(self, lease: Lease) -> None:
         """Put it back as it was."""
@@ -235,10 +237,12 @@ class JobLedger:
         else:
             self._put_back(lease, lease.failed)
 
-    def _put_back(self, lease: Lease, failed: int) -> None:
+    def _put_back(self, lease: Lease, failed: int) -> bool:
         _remove(lease.folder)
         with suppress(FileNotFoundError):
             lease.path.rename(self.root / "todo" / f"{lease.key}.{failed}.{lease.lost}")
+            return True
+        return False
 
     def _leases(self, key: str) -> list[Path]:
         return list((self.root / "lease").glob(f"{key}.*"))

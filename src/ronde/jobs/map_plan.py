@@ -16,7 +16,7 @@ from ronde.jobs.items import Items, load_items
 from ronde.jobs.ledger import JobLedger
 from ronde.world import ArgumentError
 
-__all__ = ["MapPlan", "bounds", "chunk_cuts", "load_map", "plan_map"]
+__all__ = ["MapPlan", "bounds", "chunk_cuts", "chunk_key", "load_map", "plan_map", "without_output"]
 
 _MOST_CHUNKS = 4096
 _CHUNKS_A_WORKER = 16
@@ -139,3 +139,14 @@ def committed_chunks(ledger: JobLedger) -> Iterator[tuple[int, int, Path, dict[s
         info = ledger.info(path.name)
         if "divided" not in info:
             yield *bounds(path.name), path, info
+
+
+def without_output(ledger: JobLedger, count: int) -> list[str]:
+    """Chunks of items that no committed chunk holds."""
+    found, at = [], 0
+    ranges = [(low, high) for low, high, _, _ in committed_chunks(ledger)]
+    for low, high in [*ranges, (count, count)]:
+        if low > at:
+            found.append(chunk_key(at, low))
+        at = high
+    return found

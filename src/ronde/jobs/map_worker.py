@@ -84,7 +84,7 @@ class _Worker:
         self.ledger = JobLedger(root)
         self._child: _Child | None = None
         self._orders = self._answers = -1
-        self._environment = _without_launcher(root)
+        self._environment = _without_launcher()
         self._progress = 0.0
 
     def run(self) -> None:
@@ -124,7 +124,9 @@ class _Worker:
             self._close()
         except _Failed as failure:
             self._close()
-            self._failed(lease, str(failure))
+            with contextlib.suppress(LeaseLost):  # then its folder is gone: that is no failure
+                self.ledger.beat(lease)
+                self._failed(lease, str(failure))
         except BaseException:  # asked to leave
             self._close()
             self.ledger.give_back(lease)
@@ -159,7 +161,7 @@ class _Worker:
             return
         bad = sum("error" in info for *_, info in committed_chunks(self.ledger))
         if bad > most:
-            told = f"{bad} items failed, and --tolerate allows {most}"
+            told = f"more items failed ({bad}) than --tolerate allows ({most})"
             (self.ledger.root / STOPPED).write_text(told)
 
     def _watch(
@@ -265,7 +267,7 @@ def _filled(word: str, values: dict[str, str]) -> str:
     return word
 
 
-def _without_launcher(root: Path) -> dict[str, str]:
+def _without_launcher() -> dict[str, str]:
     """The environment of a process that is alone: it shares nothing with the other workers."""
     kept = {
         name: value

@@ -50,8 +50,9 @@ class Rule:
             return "" if view.evaluations else "no evaluation yet"
         if self.needs == "loss":
             return "several models in one loop" if view.several else _no_loss(view)
-        if self.needs == "health":
-            return "" if len(view.health.tensors) or view.health.bad else "not measured: --watch"
+        measured = len(view.health.tensors) or view.health.bad
+        if self.needs in ("health", "activations", "inputs", "targets") and not measured:
+            return "not measured: --watch"
         if self.needs == "activations":
             return "" if len(view.health.activations) else "no activations measured"
         if self.needs == "inputs":
