@@ -101,7 +101,7 @@ def register(app: typer.Typer) -> None:
         for s in summaries:
             table.add_row(
                 s.run,
-                Text(s.ending, style=colour.get(s.status, "white")),
+                Text(s.status, style=colour.get(s.status, "white")),
                 str(s.start.workers) if s.start else "",
                 str(s.epoch),
                 f"{s.step:,}",

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ronde import checkpoint
 from ronde.world import CheckpointError
 
-__all__ = ["forked", "given_settings"]
+__all__ = ["changed_settings", "forked", "given_settings"]
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
@@ -35,10 +35,28 @@ def given_settings(optimizer: Optimizer, lr_factor: float) -> list[dict[str, Any
     return found
 
 
-def forked(
+def _changes(
     saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]
-) -> tuple[dict[str, Any], list[str]]:
-    """A checkpoint's plain values for a new run, and what of them the script changes.
+) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """For each group in a checkpoint: what its script gave, and what this one gives otherwise."""
+    found = []
+    for then, now in zip(saved.get("given", ()), given, strict=False):
+        found.append((then, {k: v for k, v in now.items() if k in then and v != then[k]}))
+    return found
+
+
+def changed_settings(saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that this script gives otherwise than that of the checkpoint, as phrases."""
+    return [
+        f"{name} {_shown(then[name])} → {_shown(value)}"
+        + (f" (group {i})" if len(given) > 1 else "")
+        for i, (then, changed) in enumerate(_changes(saved, given))
+        for name, value in changed.items()
+    ]
+
+
+def forked(saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A checkpoint's plain values for a new run.
 
     A setting of the optimizer that the script gives otherwise than the script of the checkpoint
     did is the new script's. A learning rate multiplies the whole schedule.
@@ -50,27 +68,18 @@ def forked(
         CheckpointError: the groups' learning rates change by several factors.
     """
     state = {**saved, "best": None, "ending": {}}
-    notes: list[str] = []
     ratios: list[float] = []
-    groups = []
-    for i, group in enumerate(saved["optimizer"]["groups"]):
-        then = saved["given"][i] if i < len(saved.get("given", ())) else {}
-        now = given[i] if i < len(given) else {}
-        changed = {k: v for k, v in now.items() if k in then and v != then[k]}
-        if rate := then.get("lr"):
-            ratios.append(now.get("lr", rate) / rate)
-        elif "lr" in changed:
+    groups = [*saved["optimizer"]["groups"]]
+    for i, (then, changed) in enumerate(_changes(saved, given)):
+        rate = changed.pop("lr", then["lr"])
+        if then["lr"]:
+            ratios.append(rate / then["lr"])
+        elif rate:
             raise CheckpointError(
-                f"the learning rate of the optimizer's group {i} was 0 then and is {now['lr']:g} "
-                "now, and a fork multiplies the schedule. Leave it at 0."
+                f"the learning rate of the optimizer's group {i} was 0 then and is {rate:g} now, "
+                "and a fork multiplies the schedule. Leave it at 0."
             )
-        notes += [
-            f"{name} {_shown(then[name])} → {_shown(value)}"
-            + (f" (group {i})" if len(given) > 1 else "")
-            for name, value in changed.items()
-        ]
-        changed.pop("lr", None)
-        groups.append({**group, "settings": {**group["settings"], **changed}})
+        groups[i] = {**groups[i], "settings": {**groups[i]["settings"], **changed}}
     if ratios:
         if not all(math.isclose(ratio, ratios[0], rel_tol=1e-9) for ratio in ratios):
             told = ", ".join(f"× {ratio:g}" for ratio in ratios)
@@ -82,7 +91,7 @@ def forked(
         plan = saved["plan"]
         state["plan"] = {**plan, "lr_factor": plan["lr_factor"] / ratios[0]}
     state["optimizer"] = {**saved["optimizer"], "groups": groups}
-    return state, notes
+    return state
 
 
 def _shown(value: Any) -> str:

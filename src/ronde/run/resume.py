@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ronde import checkpoint
 from ronde.run.exchange_state import restore_exchange
-from ronde.run.fork import forked
+from ronde.run.fork import changed_settings, forked
 from ronde.run.group import Choice, RunGroup
 from ronde.run.persist import file_prefix, restore, restore_pieces
 from ronde.run.saved_state import check_saved, check_values
@@ -111,12 +111,17 @@ def _begun(
     content: CheckpointContent, answer: Mapping[str, Any], state: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], str]:
     """What counts of a checkpoint's plain values, and a note if it is another run's."""
-    origin = answer["origin"]
+    origin, changes = answer["origin"], ", ".join(changed_settings(state, content.given))
     if not origin or int(origin.rpartition("@")[2]) != int(answer["path"].removeprefix("step-")):
+        if changes:
+            content.parts.say(
+                f"the script changes {changes}: a resume keeps what the checkpoint has, and a new "
+                "run that begins with it (--from) what the script says"
+            )
         content.given = state.get("given", content.given)
         return state, ""
-    state, changes = forked(state, content.given)
-    told = f"; as the script says now: {', '.join(changes)}" if changes else ""
+    state = forked(state, content.given)
+    told = f"; as the script says now: {changes}" if changes else ""
     at = f"epoch {state['epoch'] + 1}, sample {state['epoch_samples']}"
     return state, f"the checkpoint {origin}, {at}{told}"
 
