@@ -60,8 +60,13 @@ def _complaints(run: Parts, saved: Mapping[str, Any]) -> Iterator[str]:
     given = saved.get("given", [])
     if not isinstance(given, list) or not all(isinstance(group, dict) for group in given):
         yield f"given is {_shown(given)}, expected a list of mappings"
-    elif not all(_is_number(group.get("lr", 0.0)) for group in given):
+    elif not all(_is_number(group.get("lr")) for group in given):
         yield "a learning rate in given is no number"
+    else:
+        try:
+            checkpoint.decode(given)
+        except Exception as error:  # whatever it may be of damaged values
+            yield f"given cannot be read ({type(error).__name__}: {error})"
     if missing:
         return
     for name in ("samples", "epoch_samples", "seed", "shuffle"):

@@ -50,9 +50,14 @@ class Rule:
             return "" if view.evaluations else "no evaluation yet"
         if self.needs == "loss":
             return "several models in one loop" if view.several else _no_loss(view)
-        measured = len(view.health.tensors) or view.health.bad
-        if self.needs in ("health", "activations", "inputs", "targets") and not measured:
+        health = view.health
+        tables = health.tensors, health.activations, health.inputs, health.targets, health.bad
+        if self.needs in ("health", "activations", "inputs", "targets") and not any(
+            map(len, tables)
+        ):
             return "not measured: --watch"
+        if self.needs == "health":
+            return "" if len(health.tensors) or health.bad else "no tensors measured"
         if self.needs == "activations":
             return "" if len(view.health.activations) else "no activations measured"
         if self.needs == "inputs":
