@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.help_layout import option
-from ronde.cli.hosts import HostsOption, SshConfigOption, chosen, gathered
+from ronde.cli.hosts import HostOptions, HostsOption, SshConfigOption, gathered
 from ronde.cli.reducers import ServersOption, servers_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
@@ -83,7 +83,7 @@ def register_exchange(bench: typer.Typer) -> None:
                 raise ArgumentError(f"--reducers {name}: it has no exchange of its own to time.")
         command = ["-m", "ronde.measure.bench_exchange"]
         command += ["--sizes", sizes, "--reducers", ",".join(names)]
-        places = chosen(hosts, None, False, False, ssh_config, [], None)
+        places = HostOptions(hosts, ssh_config=ssh_config).places()
         answers: list[dict[str, Any]] = []
         said: list[bytes] = []
 

@@ -14,13 +14,13 @@ from ronde.cli.bench import check_file
 from ronde.cli.hosts import (
     EnvOption,
     HostfileOption,
+    HostOptions,
     HostsOption,
     MpiOption,
     PythonOption,
     RayOption,
     SlurmOption,
     SshConfigOption,
-    chosen,
 )
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, WorldError
@@ -76,8 +76,8 @@ def register(app: typer.Typer) -> None:
 
         if output is not None:
             check_file(output)
-        asked = (hosts, hostfile, slurm, mpi, ssh_config, env or [], python, ray)
-        places = chosen(*asked)
+        asked = HostOptions(hosts, hostfile, slurm, mpi, ray, None, ssh_config, env, python)
+        places = asked.places()
         if places is None:
             raise ArgumentError("name the hosts: --hosts a,b, --hostfile FILE, --slurm, or --ray.")
         names = [h.name for h in places.hosts]
@@ -91,7 +91,7 @@ def register(app: typer.Typer) -> None:
                     fleet, command, [1] * len(names), lambda m: pairs.extend(m.get("pairs", ()))
                 )
         if output is not None:
-            _write_cluster(chosen(*asked), output)
+            _write_cluster(asked.places(), output)
         said += slow_links(names, pairs)
         if as_json:
             told = [{**p, "a": names[p["a"]], "b": names[p["b"]]} for p in pairs]

@@ -1,6 +1,4 @@
-"""Options of ``ronde run`` that name hosts, and the launch on them."""
-
-from __future__ import annotations
+"""Options that name hosts, and the launch on them. Annotations here are read at run time."""
 
 import contextlib
 import dataclasses
@@ -16,6 +14,7 @@ from ronde.world import ArgumentError
 __all__ = [
     "EnvOption",
     "Gathered",
+    "HostOptions",
     "HostfileOption",
     "HostsOption",
     "OutputOption",
@@ -26,7 +25,6 @@ __all__ = [
     "SlurmOption",
     "SparkOption",
     "SshConfigOption",
-    "chosen",
     "gathered",
 ]
 
@@ -143,66 +141,86 @@ class Places:
     environment: dict[str, str]
 
 
-def chosen(
-    hosts: str | None,
-    hostfile: Path | None,
-    slurm: bool,
-    mpi: bool,
-    ssh_config: Path | None,
-    env: Sequence[str],
-    python: str | None,
-    ray: str | None = None,
-    spark: str | None = None,
-    workers: str = "auto",
-) -> Places | None:
-    """Check the options; None if they name no host.
+@dataclass(frozen=True)
+class HostOptions:
+    """The options that name hosts, as the user gave them."""
 
-    Args:
-        workers: ``auto`` or how many, for engines that are asked for places.
+    hosts: HostsOption = None
+    hostfile: HostfileOption = None
+    slurm: SlurmOption = False
+    mpi: MpiOption = False
+    ray: RayOption = None
+    spark: SparkOption = None
+    ssh_config: SshConfigOption = None
+    env: EnvOption = None
+    python: PythonOption = None
 
-    Raises:
-        ArgumentError: they contradict each other, or name what is not there.
-    """
-    from ronde.launch import (
-        Mpi,
-        Ray,
-        Slurm,
-        Spark,
-        Ssh,
-        allocation,
-        environment_for,
-        parse_hostfile,
-        parse_hosts,
-        resolve_workers,
-    )
+    @property
+    def named(self) -> list[str]:
+        """The options given that say which hosts."""
+        found = {"--hosts": self.hosts, "--hostfile": self.hostfile, "--slurm": self.slurm}
+        found |= {"--ray": self.ray, "--spark": self.spark}
+        return [option for option, value in found.items() if value]
 
-    named = {"--hosts": hosts, "--hostfile": hostfile, "--slurm": slurm, "--ray": ray}
-    named["--spark"] = spark
-    given = [option for option, value in named.items() if value]
-    if len(given) > 1:
-        raise ArgumentError(f"{' and '.join(given)} all say which hosts: give one of them.")
-    over_ssh = bool(hosts or hostfile)
-    if mpi and not over_ssh:
-        raise ArgumentError("--mpi says how to reach hosts: name them with --hosts.")
-    others = (
-        ("--ssh-config", ssh_config and not over_ssh),
-        ("--env", env and not given),
-        ("--python", python and not given),
-    )
-    for option, wrong in others:
-        if wrong:
-            raise ArgumentError(f"{option} is for other hosts: name them with --hosts.")
-    if not given:
-        return None
-    passed = environment_for(env)
-    count = None if workers == "auto" else resolve_workers(workers)
-    if ray or spark:
-        engine = Ray(ray, count, python) if ray else Spark(spark or "", count, python)
-        return Places(engine.hosts, engine, python, passed)
-    if slurm:
-        return Places(allocation(), Slurm(), python, passed)
-    found = parse_hosts(hosts) if hosts else parse_hostfile(hostfile or Path())
-    return Places(found, Mpi(ssh_config) if mpi else Ssh(ssh_config), python, passed)
+    def words(self) -> list[str]:
+        """The same options for another ``ronde run``."""
+        valued = {"--hosts": self.hosts, "--hostfile": self.hostfile, "--python": self.python}
+        valued |= {"--ray": self.ray, "--spark": self.spark, "--ssh-config": self.ssh_config}
+        found = [w for option, value in valued.items() if value for w in (option, str(value))]
+        found += [word for variable in self.env or () for word in ("--env", variable)]
+        return found + ["--slurm"] * self.slurm + ["--mpi"] * self.mpi
+
+    def places(self, workers: str = "auto") -> Places | None:
+        """Check the options; None if they name no host.
+
+        Args:
+            workers: ``auto`` or how many, for engines that are asked for places.
+
+        Raises:
+            ArgumentError: they contradict each other, or name what is not there.
+        """
+        from ronde.launch import (
+            Mpi,
+            Ray,
+            Slurm,
+            Spark,
+            Ssh,
+            allocation,
+            environment_for,
+            parse_hostfile,
+            parse_hosts,
+            resolve_workers,
+        )
+
+        given = self.named
+        if len(given) > 1:
+            raise ArgumentError(f"{' and '.join(given)} all say which hosts: give one of them.")
+        over_ssh = bool(self.hosts or self.hostfile)
+        if self.mpi and not over_ssh:
+            raise ArgumentError("--mpi says how to reach hosts: name them with --hosts.")
+        others = (
+            ("--ssh-config", self.ssh_config and not over_ssh),
+            ("--env", self.env and not given),
+            ("--python", self.python and not given),
+        )
+        for option, wrong in others:
+            if wrong:
+                raise ArgumentError(f"{option} is for other hosts: name them with --hosts.")
+        if not given:
+            return None
+        passed = environment_for(self.env or [])
+        count = None if workers == "auto" else resolve_workers(workers)
+        if self.ray:
+            ray = Ray(self.ray, count, self.python)
+            return Places(ray.hosts, ray, self.python, passed)
+        if self.spark:
+            spark = Spark(self.spark, count, self.python)
+            return Places(spark.hosts, spark, self.python, passed)
+        if self.slurm:
+            return Places(allocation(), Slurm(), self.python, passed)
+        hosts = parse_hosts(self.hosts) if self.hosts else parse_hostfile(self.hostfile or Path())
+        engine = Mpi(self.ssh_config) if self.mpi else Ssh(self.ssh_config)
+        return Places(hosts, engine, self.python, passed)
 
 
 @dataclass(frozen=True)

@@ -18,19 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.hosts import (
-    EnvOption,
-    HostfileOption,
-    HostsOption,
-    MpiOption,
-    PythonOption,
-    RayOption,
-    SlurmOption,
-    SparkOption,
-    SshConfigOption,
-)
+from ronde.cli.hosts import HostOptions
 from ronde.cli.leaving import parse_duration
-from ronde.cli.script import WorkersOption, command_of
+from ronde.cli.script import IN_MAP, WorkersOption, command_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 
@@ -61,7 +51,7 @@ _SECONDS = 1.0  # between looks at the ledger
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(HostOptions):
     """The options of ``ronde map``, as the user gave them."""
 
     arguments: Annotated[
@@ -133,15 +123,6 @@ class Options:
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False
     workers: WorkersOption = "auto"
-    hosts: HostsOption = None
-    hostfile: HostfileOption = None
-    slurm: SlurmOption = False
-    mpi: MpiOption = False
-    ray: RayOption = None
-    spark: SparkOption = None
-    ssh_config: SshConfigOption = None
-    env: EnvOption = None
-    python: PythonOption = None
 
 
 def register(app: typer.Typer) -> None:
@@ -251,27 +232,16 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
     if not ledger.left:
         return 0
     command = [sys.executable, "-m", "ronde", "run", "--quiet", "--workers", options.workers]
-    command += [
-        "--runs",
-        str(out / ".map" / "runs"),
-        "--restarts",
-        str(_RESTARTS),
-        "--hang-timeout",
-        "0",
-    ]
-    named = {
-        "--hosts": options.hosts,
-        "--hostfile": options.hostfile,
-        "--ssh-config": options.ssh_config,
-    }
-    named |= {"--ray": options.ray, "--spark": options.spark, "--python": options.python}
-    for option, value in named.items():
-        command += [option, str(value)] if value is not None else []
-    for variable in options.env or []:
-        command += ["--env", variable]
-    command += ["--slurm"] * options.slurm + ["--mpi"] * options.mpi
+    command += ["--runs", str(out / ".map" / "runs"), "--restarts", str(_RESTARTS)]
+    command += ["--hang-timeout", "0", "--no-spares"]  # workers import no torch
+    command += options.words()
     command += ["-m", "ronde.jobs.map_worker", str(ledger.root)]
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_map)
+    process = subprocess.Popen(
+        command,
+        env=os.environ | {IN_MAP: "1"},
+        start_new_session=True,
+        preexec_fn=_end_with_map,
+    )
     with _passed_on(process), _bar(options, ledger, began) as show:
         while process.poll() is None:
             show()

@@ -16,27 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ronde.cli.fork import FromOption, Origin, find_origin
-from ronde.cli.hosts import (
-    EnvOption,
-    Gathered,
-    HostfileOption,
-    HostsOption,
-    MpiOption,
-    OutputOption,
-    Places,
-    PythonOption,
-    RayOption,
-    SlurmOption,
-    SparkOption,
-    SshConfigOption,
-    chosen,
-    gathered,
-)
+from ronde.cli.hosts import Gathered, HostOptions, OutputOption, Places, gathered
 from ronde.cli.leaving import Limit, check_until, parse_duration, requeue
 from ronde.cli.live_watch import LiveWatch, StopOnOption, WatchOption, check_watch
 from ronde.cli.prove import proofs_before_run
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
 from ronde.cli.script import (
+    IN_MAP,
     ArgumentsOption,
     FeedOption,
     ModuleOption,
@@ -106,7 +92,7 @@ _LAST_LINES = 20  # of a failed worker's output, where its log is not kept
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(HostOptions):
     """The options of ``ronde run``, as the user gave them."""
 
     arguments: ArgumentsOption = None
@@ -255,15 +241,6 @@ class Options:
         bool,
         typer.Option("--quiet", "-q", help="No progress and no summary. Warnings are still shown."),
     ] = False
-    hosts: HostsOption = None
-    hostfile: HostfileOption = None
-    slurm: SlurmOption = False
-    mpi: MpiOption = False
-    ray: RayOption = None
-    spark: SparkOption = None
-    ssh_config: SshConfigOption = None
-    env: EnvOption = None
-    python: PythonOption = None
 
 
 def register(app: typer.Typer) -> None:
@@ -369,12 +346,11 @@ def _plan_launch(options: Options) -> _LaunchPlan:
     """
     from ronde.launch import container, pod
 
-    away = options.hosts or options.hostfile or options.slurm or options.ray or options.spark
     if options.origin is not None and options.resume:
         raise ArgumentError(
             "--from begins a new run and --resume goes on with an old one: give one of them."
         )
-    box = None if away else container() or pod()
+    box = None if options.named or _in_map() else container() or pod()
     command = command_of(options.module, options.arguments or [])
     if box is not None:
         command += box.arguments
@@ -386,18 +362,7 @@ def _plan_launch(options: Options) -> _LaunchPlan:
         raise ArgumentError("--until and --from are not for scripts that use Horovod.")
     if options.output not in ("main", "all"):
         raise ArgumentError(f"--output {options.output}: expected main or all.")
-    places = chosen(
-        options.hosts,
-        options.hostfile,
-        options.slurm,
-        options.mpi,
-        options.ssh_config,
-        options.env or [],
-        options.python,
-        options.ray,
-        options.spark,
-        options.workers,
-    )
+    places = options.places(options.workers)
     fetched, told_feed = feed_of(options.feed, options.module or command[0])
     restarts, kept = options.restarts, str(options.runs) != "none"
     if box is not None and len(box.hosts) > 1 and (restarts or options.time_limit):
@@ -430,6 +395,11 @@ def _plan_launch(options: Options) -> _LaunchPlan:
     origin = _origin(options)
     found = (options, command, box, places, fetched, told_feed, seconds, watch, stop_on)
     return _LaunchPlan(*found, reducer, origin)
+
+
+def _in_map() -> bool:
+    """Whether ``ronde map`` starts its workers so: on this machine alone, in a container too."""
+    return IN_MAP in os.environ
 
 
 def _origin(options: Options) -> Origin | None:
@@ -614,7 +584,11 @@ def _launch(
             options.spares,
         )
         again = Restarts(
-            options.restarts or 0, directory.path, screen.tell, reduction_servers.variables
+            options.restarts or 0,
+            directory.path,
+            screen.tell,
+            reduction_servers.variables,
+            "the chunks that are done" if _in_map() else "the beginning",
         )
         names = group.names if options.output == "all" else None
         if launch.trackers:

@@ -21,6 +21,7 @@ from ronde.world import ArgumentError, RondeError
 __all__ = [
     "ArgumentsOption",
     "FeedOption",
+    "IN_MAP",
     "JsonOption",
     "ModuleOption",
     "ReportOption",
@@ -50,6 +51,9 @@ ModuleOption = Annotated[
         "-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False
     ),
 ]
+IN_MAP = "RONDE_MAP"
+"""Variable that ``ronde map`` sets for the ``ronde run`` that starts its workers."""
+
 NOTE_LINES = 3  # of caveats on a screen; the rest with --verbose, and always in the JSON
 
 VerboseOption = Annotated[

@@ -32,6 +32,7 @@ class Restarts:
         say: called with a line about each restart.
         renew: brings up again what workers need besides each other, and gives the variables by
             which they find it.
+        start: where workers go on from while there is no checkpoint.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Restarts:
         directory: Path | None,
         say: Callable[[str], None],
         renew: Callable[[], dict[str, str]] = dict,
+        start: str = "the beginning",
     ) -> None:
         self._renew = renew
+        self._start = start
         self.most, self.say = most, say
         self._directory = None if directory is None else RunDir(directory)
         self._run = uuid.uuid4().hex[:8]
@@ -94,7 +97,7 @@ class Restarts:
     def _again(self, what: str, reason: str, rank: int | None) -> None:
         self.generation += 1
         newest = self._checkpoint()
-        self.say(f"{what} {f'checkpoints/{newest}' if newest else 'the beginning'}: {reason}")
+        self.say(f"{what} {f'checkpoints/{newest}' if newest else self._start}: {reason}")
         if self._directory is not None and self._directory.record.is_file():
             record = Record(self._directory.record)
             with contextlib.suppress(OSError):  # a full disk must not end the run
