@@ -150,6 +150,15 @@ class Options:
             show_default=False,
         ),
     ] = None
+    on_rule: Annotated[
+        str,
+        typer.Option(
+            "--on-rule",
+            metavar="stop|ignore",
+            help="Whether rules of ronde watch end trials that are hopeless: nan, diverging, "
+            "exploding-gradient, dead-units, loss-flat.",
+        ),
+    ] = "stop"
     keep: Annotated[
         str,
         typer.Option(
@@ -270,6 +279,8 @@ def _plan(options: Options, batch: int) -> TunePlan:
         raise ArgumentError("--goal is missing: say what is best, as --goal max:accuracy.")
     if options.keep not in ("best", "all"):
         raise ArgumentError(f"--keep {options.keep}: expected best or all.")
+    if options.on_rule not in ("stop", "ignore"):
+        raise ArgumentError(f"--on-rule {options.on_rule}: expected stop or ignore.")
     Goal.parse(options.goal)
     read_space(options.space or [])
     for folder in options.warm or []:
@@ -289,6 +300,7 @@ def _plan(options: Options, batch: int) -> TunePlan:
         batch,
         [str(path.absolute()) for path in options.warm or []],
         options.keep,
+        options.on_rule,
     )
 
 
@@ -366,6 +378,8 @@ def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
     metric = plan.goal.partition(":")[2]
     table.add_column(metric, justify="right")
     table.add_column("samples", justify="right")
+    if any(t["rule"] or t["error"] for t in found.trials):
+        table.add_column("ended by")
     sign = -1 if plan.goal.startswith("max") else 1
 
     def order(trial: Any) -> tuple[int, float]:
@@ -374,9 +388,11 @@ def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
 
     for trial in sorted(found.trials, key=order)[:20]:
         values = [v for v in trial["results"] if v is not None]
-        told = f"{values[-1]:.5g}" if values else ("failed" if trial["error"] else "–")
+        told = f"{values[-1]:.5g}" if values else "–"
         shown = (_brief(trial["values"].get(name, "")) for name in names)
-        table.add_row(Path(trial["run"]).name, *shown, told, f"{trial['samples']:,}")
+        why = trial["rule"] or ("an error" if trial["error"] else "")
+        row = (Path(trial["run"]).name, *shown, told, f"{trial['samples']:,}", why)
+        table.add_row(*row[: len(table.columns)])
     console.print(table)
     if len(found.trials) > 20:
         console.print(f"… {len(found.trials) - 20} more in {_short(folder)}/result.json")

@@ -8,17 +8,23 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ronde.jobs.space import Values
 from ronde.watch import RunDir
-from ronde.watch.record import Ended, Epoch, Evaluated, Started, StepRecorded, read
+from ronde.watch.record import Alert, Ended, Epoch, Evaluated, Started, StepRecorded, read
 from ronde.world import ArgumentError
 
-__all__ = ["Goal", "TrialProgress", "TrialProcess", "argument_words", "progress_of", "trial_name"]
+__all__ = [
+    "HOPELESS", "Goal", "TrialProcess", "TrialProgress", "argument_words", "progress_of",
+    "trial_name",
+]  # fmt: skip
+
+HOPELESS = ("nan", "diverging", "exploding-gradient", "dead-units", "loss-flat")
+"""Rules of ``ronde watch`` that end a trial."""
 
 _PAUSED = 75
 
@@ -62,12 +68,14 @@ class TrialProgress:
     """How far a trial is.
 
     Attributes:
-        results: at each rung that it has reached; a last None: it failed there.
+        results: at each rung that it has reached; a last None: it failed after it, or a rule ended
+            it.
         samples: trained so far, over all epochs.
         epoch_samples: samples of the data; 0 before it has begun.
         rate: samples per second, by number of workers.
         metrics: names that its evaluations have.
         error: why it failed.
+        rule: the one that ended it.
         begun: whether there is a run to go on with.
     """
 
@@ -77,6 +85,7 @@ class TrialProgress:
     rate: tuple[tuple[int, float], ...] = ()
     metrics: frozenset[str] = frozenset()
     error: str = ""
+    rule: str = ""
     begun: bool = False
 
 
@@ -85,13 +94,16 @@ def trial_name(number: int) -> str:
     return f"t{number:03d}"
 
 
-def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> TrialProgress:
+def progress_of(
+    run: RunDir, goal: Goal, rungs: Sequence[int], hopeless: Collection[str] = ()
+) -> TrialProgress:
     """Read a trial's record: nothing is stored twice.
 
     Args:
         run: its run directory.
         goal: what is best.
         rungs: samples of each rung.
+        hopeless: names of rules: an alert of one ends the trial, at whatever moment it was written.
     """
     if not run.record.is_file():
         return TrialProgress()
@@ -100,7 +112,11 @@ def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> TrialProgress:
     metrics: set[str] = set()
     rates: dict[int, float] = {}
     ended: Ended | None = None
+    rule = ""
     for event in read(run.record):
+        if isinstance(event, Alert):  # also after the end
+            rule = rule or (event.rule if event.rule in hopeless else "")
+            continue
         ended = event if isinstance(event, Ended) else None
         if isinstance(event, Started):
             epoch_samples, workers = event.samples, event.workers
@@ -128,6 +144,10 @@ def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> TrialProgress:
             break
         else:
             results.append(reached)
+    if len(results) == len(rungs) and None not in results:
+        rule = ""
+    elif rule and None not in results:
+        results.append(None)
     failed = ended.error or "" if ended is not None and ended.status == "failed" else ""
     begun = any(run.checkpoints.glob("step-*"))
     return TrialProgress(
@@ -137,6 +157,7 @@ def progress_of(run: RunDir, goal: Goal, rungs: Sequence[int]) -> TrialProgress:
         tuple(rates.items()),
         frozenset(metrics),
         failed,
+        rule,
         begun,
     )
 
@@ -161,13 +182,14 @@ class TrialProcess:
 
     def __init__(
         self, runs: Path, name: str, command: Sequence[str], until: str, devices: Sequence[int],
-        gpus: bool, resume: bool,
+        gpus: bool, resume: bool, hopeless: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.workers = len(devices)
         self._log: IO[bytes] = open(runs / f"{name}.log", "ab")  # noqa: SIM115
         words = [sys.executable, "-m", "ronde", "run", "--quiet", "--runs", str(runs)]
         words += ["--name", name, "--workers", str(self.workers), "--restarts", "3"]
         words += ["--until", until] if until else []
+        words += ["--stop-on", ",".join(hopeless)] if hopeless else []
         words += ["--resume"] if resume else []
         environment = dict(os.environ)
         if gpus:

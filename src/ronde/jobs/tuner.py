@@ -34,6 +34,7 @@ from ronde.jobs.space import (
     read_space,
 )
 from ronde.jobs.trials import (
+    HOPELESS,
     Goal,
     TrialProcess,
     TrialProgress,
@@ -68,6 +69,7 @@ class TunePlan:
         style: how a value becomes an argument; empty: ``--NAME VALUE``.
         batch: how many trials are asked for at once, where results decide.
         warm: folders of earlier searches.
+        on_rule: ``stop`` ends trials at :data:`ronde.jobs.trials.HOPELESS`; ``ignore`` does not.
         keep: ``best`` removes the checkpoints of trials that were stopped; ``all`` keeps them.
     """
 
@@ -84,6 +86,7 @@ class TunePlan:
     batch: int = 1
     warm: Sequence[str] = ()
     keep: str = "best"
+    on_rule: str = "ignore"
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Tuned:
 
     Attributes:
         best: its number, values, result, and run; empty before there is a result.
-        trials: of each: number, values, results by rung, samples, error.
+        trials: of each: number, values, results by rung, samples, error, and the rule that ended it.
         samples: trained, over all trials.
         whole: those that all trials together would have trained.
         ended: why it ended: ``done``, ``target``, ``budget``, or ``stopped``.
@@ -161,6 +164,7 @@ class Tuner:
     ) -> None:
         self.folder, self.plan, self.tell = folder, plan, tell
         self.runs = folder / "trials"
+        self._hopeless = HOPELESS if plan.on_rule == "stop" else ()
         self._goal, self._space = Goal.parse(plan.goal), read_space(plan.space)
         self._devices, self._workers = list(range(devices)), workers
         self._grows, self._gpus = grows, gpus
@@ -248,7 +252,8 @@ class Tuner:
         return RunDir(self.runs / trial_name(number))
 
     def _look(self, number: int) -> None:
-        self._progress[number] = progress_of(self._run_dir(number), self._goal, self._rungs)
+        run = self._run_dir(number)
+        self._progress[number] = progress_of(run, self._goal, self._rungs, self._hopeless)
 
     @property
     def _results(self) -> Results:
@@ -279,6 +284,8 @@ class Tuner:
         name = trial_name(number)
         if now.error and not before.error:
             self.tell(f" {name}  failed: {now.error.splitlines()[0][:100]}")
+        if now.rule and not before.rule:
+            self.tell(f" {name}  {now.samples:,} samples  ended by a rule: {now.rule}")
         for rung in range(len(before.results), len(now.results)):
             value = now.results[rung]
             if value is not None:
@@ -457,9 +464,9 @@ class Tuner:
         found: list[tuple[Values, float | None]] = []
         for folder in self.plan.warm:
             result = json.loads((Path(folder) / "result.json").read_text())
-            found += [
-                (t["values"], t["results"][-1]) for t in result["trials"] if any(t["results"])
-            ]
+            for trial in result["trials"]:
+                results = [v for v in trial["results"] if v is not None]
+                found += [(trial["values"], results[-1])] if results else []
         for number in range(self._asked):
             results = [v for v in self._progress[number].results if v is not None]
             if number >= known:
@@ -499,7 +506,7 @@ class Tuner:
             shutil.rmtree(run.path)
         process = TrialProcess(
             self.runs, trial_name(number), [*self.plan.command, *words], until, devices,
-            self._gpus, resume,
+            self._gpus, resume, self._hopeless,
         )  # fmt: skip
         self._running[number] = _Running(process, rung, devices)
 
@@ -515,6 +522,7 @@ class Tuner:
                     "results": list(progress.results),
                     "samples": progress.samples,
                     "error": progress.error,
+                    "rule": progress.rule,
                 }
             )
         best: dict[str, Any] = {}
