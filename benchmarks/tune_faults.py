@@ -2,7 +2,9 @@
 
 9 trials, 3 rungs, 2 devices. A signal 9 goes to the tuner, to a trial's launcher, or to a worker;
 a tuner that was killed is started again with ``--resume``. Then the best trial, all results, and
-the weights of the best are compared with those of the undisturbed search, in float64::
+the weights of the best are compared with those of the undisturbed search, in float64. Steps that
+were trained again are counted by the script itself: those since the last checkpoint of a trial
+that was killed::
 
     python benchmarks/tune_faults.py --kills 50
 """
@@ -46,6 +48,9 @@ run = ronde.distribute(
 for _ in run.epochs(9):
     for batch in run.batches():
         run.step(batch)
+        if run.rank == 0:
+            with open(f"steps-{args.lr}-{args.hidden}.txt", "a") as steps:
+                print(run.state.step, file=steps)
     run.evaluate(data(x[1000:], y[1000:]))
 """
 SEARCH = [
@@ -99,7 +104,10 @@ def search(folder: Path, kills: int, rng: random.Random) -> dict[str, Any]:
     weights: dict[str, torch.Tensor] = {}
     for file in newest.glob("*.safetensors"):
         weights |= {k: v for k, v in load_file(file).items() if v.is_floating_point()}
+    steps = [path.read_text().split() for path in folder.glob("steps-*.txt")]
     return {
+        "steps": sum(len(set(each)) for each in steps),
+        "again": sum(len(each) - len(set(each)) for each in steps),
         "result": result,
         "weights": weights,
         "kills": dict(killed),
@@ -120,7 +128,7 @@ def main() -> None:
     ours, theirs = killed["result"], whole["result"]
     pairs = zip(ours["trials"], theirs["trials"], strict=True)
     values = [
-        abs(a - b)
+        0.0 if a == b else abs(a - b) if None not in (a, b) else float("inf")
         for our, their in pairs
         for a, b in zip(our["results"], their["results"], strict=True)
     ]
@@ -134,6 +142,8 @@ def main() -> None:
             float((killed["weights"][n] - whole["weights"][n]).abs().max()) for n in names
         ),
         "tensors compared": len(names),
+        "steps": [whole["steps"], killed["steps"]],
+        "steps trained again": [whole["again"], killed["again"]],
         "seconds": [whole["seconds"], killed["seconds"]],
     }
     print(json.dumps(answer, indent=1))

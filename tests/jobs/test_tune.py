@@ -87,6 +87,24 @@ def test_a_search_that_was_killed_is_what_single_trainings_give(tmp_path: Path) 
     assert {line.split()[1] for line in steps} == {"0", "1"}
 
 
+def test_a_rule_ends_a_trial_that_diverges(tmp_path: Path) -> None:
+    endless = SCRIPT.replace("run.epochs(4)", "run.epochs(4 if lr < 1 else 10**9)")
+    (tmp_path / "train.py").write_text(endless.replace("=10)", "=10, on_nan='ignore')"))
+    words = ("--space", "lr=0.1,10", "--goal", "min:loss", "--method", "grid", "--devices", "2")
+    process = tune(tmp_path, *words, "--name", "s", "train.py")
+    told, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors
+    found = json.loads((tmp_path / "runs" / "s" / "result.json").read_text())
+    good, bad = found["trials"]
+    assert (good["rule"], bad["rule"]) == ("", "diverging")
+    assert bad["results"][-1] is None
+    assert found["best"]["trial"] == 0
+    assert "ended by a rule: diverging" in told
+    assert [line.split()[-1] for line in told.splitlines() if line.startswith("t001")] == [
+        "diverging"
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -105,6 +123,10 @@ def test_a_search_that_was_killed_is_what_single_trainings_give(tmp_path: Path) 
             "--warm x: it holds",
         ),
         (("--space", "lr=0..1", "--goal", "max:a", "--budget", "x", "train.py"), "--budget x: exp"),
+        (
+            ("--space", "lr=0..1", "--goal", "max:a", "--on-rule", "x", "train.py"),
+            "--on-rule x: expected stop or ignore",
+        ),
         (("--devices", "2", "--workers", "3", "train.py"), "there are 2 devices for all trials"),
     ],
 )

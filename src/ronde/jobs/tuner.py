@@ -95,7 +95,8 @@ class Tuned:
 
     Attributes:
         best: its number, values, result, and run; empty before there is a result.
-        trials: of each: number, values, results by rung, samples, error, and the rule that ended it.
+        trials: of each: number, values, results by rung, samples, error, and the rule that ended
+            it.
         samples: trained, over all trials.
         whole: those that all trials together would have trained.
         ended: why it ended: ``done``, ``target``, ``budget``, or ``stopped``.
@@ -282,7 +283,7 @@ class Tuner:
 
     def _tell_reached(self, number: int, before: TrialProgress, now: TrialProgress) -> None:
         name = trial_name(number)
-        if now.error and not before.error:
+        if now.error and not now.rule and not before.error:
             self.tell(f" {name}  failed: {now.error.splitlines()[0][:100]}")
         if now.rule and not before.rule:
             self.tell(f" {name}  {now.samples:,} samples  ended by a rule: {now.rule}")
