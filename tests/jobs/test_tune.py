@@ -57,10 +57,14 @@ def test_a_search_that_was_killed_is_what_single_trainings_give(tmp_path: Path) 
         time.sleep(0.1)
     os.kill(first.pid, signal.SIGKILL)
     first.communicate(timeout=30)
+    file = tmp_path / "runs" / "s" / "result.json"
+    before = json.loads(file.read_text())
+    assert before["ended"] == "" and before["log"] == ["lr"] and before["trials"][1]["running"]
     second = tune(tmp_path, "--resume", "s", "--devices", "2")
     told, errors = second.communicate(timeout=150)
     assert second.returncode == 0, errors
-    found = json.loads((tmp_path / "runs" / "s" / "result.json").read_text())
+    found = json.loads(file.read_text())
+    assert found["ended"] == "done" and not any(t["running"] for t in found["trials"])
     alone = tmp_path / "alone"
     for trial in found["trials"]:  # the whole training of each, in one process
         words = [sys.executable, "train.py", "--lr", str(trial["values"]["lr"])]

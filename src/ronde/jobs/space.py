@@ -14,7 +14,15 @@ from typing import Any
 
 from ronde.world import ArgumentError
 
-__all__ = ["Space", "Values", "draw_random", "draw_with_optuna", "grid_values", "read_space"]
+__all__ = [
+    "Space",
+    "Values",
+    "draw_random",
+    "draw_with_optuna",
+    "grid_values",
+    "log_names",
+    "read_space",
+]
 
 Values = dict[str, Any]
 Space = Callable[[Any], Any]
@@ -73,6 +81,19 @@ class _Grid(_Random):
         self.sizes.append(len(choices))
         self.params[name] = choices[self.places[place] if place < len(self.places) else 0]
         return self.params[name]
+
+
+class _Known:
+    """A trial whose values are known; notes which are on a log scale."""
+
+    def __init__(self, values: Values) -> None:
+        self.values, self.log = values, list[str]()
+
+    def suggest_float(self, name: str, *_: Any, log: bool = False, **__: Any) -> Any:
+        self.log += [name] if log else []
+        return self.values[name]
+
+    suggest_int = suggest_categorical = suggest_float
 
 
 def read_space(texts: Sequence[str]) -> Space:
@@ -164,6 +185,16 @@ def grid_values(space: Space) -> list[Values]:
         if trial.sizes != first.sizes:
             raise ArgumentError("--method grid: what is asked must not depend on values.")
         found.append(trial.params)
+    return found
+
+
+def log_names(space: Space, drawn: Sequence[Values]) -> list[str]:
+    """Names of the values that are drawn on a log scale, given values that were drawn."""
+    found: list[str] = []
+    for values in drawn:
+        trial = _Known(values)
+        space(trial)
+        found += [name for name in trial.log if name not in found]
     return found
 
 

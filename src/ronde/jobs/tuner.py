@@ -6,6 +6,7 @@ has, and the trials' own records how far they are. Killed at any moment, a secon
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -31,6 +32,7 @@ from ronde.jobs.space import (
     draw_random,
     draw_with_optuna,
     grid_values,
+    log_names,
     read_space,
 )
 from ronde.jobs.trials import (
@@ -49,7 +51,7 @@ __all__ = ["Tuned", "Tuner", "TunePlan", "load_plan"]
 
 _PAYS = 1.2  # times the samples per second that twice the workers must give
 _TRIES = 3  # starts of a trial that come no further
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _SIGN_SECONDS = 0.2, 5.0
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,12 @@ class Tuned:
 
     Attributes:
         best: its number, values, result, and run; empty before there is a result.
-        trials: of each: number, values, results by rung, samples, error, and the rule that ended
-            it.
+        trials: of each: number, values, results by rung, samples, error, the rule that ended it,
+            and whether it trains now.
         samples: trained, over all trials.
         whole: those that all trials together would have trained.
-        ended: why it ended: ``done``, ``target``, ``budget``, or ``stopped``.
+        ended: why it ended: ``done``, ``target``, ``budget``, or ``stopped``; empty: not yet.
+        log: values that are drawn on a log scale.
     """
 
     best: Mapping[str, Any]
@@ -108,6 +111,7 @@ class Tuned:
     samples: int
     whole: int
     ended: str
+    log: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -179,6 +183,8 @@ class Tuner:
         self._rungs: tuple[int, ...] = ()
         self._asked_to_stop = False
         self._lock = -1
+        self._shown: object = None
+        self._signed = 0.0
 
     def stop(self, *_: object) -> None:
         """Let all trials save and leave: for a signal."""
@@ -204,6 +210,7 @@ class Tuner:
                     break
                 if not self._start() and not self._running:
                     break
+                self._show()
                 time.sleep(_LOOK_SECONDS)
         finally:
             for running in self._running.values():
@@ -212,7 +219,27 @@ class Tuner:
                 running.process.wait()
         for number in self._running:
             self._look(number)
-        return self._result(why)
+        self._running.clear()
+        found = self._result(why)
+        self._save(found)
+        return found
+
+    def _show(self) -> None:
+        """Keep ``result.json`` as the search is now, and its time of change as a sign of life."""
+        state = self._asked, tuple(self._running), tuple(self._progress.values())
+        if state != self._shown:
+            self._shown = state
+            self._save(self._result(""))
+        elif time.monotonic() - self._signed > _SIGN_SECONDS:
+            self._signed = time.monotonic()
+            with contextlib.suppress(OSError):
+                os.utime(self.folder / "result.json")
+
+    def _save(self, found: Tuned) -> None:
+        new = self.folder / "result.new"
+        new.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+        new.rename(self.folder / "result.json")
+        self._signed = time.monotonic()
 
     def _begin(self) -> None:
         self.runs.mkdir(parents=True, exist_ok=True)
@@ -512,7 +539,7 @@ class Tuner:
         self._running[number] = _Running(process, rung, devices)
 
     def _result(self, why: str) -> Tuned:
-        trials = []
+        trials: list[dict[str, Any]] = []
         for number in range(self._asked):
             progress = self._progress[number]
             trials.append(
@@ -524,6 +551,7 @@ class Tuner:
                     "samples": progress.samples,
                     "error": progress.error,
                     "rule": progress.rule,
+                    "running": number in self._running,
                 }
             )
         best: dict[str, Any] = {}
@@ -535,9 +563,8 @@ class Tuner:
         longest = max((p.samples for p in self._progress.values()), default=0)
         most = self._rungs[-1] if self._rungs and self._rungs[-1] < _WHOLE else longest
         samples = sum(p.samples for p in self._progress.values())
-        found = Tuned(best, trials, self._rungs, samples, most * self._count, why)
-        (self.folder / "result.json").write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-        return found
+        log = log_names(self._space, [t["values"] for t in trials])
+        return Tuned(best, trials, self._rungs, samples, most * self._count, why, log)
 
 
 _WHOLE = 1 << 62  # samples: to the end of the script
