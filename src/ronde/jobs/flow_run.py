@@ -102,6 +102,9 @@ class FlowRun:
         self._keys: dict[str, str] = {}
         self._parts: dict[str, dict[str, str]] = {}
         self._busy: dict[str, _Busy] = {}
+        self._reasons: dict[str, str] = {}
+        self._tries: dict[str, int] = {}
+        self._shown = ""
         self._stop = threading.Event()
 
     def stop(self, *_: object) -> None:
@@ -118,12 +121,14 @@ class FlowRun:
                 if name not in self._states and name not in self._busy:
                     self._consider(name)
             self._collect()
+            self._show()
             time.sleep(_LOOK_SECONDS)
         for busy in self._busy.values():
             busy.thread.join()
         self._collect()
         for name in names:
             self._states.setdefault(name, {"state": "not run", "why": "stopped"})
+        self._show()
         return FlowResult({name: self._states[name] for name in names})
 
     def why(self, name: str) -> list[str]:
@@ -133,7 +138,11 @@ class FlowRun:
             RondeError: a step before it has no result yet.
         """
         self._recall(self.flow.before(name))
-        now = self._parts_of(self.flow.steps[name])
+        return self._changes(name, self._parts_of(self.flow.steps[name]))
+
+    def _changes(
+        self, name: str, now: Mapping[str, str], lost: Sequence[str] | None = None
+    ) -> list[str]:
         file = self._step_folder(name) / "done.json"
         if not file.is_file():
             return ["it was never done"]
@@ -144,8 +153,29 @@ class FlowRun:
         told = [f"{part} is new" for part in now if part not in then]
         told += [f"{part} is gone" for part in then if part not in now]
         told += [f"{part} has changed" for part in now if part in then and then[part] != now[part]]
-        lost = self._lost_outputs(name)
+        lost = self._lost_outputs(name) if lost is None else lost
         return told + [f"{output}, which it makes, is gone or has changed" for output in lost]
+
+    def _show(self) -> None:
+        """Keep ``flow.json`` as the flow is now, for those who look at it from outside."""
+        steps = {}
+        for name, step in self.flow.steps.items():
+            idle = "waiting" if self._only in ("", name) else "not run"
+            known = {k: v for k, v in self._states.get(name, {}).items() if k in ("state", "why")}
+            steps[name] = {
+                "state": "running" if name in self._busy else idle,
+                **known,
+                "run": step.run,
+                "needs": step.needs,
+                "key": self._keys.get(name, ""),
+                "reason": self._reasons.get(name, ""),
+                "tries": self._tries.get(name, 0),
+            }
+        text = json.dumps(steps)
+        if text != self._shown:
+            self._shown = text
+            self.folder.mkdir(parents=True, exist_ok=True)
+            _write(self.folder / "flow.json", {"steps": steps})
 
     def _recall(self, names: set[str]) -> None:
         for name in (n for n in self.flow.order() if n in names):
@@ -197,10 +227,11 @@ class FlowRun:
             text = json.dumps(self._parts[name], sort_keys=True)
             self._keys[name] = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         key = self._keys[name]
+        anew, lost = name in self._anew, []
         if self._ledger.is_committed(key):
             info = self._ledger.info(key)
-            anew = name in self._anew
-            if not anew and not self._lost_outputs(name, info):
+            lost = [] if anew else self._lost_outputs(name, info)
+            if not anew and not lost:
                 _write(self._step_folder(name) / "done.json", info)
                 self._set(name, "kept", values=info["values"])
                 return
@@ -211,6 +242,8 @@ class FlowRun:
         lease = self._ledger.claim(only=key)
         if lease is None:  # another `ronde flow` is at it
             return
+        told = ["--from"] if anew else self._changes(name, self._parts[name], lost)
+        self._reasons[name] = "; ".join(told)
         outcome: dict[str, Any] = {}
         thread = threading.Thread(target=self._work, args=(step, lease, outcome))
         self._busy[name] = _Busy(lease, thread, outcome)
@@ -294,6 +327,7 @@ class FlowRun:
         try:
             while True:
                 tries += 1
+                self._tries[step.name] = tries
                 status, why = self._try(step, lease, tries)
                 if not status:
                     break

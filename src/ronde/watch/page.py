@@ -17,7 +17,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from ronde.watch.appended import appended
+from ronde.watch.job_views import RUNNING_SECONDS, job_kind, job_row, job_view
 from ronde.watch.run_dir import RunDir, check_name
 from ronde.world import ArgumentError
 
@@ -44,7 +45,7 @@ _MOST_LINES = 20_000  # in one message
 _HEAD, _TAIL, _LOG_TAIL, _BLOCK = 32 << 10, 64 << 10, 32 << 10, 4 << 20  # bytes
 _LOOK_SECONDS, _SIGN_SECONDS = 0.5, 15.0
 _STEP = ("step", "loss", "lr", "samples", "time")
-_RUNNING_SECONDS = 30.0  # as in `summarise`
+_DAMAGED = TypeError, ValueError, AttributeError, LookupError
 _HEADERS = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
     "form-action 'none'",
@@ -98,19 +99,19 @@ def _offsets(text: str) -> dict[str, int]:
     return found
 
 
-async def _messages(runs: list[RunDir], offsets: dict[str, int]) -> AsyncIterator[str]:
+async def _messages(runs: list[tuple[str, RunDir]], offsets: dict[str, int]) -> AsyncIterator[str]:
     inodes: dict[str, int] = {}
     yield "retry: 500\n\n"
     silent = 0.0
     while True:
         told = False
-        for run, file in itertools.product(runs, _STREAMED):
-            key, path = f"{run.name}/{file}", run.path / f"{file}.jsonl"
+        for (name, run), file in itertools.product(runs, _STREAMED):
+            key, path = f"{name}/{file}", run.path / f"{file}.jsonl"
             try:
                 facts = path.stat()
             except OSError:
                 continue
-            message: dict[str, Any] = {"run": run.name, "file": file}
+            message: dict[str, Any] = {"run": name, "file": file}
             replaced = inodes.setdefault(key, facts.st_ino) != facts.st_ino
             if replaced or facts.st_size < offsets.get(key, 0):
                 inodes[key], offsets[key] = facts.st_ino, 0
@@ -155,7 +156,7 @@ def _both_ends(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _about(run: RunDir) -> dict[str, Any]:
+def _about(run: RunDir, name: str) -> dict[str, Any]:
     """A row of the list. It costs the same for every length of the record."""
     of: dict[str, list[dict[str, Any]]] = {}
     for event in _both_ends(run.record):
@@ -165,7 +166,7 @@ def _about(run: RunDir) -> dict[str, Any]:
     if end and end.get("time", 0) < start.get("time", 0):
         end = {}  # it was resumed after that end
     return {
-        "name": run.name,
+        "name": name,
         "start": _finite({k: v for k, v in start.items() if k not in ("type", "proof", "schema")}),
         "status": end.get("status"),
         "error": end.get("error"),
@@ -195,50 +196,90 @@ class _Pages:
         self._rows: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {}
         self._alerts: dict[str, tuple[int, int, int]] = {}  # inode, offset, alerts before it
 
-    def _run(self, name: str) -> RunDir:
+    def _folder(self, name: str) -> Path:
+        """Of a run or job, which may be inside another one: ``search/trials/t003``."""
         try:
-            check_name(name)
+            for part in name.split("/"):
+                check_name(part)
         except ArgumentError:
             raise HTTPException(404, "no such run") from None
-        run = RunDir(self._runs / name)
+        return self._runs / name
+
+    def _run(self, name: str) -> tuple[str, RunDir]:
+        run = RunDir(self._folder(name))
         if not run.record.is_file():
             raise HTTPException(404, "no such run")
-        return run
+        return name, run
 
     def page(self, request: Request) -> Response:
         return FileResponse(_FILES / "index.html")
 
     def file(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in ("page.js", "page.css", "uPlot.js", "uPlot.css", "icon.svg"):
+        if name not in ("page.js", "jobs.js", "page.css", "uPlot.js", "uPlot.css", "icon.svg"):
             raise HTTPException(404)
         return FileResponse(_FILES / name)
 
+    def _row(self, name: str) -> dict[str, Any]:
+        """A run's row.
+
+        Raises:
+            OSError: it has no record.
+        """
+        run = RunDir(self._runs / name)
+        facts = run.record.stat()
+        key = facts.st_mtime_ns, facts.st_size
+        if self._rows.get(name, ((), {}))[0] != key:
+            inode, offset, alerts = self._alerts.get(name, (0, 0, 0))
+            if inode != facts.st_ino or facts.st_size < offset:
+                offset = alerts = 0  # another run of that name
+            more, offset = _alerts(run.record, offset)
+            self._alerts[name] = facts.st_ino, offset, alerts + more
+            try:
+                about = _about(run, name)
+            except _DAMAGED as error:
+                about = {"name": name, "status": "unreadable", "error": str(error)}
+            self._rows[name] = key, {**about, "alerts": alerts + more}
+        row = dict(self._rows[name][1], written=facts.st_mtime)
+        lately = time.time() - facts.st_mtime < RUNNING_SECONDS
+        row["status"] = row["status"] or ("running" if lately else "stopped")
+        return row
+
+    def _rows_of(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
+        for name in names:
+            with contextlib.suppress(OSError):
+                yield self._row(name)
+
     def list(self, request: Request) -> Response:
-        rows = []
+        rows, jobs = [], []
         for path in self._runs.iterdir() if self._runs.is_dir() else ():
-            run = RunDir(path)
             with contextlib.suppress(OSError, ArgumentError):
-                check_name(run.name)
-                facts = run.record.stat()
-                key = facts.st_mtime_ns, facts.st_size
-                if self._rows.get(run.name, ((), {}))[0] != key:
-                    inode, offset, alerts = self._alerts.get(run.name, (0, 0, 0))
-                    if inode != facts.st_ino or facts.st_size < offset:
-                        offset = alerts = 0  # another run of that name
-                    more, offset = _alerts(run.record, offset)
-                    self._alerts[run.name] = facts.st_ino, offset, alerts + more
+                check_name(path.name)
+                if (path / "record.jsonl").exists():
+                    rows.append(self._row(path.name))
+                elif kind := job_kind(path):
                     try:
-                        about = _about(run)
-                    except (TypeError, ValueError, AttributeError) as error:  # damaged
-                        about = {"name": run.name, "status": "unreadable", "error": str(error)}
-                    self._rows[run.name] = key, {**about, "alerts": alerts + more}
-                row = dict(self._rows[run.name][1], written=facts.st_mtime)
-                lately = time.time() - facts.st_mtime < _RUNNING_SECONDS
-                row["status"] = row["status"] or ("running" if lately else "stopped")
-                rows.append(row)
-        rows.sort(key=lambda row: row["written"], reverse=True)
-        return JSONResponse({"folder": str(self._runs), "now": time.time(), "runs": rows})
+                        jobs.append(job_row(path, path.name))
+                    except _DAMAGED as error:
+                        about = {"name": path.name, "kind": kind, "why": str(error)}
+                        jobs.append({**about, "status": "unreadable", "written": 0})
+        for found in rows, jobs:
+            found.sort(key=lambda row: row["written"], reverse=True)
+        told = {"folder": str(self._runs), "now": time.time(), "runs": rows, "jobs": jobs}
+        return JSONResponse(_finite(told))
+
+    def job(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        folder = self._folder(name)
+        if not job_kind(folder):
+            raise HTTPException(404, "no such search, flow, or map")
+        try:
+            view = job_view(folder, name)
+        except (OSError, *_DAMAGED) as error:
+            raise HTTPException(500, f"it cannot be read: {error}") from None
+        runs = [trial["run"] for trial in view.get("trials", ())]
+        runs += [step["opens_run"] for step in view.get("steps", ()) if step["opens_run"]]
+        return JSONResponse(_finite({**view, "runs": [*self._rows_of(runs)]}))
 
     async def events(self, request: Request) -> Response:
         names = request.query_params.getlist("run")[:_MOST_RUNS]
@@ -249,7 +290,7 @@ class _Pages:
         return StreamingResponse(messages, media_type="text/event-stream")
 
     def logs(self, request: Request) -> Response:
-        run = self._run(request.path_params["name"])
+        run = self._run(request.path_params["name"])[1]
         names = sorted(p.name for p in run.logs.glob("*.log")) if run.logs.is_dir() else []
         names.sort(key=lambda n: int("".join(filter(str.isdecimal, n)) or 0))
         asked = request.query_params.get("file") or next(iter(names), "")
@@ -310,7 +351,8 @@ def application(runs: Path, key: str) -> Starlette:
             Route("/files/{name}", pages.file),
             Route("/runs", pages.list),
             Route("/events", pages.events),
-            Route("/runs/{name}/logs", pages.logs),
+            Route("/runs/{name:path}/logs", pages.logs),
+            Route("/jobs/{name:path}", pages.job),
         ],
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),

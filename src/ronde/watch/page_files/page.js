@@ -65,10 +65,10 @@ async function list() {
     const text = await answer.text(), told = JSON.parse(text), key = text.replace(/"now":[^,]*,/, "");
     now = told.now;
     if (key === listed && $("table").firstChild) return;
-    listed = key; rows = told.runs;
+    listed = key; rows = told.runs; jobs = told.jobs;
     $("folder").textContent = told.folder;
-    if (!picked.length && rows.length) pick([rows[0].name]);
-    table(); about();
+    if (!picked.length && !opened && rows.length) pick([rows[0].name]);
+    table(); jobTable(); about();
   } catch { /* the stream says that the server is away */ }
 }
 function table() {
@@ -81,12 +81,9 @@ function table() {
     const cell = el("th", kind, name); cell.scope = "col"; if (kind.startsWith("differs")) cell.title = "differs between these runs"; head.append(cell);
   }
   for (const [row, set] of found) {
-    const at = picked.indexOf(row.name), box = el("button", "pick"), line = el("tr", at >= 0 ? "on" : "");
-    box.setAttribute("aria-label", (at >= 0 ? "Remove " : "Add ") + row.name + " to the curves");
-    if (at >= 0) { box.style.background = `var(--c${at % 8})`; box.style.borderColor = `var(--c${at % 8})`; }
-    box.onclick = click => { click.stopPropagation(); pick(at >= 0 ? picked.filter(n => n !== row.name) : [...picked, row.name].slice(-MOST_RUNS)); };
+    const line = el("tr", picked.includes(row.name) ? "on" : "");
     line.onclick = () => pick([row.name]);
-    line.append(el("td", "cut", box, row.name), el("td", "", el("span", "status " + row.status, row.status + (row.alerts ? ` · ${row.alerts} alert${row.alerts > 1 ? "s" : ""}` : ""))),
+    line.append(el("td", "cut", pickBox(row.name), row.name), el("td", "", el("span", "status " + row.status, row.status + (row.alerts ? ` · ${row.alerts} alert${row.alerts > 1 ? "s" : ""}` : ""))),
       el("td", "number", whole(row.step)), el("td", "number", number(row.loss)), ...metrics.map(m => el("td", "number", number((row.evaluation || {})[m]))),
       ...keys.map(k => { const cell = el("td", numeric(k) ? "number" : "cut", String(set[k] ?? "–")); cell.title = String(set[k] ?? ""); return cell; }), el("td", "", ago(row.written)));
     body.append(line);
@@ -96,15 +93,26 @@ function table() {
   $("table").classList.toggle("wide", found.length > 0);
 }
 
+function pickBox(name) {
+  const at = picked.indexOf(name), box = el("button", "pick");
+  box.setAttribute("aria-label", (at >= 0 ? "Remove " : "Add ") + name + " to the curves");
+  if (at >= 0) { box.style.background = `var(--c${at % 8})`; box.style.borderColor = `var(--c${at % 8})`; }
+  box.onclick = click => { click.stopPropagation(); pick(at >= 0 ? picked.filter(n => n !== name) : [...picked, name].slice(-MOST_RUNS)); };
+  return box;
+}
+// A run of a job has a long name: search/trials/t003, flow/steps/train/train-12ab/run.
+const nick = name => (name.match(/\/trials\/([^/]+)$/) || name.match(/\/steps\/([^/]+)\/[^/]+(?:\/run)?$/) || [name, name])[1];
+
 // One stream for all picked runs. The id of each message says how much of each file is here.
 function pick(names) {
   picked = names;
   for (const name of tracks.keys()) if (!names.includes(name)) tracks.delete(name);
   for (const name of names) if (!tracks.has(name)) tracks.set(name, blank());
-  lastId = lastId.split(",").filter(part => names.includes(part.split("/")[0])).join(",");
-  history.replaceState(null, "", "#" + new URLSearchParams([...names.map(n => ["run", n]), ["x", axis], ["log", $("log").checked ? 1 : 0], ["smooth", $("smooth").checked ? 1 : 0]]));
-  zoomed = false; rebuild(); table(); connect(); logs(true);
+  lastId = lastId.split(",").filter(part => names.includes(part.slice(0, part.lastIndexOf("/")))).join(",");
+  remember(); zoomed = false; rebuild(); table(); showJob(); connect(); logs(true);
 }
+const remember = () => history.replaceState(null, "", "#" + new URLSearchParams([...(opened ? [["job", opened]] : []), ...picked.map(n => ["run", n]), ["x", axis], ["log", $("log").checked ? 1 : 0], ["smooth", $("smooth").checked ? 1 : 0]]));
+const rowOf = name => rows.find(r => r.name === name) || job?.runs.find(r => r.name === name);
 function connect() {
   if (source) source.close();
   source = null;
@@ -275,7 +283,7 @@ function draw() {
     if (!charts.has(name)) {
       const smooth = $("smooth").checked, series = [{label: axis, value: (u, v) => v === null ? "–" : axis === "time" ? clock(v) : whole(v)}];
       picked.forEach((run, k) => {
-        const stroke = color("c" + k % 8), label = picked.length > 1 ? run : name.split("/").at(-1), value = (u, v) => number(v), few = (u, s) => u.data[s].length < 60;
+        const stroke = color("c" + k % 8), label = picked.length > 1 ? nick(run) : name.split("/").at(-1), value = (u, v) => number(v), few = (u, s) => u.data[s].length < 60;
         if (smooth) series.push({stroke: stroke + "40", width: 1, label, value, spanGaps: true, points: {show: false}, class: "raw"});
         series.push({stroke, width: 1.6, label, value, spanGaps: picked.length > 1, points: {show: few, size: 5, fill: stroke}});
       });
@@ -298,7 +306,7 @@ function rebuild() {
 // The first picked run: what it is, what happened, its health, its machines, its logs.
 const first = () => tracks.get(picked[0]);
 function about() {
-  const track = first(), row = rows.find(r => r.name === picked[0]);
+  const track = first(), row = rowOf(picked[0]);
   if (!track || !row) return $("about").replaceChildren();
   const start = track.start || row.start || {}, plan = start.plan || {}, status = track.end && row.status === track.end.status ? track.end.status : row.status, loss = track.tables.get("loss"), facts = el("dl", "facts");
   const fact = (name, value, remark) => { if (value !== "" && value !== undefined && value !== null) facts.append(el("div", "", el("dt", "", name), el("dd", "", String(value), remark ? el("small", "", remark) : null))); };
@@ -313,7 +321,7 @@ function about() {
   fact("model", start.model, start.parameters ? whole(start.parameters) + " parameters" : "");
   if (start.git?.commit) fact("commit", String(start.git.commit).slice(0, 8), start.git.dirty ? "with changes that are not committed" : "");
   const command = [start.script].concat(start.arguments || []).filter(Boolean).join(" ");
-  $("about").replaceChildren(el("div", "title", el("h1", "", picked[0]), el("span", "status " + status, status), start.origin ? el("span", "", "from " + start.origin) : null), el("p", "command", command), facts,
+  $("about").replaceChildren(el("div", "title", el("h1", "", nick(picked[0])), el("span", "status " + status, status), nick(picked[0]) === picked[0] ? null : el("span", "soft", picked[0]), start.origin ? el("span", "", "from " + start.origin) : null), el("p", "command", command), facts,
     ...(row.error && status === row.status ? [el("p", "error", row.error)] : []));
 }
 let told = "";
@@ -322,7 +330,7 @@ function happenings() {
   $("events").hidden = !track;
   if (key === told) return;
   told = key;
-  $("events").querySelector("small").textContent = picked.length > 1 ? "of " + picked[0] : "";
+  $("events").querySelector("small").textContent = picked.length > 1 ? "of " + nick(picked[0]) : "";
   if (!found.length) return body.replaceChildren(el("p", "empty", "No alert, hang, restart, or warning."));
   const lines = found.slice(-300).reverse().map(e => el("tr", "", el("td", "kind " + e.kind, e.kind.replace("_", " ").replace("non finite", "not finite")), el("td", "", "step " + whole(e.at.step)), el("td", "", e.text, ...e.more.map(m => m.startsWith("ronde ") ? el("small", "", el("code", "again", m)) : el("small", "", m)))));
   body.replaceChildren(el("table", "", el("tbody", "", ...lines)));
@@ -336,7 +344,7 @@ function heat() {
   segments.hidden = !lines.length;
   if (!lines.length || !t) { section.querySelector("small").textContent = ""; return body.replaceChildren(el("p", "empty", "Gradients are not measured. ", el("code", "", "ronde run --watch train.py"), " measures them, and they appear here as a map of tensors and steps.")); }
   segments.replaceChildren(...Object.entries(MAPS).map(([key, label]) => { const b = el("button", "", label); b.setAttribute("aria-pressed", key === healthValue); b.onclick = () => { healthValue = key; heat(); }; return b; }));
-  section.querySelector("small").textContent = `${t.names.length} tensors, every ${t.every} steps` + (picked.length > 1 ? ", of " + picked[0] : "");
+  section.querySelector("small").textContent = `${t.names.length} tensors, every ${t.every} steps` + (picked.length > 1 ? ", of " + nick(picked[0]) : "");
   const value = (line, k) => { const of = n => { const v = (line[n] || [])[k]; return typeof v === "string" ? NaN : v ?? null; }; if (healthValue !== "update") return of(healthValue); const u = of("update"), w = of("weight"); return u === null ? null : w ? u / w : null; };
   let card = body.querySelector(".card");
   if (!card) { body.replaceChildren(card = el("div", "card", el("canvas", "map"), el("p", "under"))); }
@@ -371,7 +379,7 @@ function resources() {
   const track = first(), section = $("resources"), body = section.querySelector(".body");
   section.hidden = !track;
   if (!track) return;
-  section.querySelector("small").textContent = picked.length > 1 ? "of " + picked[0] : "";
+  section.querySelector("small").textContent = picked.length > 1 ? "of " + nick(picked[0]) : "";
   if (!track.hosts.size) { hostCharts.clear(); return body.replaceChildren(el("p", "empty", "No measurements of the machines. ", el("code", "", "ronde run"), " writes them every 10 s.")); }
   body.querySelector(".empty")?.remove();
   const key = (host, lines) => picked[0] + "/" + host + "/" + (lines.at(-1).gpu || []).length;
@@ -405,7 +413,7 @@ async function logs(fresh) {
     if (run !== picked[0]) return;
     if (select.options.length !== found.files.length || fresh) select.replaceChildren(...found.files.map(f => { const o = el("option", "", f.replace(/^rank-(\d+)\.log$/, "rank $1")); o.value = f; return o; }));
     select.value = found.file; select.hidden = !found.files.length;
-    section.querySelector("small").textContent = (picked.length > 1 ? "of " + run : "") + (found.cut ? " the last 32 KiB" : "");
+    section.querySelector("small").textContent = (picked.length > 1 ? "of " + nick(run) : "") + (found.cut ? " the last 32 KiB" : "");
     const bottom = box.scrollTop + box.clientHeight >= box.scrollHeight - 20, text = found.text || (found.files.length ? "This rank has printed nothing." : "No logs. ronde run keeps what each rank prints.");
     box.classList.toggle("empty", !found.text);
     if (box.textContent !== text) { box.textContent = text; if (bottom || fresh) box.scrollTop = box.scrollHeight; }
@@ -420,10 +428,16 @@ $("axis").replaceChildren(...AXES.map(name => { const b = el("button", "", name)
 $("log").onchange = $("smooth").onchange = () => pick(picked);
 $("filter").oninput = table;
 $("logs").querySelector("select").onchange = () => logs(false);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", rebuild);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { rebuild(); showJob(); });
 let resized = 0;
-new ResizeObserver(() => { clearTimeout(resized); resized = setTimeout(() => { for (const c of [...charts.values(), ...hostCharts.values()]) c.setSize({width: width(c.root.parentElement), height: 230}); heat(); }, 120); }).observe($("charts"));
-list().then(() => { const known = asked.getAll("run").filter(n => rows.some(r => r.name === n)).slice(0, MOST_RUNS); if (known.length) pick(known); else draw(); });
-setInterval(() => { if (!document.hidden) list(); }, 3000);
+new ResizeObserver(() => { clearTimeout(resized); resized = setTimeout(() => { for (const c of [...charts.values(), ...hostCharts.values(), ...scatters]) c.setSize({width: width(c.root.parentElement), height: 230}); heat(); }, 120); }).observe($("charts"));
+async function begin() {
+  opened = asked.get("job") || "";
+  await list(); await loadJob();
+  const known = asked.getAll("run").filter(rowOf).slice(0, MOST_RUNS);
+  if (known.length) pick(known); else if (opened) await openJob(opened); else draw();
+}
+begin();
+setInterval(() => { if (!document.hidden) { list(); loadJob(); } }, 3000);
 setInterval(() => logs(false), 3000);
-document.addEventListener("visibilitychange", () => { if (!document.hidden) { list(); logs(false); } });
+document.addEventListener("visibilitychange", () => { if (!document.hidden) { list(); loadJob(); logs(false); } });
