@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import json
+import os
 import re
 import shutil
 import time
@@ -14,6 +16,12 @@ import psutil
 import pytest
 
 from processes import Child, environment, free_port, ronde
+from ronde.jobs.flow import load_flow
+from ronde.jobs.flow_run import FlowRun
+from ronde.jobs.items import find_items
+from ronde.jobs.ledger import JobLedger
+from ronde.jobs.map_plan import MapPlan, plan_map
+from ronde.jobs.tuner import Tuned, TunePlan
 
 pytest.importorskip("starlette", reason="the page needs starlette and uvicorn: extra 'page'")
 pytest.importorskip("uvicorn", reason="the page needs starlette and uvicorn: extra 'page'")
@@ -48,7 +56,7 @@ class Site:
         return answer.status, found, body
 
     def write(self, name: str, *events: dict, file: str = "record", tail: str = "") -> None:
-        (self.runs / name).mkdir(exist_ok=True)
+        (self.runs / name).mkdir(parents=True, exist_ok=True)
         with (self.runs / name / f"{file}.jsonl").open("a") as out:
             out.write("".join(json.dumps(e) + "\n" for e in events) + tail)
 
@@ -356,3 +364,144 @@ def test_health_resources_and_bands(site, page):
     )
     told = page.inner_text("#events")
     assert "rank 1 waits" in told and "resumed at step 3 on 2 workers" in told
+
+
+def write_search(site, name: str, results: list[list[float | None]], ended: str = "") -> None:
+    """A search as ``ronde tune`` keeps it, with the run of each trial that has begun."""
+    space = ["lr=log:1e-4..1", f"kind={_HOSTILE},b"]
+    plan = TunePlan(["train.py", "--epochs", "9"], space, "max:accuracy", 4, "halving")
+    trials = [
+        {
+            "trial": n,
+            "run": str(site.runs / name / "trials" / f"t00{n}"),
+            "values": {"lr": 10.0 ** -(n + 1), "kind": _HOSTILE if n % 2 else "b", _HOSTILE: n},
+            "results": reached,
+            "samples": 100 * len(reached),
+            "error": _HOSTILE if None in reached else "",
+            "running": not ended and not reached,
+        }
+        for n, reached in enumerate(results)
+    ]
+    done = [t for t in trials if t["results"] and None not in t["results"]]
+    best = max(done, key=lambda t: (len(t["results"]), t["results"][-1]))
+    found = Tuned(
+        {**best, "result": best["results"][-1]}, trials, (100, 300), 700, 1200, ended, ["lr"]
+    )
+    for n in range(len(results)):
+        if not (site.runs / name / "trials" / f"t00{n}").exists():
+            site.write(f"{name}/trials/t00{n}", start(f"t00{n}"), *steps(1, 3, loss=n + 1.0))
+    (site.runs / name / "tune.json").write_text(json.dumps(dataclasses.asdict(plan)))
+    new = site.runs / name / "result.new"
+    new.write_text(json.dumps(found.to_dict()))
+    new.rename(site.runs / name / "result.json")
+
+
+def test_a_search_is_listed_drawn_and_opens_its_trials(site, page):
+    write_search(site, "search", [[0.5], [0.7], [None], []])
+    page.goto(site.url)
+    row = page.locator("#jobs tr:has(button:text-is('search')) td")
+    row.first.click()
+    until_last(page, 3)
+    assert row.all_inner_texts()[1:5] == [
+        "search",
+        "running",
+        "4 trials, 1 running",
+        "accuracy 0.7000 · t001",
+    ]
+    told = "[...document.querySelectorAll('#job .wide tbody tr')].map(r => r.textContent)"
+    assert page.evaluate(told) == [
+        f"t001bestpaused0.70001 of 21000.0100{_HOSTILE}1",
+        "t000paused0.50001 of 21000.1000b0",
+        "t002failed––1000.0010b2",
+        f"t003running––961.00e-4{_HOSTILE}3",  # as far as its run is
+    ]
+    assert page.evaluate("scatters.map(u => u.data[0])") == [[0.01, 0.1], [0, 1], [0, 1]]
+    assert page.evaluate("scatters[0].scales.x.distr") == 3, "log, as the space"
+    best = "scatters[0].data.at(-1).filter(y => y !== null)"
+    assert page.evaluate(best) == [0.7] and page.query_selector("img") is None
+    write_search(site, "search", [[0.5, 0.9], [0.7, 0.8], [None], [0.6]], "done")
+    until(page, f"{best}[0] === 0.9")
+    assert row.all_inner_texts()[2] == "completed"
+    assert page.evaluate("picked") == ["search/trials/t001"], "what a person looks at stays"
+    at = page.evaluate(
+        "(u => { u.root.scrollIntoView(); const box = u.over.getBoundingClientRect();"
+        " return [box.left + u.valToPos(1e-4, 'x'), box.top + u.valToPos(.6, 'y')]; })(scatters[0])"
+    )
+    page.mouse.move(*at)
+    until(page, "document.querySelector('#job .under').textContent.startsWith('t003')")
+    page.mouse.click(*at)
+    until(page, "charts.get('loss')?.data[1].join() === '4,4,4'")
+    page.click("#job [aria-label='Add search/trials/t000 to the curves']")
+    until(page, "charts.get('loss')?.data.slice(1).map(y => y[0]).join() === '4,1'")
+    page.reload()
+    until(page, "charts.get('loss')?.data.length === 3 && scatters.length === 3")
+
+
+def test_a_flow_and_a_map_say_what_was_done(site, page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flow.yaml").write_text("""
+steps:
+  prepare:
+    run: >-
+      echo '{"rows": 7}'
+    in: data
+  weak:
+    run: >-
+      sh -c "echo '<img src=x onerror=alert(1)>' >&2; exit 1"
+    needs: prepare
+    retries: 1
+    retry: any
+  after: {run: echo, needs: weak}
+  train: {run: echo, needs: prepare, when: prepare.rows > 9}
+""")
+    (tmp_path / "data").write_text("1")
+    flow = load_flow(tmp_path / "flow.yaml", {})
+    run = FlowRun(flow, site.runs / "flow", wait=0.01)
+    run.run()
+    (tmp_path / "items").write_text("a\nb\nc\nd\n")
+    items = find_items("@items")
+    (site.runs / "map").mkdir()
+    plan = MapPlan(["echo", _HOSTILE], True, 2, None, None, items.digest)
+    plan_map(site.runs / "map" / ".map", items, plan, [0, 2, 3, 4])
+    ledger = JobLedger(site.runs / "map" / ".map")
+    ledger.commit(ledger.claim(), {"outputs": []})
+    ledger.set_aside(ledger.claim(), _HOSTILE)
+    page.goto(site.url + "#job=flow")
+    told = "[...document.querySelectorAll('#job .wide tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    until(page, f"{told}.length === 4")
+    seen = {row[0].splitlines()[0]: row for row in page.evaluate(told)}
+    assert seen["prepare"][1] == "done" and seen["prepare"][5:7] == ["it was never done", "rows 7"]
+    assert seen["weak"][1:5:2] == ["failed", "2"] and _HOSTILE in seen["weak"][5]
+    assert seen["after"][1] == "not run" and seen["after"][4:6] == ["weak", "weak failed"]
+    assert seen["train"][1] == "skipped" and "prepare.rows is 7" in seen["train"][5]
+    row = page.locator("#jobs tr:has(button:text-is('flow')) td").all_inner_texts()
+    assert row[1:5] == ["flow", "failed", "2 of 4 steps", "1 failed"]
+    FlowRun(flow, site.runs / "flow", wait=0.01).run()
+    until(page, f"{told}[0][1] === 'kept'")
+    (tmp_path / "data").write_text("2")
+    FlowRun(flow, site.runs / "flow", wait=0.01).run()
+    until(page, f"{told}[0][5] === 'data has changed'")
+    row = page.locator("#jobs tr:has(button:text-is('map')) td")
+    assert row.all_inner_texts()[1:5] == ["map", "running", "3 of 4 items", "1 failed"]
+    row.first.click()
+    until(page, "job?.kind === 'map'")
+    assert page.evaluate(told) == [["item 2", "1", _HOSTILE]]
+    ledger.commit(ledger.claim(), {"outputs": []})
+    until(page, "document.querySelector('#job .status').textContent === 'completed'")
+    assert page.query_selector("img") is None
+
+
+def test_a_job_that_is_damaged_or_was_killed_is_told_as_such(site, page):
+    write_search(site, "killed", [[0.5], []])
+    os.utime(site.runs / "killed" / "result.json", (1e9, 1e9))
+    (site.runs / "broken").mkdir()
+    (site.runs / "broken" / "flow.json").write_text('{"steps": {"a": ')
+    page.goto(site.url + "#job=broken")
+    until(page, "document.querySelector('#job .error')")
+    assert "it cannot be read" in page.inner_text("#job .error")
+    rows = page.locator("#jobs tbody tr").all_inner_texts()
+    assert any(re.match(r"killed\s+search\s+stopped", text) for text in rows), rows
+    assert any(re.match(r"broken\s+flow\s+unreadable", text) for text in rows), rows
+    for name in ("..%2Foutside", "no", "killed/..", "killed%2F..%2F..", "killed/trials"):
+        assert site.ask(f"/jobs/{name}?key={site.key}")[0] == 404, name
+    assert site.ask("/jobs/killed")[0] == 403

@@ -171,6 +171,7 @@ def _about(run: RunDir, name: str) -> dict[str, Any]:
         "status": end.get("status"),
         "error": end.get("error"),
         "step": end.get("step") or step.get("step", 0),
+        "samples": step.get("samples", 0),
         "loss": _finite(step.get("loss")),
         "evaluation": _finite(last.get("evaluate", {}).get("metrics")),
     }

@@ -21,7 +21,7 @@ function jobTable() {
   $("jobs").hidden = !jobs.length; $("runs").hidden = !rows.length && jobs.length > 0;
   const body = el("tbody"), head = el("tr", "", ...["name", "kind", "status", "progress", "result", "written"].map(name => { const cell = el("th", "", name); cell.scope = "col"; return cell; }));
   for (const view of jobs) {
-    const line = el("tr", view.name === opened ? "on" : "", el("td", "cut", link(view.name, () => openJob(view.name))), el("td", "", view.kind), el("td", "", el("span", "status " + view.status, view.status)), el("td", "", ...progress(view)), el("td", "cut", outcome(view)), el("td", "", view.written ? ago(view.written) : "–"));
+    const line = el("tr", view.name === opened ? "on" : "", el("td", "cut", link(view.name, () => openJob(view.name))), el("td", "", view.kind), el("td", "", el("span", "status " + view.status, view.status)), el("td", "", ...progress(view)), el("td", view.failed ? "cut bad" : "cut", outcome(view)), el("td", "", view.written ? ago(view.written) : "–"));
     line.onclick = () => openJob(view.name);
     body.append(line);
   }
@@ -31,8 +31,8 @@ function jobTable() {
 async function openJob(name) {
   opened = name; job = null; jobText = "";
   jobTable(); remember(); await loadJob();
-  const inside = job?.runs.some(r => picked.includes(r.name));
-  if (job?.kind === "search" && job.best && !inside) pick([job.best]);
+  const first = job?.best || job?.runs[0]?.name, inside = job?.runs.some(r => picked.includes(r.name));
+  if (first && !inside) pick([first]);
 }
 async function loadJob() {
   const name = opened;
@@ -66,21 +66,21 @@ function showSearch(view) {
   const facts = el("dl", "facts"), at = r => view.rungs[r] < 1e15 ? whole(view.rungs[r]) + " samples" : "the whole training", ends = {target: "the target is reached", budget: "the budget is used up", stopped: "asked to stop"};
   facts.append(factOf("best " + goalName(view), number(view.result ?? undefined), best ? `${nick(best.run)}, after ${at(rung(best))}` : "no result yet"),
     factOf("trials", whole(view.total), [view.running && view.running + " running", view.failed && view.failed + " failed", ends[view.why]].filter(Boolean).join(", ")),
-    factOf("trained", whole(view.samples), view.whole ? `samples, ${Math.round(100 * view.samples / view.whole)} % of all trials in full` : "samples"),
+    factOf("trained", whole(view.samples), view.whole ? `samples, ${(100 * view.samples / view.whole).toFixed(view.samples < .1 * view.whole ? 1 : 0)} % of all trials in full` : "samples"),
     factOf("method", view.plan.method, view.rungs.length > 1 ? "rungs: " + view.rungs.map(whole).join(", ") + " samples" : ""));
   if (best) for (const [name, value] of Object.entries(best.values).slice(0, 3)) facts.append(factOf(name, typeof value === "number" ? number(value) : String(value), "of the best trial"));
   const rungs = view.rungs.length > 1, head = el("tr", "", ...["trial", "state", goalName(view), ...(rungs ? ["rung"] : []), "samples", ...names].map((name, i) => { const cell = el("th", i > 1 && (i < 5 || numeric(view, name)) ? "number" : "", name); cell.scope = "col"; return cell; })), body = el("tbody");
   const order = (a, b) => b.results.length - a.results.length || (a.results.length ? sign * (a.results.at(-1) - b.results.at(-1)) : 0) || a.trial - b.trial;
   for (const trial of [...view.trials].sort(order)) {
-    const known = view.runs.some(r => r.name === trial.run), live = view.runs.find(r => r.name === trial.run), line = el("tr", picked.includes(trial.run) ? "on" : "", el("td", "cut", known ? pickBox(trial.run) : null, nick(trial.run), trial.run === view.best ? el("span", "best", "best") : null));
+    const live = view.runs.find(r => r.name === trial.run), line = el("tr", picked.includes(trial.run) ? "on" : "", el("td", "cut", live ? pickBox(trial.run) : null, nick(trial.run), trial.run === view.best ? el("span", "best", "best") : null));
     const state = el("span", "status " + trial.state, trial.state); if (trial.error) state.title = trial.error;
     line.append(el("td", "", state), el("td", "number", trial.results.length ? number(trial.results.at(-1)) : "–"));
     if (rungs) line.append(el("td", "number", trial.results.length ? `${trial.results.length} of ${view.rungs.length}` : "–"));
-    line.append(el("td", "number", whole(trial.samples || 0)), ...names.map(n => { const v = trial.values[n], cell = el("td", numeric(view, n) ? "number" : "cut", v === undefined ? "–" : typeof v === "number" ? number(v) : String(v)); cell.title = String(v ?? ""); return cell; }));
+    line.append(el("td", "number", whole(Math.max(trial.samples, live?.samples || 0))), ...names.map(n => { const v = trial.values[n], cell = el("td", numeric(view, n) ? "number" : "cut", v === undefined ? "–" : typeof v === "number" ? number(v) : String(v)); cell.title = String(v ?? ""); return cell; }));
     if (live) line.onclick = () => openRun(trial.run); else line.className += " idle";
     body.append(line);
   }
-  const cards = names.map(name => { const card = el("div", "card", el("h3", "", name, el("small", "", view.log.includes(name) ? "log scale" : ""))); card.dataset.name = name; return card; });
+  const cards = names.map(name => { const card = el("div", "card", el("h3", "", `${goalName(view)} by ${name}`, el("small", "", view.log.includes(name) ? "log scale" : ""))); card.dataset.name = name; return card; });
   const box = el("input"); box.type = "checkbox"; box.checked = goalLog; box.onchange = () => { goalLog = box.checked; showJob(); };
   const some = view.trials.some(t => t.results.length);
   return [el("p", "command", view.plan.command.join(" ") + "  " + view.plan.space.map(s => "--space " + s).join(" ")), facts, el("div", "bar", el("h2", "", "Trials"), el("label", "soft", box, " " + goalName(view) + " on a log scale")), el("div", "wide", el("table", "", el("thead", "", head), body)),
@@ -97,7 +97,7 @@ function scatter(card, view) {
   const pad = (u, low, high) => { const by = (high - low) * .06 || Math.abs(low) * .1 || 1; return [low - by, high + by]; }, log = view.log.includes(name);
   const made = options(series, {key: "scatter", x: isNumber ? log ? {distr: 3} : {range: pad} : {range: [-.5, choices.length - .5]}, y: goalLog ? {distr: 3} : {range: pad}}, width(card));
   if (!isNumber) Object.assign(made.axes[0], {splits: choices.map((_, i) => i), values: () => choices.map(c => c.length > 14 ? c.slice(0, 13) + "…" : c)});
-  const u = new uPlot({...made, legend: {live: false, markers: {width: 0, fill: (u, i) => u.series[i].stroke(u, i)}}, cursor: {drag: {x: false, y: false}, points: {show: false}, x: false, y: false}}, data, card), under = el("p", "under", sorted.length ? "" : "No finite result.");
+  const u = new uPlot({...made, legend: {live: false, markers: {width: 1.5, stroke: (u, i) => u.series[i].points.stroke(u, i), fill: (u, i) => u.series[i].points.fill(u, i)}}, cursor: {drag: {x: false, y: false, click: () => {}}, points: {show: false}, x: false, y: false}}, data, card), under = el("p", "under", sorted.length ? "" : "No finite result.");
   card.append(under); scatters.push(u);
   const nearest = move => {
     const box = u.over.getBoundingClientRect(), x = move.clientX - box.left, y = move.clientY - box.top, far = i => Math.hypot(u.valToPos(data[0][i], "x") - x, u.valToPos(ys[i], "y") - y);
@@ -109,14 +109,13 @@ function scatter(card, view) {
   u.over.onclick = click => { const t = nearest(click); if (t) openRun(t.run); };
 }
 function showFlow(view) {
-  const head = el("tr", "", ...["step", "state", "time", "tries", "after", "why", "result", "opens"].map(name => { const cell = el("th", name === "time" || name === "tries" ? "number" : "", name); cell.scope = "col"; return cell; })), body = el("tbody");
+  const head = el("tr", "", ...["step", "state", "time", "tries", "after", "why", "result"].map(name => { const cell = el("th", name === "time" || name === "tries" ? "number" : "", name); cell.scope = "col"; return cell; })), body = el("tbody");
   for (const step of view.steps) {
-    const values = Object.entries(step.values).slice(0, 3).map(([k, v]) => `${k} ${number(v)}`).join(" · "), why = step.why || (step.state === "kept" ? "nothing has changed" : step.reason);
-    const name = el("td", "", step.name, el("small", "command", step.run)), reason = el("td", "why", why || "–"); name.title = step.run;
-    const opens = [step.opens && link("open", () => openJob(step.opens)), step.opens_run && link("run", () => openRun(step.opens_run))].filter(Boolean);
-    body.append(el("tr", picked.includes(step.opens_run) ? "on" : "", name, el("td", "", el("span", "status " + step.state, step.state)), el("td", "number", Number.isFinite(step.seconds) ? clock(step.seconds) : "–"), el("td", "number", step.tries || "–"), el("td", "cut", step.needs.join(", ") || "–"), reason, el("td", "", values || "–"), el("td", "", ...(opens.length ? opens : ["–"]))));
+    const values = Object.entries(step.values).slice(0, 2).map(([k, v]) => `${k} ${number(v)}`).join(" · "), why = step.why || (step.state === "kept" ? "nothing has changed" : step.reason);
+    const opens = step.opens ? () => openJob(step.opens) : step.opens_run ? () => openRun(step.opens_run) : null, name = el("td", "", opens ? link(step.name, opens) : step.name, el("small", "command", step.run)), reason = el("td", "why", why || "–"); name.title = step.run;
+    body.append(el("tr", picked.includes(step.opens_run) ? "on" : "", name, el("td", "", el("span", "status " + step.state, step.state)), el("td", "number", Number.isFinite(step.seconds) ? clock(step.seconds) : "–"), el("td", "number", step.tries || "–"), el("td", "cut", step.needs.join(", ") || "–"), reason, el("td", "cut", values || "–")));
   }
-  return [el("p", "command", `${view.done} of ${several(view.total, "step")} done, kept, or skipped`), el("div", "wide tall", el("table", "steps", el("thead", "", head), body))];
+  return [el("p", "soft", `${view.done} of ${several(view.total, "step")} done, kept, or skipped`), el("div", "wide tall", el("table", "steps", el("thead", "", head), body))];
 }
 function showMap(view) {
   const told = [el("p", "command", view.command), el("p", "soft", ratio(view.done, view.total), ` ${whole(view.done)} of ${several(view.total, "item")}` + (view.failed ? `, ${whole(view.failed)} of them failed` : ""))];

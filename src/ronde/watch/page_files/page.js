@@ -64,13 +64,15 @@ async function list() {
     if (!answer.ok) throw new Error(answer.status);
     const text = await answer.text(), told = JSON.parse(text), key = text.replace(/"now":[^,]*,/, "");
     now = told.now;
+    if (!source) status(true);
     if (key === listed && $("table").firstChild) return;
     listed = key; rows = told.runs; jobs = told.jobs;
     $("folder").textContent = told.folder;
     if (!picked.length && !opened && rows.length) pick([rows[0].name]);
     table(); jobTable(); about();
-  } catch { /* the stream says that the server is away */ }
+  } catch { if (!source) status(false); }
 }
+function status(isOn) { $("live").textContent = isOn ? "live" : "connecting again"; $("live").className = isOn ? "on" : ""; }
 function table() {
   const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean), all = rows.map(row => [row, settings(row)]);
   const found = all.filter(([row, set]) => { const text = (row.name + " " + row.status + " " + Object.entries(set).flat().join(" ")).toLowerCase(); return words.every(w => text.includes(w)); });
@@ -118,9 +120,9 @@ function connect() {
   source = null;
   if (!picked.length) return;
   const mine = source = new EventSource("events?" + new URLSearchParams([...picked.map(n => ["run", n]), ["from", lastId]]));
-  source.onopen = () => { opens++; $("live").textContent = "live"; $("live").className = "on"; };
+  source.onopen = () => { opens++; status(true); };
   source.onerror = () => {
-    $("live").textContent = "connecting again"; $("live").className = "";
+    status(false);
     if (mine.readyState === EventSource.CLOSED) setTimeout(() => { if (source === mine) connect(); }, 2000);
   };
   source.onmessage = message => { lastId = message.lastEventId; take(JSON.parse(message.data)); later(); };
@@ -266,11 +268,11 @@ function options(series, extra, width) {
     axes: [{...line, size: 30, values: (u, all) => all.map(extra.time ? clock : tick), ...(extra.time ? {incrs: SPACINGS} : {})}, {...line, size: (u, all) => 14 + 7 * Math.max(3, ...(all || []).map(v => v.length)), values: (u, all) => all.map(extra.value || tick)}]};
 }
 function draw() {
-  about(); happenings(); heat(); resources();
+  about(); happenings(); heat(); resources(); $("curves").hidden = $("logs").hidden = !picked.length;
   const all = names(), want = all.slice(0, shown);
   for (const name of [...charts.keys()]) if (!want.includes(name)) { charts.get(name).destroy(); charts.delete(name); }
   const box = $("charts");
-  if (!want.length) return box.replaceChildren(el("p", "empty", picked.length ? "Nothing is recorded yet. The curves appear with the first steps." : "Choose a run above."));
+  if (!want.length) return box.replaceChildren(el("p", "empty", "Nothing is recorded yet. The curves appear with the first steps."));
   for (const old of [...box.children]) if (!want.includes(old.dataset.name)) old.remove();
   const cards = want.map((name, i) => {
     let card = [...box.children].find(c => c.dataset.name === name);
@@ -435,7 +437,8 @@ async function begin() {
   opened = asked.get("job") || "";
   await list(); await loadJob();
   const known = asked.getAll("run").filter(rowOf).slice(0, MOST_RUNS);
-  if (known.length) pick(known); else if (opened) await openJob(opened); else draw();
+  if (known.length) pick(known); else if (opened) await openJob(opened);
+  if (!picked.length) draw();
 }
 begin();
 setInterval(() => { if (!document.hidden) { list(); loadJob(); } }, 3000);
