@@ -378,6 +378,7 @@ def write_search(site, name: str, results: list[list[float | None]], ended: str 
             "results": reached,
             "samples": 100 * len(reached),
             "error": _HOSTILE if None in reached else "",
+            "rule": "nan" if n == 3 and reached else "",
             "running": not ended and not reached,
         }
         for n, reached in enumerate(results)
@@ -422,6 +423,7 @@ def test_a_search_is_listed_drawn_and_opens_its_trials(site, page):
     write_search(site, "search", [[0.5, 0.9], [0.7, 0.8], [None], [0.6]], "done")
     until(page, f"{best}[0] === 0.9")
     assert row.all_inner_texts()[2] == "completed"
+    assert "stopped by nan" in page.inner_text("#job .wide")
     assert page.evaluate("picked") == ["search/trials/t001"], "what a person looks at stays"
     at = page.evaluate(
         "(u => { u.root.scrollIntoView(); const box = u.over.getBoundingClientRect();"

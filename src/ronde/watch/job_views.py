@@ -60,7 +60,9 @@ def _search(folder: Path, name: str) -> _Row:
     trials = []
     for trial in found["trials"]:
         reached = [value for value in trial["results"] if value is not None]
-        if trial["error"]:
+        if rule := trial.get("rule"):
+            state = f"stopped by {rule}"
+        elif trial["error"]:
             state = "failed"
         elif status == "running" and trial.get("running"):
             state = "running"
