@@ -48,8 +48,12 @@ def test_exact_under_plans(tmp_path):
         else:  # a sample makes the first layer's outputs NaN
             assert found["step"] == 6, name
             assert found["samples"] == [60, 72], name
-            workers = int(name.split("-")[-2])
-            assert found["bad_ranks"] == [{1: 0, 2: 0, 3: 1}[workers]], name
+            plan, workers, _ = name.rsplit("-", 2)
+            divides = [word for word in ("pipeline", "tensor") if word in plan]
+            bad = [0, 1] if divides == ["tensor"] else [1] if divides else [0]
+            if workers in ("1", "2"):  # else it depends on the shares
+                assert found["bad_ranks"] == bad, name
+            assert found["bad_ranks"], name
             assert found["first_bad"] == "conv", name
 
 

@@ -201,6 +201,7 @@ class StageRun(Interceptor):
         self._alive: list[Any] = []  # keeps those storages, so that no other tensor gets them
         for value, tensor in received.items():
             tensor._ronde_run = self._token  # type: ignore[attr-defined]
+            tensor._ronde_received = True  # type: ignore[attr-defined]
             at: int | None = value
             # before and after an in-place change of an earlier stage it is the same object
             while at is not None:

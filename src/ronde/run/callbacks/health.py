@@ -107,10 +107,16 @@ class Health(Callback):
         """The passes have ended. A collective where the run ends now."""
         if self._measures:
             self._layers.close()
-        # Under tensor parallelism, a rank may be alone with such a loss; a device would be waited
-        # for.
-        alone = not self._ends or step.parts.plan.tensor > 1 or self._me.device.type != "cpu"
-        if not alone and not math.isfinite(step.loss):
+        if not self._ends or self._me.device.type != "cpu":  # a device would be waited for
+            return
+        lost = not math.isfinite(step.loss)
+        if step.parts.plan.tensor > 1:  # a rank may be alone with such a loss
+            if not self._measures:
+                return
+            flag = torch.tensor(float(lost))
+            self._exchange(flag, dist.ReduceOp.MAX)
+            lost = bool(flag)
+        if lost:
             self._explain(step)
 
     def _explain(self, step: StepView) -> None:
@@ -118,8 +124,9 @@ class Health(Callback):
         run, layers, number = step.parts, self._layers, step.number + 1
         tensors, local = self._prepare(run), run.strategy.local_loss
         lost = local is not None and not math.isfinite(local)
+        plan = run.plan
         self._attempt(layers.open)  # before the passes: a rank that fails takes part
-        if step.share.global_samples >= run.plan.replicas and not layers.left_out:
+        if step.share.global_samples >= plan.replicas and not layers.left_out:
             for micro in step.micros:
                 with torch.no_grad():
                     run.strategy.infer(lambda batch: run.loss(run.model, batch), micro)
@@ -129,7 +136,11 @@ class Health(Callback):
             nothing = [None] * len(tensors.names)
             columns = dict.fromkeys(("gradient", "weight", "update", "same"), nothing)
             bad = [rank for rank, (lost, _) in enumerate(everyone) if lost]
-            first = next((everyone[r][1] for r in bad if everyone[r][1]), None)
+            replicas = {plan.layout.place(rank).replica for rank in bad}
+            places = [(rank, plan.layout.place(rank)) for rank in range(self._me.size)]
+            # ranks are numbered stage by stage: the first is the first in forward order
+            found = [everyone[r][1] for r, place in places if place.replica in replicas]
+            first = next(filter(None, found), None)
             line = {**_about(step), **columns, "bad_ranks": bad, "first_bad": first}
             self._describe(run, tensors, number)
             self._file.hold(None, lambda _: [line])

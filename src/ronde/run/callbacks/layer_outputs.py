@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from ronde.plan import Plan
@@ -64,9 +65,8 @@ class LayerOutputs:
         self.names: list[str] = []
         self.kinds: list[str] = []
         self.seconds = 0.0
-        self.left_out = "under a pipeline" if plan.pipeline > 1 else ""
-        if any(m._compiled_call_impl is not None for m in model.modules()):
-            self.left_out = _COMPILED
+        compiled = any(m._compiled_call_impl is not None for m in model.modules())
+        self.left_out = _COMPILED if compiled else ""
 
     def open(self) -> None:
         """Measure from now on."""
@@ -97,8 +97,12 @@ class LayerOutputs:
             begun = self._clock()
             if holds:
                 self._channels = first
-            if module.training and isinstance(output, torch.Tensor) and output.numel():
-                self._measure(name, kind, local_part(output))
+            elsewhere = isinstance(output, FakeTensor) or hasattr(output, "_ronde_received")
+            if not module.training or not isinstance(output, torch.Tensor) or elsewhere:
+                return  # a pipeline's other stage measures it
+            if output.numel():
+                with torch._C.DisableTorchFunction():  # a pipeline follows what the model calls
+                    self._measure(name, kind, local_part(output))
             self.seconds += self._clock() - begun
 
         return measure
