@@ -133,9 +133,9 @@ def test_what_a_file_has(train):
     assert first["layer_kinds"] == ["other", "relu", "other"]
     assert [first["every"], first["left_out"]] == [4, ""]
     assert second["frozen"] == [True, False, False, False]
-    assert second["step"] == 12  # the batch of step 10 was taken before
+    assert second["step"] == 11  # the batch of step 10 was taken before
     measured = [line for line in found if line["type"] == "health"]
-    assert [line["step"] for line in measured] == [*range(1, 11), 12]
+    assert [line["step"] for line in measured] == [*range(1, 13)]
     assert all(measured[-1][name][0] is None for name in ("gradient", "update", "same"))
     assert measured[0]["same"][3] == 0.0
     (inputs,) = (line for line in found if line["type"] == "inputs" and line["step"] == 1)
@@ -159,12 +159,12 @@ def test_chooses_how_often(train):
 
 
 def test_measures_less_often_in_a_large_file(train, monkeypatch):
-    monkeypatch.setattr("ronde.run.callbacks.health._MOST_BYTES", 14 * 4 * 4 * 8)
-    train("c", 1, steps=20)
+    monkeypatch.setattr("ronde.run.callbacks.health._MOST_BYTES", 24 * 4 * 4 * 8)
+    train("c", 1, steps=30)
     found = lines(train.folder, "c")
     assert [line["every"] for line in found if line["type"] == "tensors"] == [1, 2]
     steps = [line["step"] for line in found if line["type"] == "health"]
-    assert steps == [*range(1, 16), 16, 18, 20]
+    assert steps == [*range(1, 26), 26, 28, 30]
 
 
 def test_a_file_that_cannot_be_written_changes_nothing(train, capsys):

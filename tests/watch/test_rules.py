@@ -186,7 +186,7 @@ def test_alerts_are_the_same_however_the_reading_is_cut(tmp_path):
     explodes, kept = changed("gradient", 2, 1e4), changed("same", 3, 1)
     first = [start(), *steps(flat(100)), checkpoint, *steps(flat(100), 101)]
     second = [start(), again, *steps(flat(310), 91), end()]
-    later = [{**TENSORS, "step": 91}, *(line for line in kept if line["step"] > 90)]
+    later = [{**TENSORS, "step": 91, "start": 500.0}, *(line for line in kept if line["step"] > 90)]
     whole = write(tmp_path / "a", [*first, *second], [*explodes, *later])
     judge = Judge(RunDir(tmp_path / "a"))
     judge.look()
@@ -194,7 +194,7 @@ def test_alerts_are_the_same_however_the_reading_is_cut(tmp_path):
     rules = [(a.rule, a.step) for a in judge.alerts]
     assert [r for r, _ in rules] == ["exploding-gradient", "unchanged", "loss-flat"]
     assert judge.alerts[0].again == (
-        "ronde run --from a@90 --until 832 --watch=1 --workers 4 train.py --lr 'a b'"
+        "ronde run --from a@90 --until 832 --watch=4 --workers 4 train.py --lr 'a b'"
     )
     record, measured = ((whole.path / f"{n}.jsonl").read_bytes() for n in ("record", "health"))
     for seed in range(5):

@@ -306,6 +306,20 @@ class _LaunchPlan:
         return self.options.restarts is not None or bool(self.seconds or self.stop_on)
 
     @property
+    def command_again(self) -> list[str]:
+        """Words after ``ronde run`` that decide what is trained, up to the script."""
+        options = self.options
+        given = {
+            "--runs": options.runs if options.runs != Path("runs") else None,
+            "--plan": options.plan,
+            "--reducer": options.reducer,
+            "--servers": options.servers,
+            "--feed": options.feed,
+        }
+        words = [str(word) for pair in given.items() if pair[1] is not None for word in pair]
+        return [*words, *self.command[: 2 if options.module else 1]]
+
+    @property
     def second(self) -> bool:
         """Whether another host of the container keeps the run."""
         return self.box is not None and self.box.rank > 0
@@ -324,6 +338,7 @@ class _LaunchPlan:
             "RONDE_PROGRESS": "warnings" if options.quiet else "stream" if screen.bar else "lines",
             "RONDE_RESUME": "1" if options.resume or self.origin else "0",
             "RONDE_FEED": self.feed,
+            "RONDE_COMMAND": json.dumps(self.command_again),
         }
         optional = {
             "RONDE_LEAVE": "1" if self.leaves else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -139,7 +140,8 @@ def register(app: typer.Typer) -> None:
                 if as_json:
                     print(alert_line(alert), flush=True)
                 else:
-                    console.print(alert_text(alert), soft_wrap=True, markup=False, highlight=False)
+                    shown = dataclasses.replace(alert, again=judge.again(alert))
+                    console.print(alert_text(shown), soft_wrap=True, markup=False, highlight=False)
                 if url is not None and (failed := notify(url, run.name, alert)):
                     print(f"ronde: {failed}", file=sys.stderr)
             for broken in judge.failed.keys() - told:

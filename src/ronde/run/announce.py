@@ -60,6 +60,7 @@ def announce(run: Parts, left_out: list[str]) -> None:
             arguments=sys.argv[1:],
             git=ask_git().answer if me.is_main and directory is not None else {},
             origin=directory.origin if directory is not None else "",
+            command=json.loads(os.environ.get("RONDE_COMMAND", "[]")),
         )
     )
     _explain_growth(run)

@@ -5,20 +5,21 @@ writes it.
 type            what it has, besides ``step``
 ==============  ===================================================================================
 ``tensors``     what the numbers of the lines that follow belong to: ``every`` (steps from one
-                measurement to the next), ``names``, ``places`` (``FILE:LINE`` or ""), ``elements``,
-                ``frozen`` of the parameters; ``layers``, ``layer_kinds`` ("relu", "tanh",
-                "sigmoid", "other"), ``layer_places`` in forward order; ``left_out`` (why layers'
-                outputs are not measured, or "")
+                measurement to the next), ``start`` (the ``time`` of the
+                record's ``start`` or ``resume`` before it), ``names``, ``places`` (``FILE:LINE`` or
+                ""), ``elements``, ``frozen`` of the parameters; ``layers``, ``layer_kinds``
+                ("relu", "tanh", "sigmoid", "other"), ``layer_places`` in forward order;
+                ``left_out`` (why layers' outputs are not measured, or "")
 ``health``      ``epoch``, ``samples`` (first and one past the last of the run), and per parameter
                 ``gradient``, ``weight``, ``update`` (norms), ``same`` (fraction of sampled elements
                 that the update left as they were); ``bad_ranks`` whose loss, layers, or, if that is
                 not known, gradients were not finite; ``first_bad``: the first such layer, or None
-``activations`` per layer ``rms``, ``dead`` (fraction of units without a positive output in all
-                samples of the step; of "relu" layers), ``saturated`` (fraction of outputs within
-                1e-4 of the bounds; of "tanh" and "sigmoid" layers)
+``activations`` per layer ``rms``, ``dead`` (fraction of units without a positive output in this
+                measurement and the seven before; of "relu" layers), ``saturated`` (fraction of
+                outputs within 1e-4 of the bounds; of "tanh" and "sigmoid" layers)
 ``inputs``      of rank 0's part of the batch, the first tensor of floats: ``mean``, ``std``,
                 ``constant`` (fraction of the features that do not vary over the samples)
-``targets``     of the measured batches of rank 0 since the start: ``counts`` of each class
+``targets``     of rank 0's measured batches since the start or resume: ``counts`` of each class
 ==============  ===================================================================================
 
 Numbers have four significant digits; None: there is none. "nan", "inf", and "-inf" are strings. A
@@ -40,10 +41,12 @@ from ronde.world.fence import is_fenced
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HEALTH", "RESOURCES", "HealthFile", "JsonLines", "rounded"]
+__all__ = ["HEALTH", "IDLE_ROWS", "RESOURCES", "HealthFile", "JsonLines", "rounded"]
 
 HEALTH, RESOURCES = "health.jsonl", "resources.jsonl"
 """Names of files in a run directory."""
+IDLE_ROWS = 8
+"""Measurements without a positive output that make a unit dead: it may be silent for one batch."""
 
 
 def rounded(value: float | None) -> float | str | None:

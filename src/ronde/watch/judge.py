@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ronde.watch.appended import appended
+from ronde.watch.health_record import IDLE_ROWS
 from ronde.watch.record import (
     Alert,
     Checkpointed,
@@ -24,6 +25,7 @@ from ronde.watch.record import (
     Event,
     NonFiniteStep,
     Resumed,
+    Started,
     StepRecorded,
     event_of,
 )
@@ -42,6 +44,9 @@ class Judge:
 
     Health lines are read before the record's ``step`` of the same number, in which order they were
     written. So alerts depend on the files alone, and not on how often :meth:`look` was called.
+
+    A run that repeats another one from a checkpoint, with the same script and arguments, goes on
+    with that one's measurements.
 
     Args:
         run: the run directory.
@@ -79,11 +84,11 @@ class Judge:
         self._offsets = {"record.jsonl": 0, "health.jsonl": 0}
         self._health: deque[dict[str, Any]] = deque()
         self._views: dict[str | None, RuleView] = {None: RuleView()}
-        self._rows: dict[str | None, int] = {}
         self._checkpoints: list[int] = []
-        self._fired: set[tuple[str | None, str, str | None]] = set()
+        self._repeats: dict[tuple[str | None, str, str | None], tuple[int, list[str]]] = {}
+        self._ancestors = frozenset({run.path.resolve()})
         self._time = 0.0
-        self._measured = 0  # step of the last line of health
+        self._begun = {0.0}  # when training started, resumed, or went back
 
     @property
     def view(self) -> RuleView:
@@ -131,6 +136,8 @@ class Judge:
 
     def _take(self, event: Event) -> None:
         part = event.part
+        if isinstance(event, Started) and event.origin and self._is_new:
+            self._go_on_from(event)
         if part not in self._views:
             self._views[part] = RuleView()
             for view in self._views.values():
@@ -139,36 +146,57 @@ class Judge:
         if part is None and isinstance(event, StepRecorded | Ended):
             self._take_health(event.step if isinstance(event, StepRecorded) else None)
         if part is None and isinstance(event, Resumed):
-            self._checkpoints = [s for s in self._checkpoints if s <= event.step]
-            while self._health and not (
-                self._health[0].get("type") == "tensors"
-                and self._health[0]["step"] <= event.step + 1
-            ):
-                self._health.popleft()  # written before the stop, of steps that are void
-            self._measured = 0
+            self._checkpoints = [s for s in self._checkpoints if s < event.step] + [event.step]
+            self._take_health(event.step)
+            while self._health and not self._is_later(self._health[0]):
+                self._health.popleft()  # of steps that are void
+        if part is None and isinstance(event, Started | Resumed):
+            self._begun.add(event.time)
         if isinstance(event, Checkpointed):
             self._checkpoints.append(event.step)
         view.take(event)
         mark = isinstance(event, Evaluated | NonFiniteStep | Ended)
         if isinstance(event, StepRecorded):
-            self._rows[part] = self._rows.get(part, 0) + 1
-            mark = self._rows[part] % _ROWS == 0 or not np.isfinite(event.loss)
+            mark = len(view.step) % _ROWS == 0 or not np.isfinite(event.loss)
         if mark:
             self._judge(part, ("any", "record", "loss", "evaluations"))
 
     def _take_health(self, step: int | None) -> None:
-        """Take the lines up to ``step``, or all."""
+        """Take the lines up to ``step``, or all, as far as the record has got."""
         while self._health and (step is None or self._health[0].get("step", 0) <= step):
-            line = self._health[0]
-            if line.get("type") == "tensors" and line["step"] <= self._measured:
-                return  # of workers that resumed: not before the record says so
-            self._health.popleft()
-            self._measured = line.get("step", 0)
+            if self._is_later(self._health[0]):
+                return
+            line = self._health.popleft()
             self.view.health.take(line)
             if line.get("type") == "health":
                 self._judge(None, ("any", "health"))
             else:
                 self._judge(None, (str(line.get("type")),))
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether no start has been read."""
+        return len(self._views) == 1 and self.view.start is None
+
+    def _is_later(self, line: Mapping[str, Any]) -> bool:
+        """Whether a line begins the measurements of workers whose start is yet to be read."""
+        return line.get("type") == "tensors" and line.get("start", 0.0) not in self._begun
+
+    def _go_on_from(self, start: Started) -> None:
+        """Begin with the rows of the run that this one repeats, if it does and they are there."""
+        name, _, step = start.origin.rpartition("@")
+        run = RunDir(self._run.path.parent / name)
+        if run.path.resolve() in self._ancestors or not run.record.is_file():
+            return
+        before = Judge(run, without=RULES)
+        before._ancestors |= self._ancestors
+        before.look()
+        then = before.view.start
+        if then is not None and (then.script, then.arguments) == (start.script, start.arguments):
+            self._views = before._views
+            for view in self._views.values():
+                view.cut(int(step))
+                view.continues = True
 
     def _judge(self, part: str | None, needs: tuple[str, ...]) -> None:
         view = self._views[part]
@@ -184,37 +212,53 @@ class Judge:
                 self.failed[name] = f"{type(error).__name__}: {error}"
 
     def _add(self, part: str | None, rule: Rule, alert: Alert) -> None:
-        key = part, rule.name, alert.tensor
-        if key in self._fired:
-            return
-        self._fired.add(key)
         view, step = self._views[part], int(alert.step)
-        samples = alert.samples or view.samples_of(step)
-        self.alerts.append(
-            dataclasses.replace(
-                alert,
-                step=step,
-                rule=rule.name,
-                samples=samples,
-                place=alert.place or view.health.place(alert.tensor),
-                remedy=alert.remedy or rule.remedy,
-                again=self._again(view, step, samples),
-                part=part,
-                time=self._time,
-            )
+        found = dataclasses.replace(
+            alert,
+            step=step,
+            rule=rule.name,
+            samples=alert.samples or view.samples_of(step),
+            place=alert.place or view.health.place(alert.tensor),
+            remedy=alert.remedy or rule.remedy,
+            part=part,
+            time=self._time,
         )
+        if _key(found) in self._repeats:
+            return
+        self._repeats[_key(found)] = self._repeat(found, rule)
+        again = self._again(found, self._checkpoints)
+        self.alerts.append(dataclasses.replace(found, again=again))
 
-    def _again(self, view: RuleView, step: int, samples: list[int] | None) -> str:
-        """The command that trains the step again, and measures it."""
+    def again(self, alert: Alert) -> str:
+        """``alert.again``, from a checkpoint that is still there."""
+        folder = self._run.checkpoints
+        there = [s for s in self._checkpoints if (folder / f"step-{s:09d}").is_dir()]
+        return self._again(alert, there)
+
+    def _again(self, alert: Alert, checkpoints: Iterable[int]) -> str:
+        """The command that trains the step again, and measures what was measured."""
+        since, words = self._repeats[_key(alert)]
+        before = [s for s in checkpoints if s < since]
+        origin = ["--from", f"{self._run.name}@{before[-1]}"] if before else []
+        return shlex.join(["ronde", "run", *origin, *words]) if words else ""
+
+    def _repeat(self, alert: Alert, rule: Rule) -> tuple[int, list[str]]:
+        """The step before which to begin again, and what is then said besides the checkpoint."""
+        view, health, since = self._views[alert.part], self.view.health, alert.step
+        if rule.needs == "activations":  # no checkpoint says how long units were idle
+            since = int(health.activations.step[-IDLE_ROWS:][0])
         start = view.start or self.view.start
         if start is None or not start.script:
-            return ""
-        before = [s for s in self._checkpoints if s < step]
-        origin = ["--from", f"{self._run.name}@{before[-1]}"] if before else []
-        until = samples[1] + 1 if samples else _samples_at(view, step)
-        words = ["ronde", "run", *origin, "--until", str(until), "--watch=1"]
-        words += ["--workers", str(start.workers), start.script, *start.arguments]
-        return shlex.join(words)
+            return since, []
+        until = alert.samples[1] + 1 if alert.samples else _samples_at(view, alert.step)
+        at = "@evaluate" if rule.needs == "evaluations" else ""
+        words = ["--until", f"{until}{at}", f"--watch={health.every or 1}"]
+        words += ["--workers", str(start.workers), *(start.command or [start.script])]
+        return since, [*words, *start.arguments]
+
+
+def _key(alert: Alert) -> tuple[str | None, str, str | None]:
+    return alert.part, alert.rule, alert.tensor
 
 
 def _samples_at(view: RuleView, step: int) -> int:

@@ -37,7 +37,8 @@ class Started(Event):
     ``host`` that of rank 0; ``hosts`` says how many workers are on each, where there are several.
     ``proof`` is the sentence of ``ronde prove`` about this script under such a plan, or empty.
     ``arguments`` are the script's, ``git`` the ``commit`` of its code and whether it was ``dirty``,
-    or empty; ``origin`` is ``RUN@STEP`` if it began with a checkpoint of another run.
+    or empty; ``origin`` is ``RUN@STEP`` if it began with a checkpoint of another run. ``command``
+    is what follows ``ronde run`` to start it again, up to the script.
     """
 
     type: ClassVar[str] = "start"
@@ -62,6 +63,7 @@ class Started(Event):
     arguments: list[str] = field(default_factory=list)
     git: dict[str, Any] = field(default_factory=dict)
     origin: str = ""
+    command: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

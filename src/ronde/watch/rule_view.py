@@ -80,7 +80,6 @@ class HealthView:
         activations: :class:`Table` of ``rms``, ``dead``, ``saturated`` per layer.
         inputs: :class:`Table` of ``mean``, ``std``, and ``constant`` (fraction of features that do
             not vary in a batch) of the first tensor of rank 0's batches with floating point.
-        targets: samples per class that rank 0 has seen in measured batches.
         bad: the lines with ranks whose loss, gradient, or activation was not finite.
     """
 
@@ -95,7 +94,8 @@ class HealthView:
         self.kinds: list[str] = []
         self.tensors, self.activations = Table({}), Table({})
         self.inputs = Table(dict.fromkeys(INPUTS, 0))
-        self.targets: Any = np.zeros(0)
+        self._targets: list[tuple[int, Any]] = []
+        self._targets_before: Any = np.zeros(0)  # the last start or resume
         self.bad: list[dict[str, Any]] = []
         self.samples: dict[int, list[int]] = {}
 
@@ -118,7 +118,16 @@ class HealthView:
         elif kind == "inputs":
             self.inputs.add(step, **{n: float(line[n]) for n in INPUTS})
         elif kind == "targets":
-            self.targets = np.array(line["counts"], float)
+            self._targets.append((step, np.array(line["counts"], float)))
+
+    @property
+    def targets(self) -> Any:
+        """Samples per class in measured batches of rank 0: float64 of shape (classes,)."""
+        counts = self._targets[-1][1] if self._targets else np.zeros(0)
+        total = np.zeros(max(len(counts), len(self._targets_before)))
+        for each in (counts, self._targets_before):
+            total[: len(each)] += each
+        return total
 
     def _describe(self, line: Mapping[str, Any]) -> None:
         names, layers = list(line["names"]), list(line.get("layers", ()))
@@ -133,7 +142,9 @@ class HealthView:
         self.kinds = list(line.get("layer_kinds", ()))
 
     def cut(self, step: int) -> None:
-        """Forget what was measured above ``step``."""
+        """Forget what was measured above ``step``. The workers that go on count targets anew."""
+        self._targets = [(s, counts) for s, counts in self._targets if s <= step]
+        self._targets_before, self._targets = self.targets, []
         for table in (self.tensors, self.activations, self.inputs):
             table.cut(step)
         self.bad = [line for line in self.bad if line["step"] <= step]
@@ -160,6 +171,7 @@ class RuleView:
         non_finite: steps that ``on_nan`` left out.
         ended: the last ``end``, None while it trains.
         health: what ``ronde run --watch`` measured.
+        continues: whether the run repeats another one from a checkpoint, and begins with its rows.
         several: whether several runs share the record and one loop.
 
     Example: a rule of one's own, in a file for ``ronde watch --rules``::
@@ -177,6 +189,7 @@ class RuleView:
         self.non_finite: list[NonFiniteStep] = []
         self.ended: Ended | None = None
         self.health = HealthView()
+        self.continues = False
         self.several = False
         self._steps = Table({"loss": 0, "lr": 0, "samples": 0, "time": 0})
 
@@ -235,6 +248,7 @@ class RuleView:
                 if isinstance(value, int | float):
                     key = event.name, metric
                     table = self.evaluations.setdefault(key, Table({"value": 0}))
+                    table.cut(event.step - 1)  # a fork evaluates where it begins
                     table.add(event.step, value=value)
         elif isinstance(event, NonFiniteStep):
             self.non_finite.append(event)
@@ -243,7 +257,11 @@ class RuleView:
         elif isinstance(event, Ended):
             self.ended = event
         elif isinstance(event, Resumed):
-            for table in (self._steps, *self.evaluations.values()):
-                table.cut(event.step)
-            self.health.cut(event.step)
-            self.non_finite = [e for e in self.non_finite if e.step <= event.step]
+            self.cut(event.step)
+
+    def cut(self, step: int) -> None:
+        """Forget what came after ``step``."""
+        for table in (self._steps, *self.evaluations.values()):
+            table.cut(step)
+        self.health.cut(step)
+        self.non_finite = [e for e in self.non_finite if e.step <= step]

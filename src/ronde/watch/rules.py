@@ -84,8 +84,8 @@ def _no_loss(view: RuleView) -> str:
     """Why the loss says nothing about learning."""
     if not len(view.loss):
         return "no step yet"
-    if view.start is not None and view.start.origin:
-        return "the run began with another one's checkpoint"
+    if view.start is not None and view.start.origin and not view.continues:
+        return "the run began with a checkpoint of another one that it does not repeat"
     return "the loss is not positive" if bool((view.loss <= 0).any()) else ""
 
 

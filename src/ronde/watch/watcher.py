@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ronde.watch.progress import Display, Rate
-from ronde.watch.record import Event, Record, StepRecorded
+from ronde.watch.record import Event, Record, Resumed, Started, StepRecorded
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,8 @@ class Watcher:
         self.display = display
         self.rate = Rate()
         self.failures = 0
+        self.began = 0.0
+        """When the training started, resumed, or went back, as the record has it."""
         self.before_flush: Callable[[], None] | None = None
         """Writes what belongs before the losses that are written next."""
         self.epochs: int | None = None
@@ -172,6 +174,9 @@ class Watcher:
         """Write events, after the steps before them."""
         if self.record is not None:
             self.flush()
+            for event in events:
+                if isinstance(event, Started | Resumed):
+                    self.began = event.time
             self.record.write(*(dataclasses.replace(e, part=self.part) for e in events))
 
     @_guarded

@@ -30,7 +30,7 @@ from ronde.world.tensors import named_tensors
 __all__ = ["Health"]
 
 _FIRST_STEPS = 10  # whose layers are measured, for how weights were initialized
-_TIMED_STEPS = 20  # all measured, to learn what that costs
+_TIMED_STEPS = 20  # all measured, to learn what that costs; fixed P measures the same steps
 _SHARE = 0.005  # of a step, for measuring
 _LEAST = 8
 _LAYERS_EVERY = 8  # measured steps
@@ -63,6 +63,7 @@ class Health(Callback):
         self._tensors: TensorNorms | None = None
         self._agreed = False  # on the layers
         self._described = 0  # the step of the newest line, if it says what it has
+        self._began = 0.0
         self._cost = MeasuringCost(run.world)
         self._layers = LayerOutputs(run.model, run.plan, run.world, self._cost.clock)
         self._counts: torch.Tensor | None = None
@@ -74,7 +75,7 @@ class Health(Callback):
         number = step.number + 1
         self._taken += 1
         timed = not self._decided
-        self._measures = timed or number <= _FIRST_STEPS or number % self._every == 0
+        self._measures = timed or number <= _TIMED_STEPS or number % self._every == 0
         self._ready = False
         if timed:
             self._cost.begin()
@@ -82,10 +83,10 @@ class Health(Callback):
             return
         every = self._every * _LAYERS_EVERY
         self._opens = number <= _FIRST_STEPS or (not timed and number % every == 0)
-        self._opens |= not self._agreed  # a resume learns which layers there are
         with self._cost.measuring():
             self._prepare(step.parts)
-            if self._opens and step.share.samples:
+            # a resume learns which layers there are
+            if (self._opens or not self._agreed) and step.share.samples:
                 self._attempt(self._layers.open)
 
     def _prepare(self, run: Parts) -> TensorNorms:
@@ -159,7 +160,7 @@ class Health(Callback):
         tensors, me, number = self._tensors, self._me, step.number + 1
         if not (self._measures and self._ready) or tensors is None:
             return
-        if self._opens and not self._agreed:
+        if not self._agreed:
             self._agreed, self._described = True, 0
             self._layers.agree()
         opens = self._opens and bool(self._layers.names)
@@ -231,13 +232,15 @@ class Health(Callback):
         training has gone back.
         """
         described, self._described = self._described, number
-        if 0 < described < number:
+        began, self._began = self._began, run.watcher.began
+        if 0 < described < number and began == self._began:
             return
         layers = self._layers
         line = {
             "type": "tensors",
             "step": number,
             "every": self._every,
+            "start": self._began,
             "names": tensors.names,
             "places": [code_place(run.model, n) for n in tensors.names],
             "elements": [p.numel() for p in tensors.all.values()],

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.hooks import RemovableHandle
 
 from ronde.plan import Plan
+from ronde.watch.health_record import IDLE_ROWS
 from ronde.world import World
 from ronde.world.consensus import gather_json
 from ronde.world.tensors import local_part
@@ -27,7 +28,6 @@ _KINDS = {
 }
 _BOUND = 1e-4
 _COMPILED = "under torch.compile"
-_IDLE = 8  # measurements: a unit may well be silent for one batch
 _CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
 
@@ -167,7 +167,7 @@ class LayerOutputs:
         if self._idle is None or len(self._idle) != len(flat):
             self._idle = torch.zeros_like(flat)
         self._idle = torch.where(flat > 0, 0.0, self._idle + 1)
-        dead = (self._idle >= _IDLE).double()
+        dead = (self._idle >= IDLE_ROWS).double()
         return torch.stack([part.mean() for part in torch.split(dead, sizes)])
 
     def first_bad(self) -> str | None:
