@@ -113,10 +113,11 @@ def promoted(
     there is none.
 
     Args:
+        results: of trials of the bracket alone.
         running: the rung to which each trial is on its way.
     """
     for rung in reversed(range(len(bracket.rungs) - 1)):
-        there = [t for t in bracket.trials if len(results.get(t, ())) > rung]
+        there = [t for t, reached in results.items() if len(reached) > rung]
         good = best_of(results, there, rung, maximize)[: int(len(there) / eta)]
         for trial in good:
             if len(results[trial]) == rung + 1 and trial not in running:
@@ -126,7 +127,7 @@ def promoted(
             return trial, 0
     if not running:  # the paper's search goes on for ever; this one ends with a whole training
         for rung in reversed(range(len(bracket.rungs) - 1)):
-            there = [t for t in bracket.trials if len(results.get(t, ())) > rung]
+            there = [t for t, reached in results.items() if len(reached) > rung]
             for trial in best_of(results, there, rung, maximize)[:1]:
                 return (trial, rung + 1) if len(results[trial]) == rung + 1 else None
     return None
