@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ronde.jobs.trials import Goal, progress_of
-from ronde.watch import RunDir
+from ronde.jobs.trials import HOPELESS, Goal, progress_of
+from ronde.watch import Alert, Record, RunDir
+from ronde.watch.record import Ended, Evaluated, StepRecorded
 from ronde.world import ArgumentError
 
 SCRIPT = """
@@ -107,6 +108,23 @@ def test_a_rule_ends_a_trial_that_diverges(tmp_path: Path) -> None:
     assert [line.split()[-1] for line in told.splitlines() if line.startswith("t001")] == [
         "diverging"
     ]
+
+
+def test_an_alert_ends_a_trial_that_has_not_trained_whole(tmp_path: Path) -> None:
+    events = [
+        Evaluated(4, 0, 40, {"loss": 0.5}),
+        Ended("paused", 4, 0, 40, None, 1.0),
+        Alert(4, "", rule="overfit"),
+        Alert(4, "", rule="loss-flat"),
+    ]
+    Record(tmp_path / "record.jsonl").write(StepRecorded(4, 0, 1.0, 0.1, 40), *events)
+    goal, run = Goal(False, "loss"), RunDir(tmp_path)
+    found = progress_of(run, goal, (40, 80), HOPELESS)
+    assert (found.results, found.rule) == ((0.5, None), "loss-flat")
+    found = progress_of(run, goal, (40,), HOPELESS)
+    assert (found.results, found.rule) == ((0.5,), "")
+    found = progress_of(run, goal, (40, 80))
+    assert (found.results, found.rule) == ((0.5,), "")
 
 
 @pytest.mark.parametrize(
