@@ -28,6 +28,7 @@ from ronde.measure.quiet_gate import Gate, Reference
 from ronde.measure.stand_in import untouched
 from ronde.measure.timed_model import Rounds, TimedModel, least
 from ronde.measure.unit_memory import weigh
+from ronde.parallel.batchnorm import normalizes_batch
 from ronde.predict import Costs, Unit
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.tensors import tensors_in
@@ -124,7 +125,7 @@ def measure(
         costs = weigh(model, optimizer, compute, make, batch_size, autocast=autocast)
         units = [ModelUnit(u.name, u.alike) for u in costs.units]
         timed = TimedModel(stack, model, optimizer, compute, units, where, autocast, clips)
-        norms = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+        norms = any(normalizes_batch(m) for m in model.modules())
         sizes = _sizes(batch_size, samples, norms)
         if samples is None:
             sizes = timed.affordable(sizes, make, seconds)

@@ -14,6 +14,7 @@ from ronde.measure.memory_account import MemoryAccount, account
 from ronde.measure.model_units import LOSS
 from ronde.measure.optimizer_memory import optimizer_bytes
 from ronde.measure.storage_ledger import bytes_of
+from ronde.parallel.batchnorm import normalizes_batch
 from ronde.parallel.optimizer_coupling import ways_refused
 from ronde.predict import Costs, Unit
 from ronde.world import RondeError
@@ -120,7 +121,7 @@ def _units(
                 tied=tuple(sorted(memory.shared[i])),
                 tied_bytes=sum(bytes_of(parameters[name]) for name in memory.shared[i]),
                 tied_grad_bytes=bytes_at[flops_size].late_gradient,
-                batchnorm=any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in inner),
+                batchnorm=any(normalizes_batch(m) for m in inner),
                 block=block,
                 block_calls=max(1, memory.calls.get(block, 1)),
                 recomputed=any(_overlap(link.name, b) for b in memory.recomputed),

@@ -22,6 +22,7 @@ __all__ = [
     "batchnorms",
     "converted",
     "normalize_over",
+    "normalizes_batch",
     "set_present",
     "spectral_norms",
     "synchronise",
@@ -68,10 +69,15 @@ def batchnorms(model: nn.Module) -> list[str]:
     return [name for name, m in model.named_modules() if _is_batchnorm(m)]
 
 
+def normalizes_batch(module: nn.Module) -> bool:
+    """Whether it is a batch normalization, torch's or Keras's."""
+    return isinstance(module, _BatchNorm) or "normalize_over" in vars(module)
+
+
 def _is_batchnorm(module: nn.Module) -> bool:
     """Whether Ronde must synchronize it: torch's SyncBatchNorm does so itself, but not on a CPU."""
     if not isinstance(module, nn.SyncBatchNorm):
-        return isinstance(module, _BatchNorm)
+        return normalizes_batch(module)
     tensor = next(iter((*module.parameters(), *module.buffers())), None)
     return tensor is not None and tensor.device.type == "cpu"
 
@@ -146,7 +152,9 @@ def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
     Every worker must then run the same number of forward passes.
     """
     for module in model.modules():
-        if _is_batchnorm(module):
+        if normalize := vars(module).get("normalize_over"):  # Keras's
+            normalize(lambda part: _all_reduce(part, group), lambda: float(_present[0]))
+        elif _is_batchnorm(module):
             if isinstance(module, nn.SyncBatchNorm):
                 module.__class__ = _Converted  # type: ignore[assignment]  # DistributedDataParallel refuses the other one
 

@@ -24,14 +24,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ronde.capture import compiled
 from ronde.exchange import Exchange, Members, NoiseScale, build_reducer, choose_reducer
 from ronde.exchange.noise_scale import squared_norm
-from ronde.parallel.batchnorm import absent, set_present
+from ronde.parallel.batchnorm import absent, normalizes_batch, set_present
 from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.strategy import (
     Compute,
@@ -444,7 +443,7 @@ class Replicate(Strategy):
         Training does not read the running statistics of batch normalization: they are exchanged
         when something does, see :meth:`sync_buffers`.
         """
-        norms = [m for m in self.model.modules() if isinstance(m, _BatchNorm)]
+        norms = [m for m in self.model.modules() if normalizes_batch(m)]
         running = {id(b) for m in norms for b in m.buffers(recurse=False)}
         buffers = self.model.named_buffers()
         return {n: (id(b), b._version) for n, b in buffers if id(b) not in running}

@@ -1,7 +1,7 @@
 """Repairs of FSDP2, one function or class each: what upstream does wrong, and where it is reported.
 
-Numbers are issues and pull requests of pytorch/pytorch. :func:`silence_renamed_collectives` and
-:func:`skip_unused_inputs` take effect when this module is imported.
+Numbers are issues and pull requests of pytorch/pytorch. :func:`silence_renamed_collectives`,
+:func:`skip_unused_inputs`, and :func:`bypass_attributes` take effect when this module is imported.
 """
 
 from __future__ import annotations
@@ -75,8 +75,50 @@ def skip_unused_inputs() -> None:
     module.RegisterPostBackwardFunction = repaired  # type: ignore[misc]
 
 
+class _ParameterPlace:
+    """A module whose parameters are set and read where torch keeps them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__dict__["module"] = module
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.module._parameters
+        return held[name] if name in held else getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.module._parameters[name] = value
+
+
+def bypass_attributes() -> None:
+    """A parameter may have the name of another attribute, as a Keras layer's variable.
+
+    FSDP2 sets and reads parameters as attributes where a class has a ``__setattr__`` of its own.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+        module: Any = _fsdp_param_group
+        find = module._get_param_module_infos
+    except (ImportError, AttributeError):  # a torch that does it another way
+        return
+
+    def infos(*args: Any) -> Any:
+        found = find(*args)
+        for info in found:
+            info.module = place(info.module)
+            info.shared_modules[:] = map(place, info.shared_modules)
+        return found
+
+    def place(module: Any) -> Any:
+        own = getattr(module.__setattr__, "__func__", None) is not nn.Module.__setattr__
+        return _ParameterPlace(module) if own else module
+
+    module._get_param_module_infos = infos
+
+
 silence_renamed_collectives()
 skip_unused_inputs()
+bypass_attributes()
 
 
 def clone_views(output: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ronde.keras import is_keras
 from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json
@@ -51,6 +52,8 @@ def coupling(optimizer: Optimizer) -> str:
         ''
     """
     kind = type(optimizer)
+    if isinstance(declared := getattr(optimizer, "coupling", None), str):  # Keras's
+        return declared
     if kind.__name__ in _COUPLED:
         return "coupled"
     if kind.__module__.startswith("torch.optim."):
@@ -120,6 +123,10 @@ def ways_refused(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, str]
     if coupling(optimizer) == "coupled":
         why = f"{name} computes the update of each parameter from all of them"
         refused |= dict.fromkeys(("pipeline", "tensor", "shard=optimizer"), why)
+    if is_keras(model):
+        from ronde.keras.keras_refusals import refusals
+
+        refused |= refusals(model, optimizer)
     return refused
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ronde.parallel.batchnorm import normalizes_batch
 from ronde.plan import Plan
 from ronde.world.rendezvous import Rendezvous
 
@@ -102,7 +102,7 @@ def own_calls(model: nn.Module, plan: Plan, rendezvous: Rendezvous) -> OwnCalls 
     if plan.tensor > 1 and not plan.sync_batchnorm:
         first = me.rank - me.rank % plan.tensor  # neighbors share layers
         return OwnCalls(rendezvous, plan, range(first, first + plan.tensor))
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    norms = [m for m in model.modules() if normalizes_batch(m)]
     if plan.tensor > 1 or (plan.sync_batchnorm and norms):
         together = OwnCalls(rendezvous, plan, range(me.size))
         if plan.tensor == 1:  # statistics are exchanged in training mode only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ronde.keras import is_keras
 from ronde.parallel.strategy import Strategy, Work
 from ronde.plan import Plan
 from ronde.world import World
@@ -68,5 +69,9 @@ def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
         return Single(work.model)
     from ronde.parallel.optimizer_coupling import check_coupling
 
+    if is_keras(work.model):
+        from ronde.keras.keras_refusals import check_keras
+
+        check_keras(work.model, work.optimizer, plan)
     check_coupling(plan, work.optimizer, me)
     return STRATEGIES[plan.family.split(" ")[0]](plan, work, me)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
 from ronde.data import Order
+from ronde.keras import adopt, is_keras
 from ronde.loader import Feed, FeedSettings, TakenOver, take_over
 from ronde.parallel import Strategy, Work
 from ronde.parallel.registry import carry_out
@@ -256,6 +257,10 @@ def distribute(
     )
     options = RunOptions(check_replicas, on_nan, check_callbacks(callbacks), watch_every(watch))
     asked = asked_plan(plan, me, fields)
+    if is_keras(model):
+        optimizer, loss = adopt(
+            model, optimizer, loss, reduction=loss_reduction, batch=batch, device=str(me.device)
+        )
     checks.check_model(model, me)
     checks.check_init(init, model)
     left_out = checks.check_optimizer(optimizer, model)

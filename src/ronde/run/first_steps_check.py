@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ronde.run.callback import Callback, StepView
 from ronde.run.gather import Gathering
@@ -290,13 +289,13 @@ _Buffers = dict[str, tuple[torch.Tensor, int]]  # and their versions
 
 def _buffers(model: nn.Module) -> _Buffers:
     """All but those of batch and spectral normalization, of which the run warns at the start."""
-    from ronde.parallel import spectral_norms
+    from ronde.parallel.batchnorm import normalizes_batch, spectral_norms
 
     spectral = set(spectral_norms(model))
     return {
         name: (b, b._version)
         for path, module in model.named_modules()
-        if not isinstance(module, _BatchNorm)
+        if not normalizes_batch(module)
         if path.split(".parametrizations.")[0] not in spectral
         for name, b in module.named_buffers(path, recurse=False)
     }

@@ -1,0 +1,66 @@
+"""What a Keras model or optimizer asks for that some plans cannot give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ronde.keras.keras_loss import regularized
+from ronde.keras.keras_optimizer import KerasOptimizer
+from ronde.keras.owned_variables import layers_of
+from ronde.plan import Plan
+from ronde.world import ArgumentError
+
+__all__ = ["check_keras", "refusals"]
+
+_DIVIDED = ("shard=gradients", "shard=parameters", "tensor")
+
+
+def refusals(model: Any, optimizer: Any) -> dict[str, str]:
+    """Ways to divide the model that cannot be exact: the way -> why.
+
+    Example:
+        >>> dense = keras.layers.Dense(2, kernel_regularizer="l2")
+        >>> model = keras.Sequential([keras.layers.Input((4,)), dense])
+        >>> sorted(refusals(model, torch.optim.SGD(model.parameters())))
+        ['pipeline', 'shard=gradients', 'shard=parameters', 'tensor']
+    """
+    refused: dict[str, str] = {}
+    if names := regularized(model):
+        why = f"the Keras layer {names[0]!r} has a regularizer, which needs the whole layer"
+        refused |= dict.fromkeys((*_DIVIDED, "pipeline"), why)
+    if isinstance(optimizer, KerasOptimizer) and (why := optimizer.reads_whole):
+        refused |= dict.fromkeys(_DIVIDED, why)
+        if optimizer.coupling == "coupled":
+            refused |= dict.fromkeys(("pipeline", "shard=optimizer"), why)
+    return refused
+
+
+def check_keras(model: Any, optimizer: Any, plan: Plan) -> None:
+    """Refuse a plan that cannot carry a Keras model or optimizer out exactly.
+
+    Raises:
+        ArgumentError: what is in the way is named.
+    """
+    ways = [way for way in ("pipeline", "tensor") if getattr(plan, way) > 1]
+    if plan.shard != "none" and plan.replicas > 1:
+        ways.append(f"shard={plan.shard}")
+    refused = refusals(model, optimizer)
+    for way in ways:
+        if way in refused:
+            raise ArgumentError(
+                f"plan={plan.spec!r}: {refused[way]}, and {way} leaves a worker only a part. Use "
+                "plan='replicate'" + (" or 'shard=optimizer'." if way in _DIVIDED else ".")
+            )
+    if set(ways) - {"shard=optimizer"}:
+        for layer in layers_of(model):
+            vars(layer)["add_loss"] = _refuse_added_loss(layer.name, plan)
+
+
+def _refuse_added_loss(name: str, plan: Plan) -> Any:
+    def add_loss(_loss: Any) -> None:
+        raise ArgumentError(
+            f"plan={plan.spec!r}: the Keras layer {name!r} calls add_loss(), which this plan "
+            "cannot see on all workers. Use plan='replicate' or 'shard=optimizer'."
+        )
+
+    return add_loss

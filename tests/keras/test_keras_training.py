@@ -1,0 +1,123 @@
+"""A Keras model under Ronde is trained as ``Model.fit`` trains it on one device, weight by weight."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import zygote
+from processes import PATHS, TESTS, forked
+from sampling import ALL
+
+pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="needs the extra keras")
+
+BOUND = 1e-10
+
+
+def case(model: str, optimizer: str = "SGD", plan: str = "replicate", **options: object) -> dict:
+    return {"model": model, "optimizer": optimizer, "plan": plan, "options": options}
+
+
+def train(cases: list[dict], workers: int, folder: Path, *words: str) -> list[dict]:
+    """What rank 0 has after each case: weights by place, and the loss of an evaluation."""
+    folder.mkdir()
+    listing = folder / "cases.json"
+    listing.write_text(json.dumps(cases))
+    done = zygote.run(
+        forked(TESTS / "keras_worker.py", workers, folder, listing, *words, imports=["keras"]),
+        env={**os.environ, "PYTHONPATH": PATHS, "KERAS_BACKEND": "torch"},
+        cwd=folder,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [dict(np.load(folder / f"{i}.npz")) for i in range(len(cases))]
+
+
+def difference(found: dict, wanted: dict) -> float:
+    assert "refused" not in found, found["refused"]
+    assert found.keys() == wanted.keys()
+    return max(float(np.abs(found[k].astype("f8") - wanted[k]).max()) for k in wanted)
+
+
+SAME_AS_FIT = [
+    case("mlp", optimizer)
+    for optimizer in [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Nadam",
+        "clipped",
+        "RMSprop",
+        "Adadelta",
+        "Adagrad",
+        "Adamax",
+        "Lion",
+        "Ftrl",
+    ]
+] + [
+    case("regularized"),
+    case("convolutions", "Adam"),
+    case("transformer", "AdamW"),
+    case("mlp", "Lamb"),
+]
+DRAWS = [case("noise"), case("blocks", "Adam")]  # Ronde draws other numbers than Keras
+DIVIDED = [
+    case("mlp", "AdamW", "shard=optimizer"),
+    case("mlp", "clipped", "shard=gradients"),
+    case("mlp", "Nadam", "shard=gradients"),
+    case("blocks", "AdamW", "shard=parameters"),
+    case("convolutions", "SGD", "shard=parameters"),
+    case("transformer", "AdamW", "shard=parameters"),
+    case("regularized", "Adagrad", "shard=parameters"),
+    case("mlp", "Adam", "pipeline=2,micro_batch=5", sync_batchnorm=False),
+    case("noise", "AdamW", "pipeline=2,micro_batch=5", sync_batchnorm=False),
+    case("transformer", "AdamW", "pipeline=2,micro_batch=5", sync_batchnorm=False),
+    case("mlp", "Lamb", "shard=parameters"),
+    case("mlp", "Muon", "shard=optimizer"),
+    case("regularized", "SGD", "pipeline=2"),
+]
+REFUSED = {
+    ("clipped", "shard=gradients"): "SGD clips by norms (clip_norm= of ronde.distribute",
+    ("Adagrad", "shard=parameters"): "'sequential/dense_2/kernel' has a constraint",
+    ("Lamb", "shard=parameters"): "Lamb computes with whole parameters",
+    ("SGD", "pipeline=2"): "'dense' has a regularizer",
+}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3] if ALL else [2])
+def test_replicas_train_as_fit_does(workers, tmp_path):
+    cases = SAME_AS_FIT if ALL else SAME_AS_FIT[::2]
+    found = train(cases, workers, tmp_path / "ronde")
+    wanted = train(cases, 1, tmp_path / "fit", "plain")
+    check_equal(cases, found, wanted)
+
+
+def test_random_layers_draw_the_same_on_any_number_of_workers(tmp_path):
+    found = train(DRAWS, 3, tmp_path / "three")
+    check_equal(DRAWS, found, train(DRAWS, 1, tmp_path / "alone"))
+
+
+def test_divided_models_train_as_one_does_or_are_refused_by_name(tmp_path):
+    cases = DIVIDED if ALL else DIVIDED[::2] + DIVIDED[-1:]
+    found = train(cases, 2, tmp_path / "two")
+    for each, result in zip(cases, found, strict=True):
+        why = REFUSED.get((each["optimizer"], each["plan"]))
+        assert (why or "") in str(result.get("refused", "")), (each, result)
+        assert ("refused" in result) == bool(why), (each, result)
+    kept = [(c, f) for c, f in zip(cases, found, strict=True) if "refused" not in f]
+    alone = [{**c, "plan": "replicate"} for c, _ in kept]
+    check_equal([c for c, _ in kept], [f for _, f in kept], train(alone, 1, tmp_path / "one"))
+
+
+def check_equal(cases: list[dict], found: list[dict], wanted: list[dict]) -> None:
+    far = {
+        f"{c['model']} {c['optimizer']} {c['plan']}": difference(a, b)
+        for c, a, b in zip(cases, found, wanted, strict=True)
+    }
+    print(far)
+    assert max(far.values()) <= BOUND, far

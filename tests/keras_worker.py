@@ -1,0 +1,167 @@
+"""Trains Keras models under plans, in each rank: ``keras_worker.py OUT CASES [plain]``.
+
+``plain`` trains them with ``Model.fit`` of Keras instead, which is what they are compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import numpy as np
+import torch
+
+import keras
+import ronde
+from forked import forget_runs
+
+keras.config.set_floatx("float64")
+L, O = keras.layers, keras.optimizers  # noqa: E741
+
+
+@keras.saving.register_keras_serializable()
+class Blocks(keras.Model):
+    """Layers in a list, a default of ``training``, and a weight of the model itself."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first = L.Dense(12, "relu")
+        self.blocks = [L.Dense(12, "relu") for _ in range(2)]
+        self.drop = L.Dropout(0.3)
+        self.norm = L.BatchNormalization()
+        self.last = L.Dense(5)
+
+    def call(self, x, training=False):
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.drop(block(x), training=training)
+        return self.last(self.norm(x))
+
+
+def blocks():
+    model = Blocks()
+    model(np.zeros((2, 16)))
+    return model
+
+
+def noise():
+    layers = [L.Dense(12, "relu"), L.Dropout(0.2, seed=7), L.GaussianNoise(0.1), L.Dropout(0.2)]
+    return keras.Sequential([L.Input((16,)), *layers, L.Dense(5)])
+
+
+def regularized():
+    layers = [
+        L.Dense(12, "relu", kernel_regularizer="l2"),
+        L.Dense(12, "relu", activity_regularizer="l1"),
+        L.Dense(5, kernel_constraint=keras.constraints.MaxNorm(0.8)),
+    ]
+    return keras.Sequential([L.Input((16,)), *layers])
+
+
+def mlp():
+    layers = [L.Dense(16, "relu"), L.Dense(16, "relu"), L.Dense(16, "relu"), L.Dense(5)]
+    return keras.Sequential([L.Input((16,)), *layers])
+
+
+def convolutions():
+    inputs = L.Input((16,))
+    x = L.Conv2D(8, 3, padding="same", use_bias=False)(L.Reshape((4, 4, 1))(inputs))
+    x = L.ReLU()(L.BatchNormalization()(x))
+    x = L.Add()([x, L.DepthwiseConv2D(3, padding="same")(x)])
+    x = L.GlobalAveragePooling2D()(L.BatchNormalization(momentum=0.9)(x))
+    return keras.Model(inputs, L.Dense(5)(x))
+
+
+def transformer():
+    inputs = L.Input((16,))
+    x = L.Dense(16)(L.Reshape((4, 4))(inputs))
+    for _ in range(2):
+        h = L.LayerNormalization()(x)
+        x = L.Add()([x, L.MultiHeadAttention(2, 8)(h, h)])
+        h = L.LayerNormalization()(x)
+        x = L.Add()([x, L.Dense(16)(L.Dense(32, "gelu")(h))])
+    return keras.Model(inputs, L.Dense(5)(L.GlobalAveragePooling1D()(x)))
+
+
+OPTIMIZERS = {
+    "SGD": lambda: O.SGD(0.05, momentum=0.9, nesterov=True),
+    "Adam": lambda: O.Adam(0.01, amsgrad=True, clipvalue=0.01),
+    "AdamW": lambda: O.AdamW(0.01, weight_decay=0.02),
+    "Nadam": lambda: O.Nadam(O.schedules.CosineDecay(0.01, 8)),
+    "clipped": lambda: O.SGD(0.05, global_clipnorm=0.1),
+} | {
+    name: lambda name=name: getattr(O, name)(0.01)
+    for name in ("RMSprop", "Adadelta", "Adagrad", "Adamax", "Lion", "Ftrl", "Lamb", "Muon")
+}
+
+
+def data(n: int):
+    g = np.random.default_rng(0)
+    return g.normal(size=(n, 16)), g.integers(0, 5, n)
+
+
+def build(kind: str):
+    keras.backend.clear_session()  # names count from 1 again, on all ranks
+    keras.utils.set_random_seed(3)
+    return globals()[kind]()
+
+
+def loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def weights(model) -> dict[str, np.ndarray]:
+    found = {str(i): np.array(v) for i, v in enumerate(model.variables) if "seed" not in v.path}
+    return {**found, "parameters": sum(v.size for v in found.values())}
+
+
+def plain(case: dict) -> dict:
+    """As Keras trains, except that float64 stays float64."""
+    from keras.src.backend.common import dtypes
+
+    dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+    model, (x, y) = build(case["model"]), data(75)
+    model.compile(OPTIMIZERS[case["optimizer"]](), loss())
+    model.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0)
+    return {**weights(model), "loss": model.evaluate(x[:33], y[:33], verbose=0)}
+
+
+def trained(case: dict, file: Path) -> dict:
+    model, (x, y) = build(case["model"]), data(75)
+    rows = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+    options = {"batch_size": 20, "shuffle": False, "sync_batchnorm": True, **case["options"]}
+    run = ronde.distribute(
+        model, OPTIMIZERS[case["optimizer"]](), rows, loss=loss(), plan=case["plan"], **options
+    )
+    for _ in run.epochs(2):
+        for batch in run.batches():
+            run.step(batch)
+    part = torch.utils.data.Subset(rows, range(33))
+    found = {"loss": run.evaluate(part)["loss"]}
+    with run.whole_model() as whole:
+        found |= weights(whole)
+        if run.is_main:
+            whole.save(file)
+            loaded = keras.models.load_model(file)
+            assert torch.equal(loaded(x, training=False), whole(x, training=False))
+    return found
+
+
+def main(out: Path, cases: list[dict], plainly: bool) -> None:
+    rank = os.environ.get("RANK", "0")
+    for i, case in enumerate(cases):
+        forget_runs()
+        try:
+            found = plain(case) if plainly else trained(case, out / f"{i}.keras")
+        except ronde.RondeError as error:
+            found = {"refused": f"{type(error).__name__}: {error}"}
+        if rank == "0":
+            np.savez(out / f"{i}.npz", **found)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), "plain" in sys.argv[3:])
