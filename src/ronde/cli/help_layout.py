@@ -39,6 +39,7 @@ def _flags_alone(params: list[Any]) -> list[Any]:
 
 _VALUE = re.compile(r"auto|local|yarn|[^\s/:]+:\S+|local\S*\[.*\]")
 _KIND = re.compile(r"[^-./][^./]*")  # a word that is no script: a wrong one gets an error
+_VALUES = {"[KIND]": _KIND, "[ps=N]": re.compile(r"ps=.*")}
 
 
 def filled_in(params: list[Any], args: list[str]) -> list[str]:
@@ -53,7 +54,7 @@ def filled_in(params: list[Any], args: list[str]) -> list[str]:
         param = options.get(word)
         if param is None or param.is_flag:
             continue
-        value = _KIND if param.metavar == "[KIND]" else _VALUE
+        value = _VALUES.get(param.metavar or "", _VALUE)
         if (param.metavar or "").startswith("[") and not (rest and value.fullmatch(rest[0])):
             found.append("auto")
         else:

@@ -236,6 +236,16 @@ class Options(HostOptions):
             help="The script uses Horovod: let 'import horovod.torch' find Ronde's bridge.",
         ),
     ] = False
+    tensorflow: Annotated[
+        str | None,
+        typer.Option(
+            "--tensorflow",
+            metavar="[ps=N]",
+            help="The script uses TensorFlow: give each worker its TF_CONFIG. With ps=N, rank 0 "
+            "is the chief and the last N ranks are parameter servers.",
+            show_default=False,
+        ),
+    ] = None
     output: OutputOption = "main"
     quiet: Annotated[
         bool,
@@ -324,6 +334,13 @@ class _LaunchPlan:
         """Whether another host of the container keeps the run."""
         return self.box is not None and self.box.rank > 0
 
+    def parameter_servers(self, workers: int) -> int | None:
+        """How many of the workers are TensorFlow's; None: the script is none of TensorFlow's."""
+        from ronde.launch import parameter_servers
+
+        asked = self.options.tensorflow
+        return None if asked is None else parameter_servers(asked, workers)
+
     @property
     def stem(self) -> str:
         """The name of the run where none was given, without its number."""
@@ -375,6 +392,8 @@ def _plan_launch(options: Options) -> _LaunchPlan:
         check_name(options.name)
     if options.horovod and (options.until or options.origin):
         raise ArgumentError("--until and --from are not for scripts that use Horovod.")
+    if options.tensorflow is not None:
+        _check_tensorflow(options)
     if options.output not in ("main", "all"):
         raise ArgumentError(f"--output {options.output}: expected main or all.")
     places = options.places(options.workers)
@@ -415,6 +434,28 @@ def _plan_launch(options: Options) -> _LaunchPlan:
 def _in_map() -> bool:
     """Whether ``ronde map`` starts its workers so: on this machine alone, in a container too."""
     return IN_MAP in os.environ
+
+
+def _check_tensorflow(options: Options) -> None:
+    """Refuse what Ronde does for its own scripts only.
+
+    Raises:
+        ArgumentError: which option.
+    """
+    from ronde.launch import parameter_servers
+
+    parameter_servers(options.tensorflow or "auto")
+    own = (
+        "horovod plan prove reducer servers feed until origin watch stop_on baseline time_limit "
+        "tensorboard to"
+    )
+    names = {"origin": "from"}
+    if given := [n for n in own.split() if getattr(options, n) not in (None, False)]:
+        option = names.get(given[0], given[0]).replace("_", "-")
+        raise ArgumentError(
+            f"--{option} is not for TensorFlow scripts: Ronde starts, watches, and restarts them, "
+            "and TensorFlow trains."
+        )
 
 
 def _origin(options: Options) -> Origin | None:
@@ -548,7 +589,7 @@ def _run(launch: _LaunchPlan) -> None:
             one,
             workers,
             launch.kept,
-            options.horovod,
+            options.horovod or options.tensorflow is not None,
         )
 
 
@@ -575,6 +616,7 @@ def _launch(
         ) as group,
     ):
         count = group.workers
+        servers = launch.parameter_servers(count)
         plan = None if options.plan is None else _check_plan(options.plan, count)
         if options.prove:
             proofs = proofs_before_run(launch.command, plan, count, options.runs)
@@ -596,7 +638,8 @@ def _launch(
             environment,
             bool(options.restarts),
             (_HANG_SECONDS[bool(options.restarts)] if hang is None else hang) or None,
-            options.spares,
+            options.spares and options.tensorflow is None,  # they have imported torch
+            servers,
         )
         again = Restarts(
             options.restarts or 0,

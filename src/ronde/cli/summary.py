@@ -24,10 +24,11 @@ def print_summary(
     one: float | None = None,
     workers: int = 1,
     kept: bool = True,
-    horovod: bool = False,
+    foreign: bool = False,
 ) -> None:
     """Print what ran where, the batch contract, the curve, the speed, and what to do next.
-    ``kept`` is False if the run directory goes now; scripts of Horovod do not call ``distribute``.
+    ``kept`` is False if the run directory goes now; ``foreign`` scripts, of Horovod or TensorFlow,
+    do not call ``distribute``.
     """
     from rich.box import ROUNDED
     from rich.console import Group
@@ -42,7 +43,7 @@ def print_summary(
     if start is None:
         console.print(
             f"the script ended after {clock(seconds)}"
-            + ("" if horovod else " without calling ronde.distribute")
+            + ("" if foreign else " without calling ronde.distribute")
             + (f"; its output is in {short(directory.logs)}" if kept else ""),
             highlight=False,
             soft_wrap=True,

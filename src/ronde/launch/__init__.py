@@ -24,6 +24,7 @@ from ronde.launch.restarts import Restarts
 from ronde.launch.slurm import Slurm, allocation
 from ronde.launch.spark_engine import Spark
 from ronde.launch.ssh import Ssh
+from ronde.launch.tensorflow import parameter_servers
 
 __all__ = [
     "Container",
@@ -44,6 +45,7 @@ __all__ = [
     "environment_for",
     "notes",
     "parse_hostfile",
+    "parameter_servers",
     "parse_hosts",
     "pod",
     "resolve_workers",

@@ -23,6 +23,8 @@ class Job:
         restarts: whether others follow when one fails: then all are ended at once.
         hang_timeout: after how many seconds without progress a worker hangs; None does not watch.
         spares: whether workers may be forks of one process that has imported torch.
+        tensorflow: how many of the workers are parameter servers of a TensorFlow cluster; None: the
+            script is none of TensorFlow's.
     """
 
     command: list[str]
@@ -32,6 +34,7 @@ class Job:
     restarts: bool = False
     hang_timeout: float | None = None
     spares: bool = True
+    tensorflow: int | None = None
 
     @property
     def forks(self) -> bool:

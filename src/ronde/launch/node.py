@@ -26,6 +26,7 @@ from ronde.launch.hang_watch import HangWatch, LocalWorkers
 from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.memory_folder import MemoryFolder
 from ronde.launch.supervise import Starter, Stopped, WorkerFailure, Workers
+from ronde.launch.tensorflow import TensorFlowCluster
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.fence import AGAIN
@@ -117,6 +118,14 @@ def _open_store(nodes: Nodes, listener: socket.socket) -> None:
             master_listen_fd=descriptor,
         )
     ]
+
+
+def _reach_store(nodes: Nodes, port: int) -> Any:
+    """Node 0's store, from another node."""
+    from torch._C._distributed_c10d import TCPStore
+
+    limit = datetime.timedelta(seconds=nodes.patience)
+    return TCPStore(nodes.address, port, None, False, limit, wait_for_workers=False)
 
 
 def _environments(job: Job, nodes: Nodes, port: int, run_id: str) -> list[dict[str, str]]:
@@ -295,13 +304,8 @@ class _Peers:
         self._thread.start()
 
     def _watch(self) -> None:
-        from torch._C._distributed_c10d import TCPStore
-
-        limit = datetime.timedelta(seconds=self._nodes.patience)
         try:
-            self._store = TCPStore(
-                self._nodes.address, self._port, None, False, limit, wait_for_workers=False
-            )
+            self._store = _reach_store(self._nodes, self._port)
             while not self._over.wait(_PEERS_SECONDS):
                 if self._store.check([_FAILED]):
                     break
@@ -368,6 +372,7 @@ class Node:
         self._workers: Workers | None = None
         self._peers: _Peers | None = None
         self._watch: HangWatch | None = None
+        self._cluster: TensorFlowCluster | None = None
         self._number, self._seconds, self._sent = 0, _SHUTDOWN_SECONDS, False  # of :meth:`stop`
         self._asked: int | None = None  # of :meth:`leave`
 
@@ -432,6 +437,8 @@ class Node:
             self._router.close()
             if self._peers is not None:
                 self._peers.close(bool(outcome.status) and not outcome.again)
+            if self._cluster is not None:
+                self._cluster.close()
 
     def _start(self, variables: Mapping[str, str]) -> None:
         """Start the workers, and open the store at which they meet."""
@@ -450,6 +457,11 @@ class Node:
             **variables,
         }
         own = [{**common, **e} for e in _environments(job, nodes, port, self._run_id)]
+        if job.tensorflow is not None:
+            if listener is not None:
+                _open_store(nodes, listener)
+                listener = None
+            own = [{**e, **task} for e, task in zip(own, self._tasks(port), strict=True)]
         over = self._is_over
         self._workers = Workers(job.command, own, self._router, job.restarts, starter, over)
         if starter is not None and not job.restarts:
@@ -461,6 +473,13 @@ class Node:
         if nodes.tells:
             self._peers = _Peers(nodes, port, lambda: self.stop(signal.SIGINT))
         self._opened()
+
+    def _tasks(self, port: int) -> list[dict[str, str]]:
+        """Variables of this node's tasks of a TensorFlow cluster."""
+        count, kind = devices()
+        store = _stores[0] if self._nodes.rank == 0 else _reach_store(self._nodes, port)
+        self._cluster = TensorFlowCluster(self._job, self._nodes, store, port, self._check)
+        return self._cluster.environments(self._job.workers, count if kind == "cuda" else 0)
 
     def _is_over(self) -> bool:
         return bool(self._number)
@@ -477,11 +496,13 @@ class Node:
 
     def _attend(self) -> Outcome:
         """Wait until all workers have ended, or one has failed; how."""
-        workers, folder = self._workers, self._router.error_folder
+        workers, folder, cluster = self._workers, self._router.error_folder, self._cluster
         assert workers is not None
         with self._watch or contextlib.nullcontext():
-            failures = workers.wait()
-        if failures:
+            failures = workers.wait(cluster.is_over) if cluster else workers.wait()
+        if cluster is not None and cluster.ended:
+            workers.kill()
+        elif failures:
             # Others may be about to say why they fail. Where a restart follows, they need not.
             if self._job.restarts:
                 workers.kill()

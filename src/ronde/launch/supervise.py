@@ -124,15 +124,23 @@ class Workers:
             self.kill()
             raise
 
-    def wait(self) -> dict[int, WorkerFailure]:
+    def wait(
+        self, enough: Callable[[dict[int, int | None]], bool] = lambda _: False
+    ) -> dict[int, WorkerFailure]:
         """Wait until all have ended, or one has failed. Returns rank -> failure.
 
         Some that were asked to leave, and do not in a minute, are left for :meth:`kill`.
 
+        Args:
+            enough: whether the others need not end, from the exit status of each rank.
+
         Raises:
             Stopped: they are to end.
         """
-        while not self._look() and not self.failures:
+        while not self._look():
+            codes = {r: p.poll() for r, p in zip(self._ranks, self._processes, strict=True)}
+            if enough(codes) or self.failures:
+                break
             if self._over():
                 raise Stopped
             if self._asked is not None and time.monotonic() > self._asked + _LEAVE_SECONDS:
