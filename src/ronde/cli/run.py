@@ -436,6 +436,13 @@ def _in_map() -> bool:
     return IN_MAP in os.environ
 
 
+def _start_text(options: Options) -> str:
+    """Where workers go on from while there is no checkpoint."""
+    if options.tensorflow is not None:
+        return "the script's own backup"
+    return "the chunks that are done" if _in_map() else "the beginning"
+
+
 def _check_tensorflow(options: Options) -> None:
     """Refuse what Ronde does for its own scripts only.
 
@@ -631,13 +638,14 @@ def _launch(
         environment = launch.variables(screen, plan, sentences) | reduction_servers.variables()
         _announce(launch, screen, group, directory)
         hang = options.hang_timeout
+        soon = bool(options.restarts) and options.tensorflow is None  # whose steps are not known
         job = Job(
             launch.command,
             count,
             directory.path,
             environment,
             bool(options.restarts),
-            (_HANG_SECONDS[bool(options.restarts)] if hang is None else hang) or None,
+            (_HANG_SECONDS[soon] if hang is None else hang) or None,
             options.spares and options.tensorflow is None,  # they have imported torch
             servers,
         )
@@ -646,7 +654,8 @@ def _launch(
             directory.path,
             screen.tell,
             reduction_servers.variables,
-            "the chunks that are done" if _in_map() else "the beginning",
+            _start_text(options),
+            own_backup=options.tensorflow is not None,
         )
         names = group.names if options.output == "all" else None
         if launch.trackers:

@@ -14,7 +14,7 @@ from ronde.launch.console import Output
 from ronde.launch.hang_watch import is_new, record_hangs
 from ronde.launch.job import Job, Outcome
 from ronde.launch.links import Link
-from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_hang
+from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_foreign, judge_hang
 from ronde.watch.health_record import RESOURCES, JsonLines
 from ronde.watch.slow_rank import SlowRanks
 
@@ -128,7 +128,8 @@ class Generation:
         self._judged = now
         each = self._ranks.values()
         fresh = [v for at, views in each if now - at < _FRESH_SECONDS for v in views]
-        verdict = judge_hang(fresh, self._limits, self._total)
+        judge = judge_hang if self._job.tensorflow is None else judge_foreign
+        verdict = judge(fresh, self._limits, self._total)
         verdict = verdict or self._pace.look(now, [v for _, views in each for v in views])
         if verdict is not None and not verdict.slow:
             self._hang = verdict

@@ -329,6 +329,7 @@ class LocalWorkers:
         folders: on whose disks the run writes.
         printed: rank -> when it printed last, of ``time.monotonic()``.
         port: of the store at which workers meet, whose connections are no exchange.
+        foreign: whether the script trains without Ronde, and is watched all the same.
     """
 
     def __init__(
@@ -339,7 +340,9 @@ class LocalWorkers:
         folders: tuple[Path, ...] = (),
         printed: Mapping[int, float] | None = None,
         port: int = 0,
+        foreign: bool = False,
     ) -> None:
+        self._foreign = foreign
         self._workers = [_Worker(rank, folder) for rank in ranks]
         self._limits, self._folders = limits, folders
         self._printed, self._port = {} if printed is None else printed, port
@@ -360,7 +363,8 @@ class LocalWorkers:
             tcp = {i: c for i, c in tcp_connections().items() if self._port not in c.ports}
             exchanged = _exchanged(tcp, {w.rank: w.pid for w in self._workers if w.pid})
             # a script that never calls Ronde is left in peace
-            until = math.inf if any(w.beat for w in self._workers) else 2 * self._limits.say
+            watched = self._foreign or any(w.beat for w in self._workers)
+            until = math.inf if watched else 2 * self._limits.say
             for worker in self._workers:  # those that have left the loop too: others may wait
                 if worker.pid and (worker.beat or now - worker.since < until):
                     printed = self._printed.get(worker.rank, 0.0)

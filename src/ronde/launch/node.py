@@ -491,7 +491,15 @@ class Node:
         limits = Limits(job.hang_timeout)
         folders = (Path(tempfile.gettempdir()), *([job.directory] if job.directory else []))
         ranks = range(first, first + job.workers)
-        local = LocalWorkers(router.error_folder, ranks, limits, folders, router.printed, port)
+        local = LocalWorkers(
+            router.error_folder,
+            ranks,
+            limits,
+            folders,
+            router.printed,
+            port,
+            foreign=job.tensorflow is not None,
+        )
         return HangWatch(local, limits.say / 2, self._every, router.log, self._report, router.say)
 
     def _attend(self) -> Outcome:

@@ -33,6 +33,7 @@ class Restarts:
         renew: brings up again what workers need besides each other, and gives the variables by
             which they find it.
         start: where workers go on from while there is no checkpoint.
+        own_backup: whether the script has checkpoints of its own, which nothing is known of.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class Restarts:
         say: Callable[[str], None],
         renew: Callable[[], dict[str, str]] = dict,
         start: str = "the beginning",
+        own_backup: bool = False,
     ) -> None:
-        self._renew = renew
-        self._start = start
+        self._renew, self._start, self._own_backup = renew, start, own_backup
         self.most, self.say = most, say
         self._directory = None if directory is None else RunDir(directory)
         self._run = uuid.uuid4().hex[:8]
@@ -78,7 +79,8 @@ class Restarts:
         if self._failures >= self.most:
             return False
         newest = self._checkpoint()
-        if outcome.traceback and (outcome.error, newest) == (self._error, self._newest):
+        same = (outcome.error, newest) == (self._error, self._newest)
+        if outcome.traceback and same and not self._own_backup:
             self.say("the same error again, and no checkpoint in between: a restart does not help")
             return False
         if not self._has_room(asked):

@@ -132,7 +132,9 @@ def _is_consequence(error: BaseException) -> bool:
     """
     kinds = {kind.__name__ for kind in type(error).__mro__}
     gloo = "RuntimeError" in kinds and "/gloo/" in str(error)
-    return gloo or getattr(error, "lost_rank", bool(kinds & {"DistError", "ConnectionError"}))
+    # the last two are TensorFlow's
+    lost = {"DistError", "ConnectionError", "UnavailableError", "AbortedError"}
+    return gloo or getattr(error, "lost_rank", bool(kinds & lost))
 
 
 def _where(error: BaseException) -> str:

@@ -17,6 +17,7 @@ __all__ = [
     "RankView",
     "STOPPED_SECONDS",
     "is_step",
+    "judge_foreign",
     "judge_hang",
     "rate_text",
     "waits_for_others",
@@ -32,6 +33,7 @@ _SAY_TIMES = 1.4  # the same, before something is said
 _EVALUATE, _SAVE, _FIRST, _START, _WORKS = 3, 6, 6, 60, 360  # grace, in limits for a sentence
 _WORKING = 6  # a rank that gives signs of life may take so many limits
 _FIRST_STEPS = 2
+_FOREIGN_SAY = 3  # limits for a sentence
 _OTHERS = ("exchange", "meeting")
 _DOING = {
     "compiling": "compiling a model",
@@ -280,6 +282,36 @@ def judge_hang(
     return _notice(verdict, later if ends else 0.0, usual, limits)
 
 
+def judge_foreign(
+    views: Sequence[RankView], limits: Limits, size: int | None = None
+) -> HangVerdict | None:
+    """The same for a script whose steps nobody knows: it hangs when no rank gives a sign of life.
+
+    Example:
+        >>> views = [RankView(0, place=StackPlace("a/t.py", 8, "fit()", waits="exchange")),
+        ...          RankView(1, place=StackPlace("a/t.py", 5, "sleep(999)"))]
+        >>> quiet = [dataclasses.replace(v, quiet_seconds=20.0) for v in views]
+        >>> judge_foreign(quiet, Limits(20.0)).sentence
+        'Rank 1 has done nothing for 20 s; it is at t.py:5 (`sleep(999)`); rank 0 is waiting for it.'
+    """
+    for view in views:
+        if view.stopped_seconds >= STOPPED_SECONDS:
+            return _stopped(view, views)
+    quiet = min((v.quiet_seconds for v in views), default=0.0)
+    soon = min(_FOREIGN_SAY * limits.say, limits.seconds)  # an import from a slow disk is no news
+    if quiet < soon or len(views) < (size or 0) or any(v.place is None for v in views):
+        return None
+    waiting = [v.rank for v in views if v.waits]
+    view = min(views, key=lambda v: (v.waits, -v.quiet_seconds, v.rank))
+    who, tail = f"Rank {view.rank}{_on(view)}", _tail(waiting)
+    if view.waits:
+        who, tail = "Every rank waits for the others, and", ""
+    place = view.place or StackPlace()
+    sentence = f"{who} has done nothing for {quiet:.0f} s; it is {place.text}{tail}."
+    verdict = HangVerdict(sentence, view.rank, view.step, _short(place), tuple(waiting))
+    return verdict if quiet >= limits.seconds else _notice(verdict, limits.seconds, False, limits)
+
+
 def _works(limit: float, limits: Limits) -> float:
     """How long a rank may give signs of life and make no progress."""
     return max(_WORKING * limit, _WORKS * limits.say)
@@ -360,8 +392,9 @@ def _stopped(view: RankView, views: Sequence[RankView]) -> HangVerdict:
     step = view.step + 1
     tail = _tail(others) if others else ""
     at = f"; it is {view.place.text}" if view.place and view.place.file else ""
+    where = "" if view.phase == "unwatched" else f" in step {step}"
     return HangVerdict(
-        f"Rank {view.rank}{_on(view)} is stopped (SIGSTOP, or Ctrl-Z) in step {step}, for "
+        f"Rank {view.rank}{_on(view)} is stopped (SIGSTOP, or Ctrl-Z){where}, for "
         f"{view.stopped_seconds:.0f} s{at}{tail}.",
         view.rank,
         step,

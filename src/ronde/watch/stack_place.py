@@ -33,6 +33,8 @@ _MEANINGS = (
     ("torch/distributed/fsdp/", r".*(wait|unshard|reduce|gather).*", "exchange"),
     ("torch/distributed/pipelining/", r".*", "exchange"),
     ("torch/distributed/tensor/", r".*", "exchange"),
+    ("tensorflow/python/eager/", r".*", "exchange"),  # or it computes: then it uses CPU
+    ("tensorflow/python/training/server_lib.py", "join", "exchange"),
     ("ronde/horovod/", r".*", "exchange"),
     ("ronde/exchange/", r".*", "exchange"),
     ("ronde/parallel/ddp.py", r"_complete|finish|_broadcast", "exchange"),
