@@ -28,11 +28,11 @@ else:
 
 tf.keras.backend.set_floatx("float64")
 generator = numpy.random.default_rng(0)
-x = generator.normal(size=(256, 12))
+x = generator.normal(size=(240, 12))
 y = (x @ generator.normal(size=(12, 3))).argmax(1)
 options = tf.data.Options()
 options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-data = tf.data.Dataset.from_tensor_slices((x, y)).batch(64).with_options(options)
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(48).with_options(options)
 each = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
 with strategy.scope():
     first = tf.keras.initializers.GlorotUniform(seed=1)
@@ -79,7 +79,7 @@ elif mode == "loop":
     @tf.function
     def step(batch):
         """One step on all workers."""
-        values = strategy.run(lambda part: update(*part, 64), args=(batch,))
+        values = strategy.run(lambda part: update(*part, 48), args=(batch,))
         return strategy.reduce("SUM", values, axis=None)
 
     for _ in range(3):
@@ -91,11 +91,11 @@ else:
     @tf.function
     def step(number):
         """One step on one worker."""
-        part = slice(number * 64, number * 64 + 64)
-        return strategy.run(lambda: update(tf.constant(x)[part], tf.constant(y)[part], 64))
+        part = slice(number * 48, number * 48 + 48)
+        return strategy.run(lambda: update(tf.constant(x)[part], tf.constant(y)[part], 48))
 
     for _ in range(3):
-        for number in range(4):
+        for number in range(5):
             coordinator.schedule(step, args=(number,))
             coordinator.join()
 if rank == 0:

@@ -176,7 +176,12 @@ def test_refusals(place):
         ("--tensorflow", "--prove"): "--prove is not for TensorFlow scripts",
     }
     asked = [["run", *words, "task.py"] for words in wrong]
-    for done, sentence in zip(ronde_batch(asked, place), wrong.values(), strict=True):
+    verbs = {
+        v: f"ronde {v} looks at PyTorch models only" for v in ("plan", "prove", "doctor", "scale")
+    }
+    asked += [[verb, "train.py"] for verb in verbs]
+    sentences = [*wrong.values(), *verbs.values()]
+    for done, sentence in zip(ronde_batch(asked, place), sentences, strict=True):
         assert done.returncode == 2 and sentence in done.stderr, done.stderr
     assert not (place / "runs" / "task-9").exists()
 
@@ -187,6 +192,7 @@ real = pytest.mark.skipif(not PYTHON, reason="RONDE_TENSORFLOW_PYTHON names no i
 def trained(words: list[str], place: Path, seconds: float = 240.0):
     """A command line of the interpreter that has TensorFlow, to its end."""
     env = {"TF_USE_LEGACY_KERAS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    env["TMPDIR"] = str(place)  # a killed one leaves its compiled functions there
     with child([PYTHON, *words], place, env) as started:
         return started.done(seconds)
 

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from ronde.launch.hang_watch import is_new
-from ronde.watch.hang_judge import Limits, RankView, judge_hang
+from ronde.watch.hang_judge import Limits, RankView, judge_foreign, judge_hang
 from ronde.watch.stack_place import StackPlace, locate
 
 LIMITS = Limits(10.0)
@@ -277,3 +277,26 @@ def test_an_import_waits_for_nobody():
     assert (locate(dump).waits, locate(dump).line) == ("", 2)
     dump = dump.replace('_ops.py", line 9 in <module>', '_ops.py", line 9 in wait')
     assert locate(dump).waits == "exchange"
+
+
+def test_a_script_whose_steps_nobody_knows():
+    waits = StackPlace("/a/t.py", 9, "fit()", waits="exchange")
+    views = [RankView(r, quiet_seconds=700.0, place=waits) for r in (0, 1)]
+    assert judge_foreign(views, Limits(600.0), 3) is None  # one is not known yet
+    found = judge_foreign(views, Limits(600.0))
+    assert found.sentence == (
+        "All ranks have waited for each other for 700 s, at t.py:9 (`fit()`)."
+    )
+    assert (found.rank, found.waiting, found.slow) == (None, (0, 1), False)
+    assert judge_foreign(
+        [dataclasses.replace(v, quiet_seconds=40.0) for v in views], Limits(600.0)
+    ).slow
+    views[1] = dataclasses.replace(views[1], quiet_seconds=1.0)
+    assert judge_foreign(views, Limits(600.0)) is None  # one of them works
+    reads = StackPlace("/a/t.py", 1, "import numpy", function="import")
+    views = [RankView(0, quiet_seconds=40.0, place=reads)]
+    assert judge_foreign(views, Limits(20.0)).slow  # a disk may be slow
+    views = [dataclasses.replace(views[0], stopped_seconds=6.0)]
+    assert judge_foreign(views, Limits(20.0)).sentence == (
+        "Rank 0 is stopped (SIGSTOP, or Ctrl-Z), for 6 s; it is at t.py:1 (`import numpy`)."
+    )

@@ -22,8 +22,8 @@ from ronde.cli.script import (
     VerboseOption,
     WorkersOption,
     check_folders,
-    command_of,
     examine,
+    examined_command,
     feed_of,
     write_json,
 )
@@ -106,7 +106,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         from ronde.launch import check_workers, resolve_workers
 
-        command = command_of(module, arguments or [])
+        command = examined_command("doctor", module, arguments or [])
         count = resolve_workers(workers)
         check_workers(count)
         for name, value, least in (

@@ -18,8 +18,8 @@ from ronde.cli.script import (
     ModuleOption,
     VerboseOption,
     check_folders,
-    command_of,
     examine,
+    examined_command,
     write_json,
 )
 from ronde.cli.spinner import Doing
@@ -141,7 +141,7 @@ def register(app: typer.Typer) -> None:
             ),
         ] = False,
     ) -> None:
-        command = command_of(module, arguments or [])
+        command = examined_command("plan", module, arguments or [])
         if optimize not in ("speed", "memory"):
             raise ArgumentError(f"--optimize {optimize}: choose speed or memory.")
         if devices is not None and devices < 1:

@@ -18,7 +18,7 @@ from ronde.cli.script import (
     JsonOption,
     ModuleOption,
     check_folders,
-    command_of,
+    examined_command,
     write_json,
 )
 from ronde.cli.spinner import Doing
@@ -97,7 +97,7 @@ def register(app: typer.Typer) -> None:
             ),
         ] = Path("runs"),
     ) -> None:
-        command = command_of(module, arguments or [])
+        command = examined_command("prove", module, arguments or [])
         if timeout <= 0:
             raise ArgumentError(f"--timeout {timeout:g} must be above 0.")
         check_folders(json=file)

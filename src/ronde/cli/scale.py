@@ -18,8 +18,8 @@ from ronde.cli.script import (
     ReportOption,
     VerboseOption,
     check_folders,
-    command_of,
     examine,
+    examined_command,
     feed_of,
     write_json,
 )
@@ -120,7 +120,7 @@ def register(app: typer.Typer) -> None:
         from ronde.launch import check_workers
         from ronde.launch.node import devices
 
-        command = command_of(module, arguments or [])
+        command = examined_command("scale", module, arguments or [])
         count, kind = devices()
         sizes = parse_sizes(workers) if workers is not None else default_sizes(count)
         for n in sizes:

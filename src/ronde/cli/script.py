@@ -7,6 +7,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,12 +33,15 @@ __all__ = [
     "command_of",
     "discard",
     "examine",
+    "examined_command",
     "exited_early",
     "feed_of",
     "hint_after_exit",
     "short",
     "write_json",
 ]
+
+_TENSORFLOW = re.compile(r"^\s*(?:import|from) tensorflow\b", re.M)
 
 ArgumentsOption = Annotated[
     list[str] | None,
@@ -145,6 +149,23 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
     if hint := misplaced(arguments, script):
         typer.echo(f"note: {hint}", err=True)
     return arguments
+
+
+def examined_command(verb: str, module: str | None, arguments: list[str]) -> list[str]:
+    """The same for a verb that looks at a script's model, which PyTorch has to train.
+
+    Raises:
+        ArgumentError: TensorFlow does.
+    """
+    command = command_of(module, arguments)
+    file = Path(command[0])
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    if _TENSORFLOW.search(text) and "ronde" not in text:
+        raise ArgumentError(
+            f"{file.name} trains with TensorFlow, and ronde {verb} looks at PyTorch models only. "
+            "ronde run --tensorflow starts, watches, and restarts it."
+        )
+    return command
 
 
 def misplaced(command: list[str], script: Path | None = None) -> str:

@@ -289,27 +289,32 @@ def judge_foreign(
 
     Example:
         >>> views = [RankView(0, place=StackPlace("a/t.py", 8, "fit()", waits="exchange")),
-        ...          RankView(1, place=StackPlace("a/t.py", 5, "sleep(999)"))]
+        ...          RankView(1, place=StackPlace("a/t.py", 5, "sleep(9)"))]
         >>> quiet = [dataclasses.replace(v, quiet_seconds=20.0) for v in views]
         >>> judge_foreign(quiet, Limits(20.0)).sentence
-        'Rank 1 has done nothing for 20 s; it is at t.py:5 (`sleep(999)`); rank 0 is waiting for it.'
+        'Rank 1 has done nothing for 20 s; it is at t.py:5 (`sleep(9)`); rank 0 is waiting for it.'
     """
     for view in views:
         if view.stopped_seconds >= STOPPED_SECONDS:
             return _stopped(view, views)
-    quiet = min((v.quiet_seconds for v in views), default=0.0)
-    soon = min(_FOREIGN_SAY * limits.say, limits.seconds)  # an import from a slow disk is no news
-    if quiet < soon or len(views) < (size or 0) or any(v.place is None for v in views):
+    if not views or len(views) < (size or 0) or any(v.place is None for v in views):
         return None
+    quiet, limit = min(v.quiet_seconds for v in views), limits.seconds
+    if quiet < min(_FOREIGN_SAY * limits.say, limit):
+        return None
+    if any(v.place and v.place.function == "import" for v in views):  # from a slow disk, perhaps
+        limit = max(limit, _START * limits.say)
     waiting = [v.rank for v in views if v.waits]
     view = min(views, key=lambda v: (v.waits, -v.quiet_seconds, v.rank))
-    who, tail = f"Rank {view.rank}{_on(view)}", _tail(waiting)
-    if view.waits:
-        who, tail = "Every rank waits for the others, and", ""
     place = view.place or StackPlace()
-    sentence = f"{who} has done nothing for {quiet:.0f} s; it is {place.text}{tail}."
-    verdict = HangVerdict(sentence, view.rank, view.step, _short(place), tuple(waiting))
-    return verdict if quiet >= limits.seconds else _notice(verdict, limits.seconds, False, limits)
+    if view.waits:
+        sentence = f"All ranks have waited for each other for {quiet:.0f} s, {place.text}."
+    else:
+        who = f"Rank {view.rank}{_on(view)} has done nothing for {quiet:.0f} s"
+        sentence = f"{who}; it is {place.text}{_tail(waiting)}."
+    rank = None if view.waits else view.rank
+    verdict = HangVerdict(sentence, rank, view.step, _short(place), tuple(waiting))
+    return verdict if quiet >= limit else _notice(verdict, limit, False, limits)
 
 
 def _works(limit: float, limits: Limits) -> float:
