@@ -27,7 +27,7 @@ from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
     from ronde import feed
-    from ronde.jobs import Flow, items
+    from ronde.jobs import Flow, items, weights
     from ronde.launch.call import launch
     from ronde.plan import Plan
     from ronde.run import MicroBatches, Run
@@ -53,6 +53,7 @@ __all__ = [
     "feed",
     "items",
     "launch",
+    "weights",
     "world",
 ]
 
@@ -64,6 +65,7 @@ _LATER = {
     "MicroBatches": "ronde.run",
     "Plan": "ronde.plan",
     "items": "ronde.jobs",
+    "weights": "ronde.jobs",
     "Flow": "ronde.jobs",
 }
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import ronde
 from ronde.cli.app import app
 from ronde.jobs.items import find_items
+from ronde.jobs.join import join_outputs
 from ronde.jobs.ledger import JobLedger
 from ronde.jobs.map_plan import chunk_key, without_output
 from ronde.world import ArgumentError, RondeError
@@ -155,6 +157,20 @@ def test_items_without_an_output_are_found(tmp_path: Path) -> None:
         ledger.commit(lease)
     assert without_output(ledger, 10) == [chunk_key(0, 2), chunk_key(6, 8), chunk_key(9, 10)]
     assert without_output(ledger, 9) == [chunk_key(0, 2), chunk_key(6, 8)]
+
+
+def test_several_may_join_at_the_same_time(tmp_path: Path) -> None:
+    root, parts = tmp_path / ".map", [f"{i}\n" * 100 for i in range(60)]
+    ledger = JobLedger(root)
+    ledger.add(chunk_key(i, i + 1) for i in range(60))
+    while lease := ledger.claim():
+        (lease.folder / "out.txt").write_text(parts[int(lease.key.split("-")[0])])
+        ledger.commit(lease, {"outputs": ["out.txt"]})
+    owners = [JobLedger(root) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda owner: join_outputs(owner, tmp_path), owners))
+    assert (tmp_path / "out.txt").read_text() == "".join(parts)
+    assert not list(root.glob("joined*"))
 
 
 def test_items_are_read_by_range(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

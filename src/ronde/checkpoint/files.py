@@ -76,6 +76,21 @@ class Checkpoint:
         """One file's tensors by name, on the CPU; empty if the file does not exist."""
         return load_file(self.path / file) if file in self.files else {}
 
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's tensors, whole, under all names that they have.
+
+        Raises:
+            CheckpointError: it holds several models.
+        """
+        if parts := self.state.get("parts"):
+            raise CheckpointError(
+                f"{self.path.name} holds several models ({', '.join(map(repr, parts))} besides the "
+                "first). In Python, ronde.checkpoint.verify(path).whole('model') and "
+                f".whole({next(iter(parts)) + '.model'!r}) are their weights."
+            )
+        found = self.whole("model")
+        return {**found, **{n: found[origin] for n, origin in self.state["same_tensors"].items()}}
+
     def source(self, part: str) -> PieceSource:
         """A part's tensors (``"model"``), readable box by box, whoever wrote them."""
         if part in self.tensors:

@@ -85,18 +85,6 @@ def _prune(run: RunDir, text: str, sure: bool) -> list[Path]:
     return [path for path in paths if not sure or checkpoint.remove(path)]
 
 
-def _export(found: checkpoint.Checkpoint, path: Path) -> None:
-    if parts := found.state.get("parts"):
-        raise ArgumentError(
-            f"--export: {found.path.name} holds several models ({', '.join(map(repr, parts))} "
-            "besides the first). In Python, ronde.checkpoint.verify(path).whole('model') and "
-            f".whole({next(iter(parts)) + '.model'!r}) are their weights."
-        )
-    weights = found.whole("model")
-    same = found.state["same_tensors"]
-    checkpoint.export({**weights, **{name: weights[origin] for name, origin in same.items()}}, path)
-
-
 def _print(rows: list[dict[str, Any]], best: int | None) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -178,7 +166,7 @@ def register(app: typer.Typer) -> None:
         run = find_run(folder, name)
         if to is not None:
             found = _newest_whole(run, step)
-            _export(found, to)
+            checkpoint.export(found.weights(), to)
             answer = {"checkpoint": str(found.path), "step": found.step, "file": str(to)}
             print(json.dumps(answer) if as_json else f"{to}: weights of step {found.step:,}")
             newer = [

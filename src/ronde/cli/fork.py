@@ -60,8 +60,8 @@ class Origin:
             ) from error
 
 
-def find_origin(text: str, runs: Path) -> Origin:
-    """The checkpoint that ``--from`` names.
+def find_origin(text: str, runs: Path, option: str = "--from") -> Origin:
+    """The checkpoint that an option names, as ``RUN[@STEP]``.
 
     Raises:
         ArgumentError: no such run, or it has no such checkpoint.
@@ -78,7 +78,7 @@ def find_origin(text: str, runs: Path) -> Origin:
     if not chosen:
         steps = ", ".join(str(step_of(path)) for path in reversed(found))
         raise ArgumentError(
-            f"--from {text}: {name} has no checkpoint"
+            f"{option} {text}: {name} has no checkpoint"
             + (f" of step {step}; it has those of steps {steps}." if found else " to begin with.")
         )
     reasons = []
@@ -91,4 +91,4 @@ def find_origin(text: str, runs: Path) -> Origin:
         place = run.path.resolve()
         where = run.name if place.parent == runs.resolve() else str(place)
         return Origin(f"{where}@{step_of(path)}", path)
-    raise CheckpointError(f"--from {text}: {reasons[0]}. 'ronde checkpoints' lists them.")
+    raise CheckpointError(f"{option} {text}: {reasons[0]}. 'ronde checkpoints' lists them.")

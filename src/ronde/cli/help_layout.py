@@ -71,7 +71,7 @@ def _refusals_told(verb: str | None) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        if verb == "run":
+        if verb in ("run", "map"):
             from ronde.launch.container import tell_service
 
             tell_service(getattr(error, "format_message", error.__str__)())

@@ -11,18 +11,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.fork import find_origin
 from ronde.cli.hosts import HostOptions
 from ronde.cli.leaving import parse_duration
+from ronde.cli.map_container import folder_of_host, items_of_host
 from ronde.cli.script import IN_MAP, WorkersOption, command_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
+
+if TYPE_CHECKING:
+    from ronde.launch import Container
 
 __all__ = ["register"]
 
@@ -40,6 +45,8 @@ Examples:
   ronde map --items lines:reviews.txt --workers 8 --out labels label.py
 
   ronde map --items rows:table.parquet --limit 10m --tolerate 1% --out out score.py
+
+  ronde map --items 'images/*.jpg' --model digits --out labels label.py
 
   ronde map --items 'configs/*.yaml' --out out -- python simulate.py {}
 
@@ -84,6 +91,16 @@ class Options(HostOptions):
         Path | None,
         typer.Option(
             "--resume", metavar="DIR", help="Go on with the map in this folder.", show_default=False
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="RUN[@STEP]",
+            help="Give the script a run's trained weights, as ronde.weights(…); a command, their "
+            "file for {model}.",
+            show_default=False,
         ),
     ] = None
     chunk: Annotated[
@@ -145,11 +162,19 @@ def _map(options: Options) -> None:
     from ronde.jobs.ledger import JobLedger
     from ronde.jobs.map_plan import load_map, without_output
     from ronde.jobs.map_worker import STOPPED
+    from ronde.launch import container
+    from ronde.launch.container import tell_service
 
+    box = None if options.named else container()
     out = (options.resume or options.out or Path()).absolute()
+    if box is not None:
+        os.environ.update(box.environment)
+        out = folder_of_host(box, out)
     if options.resume is None:
-        _plan(options, out)
-    elif options.items or options.out or options.arguments:
+        if not _plan(options, out, box):
+            _tell(f"no items for {box and box.current}")
+            return
+    elif options.items or options.out or options.arguments or options.model:
         raise ArgumentError("--resume goes on with a map as it was planned: give it alone.")
     root = out / ".map"
     plan, items = load_map(root)
@@ -158,18 +183,21 @@ def _map(options: Options) -> None:
     if not options.quiet and not options.as_json:
         shown = [_short(Path(plan.command[0])), *plan.command[1:]]
         _tell(f"ronde map {' '.join(shown)}  ·  {len(items):,} items  ·  {out.name}")
-    again = f"go on with: ronde map --resume {_short(out)}"
+    again = f"go on with: ronde map --resume {options.resume or options.out}"
     if not ledger.left:
         ledger.add(without_output(ledger, len(items)))
     status = _work(options, out, ledger, began)
     write_failed(ledger, items, out)
     if (root / STOPPED).exists():
-        told = (root / STOPPED).read_text()
-        typer.echo(f"error: {told}. They are in {_short(out / FAILED)}; {again}.", err=True)
+        told, failed = (root / STOPPED).read_text().rstrip("."), out / FAILED
+        where = f"They are in {_short(failed)}; {again}" if failed.exists() else again.capitalize()
+        tell_service(f"{told}. {where}.")
+        typer.echo(f"error: {told}. {where}.", err=True)
         raise typer.Exit(1)
     if ledger.left:
+        tell_service(f"stopped; {again}")
         typer.echo(f"stopped; {again}", err=True)
-        raise typer.Exit(status or 1)
+        raise typer.Exit(max(status, 0) or 1)
     ledger.tidy()
     if lost := without_output(ledger, len(items)):
         raise RondeError(f"items {', '.join(lost)} have no output; {again}.")
@@ -182,10 +210,13 @@ def _map(options: Options) -> None:
         bad = f", {result.failed:,} set aside ({_short(out / FAILED)})" if result.failed else ""
         took = f"{time.monotonic() - began:.1f} s"
         _tell(f"{result.done:,} items in {result.chunks:,} chunks{bad}, in {took}: {_short(out)}")
+    if result.failed:
+        tell_service(f"{result.failed:,} items set aside: {out / FAILED}")
     raise typer.Exit(1 if result.failed else 0)
 
 
-def _plan(options: Options, out: Path) -> None:
+def _plan(options: Options, out: Path, box: Container | None) -> bool:
+    """Plan the map. False if this host of a container has no items."""
     from ronde.jobs.items import find_items
     from ronde.jobs.map_plan import MapPlan, chunk_cuts, plan_map
     from ronde.launch import resolve_workers
@@ -199,19 +230,39 @@ def _plan(options: Options, out: Path) -> None:
     # click takes the first -- away; a command is what is no script.
     each = not command[0].endswith(".py")
     if not each:
-        command = command_of(None, command)
+        command = command_of(None, command) + list(box.arguments if box is not None else ())
         command = [str(Path(command[0]).absolute()), *command[1:]]
     elif shutil.which(command[0]) is None:
         raise ArgumentError(
             f"command not found: {command[0]}. A script for all items has a name with .py."
         )
-    items = find_items(options.items)
+    items = find_items(options.items) if box is None else items_of_host(box, options.items)
+    if items is None:
+        return False
     count = resolve_workers(options.workers) if options.workers != "auto" else os.cpu_count() or 1
     limit = None if options.limit is None else parse_duration(options.limit, "--limit")
     tolerate = _tolerated(options.tolerate, len(items))
     plan = MapPlan(command, each, options.retries, limit, tolerate, items.digest)
+    cuts = chunk_cuts(items, options.chunk, count)
+    model = None if options.model is None else _model(options.model)
     out.mkdir(parents=True, exist_ok=True)
-    plan_map(out / ".map", items, plan, chunk_cuts(items, options.chunk, count))
+    plan_map(out / ".map", items, plan, cuts, model or (lambda folder: None))
+    return True
+
+
+def _model(text: str) -> Callable[[Path], None]:
+    """What writes the weights of a run into a folder.
+
+    Raises:
+        ArgumentError: there is no such run, or no such checkpoint.
+        CheckpointError: it is damaged, or of several models.
+    """
+    from ronde import checkpoint
+    from ronde.jobs.map_plan import MODEL
+
+    runs = Path(os.environ.get("RONDE_RUNS", "runs"))
+    weights = checkpoint.verify(find_origin(text, runs, "--model").checkpoint).weights()
+    return lambda folder: checkpoint.export(weights, folder / MODEL)
 
 
 def _tolerated(text: str | None, count: int) -> int | None:

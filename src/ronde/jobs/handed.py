@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -11,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from ronde.jobs.items import Items, find_items, load_items
-from ronde.world import ArgumentError, RondeError
+from ronde.world import ArgumentError, CheckpointError, RondeError
 
-__all__ = ["PIPES", "Chunk", "check_output_name", "items"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PIPES", "Chunk", "check_output_name", "items", "weights"]
 
 PIPES = "RONDE_MAP_PIPES"
 """Variable by which a map's script finds its worker: the ledger's folder and two descriptors."""
@@ -51,6 +55,18 @@ class Chunk:
             self._progress()
             yield each
         self._ended = True
+
+    def batches(self, size: int) -> Iterator[list[tuple[Any, Any]]]:
+        """Its keys and records in lists of ``size``; the last one may be shorter.
+
+        Raises:
+            ArgumentError: the size is below 1.
+        """
+        if size < 1:
+            raise ArgumentError(f"batches: size {size}: expected 1 or more.")
+        each = iter(self)
+        while batch := list(itertools.islice(each, size)):
+            yield batch
 
     @contextlib.contextmanager
     def output(self, name: str, mode: str = "w") -> Iterator[IO[Any]]:
@@ -139,6 +155,42 @@ def items(source: str) -> Iterator[Chunk]:
                 target = path.relative_to(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(path, target)
+
+
+def weights(run: str) -> dict[str, torch.Tensor]:
+    """The weights of a trained run, on the CPU, for ``model.load_state_dict``.
+
+    Alone, a script gets those of the run's newest whole checkpoint. Under ``ronde map --model RUN``
+    it gets those that were exported when the map was planned, the same ones in every worker.
+
+    Args:
+        run: name of a run in ``runs`` (or ``RONDE_RUNS``), or a path to its folder.
+
+    Raises:
+        CheckpointError: the run has no whole checkpoint, or one of several models.
+        ArgumentError: ``ronde map`` was not told which run.
+
+    Example:
+
+        model.load_state_dict(ronde.weights("digits"))
+    """
+    from safetensors.torch import load_file
+
+    from ronde.checkpoint import find_valid
+    from ronde.jobs.map_plan import MODEL
+    from ronde.watch import RunDir
+
+    if PIPES in os.environ:
+        file = Path(json.loads(os.environ[PIPES])[0]) / MODEL
+        if not file.exists():
+            raise ArgumentError(f"weights: tell ronde map which run: --model {run}.")
+        return load_file(file)
+    folder = Path(run) if "/" in run else Path(os.environ.get("RONDE_RUNS", "runs")) / run
+    checkpoint, refused = find_valid(RunDir(folder).checkpoints)
+    if checkpoint is None:
+        reason = refused[0] if refused else f"there is none in {folder}"
+        raise CheckpointError(f"weights: no whole checkpoint of {run}: {reason}.")
+    return checkpoint.weights()
 
 
 def _handed() -> Iterator[Chunk]:

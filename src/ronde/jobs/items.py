@@ -29,14 +29,21 @@ class Items:
         source: as the user named them: a pattern, ``lines:FILE``, ``rows:FILE.parquet``, ``@FILE``.
         starts: where each item's bytes begin in all bytes, and their end: (items + 1,) int64.
         names: their names, a line of JSON each; empty where the source itself holds them.
+        first: the place of the first one in the source.
     """
 
     source: str
     starts: numpy.ndarray[Any, numpy.dtype[numpy.int64]]
     names: bytes = b""
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def part(self, low: int, high: int) -> Items:
+        """Items ``low`` to ``high``, under the same keys."""
+        lines = self.names.splitlines()[low:high]
+        return Items(self.source, self.starts[low : high + 1], b"\n".join(lines), self.first + low)
 
     def bytes_of(self, low: int, high: int) -> int:
         """How many bytes items ``low`` to ``high`` have."""
@@ -53,7 +60,7 @@ class Items:
 
         numpy.save(folder / "items.npy", self.starts)
         (folder / "items.txt").write_bytes(self.names)
-        (folder / "items.json").write_text(json.dumps({"source": self.source}))
+        (folder / "items.json").write_text(json.dumps({"source": self.source, "first": self.first}))
 
     def read(self, low: int, high: int) -> Iterator[tuple[Any, Any]]:
         """Keys and records of items ``low`` to ``high``: a path and a path, a number and a line
@@ -66,11 +73,11 @@ class Items:
                 for number in range(low, high):
                     size = int(self.starts[number + 1] - self.starts[number])
                     yield (
-                        number,
+                        self.first + number,
                         lines.read(size).rstrip(b"\r\n").decode("utf-8", "surrogateescape"),
                     )
         elif kind == "rows" and file:
-            yield from _rows(file, low, high)
+            yield from _rows(file, self.first + low, self.first + high)
         else:
             for line in self.names.splitlines()[low:high]:
                 name = json.loads(line)
@@ -113,9 +120,9 @@ def load_items(folder: Path) -> Items:
     """Those that :meth:`Items.save` wrote."""
     import numpy
 
-    source = json.loads((folder / "items.json").read_text())["source"]
+    told = json.loads((folder / "items.json").read_text())
     starts = numpy.load(folder / "items.npy", mmap_mode="r")
-    return Items(source, starts, (folder / "items.txt").read_bytes())
+    return Items(told["source"], starts, (folder / "items.txt").read_bytes(), told["first"])
 
 
 def _named(source: str, names: list[str], sizes: list[int]) -> Items:

@@ -75,7 +75,7 @@ def write_failed(ledger: JobLedger, items: Items, out: Path) -> None:
     for low, high, _, info in committed_chunks(ledger):
         if "error" in info:
             key = next(iter(items.read(low, high)))[0]
-            told = {"item": key, "place": low, "attempts": info["attempts"]}
+            told = {"item": key, "place": items.first + low, "attempts": info["attempts"]}
             lines.append(json.dumps(told | {"error": info["error"]}) + "\n")
     if lines:
         (out / FAILED).write_text("".join(lines))
@@ -88,9 +88,19 @@ def join_outputs(ledger: JobLedger, out: Path) -> None:
     Raises:
         RondeError: two chunks wrote a file of one name.
     """
-    made = ledger.root / "joined"
-    shutil.rmtree(made, ignore_errors=True)
+    made = ledger.root / f"joined-{ledger.owner}"  # others may join at the same time
     made.mkdir()
+    try:
+        _join(ledger, made)
+        for path in sorted(p for p in made.rglob("*") if p.is_file()):
+            target = out / path.relative_to(made)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            path.replace(target)
+    finally:
+        shutil.rmtree(made)
+
+
+def _join(ledger: JobLedger, made: Path) -> None:
     for _, _, folder, info in committed_chunks(ledger):
         if "error" in info:
             continue
@@ -107,11 +117,6 @@ def join_outputs(ledger: JobLedger, out: Path) -> None:
                 )
             else:
                 _link(path, target)
-    for path in sorted(p for p in made.rglob("*") if p.is_file()):
-        target = out / path.relative_to(made)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        path.replace(target)
-    shutil.rmtree(made)
 
 
 def _link(path: Path, target: Path) -> None:

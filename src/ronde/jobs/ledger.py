@@ -284,6 +284,11 @@ class JobLedger:
         return found
 
     @property
+    def has_output(self) -> bool:
+        """Whether any task is committed."""
+        return bool(self._names("out"))
+
+    @property
     def left(self) -> int:
         """How many tasks wait or are under way; 0 when all is done."""
         # A task moves from todo to lease and back: seen in the order lease, todo, lease, never 0.

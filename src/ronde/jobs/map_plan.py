@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,20 @@ from ronde.jobs.items import Items, load_items
 from ronde.jobs.ledger import JobLedger
 from ronde.world import ArgumentError
 
-__all__ = ["MapPlan", "bounds", "chunk_cuts", "chunk_key", "load_map", "plan_map", "without_output"]
+__all__ = [
+    "MODEL",
+    "MapPlan",
+    "bounds",
+    "chunk_cuts",
+    "chunk_key",
+    "load_map",
+    "plan_map",
+    "host_parts",
+    "without_output",
+]
+
+MODEL = "model.safetensors"
+"""File of the weights that ``--model`` gives to the workers."""
 
 _MOST_CHUNKS = 4096
 _CHUNKS_A_WORKER = 16
@@ -66,8 +79,6 @@ def chunk_cuts(items: Items, chunk: str, workers: int) -> list[int]:
     Raises:
         ArgumentError: ``chunk`` says none of these.
     """
-    import numpy
-
     from ronde.plan.fields import parse_bytes
 
     count, total = len(items), items.bytes_of(0, len(items))
@@ -79,13 +90,32 @@ def chunk_cuts(items: Items, chunk: str, workers: int) -> list[int]:
         pieces = min(count, math.ceil(total / size))
     else:
         raise ArgumentError(f"--chunk {chunk}: expected auto, a number of items, or bytes as 64MB.")
-    goals = numpy.arange(1, pieces) * (total / pieces)
-    cuts = numpy.searchsorted(items.starts[1:], goals) + 1
-    return [0, *(int(c) for c in numpy.unique(cuts) if 0 < c < count), count]
+    cuts = sorted({int(c) for c in _goals(items, pieces)})
+    return [0, *(c for c in cuts if 0 < c < count), count]
 
 
-def plan_map(root: Path, items: Items, plan: MapPlan, cuts: Sequence[int]) -> None:
-    """Write a new plan, whole or not at all.
+def host_parts(items: Items, count: int) -> list[tuple[int, int]]:
+    """Neighbours for each of so many hosts, of about the same number of bytes."""
+    cuts = [0, *(int(c) for c in _goals(items, count).clip(0, len(items))), len(items)]
+    return list(itertools.pairwise(cuts))
+
+
+def _goals(items: Items, pieces: int) -> Any:
+    """Where items must be cut into pieces of the same number of bytes."""
+    import numpy
+
+    goals = numpy.arange(1, pieces) * (items.bytes_of(0, len(items)) / pieces)
+    return numpy.searchsorted(items.starts[1:] - items.starts[0], goals) + 1
+
+
+def plan_map(
+    root: Path,
+    items: Items,
+    plan: MapPlan,
+    cuts: Sequence[int],
+    write: Callable[[Path], object] = lambda folder: None,
+) -> None:
+    """Write a new plan, whole or not at all. ``write`` adds files to its folder.
 
     Raises:
         ArgumentError: there is another one.
@@ -100,6 +130,7 @@ def plan_map(root: Path, items: Items, plan: MapPlan, cuts: Sequence[int]) -> No
     made.mkdir(parents=True)
     items.save(made)
     (made / "job.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1))
+    write(made)
     JobLedger(made).add(chunk_key(low, high) for low, high in itertools.pairwise(cuts))
     made.rename(root)
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from ronde.jobs.handed import PIPES
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
-from ronde.jobs.map_plan import bounds, committed_chunks, halves, is_too_long, load_map
+from ronde.jobs.map_plan import MODEL, bounds, committed_chunks, halves, is_too_long, load_map
 from ronde.world.heartbeat import heartbeat
 
 __all__ = ["STOPPED"]
@@ -32,12 +32,29 @@ STOPPED = "stopped"
 
 _BEAT, _IDLE = 1.0, 0.2
 _TAIL = 4000  # last characters of what a process wrote, which tell why an item failed
-_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK")
-_FAMILIES = ("RONDE_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "PMIX_", "TORCHELASTIC_")
+_LAUNCHERS = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
+    *("SM_HOSTS", "SM_CURRENT_HOST"),
+)
+_FAMILIES = (
+    "RONDE_",
+    "SM_HOSTS",
+    "SM_CURRENT_HOST",
+    "MASTER_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "TORCHELASTIC_",
+)
 
 
 class _Failed(Exception):
     """A chunk could not be done; says why."""
+
+
+class _NeverBegan(_Failed):
+    """The script ended before its first item."""
 
 
 def _die_with_worker() -> None:
@@ -126,7 +143,7 @@ class _Worker:
             self._close()
             with contextlib.suppress(LeaseLost):  # then its folder is gone: that is no failure
                 self.ledger.beat(lease)
-                self._failed(lease, str(failure))
+                self._failed(lease, failure)
         except BaseException:  # asked to leave
             self._close()
             self.ledger.give_back(lease)
@@ -142,8 +159,13 @@ class _Worker:
                 },
             )
 
-    def _failed(self, lease: Lease, why: str) -> None:
+    def _failed(self, lease: Lease, why: _Failed) -> None:
         low, high = bounds(lease.key)
+        if isinstance(why, _NeverBegan) and lease.failed and not self.ledger.has_output:
+            last = str(why).strip().splitlines()[-1]
+            self._stop(f"the script ends before its first item: {last}")
+            self.ledger.give_back(lease)
+            return
         if high - low > 1:
             if lease.failed or self.ledger.is_doomed(lease):
                 self.ledger.divide(lease, halves(lease.key))
@@ -161,8 +183,10 @@ class _Worker:
             return
         bad = sum("error" in info for *_, info in committed_chunks(self.ledger))
         if bad > most:
-            told = f"more items failed ({bad}) than --tolerate allows ({most})"
-            (self.ledger.root / STOPPED).write_text(told)
+            self._stop(f"more items failed ({bad}) than --tolerate allows ({most})")
+
+    def _stop(self, why: str) -> None:
+        (self.ledger.root / STOPPED).write_text(why)
 
     def _watch(
         self, lease: Lease, is_done: Callable[[float], bool], limit: float | None = None
@@ -202,7 +226,8 @@ class _Worker:
 
         if is_new:
             self._watch(lease, answered)  # it has come to its items
-        if answer or not is_new:
+        began = bool(answer) or not is_new
+        if began:
             answer = b""
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._orders, (json.dumps(order) + "\n").encode())
@@ -214,7 +239,7 @@ class _Worker:
             said = child.end()
             if child.process.returncode == 0:
                 said += "\nthe script ended before its items: it must loop over ronde.items(…)"
-            raise _Failed(said)
+            raise (_Failed if began else _NeverBegan)(said)
         outputs: list[str] = json.loads(answer)["outputs"]
         return outputs
 
@@ -233,8 +258,10 @@ class _Worker:
         """Start the command once an item. Returns the names of outputs."""
         name = "output.txt"
         with open(lease.folder / name, "wb") as out:
+            model = self.ledger.root / MODEL
+            given = {"{model}": str(model)} if model.exists() else {}
             for _, record in self.items.read(*bounds(lease.key)):
-                values = {"{}": str(record), "{out}": str(lease.folder)}
+                values = {"{}": str(record), "{out}": str(lease.folder), **given}
                 words = [_filled(word, values) for word in self.plan.command]
                 self._child = _Child(words, self._environment, stdout=out)
                 process = self._child.process

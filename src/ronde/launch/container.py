@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Container:
         environment: folders and channels under the names that scripts know (``SM_MODEL_DIR``, …).
         checkpoints: a folder that the service keeps; None where there is none.
         failure: the file for the reason of a failure.
+        inputs: folder of each channel -> how its files are spread over the hosts.
         port: on which the first host's workers meet the others; 0: ``SM_MASTER_PORT``, or 7777.
     """
 
@@ -55,6 +56,7 @@ class Container:
     checkpoints: Path | None
     failure: Path
     port: int = 0
+    inputs: Mapping[Path, str] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -214,4 +216,28 @@ def container(env: Mapping[str, str] = os.environ) -> Container | None:
         {k: v for k, v in told.items() if not env.get(k)},
         checkpoints if kept or checkpoints.is_dir() else None,
         failure,
+        inputs=_inputs(channels, data) | _processing_inputs(base),
     )
+
+
+def _inputs(channels: Mapping[str, Mapping[str, Any]], data: Path) -> dict[Path, str]:
+    """How the files of a training job's channels are spread over its hosts."""
+    return {
+        data / name: "Pipe" if c.get("TrainingInputMode") == "Pipe" else c["S3DistributionType"]
+        for name, c in channels.items()
+        if c.get("S3DistributionType")
+    }
+
+
+def _processing_inputs(base: Path) -> dict[Path, str]:
+    """The same of a processing job."""
+    found = {}
+    for told in (_json(base / "config" / "processingjobconfig.json") or {}).get(
+        "ProcessingInputs", ()
+    ):
+        source = told.get("S3Input") or told.get("DatasetDefinition") or {}
+        spread = source.get("S3DataDistributionType") or source.get("DataDistributionType")
+        pipe = "Pipe" in (source.get("S3InputMode"), source.get("InputMode"))
+        if source.get("LocalPath"):
+            found[Path(source["LocalPath"])] = "Pipe" if pipe else spread or "FullyReplicated"
+    return found
