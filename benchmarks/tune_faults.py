@@ -89,8 +89,8 @@ def search(folder: Path, kills: int, rng: random.Random) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             if killed.total() < kills:
                 groups = killable(psutil.Process(process.pid))
-                kind = rng.choices(list(groups), (1, 2, 2))[0]
-                if groups[kind] and (folder / "runs" / "s" / "tune.json").exists():
+                if groups["worker"]:  # not while it starts
+                    kind = rng.choices(list(groups), (1, 2, 2))[0]
                     rng.choice(groups[kind]).kill()
                     killed[kind] += 1
             continue
