@@ -127,6 +127,25 @@ def test_an_alert_ends_a_trial_that_has_not_trained_whole(tmp_path: Path) -> Non
     assert (found.results, found.rule) == ((0.5,), "")
 
 
+@pytest.mark.timeout(170)
+def test_launchers_that_are_killed_are_started_again(tmp_path: Path) -> None:
+    suicide = """
+import os, pathlib, psutil
+starts = pathlib.Path("starts.txt")
+starts.open("a").write("start\\n")
+if len(starts.read_text().split()) <= 3:
+    next(p for p in psutil.Process().parents() if "run" in p.cmdline()).kill()
+    psutil.Process().kill()
+"""
+    (tmp_path / "train.py").write_text(suicide + SCRIPT)
+    words = ("--space", "lr=0.1", "--goal", "min:loss", "--method", "grid", "--devices", "1")
+    process = tune(tmp_path, *words, "--on-rule", "ignore", "--name", "s", "train.py")
+    told, errors = process.communicate(timeout=160)
+    assert process.returncode == 0, errors
+    assert (tmp_path / "starts.txt").read_text().split() == 4 * ["start"]
+    assert "best t000" in told
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

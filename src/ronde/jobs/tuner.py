@@ -14,6 +14,7 @@ import os
 import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ __all__ = ["Tuned", "Tuner", "TunePlan", "load_plan"]
 
 _PAYS = 1.2  # times the samples per second that twice the workers must give
 _TRIES = 3  # starts of a trial that come no further
+_KILLS = 30  # starts that something else ends: by hand, or where memory is short
 _LOOK_SECONDS, _SIGN_SECONDS = 0.2, 5.0
 
 
@@ -179,7 +181,7 @@ class Tuner:
         self._lines: list[dict[str, Any]] = []
         self._progress: dict[int, TrialProgress] = {}
         self._running: dict[int, _Running] = {}
-        self._tries: dict[int, int] = {}
+        self._tries: Counter[tuple[int, bool]] = Counter()  # by trial, and whether it was killed
         self._rungs: tuple[int, ...] = ()
         self._asked_to_stop = False
         self._lock = -1
@@ -299,8 +301,12 @@ class Tuner:
             del self._running[number]
             self._devices = sorted([*self._devices, *running.devices])
             came_further = len(now.results) > len(before.results) or now.samples > before.samples
-            self._tries[number] = 0 if came_further else self._tries.get(number, 0) + 1
-            if self._tries[number] >= _TRIES or (status == 2 and not now.begun):
+            was_killed = status < 0
+            self._tries[number, was_killed] += 1
+            if came_further:
+                self._tries[number, True] = self._tries[number, False] = 0
+            most = _KILLS if was_killed else _TRIES
+            if self._tries[number, was_killed] >= most or (status == 2 and not now.begun):
                 log = self.runs / f"{trial_name(number)}.log"
                 raise RondeError(
                     f"trial {trial_name(number)} ends with status {status} and comes no further: "
