@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import keras
-import ronde
+import ronde.keras
 from forked import forget_runs
 
 keras.config.set_floatx("float64")
@@ -119,11 +119,46 @@ def weights(model) -> dict[str, np.ndarray]:
     return {**found, "parameters": sum(v.size for v in found.values())}
 
 
-def plain(case: dict) -> dict:
+def callbacks(file: Path) -> list:
+    c = keras.callbacks
+    return [
+        c.LearningRateScheduler(lambda epoch, rate: rate * 0.7 if epoch else rate),
+        c.EarlyStopping("val_accuracy", patience=1, mode="max", restore_best_weights=True),
+        c.ModelCheckpoint(file, monitor="val_loss", save_best_only=True),
+    ]
+
+
+def by_fit(case: dict, file: Path, fit) -> dict:
+    """A compiled model's own training, by Keras's ``fit`` or Ronde's."""
+    model, (x, y) = build(case["model"]), data(75)
+    model.compile(OPTIMIZERS[case["optimizer"]](), loss(), metrics=["accuracy"])
+    held = (x[:33] + 0.1, y[:33])
+    more = callbacks(file)
+    if fit is ronde.keras.fit:
+        more.append(keras.callbacks.TensorBoard(file.with_suffix(".board")))
+    history = fit(
+        model,
+        x,
+        y,
+        batch_size=20,
+        epochs=6,
+        shuffle=False,
+        validation_data=held,
+        callbacks=more,
+        **case["options"],
+    )
+    found = {f"end {k}": v for k, v in weights(model).items()}
+    found |= {k: np.array(v) for k, v in history.history.items() if k != "accuracy"}
+    return found | weights(keras.models.load_model(file))
+
+
+def plain(case: dict, file: Path) -> dict:
     """As Keras trains, except that float64 stays float64."""
     from keras.src.backend.common import dtypes
 
     dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"
+    if case["plan"] == "fit":
+        return by_fit(case, file, keras.Model.fit)
     model, (x, y) = build(case["model"]), data(75)
     model.compile(OPTIMIZERS[case["optimizer"]](), loss())
     model.fit(x, y, batch_size=20, epochs=2, shuffle=False, verbose=0)
@@ -131,13 +166,17 @@ def plain(case: dict) -> dict:
 
 
 def trained(case: dict, file: Path) -> dict:
+    if case["plan"] == "fit":
+        return by_fit(case, file, ronde.keras.fit)
+    if case["plan"] == "refused":
+        return refused(case, file)
     model, (x, y) = build(case["model"]), data(75)
     rows = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
     options = {"batch_size": 20, "shuffle": False, "sync_batchnorm": True, **case["options"]}
     run = ronde.distribute(
         model, OPTIMIZERS[case["optimizer"]](), rows, loss=loss(), plan=case["plan"], **options
     )
-    for _ in run.epochs(2):
+    for _ in run.epochs(case.get("epochs", 2)):
         for batch in run.batches():
             run.step(batch)
     part = torch.utils.data.Subset(rows, range(33))
@@ -151,12 +190,61 @@ def trained(case: dict, file: Path) -> dict:
     return found
 
 
+def refused(_case: dict, _file: Path) -> dict:
+    """What is refused, in its own words."""
+    x, y = data(20)
+    rows = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
+    c, fit = keras.callbacks, ronde.keras.fit
+    told = {}
+
+    def compiled(metrics=("accuracy",)):
+        model = build("mlp")
+        model.compile("sgd", loss(), metrics=list(metrics))
+        return model
+
+    def give(optimizer="SGD", model=None, lost=None, **options):
+        made = OPTIMIZERS.get(optimizer, lambda: optimizer)()
+        ronde.distribute(
+            model or build("mlp"), made, rows, loss=lost or loss(), batch_size=5, **options
+        )
+
+    used = O.SGD(0.1)
+    used.build(build("mlp").trainable_variables)
+    asked = {
+        "built": lambda: give(model=keras.Sequential([L.Dense(3)])),
+        "used": lambda: give(used),
+        "adafactor": lambda: give(O.Adafactor(0.1)),
+        "ema": lambda: give(O.SGD(0.1, use_ema=True)),
+        "steps": lambda: give(O.SGD(0.1, gradient_accumulation_steps=2)),
+        "rate": lambda: give(O.SGD(lambda: 0.1)),
+        "grow": lambda: give("Nadam", batch="grow"),
+        "reduction": lambda: give(lost=keras.losses.MeanSquaredError(reduction="sum")),
+        "none": lambda: give(lost=keras.losses.MeanSquaredError(reduction=None)),
+        "verbose": lambda: fit(compiled(), x, y, verbose=0),
+        "class_weight": lambda: fit(compiled(), x, y, class_weight={0: 2.0}),
+        "compile": lambda: fit(build("mlp"), x, y),
+        "callback": lambda: fit(compiled(), x, y, callbacks=c.CSVLogger("x.csv")),
+        "monitor": lambda: fit(compiled(), x, y, callbacks=[c.EarlyStopping("val_loss")]),
+        "metric": lambda: fit(compiled([keras.metrics.AUC()]), x, y),
+        "data": lambda: fit(compiled(), [x], y),
+        "validation": lambda: fit(compiled(), x, y, validation_data=(x, y, y)),
+    }
+    for name, call in asked.items():
+        try:
+            call()
+        except ronde.RondeError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
+
+
 def main(out: Path, cases: list[dict], plainly: bool) -> None:
     rank = os.environ.get("RANK", "0")
+    if runs := os.environ.get("RUNS"):
+        os.environ["RONDE_RUNS"] = runs
     for i, case in enumerate(cases):
         forget_runs()
         try:
-            found = plain(case) if plainly else trained(case, out / f"{i}.keras")
+            found = (plain if plainly else trained)(case, out / f"{i}.keras")
         except ronde.RondeError as error:
             found = {"refused": f"{type(error).__name__}: {error}"}
         if rank == "0":

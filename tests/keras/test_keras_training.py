@@ -23,14 +23,16 @@ def case(model: str, optimizer: str = "SGD", plan: str = "replicate", **options:
     return {"model": model, "optimizer": optimizer, "plan": plan, "options": options}
 
 
-def train(cases: list[dict], workers: int, folder: Path, *words: str) -> list[dict]:
+def train(
+    cases: list[dict], workers: int, folder: Path, *words: str, **variables: str
+) -> list[dict]:
     """What rank 0 has after each case: weights by place, and the loss of an evaluation."""
     folder.mkdir()
     listing = folder / "cases.json"
     listing.write_text(json.dumps(cases))
     done = zygote.run(
         forked(TESTS / "keras_worker.py", workers, folder, listing, *words, imports=["keras"]),
-        env={**os.environ, "PYTHONPATH": PATHS, "KERAS_BACKEND": "torch"},
+        env={**os.environ, "PYTHONPATH": PATHS, "KERAS_BACKEND": "torch", **variables},
         cwd=folder,
         timeout=170,
     )
@@ -112,6 +114,67 @@ def test_divided_models_train_as_one_does_or_are_refused_by_name(tmp_path):
     kept = [(c, f) for c, f in zip(cases, found, strict=True) if "refused" not in f]
     alone = [{**c, "plan": "replicate"} for c, _ in kept]
     check_equal([c for c, _ in kept], [f for _, f in kept], train(alone, 1, tmp_path / "one"))
+
+
+def test_a_run_is_resumed_on_another_number_of_workers(tmp_path):
+    runs = {"RUNS": str(tmp_path / "runs")}
+    began = [
+        {**case("mlp", "Nadam", name="a"), "epochs": 1},
+        {**case("convolutions", "AdamW", name="b"), "epochs": 1},
+    ]
+    again = [
+        {**case("mlp", "Nadam", "shard=parameters", name="a"), "epochs": 2},
+        {**case("convolutions", "AdamW", "shard=optimizer", name="b"), "epochs": 2},
+    ]
+    train(began, 1, tmp_path / "one", **runs)
+    found = train(again, 2, tmp_path / "two", RONDE_RESUME="1", **runs)
+    cases = [case("mlp", "Nadam"), case("convolutions", "AdamW")]
+    check_equal(cases, found, train(cases, 1, tmp_path / "whole"))
+
+
+def test_fit_calls_back_as_keras_does(tmp_path):
+    """Losses, metrics, the epoch it stops at, the file of the best epoch, and restored weights."""
+    cases = [case("mlp", "SGD", "fit")]
+    found = train(cases, 2, tmp_path / "two")
+    wanted = train(cases, 1, tmp_path / "fit", "plain")
+    assert 1 < len(wanted[0]["loss"]) < 6
+    check_equal(cases, found, wanted)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for part, tag, key in [
+        ("train", "epoch_loss", "loss"),
+        ("validation", "epoch_loss", "val_loss"),
+    ]:
+        board = EventAccumulator(str(tmp_path / "two" / "0.board" / part)).Reload()
+        written = [event.value for event in board.Scalars(tag)]
+        assert written == pytest.approx(wanted[0][key].tolist(), rel=1e-6)
+
+
+SAID = {
+    "built": "has no weights yet: call the model on one batch",
+    "used": "optimizer=SGD has trained already",
+    "adafactor": "optimizer=Adafactor: its state",
+    "ema": "optimizer=SGD(use_ema=…): Ronde does this itself; use run.average()",
+    "steps": "give ronde.distribute(…, micro_batch=N)",
+    "rate": "learning_rate is a function; give a schedule",
+    "grow": "batch='grow' with a Keras LearningRateSchedule",
+    "reduction": "MeanSquaredError(reduction='sum'): expected reduction='sum_over_batch_size'",
+    "none": "MeanSquaredError(reduction=None): expected",
+    "verbose": "ronde.keras.fit(…, verbose=…): not supported",
+    "class_weight": "ronde.keras.fit(…, class_weight=…): not supported",
+    "compile": "model is not compiled",
+    "callback": "callbacks: CSVLogger is not supported by ronde.keras.fit; EarlyStopping",
+    "monitor": "EarlyStopping(monitor='val_loss'): there is loss. Metrics are measured on",
+    "metric": "AUC is no mean over samples",
+    "data": "x: expected two arrays, or a torch Dataset or DataLoader; found list",
+    "validation": "validation_data: expected (x, y)",
+}
+
+
+def test_what_is_not_supported_is_refused_by_name(tmp_path):
+    (told,) = train([case("mlp", plan="refused")], 1, tmp_path / "refused")
+    missing = {k: str(told.get(k, "nothing")) for k, v in SAID.items() if v not in str(told.get(k))}
+    assert not missing
 
 
 def check_equal(cases: list[dict], found: list[dict], wanted: list[dict]) -> None:

@@ -60,7 +60,7 @@ def _of_class(loss: Any, reduction: str) -> Callable[..., Any]:
     if given not in fine:
         cure = ", loss_reduction='sum'" if given == "sum" else ""
         raise ArgumentError(
-            f"loss={type(loss).__name__}(reduction={given!r}): expected reduction={fine[0]!r}"
+            f"loss={type(loss).__name__}(reduction={loss.reduction!r}): expected reduction={fine[0]!r}"
             + (f", or ronde.distribute(…{cure})." if cure else ".")
         )
 

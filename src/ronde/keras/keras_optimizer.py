@@ -144,6 +144,7 @@ class KerasOptimizer(Optimizer):
         if self.schedule is not None:
             start["lr"] = self._scheduled(0)
         super().__init__([v.whole for v in variables], start)
+        inner.save_own_variables = lambda _store: None  # state is the run's, in its checkpoints
         for field, variable in settings.items():
             del variable.__dict__["_value"]
             variable.__class__ = _Setting
