@@ -158,7 +158,7 @@ SAID = {
     "steps": "give ronde.distribute(…, micro_batch=N)",
     "rate": "learning_rate is a function; give a schedule",
     "grow": "batch='grow' with a Keras LearningRateSchedule",
-    "reduction": "MeanSquaredError(reduction='sum'): expected reduction='sum_over_batch_size'",
+    "reduction": "MeanSquaredError(reduction='sum'): expected 'sum_over_batch_size'",
     "none": "MeanSquaredError(reduction=None): expected",
     "verbose": "ronde.keras.fit(…, verbose=…): not supported",
     "class_weight": "ronde.keras.fit(…, class_weight=…): not supported",

@@ -55,13 +55,11 @@ def regularized(model: Any) -> list[str]:
 
 
 def _of_class(loss: Any, reduction: str) -> Callable[..., Any]:
-    given = str(loss.reduction)
-    fine = ("sum",) if reduction == "sum" else ("sum_over_batch_size", "mean")
-    if given not in fine:
-        cure = ", loss_reduction='sum'" if given == "sum" else ""
+    fine = "sum" if reduction == "sum" else "sum_over_batch_size"
+    if loss.reduction not in (fine, "mean" if fine != "sum" else fine):
         raise ArgumentError(
-            f"loss={type(loss).__name__}(reduction={loss.reduction!r}): expected reduction={fine[0]!r}"
-            + (f", or ronde.distribute(…{cure})." if cure else ".")
+            f"loss={type(loss).__name__}(reduction={loss.reduction!r}): expected {fine!r}"
+            + (" without loss_reduction='sum'." if fine == "sum" else ".")
         )
 
     def call(output: Any, target: Any) -> Any:

@@ -12,8 +12,6 @@ from ronde.world import ArgumentError
 
 __all__ = ["check_keras", "refusals"]
 
-_DIVIDED = ("shard=gradients", "shard=parameters", "tensor")
-
 
 def refusals(model: Any, optimizer: Any) -> dict[str, str]:
     """Ways to divide the model that cannot be exact: the way -> why.
@@ -24,12 +22,12 @@ def refusals(model: Any, optimizer: Any) -> dict[str, str]:
         >>> sorted(refusals(model, torch.optim.SGD(model.parameters())))
         ['pipeline', 'shard=gradients', 'shard=parameters', 'tensor']
     """
-    refused: dict[str, str] = {}
+    refused = {"tensor": "Keras's layers cannot be divided by tensor parallelism"}
     if names := regularized(model):
-        why = f"the Keras layer {names[0]!r} has a regularizer, which needs the whole layer"
-        refused |= dict.fromkeys((*_DIVIDED, "pipeline"), why)
+        why = f"the Keras layer {names[0]!r} has a regularizer, which needs whole weights"
+        refused |= dict.fromkeys(("shard=gradients", "shard=parameters", "pipeline"), why)
     if isinstance(optimizer, KerasOptimizer) and (why := optimizer.reads_whole):
-        refused |= dict.fromkeys(_DIVIDED, why)
+        refused |= dict.fromkeys(("shard=gradients", "shard=parameters"), why)
         if optimizer.coupling == "coupled":
             refused |= dict.fromkeys(("pipeline", "shard=optimizer"), why)
     return refused
@@ -47,9 +45,10 @@ def check_keras(model: Any, optimizer: Any, plan: Plan) -> None:
     refused = refusals(model, optimizer)
     for way in ways:
         if way in refused:
+            others = [w for w in ("shard=parameters", "shard=optimizer") if w not in refused]
             raise ArgumentError(
-                f"plan={plan.spec!r}: {refused[way]}, and {way} leaves a worker only a part. Use "
-                "plan='replicate'" + (" or 'shard=optimizer'." if way in _DIVIDED else ".")
+                f"plan={plan.spec!r}: {refused[way]}. Use plan='replicate'"
+                + (f" or {others[0]!r}." if others else ".")
             )
     if set(ways) - {"shard=optimizer"}:
         for layer in layers_of(model):
