@@ -202,7 +202,47 @@ def test_the_example_is_whole() -> None:
         ("{a: {run: x, on: {worker: 2}}}", "on has no key worker"),
         ("{a: {run: x, out: f}, b: {run: y, out: f}}", "b and a both make f"),
         ("{a: {run: x, out: f}, b: {run: y, in: f}}", "b reads f, which a makes: add needs: a"),
-        ("{a: {run: x, retries: -1}}", "retries is a number"),
+        ("{a: {run: x, retries: -1}}", "retries is a whole number from 0"),
+        ("{a: {run: x, retries: !!int b}}", "retries is a whole number from 0: b is not"),
+        ("{a: {run: ronde run x, on: {workers: two}}}", "workers is a whole number from 1"),
+        ("{a: {run: x, on: {slurm: a100}}}", "slurm is a mapping of names"),
+        ("{a: {run: x, in: f, out: f}}", "a reads f, and changes it by what it makes"),
+        ("{a: {run: x, in: ., out: f}}", "a reads ., and changes it by what it makes"),
+        ("{a: {run: x, out: f}, b: {run: y, out: ./f}}", "b and a both make f"),
+        (
+            "{a: {run: x, out: d}, b: {run: y, out: d/f}}",
+            "b makes d/f, and so changes what a makes",
+        ),
+        ("{a: {run: x, out: d}, b: {run: y, in: d/f}}", "b reads d/f, which a makes"),
+        ("{a: {run: x, out: f.txt}, b: {run: y, each: '*.txt'}}", "b reads *.txt, which a makes"),
+        ("{a: {run: x}, b: {run: y, needs: [a, 'a?']}}", "a step is there twice, with ? and without"),
+        ("{a: {run: x, run: y}}", ":1:21: run is there twice"),
+        ("{a: {run: x}, a: {run: y}}", ":1:22: a is there twice"),
+        ("{? [a] : {run: x}}", "steps is a mapping of names, and this is no name"),
+        ("{tränen: {run: x}}", "tränen is no name of a step: a letter, then letters"),
+        ("{a: &a {run: x}, b: {<<: *a}}", "<< is not known: repeat the keys"),
+        ("&s {a: *s}", "a step has no key a"),
+        ("{a: {run: x, in: &l [*l]}}", "in is a text, or a list of texts"),
+        ("{a: *b}", "found undefined alias 'b'"),
+        ("{a: {run: !!python/name:os.system ''}}", "run is a command"),
+        ('{a: {run: "echo \'x"}}', "the command cannot be split: No closing quotation"),
+        (
+            "{a: {run: \"sh -c 'echo ${HOME}'\"}}",
+            "Braces of the command itself need spaces: { HOME }",
+        ),
+        ("{a: {run: x, env: {A: }}}", "A is a text or a number"),
+        ("{a: {run: x, env: {A=B: 1}}}", "A=B cannot be a name under env"),
+        ("{a: {run: x, time: 0s}}", "expected a time"),
+        (
+            "{a: {run: x, in: gone}}",
+            "a reads gone, which is not there, and which no step has under out",
+        ),
+        ("{a: {run: x, when: []}}", "when is STEP.KEY OP NUMBER"),
+        ("{a: {run: x}}\nset: {a: 1}", ":1:9: a is a step, and is under set"),
+        ("{a: {run: x}}\nset: {b: [1]}", ":2:10: b is a text or a number"),
+        ("{}", "there are no steps"),
+        ("{a: {run: 'x\0'}}", ":1:20: the character U+0000 cannot be here"),
+        ("\n\ta: {run: x}", ":2:1: a tab: indent with spaces"),
         ("{a: {run: x, retry: often}}", "retry is lost or any"),
         ("{a: {run: x, time: 3}}", "expected a time"),
         ("{a: {needs: []}}", "the step a has no run"),
@@ -212,6 +252,64 @@ def test_the_example_is_whole() -> None:
 def test_mistakes_are_told_with_their_place(folder: Path, text: str, error: str) -> None:
     (folder / "flow.yaml").write_text(f"steps: {text}")
     with pytest.raises(ArgumentError, match=re.escape(error)) as raised:
-        load_flow(folder / "flow.yaml")
+        load_flow(folder / "flow.yaml", needs_inputs=True)
     assert re.match(r"flow\.yaml:\d+:\d+: |.*flow\.yaml:\d+:\d+: ", str(raised.value))
     assert not (folder / "runs").exists()
+
+
+def test_a_file_that_is_no_text_or_has_no_end_is_told(folder: Path) -> None:
+    file = folder / "flow.yaml"
+    file.write_bytes(b"steps:\n  a: {run: 'sch\xf6n'}")
+    with pytest.raises(ArgumentError, match=r"flow\.yaml:2:16: expected UTF-8"):
+        load_flow(file)
+    file.write_text("steps: {a: " + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(ArgumentError, match="it is nested too deeply"):
+        load_flow(file)
+    with pytest.raises(ArgumentError, match="Is a directory"):
+        load_flow(folder)
+    with pytest.raises(ArgumentError, match="cannot represent an object"):
+        Flow.of(a={"run": Path("x")})
+
+
+def test_many_ways_to_a_step_take_no_time(folder: Path) -> None:
+    steps = {
+        f"s{i}": {"run": "x", "needs": [f"s{j}" for j in range(max(0, i - 3), i)]}
+        for i in range(60)
+    }
+    flow = Flow.of(**steps)  # 10¹⁵ paths
+    assert flow.order() == list(steps)
+    assert flow.before("s59") == set(steps) - {"s59"}
+
+
+def test_a_value_is_one_word_as_it_is_written(folder: Path) -> None:
+    (folder / "flow.yaml").write_text("""
+set: {lr: 0.10, flag: yes, text: "it's; 'two words'"}
+steps:
+  a:
+    run: python -c 'import json, sys; print(json.dumps(dict(text=sys.argv[1:])))' {lr} {flag} {text}
+  b:
+    run: python -c 'import os, sys; print(sys.argv[1:], os.environ["X"])' x={a.text}
+    needs: a
+    env: {X: off}
+""")
+    assert set(states(load_flow(folder / "flow.yaml"), folder).values()) == {"done"}
+    log = (folder / "runs/flow/steps/b/log.txt").read_text()
+    assert (
+        log
+        == str([f"x={['0.10', 'yes', 'it' + chr(39) + 's; ' + chr(39) + 'two words' + chr(39)]}"])
+        + " off\n"
+    )
+
+
+def test_inputs_behind_links_count_and_an_unreadable_one_fails_its_step(folder: Path) -> None:
+    (folder / "store").mkdir()
+    (folder / "data").mkdir()
+    (folder / "data/link").symlink_to(folder / "store")
+    (folder / "store/above").symlink_to(folder / "data")  # no end
+    (folder / "store/x").write_text("1")
+    flow = Flow.of(a={"run": "true", "in": "data"}, b={"run": "true", "in": "dangling"})
+    (folder / "dangling").symlink_to(folder / "nothing")
+    assert states(flow, folder) == {"a": "done", "b": "failed"}
+    assert states(flow, folder) == {"a": "kept", "b": "failed"}
+    (folder / "store/x").write_text("2")
+    assert states(flow, folder) == {"a": "done", "b": "failed"}

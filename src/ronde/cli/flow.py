@@ -33,7 +33,7 @@ Examples:
 
   ronde flow --from train flow.yaml        this step and all after it, anew
 
-  ronde flow --export airflow flow.yaml    as a DAG; argo, github, stepfunctions
+  ronde flow --export airflow flow.yaml    as a DAG; argo, github, sagemaker, …
 """
 
 
@@ -88,7 +88,8 @@ def register(app: typer.Typer) -> None:
         from ronde.jobs.flow import load_flow
         from ronde.jobs.flow_run import FlowRun
 
-        flow = load_flow(file, dict(map(_pair, values or [])))
+        runs_here = export is None and why is None
+        flow = load_flow(file, dict(map(_pair, values or [])), needs_inputs=runs_here)
         for asked, text in (("--why", why), ("--only", only), ("--from", anew)):
             if text is not None and text not in flow.steps:
                 raise ArgumentError(f"{asked} {text}: {file} has no such step.")

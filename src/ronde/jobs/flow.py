@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import fnmatch
+import graphlib
+import heapq
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -18,9 +22,15 @@ __all__ = ["Condition", "Flow", "FlowStep", "fill", "load_flow", "parse_conditio
 
 _KEYS = ("run", "needs", "in", "out", "on", "time", "retries", "retry", "when", "each", "env")
 _ON = ("workers", "hosts", "slurm")
-_NAME = re.compile(r"[A-Za-z][\w-]*")
+_NAME = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_TIME = re.compile(r"(\d+(\.\d+)?[dhms])+", re.ASCII)
 _REFERENCE = re.compile(r"\{([A-Za-z][\w-]*)((?:\.[\w@-]+)*)\}")
-_CONDITION = re.compile(r"\s*([A-Za-z][\w-]*)\.([\w.@-]+)\s*(<=|>=|==|!=|<|>)\s*([-+\d.eE]+)\s*")
+_CONDITION = re.compile(
+    r"\s*([A-Za-z][\w-]*)\.([\w.@-]+)\s*(<=|>=|==|!=|<|>)"
+    r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*",
+    re.ASCII,
+)
 
 
 @dataclass(frozen=True)
@@ -108,27 +118,36 @@ class Flow:
         Raises:
             ArgumentError: it is wrong; says where.
         """
-        text = yaml.safe_dump({"set": dict(values or {}), "steps": steps}, sort_keys=False)
+        whole = {"set": dict(values or {}), "steps": steps}
+        try:
+            text = yaml.safe_dump(whole, sort_keys=False)
+        except yaml.YAMLError as error:
+            raise ArgumentError(f"flow: {' '.join(map(str, error.args))}.") from None
         return _read(text, "flow")
 
     def order(self) -> list[str]:
         """Steps, each after those that it needs, otherwise as they are written."""
+        sorter = graphlib.TopologicalSorter({name: s.needs for name, s in self.steps.items()})
+        sorter.prepare()
+        places = {name: place for place, name in enumerate(self.steps)}
+        ready: list[tuple[int, str]] = []
         done: list[str] = []
-        while len(done) < len(self.steps):
-            done.append(
-                next(
-                    name
-                    for name, step in self.steps.items()
-                    if name not in done and all(need in done for need in step.needs)
-                )
-            )
+        while sorter.is_active():
+            for name in sorter.get_ready():
+                heapq.heappush(ready, (places[name], name))
+            done.append(heapq.heappop(ready)[1])
+            sorter.done(done[-1])
         return done
 
     def before(self, name: str) -> set[str]:
         """All steps that come before one."""
         found: set[str] = set()
-        for need in self.steps[name].needs:
-            found |= {need} | self.before(need)
+        new = list(self.steps[name].needs)
+        while new:
+            need = new.pop()
+            if need not in found:
+                found.add(need)
+                new += self.steps[need].needs
         return found
 
     def after(self, name: str) -> set[str]:
@@ -166,21 +185,34 @@ def parse_condition(text: str) -> tuple[Condition, ...]:
     return tuple(found)
 
 
-def load_flow(path: Path, values: Mapping[str, str] | None = None) -> Flow:
+def load_flow(
+    path: Path, values: Mapping[str, str] | None = None, *, needs_inputs: bool = False
+) -> Flow:
     """Read a file, and check all of it before anything runs.
 
     Args:
         path: of ``flow.yaml``.
         values: replace those under ``set``.
+        needs_inputs: refuse an input that is not there, and that no step makes.
 
     Raises:
         ArgumentError: it is wrong: file, line, column, and a sentence.
     """
     try:
-        text = path.read_text()
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")
     except OSError as error:
         raise ArgumentError(f"{path}: {error.strerror}.") from None
-    return _read(text, str(path), values)
+    except UnicodeDecodeError as error:
+        before = data[: error.start].decode(errors="replace")
+        where = _place(before, len(before))
+        raise ArgumentError(f"{path}:{where}: expected UTF-8: {error.reason}.") from None
+    return _read(text, str(path), values, needs_inputs)
+
+
+def _place(text: str, index: int) -> str:
+    """Line and column of a place in a text."""
+    return f"{text.count(chr(10), 0, index) + 1}:{index - text.rfind(chr(10), 0, index)}"
 
 
 class _Reader:
@@ -196,26 +228,71 @@ class _Reader:
         mark = node.start_mark
         return ArgumentError(f"{self.file}:{mark.line + 1}:{mark.column + 1}: {text}")
 
+    def root(self, text: str) -> yaml.Node:
+        try:
+            node: yaml.Node | None = yaml.compose(text, yaml.SafeLoader)
+        except yaml.reader.ReaderError as error:
+            where = _place(text, error.position)
+            raise ArgumentError(
+                f"{self.file}:{where}: the character U+{error.character:04X} cannot be here."
+            ) from None
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark
+            where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+            problem = str(error.problem)
+            if "'\\t'" in problem:
+                problem = "a tab: indent with spaces"
+            raise ArgumentError(f"{self.file}{where}: {problem}.") from None
+        except RecursionError:
+            raise ArgumentError(f"{self.file}: it is nested too deeply.") from None
+        if node is None:
+            raise ArgumentError(f"{self.file}: there are no steps.")
+        return node
+
     def pairs(self, node: yaml.Node, what: str) -> dict[str, tuple[yaml.Node, yaml.Node]]:
         if not isinstance(node, yaml.MappingNode):
             raise self.wrong(node, f"{what} is a mapping of names.")
         found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise self.wrong(key, f"{what} is a mapping of names, and this is no name.")
             if key.value in found:
                 raise self.wrong(key, f"{key.value} is there twice.")
-            found[str(key.value)] = key, value
+            if key.value == "<<":
+                raise self.wrong(key, "<< is not known: repeat the keys, or write *name alone.")
+            found[key.value] = key, value
         return found
 
-    def plain(self, node: yaml.Node) -> Any:
-        return yaml.SafeLoader("").construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    def scalar(self, node: yaml.Node, what: str) -> str:
+        """A text or a number as it is written."""
+        known = ("str", "int", "float", "bool", "timestamp")
+        tags = [f"tag:yaml.org,2002:{tag}" for tag in known]
+        if not isinstance(node, yaml.ScalarNode) or node.tag not in tags:
+            raise self.wrong(node, f"{what} is a text or a number.")
+        return str(node.value)
 
-    def words(self, node: yaml.Node, key: str) -> tuple[str, ...]:
-        value = self.plain(node)
-        if isinstance(value, str):
-            return (value,)
-        if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-            raise self.wrong(node, f"{key} is a text, or a list of texts.")
-        return tuple(value)
+    def text(self, node: yaml.Node, what: str) -> str:
+        is_text = isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:str"
+        if not is_text or not node.value.strip():
+            raise self.wrong(node, f"{what}.")
+        return str(node.value)
+
+    def words(self, node: yaml.Node | None, key: str) -> tuple[str, ...]:
+        if node is None:
+            return ()
+        nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        found = tuple(self.text(n, f"{key} is a text, or a list of texts") for n in nodes)
+        for word in found:
+            if found.count(word) > 1:
+                raise self.wrong(node, f"{word} is there twice.")
+        return found
+
+    def mapping(self, node: yaml.Node | None, key: str, name: re.Pattern[str]) -> dict[str, str]:
+        found = {} if node is None else self.pairs(node, key)
+        for word, (place, _) in found.items():
+            if not name.fullmatch(word) or (key, word) == ("set", "out"):
+                raise self.wrong(place, f"{word} cannot be a name under {key}.")
+        return {word: self.scalar(value, word) for word, (_, value) in found.items()}
 
     def step(self, name: str, node: yaml.Node) -> FlowStep:
         found = self.pairs(node, f"the step {name}")
@@ -228,116 +305,125 @@ class _Reader:
             raise self.wrong(node, f"the step {name} has no run: give its command.")
         self.places |= {(name, key): value for key, (_, value) in found.items()}
         given = {key: value for key, (_, value) in found.items()}
-        run = self.plain(given["run"])
+        run = self.text(given["run"], "run is a command")
         try:
-            empty = not isinstance(run, str) or not shlex.split(run)
+            words = shlex.split(run)
         except ValueError as error:
             raise self.wrong(given["run"], f"the command cannot be split: {error}.") from None
-        if empty:
-            raise self.wrong(given["run"], "run is a command.")
-        needs = self.words(given["needs"], "needs") if "needs" in given else ()
+        needs = self.words(given.get("needs"), "needs")
+        names = tuple(need.removesuffix("?") for need in needs)
+        if len(set(names)) < len(names):
+            raise self.wrong(given["needs"], "a step is there twice, with ? and without.")
+        each = given.get("each")
         return FlowStep(
             name,
             run,
-            tuple(need.removesuffix("?") for need in needs),
+            names,
             frozenset(need[:-1] for need in needs if need.endswith("?")),
-            self.words(given["in"], "in") if "in" in given else (),
-            self.words(given["out"], "out") if "out" in given else (),
-            self._on(given.get("on"), run),
+            self.words(given.get("in"), "in"),
+            self.words(given.get("out"), "out"),
+            self._on(given.get("on"), words),
             self._time(given.get("time")),
-            self._number(given.get("retries")),
+            self._retries(given.get("retries")),
             self._retry(given.get("retry")),
             self._when(given.get("when")),
-            self._each(given.get("each")),
-            {k: str(v) for k, v in self.mapping(given.get("env"), "env").items()},
+            "" if each is None else self.text(each, "each is a pattern of files"),
+            self.mapping(given.get("env"), "env", _VARIABLE),
         )
 
-    def mapping(self, node: yaml.Node | None, key: str) -> dict[str, Any]:
-        if node is None:
-            return {}
-        return {name: self.plain(value) for name, (_, value) in self.pairs(node, key).items()}
-
-    def _on(self, node: yaml.Node | None, run: str) -> dict[str, Any]:
-        found = self.mapping(node, "on")
-        for key in found:
+    def _on(self, node: yaml.Node | None, words: list[str]) -> dict[str, Any]:
+        found = {} if node is None else self.pairs(node, "on")
+        for key, (place, _) in found.items():
             if key not in _ON:
-                raise self.wrong(node, f"on has no key {key}: there are {', '.join(_ON)}.")
+                raise self.wrong(place, f"on has no key {key}: there are {', '.join(_ON)}.")
         if len(found) > 1:
             raise self.wrong(node, f"on says where once: {' or '.join(found)}.")
-        words = shlex.split(run)[:2]
-        if "workers" in found or "hosts" in found:
-            (key,) = found
-            if words[:1] != ["ronde"] or words[1:] not in (["run"], ["map"], ["tune"]):
-                raise self.wrong(node, f"on: {key} is for commands of ronde run, map, or tune.")
-        return found
+        if "slurm" in found:
+            options = self.mapping(found["slurm"][1], "slurm", _NAME)
+            return {"slurm": options}
+        for key, (place, value) in found.items():
+            if words[:1] != ["ronde"] or words[1:2] not in (["run"], ["map"], ["tune"]):
+                raise self.wrong(place, f"on: {key} is for commands of ronde run, map, or tune.")
+            if key == "hosts":
+                return {key: self.text(value, "hosts is a text, as a:8,b:8")}
+            return {key: self._whole(value, "workers", 1)}
+        return {}
 
     def _time(self, node: yaml.Node | None) -> float | None:
         if node is None:
             return None
         units = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-        text = str(self.plain(node))
+        text = self.scalar(node, "time")
         parts = re.findall(r"([\d.]+)([dhms])", text)
-        if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
+        seconds = sum(float(number) * units[unit] for number, unit in parts)
+        if not _TIME.fullmatch(text) or not 0 < seconds < float("inf"):
             raise self.wrong(node, f"time {text}: expected a time, as 20h, 90m, or 45s.")
-        return sum(float(number) * units[unit] for number, unit in parts)
+        return seconds
 
-    def _number(self, node: yaml.Node | None) -> int:
-        value = 0 if node is None else self.plain(node)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.wrong(node, f"retries is a number: {value!r} is not.")
-        return value
+    def _whole(self, node: yaml.Node, what: str, least: int) -> int:
+        text = self.scalar(node, what)
+        is_whole = node.tag == "tag:yaml.org,2002:int" and re.fullmatch("[0-9]{1,9}", text)
+        if not is_whole or int(text) < least:
+            raise self.wrong(node, f"{what} is a whole number from {least}: {text} is not.")
+        return int(text)
+
+    def _retries(self, node: yaml.Node | None) -> int:
+        return 0 if node is None else self._whole(node, "retries", 0)
 
     def _retry(self, node: yaml.Node | None) -> str:
-        value = "lost" if node is None else self.plain(node)
+        value = "lost" if node is None else self.scalar(node, "retry")
         if value not in ("lost", "any"):
-            raise self.wrong(node, f"retry is lost or any: {value!r} is neither.")
-        return str(value)
+            raise self.wrong(node, f"retry is lost or any: {value} is neither.")
+        return value
 
     def _when(self, node: yaml.Node | None) -> tuple[Condition, ...]:
         if node is None:
             return ()
+        form = "STEP.KEY OP NUMBER, as test.accuracy >= 0.97"
+        text = self.text(node, f"when is {form}")
         try:
-            return parse_condition(str(self.plain(node)))
+            return parse_condition(text)
         except ValueError as error:
-            raise self.wrong(
-                node, f"when: {error} is not STEP.KEY OP NUMBER, as test.accuracy >= 0.97."
-            ) from None
-
-    def _each(self, node: yaml.Node | None) -> str:
-        return "" if node is None else str(self.plain(node))
+            raise self.wrong(node, f"when: {error} is not {form}.") from None
 
 
-def _read(text: str, file: str, values: Mapping[str, str] | None = None) -> Flow:
+def _read(
+    text: str,
+    file: str,
+    values: Mapping[str, str] | None = None,
+    needs_inputs: bool = False,
+) -> Flow:
     reader = _Reader(file)
-    try:
-        root = yaml.compose(text, yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        raise ArgumentError(f"{file}{where}: {error.problem}.") from None
-    if root is None:
-        raise ArgumentError(f"{file}: there are no steps.")
+    root = reader.root(text)
     top = reader.pairs(root, "a flow")
     for key, (place, _) in top.items():
         if key not in ("set", "steps"):
             raise reader.wrong(place, f"a flow has set and steps, and no {key}.")
-    if "steps" not in top:
-        raise reader.wrong(root, "there are no steps.")
-    known = reader.mapping(top["set"][1], "set") if "set" in top else {}
+    known = reader.mapping(top["set"][1], "set", _NAME) if "set" in top else {}
     for name in values or {}:
         if name not in known:
             raise ArgumentError(f"--set {name}: {file} has no {name} under set.")
     steps = {}
-    for name, (place, node) in reader.pairs(top["steps"][1], "steps").items():
-        if not _NAME.fullmatch(name) or name in known:
-            raise reader.wrong(place, f"{name} is no name of a step, or is under set.")
+    for name, (place, node) in (
+        reader.pairs(top["steps"][1], "steps") if "steps" in top else {}
+    ).items():
+        if not _NAME.fullmatch(name):
+            raise reader.wrong(
+                place,
+                f"{name} is no name of a step: a letter, then letters, digits, - and _, "
+                "64 at most.",
+            )
+        if name in known:
+            raise reader.wrong(place, f"{name} is a step, and is under set.")
         steps[name] = reader.step(name, node)
+    if not steps:
+        raise reader.wrong(root, "there are no steps.")
     flow = Flow(steps, {**known, **(values or {})})
-    _check(flow, reader)
+    _check(flow, reader, needs_inputs)
     return flow
 
 
-def _check(flow: Flow, reader: _Reader) -> None:
+def _check(flow: Flow, reader: _Reader, needs_inputs: bool) -> None:
     """Refuse what could not end well: unknown steps, cycles, values that are not there."""
     for name, step in flow.steps.items():
         for need in step.needs:
@@ -347,45 +433,76 @@ def _check(flow: Flow, reader: _Reader) -> None:
                 raise reader.wrong(
                     reader.places[name, "needs"], f"{name} needs {need}, which is no step.{hint}"
                 )
-    _check_cycles(flow, reader)
-    makers: dict[str, str] = {}
+    try:
+        order = flow.order()
+    except graphlib.CycleError as error:
+        circle = error.args[1][:0:-1]
+        first = circle.index(min(circle, key=list(flow.steps).index))
+        circle = circle[first:] + circle[: first + 1]
+        raise reader.wrong(
+            reader.places[circle[0], "needs"], f"a cycle: {' → '.join(circle)}."
+        ) from None
+    before = {name: flow.before(name) for name in order}
+    for step in flow.steps.values():
+        _check_references(flow, step, before[step.name], reader)
+    _check_files(flow, before, reader, needs_inputs)
+
+
+def _check_files(
+    flow: Flow, before: Mapping[str, set[str]], reader: _Reader, needs_inputs: bool
+) -> None:
+    """Refuse files that two steps make, and those that are read before they are made."""
+
+    def path(text: str) -> tuple[str, ...]:
+        if any(value for _, value in references(text)):  # not known before the step runs
+            return (text,)
+        filled = fill(text, lambda name, _: flow.values.get(name, "{out}"))
+        return tuple(part for part in os.path.normpath(filled).split("/") if part != ".")
+
+    made: dict[tuple[str, ...], str] = {}
     for name, step in flow.steps.items():
-        for output in step.outputs:
-            if output in makers:
-                raise reader.wrong(
-                    reader.places[name, "out"],
-                    f"{name} and {makers[output]} both make {output}: the last one would win.",
-                )
-            makers[output] = name
+        for output in map(path, step.outputs):
+            if output in made:
+                both = f"{name} and {made[output]} both make {'/'.join(output)}"
+                why = f"{both}: the last one would win."
+                raise reader.wrong(reader.places[name, "out"], why)
+            made[output] = name
+    for output, name in made.items():
+        for end in range(len(output)):
+            maker = made.get(output[:end], name)
+            if maker != name:
+                why = f"{name} makes {'/'.join(output)}, and so changes what {maker} makes."
+                raise reader.wrong(reader.places[name, "out"], why)
     for name, step in flow.steps.items():
-        _check_references(flow, step, reader)
-        for given in step.inputs:
-            maker = makers.get(given)
-            if maker is not None and maker not in flow.before(name) and maker != name:
-                raise reader.wrong(
-                    reader.places[name, "in"],
-                    f"{name} reads {given}, which {maker} makes: add needs: {maker}.",
-                )
+        given = [("in", text) for text in step.inputs] + [("each", step.each)] * bool(step.each)
+        for key, text in given:
+            file, place = path(text), reader.places[name, key]
+            makers = [maker for output, maker in made.items() if _overlap(file, output)]
+            why = ""
+            if name in makers:
+                why = "and changes it by what it makes: it would never be kept"
+            elif late := [maker for maker in makers if maker not in before[name]]:
+                why = f"which {late[0]} makes: add needs: {late[0]}"
+            elif needs_inputs and not makers and not _may_be("/".join(file) or "."):
+                why = "which is not there, and which no step has under out"
+            if why:
+                raise reader.wrong(place, f"{name} reads {text}, {why}.")
 
 
-def _check_cycles(flow: Flow, reader: _Reader) -> None:
-    done: set[str] = set()
-
-    def visit(name: str, path: tuple[str, ...]) -> None:
-        if name in path:
-            circle = " → ".join([*path[path.index(name) :], name])
-            raise reader.wrong(reader.places[name, "needs"], f"a cycle: {circle}.")
-        if name not in done:
-            for need in flow.steps[name].needs:
-                visit(need, (*path, name))
-            done.add(name)
-
-    for name in flow.steps:
-        visit(name, ())
+def _may_be(file: str) -> bool:
+    """Whether a file is there, or is only known once the flow runs."""
+    return bool(set(file) & set("*?[{")) or os.path.lexists(file)
 
 
-def _check_references(flow: Flow, step: FlowStep, reader: _Reader) -> None:
-    before = flow.before(step.name)
+def _overlap(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
+    """Whether a path or pattern names the same file as another path, one above, or one below."""
+    return all(
+        word == part or fnmatch.fnmatchcase(part, word)
+        for word, part in zip(pattern, path, strict=False)
+    )
+
+
+def _check_references(flow: Flow, step: FlowStep, before: set[str], reader: _Reader) -> None:
     texts = [("run", step.run), ("each", step.each)]
     texts += [("in", t) for t in step.inputs] + [("out", t) for t in step.outputs]
     texts += [("env", value) for value in step.env.values()]
@@ -395,7 +512,11 @@ def _check_references(flow: Flow, step: FlowStep, reader: _Reader) -> None:
             if not value and name == "out":
                 continue
             if not value and name not in flow.values:
-                raise reader.wrong(place, f"{{{name}}} is not under set, and has no key of a step.")
+                raise reader.wrong(
+                    place,
+                    f"{{{name}}} is not under set, and has no key of a step. Braces of the "
+                    f"command itself need spaces: {{ {name} }}.",
+                )
             if value and name not in before:
                 what = f"{step.name} does not need {name}" if name in flow.steps else "no such step"
                 raise reader.wrong(place, f"{{{name}.{value}}} is not known here: {what}.")

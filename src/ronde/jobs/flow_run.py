@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,7 +216,7 @@ class FlowRun:
         if len(self._busy) < self._parallel:
             try:
                 self._begin(step)
-            except RondeError as error:
+            except (RondeError, OSError) as error:
                 self._set(name, "failed", why=str(error))
 
     def _begin(self, step: FlowStep) -> None:
@@ -340,7 +340,7 @@ class FlowRun:
                     outcome |= {"state": "failed", "why": told, "tries": tries}
                     return
                 self.tell(f" {step.name:<12} try {tries + 1:<5} {why}")
-                self._pause(lease, min(self._wait * 2 ** (tries - 1), _WAIT_SECONDS[1]))
+                self._pause(lease, min(self._wait * 2 ** min(tries - 1, 20), _WAIT_SECONDS[1]))
             values = self._values_of(step)
             outputs = {}
             for output in map(self._filled, step.outputs):
@@ -431,7 +431,8 @@ class FlowRun:
     def _words(self, step: FlowStep, key: str) -> list[str]:
         """The command, with what ``on``, ``time`` and ``each`` add to it."""
         folder = self._step_folder(step.name)
-        words = shlex.split(self._filled(step.run, str(folder)))
+        # a value is one word, whatever is in it
+        words = [self._filled(word, str(folder)) for word in shlex.split(step.run)]
         on = dict(step.on)
         if step.each:
             given = ["--items", self._filled(step.each), "--out", str(folder / key)]
@@ -503,17 +504,26 @@ def _end_with_flow() -> None:
 
 
 def content_digest(path: Path) -> str:
-    """SHA-256 of a file's content, or of all names and contents in a folder."""
+    """SHA-256 of a file's content, or of all names and contents in a folder, behind links too."""
     digest = hashlib.sha256()
-    files: Sequence[Path] = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file())
+    files: Sequence[Path] = sorted(_files_in(path)) if path.is_dir() else [path]
     for file in files:
         digest.update(f"{file.relative_to(path)}\0{file.stat().st_size}\0".encode())
         with open(file, "rb") as data:
             while block := data.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def _files_in(folder: Path) -> Iterator[Path]:
+    seen: set[str] = set()  # a link to a folder above has no end
+    for root, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (path for name in files if (path := Path(root, name)).is_file())
 
 
 def _write(path: Path, value: Any) -> None:
