@@ -1,5 +1,5 @@
-"""Random flows, with steps that fail and a command that is killed: does each step's effect come
-once, in order, and what does a second start run again?
+"""Random flows whose steps fail or are killed, under a command that is killed: does each step's
+effect come once, in order, and what does a second start run again?
 
 A naive oracle knows what each step's output must be. After each flow, one byte of one input is
 changed: exactly the steps below it must run again::
@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 WORK = """
-name=$1; fails=$2; shift 2
+name=$1; fails=$2; end=$3; shift 3
 echo $name >> started
 tries=$(cat $name.tries 2>/dev/null || echo 0)
 echo $((tries + 1)) > $name.tries
-[ $tries -lt $fails ] && exit 1
+[ $tries -lt $fails ] && eval "$end"
 sleep 0.0$(($$ % 9))
 (echo $name; cat "$@" /dev/null) | sha256sum | cut -c1-64 > $name.out
 """
@@ -41,13 +41,20 @@ sys.exit(0 if run.run().is_good else 1)
 
 
 def graph(rng: random.Random, most: int) -> dict[str, dict[str, Any]]:
-    """Steps: needs, how often each fails at first, retries, and whether it reads a file."""
+    """Steps: needs, how often each fails at first and how, retries, and whether it reads a file."""
     steps: dict[str, dict[str, Any]] = {}
     for number in range(rng.randint(2, most)):
         needs = rng.sample(list(steps), min(len(steps), rng.choice([0, 1, 1, 2, 3])))
         fails = rng.choice([0] * 12 + [1, 1, 2, 99])
         reads = not needs or rng.random() < 0.2
-        steps[f"s{number}"] = {"needs": needs, "fails": fails, "retries": 2, "reads": reads}
+        end = rng.choice(["exit 1", "kill -9 $$"])
+        steps[f"s{number}"] = {
+            "needs": needs,
+            "fails": fails,
+            "end": end,
+            "retries": 2,
+            "reads": reads,
+        }
     return steps
 
 
@@ -57,12 +64,12 @@ def written(steps: dict[str, dict[str, Any]]) -> str:
     for name, step in steps.items():
         files = [f"{need}.out" for need in step["needs"]] + [f"{name}.in"] * step["reads"]
         flow[name] = {
-            "run": f"sh work.sh {name} {step['fails']} {' '.join(files)}",
+            "run": f"sh work.sh {name} {step['fails']} '{step['end']}' {' '.join(files)}",
             "needs": step["needs"],
             "in": files,
             "out": f"{name}.out",
             "retries": step["retries"],
-            "retry": "any",
+            "retry": "any" if step["end"] == "exit 1" else "lost",
         }
     return json.dumps({"steps": flow})
 
