@@ -171,12 +171,43 @@ def test_definitions_of_other_systems_have_the_same_steps(folder: Path) -> None:
     assert machine["States"]["a"]["TimeoutSeconds"] == 3660
     assert [b["StartAt"] for b in machine["States"]["stage-2"]["Branches"]] == ["b", "c"]
     assert machine["States"]["d"]["End"] is True
+    pipeline = json.loads(export_flow("sagemaker", flow, "flow.yaml", "image:1"))
+    assert {(d, s["Name"]) for s in pipeline["Steps"] for d in s.get("DependsOn", ())} == edges
+    first = pipeline["Steps"][0]
+    assert first["RetryPolicies"][0]["MaxAttempts"] == 2
+    job = first["Arguments"]
+    assert job["StoppingCondition"]["MaxRuntimeInSeconds"] == 3 * 3600 + 60
+    assert job["AlgorithmSpecification"]["ContainerArguments"] == [
+        "cd /opt/ml/input/data/flow && exec ronde flow --only a flow.yaml"
+    ]
+    given = set(re.findall(r"Parameters\.(\w+)", json.dumps(pipeline["Steps"])))
+    assert given == {parameter["Name"] for parameter in pipeline["Parameters"]}
     with pytest.raises(ArgumentError, match="d needs b, c, whose machines share no folder"):
         export_flow("github", flow, "flow.yaml")
     with pytest.raises(ArgumentError, match="--export argo needs --image"):
         export_flow("argo", flow, "flow.yaml")
     with pytest.raises(ArgumentError, match="--export luigi: expected airflow, argo"):
         export_flow("luigi", flow, "flow.yaml")
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "step", "error"),
+    [
+        ("argo", "a_b", {"run": "x"}, "--export argo: a_b has a _"),
+        ("sagemaker", "a", {"run": "x", "time": "15d", "retries": 1}, "a may take 2,592,060 s"),
+        (
+            "sagemaker",
+            "a",
+            {"run": "x", "on": {"slurm": {"nodes": 2}}},
+            "a is on slurm, and a step",
+        ),
+    ],
+)
+def test_what_another_system_cannot_say_is_refused(
+    target: str, name: str, step: dict[str, object], error: str
+) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(error)):
+        export_flow(target, Flow.of(**{name: step}), "flow.yaml", "image:1")
 
 
 def test_the_example_is_whole() -> None:
@@ -215,7 +246,10 @@ def test_the_example_is_whole() -> None:
         ),
         ("{a: {run: x, out: d}, b: {run: y, in: d/f}}", "b reads d/f, which a makes"),
         ("{a: {run: x, out: f.txt}, b: {run: y, each: '*.txt'}}", "b reads *.txt, which a makes"),
-        ("{a: {run: x}, b: {run: y, needs: [a, 'a?']}}", "a step is there twice, with ? and without"),
+        (
+            "{a: {run: x}, b: {run: y, needs: [a, 'a?']}}",
+            "a step is there twice, with ? and without",
+        ),
         ("{a: {run: x, run: y}}", ":1:21: run is there twice"),
         ("{a: {run: x}, a: {run: y}}", ":1:22: a is there twice"),
         ("{? [a] : {run: x}}", "steps is a mapping of names, and this is no name"),

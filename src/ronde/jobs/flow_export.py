@@ -129,6 +129,9 @@ def _argo(flow: Flow, file: str, image: str) -> str:
     """A WorkflowTemplate: a DAG of containers that mount one claim, named as the flow."""
     _need_image("argo", image)
     name = _name(file)
+    for step_name in flow.steps:
+        if "_" in step_name:
+            raise ArgumentError(f"--export argo: {step_name} has a _, which no name has there.")
     templates: list[dict[str, Any]] = [
         {
             "name": "flow",
@@ -234,6 +237,95 @@ def _batch_job(step: FlowStep, file: str) -> dict[str, Any]:
     return task
 
 
+_SAGEMAKER_FOLDER = "/opt/ml/input/data/flow"
+_SAGEMAKER_DAYS = 5, 28  # the service's own limit of a training job, and the highest one
+_SAGEMAKER_PARAMETERS = {
+    "Role": None,
+    "FileSystemId": None,
+    "FileSystemType": "EFS",
+    "DirectoryPath": None,
+    "Subnet": None,
+    "SecurityGroup": None,
+    "InstanceType": "ml.m5.xlarge",
+    "S3OutputPath": None,
+}
+
+
+def _sagemaker(flow: Flow, file: str, image: str) -> str:
+    """A definition for SageMaker Pipelines: a training job a step, which mounts a file system."""
+    _need_image("sagemaker", image)
+    parameters = [
+        {"Name": name, "Type": "String"} | ({} if default is None else {"DefaultValue": default})
+        for name, default in _SAGEMAKER_PARAMETERS.items()
+    ]
+    steps = [_sagemaker_step(flow.steps[name], file, image) for name in flow.order()]
+    whole = {"Version": "2020-12-01", "Metadata": {}, "Parameters": parameters, "Steps": steps}
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def _sagemaker_step(step: FlowStep, file: str, image: str) -> dict[str, Any]:
+    limit, longest = (days * 86_400 for days in _SAGEMAKER_DAYS)
+    seconds = int(step.time * (step.retries + 1)) + 60 if step.time else limit
+    command = f"cd {_SAGEMAKER_FOLDER} && exec {shlex.join(_command(step, file))}"
+    for wrong, why in (
+        (
+            "hosts" in step.on or "slurm" in step.on,
+            f"is on {', '.join(step.on)}, and a step there is one job",
+        ),
+        (len(step.name) > 64, "has a longer name than 64 letters"),
+        (len(command) > 256, "has a longer command than 256 letters: shorten the file's path"),
+        (seconds > longest, f"may take {seconds:,} s with its retries, and a job {longest:,} s"),
+    ):
+        if wrong:
+            raise ArgumentError(f"--export sagemaker: {step.name} {why}.")
+    get = {name: {"Get": f"Parameters.{name}"} for name in _SAGEMAKER_PARAMETERS}
+    folder = {
+        "FileSystemId": get["FileSystemId"],
+        "FileSystemType": get["FileSystemType"],
+        "DirectoryPath": get["DirectoryPath"],
+        "FileSystemAccessMode": "rw",
+    }
+    made: dict[str, Any] = {
+        "Name": step.name,
+        "Type": "Training",
+        "Arguments": {
+            "AlgorithmSpecification": {
+                "TrainingInputMode": "File",
+                "TrainingImage": image,
+                "ContainerEntrypoint": ["sh", "-c"],
+                "ContainerArguments": [command],
+            },
+            "OutputDataConfig": {"S3OutputPath": get["S3OutputPath"]},
+            "StoppingCondition": {"MaxRuntimeInSeconds": seconds},
+            "ResourceConfig": {
+                "InstanceCount": 1,
+                "InstanceType": get["InstanceType"],
+                "VolumeSizeInGB": 30,
+            },
+            "RoleArn": get["Role"],
+            "InputDataConfig": [
+                {"ChannelName": "flow", "DataSource": {"FileSystemDataSource": folder}}
+            ],
+            "VpcConfig": {
+                "Subnets": [get["Subnet"]],
+                "SecurityGroupIds": [get["SecurityGroup"]],
+            },
+        },
+    }
+    if step.needs:
+        made["DependsOn"] = list(step.needs)
+    if step.retries:
+        made["RetryPolicies"] = [
+            {
+                "ExceptionType": ["SageMaker.JOB_INTERNAL_ERROR", "SageMaker.CAPACITY_ERROR"],
+                "IntervalSeconds": 10,
+                "BackoffRate": 2.0,
+                "MaxAttempts": step.retries,
+            }
+        ]
+    return made
+
+
 def _need_image(target: str, image: str) -> None:
     if not image:
         raise ArgumentError(f"--export {target} needs --image: what its containers are made of.")
@@ -243,5 +335,6 @@ TARGETS: Mapping[str, Callable[[Flow, str, str], str]] = {
     "airflow": _airflow,
     "argo": _argo,
     "github": _github,
+    "sagemaker": _sagemaker,
     "stepfunctions": _step_functions,
 }
