@@ -78,7 +78,7 @@ def test_what_fails_is_told_once(tmp_path, monkeypatch):
     run, said = RunDir(tmp_path), []
     run.record.write_text('{"type": "step", "step": 1}\n')
     monkeypatch.setattr("ronde.watch.judge.Judge.look", lambda self: 1 / 0)
-    with LiveWatch(run, [], said.append, lambda: None, True) as live:
+    with LiveWatch(run, [], said.append, lambda: None) as live:
         pass
     live.close()
     live.close()

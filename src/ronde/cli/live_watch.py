@@ -96,15 +96,13 @@ class LiveWatch:
         stop_on: names of rules that end it.
         say: shows a text.
         end: asks the workers to save and leave.
-        records: whether this process may append to the record now. A launcher that follows another
-            host's record appends at the end.
 
     Attributes:
         stopped: the alert that ended the run; None if none did.
 
     Example::
 
-        with LiveWatch(directory, ["nan"], print, limit.ask, True) as live:
+        with LiveWatch(directory, ["nan"], print, limit.ask) as live:
             ...
         print(live.stopped)
     """
@@ -115,9 +113,8 @@ class LiveWatch:
         stop_on: Collection[str],
         say: Callable[[str], None],
         end: Callable[[], None],
-        records: bool,
     ) -> None:
-        self._directory, self._stop_on, self._records = directory, stop_on, records
+        self._directory, self._stop_on = directory, stop_on
         self._say, self._end = say, end
         self._unwritten: list[Alert] = []
         self._told: set[tuple[Any, ...]] = set()  # each fires once per rule and tensor
@@ -156,8 +153,7 @@ class LiveWatch:
                 self._known()
             for alert in self._judge.look():
                 self._take(alert)
-            if self._records:
-                self._write()
+            self._write()
         except Exception as error:  # watching never breaks the training
             self._fails = True
             self._say(f"rules are not judged any more ({type(error).__name__}: {error})")

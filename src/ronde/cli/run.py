@@ -681,8 +681,7 @@ def _live(
     """Judges the run while it trains, if it is watched."""
     if not launch.watch:
         return contextlib.nullcontext()
-    here = launch.places is None
-    return LiveWatch(directory, launch.stop_on, screen.alert, limit.ask, records=here)
+    return LiveWatch(directory, launch.stop_on, screen.alert, limit.ask)
 
 
 def _announce(launch: _LaunchPlan, screen: _Screen, group: Gathered, directory: RunDir) -> None:

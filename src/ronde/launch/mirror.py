@@ -74,25 +74,47 @@ class Mirror:
             self._look()
 
     def _look(self) -> None:
-        now = {name: self._state(name) for name in folder_files(self._folder)}
-        for name, state in now.items():
+        # Health is written before the record: its size is read after, and it is sent before.
+        now = {name: self._state(name) for name in reversed(folder_files(self._folder))}
+        for name, state in sorted(now.items()):
             before = self._known.get(name)
-            if state != before:
-                grown = name.endswith(".jsonl") and before is not None and state[0] > before[0]
-                self._send_file(name, before[0] if grown and before else 0)
+            if state == before:
+                continue
+            if name.endswith(".jsonl"):
+                start = before[0] if before and state[0] >= before[0] else 0
+                self._known[name] = self._send_lines(name, start, state[0]), state[1]
+            else:
+                self._send_file(name)
                 self._known[name] = state
         for name in self._known.keys() - now.keys():
             self._send(Gone(name))
             del self._known[name]
         self._send(Settled())
 
-    def _send_file(self, name: str, start: int) -> None:
+    def _send_file(self, name: str) -> None:
         with contextlib.suppress(OSError), (self._folder / name).open("rb") as file:
-            file.seek(start)
-            first = start == 0
+            first = True
             while (data := file.read(_PART)) or first:
                 self._send(File(name, first, data))
                 first = False
+
+    def _send_lines(self, name: str, start: int, end: int) -> int:
+        """Send whole lines, between which the launcher may write its own, and return where the rest
+        begins.
+        """
+        with contextlib.suppress(OSError), (self._folder / name).open("rb") as file:
+            first = start == 0
+            while first or start < end:
+                file.seek(start)
+                data = file.read(min(_PART, end - start))
+                if len(data) < _PART or b"\n" in data:
+                    data = data[: data.rfind(b"\n") + 1]
+                if data or first:
+                    self._send(File(name, first, data))
+                if not data:
+                    break
+                first, start = False, start + len(data)
+        return start
 
     def close(self) -> None:
         """Send what is left."""

@@ -7,12 +7,13 @@ it trains again replace those recorded before the stop (see :func:`read`).
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 from ronde.world.fence import is_fenced
 
@@ -320,7 +321,8 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self._file: io.FileIO | None = None
+        self._unwritten = b""
 
     def write(self, *events: Event) -> None:
         """Append events and flush them to the system."""
@@ -329,9 +331,9 @@ class Record:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             torn = ends_torn(self.path)
-            self._file = self.path.open("a", encoding="utf-8")
-            if torn:
-                self._file.write("\n")  # the run before was killed in the middle of a line
+            self._file = self.path.open("ab", buffering=0)
+            if torn and not self._unwritten:
+                self._unwritten = b"\n"  # the run before was killed in the middle of a line
         for event in events:
             values = {
                 "type": event.type,
@@ -339,8 +341,11 @@ class Record:
             }
             if event.part is None:
                 del values["part"]
-            self._file.write(json.dumps(values, default=str) + "\n")
-        self._file.flush()
+            self._unwritten += (json.dumps(values, default=str) + "\n").encode()
+        # One call, which others that append cannot come between. What a full disk does not take
+        # comes first the next time.
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
         """Close the file; a later event opens it again."""
