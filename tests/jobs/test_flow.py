@@ -4,11 +4,14 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
+from lab import lab, missing
 from processes import TESTS
 from ronde.jobs.flow import Flow, load_flow
 from ronde.jobs.flow_export import export_flow
@@ -347,3 +350,57 @@ def test_inputs_behind_links_count_and_an_unreadable_one_fails_its_step(folder: 
     assert states(flow, folder) == {"a": "kept", "b": "failed"}
     (folder / "store/x").write_text("2")
     assert states(flow, folder) == {"a": "done", "b": "failed"}
+
+
+HOSTS = """
+import os, socket, torch, ronde
+torch.manual_seed(0)
+x = torch.randn(60, 4)
+model = torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+run = ronde.distribute(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=torch.nn.functional.mse_loss,
+    batch_size=6, save_every=3, async_save=False,
+)
+for _ in run.epochs(2):
+    for batch in run.batches():
+        if run.state.step == 7 and run.rank == 1 and not os.path.exists("asked"):
+            open("asked", "w").close()  # the test turns this host off
+            while True:
+                __import__("time").sleep(60)
+        if run.rank == 0:
+            print("step", run.state.step, file=open("steps.txt", "a"))
+        run.step(batch)
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.timeout(150)
+def test_a_host_that_is_lost_costs_the_steps_since_the_last_checkpoint(folder: Path) -> None:
+    (folder / "train.py").write_text(HOSTS)
+    with lab(folder / "lab", 2) as hosts:
+        _, second = hosts.names
+        where = ",".join(f"{name}:1" for name in hosts.names)
+        run = f"ronde run --ssh-config {hosts.ssh_config} train.py"
+        step = {"run": run, "on": {"hosts": where}, "retries": 1}
+        told: list[str] = []
+
+        def tell(line: str) -> None:
+            told.append(line)
+            if "try 2" in line:
+                hosts.boot(second)
+
+        found: dict[str, str] = {}
+        thread = threading.Thread(
+            target=lambda: found.update(states(Flow.of(train=step), folder, tell=tell))
+        )
+        thread.start()
+        while not (folder / "asked").exists() and thread.is_alive():
+            time.sleep(0.05)
+        hosts.lose(second)
+        thread.join()
+    log = (folder / "runs/flow/steps/train/log.txt").read_text()
+    assert found == {"train": "done"}, told + [log]
+    steps = [int(line.split()[1]) for line in (folder / "steps.txt").read_text().splitlines()]
+    assert steps in ([*range(7), *range(6, 20)], [*range(8), *range(6, 20)])
+    assert "try 2" in " ".join(" ".join(told).split())

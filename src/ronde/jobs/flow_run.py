@@ -331,7 +331,8 @@ class FlowRun:
                 status, why = self._try(step, lease, tries)
                 if not status:
                     break
-                lost = status < 0 or status in (_ASKED, 3) or status > 128
+                lost = status < 0 or status == _ASKED or status > 128
+                lost = lost or (status == 1 and self._lost_run(step, lease.key))
                 again = status != _REFUSED and (lost or step.retry == "any")
                 if not again or tries > step.retries:
                     self._ledger.give_back(lease)
@@ -369,6 +370,19 @@ class FlowRun:
             self._ledger.give_back(lease)
             kind = "" if isinstance(error, RondeError) else f"{type(error).__name__}: "
             outcome |= {"state": "failed", "why": f"{kind}{error}"}
+
+    def _lost_run(self, step: FlowStep, key: str) -> bool:
+        """Whether a training ended with its host, or by a signal to a worker: its record knows."""
+        record = self._step_folder(step.name) / key / "run" / "record.jsonl"
+        if step.verb != "run" or not record.is_file():
+            return False
+        ends = [line for line in record.read_text().splitlines() if '"type": "end"' in line]
+        if not ends:
+            return False
+        end = json.loads(ends[-1])
+        error = str(end.get("error"))
+        lost = end.get("rank") is None and error.startswith("host ") and " is lost" in error
+        return lost or error.startswith("killed by signal")
 
     def _pause(self, lease: Lease, seconds: float) -> None:
         until = time.monotonic() + seconds
