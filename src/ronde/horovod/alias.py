@@ -1,10 +1,14 @@
-"""Makes ``import horovod.torch`` find Ronde's bridge, and sets Horovod's variables."""
+"""Makes ``import horovod.torch`` and ``horovod.keras`` find Ronde's bridge, and sets Horovod's
+variables.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import importlib
+import importlib.abc
+import importlib.machinery
 import os
 import sys
 import threading
@@ -30,6 +34,38 @@ _MODULES = {
     "horovod.common.process_sets": "ronde.horovod.lifecycle",
     "horovod.common.elastic": "ronde.horovod.elastic",
 }
+_KERAS = {
+    f"horovod.{parent}keras{child}": f"ronde.horovod.keras{target}"
+    for parent in ("", "tensorflow.")
+    for child, target in (("", ""), (".callbacks", "_callbacks"))
+}
+"""Modules that import Keras: only where a script does."""
+
+
+class _Keras(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the bridge's modules for Keras when they are imported."""
+
+    def find_spec(self, name: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        """Answer for these names alone."""
+        return importlib.machinery.ModuleSpec(name, self) if name in _KERAS else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """The bridge's module itself: its state is there once."""
+        module = importlib.import_module(_KERAS[spec.name])
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run already."""
+        module.__spec__ = self._spec
+        module.__dict__.setdefault("__path__", [])
+
+
+def _no_tensorflow(name: str) -> Any:
+    raise AttributeError(
+        f"horovod.tensorflow.{name}: Ronde's bridge is for PyTorch and for Keras on its torch "
+        "backend. ronde run --tensorflow starts scripts that use TensorFlow's own strategies."
+    )
 
 
 def install() -> None:
@@ -41,6 +77,11 @@ def install() -> None:
         vars(module).update(content)
         module.__path__ = []
         sys.modules[name] = module
+    tensorflow = sys.modules["horovod.tensorflow"] = ModuleType("horovod.tensorflow")
+    vars(tensorflow).update(__path__=[], __getattr__=_no_tensorflow)
+    vars(sys.modules["horovod"])["tensorflow"] = tensorflow
+    sys.meta_path.insert(0, _Keras())
+    os.environ.setdefault("KERAS_BACKEND", "torch")
     me = world()
     nodes = me.size // me.local_size
     os.environ.update(
