@@ -91,3 +91,8 @@ for wrong in (
         wrong()
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         print(f"refused: {error}")
+keras.config.set_dtype_policy("mixed_float16")
+try:
+    hvd.DistributedOptimizer(keras.optimizers.SGD())
+except ValueError as error:
+    print(f"refused: {error}")

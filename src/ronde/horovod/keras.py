@@ -80,6 +80,10 @@ def DistributedOptimizer(
         raise ArgumentError(
             f"hvd.DistributedOptimizer takes a Keras optimizer, not {type(optimizer).__name__}."
         )
+    if keras.config.dtype_policy().name == "mixed_float16":
+        raise ArgumentError(
+            "mixed_float16: each rank would skip steps by itself. Use mixed_bfloat16."
+        )
     if backward_passes_per_step != 1:
         raise ArgumentError(
             f"backward_passes_per_step={backward_passes_per_step}: give the optimizer "
