@@ -13,6 +13,7 @@ import horovod.tensorflow
 import horovod.tensorflow.keras
 import numpy
 import torch
+from keras.src.backend.common import dtypes
 
 import keras
 
@@ -21,6 +22,7 @@ file = Path(sys.argv[1])
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
 keras.config.set_floatx("float64")
+dtypes.BIT64_TO_BIT32_DTYPE["float64"] = "float64"  # Keras multiplies matrices in float32
 generator = numpy.random.default_rng(0)
 x = generator.normal(size=(192, 12))
 y = (x @ generator.normal(size=(12, 3))).argmax(1)

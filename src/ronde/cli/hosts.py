@@ -232,6 +232,7 @@ class Gathered:
         where: a phrase for the first line of output: `` on a and b``; empty on this machine.
         names: a prefix for each rank's lines.
         notes: what may hurt.
+        hosts: name and number of workers of each; an empty name is this machine.
     """
 
     workers: int
@@ -239,6 +240,7 @@ class Gathered:
     names: list[str]
     notes: list[str]
     launch: Callable[..., Any]
+    hosts: Sequence[tuple[str, int]] = ()
 
 
 @contextlib.contextmanager
@@ -278,7 +280,8 @@ def gathered(
             names = [f"[{box.hosts[r // count]} {r}] " for r in range(all_of)]
             yield Gathered(all_of, f" on {len(box.hosts)} hosts", names, [], in_container)
             return
-        yield Gathered(count, "", [f"[{r}] " for r in range(count)], [], run_here)
+        names = [f"[{r}] " for r in range(count)]
+        yield Gathered(count, "", names, [], run_here, [("", count)])
         return
     if workers != "auto":
         resolve_workers(workers)
@@ -311,7 +314,8 @@ def gathered(
             hosts = [host for host, n in zip(used, counts, strict=True) for _ in range(n)]
             names = [f"[{host} {rank}] " for rank, host in enumerate(hosts)]
             where = " on " + ", ".join(f"{h}:{n}" for h, n in zip(used, counts, strict=True))
-            yield Gathered(sum(counts), where, names, said, on_hosts)
+            pairs = list(zip(used, counts, strict=True))
+            yield Gathered(sum(counts), where, names, said, on_hosts, pairs)
     finally:
         if made and runs is not None:
             with contextlib.suppress(OSError):

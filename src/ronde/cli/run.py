@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -246,6 +247,13 @@ class Options(HostOptions):
             show_default=False,
         ),
     ] = None
+    mpi_world: Annotated[
+        bool,
+        typer.Option(
+            "--mpi-world",
+            help="Start each worker as a process of one MPI world, for scripts that use mpi4py.",
+        ),
+    ] = False
     output: OutputOption = "main"
     quiet: Annotated[
         bool,
@@ -394,6 +402,8 @@ def _plan_launch(options: Options) -> _LaunchPlan:
         raise ArgumentError("--until and --from are not for scripts that use Horovod.")
     if options.tensorflow is not None:
         _check_tensorflow(options)
+    if options.mpi_world:
+        _check_mpi_world(options, box)
     if options.output not in ("main", "all"):
         raise ArgumentError(f"--output {options.output}: expected main or all.")
     places = options.places(options.workers)
@@ -463,6 +473,21 @@ def _check_tensorflow(options: Options) -> None:
             f"--{option} is not for TensorFlow scripts: Ronde starts, watches, and restarts them, "
             "and TensorFlow trains."
         )
+
+
+def _check_mpi_world(options: Options, box: Container | None) -> None:
+    """Refuse hosts that ``mpirun`` does not reach from here.
+
+    Raises:
+        ArgumentError: which.
+    """
+    for option, given in (("slurm", options.slurm), ("ray", options.ray), ("spark", options.spark)):
+        if given:
+            raise ArgumentError(f"--mpi-world is for this machine and --hosts, not --{option}.")
+    if box is not None and len(box.hosts) > 1:
+        raise ArgumentError("--mpi-world is not for containers of several hosts.")
+    if options.restarts and options.named:
+        raise ArgumentError("--mpi-world with --restarts is for this machine only.")
 
 
 def _origin(options: Options) -> Origin | None:
@@ -621,6 +646,7 @@ def _launch(
             screen.begin,
             options.min_workers or 1,
         ) as group,
+        _mpi_world(options, group.hosts) as renewed_world,
     ):
         count = group.workers
         servers = launch.parameter_servers(count)
@@ -635,7 +661,11 @@ def _launch(
         if launch.origin is not None:
             launch.origin.copy_to(directory)
         sentences = {kind: proof.sentence(kind) for kind, proof in proofs.items()}
-        environment = launch.variables(screen, plan, sentences) | reduction_servers.variables()
+
+        def renewed() -> dict[str, str]:
+            return reduction_servers.variables() | renewed_world()
+
+        environment = launch.variables(screen, plan, sentences) | renewed()
         _announce(launch, screen, group, directory)
         hang = options.hang_timeout
         soon = bool(options.restarts) and options.tensorflow is None  # whose steps are not known
@@ -653,7 +683,7 @@ def _launch(
             options.restarts or 0,
             directory.path,
             screen.tell,
-            reduction_servers.variables,
+            renewed,
             _start_text(options),
             own_backup=options.tensorflow is not None,
         )
@@ -673,6 +703,22 @@ def _launch(
     if live is not None:
         ending.callback(live.close)
     return directory, count, limit, outcome, live
+
+
+@contextlib.contextmanager
+def _mpi_world(
+    options: Options, hosts: Sequence[tuple[str, int]]
+) -> Iterator[Callable[[], dict[str, str]]]:
+    """What starts the processes of an MPI world, and gives the variables by which they are found;
+    nothing without ``--mpi-world``.
+    """
+    if not options.mpi_world:
+        yield dict
+        return
+    from ronde.launch.mpi_world import MpiWorld
+
+    with MpiWorld(hosts, options.python, options.ssh_config) as world:
+        yield world.variables
 
 
 def _live(

@@ -28,6 +28,8 @@ from ronde.launch.facts import collect
 from ronde.launch.frames import MARKER, Pipe, Sender, Silence, from_line
 from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.mirror import Mirror, forget_others, unpack
+from ronde.launch.mpi_rank import VARIABLE
+from ronde.launch.mpi_world import MpiStarter
 from ronde.launch.node import Node, adopt_orphans, reap, warn_workers, worker_environment
 from ronde.launch.spares import Spares
 from ronde.watch.tcp_facts import heard_seconds, tcp_connections
@@ -200,6 +202,7 @@ class Agent:
     def _generation(self, run: m.StartWorkers) -> Outcome:
         """Run one generation of workers; how it ended."""
         job, nodes = run.job, self._nodes or self._nodes_of(run)
+        ranks = MpiStarter(job.environment[VARIABLE], job.command) if job.in_mpi else None
         if job.forks and not (self._spares and self._spares.pid):
             self._spares = Spares(job.command, worker_environment(job, nodes))
         mirror = None
@@ -220,7 +223,7 @@ class Agent:
             router,
             lambda views: self._send(m.Views([replace(v, host=run.host) for v in views])),
             self._report_seconds,
-            self._spares if job.forks else None,
+            ranks or (self._spares if job.forks else None),
             lambda: self._show_life(job.restarts),
         )
         with self._lock:
@@ -239,6 +242,8 @@ class Agent:
         finally:
             with self._lock:
                 self._node = None
+            if ranks is not None:
+                ranks.close()
             if mirror is not None:
                 mirror.close()
 

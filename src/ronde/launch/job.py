@@ -6,6 +6,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ronde.launch.mpi_rank import VARIABLE
 from ronde.watch.hang_judge import HangVerdict
 
 __all__ = ["Job", "Nodes", "Outcome"]
@@ -37,9 +38,14 @@ class Job:
     tensorflow: int | None = None
 
     @property
+    def in_mpi(self) -> bool:
+        """Whether workers are the processes of an MPI world."""
+        return VARIABLE in self.environment
+
+    @property
     def forks(self) -> bool:
         """Whether workers are forks: one import of torch pays for several, or for a restart."""
-        return self.spares and (self.workers > 1 or self.restarts)
+        return self.spares and not self.in_mpi and (self.workers > 1 or self.restarts)
 
     @property
     def leaves(self) -> bool:

@@ -94,12 +94,32 @@ class Mpi(Engine):
     def command(self, host: Host, agent: Sequence[str]) -> list[str]:
         """``mpirun`` with one process on one host."""
         self._python = agent[0]
-        own = Path(self._folder.name, host.name)
+        options = ["--bind-to", "none", "--host"] if self._open else ["-launcher", "ssh", "-hosts"]
+        return [*self._start(host.name), *options, host.name, "-n", "1", *agent, "text"]
+
+    def world(
+        self, hosts: Sequence[tuple[str, int]], argv: Sequence[str], variable: str
+    ) -> list[str]:
+        """``mpirun`` with one process a worker, in the order of the hosts; ``variable`` reaches
+        them. A host without a name is this machine.
+        """
+        count = str(sum(n for _, n in hosts))
+        named = ",".join(f"{name}:{n}" for name, n in hosts if name)
+        if self._open:
+            where = ["--host", named] if named else ["--oversubscribe"]
+            options = ["--bind-to", "none", "--map-by", "slot", *where, "-x", variable]
+            options += ["-x", "PYTHONPATH"] if os.environ.get("PYTHONPATH") else []
+        else:
+            where = ["-launcher", "ssh", "-hosts", named] if named else []
+            options = [*where, "-genvlist", variable]
+        return [*self._start("world"), *options, "-n", count, *argv]
+
+    def _start(self, folder: str) -> list[str]:
+        """``mpirun``, with a folder of its own for its sockets."""
+        own = Path(self._folder.name, folder)
         own.mkdir(exist_ok=True)
         folders = [f"{name}_local_tmpdir_base={own}" for name in ("OMPI_MCA_orte", "PRTE_MCA_prte")]
-        options = ["--bind-to", "none", "--host"] if self._open else ["-launcher", "ssh", "-hosts"]
-        start = ["env", *folders, *self._dies, self._mpirun]
-        return [*start, *options, host.name, "-n", "1", *agent, "text"]
+        return ["env", *folders, *self._dies, self._mpirun]
 
     def close(self) -> None:
         """Remove what the mpiruns had."""

@@ -153,6 +153,19 @@ def _chain(error: traceback.TracebackException) -> list[traceback.TracebackExcep
     return found
 
 
+class _NoMpi:
+    """Refuses ``from mpi4py import MPI``, whose world would have one process."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        """Find nothing."""
+        if name == "mpi4py.MPI":
+            size = os.environ["WORLD_SIZE"]
+            raise ImportError(
+                f"mpi4py would see a world of 1, and this run has {size} workers. Start it with "
+                "ronde run --mpi-world."
+            )
+
+
 def _to_log(text: str) -> None:
     """Write to this rank's log only: the launcher shows just the traceback of the first failure."""
     sys.stdout.flush()
@@ -201,6 +214,8 @@ def main() -> None:
             import importlib
 
             importlib.import_module("ronde.horovod.alias").install()
+        if os.environ.get("WORLD_SIZE", "1") != "1" and "RONDE_MPI_WORLD" not in os.environ:
+            sys.meta_path.insert(0, _NoMpi())  # type: ignore[arg-type]
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if arguments[0] == "-m":
             import runpy

@@ -1,0 +1,197 @@
+"""Workers that are the processes of one MPI world, so that ``mpi4py`` has the size of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from ronde.launch.mpi import Mpi
+from ronde.launch.mpi_rank import VARIABLE, peer_is_own, socket_name
+from ronde.world import ArgumentError, WorldError
+
+__all__ = ["MpiStarter", "MpiWorld"]
+
+_START_SECONDS, _STOP_SECONDS = 60.0, 3.0
+_LOOK_SECONDS = 0.05
+_MAIN = "from ronde.launch.mpi_rank import main; main()"
+
+
+class MpiWorld:
+    """Starts the processes of an MPI world over ``mpirun``; the agents make workers of them.
+
+    Args:
+        hosts: name and number of workers of each; empty name: this machine.
+        python: the interpreter on hosts; None: as here.
+        config: a configuration file of ssh, over which ``mpirun`` reaches hosts.
+
+    Raises:
+        ArgumentError: there is no ``mpirun``, or no Linux.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[tuple[str, int]],
+        python: str | None = None,
+        config: Path | None = None,
+    ) -> None:
+        if sys.platform != "linux":
+            raise ArgumentError("--mpi-world needs Linux.")
+        self._mpi, self._hosts = Mpi(config), list(hosts)
+        self._argv = [python or sys.executable, "-P", "-u", "-c", _MAIN]
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> MpiWorld:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self._end()
+        self._mpi.close()
+
+    def variables(self) -> dict[str, str]:
+        """Start the processes, and return the variable by which agents find them.
+
+        Raises:
+            WorldError: not all came up, and what ``mpirun`` said.
+        """
+        self._end()
+        world = secrets.token_hex(16)
+        self._process = process = subprocess.Popen(
+            self._mpi.world(self._hosts, self._argv, VARIABLE),
+            env={**os.environ, VARIABLE: world},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # Ctrl-C comes to the launcher alone
+        )
+        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+        left, said = sum(count for _, count in self._hosts), [""]
+        limit = time.monotonic() + _START_SECONDS
+        while left and (seconds := limit - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                if not (line := lines.get(timeout=seconds)):
+                    break
+                if line == "ready\n":
+                    left -= 1
+                else:
+                    said.append(line)
+        if left:
+            self._end(0.0)
+            why = "".join(said[-8:]).strip() or f"nothing was said in {_START_SECONDS:.0f} s"
+            raise WorldError(f"--mpi-world: mpirun did not start all processes: {why}")
+        return {VARIABLE: world}
+
+    def _end(self, seconds: float = _STOP_SECONDS) -> None:
+        """End it: its processes end by themselves when their agents have ended."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+                    process.wait(_STOP_SECONDS)
+
+
+def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.put(line)
+    lines.put("")
+
+
+class _Rank:
+    """A worker in a process of an MPI world, which tells how it ended."""
+
+    def __init__(self, link: socket.socket, pid: int) -> None:
+        self.pid, self._link = pid, link
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit status, negative after a signal; None while it runs."""
+        if self._status is None and select.select([self._link], [], [], 0)[0]:
+            told = b""
+            with contextlib.suppress(OSError):
+                told = self._link.recv(64)
+            # without a word, MPI has ended it because of another one
+            self._status = int(told) if told else -signal.SIGTERM
+            self._link.close()
+        return self._status
+
+
+class MpiStarter:
+    """Makes workers of the processes that report on this host.
+
+    Args:
+        world: the name of theirs.
+        command: what the workers run.
+
+    Attributes:
+        pid: 0: its processes are none of this one's children.
+    """
+
+    pid = 0
+
+    def __init__(self, world: str, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._links: dict[str, socket.socket] = {}
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(socket_name(world))
+        self._listener.listen(512)
+        self._listener.settimeout(_LOOK_SECONDS)
+
+    def start(
+        self, environment: Mapping[str, str], output: str, over: Callable[[], object]
+    ) -> _Rank | None:
+        """The worker of the rank that the environment names; None if it is ``over`` before.
+
+        Raises:
+            WorldError: its process does not come.
+        """
+        rank, limit = environment["RANK"], time.monotonic() + _START_SECONDS
+        while rank not in self._links:
+            if over():
+                return None
+            if time.monotonic() > limit:
+                raise WorldError(f"--mpi-world: rank {rank} of MPI did not come to this host.")
+            with contextlib.suppress(TimeoutError):
+                link, _ = self._listener.accept()
+                link.settimeout(_START_SECONDS)
+                if peer_is_own(link):
+                    self._links[link.recv(64).decode()] = link
+        link = self._links.pop(rank)
+        request = {
+            "environment": dict(environment),
+            "output": output,
+            "folder": str(Path.cwd()),
+            "command": self._command,
+        }
+        link.send(json.dumps(request).encode())
+        return _Rank(link, int(link.recv(64)))
+
+    def close(self) -> None:
+        """Start no more of them; those that are left end."""
+        self._listener.close()
+        for link in self._links.values():
+            link.close()
