@@ -250,8 +250,8 @@ class Agent:
     def _resources(
         self, job: Job, first: int, router: Router
     ) -> contextlib.AbstractContextManager[object]:
-        """Tells what the workers use, if the run is watched."""
-        if not job.environment.get("RONDE_WATCH"):
+        """Tells what the workers use, if the run is recorded."""
+        if job.directory is None:
             return contextlib.nullcontext()
         from ronde.launch.resources import ResourceWatch
 

@@ -1,5 +1,5 @@
-"""What the workers of one host use: processors, memory, disk, GPUs; sampled each second, told every
-ten seconds as a line of ``resources.jsonl``.
+"""What the workers of one host use and do: processors, memory, disk, GPUs, steps; sampled each
+second, told every ten seconds as a line of ``resources.jsonl``.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from ronde.watch.process_facts import process_facts
+from ronde.watch.process_facts import ProcessFacts, process_facts, reasons
 from ronde.world.cores import usable_cores
-from ronde.world.heartbeat import read_beat
+from ronde.world.heartbeat import Beat, read_beat
 
 __all__ = ["ResourceWatch"]
 
 _LOOK_SECONDS, _LINE_SECONDS = 1.0, 10.0
+_SEARCH_SHARE = 5e-4  # of a core, to look for the workers' processes
 
 
 class ResourceWatch:
@@ -31,10 +32,7 @@ class ResourceWatch:
         folder: where they keep their heartbeats.
         ranks: theirs.
         directory: of the run; None: there is none.
-        send: takes each line: ``time``, ``cpu`` (5th, 50th, and 95th percentile, in % of the cores
-            that the workers may use), ``memory`` and ``memory_limit`` in bytes, ``disk_free``,
-            ``gpu`` (percentiles of each device), ``gpu_memory``, ``gpu_memory_limit``, and
-            ``throttled`` (by a control group).
+        send: takes each line; ``docs/watch.md`` has its fields.
         say: called with a sentence if looking fails.
         look, line: seconds between two looks, and two lines.
 
@@ -56,11 +54,14 @@ class ResourceWatch:
     ) -> None:
         self._folder, self._ranks, self._directory = folder, ranks, directory
         self._send, self._say, self._seconds, self._line_seconds = send, say, look, line
-        self._workers: list[int] = []
+        self._beats: dict[int, Beat] = {}
+        self._facts: dict[int, ProcessFacts] = {}
         self._processes: list[psutil.Process] = []
         self._used: dict[int, float] = {}
+        self._begun = time.monotonic()
+        self._search_at = 0.0
         self._looked = self._told = 0.0
-        self._throttled = 0
+        self._idle = (0.0, 0.0)
         self._cpu: list[float] = []
         self._gpus = _Gpus(len(ranks))
         self._over = threading.Event()
@@ -77,7 +78,7 @@ class ResourceWatch:
     def _run(self) -> None:
         try:
             while not self._over.wait(self._seconds):
-                if not self._workers:
+                if not self._beats:
                     self._find()
                 else:
                     self._look()
@@ -87,18 +88,23 @@ class ResourceWatch:
         finally:
             self._gpus.close()
 
+    def _read_beats(self) -> dict[int, Beat]:
+        beats = {rank: read_beat(self._folder / f"heartbeat-{rank}") for rank in self._ranks}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
+
     def _find(self) -> None:
-        """The workers, and the processes that they have started."""
-        beats = [read_beat(self._folder / f"heartbeat-{rank}") for rank in self._ranks]
-        self._workers = [beat.pid for beat in beats if beat is not None]
-        self._processes = []
-        for pid in self._workers:
-            with contextlib.suppress(psutil.Error):
-                worker = psutil.Process(pid)
-                self._processes += [worker, *worker.children(recursive=True)]
-        self._looked = self._told = time.monotonic()
+        """The workers; what they have used and done until now."""
+        pids = {beat.pid for beat in self._beats.values()}
+        self._beats = self._read_beats()
+        workers = {beat.pid for beat in self._beats.values()}
+        self._told = self._looked = time.monotonic()
+        if workers and (workers != pids or self._told >= self._search_at):
+            begun = time.thread_time()
+            self._processes = _with_children(workers)
+            self._search_at = self._told + (time.thread_time() - begun) / _SEARCH_SHARE
         self._used, self._cpu = self._cpu_seconds(), []
-        self._throttled = self._throttles()
+        self._facts = {pid: self._facts.get(pid) or _facts(pid) for pid in workers}
+        self._idle = _idle_seconds()
         self._gpus.forget()
 
     def _cpu_seconds(self) -> dict[int, float]:
@@ -109,35 +115,100 @@ class ResourceWatch:
                 found[process.pid] = times.user + times.system
         return found
 
-    def _throttles(self) -> int:
-        return sum(process_facts(pid, children=False).throttled for pid in self._workers)
-
     def _look(self) -> None:
         now, used = time.monotonic(), self._cpu_seconds()
         seconds = sum(max(0.0, s - self._used.get(pid, s)) for pid, s in used.items())
-        self._cpu.append(100.0 * seconds / (now - self._looked) / usable_cores())
+        self._cpu.append(100.0 * seconds / (now - self._looked))
         self._used, self._looked = used, now
         self._gpus.look()
         if now < self._told + self._line_seconds:
             return
+        self._send(self._line(now))
+        self._find()
+
+    def _line(self, now: float) -> dict[str, Any]:
         folder = self._directory if self._directory and self._directory.exists() else None
+        disk = shutil.disk_usage(folder) if folder else None
+        cores = usable_cores()
+        idle, whole = (b - a for a, b in zip(self._idle, _idle_seconds(), strict=True))
+        return {
+            "time": time.time(),
+            "seconds": round(now - self._told, 2),
+            "since_start": round(now - self._begun, 1),
+            "cpu": _percentiles([used / cores for used in self._cpu]),
+            "cores": cores,
+            "idle": round(100.0 * idle / whole, 1) if whole > 0 else None,
+            "memory": self._memory(),
+            "memory_limit": _memory_limit(),
+            "disk_free": disk.free if disk else None,
+            "disk_total": disk.total if disk else None,
+            **self._gpus.values(),
+            **self._progress(),
+        }
+
+    def _memory(self) -> int:
         memory = 0
         for process in self._processes:
             with contextlib.suppress(psutil.Error):
                 info = process.memory_info()
                 memory += info.rss - getattr(info, "shared", 0)
-        self._send(
-            {
-                "time": time.time(),
-                "cpu": _percentiles(self._cpu),
-                "memory": memory,
-                "memory_limit": _memory_limit(),
-                "disk_free": shutil.disk_usage(folder).free if folder else None,
-                **self._gpus.values(),
-                "throttled": self._throttles() > self._throttled,
-            }
-        )
-        self._find()
+        return memory
+
+    def _progress(self) -> dict[str, Any]:
+        """What the workers have done since the last line, and what held them up."""
+        now, ranks = self._read_beats(), list[dict[str, Any]]()
+        throttled = 0
+        for rank, before in self._beats.items():
+            beat = now.get(rank, before)
+            if beat.pid != before.pid:
+                continue  # it has just been started
+            last = self._facts[beat.pid]
+            self._facts[beat.pid] = facts = _facts(beat.pid)
+            throttled = max(throttled, facts.throttled - last.throttled)
+            known = beat.waited_seconds >= 0 and not beat.cuda  # its clock runs ahead of a device
+            waited = beat.waited_seconds - max(before.waited_seconds, 0.0) if known else None
+            ranks.append(
+                {
+                    "rank": rank,
+                    "steps": beat.steps - before.steps,
+                    "waited": None if waited is None else round(waited, 3),
+                    "loading": round(beat.loading_seconds - before.loading_seconds, 3),
+                    "why": list(reasons(last, facts)),
+                }
+            )
+        beats = now.values()
+        return {
+            "throttled": throttled,
+            "step": max((beat.step for beat in beats), default=0),
+            "last_step": max((beat.last_step for beat in beats), default=0),
+            "training": bool(beats) and all(beat.phase != "start-up" for beat in beats),
+            "ranks": ranks,
+        }
+
+
+def _facts(pid: int) -> ProcessFacts:
+    return process_facts(pid, children=False)
+
+
+def _with_children(pids: Collection[int]) -> list[psutil.Process]:
+    """Processes and those that they have started: one look at all of the machine's."""
+    known, children = dict[int, psutil.Process](), dict[int, list[int]]()
+    for process in psutil.process_iter(["ppid"]):
+        known[process.pid] = process
+        children.setdefault(process.info["ppid"], []).append(process.pid)
+    found, waiting = [], [pid for pid in pids if pid in known]
+    while waiting:
+        found.append(known[pid := waiting.pop()])
+        waiting += children.get(pid, ())
+    return found
+
+
+def _idle_seconds() -> tuple[float, float]:
+    """Seconds for which cores that the workers may use had nothing to do, and all seconds."""
+    every = psutil.cpu_times(percpu=True)
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(every))
+    cores = [every[i] for i in usable if i < len(every)]
+    return sum(c.idle for c in cores), sum(map(sum, cores))
 
 
 class _Gpus:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ronde.loader import Feed
 from ronde.plan import Share, shares
@@ -25,6 +25,7 @@ from ronde.world.rendezvous import counted
 
 __all__ = ["Loop"]
 
+T = TypeVar("T")
 Shares = Callable[[], Iterator[Share]]
 _SAVE_AT_LEAST_SECONDS = 60.0
 
@@ -192,7 +193,7 @@ class Loop:
         current, following = self._begin_epoch()
         draws = self.step.draws
         with draws.reading():
-            for share, micros in draws.aside(self.feed.read(current, following)):
+            for share, micros in draws.aside(self._timed(self.feed.read(current, following))):
                 if run.place.goes_back:
                     return
                 if run.place.share is not None:
@@ -223,6 +224,18 @@ class Loop:
             run.warn(f"epoch {state.epoch + 1}: {report}")
         if run.plan.drop_last and run.place.share is None:
             state.epoch_samples = order.epoch_samples  # the rest of the epoch is dropped
+
+    def _timed(self, batches: Iterator[T]) -> Iterator[T]:
+        """Tells the heartbeat how long each batch was waited for."""
+        beat = self._rendezvous.heartbeat
+        while True:
+            begun = time.perf_counter()
+            batch = next(batches, None)
+            beat.loaded(time.perf_counter() - begun)
+            if batch is None:
+                return
+            yield batch
+            del batch
 
     def _begin_epoch(self) -> tuple[Shares, Shares | None]:
         """What the feed reads in this epoch, and what it may read ahead of the next."""
@@ -267,6 +280,7 @@ class Loop:
         if ends is not None and (epochs := watcher.epochs):
             done = sum(end <= state.epoch_samples for end in ends)
             watcher.total_steps = state.step - done + (epochs - epoch) * len(ends)
+        self._rendezvous.heartbeat.ends_at(watcher.total_steps or 0)
         watcher.rate.resume()
         return current, following
 

@@ -22,7 +22,7 @@ __all__ = ["Beat", "Heartbeat", "heartbeat", "read_beat"]
 _SIZE = 4096
 _NAMES, _NAME_BYTES, _NAME_COUNT = 256, 64, 48
 _ERROR = _NAMES + _NAME_BYTES * _NAME_COUNT
-_TICKS, _PID, _PHASE, _DOING, _BEGUN, _STEP, _STEPS, _CUDA, _WAITED = range(9)
+_TICKS, _PID, _PHASE, _DOING, _BEGUN, _STEP, _STEPS, _CUDA, _WAITED, _LOADING, _LAST = range(11)
 _PHASES = ("start-up", "training", "ended")
 
 
@@ -41,6 +41,8 @@ class Beat:
         cuda: whether it trains on a GPU.
         error: the last error that a call raised into the script; empty if none did.
         waited_seconds: waited in exchanges of gradients so far; below 0 if that is not known.
+        loading_seconds: waited for batches so far.
+        last_step: of the training; 0 if that is not known.
     """
 
     ticks: int
@@ -53,6 +55,8 @@ class Beat:
     cuda: bool
     error: str
     waited_seconds: float = -1.0
+    loading_seconds: float = 0.0
+    last_step: int = 0
 
 
 class Heartbeat:
@@ -99,6 +103,14 @@ class Heartbeat:
         slots[_STEPS] += 1
         slots[_PHASE] = 1
         slots[_TICKS] += 1
+
+    def loaded(self, seconds: float) -> None:
+        """A batch has come, for which this worker has waited so long."""
+        self._slots[_LOADING] += int(1e6 * seconds)
+
+    def ends_at(self, step: int) -> None:
+        """The training's last step, as far as the script says it."""
+        self._slots[_LAST] = step
 
     def ended(self) -> None:
         """The script's loop is over."""
@@ -241,6 +253,8 @@ def read_beat(path: Path) -> Beat | None:
         bool(slots[_CUDA]),
         _text(data[_ERROR:]),
         slots[_WAITED] / 1e6 if slots[_STEPS] else -1.0,
+        slots[_LOADING] / 1e6,
+        slots[_LAST],
     )
 
 
