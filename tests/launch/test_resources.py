@@ -17,6 +17,8 @@ from ronde.launch.frames import from_line, to_line
 from ronde.launch.messages import Resources
 from ronde.launch.mirror import folder_files
 from ronde.launch.resources import ResourceWatch
+from ronde.watch import RunDir
+from ronde.watch.judge import Judge
 from ronde.world.cores import usable_cores
 from ronde.world.heartbeat import Heartbeat
 
@@ -96,7 +98,7 @@ def test_looking_that_fails_is_told(tmp_path, monkeypatch):
 
 
 def test_a_run_keeps_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(ResourceWatch.__init__, "__defaults__", (0.05, 0.1))
+    monkeypatch.setattr(ResourceWatch.__init__, "__defaults__", (0.05, 0.3))
     (tmp_path / "train.py").write_text(
         textwrap.dedent(
             """
@@ -110,7 +112,7 @@ def test_a_run_keeps_them(tmp_path, monkeypatch):
                 def __len__(self):
                     return 4000
                 def __getitem__(self, i):
-                    time.sleep(0.01)
+                    time.sleep(0.05)
                     return torch.full((2,), float(i)), torch.zeros(1)
 
             model = torch.nn.Linear(2, 1)
@@ -142,8 +144,15 @@ def test_a_run_keeps_them(tmp_path, monkeypatch):
     assert line["last_step"] == 1000
     assert line["step"] > 0
     loading = sum(line["ranks"][0]["loading"] for line in trained)
-    assert loading > 0.2 * sum(line["seconds"] for line in trained)  # it does little else
+    assert 0.1 < loading < sum(line["seconds"] for line in trained)
     assert sum(line["ranks"][0]["steps"] for line in trained) > 0
+    monkeypatch.setattr("ronde.watch.judge._LATE_SECONDS", -60.0)  # the run was shorter
+    settings = {"input-bound.seconds": 0.4, "input-bound.share": 0.01}
+    judge = Judge(RunDir(run), only=["input-bound"], settings=settings)
+    (alert,) = judge.look()
+    assert alert.rank == 0
+    assert alert.text.startswith("rank 0 waited for batches for ")
+    assert alert.remedy.startswith("ronde doctor ")
     assert "resources.jsonl" not in folder_files(run)  # the launcher's own
 
 

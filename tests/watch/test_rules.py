@@ -20,11 +20,13 @@ from ronde.cli.app import app
 from ronde.cli.watch import alert_text, notify
 from ronde.watch import Alert, RunDir
 from ronde.watch.judge import Judge, alert_line
+from ronde.watch.rule import MACHINES
 from ronde.watch.rules import RULES
 
 pytestmark = pytest.mark.timeout(120)
 
 NAMES = ["0.weight", "0.bias", "2.weight", "4.weight"]
+OF_MACHINES = (*MACHINES, "start", "steps")  # test_machine_rules.py
 TENSORS = {
     "type": "tensors",
     "step": 1,
@@ -111,6 +113,17 @@ def layers(column: str, index: int, value: float) -> list[dict]:
     return [TENSORS, *({"type": "activations", "step": i, **rows} for i in range(1, 11))]
 
 
+def overflowed(times: int, first: int = 120, every: int = 24) -> list[dict]:
+    """Measured steps of a training in fp16, some of which the scaler left out."""
+    lines = [health(4 * i, weight=[1.0] * 4) for i in range(1, 100)]
+    for line in lines:
+        if line["step"] >= first and line["step"] % every == 0 and times:
+            line |= {"bad_ranks": [0, 1, 2, 3], "gradient": ["inf"] * 4}
+            times -= 1
+    return [TENSORS, *lines]
+
+
+UNEQUAL = "replicas of the model are not equal: 'w' on rank 1"
 BATCH = {"type": "inputs", "step": 1, "mean": 0.1, "std": 1.0, "constant": 0.0}
 RUNS = {
     "healthy": (steps(falling()), MEASURED, []),
@@ -157,6 +170,13 @@ RUNS = {
         [TENSORS, health(4), {"type": "targets", "step": 4, "counts": [9, 600]}],
         [("class-imbalance", None)],
     ),
+    "scaler": (steps(falling()), overflowed(6), [("scaler", None)]),
+    "scaler that looks for its scale": (steps(falling()), overflowed(10, first=4, every=4), []),
+    "replicas": (
+        [*steps(falling()), end(status="failed", error=f"WorldError: after step 9, {UNEQUAL}")],
+        [],
+        [("replicas", None)],
+    ),
     "detached": (
         steps(falling()),
         changed("gradient", 2, None),
@@ -168,7 +188,8 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_rule_fires_on_the_numbers_that_it_is_for(name, tmp_path):
     record, lines, expected = RUNS[name]
-    judge = Judge(write(tmp_path / "big", [start(), *record], lines))
+    fp16 = {"plan": {"precision": "fp16"}} if "scaler" in name else {}
+    judge = Judge(write(tmp_path / "big", [start(**fp16), *record], lines))
     judge.look()
     assert [(a.rule, a.tensor) for a in judge.alerts] == expected
     assert not judge.failed
@@ -219,7 +240,8 @@ def test_alerts_are_the_same_however_the_reading_is_cut(tmp_path):
 
 
 def test_every_rule_has_a_run_on_which_it_fires():
-    assert {rule for _, _, alerts in RUNS.values() for rule, _ in alerts} == set(RULES)
+    training = {name for name, rule in RULES.items() if rule.needs not in OF_MACHINES}
+    assert {rule for _, _, alerts in RUNS.values() for rule, _ in alerts} == training
 
 
 def test_the_verb_prints_the_alerts_and_says_so_with_its_status(tmp_path):

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 import runpy
 import shlex
 from collections import deque
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ronde.watch.appended import appended
-from ronde.watch.health_record import IDLE_ROWS
+from ronde.watch.health_record import HEALTH, IDLE_ROWS, RESOURCES
 from ronde.watch.record import (
     Alert,
     Checkpointed,
@@ -29,21 +30,24 @@ from ronde.watch.record import (
     StepRecorded,
     event_of,
 )
+from ronde.watch.rule import MACHINES, RECORD, Rule
 from ronde.watch.rule_view import RuleView
-from ronde.watch.rules import RULES, Rule
+from ronde.watch.rules import RULES
 from ronde.watch.run_dir import RunDir
 from ronde.world import ArgumentError
 
 __all__ = ["Judge", "alert_line", "alert_values"]
 
 _ROWS = 32  # recorded steps between two looks of the rules on the record
+_LATE_SECONDS = 5.0  # by which a line of resources may come after an event of the same moment
 
 
 class Judge:
-    """Reads a run's record and health from the beginning, and judges rules on them.
+    """Reads a run's record, health, and resources from the beginning, and judges rules on them.
 
     Health lines are read before the record's ``step`` of the same number, in which order they were
-    written. So alerts depend on the files alone, and not on how often :meth:`look` was called.
+    written, and lines of resources before the event that came five seconds later. So alerts depend
+    on the files alone, and not on how often :meth:`look` was called.
 
     A run that repeats another one from a checkpoint, with the same script and arguments, goes on
     with that one's measurements.
@@ -81,8 +85,9 @@ class Judge:
         """Rules that raised, and how: each was left out from then on."""
         self.alerts: list[Alert] = []
         self._run = run
-        self._offsets = {"record.jsonl": 0, "health.jsonl": 0}
+        self._offsets = {"record.jsonl": 0, HEALTH: 0, RESOURCES: 0}
         self._health: deque[dict[str, Any]] = deque()
+        self._resources: deque[dict[str, Any]] = deque()
         self._views: dict[str | None, RuleView] = {None: RuleView()}
         self._checkpoints: list[int] = []
         self._repeats: dict[tuple[str | None, str, str | None], tuple[int, list[str]]] = {}
@@ -99,7 +104,9 @@ class Judge:
         """Read what was appended to the files, and return the alerts that follow from it."""
         before = len(self.alerts)
         lines = self._appended("record.jsonl")  # before health, which is written first
-        self._health.extend(self._appended("health.jsonl"))
+        self._health.extend(self._appended(HEALTH))
+        self._resources.extend(line for line in self._appended(RESOURCES) if "ranks" in line)
+        self._take_resources(-math.inf)
         for line in lines:
             if (event := event_of(line)) is not None and not isinstance(event, Alert):
                 self._take(event)
@@ -142,7 +149,9 @@ class Judge:
             self._views[part] = RuleView()
             for view in self._views.values():
                 view.several = True
-        view, self._time = self._views[part], event.time
+        view = self._views[part]
+        self._take_resources(event.time - _LATE_SECONDS)
+        self._time = event.time
         if part is None and isinstance(event, StepRecorded | Ended):
             self._take_health(event.step if isinstance(event, StepRecorded) else None)
         if part is None and isinstance(event, Resumed):
@@ -159,7 +168,7 @@ class Judge:
         if isinstance(event, StepRecorded):
             mark = len(view.step) % _ROWS == 0 or not np.isfinite(event.loss)
         if mark:
-            self._judge(part, ("any", "record", "loss", "evaluations"))
+            self._judge(part, RECORD)
 
     def _take_health(self, step: int | None) -> None:
         """Take the lines up to ``step``, or all, as far as the record has got."""
@@ -169,7 +178,7 @@ class Judge:
             line = self._health.popleft()
             self.view.health.take(line)
             if line.get("type") == "health":
-                self._judge(None, ("any", "health"))
+                self._judge(None, ("any", "health", "scaler"))
             else:
                 self._judge(None, (str(line.get("type")),))
 
@@ -198,6 +207,16 @@ class Judge:
                 view.cut(int(step))
                 view.continues = True
 
+    def _take_resources(self, until: float) -> None:
+        """Take the lines up to a time, and those of a run that has not trained yet at once."""
+        while self._resources:
+            line = self._resources[0]
+            if line["training"] and line["time"] > until:
+                return
+            self._time = float(self._resources.popleft()["time"])
+            self.view.take_resources(line)
+            self._judge(None, MACHINES if line["training"] else ("start",))
+
     def _judge(self, part: str | None, needs: tuple[str, ...]) -> None:
         view = self._views[part]
         for name, rule in self.rules.items():
@@ -213,11 +232,12 @@ class Judge:
 
     def _add(self, part: str | None, rule: Rule, alert: Alert) -> None:
         view, step = self._views[part], int(alert.step)
+        machine = rule.needs in (*MACHINES, "start")
         found = dataclasses.replace(
             alert,
             step=step,
             rule=rule.name,
-            samples=alert.samples or view.samples_of(step),
+            samples=alert.samples or (None if machine else view.samples_of(step)),
             place=alert.place or view.health.place(alert.tensor),
             remedy=alert.remedy or rule.remedy,
             part=part,
@@ -248,8 +268,8 @@ class Judge:
         if rule.needs == "activations":  # no checkpoint says how long units were idle
             since = int(health.activations.step[-IDLE_ROWS:][0])
         start = view.start or self.view.start
-        if start is None or not start.script:
-            return since, []
+        if start is None or not start.script or rule.needs in (*MACHINES, "start"):
+            return since, []  # what shows a machine again is no step
         until = alert.samples[1] + 1 if alert.samples else _samples_at(view, alert.step)
         at = "@evaluate" if rule.needs == "evaluations" else ""
         words = ["--until", f"{until}{at}", f"--watch={health.every or 1}"]

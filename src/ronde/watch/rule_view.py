@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ronde.watch.record import (
+    Checkpointed,
     Ended,
+    Epoch,
     Evaluated,
     Event,
+    Logged,
     NonFiniteStep,
     Resumed,
     Started,
     StepRecorded,
 )
 
-__all__ = ["HealthView", "RuleView", "Table"]
+__all__ = ["HealthView", "HostView", "RuleView", "Table"]
 
 HEALTH = ("gradient", "weight", "update", "same")
 ACTIVATIONS = ("rms", "dead", "saturated")
 INPUTS = ("mean", "std", "constant")
+HOST = (
+    *("time", "seconds", "idle", "cores", "memory", "memory_limit", "disk_free", "disk_total"),
+    *("throttled", "last_step"),
+)
+DEVICES = ("gpu", "gpu_memory", "gpu_memory_limit")
+RANKS = ("steps", "waited", "loading")
 
 
 class Table:
@@ -155,6 +165,54 @@ class HealthView:
         return (known | dict(zip(self.names, self.places, strict=False))).get(name or "", "")
 
 
+class HostView:
+    """``resources.jsonl`` of one host since the last start, over lines in which it trained.
+
+    Attributes:
+        host: its name.
+        ranks: those that run there.
+        devices: how many GPUs of theirs are measured.
+        table: :class:`Table` of the plain fields of a line; ``cpu`` (95th percentile); per device
+            ``gpu`` (95th percentile), ``gpu_memory``, ``gpu_memory_limit``; per rank ``steps``,
+            ``waited``, ``loading``. NaN: not measured.
+        why: per rank, why it may be slow by the newest line.
+    """
+
+    def __init__(self, host: str, ranks: Sequence[int], devices: int) -> None:
+        self.host, self.ranks, self.devices = host, list(ranks), devices
+        self.why: dict[int, list[str]] = {}
+        columns = dict.fromkeys((*HOST, "cpu"), 0)
+        columns |= dict.fromkeys(DEVICES, max(devices, 1)) | dict.fromkeys(RANKS, len(ranks))
+        self.table = Table(columns)
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Add a line of this host."""
+        numbers = {n: math.nan if line.get(n) is None else float(line[n]) for n in HOST}
+        ranks, none = line["ranks"], [None] * (not self.devices)
+        self.why = {each["rank"]: list(each["why"]) for each in ranks}
+        self.table.add(
+            int(line["step"]),
+            **numbers,
+            cpu=_last(line["cpu"]),
+            gpu=_numbers([_last(busy) for busy in line["gpu"]] or none, 1),
+            **{n: _numbers(line[n] or none, 1) for n in DEVICES[1:]},
+            **{n: _numbers([each[n] for each in ranks], 1) for n in RANKS},
+        )
+
+    def newest(self, seconds: float) -> slice | None:
+        """The rows of the newest ``seconds``; None if it has not trained for so long."""
+        table = self.table
+        if not len(table):
+            return None
+        first = int(np.searchsorted(table["time"], table["time"][-1] - seconds, side="right"))
+        whole = table["seconds"][first:].sum() > 0.9 * seconds
+        return slice(first, len(table)) if whole and len(table) - first > 1 else None
+
+
+def _last(values: Sequence[float]) -> float:
+    return float(values[-1]) if values else math.nan
+
+
 def _numbers(values: Sequence[Any] | None, width: int) -> Any:
     """A row: None is NaN, and "nan", "inf", "-inf" are what they say."""
     if values is None:
@@ -173,6 +231,9 @@ class RuleView:
         health: what ``ronde run --watch`` measured.
         continues: whether the run repeats another one from a checkpoint, and begins with its rows.
         several: whether several runs share the record and one loop.
+        hosts: name -> :class:`HostView`.
+        starting: the newest line of ``resources.jsonl`` before the first step; None after it.
+        checkpoint_bytes: of the newest checkpoint; 0: none was written.
 
     Example: a rule of one's own, in a file for ``ronde watch --rules``::
 
@@ -191,6 +252,10 @@ class RuleView:
         self.health = HealthView()
         self.continues = False
         self.several = False
+        self.hosts: dict[str, HostView] = {}
+        self.starting: Mapping[str, Any] | None = None
+        self.checkpoint_bytes = 0
+        self._pauses: set[int] = set()
         self._steps = Table({"loss": 0, "lr": 0, "samples": 0, "time": 0})
 
     @property
@@ -218,6 +283,38 @@ class RuleView:
         """When each recorded step was taken, in seconds since 1970."""
         return self._steps["time"]
 
+    @property
+    def precision(self) -> str:
+        """Of the plan."""
+        return "fp32" if self.start is None else str(self.start.plan.get("precision", "fp32"))
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether it trains on an accelerator."""
+        return self.start is not None and self.start.device != "cpu"
+
+    def step_seconds(self) -> tuple[Any, Any]:
+        """Recorded steps whose step before was recorded too, and their seconds: without those that
+        began with an epoch, an evaluation, or a checkpoint.
+        """
+        step, seconds = self.step[1:], np.diff(self.time)
+        known = np.diff(self.step) == 1
+        if self._pauses:
+            known &= ~np.isin(step - 1, list(self._pauses))
+        return step[known], seconds[known]
+
+    def take_resources(self, line: Mapping[str, Any]) -> None:
+        """Add a line of ``resources.jsonl``."""
+        if not line.get("training"):
+            self.starting = line
+            return
+        self.starting = None
+        ranks, devices = [each["rank"] for each in line["ranks"]], len(line["gpu"])
+        host = self.hosts.get(line["host"])
+        if host is None or host.ranks != ranks or host.devices != devices:
+            host = self.hosts[line["host"]] = HostView(line["host"], ranks, devices)
+        host.take(line)
+
     def tensor(self, name: str) -> dict[str, Any]:
         """Columns ``step``, ``gradient``, ``weight``, ``update``, ``same`` of a parameter.
 
@@ -244,6 +341,7 @@ class RuleView:
             values = {n: getattr(event, n) for n in ("loss", "lr", "samples", "time")}
             self._steps.add(event.step, **values)
         elif isinstance(event, Evaluated):
+            self._pauses.add(event.step)
             for metric, value in event.metrics.items():
                 if isinstance(value, int | float):
                     key = event.name, metric
@@ -253,7 +351,12 @@ class RuleView:
         elif isinstance(event, NonFiniteStep):
             self.non_finite.append(event)
         elif isinstance(event, Started):
-            self.start, self.ended = event, None
+            self.start, self.ended, self.hosts, self.starting = event, None, {}, None
+        elif isinstance(event, Epoch | Logged):
+            self._pauses.add(event.step)
+        elif isinstance(event, Checkpointed):
+            self._pauses.add(event.step)
+            self.checkpoint_bytes = event.bytes
         elif isinstance(event, Ended):
             self.ended = event
         elif isinstance(event, Resumed):
@@ -265,3 +368,4 @@ class RuleView:
             table.cut(step)
         self.health.cut(step)
         self.non_finite = [e for e in self.non_finite if e.step <= step]
+        self._pauses = {s for s in self._pauses if s < step} | {step}

@@ -1,99 +1,28 @@
-"""Rules on a training's health: pure functions of a :class:`ronde.watch.rule_view.RuleView`.
-
-A rule is called each time something was added to the view, and yields an :class:`Alert` when the
-newest rows say so. Its keyword arguments are its settings. It names what decided; the judge adds
-the rest.
-"""
+"""Rules on a training's health: pure functions of a :class:`ronde.watch.rule_view.RuleView`."""
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ronde.watch.record import Alert
+from ronde.watch.rule import RULES, Alerts, no_loss, rule
 from ronde.watch.rule_view import RuleView, Table
 from ronde.world.identity import ranks_text
 
-__all__ = ["RULES", "Rule"]
+__all__ = ["RULES"]
 
-Alerts = Iterator[Alert]
 _EARLY = 10  # steps in which the initialization is judged
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A rule: its function, what it needs, and one thing to try.
-
-    ``needs`` is ``record``, ``evaluations``, ``loss`` (one that is positive, of one model),
-    ``health``, ``activations``, ``inputs``, ``targets``, or ``any``.
-    """
-
-    name: str
-    function: Callable[..., Alerts]
-    needs: str = "any"
-    remedy: str = ""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Defaults of the keyword arguments."""
-        every = inspect.signature(self.function).parameters.values()
-        return {p.name: p.default for p in every if p.default is not p.empty}
-
-    def not_judged(self, view: RuleView) -> str:
-        """Why the rule has nothing to judge; empty if it has."""
-        if self.needs == "evaluations":
-            return "" if view.evaluations else "no evaluation yet"
-        if self.needs == "loss":
-            return "several models in one loop" if view.several else _no_loss(view)
-        health = view.health
-        tables = health.tensors, health.activations, health.inputs, health.targets, health.bad
-        if self.needs in ("health", "activations", "inputs", "targets") and not any(
-            map(len, tables)
-        ):
-            return "not measured: --watch"
-        if self.needs == "health":
-            return "" if len(health.tensors) or health.bad else "no tensors measured"
-        if self.needs == "activations":
-            return "" if len(view.health.activations) else "no activations measured"
-        if self.needs == "inputs":
-            return "" if len(view.health.inputs) else "no inputs of floating point measured"
-        if self.needs == "targets":
-            return "" if len(view.health.targets) else "no classes measured"
-        return ""
-
-
-RULES: dict[str, Rule] = {}
-"""Name -> rule, in the order in which they are judged."""
-
-
-def _rule(needs: str, remedy: str) -> Callable[[Callable[..., Alerts]], Callable[..., Alerts]]:
-    def add(function: Callable[..., Alerts]) -> Callable[..., Alerts]:
-        name = function.__name__.replace("_", "-")
-        RULES[name] = Rule(name, function, needs, remedy)
-        return function
-
-    return add
-
-
-def _no_loss(view: RuleView) -> str:
-    """Why the loss says nothing about learning."""
-    if not len(view.loss):
-        return "no step yet"
-    if view.start is not None and view.start.origin and not view.continues:
-        return "the run began with a checkpoint of another one that it does not repeat"
-    return "the loss is not positive" if bool((view.loss <= 0).any()) else ""
-
-
-@_rule("any", "a lower learning rate, clip_norm=1.0, or on_nan='skip' if it is one sample")
+@rule("any", "a lower learning rate, clip_norm=1.0, or on_nan='skip' if it is one sample")
 def nan(view: RuleView) -> Alerts:
     """A loss, a gradient, or an activation is not finite."""
-    if view.health.bad:
-        line = view.health.bad[0]
+    if bad := [line for line in view.health.bad if not _skipped_by_scaler(view, line)]:
+        line = bad[0]
         ranks, name = list(line["bad_ranks"]), line.get("first_bad")
         where = f" first in {name}" if name else ""
         yield Alert(
@@ -118,11 +47,40 @@ def nan(view: RuleView) -> Alerts:
         yield Alert(step, str(view.ended.error))
 
 
-@_rule("loss", "a higher learning rate; look at inputs and labels: do they belong together?")
+def _skipped_by_scaler(view: RuleView, line: Mapping[str, Any]) -> bool:
+    """Whether only gradients overflowed: a scaler leaves such a step out, and lowers its scale."""
+    return view.precision == "fp16" and line.get("first_bad") is None
+
+
+@rule("scaler", "precision='bf16', which needs no scaler; or clip_norm=1.0")
+def scaler(view: RuleView, share: float = 0.05, rows: int = 40, after: int = 100) -> Alerts:
+    """The scaler of fp16 leaves out steps long after it has found a scale."""
+    bad = [line["step"] for line in view.health.bad if _skipped_by_scaler(view, line)]
+    step = np.sort(np.concatenate([view.health.tensors.step, np.array(bad, np.int64)]))[-64:]
+    left_out = np.count_nonzero(np.isin(step, bad))
+    if len(step) < rows or step[0] <= after or left_out <= share * len(step):
+        return
+    yield Alert(
+        int(step[-1]),
+        f"gradients overflowed in {left_out} of the last {len(step)} measured steps, which the "
+        "scaler left out",
+        values={"skipped": int(left_out), "measured": len(step)},
+    )
+
+
+@rule("replicas", "what the error says; go on from a checkpoint before it")
+def replicas(view: RuleView) -> Alerts:
+    """Workers that hold the same weights hold different ones."""
+    error = (view.ended and view.ended.error) or ""
+    if view.ended is not None and "replicas of the model are not equal" in error:
+        yield Alert(view.ended.step, error.removeprefix("WorldError: "))
+
+
+@rule("loss", "a higher learning rate; look at inputs and labels: do they belong together?")
 def loss_flat(view: RuleView, steps: int = 300, fallen: float = 0.05) -> Alerts:
     """The loss has not fallen since the learning rate was at its highest."""
     loss, step = _finite_loss(view)
-    if len(loss) < 64 or _no_loss(view):
+    if len(loss) < 64 or no_loss(view):
         return
     if step[-1] - step[int(np.argmax(view.lr))] < steps:
         return
@@ -150,19 +108,19 @@ def _constant_loss(view: RuleView, samples: int = 250) -> float:
     return float(-(shares * np.log(shares)).sum()) or float("nan")
 
 
-@_rule("loss", "a lower learning rate, or a warm-up; go on from a checkpoint before it")
+@rule("loss", "a lower learning rate, or a warm-up; go on from a checkpoint before it")
 def diverging(
     view: RuleView, steps: int = 100, above_least: float = 1.5, above_first: float = 2.0
 ) -> Alerts:
     """The loss has stayed above where it began."""
     loss, step = _finite_loss(view)
-    if len(loss) > 10 and not _no_loss(view) and np.all(loss[-10:] > 1e3 * loss[0]):
+    if len(loss) > 10 and not no_loss(view) and np.all(loss[-10:] > 1e3 * loss[0]):
         text = (
             f"loss {loss[-1]:.4g} after 10 steps above 1,000 times its {loss[0]:.4g} at the start"
         )
         yield Alert(int(step[-1]), text, values={"first": float(loss[0]), "now": float(loss[-1])})
         return
-    if len(loss) < 32 or step[-1] < steps or _no_loss(view):
+    if len(loss) < 32 or step[-1] < steps or no_loss(view):
         return
     first, recent = float(loss[0]), loss[step > step[-1] - steps]
     least = min(first, float(np.min(_medians(loss, step)[0])))
@@ -175,7 +133,7 @@ def diverging(
         )
 
 
-@_rule("evaluations", "end here and keep the best (keep_best); more data, or weight decay")
+@rule("evaluations", "end here and keep the best (keep_best); more data, or weight decay")
 def overfit(view: RuleView, above: float = 0.1, evaluations: int = 3) -> Alerts:
     """The loss of evaluations rises while that of the training falls."""
     for name, table in _losses(view):
@@ -194,7 +152,7 @@ def overfit(view: RuleView, above: float = 0.1, evaluations: int = 3) -> Alerts:
             )
 
 
-@_rule("evaluations", "end here: run.stop when an evaluation is no better, and keep_best")
+@rule("evaluations", "end here: run.stop when an evaluation is no better, and keep_best")
 def overtrained(view: RuleView, evaluations: int = 10, better: float = 0.01) -> Alerts:
     """No evaluation has been better for long."""
     for name, table in _losses(view):
@@ -212,7 +170,7 @@ def overtrained(view: RuleView, evaluations: int = 10, better: float = 0.01) -> 
             )
 
 
-@_rule("health", "clip_norm=1.0, or a warm-up")
+@rule("health", "clip_norm=1.0, or a warm-up")
 def exploding_gradient(
     view: RuleView, over_median: float = 100.0, over_largest: float = 10.0
 ) -> Alerts:
@@ -234,7 +192,7 @@ def exploding_gradient(
         )
 
 
-@_rule("health", "normalization or residual connections before it; is the layer used at all?")
+@rule("health", "normalization or residual connections before it; is the layer used at all?")
 def vanishing_gradient(
     view: RuleView, rms: float = 1e-7, of_median: float = 1e-4, rows: int = 8
 ) -> Alerts:
@@ -259,7 +217,7 @@ def vanishing_gradient(
             )
 
 
-@_rule("health", "give the parameter to the optimizer; with bf16 weights, keep fp32 ones")
+@rule("health", "give the parameter to the optimizer; with bf16 weights, keep fp32 ones")
 def unchanged(view: RuleView, rows: int = 8) -> Alerts:
     """A tensor has a gradient, and steps leave it as it is, while they change others."""
     health = view.health
@@ -284,7 +242,7 @@ def unchanged(view: RuleView, rows: int = 8) -> Alerts:
         )
 
 
-@_rule("health", "another learning rate: steps usually change weights by about 1/1000")
+@rule("health", "another learning rate: steps usually change weights by about 1/1000")
 def update_ratio(
     view: RuleView, low: float = 1e-6, high: float = 0.2, rows: int = 8, after: int = 20
 ) -> Alerts:
@@ -308,14 +266,14 @@ def update_ratio(
         yield Alert(int(table.step[-1]), text, values={"ratio": ratio})
 
 
-@_rule("activations", "a lower learning rate, another initialization of biases, or LeakyReLU")
+@rule("activations", "a lower learning rate, another initialization of biases, or LeakyReLU")
 def dead_units(view: RuleView, share: float = 0.7, rows: int = 1) -> Alerts:
     """Most units of a layer never have a positive output, over all samples of 8 measurements."""
     what = "of its units have had no positive output in 8 measurements"
     yield from _layers(view, "dead", share, rows, ("relu",), what)
 
 
-@_rule("activations", "a smaller initialization, or normalization before it")
+@rule("activations", "a smaller initialization, or normalization before it")
 def saturated(view: RuleView, share: float = 0.5, rows: int = 8) -> Alerts:
     """Most outputs of a tanh or sigmoid are at their bounds."""
     kinds = ("tanh", "sigmoid")
@@ -340,7 +298,7 @@ def _layers(
             )
 
 
-@_rule("activations", "PyTorch's own initialization, or nn.init.kaiming_normal_")
+@rule("activations", "PyTorch's own initialization, or nn.init.kaiming_normal_")
 def initialization(view: RuleView, larger: float = 300.0, smaller: float = 1000.0) -> Alerts:
     """In the first steps, a layer's outputs are far larger or smaller than the first layer's, or
     most weights are zero.
@@ -374,7 +332,7 @@ def initialization(view: RuleView, larger: float = 300.0, smaller: float = 1000.
             return  # the layers after it follow
 
 
-@_rule("inputs", "normalize the inputs to mean 0, standard deviation 1; do they vary at all?")
+@rule("inputs", "normalize the inputs to mean 0, standard deviation 1; do they vary at all?")
 def inputs(
     view: RuleView, means: float = 10.0, largest: float = 20.0, constant: float = 0.99
 ) -> Alerts:
@@ -391,7 +349,7 @@ def inputs(
         )
 
 
-@_rule(
+@rule(
     "targets", "weight the classes in the loss, or sample them alike; look at each class's recall"
 )
 def class_imbalance(view: RuleView, share: float = 0.9, samples: int = 250) -> Alerts:
@@ -450,3 +408,6 @@ def _weights(view: RuleView) -> Any:
 
 def _times(value: float, base: float) -> str:
     return f"{value / base:,.0f} times" if base > 0 else "far above"
+
+
+from ronde.watch import machine_rules  # noqa: E402, F401  they come after these

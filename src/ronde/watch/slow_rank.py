@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ronde.watch.hang_judge import HangVerdict, RankView
 from ronde.world.identity import ranks_text
 
-__all__ = ["SlowRanks"]
+__all__ = ["STEPS", "SlowRanks", "slowest", "time_text"]
 
-_STEPS = 10  # of a window, at least
+STEPS = 10  # of a window, at least
 _PART = 0.2  # of a step that the others wait
 _WINDOWS = 2  # in a row: a machine has other things to do now and then
 
@@ -50,15 +50,14 @@ class SlowRanks:
             return None
         begun, first = self._start
         seconds, steps = now - begun, min(v.steps - first[r].steps for r, v in ranks.items())
-        if seconds < self._seconds or steps < _STEPS:
+        if seconds < self._seconds or steps < STEPS:
             return None
         self._start = now, ranks
         waited = {
             r: (v.waited_seconds - first[r].waited_seconds) / max(v.steps - first[r].steps, 1)
             for r, v in ranks.items()
         }
-        slow = min(waited, key=lambda r: (waited[r], r))
-        lost = statistics.median(w for r, w in waited.items() if r != slow) - waited[slow]
+        slow, lost = slowest(waited)
         found = slow if lost >= _PART * seconds / steps else None
         self._before = found, self._before[1] + 1 if found == self._before[0] else 1
         if found is None or self._before[1] < _WINDOWS or found in self._told:
@@ -69,8 +68,8 @@ class SlowRanks:
         on = f" on {view.host}" if view.host else ""
         verb = "waits" if len(others) == 1 else "wait"
         return HangVerdict(
-            f"Rank {found}{on} is slow: {ranks_text(others)} {verb} for it {_time(lost)} of each "
-            f"step of {_time(seconds / steps)}, up to step {view.step}{why}.",
+            f"Rank {found}{on} is slow: {ranks_text(others)} {verb} for it {time_text(lost)} of "
+            f"each step of {time_text(seconds / steps)}, up to step {view.step}{why}.",
             found,
             view.step,
             waiting=tuple(others),
@@ -78,5 +77,17 @@ class SlowRanks:
         )
 
 
-def _time(seconds: float) -> str:
+def slowest(waited: Mapping[int, float]) -> tuple[int, float]:
+    """The rank that has waited least, and for how long the others wait for it in the median.
+
+    Example:
+        >>> slowest({0: 0.25, 1: 0.0, 2: 0.25})
+        (1, 0.25)
+    """
+    slow = min(waited, key=lambda r: (waited[r], r))
+    return slow, statistics.median(w for r, w in waited.items() if r != slow) - waited[slow]
+
+
+def time_text(seconds: float) -> str:
+    """A time in seconds or milliseconds, with three digits at most."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
