@@ -238,7 +238,7 @@ def test_what_was_not_measured_is_not_judged(tmp_path):
     judge = Judge(write(tmp_path / "a", [start(workers=1), *steps(FAST)], []))
     judge.look()
     summary = judge.summary()
-    assert "not judged (not ten seconds of training under ronde run)" in summary
+    assert "not judged (no resources measured yet)" in summary
     assert "(one worker)" in summary and "(not fp16)" in summary
     write(tmp_path / "b", record_of("busy devices"), lines(14))  # NVML was not there
     judge = Judge(RunDir(tmp_path / "b"))

@@ -22,7 +22,7 @@ from ronde.world.heartbeat import Beat, read_beat
 __all__ = ["ResourceWatch"]
 
 _LOOK_SECONDS, _LINE_SECONDS = 1.0, 10.0
-_SEARCH_SHARE = 5e-4  # of a core, to look for the workers' processes
+_SEARCH_SHARE = 2e-4  # of a core, to look for the workers' processes
 
 
 class ResourceWatch:
@@ -191,16 +191,16 @@ def _facts(pid: int) -> ProcessFacts:
 
 
 def _with_children(pids: Collection[int]) -> list[psutil.Process]:
-    """Processes and those that they have started: one look at all of the machine's."""
-    known, children = dict[int, psutil.Process](), dict[int, list[int]]()
-    for process in psutil.process_iter(["ppid"]):
-        known[process.pid] = process
-        children.setdefault(process.info["ppid"], []).append(process.pid)
-    found, waiting = [], [pid for pid in pids if pid in known]
-    while waiting:
-        found.append(known[pid := waiting.pop()])
-        waiting += children.get(pid, ())
-    return found
+    """Processes and those that they have started, by one look at all that this one has started."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            found[pid] = psutil.Process(pid)
+    for process in psutil.Process().children(recursive=True):  # parents come first
+        with contextlib.suppress(psutil.Error):
+            if process.ppid() in found:
+                found[process.pid] = process
+    return list(found.values())
 
 
 def _idle_seconds() -> tuple[float, float]:

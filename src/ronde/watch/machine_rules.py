@@ -76,7 +76,7 @@ def input_bound(
             yield Alert(
                 int(table.step[-1]),
                 f"rank {host.ranks[worst]}{_of(view, host)} waited for batches for "
-                f"{shares[worst]:.0%} of {_span(seconds)}",
+                f"{100 * shares[worst]:.0f} % of {_span(seconds)}",
                 rank=host.ranks[worst],
                 remedy=_doctor(view),
                 values={"share": float(shares[worst])},
@@ -113,7 +113,7 @@ def disk_full(view: RuleView, share: float = 0.05, checkpoints: int = 2) -> Aler
         size = view.checkpoint_bytes
         few = free < checkpoints * size
         if few or free < min(share * total, _GIB):
-            more = f"; a checkpoint has {_bytes(size)}" if few else f" ({free / total:.1%})"
+            more = f"; a checkpoint has {_bytes(size)}" if few else f" ({100 * free / total:.1f} %)"
             yield Alert(
                 int(host.table.step[-1]),
                 f"{_bytes(free)} are free on the disk of the run{_of(view, host)}{more}",

@@ -97,7 +97,7 @@ def _no_scaler(view: RuleView) -> str:
 
 
 def _no_hosts(view: RuleView) -> str:
-    return "" if view.hosts else "not ten seconds of training under ronde run"
+    return "" if view.hosts else "no resources measured yet"
 
 
 def _no_devices(view: RuleView) -> str:
