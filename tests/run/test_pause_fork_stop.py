@@ -12,9 +12,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import processes
+import ronde
+from ronde.run import ending
 
 SCRIPT = textwrap.dedent(
     """
@@ -384,3 +387,58 @@ def test_patience_counts_on_after_a_resume(folder):
     assert told(folder, "patience") == ("completed", reason, 25)
     said = ronde_run(folder, "-n", "1", "train.py", "--patience", "0", status=1)
     assert "patience=0 must be a whole number above 0" in said
+
+
+def test_where_breaks_cannot_be_told_it_says_so(tmp_path, monkeypatch, capsys):
+    assert ending.shows_breaks()
+    monkeypatch.setattr(ending, "_POPS", set())
+    assert not ending.shows_breaks()
+    monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
+    monkeypatch.setenv("RONDE_DEVICE", "cpu")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    loss = torch.nn.functional.mse_loss
+    run = ronde.distribute(model, optimizer, data, loss=loss, batch_size=4, name="left")
+    for _ in run.epochs(2):
+        for batch in run.batches():
+            run.step(batch)
+        break
+    record = (tmp_path / "left" / "record.jsonl").read_text()
+    assert "Call run.stop(reason) to end the training" in capsys.readouterr().out
+    assert "this Python does not show whether by break, return, or an error" in record
+
+
+DIVIDED = textwrap.dedent(
+    """
+    import torch, ronde
+    from torch import nn
+
+    torch.manual_seed(3)
+    body = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
+    model = nn.Sequential(*body, nn.Linear(8, 3)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.randn(44, 6, dtype=torch.float64), torch.arange(44) % 3)
+    run = ronde.distribute(model, optimizer, data, loss=nn.functional.cross_entropy, batch_size=8, seed=5)
+    for _ in run.epochs(3):
+        for batch in run.batches():
+            run.step(batch)
+    run.export(run.dir.path / "final.safetensors")
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("plan", "workers"), [("shard=parameters", 3), ("pipeline=2", 4), ("tensor=2", 4)]
+)
+def test_a_pause_under_a_divided_plan(folder, plan, workers):
+    (folder / "divided.py").write_text(DIVIDED)
+    if not (folder / "runs" / "undivided").exists():
+        ronde_run(folder, "-n", "1", "--name", "undivided", "divided.py")
+    words = ["--name", plan.replace("=", "-"), "--plan", plan]
+    ronde_run(folder, "-n", "2", *words, "--until", "60", "divided.py", status=75)
+    ronde_run(folder, "-n", str(workers), "--resume", *words, "divided.py")
+    assert weights_differ(folder, words[1], "undivided") < 1e-9
+    lines = (folder / "runs" / words[1] / "record.jsonl").read_text().splitlines()
+    steps = [e["step"] for e in map(json.loads, lines) if e["type"] == "step"]
+    assert steps == list(range(1, 19))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Ending", "is_left_by_script"]
+__all__ = ["Ending", "is_left_by_script", "shows_breaks"]
 
 # Where a loop pops its iterator: POP_ITER is Python 3.14's.
 _POPS = {dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap}
@@ -47,3 +48,34 @@ def is_left_by_script() -> bool:
     """
     frame = sys._getframe(2)
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] in _POPS
+
+
+def shows_breaks() -> bool:
+    """Whether :func:`is_left_by_script` can be believed: other Pythons may compile or end loops in
+    another way. Tried on three loops whose end is known.
+    """
+    answers = []
+
+    def loop() -> Iterator[None]:
+        try:
+            yield
+        except GeneratorExit:
+            answers.append(is_left_by_script())
+            raise
+
+    def breaks() -> None:
+        for _ in loop():
+            break
+
+    def returns() -> None:
+        for _ in loop():
+            return
+
+    def raises() -> None:
+        for _ in loop():
+            raise KeyError
+
+    for leave in (breaks, returns, raises):
+        with suppress(KeyError):
+            leave()
+    return answers == [True, True, False]

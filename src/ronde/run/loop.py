@@ -15,7 +15,7 @@ from ronde.plan import Share, shares
 from ronde.run import checkpoints, checks
 from ronde.run.callback import Callbacks
 from ronde.run.content import CheckpointContent
-from ronde.run.ending import is_left_by_script
+from ronde.run.ending import is_left_by_script, shows_breaks
 from ronde.run.evaluation import Evaluations, gather_skipped, skip_report, to_device
 from ronde.run.group import RunGroup
 from ronde.run.parts import MicroBatches
@@ -28,6 +28,10 @@ __all__ = ["Loop"]
 T = TypeVar("T")
 Shares = Callable[[], Iterator[Share]]
 _SAVE_AT_LEAST_SECONDS = 60.0
+_NO_BREAKS = (
+    "the loop over run.epochs was left, and this Python does not show whether by break, return, or "
+    "an error: a resume trains on. Call run.stop(reason) to end the training"
+)
 
 
 class Loop:
@@ -112,7 +116,9 @@ class Loop:
                     yield epoch
                 except GeneratorExit:
                     complete = group.ends_with(place.readings)
-                    if not complete and is_left_by_script():
+                    if not complete and not shows_breaks():
+                        self.parts.warn(_NO_BREAKS)
+                    elif not complete and is_left_by_script():
                         group.ending.loops[self.parts.part] = this_loop
                         group.due = True
                     raise
