@@ -2,9 +2,9 @@
 
     python docs/pictures/make.py
 
-Trains ``examples/digits`` with several learning rates on two workers, opens the page in Chromium,
-and writes the files beside this one. Needs the extras ``page``, ``examples``, and ``dev``, and
-Chromium.
+Trains ``examples/digits`` with several learning rates on two workers, searches over its learning
+rate and batch, runs a flow, opens the page in Chromium, and writes the files beside this one. Needs
+the extras ``page``, ``examples``, and ``dev``, and Chromium.
 """
 
 from __future__ import annotations
@@ -31,8 +31,12 @@ RATES = ("0.001", "0.003", "0.01", "0.1")
 VIEWS = {  # name: width, height, color scheme, what is in the address
     "page": (1280, 1000, "light", "run=digits-3&run=digits-2&run=digits-1&smooth=1"),
     "page-dark": (1280, 1000, "dark", "run=digits-4"),
-    "page-phone": (390, 1300, "dark", "run=digits-3"),
+    "page-phone": (390, 1300, "light", "run=digits-3"),
+    "page-search": (1280, 1100, "light", "job=digits-search"),
+    "page-flow": (1280, 560, "dark", "job=flow"),
 }
+SEARCH = "--space lr=log:1e-4..0.3 --space batch=16,32,64 --goal max:accuracy --trials 16"
+SEARCH += " --method halving --max 9ep digits/train.py --epochs 9"
 
 
 def train(folder: Path) -> None:
@@ -42,7 +46,17 @@ def train(folder: Path) -> None:
         command = [sys.executable, "-m", "ronde", "run", "--workers", "2", "--watch=4"]
         command += ["--name", f"digits-{number}", "digits/train.py", "--lr", rate]
         subprocess.run(command, cwd=folder, check=True)
-    for file in folder.rglob("runs/*/*.jsonl"):
+    ronde = [sys.executable, "-m", "ronde"]
+    subprocess.run(
+        [*ronde, "tune", "--name", "digits-search", *SEARCH.split()], cwd=folder, check=True
+    )
+    shutil.copytree(ROOT / "examples" / "flow", folder / "flow")
+    subprocess.run(
+        [*ronde, "flow", "--runs", str(folder / "runs"), "flow.yaml"],
+        cwd=folder / "flow",
+        check=True,
+    )
+    for file in folder.glob("runs/**/*.jsonl"):
         file.write_text(file.read_text().replace(f'"{socket.gethostname()}"', '"node1"'))
 
 
@@ -72,6 +86,9 @@ def main() -> None:
                     view.goto(f"{address}#{shown}")
                     view.wait_for_selector(".uplot")
                     view.wait_for_timeout(2000)
+                    if "job=" in shown:
+                        view.evaluate("scrollTo(0, document.getElementById('jobs').offsetTop - 20)")
+                        view.wait_for_timeout(500)
                     view.screenshot(path=HERE / f"{name}.png")
                     view.screenshot(path=folder / f"{name}-whole.png", full_page=True)
                 browser.close()

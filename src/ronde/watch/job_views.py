@@ -158,14 +158,15 @@ _known_chunks: dict[tuple[str, int], _Row] = {}  # committed: they never change
 
 
 def _map(folder: Path, name: str) -> _Row:
+    import numpy
+
     root = folder / ".map"
     plan = _read(root / "job.json")
-    total = done = bad = 0
+    total, done, bad = len(numpy.load(root / "items.npy", mmap_mode="r")) - 1, 0, 0
     failed: list[_Row] = []
     written = (root / "job.json").stat().st_mtime
     for path in [p for part in ("todo", "lease", "out") for p in (root / part).iterdir()]:
         low, high = map(int, path.name.partition(".")[0].split("-"))
-        total = max(total, high)
         with contextlib.suppress(OSError):  # it has just moved
             facts = path.stat()
             written = max(written, facts.st_mtime)

@@ -55,6 +55,7 @@ function showJob() {
   section.replaceChildren(title, ...({search: showSearch, flow: showFlow, map: showMap}[job.kind] || (() => []))(job), ...(job.why && job.kind !== "search" ? [el("p", "error", job.why)] : []));
   section.querySelector(".wide")?.scrollTo(at[1], at[0]);
   for (const box of section.querySelectorAll(".card[data-name]")) scatter(box, job);
+  paint();
 }
 const factOf = (name, value, remark) => el("div", "", el("dt", "", name), el("dd", "", value, remark ? el("small", "", remark) : null));
 const rung = trial => trial.results.length - 1;
@@ -72,11 +73,12 @@ function showSearch(view) {
   const rungs = view.rungs.length > 1, head = el("tr", "", ...["trial", "state", goalName(view), ...(rungs ? ["rung"] : []), "samples", ...names].map((name, i) => { const cell = el("th", i > 1 && (i < 5 || numeric(view, name)) ? "number" : "", name); cell.scope = "col"; return cell; })), body = el("tbody");
   const order = (a, b) => b.results.length - a.results.length || (a.results.length ? sign * (a.results.at(-1) - b.results.at(-1)) : 0) || a.trial - b.trial;
   for (const trial of [...view.trials].sort(order)) {
-    const live = view.runs.find(r => r.name === trial.run), line = el("tr", picked.includes(trial.run) ? "on" : "", el("td", "cut", live ? pickBox(trial.run) : null, nick(trial.run), trial.run === view.best ? el("span", "best", "best") : null));
+    const live = view.runs.find(r => r.name === trial.run), line = el("tr", "", el("td", "cut", live ? pickBox(trial.run) : null, nick(trial.run), trial.run === view.best ? el("span", "best", "best") : null));
     const state = el("span", "status " + trial.state, trial.state); if (trial.error) state.title = trial.error;
     line.append(el("td", "", state), el("td", "number", trial.results.length ? number(trial.results.at(-1)) : "–"));
     if (rungs) line.append(el("td", "number", trial.results.length ? `${trial.results.length} of ${view.rungs.length}` : "–"));
     line.append(el("td", "number", whole(Math.max(trial.samples, live?.samples || 0))), ...names.map(n => { const v = trial.values[n], cell = el("td", numeric(view, n) ? "number" : "cut", v === undefined ? "–" : typeof v === "number" ? number(v) : String(v)); cell.title = String(v ?? ""); return cell; }));
+    if (live) line.dataset.name = trial.run;
     if (live) line.onclick = () => openRun(trial.run); else line.className += " idle";
     body.append(line);
   }
@@ -113,7 +115,9 @@ function showFlow(view) {
   for (const step of view.steps) {
     const values = Object.entries(step.values).slice(0, 2).map(([k, v]) => `${k} ${number(v)}`).join(" · "), why = step.why || (step.state === "kept" ? "nothing has changed" : step.reason);
     const opens = step.opens ? () => openJob(step.opens) : step.opens_run ? () => openRun(step.opens_run) : null, name = el("td", "", opens ? link(step.name, opens) : step.name, el("small", "command", step.run)), reason = el("td", "why", why || "–"); name.title = step.run;
-    body.append(el("tr", picked.includes(step.opens_run) ? "on" : "", name, el("td", "", el("span", "status " + step.state, step.state)), el("td", "number", Number.isFinite(step.seconds) ? clock(step.seconds) : "–"), el("td", "number", step.tries || "–"), el("td", "cut", step.needs.join(", ") || "–"), reason, el("td", "cut", values || "–")));
+    const line = el("tr", "", name, el("td", "", el("span", "status " + step.state, step.state)), el("td", "number", Number.isFinite(step.seconds) ? clock(step.seconds) : "–"), el("td", "number", step.tries || "–"), el("td", "cut", step.needs.join(", ") || "–"), reason, el("td", "cut", values || "–"));
+    if (step.opens_run) line.dataset.name = step.opens_run;
+    body.append(line);
   }
   return [el("p", "soft", `${view.done} of ${several(view.total, "step")} done, kept, or skipped`), el("div", "wide tall", el("table", "steps", el("thead", "", head), body))];
 }

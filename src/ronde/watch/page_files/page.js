@@ -1,8 +1,8 @@
 // The live page. All text comes from files of users and is set with textContent only.
 "use strict";
-const $ = id => document.getElementById(id), AXES = ["step", "samples", "time"], MOST_CHARTS = 24, MOST_RUNS = 8, SPACINGS = [.1, .5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600, 7200, 18000, 36000, 72000, 180000, 360000, 720000];
+const $ = id => document.getElementById(id), AXES = ["step", "samples", "time"], MOST_CHARTS = 24, MOST_RUNS = 8, MOST_ROWS = 200, SPACINGS = [.1, .5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600, 7200, 18000, 36000, 72000, 180000, 360000, 720000];
 const tracks = new Map(), charts = new Map();
-let rows = [], now = 0, picked = [], axis = "step", source = null, lastId = "", opens = 0, listed = "", zoomed = false, shown = MOST_CHARTS, healthValue = "gradient", due = 0, drawing = 0;
+let rows = [], now = 0, picked = [], axis = "step", source = null, lastId = "", opens = 0, listed = "", zoomed = false, allRows = false, shown = MOST_CHARTS, healthValue = "gradient", due = 0, waits = false, drawn = 0, drawing = 0;
 
 function el(tag, name, ...inside) {
   const found = document.createElement(tag);
@@ -82,8 +82,10 @@ function table() {
   for (const [name, kind] of [["run", ""], ["status", ""], ["step", "number"], ["loss", "number"], ...metrics.map(m => [m, "number"]), ...keys.map(k => [k, "differs" + (numeric(k) ? " number" : "")]), ["written", ""]]) {
     const cell = el("th", kind, name); cell.scope = "col"; if (kind.startsWith("differs")) cell.title = "differs between these runs"; head.append(cell);
   }
-  for (const [row, set] of found) {
-    const line = el("tr", picked.includes(row.name) ? "on" : "");
+  const rest = allRows ? 0 : Math.max(0, found.length - MOST_ROWS), more = el("button", "more", `${whole(rest)} more`);
+  more.onclick = () => { allRows = true; table(); };
+  for (const [row, set] of found.slice(0, found.length - rest)) {
+    const line = el("tr"); line.dataset.name = row.name;
     line.onclick = () => pick([row.name]);
     line.append(el("td", "cut", pickBox(row.name), row.name), el("td", "", el("span", "status " + row.status, row.status + (row.alerts ? ` · ${row.alerts} alert${row.alerts > 1 ? "s" : ""}` : ""))),
       el("td", "number", whole(row.step)), el("td", "number", number(row.loss)), ...metrics.map(m => el("td", "number", number((row.evaluation || {})[m]))),
@@ -91,15 +93,22 @@ function table() {
     body.append(line);
   }
   const empty = rows.length ? el("p", "empty", "No run matches the filter.") : el("p", "empty", "No runs here yet. ", el("code", "", "ronde run train.py"), " makes one, and it appears by itself.");
-  $("table").replaceChildren(found.length ? el("table", "", el("thead", "", head), body) : empty);
-  $("table").classList.toggle("wide", found.length > 0);
+  $("table").replaceChildren(found.length ? el("table", "", el("thead", "", head), body) : empty, rest ? more : "");
+  $("table").classList.toggle("wide", found.length > 0); paint();
+}
+function paint() { // which rows are in the curves
+  for (const line of document.querySelectorAll("tr[data-name]")) {
+    const name = line.dataset.name, at = picked.indexOf(name), box = line.querySelector(".pick");
+    line.classList.toggle("on", at >= 0);
+    if (!box) continue;
+    box.setAttribute("aria-label", (at >= 0 ? "Remove " : "Add ") + name + " to the curves");
+    box.style.background = box.style.borderColor = at >= 0 ? `var(--c${at % 8})` : "";
+  }
 }
 
 function pickBox(name) {
-  const at = picked.indexOf(name), box = el("button", "pick");
-  box.setAttribute("aria-label", (at >= 0 ? "Remove " : "Add ") + name + " to the curves");
-  if (at >= 0) { box.style.background = `var(--c${at % 8})`; box.style.borderColor = `var(--c${at % 8})`; }
-  box.onclick = click => { click.stopPropagation(); pick(at >= 0 ? picked.filter(n => n !== name) : [...picked, name].slice(-MOST_RUNS)); };
+  const box = el("button", "pick");
+  box.onclick = click => { click.stopPropagation(); pick(picked.includes(name) ? picked.filter(n => n !== name) : [...picked, name].slice(-MOST_RUNS)); };
   return box;
 }
 // A run of a job has a long name: search/trials/t003, flow/steps/train/train-12ab/run.
@@ -111,7 +120,7 @@ function pick(names) {
   for (const name of tracks.keys()) if (!names.includes(name)) tracks.delete(name);
   for (const name of names) if (!tracks.has(name)) tracks.set(name, blank());
   lastId = lastId.split(",").filter(part => names.includes(part.slice(0, part.lastIndexOf("/")))).join(",");
-  remember(); zoomed = false; rebuild(); table(); showJob(); connect(); logs(true);
+  remember(); zoomed = false; rebuild(); paint(); connect(); logs(true);
 }
 const remember = () => history.replaceState(null, "", "#" + new URLSearchParams([...(opened ? [["job", opened]] : []), ...picked.map(n => ["run", n]), ["x", axis], ["log", $("log").checked ? 1 : 0], ["smooth", $("smooth").checked ? 1 : 0]]));
 const rowOf = name => rows.find(r => r.name === name) || job?.runs.find(r => r.name === name);
@@ -125,16 +134,16 @@ function connect() {
     status(false);
     if (mine.readyState === EventSource.CLOSED) setTimeout(() => { if (source === mine) connect(); }, 2000);
   };
-  source.onmessage = message => { lastId = message.lastEventId; take(JSON.parse(message.data)); later(); };
+  source.onmessage = message => { lastId = message.lastEventId; const told = JSON.parse(message.data); take(told); later(Boolean(told.more)); };
 }
 
 // A run as far as its lines are here. A table has columns of one length, cut together by a resume.
 const blank = () => ({tables: new Map(), events: [], bands: [], tensors: null, layers: null, health: [], hosts: new Map(), start: null, end: null, open: null, last: null, before: null, rate: null, t0: null});
-function put(track, name, point, value) {
+function put(track, name, columns, y) {
   let t = track.tables.get(name);
   if (!t) track.tables.set(name, t = {step: [], samples: [], time: [], y: []});
-  for (const key of AXES) t[key].push(point[key]);
-  t.y.push(Number.isFinite(value) ? value : null);
+  for (const key of AXES) for (const v of columns[key]) t[key].push(v);
+  for (const v of y) t.y.push(v);
 }
 function place(track, step, time) { // samples are counted with the steps; between them they are interpolated
   const a = track.before, b = track.last;
@@ -158,34 +167,31 @@ function take(message) {
   if (!track || !message.events) return;
   if (message.file === "health") return message.events.forEach(e => health(track, e));
   if (message.file === "resources") return message.events.forEach(e => { if (!track.hosts.has(e.host)) track.hosts.set(e.host, []); track.hosts.get(e.host).push(e); });
-  const resume = message.events.find(e => e.type === "resume"); // it begins its message
-  if (resume) {
+  for (const resume of message.events.filter(e => e.type === "resume")) { // before all steps of its message
     cut(track, resume.part ? resume.part + "/" : "", resume.step);
     if (!resume.part) { track.last = {step: resume.step, samples: resume.samples, time: resume.time}; track.before = null; }
   }
   for (const [part, c] of Object.entries(message.steps)) {
     const prefix = part ? part + "/" : "";
     if (part && !(track.parts ??= []).includes(part)) track.parts.push(part);
-    for (let i = 0; i < c.step.length; i++) {
-      const point = {step: c.step[i], samples: c.samples[i], time: c.time[i]};
-      put(track, prefix + "loss", point, c.loss[i]); put(track, prefix + "learning rate", point, c.lr[i]);
-      if (part) continue;
-      track.t0 ??= point.time;
-      if (track.open && point.time >= track.open.from.time) { track.open.to = point; track.open = null; }
-      track.before = track.last; track.last = point;
-    }
+    put(track, prefix + "loss", c, c.loss); put(track, prefix + "learning rate", c, c.lr);
+    if (part || !c.step.length) continue;
+    const point = i => ({step: c.step[i], samples: c.samples[i], time: c.time[i]}), n = c.step.length, after = track.open ? c.time.findIndex(t => t >= track.open.from.time) : -1;
+    track.t0 ??= c.time[0];
+    if (after >= 0) { track.open.to = point(after); track.open = null; }
+    track.before = n > 1 ? point(n - 2) : track.last; track.last = point(n - 1);
   }
   message.events.forEach(e => { try { event(track, e); } catch (error) { console.error("an event is not shown", error); } });
 }
 function event(track, e) {
-  const prefix = e.part ? e.part + "/" : "", at = place(track, e.step, e.time), note = (kind, text, ...more) => track.events.push({kind, at, time: e.time, text, more: more.filter(Boolean), rank: e.rank});
-  const values = (names, found) => { for (const [name, v] of Object.entries(found || {})) if (typeof v === "number") put(track, names + name, at, v); };
+  const prefix = e.part ? e.part + "/" : "", at = place(track, e.step, e.time), alone = {step: [at.step], samples: [at.samples], time: [at.time]}, note = (kind, text, ...more) => track.events.push({kind, at, time: e.time, text, more: more.filter(Boolean), rank: e.rank});
+  const values = (names, found) => { for (const [name, v] of Object.entries(found || {})) if (typeof v === "number") put(track, names + name, alone, [v]); };
   const band = () => { if (!track.open) track.bands.push(track.open = {kind: e.type, from: {...(track.last || at), time: e.time}, to: null}); };
   if (e.type === "start" && !e.part) { track.start = e; track.end = null; track.t0 ??= e.time; }
   else if (e.type === "end" && !e.part) { track.end = e; if (e.status !== "completed") note(e.status === "failed" ? "failed" : "end", e.error || e.status); }
   else if (e.type === "epoch") { if (!e.part && e.samples_per_second) track.rate = e.samples_per_second; }
   else if (e.type === "evaluate") values(prefix + (e.name || "evaluate") + "/", e.metrics);
-  else if (e.type === "log") for (const [k, v] of Object.entries(e.values || {})) { if (typeof v === "number") put(track, prefix + (["loss", "learning rate"].includes(k) ? "log/" : "") + k, at, v); }
+  else if (e.type === "log") for (const [k, v] of Object.entries(e.values || {})) { if (typeof v === "number") put(track, prefix + (["loss", "learning rate"].includes(k) ? "log/" : "") + k, alone, [v]); }
   else if (e.type === "alert") note("alert", `${e.rule}${e.tensor ? " in " + e.tensor : ""}: ${e.text}`, [e.place, Number.isInteger(e.rank) ? "rank " + e.rank : ""].filter(Boolean).join(" · "), e.remedy && "try: " + e.remedy, e.again);
   else if (e.type === "resume") note("resume", `resumed at step ${whole(e.step)} on ${e.workers} worker${e.workers === 1 ? "" : "s"}`, e.checkpoint);
   else if (e.type === "restart") { band(); note("restart", e.reason); }
@@ -202,8 +208,10 @@ function health(track, e) {
 }
 
 // Curves.
-function later() { // drawing takes a fifth of the time at most
-  if (!due) due = setTimeout(() => { due = 0; const begin = performance.now(); draw(); drawing = performance.now() - begin; }, charts.size ? Math.max(300, 4 * drawing) : 30);
+function later(more) { // drawing takes a fifth of the time at most; with more to come, once a second
+  if (due && (more || !waits)) return;
+  clearTimeout(due); waits = more;
+  due = setTimeout(() => { due = 0; const begin = performance.now(); draw(); drawn = performance.now(); drawing = drawn - begin; }, more ? 1000 : Math.max(30, drawn + Math.max(300, 4 * drawing) - performance.now()));
 }
 function names() {
   const found = new Set(["loss"]);
@@ -289,7 +297,7 @@ function draw() {
         if (smooth) series.push({stroke: stroke + "40", width: 1, label, value, spanGaps: true, points: {show: false}, class: "raw"});
         series.push({stroke, width: 1.6, label, value, spanGaps: picked.length > 1, points: {show: few, size: 5, fill: stroke}});
       });
-      const hooks = {drawClear: [marks], setSelect: [u => { if (u.select.width > 0) zoomed = true; }], ready: [u => { u.over.addEventListener("dblclick", () => { zoomed = false; later(); }); u.over.addEventListener("pointerleave", () => charts.forEach(latest)); }]};
+      const hooks = {drawClear: [marks], setSelect: [u => { if (u.select.width > 0) zoomed = true; }], ready: [u => { u.over.addEventListener("dblclick", () => { zoomed = false; later(false); }); u.over.addEventListener("pointerleave", () => charts.forEach(latest)); }]};
       charts.set(name, new uPlot(options(series, {key: "curves", time: axis === "time", x: {range: (u, a, b) => span() ?? [a, b]}, y: $("log").checked ? {distr: 3} : {}, hooks}, width(card)), data, card));
     } else { charts.get(name).setData(data, !zoomed); if (zoomed) charts.get(name).redraw(); }
     latest(charts.get(name));
