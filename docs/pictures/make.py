@@ -32,8 +32,8 @@ VIEWS = {  # name: width, height, color scheme, what is in the address
     "page": (1280, 1000, "light", "run=digits-3&run=digits-2&run=digits-1&smooth=1"),
     "page-dark": (1280, 1000, "dark", "run=digits-4"),
     "page-phone": (390, 1300, "light", "run=digits-3"),
-    "page-search": (1280, 1100, "light", "job=digits-search"),
-    "page-flow": (1280, 560, "dark", "job=flow"),
+    "page-search": (1280, 1060, "light", "job=digits-search"),
+    "page-flow": (1280, 650, "dark", "job=flow"),
 }
 SEARCH = "--space lr=log:1e-4..0.3 --space batch=16,32,64 --goal max:accuracy --trials 16"
 SEARCH += " --method halving --max 9ep digits/train.py --epochs 9"

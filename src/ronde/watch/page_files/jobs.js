@@ -9,7 +9,7 @@ const goalName = view => view.goal.replace(/^(max|min):/, "");
 function link(text, go) { const b = el("button", "link", text); b.onclick = click => { click.stopPropagation(); go(); }; return b; }
 function progress(view) {
   if (view.status === "unreadable") return ["–"];
-  if (view.kind === "search") return [ratio(view.samples, view.whole), several(view.total, "trial") + (view.running ? `, ${view.running} running` : "")];
+  if (view.kind === "search") return [view.status === "running" ? ratio(view.samples, view.whole) : null, several(view.total, "trial") + (view.running ? `, ${view.running} running` : "")];
   return [ratio(view.done, view.total), `${whole(view.done)} of ${several(view.total, view.kind === "flow" ? "step" : "item")}`];
 }
 function outcome(view) {
