@@ -136,4 +136,7 @@ def test_what_cannot_be_is_refused_and_told_to_the_service(
     with pytest.raises(ArgumentError, match=error):
         app(words, standalone_mode=False)
     assert (tmp_path / "output" / "failure").read_text().startswith("--")
+    with pytest.raises(ArgumentError, match=r"hyperparameters \(--power 3\) are arguments of a"):
+        command = ["--items", "lines:x", "--out", str(tmp_path / "out"), "echo", "{}"]
+        app(["map", *command], standalone_mode=False)
     assert not (tmp_path / "out").exists()

@@ -232,6 +232,11 @@ def _plan(options: Options, out: Path, box: Container | None) -> bool:
     if not each:
         command = command_of(None, command) + list(box.arguments if box is not None else ())
         command = [str(Path(command[0]).absolute()), *command[1:]]
+    elif box is not None and box.arguments:
+        raise ArgumentError(
+            f"the job's hyperparameters ({' '.join(box.arguments)}) are arguments of a script: a "
+            "command for each item takes none."
+        )
     elif shutil.which(command[0]) is None:
         raise ArgumentError(
             f"command not found: {command[0]}. A script for all items has a name with .py."
