@@ -152,7 +152,7 @@ def broadcast_global_variables(root_rank: int) -> None:
     )
 
 
-def load_model(
+def load_distributed(
     filepath: Any,
     custom_optimizers: Any = None,
     custom_objects: Any = None,
@@ -171,6 +171,9 @@ def load_model(
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+load_model = load_distributed  # Horovod's name for it
 
 
 def _tensor(value: Any) -> torch.Tensor:
