@@ -178,14 +178,14 @@ def ray_driver(folder: Path) -> dict[str, Any]:
 
 def ronde_words(folder: Path) -> list[str]:
     """Begin, or go on."""
-    ronde = [sys.executable, "-m", "ronde", "tune", "--quiet", "--devices", "2"]
+    ronde = [sys.executable, "-m", "ronde", "tune", "--quiet", "--devices", "2", "--fixed-workers"]
     if (folder / "runs" / "s" / "tune.json").exists():
         return [*ronde, "--resume", "s"]
     text = TRAIN.replace("STEP_SECONDS", str(STEP_SECONDS)).replace("EPOCHS", str(EPOCHS))
     (folder / "train.py").write_text(text)
     spaces = [word for text in SPACE for word in ("--space", text)]
     words = [*ronde, *spaces, "--goal", "min:loss", "--trials", str(TRIALS), "--method", "halving"]
-    return [*words, "--max", "9000", "--min", "1000", "--fixed-workers", "--name", "s", "train.py"]
+    return [*words, "--max", "9000", "--min", "1000", "--name", "s", "train.py"]
 
 
 def steps_of(folder: Path) -> list[list[str]]:
