@@ -174,8 +174,9 @@ class FlowRun:
         text = json.dumps(steps)
         if text != self._shown:
             self._shown = text
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _write(self.folder / "flow.json", {"steps": steps})
+            with contextlib.suppress(OSError):  # what is shown ends no flow
+                self.folder.mkdir(parents=True, exist_ok=True)
+                _write(self.folder / "flow.json", {"steps": steps})
 
     def _recall(self, names: set[str]) -> None:
         for name in (n for n in self.flow.order() if n in names):

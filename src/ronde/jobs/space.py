@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
@@ -87,11 +88,11 @@ class _Known:
     """A trial whose values are known; notes which are on a log scale."""
 
     def __init__(self, values: Values) -> None:
-        self.values, self.log = values, list[str]()
+        self.params, self.log = values, list[str]()
 
     def suggest_float(self, name: str, *_: Any, log: bool = False, **__: Any) -> Any:
         self.log += [name] if log else []
-        return self.values[name]
+        return self.params[name]
 
     suggest_int = suggest_categorical = suggest_float
 
@@ -193,7 +194,8 @@ def log_names(space: Space, drawn: Sequence[Values]) -> list[str]:
     found: list[str] = []
     for values in drawn:
         trial = _Known(values)
-        space(trial)
+        with contextlib.suppress(Exception):  # a space that is another one now; for display only
+            space(trial)
         found += [name for name in trial.log if name not in found]
     return found
 

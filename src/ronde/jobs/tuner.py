@@ -231,7 +231,8 @@ class Tuner:
         state = self._asked, tuple(self._running), tuple(self._progress.values())
         if state != self._shown:
             self._shown = state
-            self._save(self._result(""))
+            with contextlib.suppress(OSError):  # what is shown ends no search
+                self._save(self._result(""))
         elif time.monotonic() - self._signed > _SIGN_SECONDS:
             self._signed = time.monotonic()
             with contextlib.suppress(OSError):
