@@ -534,6 +534,8 @@ def test_messages_hold_every_whole_line_once_and_begin_with_their_resume(
                 line["part"] = "actor"
             elif kind == "step" and n % 7 == 0:
                 line["loss"] = float("nan")
+            elif kind == "step" and n % 90 == 0:
+                line = dict(reversed(line.items()))  # in another order
             elif kind != "step":
                 line = {"type": kind, "step": n}
             expected.append((line["type"], n, line.get("part", "")))
@@ -541,7 +543,8 @@ def test_messages_hold_every_whole_line_once_and_begin_with_their_resume(
         out.write('{"type": "step", "step": 7')
     came, offset = [], 0
     while True:
-        new, message = page_module._pack(path, offset)
+        new, text = page_module._pack(path, offset)
+        message = json.loads(text)
         if new == offset:
             break
         assert new == path.stat().st_size - 26 or message["more"]

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import time
@@ -42,6 +43,13 @@ _STREAMED = ("record", "health", "resources")  # .jsonl
 _MOST_RUNS = 12  # in one stream
 _HEAD, _TAIL, _LOG_TAIL, _BLOCK = 32 << 10, 64 << 10, 32 << 10, 4 << 20  # bytes
 _NUMBERS = {int, float}
+_STEP_GROUPS = ("time", "step", "loss", "lr", "samples")
+_NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?"
+_STEP_LINE = re.compile(  # as a record has them: four times as fast as JSON
+    rf'(?m)^\{{"type": "step", "time": ({_NUMBER}), "step": (\d+), "epoch": \d+, '
+    rf'"loss": ({_NUMBER}|NaN|-?Infinity), "lr": ({_NUMBER}), "samples": (\d+)\}}\n'.encode()
+)
+_NOT_FINITE = re.compile("NaN|-?Infinity")
 _LOOK_SECONDS, _SIGN_SECONDS = 0.5, 15.0
 _STEP = ("step", "loss", "lr", "samples", "time")
 _DAMAGED = TypeError, ValueError, AttributeError, LookupError
@@ -90,34 +98,47 @@ def _columns(steps: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return columns
 
 
-def _pack(path: Path, offset: int) -> tuple[int, dict[str, Any]]:
-    """Whole lines after ``offset`` for one message, steps in columns; the offset after them. A
-    resume begins a message: columns lose its place among the steps.
+def _pack(path: Path, offset: int) -> tuple[int, str]:
+    """Whole lines after ``offset`` as the JSON of one message, steps in columns; the offset after
+    them. A resume begins a message: columns lose its place among the steps.
     """
     size = _BLOCK
     with path.open("rb") as file:
         while True:
             file.seek(offset)
             block = file.read(size)
-            lines = block.split(b"\n")[:-1]
-            if lines or len(block) < size:
+            whole = block[: block.rfind(b"\n") + 1]
+            if whole or len(block) < size:
                 break
             size *= 2  # one long line
-        more = len(block) == size
-    found = [e if isinstance(e, dict) else {} for e in _parsed(lines)]
-    kinds = [e.get("type") for e in found]
-    first = kinds.index("step") if "step" in kinds else len(kinds)
-    if "resume" in kinds[first:]:
-        cut = kinds.index("resume", first)
-        lines, found, more = lines[:cut], found[:cut], True
+    more, first = len(block) == size, whole.find(b'{"type": "step"')
+    cut = whole.find(b'\n{"type": "resume"', first) if first >= 0 else -1
+    if cut >= 0:
+        whole, more = whole[: cut + 1], True
+    texts = _STEP_LINE.split(whole)  # the lines between steps, and five numbers of each step
+    found, steps = _sorted_out(b"".join(texts[::6]))
+    if steps.get("", {}).get("step"):  # some are written in another way: keep their order
+        texts = [b""]
+        found, steps = _sorted_out(whole)
+    told = {part: json.dumps(columns, separators=(",", ":")) for part, columns in steps.items()}
+    if len(texts) > 1:
+        columns = {k: b",".join(texts[n::6]).decode() for n, k in enumerate(_STEP_GROUPS, 1)}
+        columns["loss"] = _NOT_FINITE.sub("null", columns["loss"])
+        told[""] = "{" + ",".join(f'"{k}":[{column}]' for k, column in columns.items()) + "}"
+    shown = ",".join(f"{json.dumps(part)}:{columns}" for part, columns in told.items())
+    rest = json.dumps({"events": _finite(found), "more": more}, separators=(",", ":"))
+    return offset + len(whole), f'{{"steps":{{{shown}}},{rest[1:]}'
+
+
+def _sorted_out(text: bytes) -> tuple[list[dict[str, Any]], dict[str, dict[str, list[Any]]]]:
+    """The events of some lines, and their steps in columns, by part."""
+    found = [e for e in _parsed(text.split(b"\n")[:-1]) if isinstance(e, dict)]
     steps: dict[str, list[dict[str, Any]]] = {}
     for event in found:
         if event.get("type") == "step":
             steps.setdefault(str(event.get("part") or ""), []).append(event)
-    packed = {part: _columns(of) for part, of in steps.items()}
-    events = [_finite(e) for e in found if e and e.get("type") != "step"]
-    offset += sum(map(len, lines)) + len(lines)
-    return offset, {"steps": packed, "events": events, "more": more}
+    events = [event for event in found if event.get("type") != "step"]
+    return events, {part: _columns(of) for part, of in steps.items()}
 
 
 def _offsets(text: str) -> dict[str, int]:
@@ -143,20 +164,19 @@ async def _messages(runs: list[tuple[str, RunDir]], offsets: dict[str, int]) -> 
                 facts = path.stat()
             except OSError:
                 continue
-            message: dict[str, Any] = {"run": name, "file": file}
+            message, packed = {"run": name, "file": file}, "{}"
             replaced = inodes.setdefault(key, facts.st_ino) != facts.st_ino
             if replaced or facts.st_size < offsets.get(key, 0):
                 inodes[key], offsets[key] = facts.st_ino, 0
-                message["reset"] = True  # another run of that name
+                message["reset"] = "yes"  # another run of that name
             before = offsets.get(key, 0)
             if facts.st_size > before:
                 with contextlib.suppress(OSError):
                     offsets[key], packed = await asyncio.to_thread(_pack, path, before)
-                    message |= packed
             if offsets.get(key, 0) > before or "reset" in message:
                 told = True
                 at = ",".join(f"{k}:{v}" for k, v in offsets.items())
-                yield f"id: {at}\ndata: {json.dumps(message, separators=(',', ':'))}\n\n"
+                yield f"id: {at}\ndata: [{json.dumps(message)},{packed}]\n\n"
         if told:
             silent = 0.0
             continue

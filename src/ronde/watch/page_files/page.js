@@ -134,7 +134,7 @@ function connect() {
     status(false);
     if (mine.readyState === EventSource.CLOSED) setTimeout(() => { if (source === mine) connect(); }, 2000);
   };
-  source.onmessage = message => { lastId = message.lastEventId; const told = JSON.parse(message.data); take(told); later(Boolean(told.more)); };
+  source.onmessage = message => { lastId = message.lastEventId; const told = Object.assign(...JSON.parse(message.data)); take(told); later(Boolean(told.more)); };
 }
 
 // A run as far as its lines are here. A table has columns of one length, cut together by a resume.
