@@ -102,6 +102,8 @@ class _Worker:
         self._child: _Child | None = None
         self._orders = self._answers = -1
         self._environment = _without_launcher()
+        # every claim compares all chunks that wait
+        self._size = functools.cache(lambda key: self.items.bytes_of(*bounds(key)))
         self._progress = 0.0
 
     def run(self) -> None:
@@ -110,7 +112,7 @@ class _Worker:
         try:
             while not (self.ledger.root / STOPPED).exists():
                 beat.tick()
-                if lease := self.ledger.claim(lambda key: self.items.bytes_of(*bounds(key))):
+                if lease := self.ledger.claim(self._size):
                     self._do(lease)
                 elif self.ledger.left:
                     time.sleep(_IDLE)
