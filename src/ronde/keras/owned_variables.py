@@ -226,18 +226,16 @@ def _place_variable(
             "gradient: Ronde does not. Use another dtype policy."
         )
     if isinstance(variable, OwnedVariable):  # of another layer, too
-        owner, key, name = variable._owner, variable._key, _free_name(variable.name, layer._modules)
-        if owner is not layer:
-            store = "_parameters" if trained else "_buffers"
-            taken = {**layer._modules, **getattr(layer, store)}
-            getattr(layer, store)[_free_name(name, taken)] = variable.whole
+        if variable._owner is not layer:
+            store = layer._parameters if trained else layer._buffers
+            store[_variable_name(layer, variable)] = variable.whole
         return
     value = variable._value
     if id(value) in held:
         owner, key = held[id(value)]
     else:
         owner = layer
-        key = _free_name(variable.name, {**layer._modules, **layer._parameters, **layer._buffers})
+        key = _variable_name(layer, variable)
         if trained:
             p = value if value.is_leaf else nn.Parameter(value.detach(), value.requires_grad)
             layer._parameters[key] = p
@@ -246,6 +244,16 @@ def _place_variable(
     del variable.__dict__["_value"]
     variable.__class__ = OwnedVariable
     variable._owner, variable._key = owner, key
+
+
+def _variable_name(layer: Any, variable: Any) -> str:
+    """The attribute that holds it, as Keras numbers variables without a name anew in each copy."""
+    taken = {**layer._modules, **layer._parameters, **layer._buffers}
+    attributes = [k for k, v in vars(layer).items() if v is variable]
+    name = attributes[0].strip("_") if attributes else variable.name
+    if not attributes and name.rstrip("0123456789_") == "variable":
+        name = "variable"
+    return _free_name(name, taken)
 
 
 def _follow_mode(model: Any) -> None:
