@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ronde.scale.laws as module
-from ronde.scale.laws import Extrapolation, fit, fits, marginal, stop_at
+from ronde.scale.laws import Extrapolation, fit_law, fits, marginal, stop_at
 from ronde.world import ArgumentError
 
 
@@ -29,12 +29,12 @@ def test_the_examples_in_the_docstrings_hold():
 )
 def test_exact_points_give_back_their_parameters(contention, coherency):
     points = {n: usl(n, 250.0, contention, coherency) for n in (1, 2, 4, 8, 16)}
-    found = fit(points, "usl")
+    found = fit_law(points, "usl")
     assert (found.rate, found.contention, found.coherency) == pytest.approx(
         (250.0, contention, coherency), rel=1e-6, abs=1e-9
     )
     if not coherency:
-        assert fit(points, "amdahl").contention == pytest.approx(contention, abs=1e-9)
+        assert fit_law(points, "amdahl").contention == pytest.approx(contention, abs=1e-9)
     if coherency:
         assert found.peak == pytest.approx(math.sqrt((1 - contention) / coherency))
         grid = np.linspace(1, 200, 19901)
@@ -57,9 +57,9 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say():
             n: [usl(n, 100.0, 0.08, 0.0) * math.exp(rng.normal(0, 0.03)) for _ in range(3)]
             for n in (1, 2, 4, 8)
         }
-        band = fit(points, "usl").band(16)
+        band = fit_law(points, "usl").band(16)
         held["usl"] += band.low <= usl(16, 100.0, 0.08, 0.002) <= band.high
-        band = fit(straight, "amdahl").band(16)
+        band = fit_law(straight, "amdahl").band(16)
         held["amdahl"] += band.low <= usl(16, 100.0, 0.08, 0.0) <= band.high
     assert min(held.values()) >= 0.85 * times, held
 
@@ -84,7 +84,7 @@ def test_few_points_give_wide_intervals_and_say_why():
 )
 def test_points_that_cannot_be_are_refused(points):
     with pytest.raises(ArgumentError):
-        fit(points, "amdahl")
+        fit_law(points, "amdahl")
 
 
 def test_where_it_stops_to_pay():
@@ -106,10 +106,10 @@ def test_where_it_stops_to_pay():
 def test_what_is_written_is_plain():
     import json
 
-    values = fit({1: 100.0, 2: 190.0, 4: 350.0}, "usl").to_dict()
+    values = fit_law({1: 100.0, 2: 190.0, 4: 350.0}, "usl").to_dict()
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     assert values["low"]["contention"] <= values["contention"] <= values["high"]["contention"]
-    straight = fit({1: 100.0, 2: 200.0}, "amdahl").to_dict()
+    straight = fit_law({1: 100.0, 2: 200.0}, "amdahl").to_dict()
     assert straight["peak"] is None and straight["most"] is None
 
 
@@ -135,7 +135,7 @@ def test_intervals_beyond_the_largest_size_hold_whatever_the_law(shape):
                 n: [SHAPES[shape](n, share) * math.exp(random.normal(0, 0.02)) for _ in range(3)]
                 for n in sizes
             }
-            further = Extrapolation(points, fit(points, "amdahl"))
+            further = Extrapolation(points, fit_law(points, "amdahl"))
             assert further.band(sizes[-1]) == further.law.band(sizes[-1])
             for n in (2 * sizes[-1], 4 * sizes[-1]):
                 band = further.band(n)

@@ -1,6 +1,6 @@
 """Keras 3 models on the torch backend, as torch modules.
 
-Offers :func:`fit`, and for ``ronde.distribute`` :func:`is_keras` and :func:`adopt`.
+Offers :func:`fit`, and for ``ronde.distribute`` :func:`is_keras` and :func:`adopt_keras`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["adopt", "fit", "is_keras"]
+__all__ = ["adopt_keras", "fit", "is_keras"]
 
 
 def is_keras(model: Any) -> bool:
@@ -19,7 +19,7 @@ def is_keras(model: Any) -> bool:
     return keras is not None and isinstance(model, keras.Layer)
 
 
-def adopt(
+def adopt_keras(
     model: Any, optimizer: Any, loss: Callable[..., Any], *, reduction: str, batch: str, device: str
 ) -> tuple[Any, Callable[..., Any]]:
     """Make a Keras model a torch module, in place, and its optimizer a torch optimizer.

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
 from ronde.data import Order
-from ronde.keras import adopt, is_keras
+from ronde.keras import adopt_keras, is_keras
 from ronde.loader import Feed, FeedSettings, TakenOver, take_over
 from ronde.parallel import Strategy, Work
 from ronde.parallel.registry import carry_out
@@ -112,7 +112,8 @@ def distribute(
     workers.
 
     Args:
-        model: the script's module. It stays the script's own and moves to this worker's device.
+        model: the script's module. It stays the script's own and moves to this worker's device. A
+            Keras model comes with its Keras optimizer and loss: docs/keras.md.
         optimizer: a torch optimizer over ``model.parameters()``.
         data: a map-style Dataset, which is shuffled; a DataLoader, whose dataset, batch_size,
             sampler, collate_fn, drop_last, and loading processes are taken over; a
@@ -258,7 +259,7 @@ def distribute(
     options = RunOptions(check_replicas, on_nan, check_callbacks(callbacks), watch_every(watch))
     asked = asked_plan(plan, me, fields)
     if is_keras(model):
-        optimizer, loss = adopt(
+        optimizer, loss = adopt_keras(
             model, optimizer, loss, reduction=loss_reduction, batch=batch, device=str(me.device)
         )
     checks.check_model(model, me)

@@ -188,7 +188,7 @@ def _solve(
     return np.stack([1.0 / best[:, 0], best[:, 1] / best[:, 0], best[:, 2] / best[:, 0]], axis=1)
 
 
-def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -> LawFit | None:
+def fit_law(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -> LawFit | None:
     """Fit one law.
 
     Args:
@@ -203,7 +203,7 @@ def fit(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: Law) -
         ArgumentError: a rate or a number of devices is not above 0.
 
     Example:
-        >>> law = fit({1: 100.0, 2: 181.8, 4: 307.7}, "amdahl")
+        >>> law = fit_law({1: 100.0, 2: 181.8, 4: 307.7}, "amdahl")
         >>> round(law.contention, 2), round(law.at(16))
         (0.1, 640)
     """
@@ -284,7 +284,7 @@ def _error(
 def fits(points: Mapping[int, Sequence[float]] | Mapping[int, float]) -> dict[str, LawFit]:
     """Both laws, as far as the number of points allows."""
     laws: tuple[Law, ...] = ("amdahl", "usl")
-    return {law: each for law in laws if (each := fit(points, law)) is not None}
+    return {law: each for law in laws if (each := fit_law(points, law)) is not None}
 
 
 class Extrapolation:
@@ -295,13 +295,13 @@ class Extrapolation:
     which the sizes below the largest predict the largest.
 
     Args:
-        points: as in :func:`fit`.
+        points: as in :func:`fit_law`.
         law: the law that is used.
     """
 
     def __init__(self, points: Mapping[int, Sequence[float]], law: LawFit) -> None:
         self.law, self.largest = law, law.points[-1]
-        found = [*fits(points).values(), *filter(None, [fit(points, "pairs")])]
+        found = [*fits(points).values(), *filter(None, [fit_law(points, "pairs")])]
         least = max(_ASSUMED, 2.0 * min(each.misfit for each in found))
         self.rivals = [each for each in found if each.misfit <= least]
         self.is_tested, self.per_doubling = False, _UNTESTED
