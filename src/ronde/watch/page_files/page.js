@@ -2,7 +2,7 @@
 "use strict";
 const $ = id => document.getElementById(id), AXES = ["step", "samples", "time"], MOST_CHARTS = 24, MOST_RUNS = 8, MOST_ROWS = 200, SPACINGS = [.1, .5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600, 7200, 18000, 36000, 72000, 180000, 360000, 720000];
 const tracks = new Map(), charts = new Map();
-let rows = [], now = 0, picked = [], axis = "step", source = null, lastId = "", opens = 0, listed = "", zoomed = false, allRows = false, shown = MOST_CHARTS, healthValue = "gradient", due = 0, waits = false, drawn = 0, drawing = 0;
+let rows = [], now = 0, picked = [], axis = "step", source = null, lastId = "", opens = 0, listed = "", zoomed = false, allRows = false, begun = false, shown = MOST_CHARTS, healthValue = "gradient", due = 0, waits = false, drawn = 0, drawing = 0;
 
 function el(tag, name, ...inside) {
   const found = document.createElement(tag);
@@ -68,7 +68,7 @@ async function list() {
     if (key === listed && $("table").firstChild) return;
     listed = key; rows = told.runs; jobs = told.jobs;
     $("folder").textContent = told.folder;
-    if (!picked.length && !opened && rows.length) pick([rows[0].name]);
+    if (begun && !picked.length && !opened && rows.length) pick([rows[0].name]);
     table(); jobTable(); about();
   } catch { if (!source) status(false); }
 }
@@ -78,8 +78,8 @@ function table() {
   const found = all.filter(([row, set]) => { const text = (row.name + " " + row.status + " " + Object.entries(set).flat().join(" ")).toLowerCase(); return words.every(w => text.includes(w)); });
   $("count").textContent = found.length === rows.length ? rows.length || "" : found.length + " of " + rows.length;
   const keys = differing(found.map(([, set]) => set)), values = new Set(found.flatMap(([row]) => Object.keys(row.evaluation || {})).filter(k => k !== "loss"));
-  const metrics = [...values].slice(0, 3), head = el("tr"), body = el("tbody"), numeric = k => found.every(([, set]) => set[k] === undefined || (set[k] !== "" && !isNaN(set[k])));
-  for (const [name, kind] of [["run", ""], ["status", ""], ["step", "number"], ["loss", "number"], ...metrics.map(m => [m, "number"]), ...keys.map(k => [k, "differs" + (numeric(k) ? " number" : "")]), ["written", ""]]) {
+  const metrics = [...values].slice(0, 3), head = el("tr"), body = el("tbody"), numbers = new Set(keys.filter(k => found.every(([, set]) => set[k] === undefined || (set[k] !== "" && !isNaN(set[k])))));
+  for (const [name, kind] of [["run", ""], ["status", ""], ["step", "number"], ["loss", "number"], ...metrics.map(m => [m, "number"]), ...keys.map(k => [k, "differs" + (numbers.has(k) ? " number" : "")]), ["written", ""]]) {
     const cell = el("th", kind, name); cell.scope = "col"; if (kind.startsWith("differs")) cell.title = "differs between these runs"; head.append(cell);
   }
   const rest = allRows ? 0 : Math.max(0, found.length - MOST_ROWS), more = el("button", "more", `${whole(rest)} more`);
@@ -89,7 +89,7 @@ function table() {
     line.onclick = () => pick([row.name]);
     line.append(el("td", "cut", pickBox(row.name), row.name), el("td", "", el("span", "status " + row.status, row.status + (row.alerts ? ` · ${row.alerts} alert${row.alerts > 1 ? "s" : ""}` : ""))),
       el("td", "number", whole(row.step)), el("td", "number", number(row.loss)), ...metrics.map(m => el("td", "number", number((row.evaluation || {})[m]))),
-      ...keys.map(k => { const cell = el("td", numeric(k) ? "number" : "cut", String(set[k] ?? "–")); cell.title = String(set[k] ?? ""); return cell; }), el("td", "", ago(row.written)));
+      ...keys.map(k => { const cell = el("td", numbers.has(k) ? "number" : "cut", String(set[k] ?? "–")); cell.title = String(set[k] ?? ""); return cell; }), el("td", "", ago(row.written)));
     body.append(line);
   }
   const empty = rows.length ? el("p", "empty", "No run matches the filter.") : el("p", "empty", "No runs here yet. ", el("code", "", "ronde run train.py"), " makes one, and it appears by itself.");
@@ -445,7 +445,8 @@ async function begin() {
   opened = asked.get("job") || "";
   await list(); await loadJob();
   const known = asked.getAll("run").filter(rowOf).slice(0, MOST_RUNS);
-  if (known.length) pick(known); else if (opened) await openJob(opened);
+  begun = true;
+  if (known.length) pick(known); else if (opened) await openJob(opened); else if (rows.length) pick([rows[0].name]);
   if (!picked.length) draw();
 }
 begin();
