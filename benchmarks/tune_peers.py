@@ -4,7 +4,8 @@
 ``ronde tune --method halving``; Optuna (SQLite storage with a heartbeat, retries of stale trials,
 successive halving) that starts ``torchrun``; Ray Tune's ASHA with ``Tuner.restore``. Each is killed
 with signal 9 after a quarter, a half, and three quarters of the steps of its undisturbed search.
-Each step that is trained writes a line, so steps trained again are counted, not estimated::
+Each step that is trained writes a line, so steps trained again are counted, not estimated. It needs
+``pip install optuna 'ray[tune]'``::
 
     python benchmarks/tune_peers.py --json peers.json
 """
