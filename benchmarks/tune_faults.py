@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 SCRIPT = """
-import argparse, torch, ronde
+import argparse, time, torch, ronde
 parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float)
 parser.add_argument("--hidden", type=int)
@@ -51,11 +51,12 @@ for _ in run.epochs(9):
         if run.rank == 0:
             with open(f"steps-{args.lr}-{args.hidden}.txt", "a") as steps:
                 print(run.state.step, file=steps)
+        time.sleep(0.05)  # so that signals come while it trains, too
     run.evaluate(data(x[1000:], y[1000:]))
 """
 SEARCH = [
     "--space", "lr=log:1e-4..1e-1", "--space", "hidden=4,16", "--goal", "min:loss",
-    "--trials", "9", "--method", "halving", "--max", "9000", "--min", "1000", "--devices", "2",
+    "--method", "halving", "--max", "9000", "--min", "1000", "--devices", "2",
 ]  # fmt: skip
 
 
@@ -74,13 +75,13 @@ def killable(command: psutil.Process) -> dict[str, list[psutil.Process]]:
     return found
 
 
-def search(folder: Path, kills: int, rng: random.Random) -> dict[str, Any]:
+def search(folder: Path, trials: int, kills: int, rng: random.Random) -> dict[str, Any]:
     """Search, killed so often on the way."""
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
     ronde = [sys.executable, "-m", "ronde", "tune", "--quiet"]
     killed: Counter[str] = Counter()
-    words = [*ronde, *SEARCH, "--name", "s", "train.py"]
+    words = [*ronde, *SEARCH, "--trials", str(trials), "--name", "s", "train.py"]
     began = time.monotonic()
     process = subprocess.Popen(words, cwd=folder, stdout=subprocess.DEVNULL)
     while True:
@@ -118,13 +119,14 @@ def search(folder: Path, kills: int, rng: random.Random) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trials", type=int, default=9)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        whole = search(Path(name) / "whole", 0, random.Random(0))
-        killed = search(Path(name) / "killed", asked.kills, random.Random(asked.seed))
+        whole = search(Path(name) / "whole", asked.trials, 0, random.Random(0))
+        killed = search(Path(name) / "killed", asked.trials, asked.kills, random.Random(asked.seed))
     ours, theirs = killed["result"], whole["result"]
     pairs = zip(ours["trials"], theirs["trials"], strict=True)
     values = [
