@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from ronde.jobs.handed import PIPES
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
@@ -105,12 +105,15 @@ class _Worker:
         # every claim compares all chunks that wait
         self._size = functools.cache(lambda key: self.items.bytes_of(*bounds(key)))
         self._progress = 0.0
+        self.leaves = False  # after its chunk
 
     def run(self) -> None:
         """Take chunks until none is left."""
         beat = heartbeat(int(os.environ.get("RANK", 0)))
         try:
             while not (self.ledger.root / STOPPED).exists():
+                if self.leaves:
+                    _leave_for_others()
                 beat.tick()
                 if lease := self.ledger.claim(self._size):
                     self._do(lease)
@@ -311,6 +314,13 @@ def _without_launcher() -> dict[str, str]:
     return kept
 
 
+def _leave_for_others() -> NoReturn:
+    """Leave, and tell the launcher that this is no failure."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).with_suffix(".again").touch()
+    sys.exit(75)
+
+
 def _leave(*_: object) -> None:
     sys.exit(75)
 
@@ -318,6 +328,9 @@ def _leave(*_: object) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _leave)
     try:
-        _Worker(Path(sys.argv[1])).run()
+        worker = _Worker(Path(sys.argv[1]))
+        # A host is there again, and workers start on all hosts.
+        signal.signal(signal.SIGUSR1, lambda *_: setattr(worker, "leaves", True))
+        worker.run()
     except KeyboardInterrupt:
         sys.exit(130)
