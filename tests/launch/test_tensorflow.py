@@ -10,15 +10,18 @@ import json
 import os
 import shlex
 import shutil
+import tempfile
 from pathlib import Path
 
 import numpy
 import pytest
 
-from lab import lab, missing
+from engines import ENGINES, started_by
+from lab import lab, missing, no_slurm, slurm
 from processes import PATHS, child, ronde, ronde_batch, ronde_run
 from ronde.launch.job import Job, Nodes
 from ronde.launch.tensorflow import TensorFlowCluster
+from sampling import ALL
 
 WORKER = Path(__file__).parents[1] / "tensorflow_worker.py"
 PYTHON = os.environ.get("RONDE_TENSORFLOW_PYTHON", "")
@@ -104,23 +107,38 @@ def test_servers_end_with_the_chief(place):
     assert failed.returncode == 7 and "rank 0 failed first" in failed.stderr, failed.stderr
 
 
+@pytest.fixture(scope="module")
+def cluster(hosts):
+    """Slurm on the hosts."""
+    with slurm(hosts) as made:
+        yield made
+
+
+@pytest.fixture
+def short():
+    """A folder with a short path, for the sockets of Ray."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("servers", [[], ["ps=1"]])
-def test_two_hosts_of_two(hosts, place, servers):
-    first, second = hosts.names
-    over = ["--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:2,{second}:2"]
-    words = ["run", *over, "--output", "all", "--tensorflow", *servers, "task.py"]
-    done = ronde_run(words, place)
+@pytest.mark.parametrize("engine", ENGINES if ALL else ["ssh"])
+def test_two_hosts_of_two(hosts, place, short, request, engine, servers):
+    absent = engine != "slurm" or no_slurm()
+    cluster = None if absent else request.getfixturevalue("cluster")
+    told = ["--output", "all", "--tensorflow", *servers, "task.py"]
+    words, variables = started_by(engine, hosts, cluster, short, 4, told)
+    with child(words, place, variables) as started:
+        done = started.done(200)
     assert done.returncode == 0, done.stdout + done.stderr
     kinds = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
     kinds = kinds if servers else [("worker", i) for i in range(4)]
-    at = [hosts.address(h) for h in (first, first, second, second)]
-    lines = [line for line in done.stdout.splitlines() if " MET " in line]
-    found = [
-        next(f for f in map(json.loads, (x.partition(" MET ")[2] for x in lines)) if f[:2] == [*k])
-        for k in kinds
-    ]
-    assert [f[3].partition(":")[0] for f in found] == at
-    assert all(f[2] == [f"{k}{i}" for k, i in kinds] for f in found)
+    found = sorted(met(done.stdout), key=lambda f: kinds.index((f[0], f[1])))
+    assert [f[2] for f in found] == [[f"{k}{i}" for k, i in kinds]] * 4
+    if engine not in ("ray", "spark"):
+        first, second = hosts.names
+        at = [hosts.address(h) for h in (first, first, second, second)]
+        assert [f[3].partition(":")[0] for f in found] == at
 
 
 def test_two_containers(hosts, place):

@@ -350,6 +350,14 @@ class _LaunchPlan:
         return None if asked is None else parameter_servers(asked, workers)
 
     @property
+    def least(self) -> int:
+        """With how few workers the script can go on."""
+        from ronde.launch import parameter_servers
+
+        servers = parameter_servers(self.options.tensorflow or "auto")
+        return servers + 2 if servers else 1
+
+    @property
     def stem(self) -> str:
         """The name of the run where none was given, without its number."""
         return script_stem(self.options.module or self.command[0])
@@ -644,7 +652,7 @@ def _launch(
             options.workers,
             options.runs if kept else None,
             screen.begin,
-            options.min_workers or 1,
+            max(options.min_workers or 1, launch.least),
         ) as group,
         _mpi_world(options, group.hosts) as renewed_world,
     ):
