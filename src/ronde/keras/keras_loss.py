@@ -31,8 +31,12 @@ def torch_loss(loss: Any, model: Any, reduction: str) -> Callable[..., Any]:
             "to a batch's loss once. Use a loss that is a mean."
         )
 
+    layers, always = list(model._flatten_layers()), bool(regularized(model))
+
     def total(*arguments: Any) -> Any:
-        value, added = loss(*arguments), model.losses
+        value = loss(*arguments)
+        # model.losses looks at every variable
+        added = model.losses if always or any(layer._losses for layer in layers) else []
         if not added or not isinstance(value, torch.Tensor | tuple):
             return value
         extra = sum(added[1:], added[0])
