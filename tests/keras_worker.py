@@ -18,6 +18,7 @@ import torch
 import keras
 import ronde.keras
 from forked import forget_runs
+from ronde.measure.optimizer_memory import optimizer_bytes
 
 keras.config.set_floatx("float64")
 L, O = keras.layers, keras.optimizers  # noqa: E741
@@ -234,6 +235,9 @@ def refused(_case: dict, _file: Path) -> dict:
             call()
         except ronde.RondeError as error:
             told[name] = f"{type(error).__name__}: {error}"
+    model = build("mlp")
+    run = ronde.distribute(model, OPTIMIZERS["AdamW"](), rows, loss=loss(), batch_size=5)
+    told["memory"] = str(optimizer_bytes(model, run.port.parts.optimizer)[0])
     return told
 
 

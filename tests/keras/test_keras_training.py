@@ -168,6 +168,7 @@ SAID = {
     "metric": "AUC is no mean over samples",
     "data": "x: expected two arrays, or a torch Dataset or DataLoader; found list",
     "validation": "validation_data: expected (x, y)",
+    "memory": "{'dense.kernel': 4096, 'dense.bias': 256, ",  # two moments of float64
 }
 
 

@@ -6,6 +6,7 @@ resume it. Keras's formulas run on this worker's part of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -165,6 +166,14 @@ class KerasOptimizer(Optimizer):
             return f"{name} clips by norms (clip_norm= of ronde.distribute works under any plan)"
         named = [v.path for v in self.variables if v.constraint is not None]
         return f"{named[0]!r} has a constraint" if named else ""
+
+    def over(self, copies: Mapping[int, torch.Tensor]) -> KerasOptimizer:
+        """The same optimizer, without state, over copies of its parameters, by their ids."""
+        inner = type(self.inner).from_config(self.inner.get_config())
+        made = type(self)(inner, [v.over(copies[id(v.whole)]) for v in self.variables])
+        for mine, theirs in zip(made.param_groups, self.param_groups, strict=True):
+            mine.update({k: v for k, v in theirs.items() if k != "params"})
+        return made
 
     def _state(self, reference: Any, field: str, initializer: Any) -> Any:
         made = keras.Variable(0.0, dtype=reference.dtype, trainable=False, name=field)

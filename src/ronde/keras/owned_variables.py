@@ -67,6 +67,13 @@ class OwnedVariable(keras.Variable):  # type: ignore[misc]
     def _value(self) -> torch.Tensor:
         return local_part(self.whole) if _local else self.whole
 
+    def over(self, parameter: torch.Tensor) -> OwnedVariable:
+        """The same variable with another tensor, in no model."""
+        made = OwnedVariable.__new__(OwnedVariable)
+        made.__dict__.update(self.__dict__, _owner=nn.Module())
+        made._owner._parameters[self._key] = parameter  # type: ignore[assignment]
+        return made
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the value."""

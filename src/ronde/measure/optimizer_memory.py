@@ -38,11 +38,15 @@ def copied_optimizer(
     for value in tensors_in([list(optimizer.state.values()), settings], attributes=True):
         if id(value) not in memo:
             memo[id(value)] = make(value)
-    new: Optimizer = object.__new__(type(optimizer))
-    for key, value in vars(optimizer).items():
-        if key == "step" or "hook" in key or key == "state":
-            continue  # a scheduler's wrapper around step() would step the script's own optimizer
-        vars(new)[key] = copy.deepcopy(value, memo)
+    new: Optimizer
+    if (over := getattr(optimizer, "over", None)) is not None:  # Keras's
+        new = over(copies)
+    else:
+        new = object.__new__(type(optimizer))
+        for key, value in vars(optimizer).items():
+            if key == "step" or "hook" in key or key == "state":
+                continue  # a scheduler's wrapper around step() would step the script's own
+            vars(new)[key] = copy.deepcopy(value, memo)
     new.__setstate__({"state": defaultdict(dict, copy.deepcopy(dict(optimizer.state), memo))})
     if "defaults" not in vars(new):
         new.defaults = {}
