@@ -255,7 +255,7 @@ def test_every_python_block_is_run_but_for_few() -> None:
         for b in blocks(p)
         if b.language == "python" and not is_runnable(b)
     ]
-    assert len(skipped) <= 6, f"too much code is shown and not run: {skipped}"
+    assert len(skipped) <= 7, f"too much code is shown and not run: {skipped}"
 
 
 def test_the_reader_of_pages_finds_blocks() -> None:
