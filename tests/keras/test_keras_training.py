@@ -12,7 +12,7 @@ import pytest
 
 import zygote
 from processes import PATHS, TESTS, forked
-from sampling import ALL
+from sampling import ALL, long
 
 pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="needs the extra keras")
 
@@ -114,6 +114,19 @@ def test_divided_models_train_as_one_does_or_are_refused_by_name(tmp_path):
     kept = [(c, f) for c, f in zip(cases, found, strict=True) if "refused" not in f]
     alone = [{**c, "plan": "replicate"} for c, _ in kept]
     check_equal([c for c, _ in kept], [f for _, f in kept], train(alone, 1, tmp_path / "one"))
+
+
+@long
+def test_hybrids_train_as_one_does(tmp_path):
+    options = {"sync_batchnorm": False}
+    cases = [
+        case("transformer", "AdamW", "pipeline=2,shard=parameters,micro_batch=5", **options),
+        case("noise", "Nadam", "pipeline=2,shard=optimizer,micro_batch=5", **options),
+        case("blocks", "Adam", "shard=parameters,shard_within=2"),
+    ]
+    found = train(cases, 4, tmp_path / "four")
+    alone = [{**each, "plan": "replicate"} for each in cases]
+    check_equal(cases, found, train(alone, 1, tmp_path / "one"))
 
 
 def test_a_run_is_resumed_on_another_number_of_workers(tmp_path):
