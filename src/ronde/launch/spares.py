@@ -45,6 +45,7 @@ _IMPORTS = (
     "yaml",
 )
 _ROOMS = "checkpoint", "exchange", "run"  # whose modules a training imports when it needs them
+_OF_EXTRAS = ("ronde.run.keras_fit",)  # Keras takes two seconds, and may not be installed
 _READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_")  # below Python
 
 
@@ -264,7 +265,8 @@ def _imported() -> set[str]:
     for room in _ROOMS:
         package = importlib.import_module(f"ronde.{room}")
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            importlib.import_module(module.name)
+            if module.name not in _OF_EXTRAS:
+                importlib.import_module(module.name)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
     os.environ.__class__ = plain
     return read
