@@ -5,12 +5,12 @@ run directory with the defaults. A fault counts as found if one of the rules tha
 for it fires, and names a tensor or layer where the fault is. A healthy case counts as a false alarm
 if any rule fires. Faults that do no harm (the loss falls all the same) are counted apart.
 
-Thresholds were set on seeds 0 to 3. Seeds 4 to 7 judge them.
+Thresholds were set on seeds 0 to 4. Seeds 5 to 7 judge them.
 
-    python benchmarks/watch_truth.py                        # seeds 4 to 7, about 15 minutes
-    python benchmarks/watch_truth.py --seeds 0 1 2 3        # those that thresholds were set on
+    python benchmarks/watch_truth.py                        # seeds 5 to 7, about 12 minutes
+    python benchmarks/watch_truth.py --seeds 0 1 2 3 4      # those that thresholds were set on
     python benchmarks/watch_truth.py --only lr-high         # cases whose name holds this
-    python benchmarks/watch_truth.py --workers --seeds 4    # on 4 workers, under five plans
+    python benchmarks/watch_truth.py --workers --seeds 5    # on 4 workers, under five plans
 """
 
 from __future__ import annotations
@@ -428,7 +428,7 @@ def cases(seeds: list[int], workers: bool) -> list[Case]:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[4, 5, 6, 7])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[5, 6, 7])
     parser.add_argument("--only", default="")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--workers", action="store_true")
