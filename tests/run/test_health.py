@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from torch.utils.data import TensorDataset
 import ronde
 from processes import TESTS, python
 from ronde.run import group
+from ronde.run.callbacks.layer_outputs import LayerOutputs
 from ronde.run.options import watch_every
 from ronde.watch.health_record import HEALTH, HealthFile, rounded
+from ronde.world import world
 from sampling import ALL
 
 PLANS = ["shard=parameters:2", "pipeline=2:2"]
@@ -215,3 +218,12 @@ def test_updates_of_weights_with_gaps_and_other_layouts(train):
     assert all(line["update"][0] > 0 for line in measured)
     assert all(line["same"][0] < 1 for line in measured)
     assert all(line["same"][2] < 1 for line in measured)
+
+
+def test_the_outputs_of_a_recurrent_layer_are_seen():
+    model = torch.nn.ModuleDict({"rnn": torch.nn.GRU(2, 3), "head": torch.nn.Linear(3, 1)})
+    layers = LayerOutputs(model, ronde.Plan(), world(), time.perf_counter)
+    layers.open()
+    model["head"](model["rnn"](torch.full((4, 1, 2), math.nan))[0])
+    layers.close()
+    assert layers.first_bad() == "rnn"

@@ -97,6 +97,8 @@ class LayerOutputs:
             begun = self._clock()
             if holds:
                 self._channels = first
+            if isinstance(output, tuple) and output:  # a recurrent layer's: outputs, last state
+                output = output[0]
             elsewhere = isinstance(output, FakeTensor) or hasattr(output, "_ronde_received")
             if not module.training or not isinstance(output, torch.Tensor) or elsewhere:
                 return  # a pipeline's other stage measures it
