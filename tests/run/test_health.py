@@ -227,3 +227,11 @@ def test_the_outputs_of_a_recurrent_layer_are_seen():
     model["head"](model["rnn"](torch.full((4, 1, 2), math.nan))[0])
     layers.close()
     assert layers.first_bad() == "rnn"
+
+
+def test_layers_whose_order_no_rank_knows_are_left_out():
+    plan = ronde.Plan(workers=2, batch_size=8, pipeline=2, virtual=2, schedule="interleaved")
+    layers = LayerOutputs(torch.nn.Linear(2, 1), plan, world(), time.perf_counter)
+    layers.open()
+    assert "several stages" in layers.left_out
+    assert layers.first_bad() is None

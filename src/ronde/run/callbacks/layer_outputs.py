@@ -67,6 +67,8 @@ class LayerOutputs:
         self.seconds = 0.0
         compiled = any(m._compiled_call_impl is not None for m in model.modules())
         self.left_out = _COMPILED if compiled else ""
+        if plan.virtual > 1:  # ranks do not tell which layer comes first
+            self.left_out = "where a worker holds several stages of a pipeline"
 
     def open(self) -> None:
         """Measure from now on."""
