@@ -1,0 +1,75 @@
+"""Sums of floats that have the same bits on any engine, in any order: three integer sums each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import narwhals as nw
+
+LIMBS = 3
+_TOP_BITS = 30  # of the first limb; int64 holds the sum of 2^31 rows of any limb
+_SMALLEST = -980  # exponent below which the scale would overflow; smaller values lose bits
+
+
+def shift_of(largest: float) -> int:
+    """The ``shift`` that fits a column of at most this magnitude into three limbs.
+
+    A value counts as ``x * 2**shift``, rounded toward zero to an integer of 94 bits. So a sum of n
+    values is off by less than ``n * largest * 2**-92``.
+
+    Example:
+        >>> shift_of(1000.0)
+        84
+    """
+    return 64 + _TOP_BITS - max(math.frexp(largest)[1], _SMALLEST)
+
+
+def limbs(value: nw.Expr, shift: int) -> list[nw.Expr]:
+    """Three int64 expressions whose sums :func:`exact_sum` makes one sum of; null stays null.
+
+    Every operation on the way is exact in IEEE arithmetic, which is why engines agree.
+
+    Args:
+        value: of finite float64, or null.
+        shift: from :func:`shift_of` of the column's largest magnitude.
+    """
+    import narwhals as nw
+
+    rest, parts = value.abs() * 2.0 ** (shift - 64), []
+    for _ in range(LIMBS):
+        whole = rest.floor()
+        part = whole.cast(nw.Int64)
+        parts.append(nw.when(value < 0).then(nw.lit(0, nw.Int64) - part).otherwise(part))
+        rest = (rest - whole) * 2.0**32
+    return parts
+
+
+def sql_limbs(value: str, shift: int) -> list[str]:
+    """:func:`limbs` as SQL text that DuckDB and Spark read alike.
+
+    Args:
+        value: an SQL expression of type DOUBLE, finite or null.
+    """
+    rest, parts = f"(abs({value}) * CAST('{2.0 ** (shift - 64)!r}' AS DOUBLE))", []
+    for _ in range(LIMBS):
+        parts.append(
+            f"(CASE WHEN {value} < 0 THEN -CAST(floor({rest}) AS BIGINT) "
+            f"ELSE CAST(floor({rest}) AS BIGINT) END)"
+        )
+        rest = f"(({rest} - floor({rest})) * CAST('4294967296' AS DOUBLE))"
+    return parts
+
+
+def exact_sum(sums: Sequence[int | None], shift: int) -> Fraction:
+    """The exact sum of a column, of the sums of its limbs; ``float()`` of it rounds once.
+
+    Example:
+        >>> float(exact_sum([3, 0, 0], shift_of(1.0))) == 3 * 2.0**-29
+        True
+    """
+    top, middle, low = (int(each or 0) for each in sums)
+    return Fraction((top << 64) + (middle << 32) + low) / Fraction(2) ** shift
