@@ -19,10 +19,9 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ronde.data.sources.byte_ranges import is_remote, local_path
 from ronde.world import ArgumentError
+from ronde.world.paths import BUILT_LIST
 
-_LIST = "ronde-built.json"
 _END_BYTES = 64 << 10
 
 
@@ -45,7 +44,7 @@ def _summarize_file(file: Path) -> list[int]:
 def _is_complete(folder: Path) -> bool:
     """Whether a folder from :func:`build_once` is complete, according to its list."""
     try:
-        files = json.loads((folder / _LIST).read_bytes())
+        files = json.loads((folder / BUILT_LIST).read_bytes())
         return all(_summarize_file(folder / name) == described for name, described in files.items())
     except (OSError, ValueError, AttributeError):
         return False
@@ -86,7 +85,7 @@ def build_once(root: Path, key: str, make: Callable[[Path], None]) -> Path:
         damaged = temporary / "damaged"
         try:
             make(temporary)
-            (temporary / _LIST).write_text(
+            (temporary / BUILT_LIST).write_text(
                 json.dumps(
                     {file.name: _summarize_file(file) for file in sorted(temporary.iterdir())}
                 )
@@ -117,66 +116,6 @@ def _is_disk_full(error: BaseException) -> bool:
     return isinstance(error, OSError) and (
         error.errno in full or (error.errno is None and str(error).endswith(" written"))
     )
-
-
-def _besides_built(files: list[Path]) -> list[Path]:
-    made = {folder for folder in {f.parent for f in files} if (folder / _LIST).is_file()}
-    return [f for f in files if f.parent not in made]
-
-
-def files_of(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    what: str,
-    suffixes: tuple[str, ...] = (),
-) -> list[Path]:
-    """The files of a path, a folder (recursive, not hidden, sorted), a glob, or a list of those.
-
-    Folders made by :func:`build_once` are skipped.
-
-    Args:
-        path: as the user gave it.
-        what: the function's name, for the error.
-        suffixes: endings that are taken of a folder; empty for any.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    if isinstance(path, list | tuple):
-        found = [file for one in path for file in files_of(one, what, suffixes)]
-        if not found:
-            raise ArgumentError(f"{what} was given an empty list.")
-        return found
-    given = os.fspath(path)  # type: ignore[arg-type]
-    if is_remote(given):
-        raise ArgumentError(f"{what} reads local files, not URLs: copy {given} here first.")
-    place = Path(local_path(given)).expanduser()
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        found = sorted(
-            f
-            for f in place.rglob("*")
-            if f.is_file()
-            and not any(p.startswith(".") for p in f.relative_to(place).parts)
-            and (not suffixes or f.suffix.lower() in suffixes)
-        )
-        found = _besides_built(found)
-        if not found:
-            raise ArgumentError(
-                f"{what}: the folder {place} holds no "
-                f"file{f' ending in {chr(44).join(suffixes)}' if suffixes else ''}."
-            )
-        return found
-    text = str(place)
-    if set("*?[") & set(text):
-        base = Path(place.anchor) if place.is_absolute() else Path()
-        found = _besides_built(
-            sorted(f for f in base.glob(text[len(place.anchor) :]) if f.is_file())
-        )
-        if found:
-            return found
-        raise ArgumentError(f"{what}: no file matches {text}.")
-    raise ArgumentError(f"{what}: no such file or folder: {text}.")
 
 
 def identity(files: Sequence[Path]) -> str:

@@ -17,12 +17,13 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from ronde.data.build_once import build_once, cache_root, files_of, identity, missing_message
+from ronde.data.build_once import build_once, cache_root, identity, missing_message
 from ronde.data.pipeline import Pipeline
 from ronde.data.sources.arrays import arrow_batches, open_arrow
-from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_values, need
+from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_values
 from ronde.data.sources.parquet import plain_type
 from ronde.world import ArgumentError, SampleError
+from ronde.world.paths import files_of, need
 
 _VERSION = 3
 _ROWS = 1 << 16

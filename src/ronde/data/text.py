@@ -14,11 +14,12 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from ronde.data.build_once import build_once, cache_root, files_of, identity, missing_message
+from ronde.data.build_once import build_once, cache_root, identity, missing_message
 from ronde.data.pipeline import Pipeline
 from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
 from ronde.introspect import fingerprint as describe
 from ronde.world import ArgumentError, RondeError, SampleError
+from ronde.world.paths import files_of, need
 
 _CHUNK = 16 << 20
 _VERSION = 2
@@ -209,8 +210,6 @@ def _iterate_text(
                             ) from None
                         yield value, True
         elif file.suffix.lower() in _TABLES:
-            from ronde.data.sources.base import need
-
             need("pyarrow", "tables", f"feed.text of {file}")
             import pyarrow.parquet as pq
 

@@ -174,7 +174,7 @@ def _rows(file: str, low: int, high: int) -> Iterator[tuple[int, dict[str, Any]]
 
 
 def _parquet(file: str) -> Any:
-    from ronde.data.sources.base import need  # it brings torch
+    from ronde.world.paths import need
 
     need("pyarrow", "tables", f"--items rows:{file}")
     import pyarrow

@@ -214,7 +214,7 @@ def draw_with_optuna(
         told: values of earlier trials, in order, with their results; None: none yet.
         maximize: whether large results are good.
     """
-    from ronde.data.sources.base import need
+    from ronde.world.paths import need
 
     need("optuna", "tune", "--method bayes")
     import optuna

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor, bfloat16
 
-from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values, need, tensor_of
-from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote, local_path
+from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values, tensor_of
+from ronde.data.sources.byte_ranges import ByteRange, Store
 from ronde.world import ArgumentError, SampleError
+from ronde.world.paths import is_remote, local_path, need
 
 
 def npy_header(

@@ -383,11 +383,3 @@ def numbers_of(texts: Sequence[str]) -> Sequence[Any]:
             "others are numbers."
         )
     return texts
-
-
-def need(package: str, extra: str, what: str) -> None:
-    """Raise ArgumentError where an optional package is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec(package) is None:
-        raise ArgumentError(f"{what} needs the package {package}: pip install 'ronde[{extra}]'.")

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ronde.data.sources.base import need, reset_after_fork
+from ronde.data.sources.base import reset_after_fork
 from ronde.world import ArgumentError, SampleError
+from ronde.world.paths import is_remote, local_path, need
 
 _OPEN_FILES = 128  # of one process; far below the usual limit of 1024
 _IN_FLIGHT = 32
@@ -39,17 +40,6 @@ _TAGS = (
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
-
-
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL such as ``s3://bucket/shards``; ``file://`` is local."""
-    return isinstance(path, str) and "://" in path and not path.startswith("file://")
-
-
-def local_path(path: str | os.PathLike[str]) -> str:
-    """A local path as text, without ``file://``."""
-    text = os.fspath(path)
-    return text.removeprefix("file://")
 
 
 class ByteRange(NamedTuple):

@@ -21,8 +21,9 @@ from ronde.data.sources.base import (
     encode_labels,
     numbers_of,
 )
-from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote, local_path
+from ronde.data.sources.byte_ranges import ByteRange, Store
 from ronde.world import ArgumentError
+from ronde.world.paths import is_remote, local_path
 
 Labels = str | os.PathLike[str] | Callable[[str], Any]
 

@@ -19,7 +19,6 @@ from ronde.data.sources.base import (
     check_ids,
     classes_of,
     digest_values,
-    need,
     unknown_class,
 )
 from ronde.data.sources.byte_ranges import (
@@ -33,6 +32,7 @@ from ronde.data.sources.byte_ranges import (
 )
 from ronde.data.sources.tar import is_pack
 from ronde.world import ArgumentError, SampleError
+from ronde.world.paths import need
 
 Columns = dict[str, Any]
 

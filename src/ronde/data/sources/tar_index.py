@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from ronde.data.sources.base import Ints, Names, digest_values
-from ronde.data.sources.byte_ranges import ByteRange, Store, is_remote
+from ronde.data.sources.byte_ranges import ByteRange, Store
 from ronde.world import ArgumentError, SampleError
+from ronde.world.paths import is_remote
 
 _BLOCK = 512
 _WINDOW = 64 << 10

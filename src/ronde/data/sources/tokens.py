@@ -12,8 +12,9 @@ import torch
 
 from ronde.data.sources.arrays import npy_header
 from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
-from ronde.data.sources.byte_ranges import ByteRange, Store, expand, is_remote
+from ronde.data.sources.byte_ranges import ByteRange, Store, expand
 from ronde.world import ArgumentError, SampleError
+from ronde.world.paths import is_remote
 
 
 class _File(NamedTuple):

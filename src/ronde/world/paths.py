@@ -1,0 +1,91 @@
+"""Local files that a user names, and packages that a feature needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ronde.world.errors import ArgumentError
+
+BUILT_LIST = "ronde-built.json"
+"""Marks a folder made by ``build_once``."""
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL such as ``s3://bucket/shards``; ``file://`` is local."""
+    return isinstance(path, str) and "://" in path and not path.startswith("file://")
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """A local path as text, without ``file://``."""
+    text = os.fspath(path)
+    return text.removeprefix("file://")
+
+
+def _besides_built(files: list[Path]) -> list[Path]:
+    made = {folder for folder in {f.parent for f in files} if (folder / BUILT_LIST).is_file()}
+    return [f for f in files if f.parent not in made]
+
+
+def files_of(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    what: str,
+    suffixes: tuple[str, ...] = (),
+) -> list[Path]:
+    """The files of a path, a folder (recursive, not hidden, sorted), a glob, or a list of those.
+
+    Folders made by :func:`build_once` are skipped.
+
+    Args:
+        path: as the user gave it.
+        what: the function's name, for the error.
+        suffixes: endings that are taken of a folder; empty for any.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if isinstance(path, list | tuple):
+        found = [file for one in path for file in files_of(one, what, suffixes)]
+        if not found:
+            raise ArgumentError(f"{what} was given an empty list.")
+        return found
+    given = os.fspath(path)  # type: ignore[arg-type]
+    if is_remote(given):
+        raise ArgumentError(f"{what} reads local files, not URLs: copy {given} here first.")
+    place = Path(local_path(given)).expanduser()
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        found = sorted(
+            f
+            for f in place.rglob("*")
+            if f.is_file()
+            and not any(p.startswith(".") for p in f.relative_to(place).parts)
+            and (not suffixes or f.suffix.lower() in suffixes)
+        )
+        found = _besides_built(found)
+        if not found:
+            raise ArgumentError(
+                f"{what}: the folder {place} holds no "
+                f"file{f' ending in {chr(44).join(suffixes)}' if suffixes else ''}."
+            )
+        return found
+    text = str(place)
+    if set("*?[") & set(text):
+        base = Path(place.anchor) if place.is_absolute() else Path()
+        found = _besides_built(
+            sorted(f for f in base.glob(text[len(place.anchor) :]) if f.is_file())
+        )
+        if found:
+            return found
+        raise ArgumentError(f"{what}: no file matches {text}.")
+    raise ArgumentError(f"{what}: no such file or folder: {text}.")
+
+
+def need(package: str, extra: str, what: str) -> None:
+    """Raise ArgumentError where an optional package is not installed."""
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise ArgumentError(f"{what} needs the package {package}: pip install 'ronde[{extra}]'.")
