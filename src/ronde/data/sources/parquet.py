@@ -27,12 +27,10 @@ from ronde.data.sources.byte_ranges import (
     Store,
     expand,
     inside,
-    is_remote,
-    local_path,
 )
 from ronde.data.sources.tar import is_pack
 from ronde.world import ArgumentError, SampleError
-from ronde.world.paths import need
+from ronde.world.paths import is_remote, local_path, need
 
 Columns = dict[str, Any]
 

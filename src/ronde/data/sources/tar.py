@@ -28,11 +28,10 @@ from ronde.data.sources.byte_ranges import (
     Store,
     expand,
     inside,
-    is_remote,
-    local_path,
 )
 from ronde.data.sources.tar_index import SUFFIX, TarIndex, index_of
 from ronde.world import ArgumentError, SampleError, world
+from ronde.world.paths import is_remote, local_path
 
 MANIFEST = "ronde-pack.json"
 PARTIAL = "ronde-pack.partial.json"
