@@ -60,6 +60,7 @@ def test_a_world_here_also_after_a_restart(place):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "restart 1 of 1, from the beginning: rank 1: killed by signal 9" in done.stderr
     assert seen(done.stdout) == sorted(2 * [[r, 3, 111, [r, 3]] for r in range(3)])
+    assert "rank.py: MPI" in done.stdout and "restarts  1" in done.stdout, done.stdout
 
 
 @needs_mpi

@@ -56,6 +56,11 @@ print("MET", json.dumps([kind, index, found, own, os.environ.get("CUDA_VISIBLE_D
 if kind in ("ps", "worker") and "ps" in config["cluster"]:
     threading.Event().wait()  # as tf.distribute.Server.join
 time.sleep(0.5)  # others may still ask
+if sys.argv[1:] == ["kill"]:
+    if index == 1 and not os.path.exists("killed"):
+        open("killed", "w").close()
+        os.kill(os.getpid(), 9)
+    sys.exit()
 sys.exit(int(sys.argv[1]) if sys.argv[1:] else 0)
 """
 
@@ -93,7 +98,23 @@ def test_all_tasks_meet_here(place):
     ]
     assert all(f[3].startswith("127.0.0.1:") for f in found)
     assert [f[4] for f in found] == ["-1"] * 3
-    assert "without calling" not in done.stdout
+    assert "task.py: TensorFlow" in done.stdout
+
+
+def test_runs_are_listed_with_their_workers_and_restarts(place):
+    words = ["run", "--workers", "2", "--restarts", "1", "--tensorflow", "task.py", "kill"]
+    done = ronde_run([words[0], "--name", "again", *words[1:]], place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    failed = ronde_run([words[0], "--name", "bad", *words[1:3], *words[5:7], "7"], place)
+    assert failed.returncode == 7, failed.stderr
+    shown = ["runs", "--json"], ["runs"], ["show", "again"], ["show", "bad"]
+    listed, table, again, bad = (d.stdout for d in ronde_batch(list(shown), place))
+    keys = "framework", "script", "workers", "status", "restarts"
+    found = {run["run"]: [run[key] for key in keys] for run in json.loads(listed)}
+    assert found["again"] == ["TensorFlow", "task.py", 2, "completed", 1]
+    assert found["bad"] == ["TensorFlow", "task.py", 2, "failed", 0]
+    assert "again" in table and "restarts  1" in again, table + again
+    assert "exit status 7" in bad, bad
 
 
 def test_servers_end_with_the_chief(place):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.foreign_run import record_end, record_start
 from ronde.cli.fork import FromOption, Origin, find_origin
 from ronde.cli.hosts import Gathered, HostOptions, OutputOption, Places, gathered
 from ronde.cli.leaving import Limit, check_until, parse_duration, requeue
@@ -342,6 +343,17 @@ class _LaunchPlan:
         """Whether another host of the container keeps the run."""
         return self.box is not None and self.box.rank > 0
 
+    @property
+    def framework(self) -> str:
+        """What trains, where the options say that Ronde does not; else empty."""
+        options = self.options
+        asked = {
+            "TensorFlow": options.tensorflow is not None,
+            "Horovod": options.horovod,
+            "MPI": options.mpi_world,
+        }
+        return next((name for name, given in asked.items() if given), "")
+
     def parameter_servers(self, workers: int) -> int | None:
         """How many of the workers are TensorFlow's; None: the script is none of TensorFlow's."""
         from ronde.launch import parameter_servers
@@ -615,6 +627,8 @@ def _run(launch: _LaunchPlan) -> None:
             _tell_left(outcome, directory, limit, launch.kept)
             raise typer.Exit(outcome.status)
         _check(outcome, launch, directory)
+        if launch.framework:
+            record_end(directory, outcome.seconds)
         if options.quiet:
             return
         one = None
@@ -629,7 +643,6 @@ def _run(launch: _LaunchPlan) -> None:
             one,
             workers,
             launch.kept,
-            options.horovod or options.tensorflow is not None,
         )
 
 
@@ -674,6 +687,9 @@ def _launch(
             return reduction_servers.variables() | renewed_world()
 
         environment = launch.variables(screen, plan, sentences) | renewed()
+        if launch.framework and not launch.second:
+            hosts = list(group.hosts) or [("", count)]
+            record_start(directory, launch.framework, launch.command, hosts)
         _announce(launch, screen, group, directory)
         hang = options.hang_timeout
         soon = bool(options.restarts) and options.tensorflow is None  # whose steps are not known
@@ -775,7 +791,9 @@ def _check(outcome: Outcome, launch: _LaunchPlan, directory: RunDir) -> None:
         if outcome.exited and (hint := hint_after_exit(launch.command)):
             typer.echo(f"note: {hint}", err=True)
         raise typer.Exit(outcome.status)
-    if outcome.left and summarise(directory).status in ("running", "stopped"):
+    started = summarise(directory)
+    trains = started.start is not None and not started.start.framework
+    if outcome.left and trains and started.status in ("running", "stopped"):
         error = f"{outcome.left} left with status 0 before the training had ended (os._exit)"
         if box is not None:
             box.tell(error)

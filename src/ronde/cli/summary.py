@@ -24,11 +24,9 @@ def print_summary(
     one: float | None = None,
     workers: int = 1,
     kept: bool = True,
-    foreign: bool = False,
 ) -> None:
     """Print what ran where, the batch contract, the curve, the speed, and what to do next.
-    ``kept`` is False if the run directory goes now; ``foreign`` scripts, of Horovod or TensorFlow,
-    do not call ``distribute``.
+    ``kept`` is False if the run directory goes now.
     """
     from rich.box import ROUNDED
     from rich.console import Group
@@ -42,40 +40,45 @@ def print_summary(
     start = summary.start
     if start is None:
         console.print(
-            f"the script ended after {clock(seconds)}"
-            + ("" if foreign else " without calling ronde.distribute")
+            f"the script ended after {clock(seconds)} without calling ronde.distribute"
             + (f"; its output is in {short(directory.logs)}" if kept else ""),
             highlight=False,
             soft_wrap=True,
         )
         return
-    plan = Plan.from_dict(start.plan)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
     hosts = ", ".join(f"{host}:{n}" for host, n in start.hosts.items()) or start.host
-    where = (
-        f"{start.workers} worker{'s' if start.workers > 1 else ''} on {hosts} "
-        f"({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
-    )
+    where = f"{start.workers} worker{'s' if start.workers > 1 else ''} on {hosts}"
+    if not start.framework:
+        where += (
+            f" ({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
+        )
 
     def row(name: str, value: str, style: str = "") -> None:
         table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets
 
-    row(
-        "ran",
-        f"{short(Path(start.script))}: {start.model}, {start.parameters:,} parameters, "
-        f"{start.optimizer}",
+    trains = start.framework or (
+        f"{start.model}, {start.parameters:,} parameters, {start.optimizer}"
     )
+    row("ran", f"{short(Path(start.script))}: {trains}")
     row("where", where)
-    if plan.family != "replicate":
-        row("plan", plan.spec)
-    row("batch", plan.sentence(summary.differs, start.proof, start.smallest_batch))
-    row(
-        "trained",
-        f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} "
-        f"epoch{'s' if summary.epoch != 1 else ''} in {clock(summary.seconds or seconds)}",
-    )
+    took = clock(summary.seconds or seconds)
+    if start.framework:
+        row("took", took)
+    else:
+        plan = Plan.from_dict(start.plan)
+        if plan.family != "replicate":
+            row("plan", plan.spec)
+        row("batch", plan.sentence(summary.differs, start.proof, start.smallest_batch))
+        row(
+            "trained",
+            f"{summary.step:,} steps, {summary.samples:,} samples, {summary.epoch} "
+            f"epoch{'s' if summary.epoch != 1 else ''} in {took}",
+        )
+    if summary.restarts:
+        row("restarts", str(summary.restarts))
     if summary.samples_per_second:
         speed = f"{summary.samples_per_second:,.0f} samples/s"
         row("speed", speed)
@@ -112,8 +115,10 @@ def print_summary(
     if kept:
         row(
             "kept in",
-            f"{short(directory.path)}  (record.jsonl, logs/, {summary.checkpoints} "
-            f"checkpoint{'s' if summary.checkpoints != 1 else ''})",
+            f"{short(directory.path)}  (record.jsonl, logs/"
+            + ("" if start.framework else f", {summary.checkpoints} checkpoint")
+            + ("" if start.framework or summary.checkpoints == 1 else "s")
+            + ")",
         )
         folder = short(directory.path.parent)
         runs_option = "" if folder == "runs" else f" --runs {folder}"

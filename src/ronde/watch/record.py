@@ -39,7 +39,8 @@ class Started(Event):
     ``proof`` is the sentence of ``ronde prove`` about this script under such a plan, or empty.
     ``arguments`` are the script's, ``git`` the ``commit`` of its code and whether it was ``dirty``,
     or empty; ``origin`` is ``RUN@STEP`` if it began with a checkpoint of another run. ``command``
-    is what follows ``ronde run`` to start it again, up to the script.
+    is what follows ``ronde run`` to start it again, up to the script. ``framework`` is what trains
+    where Ronde does not, and the launcher records the run: there are no plan, model, and steps.
     """
 
     type: ClassVar[str] = "start"
@@ -65,6 +66,7 @@ class Started(Event):
     git: dict[str, Any] = field(default_factory=dict)
     origin: str = ""
     command: list[str] = field(default_factory=list)
+    framework: str = ""
 
 
 @dataclass(frozen=True)
@@ -412,6 +414,8 @@ def read(path: Path) -> list[Event]:
         event = event_of(value)
         if event is None:
             continue
+        if isinstance(event, Started) and not event.framework:  # what the launcher knew is void
+            events = [e for e in events if not (isinstance(e, Started) and e.framework)]
         if isinstance(event, Resumed):
             events = [e for e in events if e.part != event.part or not _is_void(e, event)]
         events.append(event)

@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from ronde.watch.health_record import RESOURCES
 from ronde.watch.record import (
     BestFound,
     Checkpointed,
@@ -17,6 +18,7 @@ from ronde.watch.record import (
     HangFound,
     LossChecked,
     NoiseMeasured,
+    Restarted,
     Started,
     StepRecorded,
     Warned,
@@ -58,6 +60,7 @@ class Summary:
     parts: dict[str, Summary] = field(default_factory=dict)
     noise: NoiseMeasured | None = None
     hangs: list[HangFound] = field(default_factory=list)  # slow ranks too
+    restarts: int = 0
 
     @property
     def ending(self) -> str:
@@ -89,6 +92,7 @@ class Summary:
             "script": start.script if start else None,
             "workers": start.workers if start else None,
             "device": start.device if start else None,
+            "framework": start.framework if start else "",
             "plan": start.plan if start else None,
             "proof": start.proof if start else "",
             "epoch": self.epoch,
@@ -101,6 +105,7 @@ class Summary:
             "evaluations": self.evaluations,
             "best": dataclasses.asdict(self.best) if self.best else None,
             "checkpoints": self.checkpoints,
+            "restarts": self.restarts,
             "error": self.error,
             "reason": self.reason,
             "hangs": [
@@ -161,6 +166,8 @@ def _summarise(
             evaluations[event.name] = event.metrics
     steps = [e for e in events if isinstance(e, StepRecorded)]
     written = run.record.stat().st_mtime
+    if start is not None and start.framework and (used := run.path / RESOURCES).is_file():
+        written = max(written, used.stat().st_mtime)  # the launcher writes on while others train
     if ended is not None and start is not None and ended.time < start.time:
         ended = None  # it was resumed after that end
     status = ended.status if ended else "running" if time.time() - written < 30 else "stopped"
@@ -195,4 +202,5 @@ def _summarise(
         parts=parts or {},
         noise=_last(events, NoiseMeasured),
         hangs=[e for e in events if isinstance(e, HangFound)],
+        restarts=sum(isinstance(e, Restarted) for e in events),
     )
