@@ -28,10 +28,10 @@ from typing import Any
 
 os.environ["KERAS_BACKEND"] = "torch"
 
-import keras
 import numpy as np
 import torch
 
+import keras
 import ronde
 
 RESULTS = Path(__file__).parent / "results" / "keras_grid.json"
@@ -41,7 +41,14 @@ IMAGES = (
     *("ResNet50", "MobileNetV2", "MobileNetV3Small", "EfficientNetB0", "DenseNet121"),
     *("ConvNeXtTiny", "NASNetMobile", "Xception"),
 )
-PLANS = ("replicate", "shard=optimizer", "shard=gradients", "shard=parameters", "pipeline", "tensor")
+PLANS = (
+    "replicate",
+    "shard=optimizer",
+    "shard=gradients",
+    "shard=parameters",
+    "pipeline",
+    "tensor",
+)
 L = keras.layers
 
 
@@ -182,7 +189,9 @@ def train(name: str, plan: str, out: Path) -> None:
             for batch in run.batches():
                 run.step(batch)
         with run.whole_model() as whole:
-            found = {f"w{i}": np.array(v) for i, v in enumerate(whole.variables) if "seed" not in v.path}
+            found = {
+                f"w{i}": np.array(v) for i, v in enumerate(whole.variables) if "seed" not in v.path
+            }
         found["seconds"] = np.array(time.monotonic() - began)
     except ronde.RondeError as error:
         found = {"refused": np.array(f"{type(error).__name__}: {error}")}
@@ -289,7 +298,9 @@ def main() -> None:
                 row["refused"] = str(found["refused"])
             else:
                 wanted, failed = weights(model, "micro" if plan == "pipeline" else "replicate", 1)
-                row |= {"failed": f"one process: {failed}"} if failed else {"far": far(found, wanted)}
+                row |= (
+                    {"failed": f"one process: {failed}"} if failed else {"far": far(found, wanted)}
+                )
                 row["steps_seconds"] = round(float(found["seconds"]), 1)
             table[key] = row
             asked.out.write_text(json.dumps(table, indent=1) + "\n")

@@ -52,9 +52,7 @@ def print_summary(
     hosts = ", ".join(f"{host}:{n}" for host, n in start.hosts.items()) or start.host
     where = f"{start.workers} worker{'s' if start.workers > 1 else ''} on {hosts}"
     if not start.framework:
-        where += (
-            f" ({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
-        )
+        where += f" ({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
 
     def row(name: str, value: str, style: str = "") -> None:
         table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets

@@ -16,13 +16,15 @@ from typing import Any
 import torch
 from keras.src.backend.common import dtypes
 from keras.src.backend.common.global_state import set_global_attribute
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.torch import random as keras_random
+from keras.src.backend.torch.layer import TorchLayer
 from torch import nn
 
 import keras
 from ronde.keras.batch_statistics import make_synchronizable
 from ronde.world import ArgumentError
-from ronde.world.tensors import local_part
+from ronde.world.tensors import local_part, tensors_in
 
 __all__ = [
     "OwnedVariable",
@@ -282,6 +284,46 @@ def _follow_mode(model: Any) -> None:
             return type(model).forward(model, *args, **kwargs)
 
     vars(model)["forward"] = forward
+
+
+def _keep_masks(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's hooks and its forward pass. Hooks of a plan may copy tensors, and Keras keeps
+    masks as attributes of tensors, which attention takes from its inputs.
+    """
+    if not layer._forward_pre_hooks and not layer._forward_hooks:
+        return nn.Module.__call__(layer, *args, **kwargs)
+    given, copies, made = tensors_in((args, kwargs)), list[Any](), list[Any]()
+
+    def before(_module: nn.Module, *new: Any) -> None:
+        copies.extend(tensors_in(new))
+        _hand_masks_on(given, copies)
+
+    def after(_module: nn.Module, _new: Any, output: Any) -> None:
+        made.extend(tensors_in(output))
+
+    handles = (
+        layer.register_forward_pre_hook(before, with_kwargs=True),
+        layer.register_forward_hook(after, prepend=True),
+    )
+    try:
+        output = nn.Module.__call__(layer, *args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for tensor, copied in zip(given, copies, strict=True):
+        if get_keras_mask(copied) is None and get_keras_mask(tensor) is not None:
+            set_keras_mask(tensor, None)
+    _hand_masks_on(made, tensors_in(output))
+    return output
+
+
+def _hand_masks_on(tensors: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
+    for tensor, copied in zip(tensors, copies, strict=True):
+        if tensor is not copied:
+            set_keras_mask(copied, get_keras_mask(tensor))
+
+
+TorchLayer.__call__ = _keep_masks
 
 
 @contextmanager
