@@ -4,7 +4,8 @@
 
 Eight models of ``keras.applications``, at 64 pixels (Xception at 72), and four transformers written
 with Keras train two steps, of 5 samples and of 3, with SGD and momentum. Batch normalization is
-synchronized, but under pipelines, which train micro-batches of 2: there, one process does, too.
+synchronized. Pipelines train micro-batches of 2, 2, and 1, as one process does then; they cut the
+shorter batch into as many, so models with batch normalization train two steps of 5 there.
 Each row runs alone, in forks of this process; its result is the largest difference of a weight or
 statistic from one process, relative to the largest value of that tensor, or why Ronde refused.
 Results go to ``benchmarks/results/keras_grid.json``; rows that it has are not run again.
@@ -151,16 +152,17 @@ def build(name: str) -> Any:
     return TEXTS.get(name, vit)()
 
 
-def data(model: str) -> Any:
+def data(model: str, piped: bool) -> Any:
     """Samples and their classes."""
     g = np.random.default_rng(0)
+    count = 2 * BATCH if piped and model in IMAGES else SAMPLES
     size = 72 if model == "Xception" else 64
-    x = g.normal(size=(SAMPLES, size, size, 3))
+    x = g.normal(size=(count, size, size, 3))
     if model in TEXTS:
-        x = g.integers(1, WORDS, (SAMPLES, LENGTH))
-        x[:, LENGTH - 2 :] *= g.integers(0, 2, (SAMPLES, 2))  # a few are padding
+        x = g.integers(1, WORDS, (count, LENGTH))
+        x[:, LENGTH - 2 :] *= g.integers(0, 2, (count, 2))  # a few are padding
     classes = WORDS if model == "gpt" else CLASSES
-    y = torch.tensor(g.integers(0, classes, SAMPLES))
+    y = torch.tensor(g.integers(0, classes, count))
     return torch.utils.data.TensorDataset(torch.tensor(x), y)
 
 
@@ -177,7 +179,7 @@ def train(name: str, plan: str, out: Path) -> None:
         run = ronde.distribute(
             build(name),
             keras.optimizers.SGD(0.01, momentum=0.9),
-            data(name),
+            data(name, piped),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             batch_size=BATCH,
             shuffle=False,

@@ -69,6 +69,7 @@ SAME_AS_FIT = [
 ]
 DRAWS = [case("noise"), case("blocks", "Adam")]  # Ronde draws other numbers than Keras
 DIVIDED = [
+    case("masked", "SGD", "shard=parameters"),
     case("mlp", "AdamW", "shard=optimizer"),
     case("mlp", "clipped", "shard=gradients"),
     case("mlp", "Nadam", "shard=gradients"),
