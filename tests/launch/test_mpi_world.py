@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
-from lab import lab, missing
-from processes import ronde_batch, ronde_run
+from lab import lab, missing, no_slurm, slurm
+from processes import PATHS, child, ronde, ronde_batch, ronde_run
 
 needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun not found")
 
@@ -77,6 +80,45 @@ def test_a_world_on_two_hosts(place, over):
     assert f"[{second} 2] IN [2, 3" in done.stdout
 
 
+@needs_mpi
+@pytest.mark.skipif(bool(missing() or no_slurm()), reason=missing() or no_slurm())
+def test_a_world_on_two_nodes_of_slurm(place):
+    with lab(place / "nodes", 2, place / "private") as hosts, slurm(hosts) as cluster:
+        into = ["salloc", "-Q", "--nodes=2"]
+        words = ronde("run", "--slurm", "--workers", "3", "--output", "all", "--mpi-world")
+        with child([*into, *words, "rank.py"], place, cluster.env) as started:
+            done = started.done(120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert seen(done.stdout) == [[r, 3, 111, [r, 3]] for r in range(3)]
+    assert f"[{hosts.names[1]} 2] IN [2, 3" in done.stdout
+
+
+@needs_mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_world_in_two_containers(place):
+    with lab(place / "containers", 2, place / "private") as hosts, contextlib.ExitStack() as stack:
+        own = place / "bin"
+        own.mkdir()
+        (own / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {hosts.ssh_config} "$@"\n')
+        (own / "ssh").chmod(0o755)
+        started = []
+        for name in hosts.names:
+            base = place / "service" / name
+            config = base / "input" / "config" / "resourceconfig.json"
+            config.parent.mkdir(parents=True)
+            told = {"current_host": name, "hosts": hosts.names, "network_interface_name": "eth0"}
+            config.write_text(json.dumps(told))
+            words = ronde("run", "--workers", "2", "--mpi-world", "rank.py")
+            given = [f"PYTHONPATH={PATHS}", f"SAGEMAKER_BASE_DIR={base}", "RONDE_DEVICE=cpu"]
+            given += [f"PATH={own}:{os.environ['PATH']}"]
+            line = f"cd {place} && {shlex.join(['env', *given, *words])}"
+            ssh = ["ssh", "-F", str(hosts.ssh_config), name, line]
+            started.append(stack.enter_context(child(ssh, place)))
+        ends = [each.done(120) for each in started]
+    assert [e.returncode for e in ends] == [0, 0], "".join(e.stdout + e.stderr for e in ends)
+    assert seen(ends[0].stdout) == [[0, 4, 1111, [0, 4]]]
+
+
 def test_without_it_mpi4py_is_refused(place):
     one = ronde_run(["run", "--workers", "1", "--runs", "none", "uses.py"], place)
     assert one.returncode == 0 and "imported" in one.stdout, one.stderr
@@ -88,7 +130,7 @@ def test_without_it_mpi4py_is_refused(place):
 def test_refusals(place):
     wrong = {
         ("--restarts", "1", "--hosts", "a:1,b:1"): "--restarts is for this machine only",
-        ("--slurm",): "is for this machine and --hosts, not --slurm",
+        ("--ray", "local"): "--mpi-world is not for --ray, whose workers mpirun does not start",
     }
     asked = [["run", "--mpi-world", *words, "rank.py"] for words in wrong]
     for done, sentence in zip(ronde_batch(asked, place), wrong.values(), strict=True):

@@ -278,7 +278,8 @@ def gathered(
                 return run_here(here, show, message, names, nodes)
 
             names = [f"[{box.hosts[r // count]} {r}] " for r in range(all_of)]
-            yield Gathered(all_of, f" on {len(box.hosts)} hosts", names, [], in_container)
+            pairs = [(host, count) for host in box.hosts]
+            yield Gathered(all_of, f" on {len(box.hosts)} hosts", names, [], in_container, pairs)
             return
         names = [f"[{r}] " for r in range(count)]
         yield Gathered(count, "", names, [], run_here, [("", count)])

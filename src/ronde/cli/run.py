@@ -501,11 +501,17 @@ def _check_mpi_world(options: Options, box: Container | None) -> None:
     Raises:
         ArgumentError: which.
     """
-    for option, given in (("slurm", options.slurm), ("ray", options.ray), ("spark", options.spark)):
+    for option, given in (("--ray", options.ray), ("--spark", options.spark)):
         if given:
-            raise ArgumentError(f"--mpi-world is for this machine and --hosts, not --{option}.")
-    if box is not None and len(box.hosts) > 1:
-        raise ArgumentError("--mpi-world is not for containers of several hosts.")
+            raise ArgumentError(
+                f"--mpi-world is not for {option}, whose workers mpirun does not start. Name the "
+                "hosts with --hosts, or use --slurm."
+            )
+    if box is not None and len(box.hosts) > 1 and box.port:
+        raise ArgumentError(
+            "--mpi-world is not for several pods: mpirun reaches hosts over ssh. Start the script "
+            "with an MPIJob of Kubeflow, whose mpirun Ronde understands."
+        )
     if options.restarts and options.named:
         raise ArgumentError("--mpi-world with --restarts is for this machine only.")
 
@@ -667,7 +673,7 @@ def _launch(
             screen.begin,
             max(options.min_workers or 1, launch.least),
         ) as group,
-        _mpi_world(options, group.hosts) as renewed_world,
+        _mpi_world(options, group.hosts, launch.box) as renewed_world,
     ):
         count = group.workers
         servers = launch.parameter_servers(count)
@@ -731,7 +737,7 @@ def _launch(
 
 @contextlib.contextmanager
 def _mpi_world(
-    options: Options, hosts: Sequence[tuple[str, int]]
+    options: Options, hosts: Sequence[tuple[str, int]], box: Container | None
 ) -> Iterator[Callable[[], dict[str, str]]]:
     """What starts the processes of an MPI world, and gives the variables by which they are found;
     nothing without ``--mpi-world``.
@@ -739,9 +745,13 @@ def _mpi_world(
     if not options.mpi_world:
         yield dict
         return
-    from ronde.launch.mpi_world import MpiWorld
+    from ronde.launch.mpi_world import MpiWorld, shared_name
 
-    with MpiWorld(hosts, options.python, options.ssh_config) as world:
+    name = None if box is None or len(box.hosts) == 1 else shared_name(box.hosts)
+    if name is not None and box is not None and box.rank > 0:  # the first host starts them all
+        yield lambda: {MpiWorld.variable: name}
+        return
+    with MpiWorld(hosts, options.python, options.ssh_config, name) as world:
         yield world.variables
 
 

@@ -103,16 +103,18 @@ class Mpi(Engine):
         """``mpirun`` with one process a worker, in the order of the hosts; ``variable`` reaches
         them. A host without a name is this machine.
         """
-        count = str(sum(n for _, n in hosts))
-        named = ",".join(f"{name}:{n}" for name, n in hosts if name)
         if self._open:
-            where = ["--host", named] if named else ["--oversubscribe"]
-            options = ["--bind-to", "none", "--map-by", "slot", *where, "-x", variable]
-            options += ["-x", "PYTHONPATH"] if os.environ.get("PYTHONPATH") else []
-        else:
-            where = ["-launcher", "ssh", "-hosts", named] if named else []
-            options = [*where, "-genvlist", variable]
-        return [*self._start("world"), *options, "-n", count, *argv]
+            # as many as are asked for, whatever slots a scheduler's allocation has
+            words = [*self._start("world"), "--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"]
+            passed = ["-x", variable]
+            passed += ["-x", "PYTHONPATH"] if os.environ.get("PYTHONPATH") else []
+            for name, n in hosts:
+                where = ["--host", f"{name}:{n}"] if name else []
+                words += [*where, *passed, "-n", str(n), *argv, ":"]
+            return words[:-1]
+        count, named = sum(n for _, n in hosts), ",".join(f"{h}:{n}" for h, n in hosts if h)
+        where = ["-launcher", "ssh", "-hosts", named] if named else []
+        return [*self._start("world"), *where, "-genvlist", variable, "-n", str(count), *argv]
 
     def _start(self, folder: str) -> list[str]:
         """``mpirun``, with a folder of its own for its sockets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ from ronde.launch.mpi import Mpi
 from ronde.launch.mpi_rank import VARIABLE, peer_is_own, socket_name
 from ronde.world import ArgumentError, WorldError
 
-__all__ = ["MpiStarter", "MpiWorld"]
+__all__ = ["MpiStarter", "MpiWorld", "shared_name"]
 
 _START_SECONDS, _STOP_SECONDS = 60.0, 3.0
 _LOOK_SECONDS = 0.05
@@ -36,20 +37,24 @@ class MpiWorld:
         hosts: name and number of workers of each; empty name: this machine.
         python: the interpreter on hosts; None: as here.
         config: a configuration file of ssh, over which ``mpirun`` reaches hosts.
+        name: of the world, where agents of other launchers know it; None: a new one.
 
     Raises:
         ArgumentError: there is no ``mpirun``, or no Linux.
     """
+
+    variable = VARIABLE
 
     def __init__(
         self,
         hosts: Sequence[tuple[str, int]],
         python: str | None = None,
         config: Path | None = None,
+        name: str | None = None,
     ) -> None:
         if sys.platform != "linux":
             raise ArgumentError("--mpi-world needs Linux.")
-        self._mpi, self._hosts = Mpi(config), list(hosts)
+        self._mpi, self._hosts, self._name = Mpi(config), list(hosts), name
         self._argv = [python or sys.executable, "-P", "-u", "-c", _MAIN]
         self._process: subprocess.Popen[str] | None = None
 
@@ -72,7 +77,7 @@ class MpiWorld:
             WorldError: not all came up, and what ``mpirun`` said.
         """
         self._end()
-        world = secrets.token_hex(16)
+        world = self._name or secrets.token_hex(16)
         self._process = process = subprocess.Popen(
             self._mpi.world(self._hosts, self._argv, VARIABLE),
             env={**os.environ, VARIABLE: world},
@@ -112,6 +117,11 @@ class MpiWorld:
                 if process.poll() is None:
                     os.killpg(process.pid, number)
                     process.wait(_STOP_SECONDS)
+
+
+def shared_name(hosts: Sequence[str]) -> str:
+    """The name of a world that launchers of several hosts know without a word: hosts have one."""
+    return hashlib.sha256("\n".join(hosts).encode()).hexdigest()[:32]
 
 
 def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
