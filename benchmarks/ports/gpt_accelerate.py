@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 import gpt
 
 parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--text", default="", help="a text file; default: Python's source code")
 parser.add_argument("--epochs", type=int, default=2, help="times through the text")
 parser.add_argument(
     "--megabytes", type=float, default=1.0, help="how much text, a twentieth of it held out"
@@ -23,7 +24,7 @@ args = parser.parse_args()
 
 accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
 torch.manual_seed(0)
-train_text, test_text = gpt.load(args.megabytes, args.context)
+train_text, test_text = gpt.load(args.megabytes, args.context, args.text)
 loader = DataLoader(train_text, batch_size=args.batch, shuffle=True)
 model = gpt.GPT(args.context, args.width, args.layers, args.heads)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1, betas=(0.9, 0.98))

@@ -50,9 +50,10 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
         return piece[:-1], piece[1:]
 
 
-def load(megabytes: float, context: int) -> tuple[Text, Text]:
+def load(megabytes: float, context: int, file: str = "") -> tuple[Text, Text]:
     """The text to train on, and the last twentieth of it, which is held out."""
-    text = standard_library(megabytes)
+    size = int(megabytes * 1e6)
+    text = Path(file).read_bytes()[:size] if file else standard_library(megabytes)
     cut = len(text) - len(text) // 20
     return Text(text[:cut], context), Text(text[cut:], context)
 

@@ -33,5 +33,6 @@ for seeds in run.batches():
     run.backward((reinforce.loss(run.model(states), actions, worth), len(seeds)))
     kept.average = 0.9 * kept.average + 0.1 * run.gather(lengths).mean().item()
     run.update()
+    run.log({"length": kept.average})
     if run.state.step % 10 == 0:
         run.print(f"update {run.state.step}  evaluate  average length {kept.average:.4f}")

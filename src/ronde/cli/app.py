@@ -55,6 +55,7 @@ def _verbs() -> None:
         flow,
         horovodrun,
         map,
+        new,
         pack,
         plan,
         prove,
@@ -69,6 +70,7 @@ def _verbs() -> None:
 
     verbs = (
         run,
+        new,
         map,
         tune,
         flow,
