@@ -93,7 +93,7 @@ def _learned(recipe: Recipe, folder: Path) -> list[tuple[str, float]]:
     values = _values(folder)
     found = []
     for condition in conditions:
-        value = values.get(condition.step, {}).get(condition.key)
+        value: Any = values.get(condition.step, {}).get(condition.key)
         text = f"{condition.step}.{condition.key} {condition.operator} {condition.number:g}"
         if not condition.holds(value):
             raise RondeError(f"{recipe.name} did not learn: {text} does not hold; it is {value}.")
