@@ -30,9 +30,7 @@ def chosen_plan(recipe):
         recipe.copy(folder, {})
         for command in recipe.test:
             if command.startswith("python "):
-                subprocess.run(
-                    [sys.executable, *shlex.split(command)[1:]], cwd=folder, check=True
-                )
+                subprocess.run([sys.executable, *shlex.split(command)[1:]], cwd=folder, check=True)
         words = [sys.executable, "-m", "ronde", "plan", "--device", args.device]
         words += ["--devices", str(args.devices), "--json", "plan.json", "--accept-noise"]
         words += [recipe.script, *shlex.split(recipe.large)]
@@ -49,4 +47,6 @@ if __name__ == "__main__":
         if recipe.large:
             large = f"`{recipe.large}`: {chosen_plan(recipe)}"
         plans = ", ".join(f"`{plan}`" for plan in recipe.plans) or "–"
-        print(f"| `{recipe.name}` | {recipe.task} | {recipe.about} | {plans} | {large} |", flush=True)
+        print(
+            f"| `{recipe.name}` | {recipe.task} | {recipe.about} | {plans} | {large} |", flush=True
+        )

@@ -36,7 +36,7 @@ class Recipe:
         packages: what it needs beside Ronde, as pip names them.
         files: argument -> a file that the folder it names must contain.
         test: commands that train it on small data in seconds.
-        learns: conditions that hold after them: ``evaluate.accuracy >= 0.9``, ``training.loss < 1``.
+        learns: conditions that hold after them: ``evaluate.accuracy >= 0.9``, say.
         plans: those that ``ronde new --test --prove`` proves.
         large: arguments of a large training, for ``ronde plan``.
     """
@@ -138,7 +138,9 @@ def filled_in_script(text: str, values: Mapping[str, str], recipe: str) -> str:
     for name, given in values.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            hint = f" Did you mean {near[0]}?" if near else f" ronde new {recipe} --help lists them."
+            hint = (
+                f" Did you mean {near[0]}?" if near else f" ronde new {recipe} --help lists them."
+            )
             raise ArgumentError(f"recipe {recipe} has no argument {name}.{hint}")
         value = known[name].value
         assert value is not None
@@ -188,7 +190,8 @@ def read_recipe(folder: Path) -> Recipe:
         if key not in fields:
             near = difflib.get_close_matches(str(key), fields, 1)
             raise ArgumentError(
-                f"{file}: a recipe has no key {key}." + (f" Did you mean {near[0]}?" if near else "")
+                f"{file}: a recipe has no key {key}."
+                + (f" Did you mean {near[0]}?" if near else "")
             )
     for key in ("name", "task", "about"):
         if not isinstance(given.get(key), str):
