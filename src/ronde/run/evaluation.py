@@ -188,7 +188,10 @@ class _Evaluation:
         loss, strategy = run.loss, run.strategy
         if self.taken.order.draw is not None:
             check_draw(self.me, self.taken.order, 0, "run.evaluate")
-        plain, objects = self._prepare(metrics)
+        tables = {name: m for name, m in metrics.items() if getattr(m, "takes_batch", False)}
+        for table in tables.values():
+            table.reset()
+        plain, objects = self._prepare({n: m for n, m in metrics.items() if n not in tables})
         # Sum and weight of the loss, then of each plain metric; the last cell counts samples.
         sums = torch.zeros(2 * (1 + len(plain)) + 1, dtype=torch.float64)
 
@@ -198,7 +201,7 @@ class _Evaluation:
                 return arguments, *loss.check(loss.loss(*arguments))
 
         with torch.no_grad():
-            self._add_up(run, judge, plain, objects, sums, gathering, callbacks)
+            self._add_up(run, judge, plain, objects, tables, sums, gathering, callbacks)
         unclear, self.rows.unclear = self.rows.unclear, ""
         if unclear and not loss.pairs:
             run.warn(unclear)
@@ -220,6 +223,9 @@ class _Evaluation:
         if objects and self.counting is not None:
             answers = gather_json(self.me, result if strategy.counts else {})
             result = next(answer for answer in answers if answer)
+        for name, table in tables.items():
+            table.merge(gather_json(self.me, table.state()))
+            result[name] = table.compute()
         return result, int(values[-1])
 
     def _prepare(self, metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -249,6 +255,7 @@ class _Evaluation:
         judge: Callable[[Any], Judged],
         plain: dict[str, Any],
         objects: dict[str, Any],
+        tables: dict[str, Any],
         sums: torch.Tensor,
         gathering: Gathering,
         callbacks: Callbacks,
@@ -282,6 +289,8 @@ class _Evaluation:
                 sums[2 * i + 1] += of
             for metric in objects.values():
                 metric.update(*arguments)
+            for table in tables.values():
+                table.update(batch, *arguments)
         if objects and stand_in is not None and not sums[-1]:
             judged = spare if run_empty else strategy.infer(judge, stand_in)
             if judged is not None and strategy.counts:

@@ -253,7 +253,7 @@ class Run(CollectiveCalls):
             data: a Dataset or DataLoader, read in its own order.
             metrics: name -> a torchmetrics object, or a callable that takes what the loss takes,
                 usually ``(output, target)``, and returns a mean over these samples, ``(sum,
-                weight)``, or one value per sample.
+                weight)``, or one value per sample, or a :class:`ronde.clarify.Bias`.
             name: of this evaluation, in the record, the printed line, and TensorBoard: ``"test"``.
 
         Returns:

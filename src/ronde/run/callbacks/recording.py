@@ -62,6 +62,9 @@ class Recording(Callback):
             )
         )
         numbers = {k: figure(v) if isinstance(v, float) else v for k, v in result.items()}
+        for metric, value in result.items():
+            if isinstance(value, dict) and any(isinstance(v, dict) for v in value.values()):
+                numbers[metric] = f"of {', '.join(map(str, value))}"  # a table: in the record
         shown = "  ".join(f"{metric} {number}" for metric, number in numbers.items())
         parts.say(f"epoch {state.epoch + 1}  step {state.step}  {name}  {shown}")
 

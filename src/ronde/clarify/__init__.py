@@ -1,0 +1,25 @@
+"""How a model treats groups of people.
+
+Offers :class:`Bias` for ``run.evaluate``, :func:`count_table` for tables, and the metrics of both.
+"""
+
+from __future__ import annotations
+
+from ronde.clarify.bias import Bias, BiasError
+from ronde.clarify.counts import Comparison, Counts, attention
+from ronde.clarify.metrics import METRICS, Measure, flip_test, newcombe, wilson
+from ronde.clarify.tables import count_table
+
+__all__ = [
+    "METRICS",
+    "Bias",
+    "BiasError",
+    "Comparison",
+    "Counts",
+    "Measure",
+    "attention",
+    "count_table",
+    "flip_test",
+    "newcombe",
+    "wilson",
+]
