@@ -16,7 +16,7 @@ from sklearn.metrics import accuracy_score, precision_score, recall_score
 from sklearn.neighbors import KNeighborsClassifier
 
 from processes import python
-from ronde.clarify import METRICS, Counts, count_table, flip_test, newcombe
+from ronde.clarify import METRICS, BiasTable, count_table, flip_test, newcombe
 from ronde.cli import main
 
 
@@ -34,8 +34,8 @@ def people(seed: int, rows: int = 900, groups: int = 3) -> dict[str, np.ndarray]
     }
 
 
-def counted(t: dict[str, np.ndarray], rows: slice | np.ndarray = slice(None)) -> Counts:
-    counts = Counts([1], predicted=True, grouped=True)
+def counted(t: dict[str, np.ndarray], rows: slice | np.ndarray = slice(None)) -> BiasTable:
+    counts = BiasTable([1], predicted=True, grouped=True)
     for name, values in (("sex", t["sex"]), ("old", t["age"] >= 40)):
         counts.add(name, values[rows], t["team"][rows], t["label"][rows], t["predicted"][rows])
     return counts
@@ -47,7 +47,7 @@ def test_metrics_equal_fairlearn_and_parts_add_up(seed: int) -> None:
     whole = counted(t)
     cuts = np.sort(np.random.default_rng(seed).integers(0, 900, 2))
     parts = [counted(t, rows) for rows in np.split(np.arange(900), cuts)]
-    merged = Counts([1], predicted=True, grouped=True)
+    merged = BiasTable([1], predicted=True, grouped=True)
     merged.merge(json.loads(json.dumps([p.state() for p in parts])))
     assert merged.cells == whole.cells
     comparisons = {c.name: c.measures for c in merged.compare()}
@@ -107,14 +107,14 @@ def test_what_is_not_defined_says_why() -> None:
     """Every small table: a value, or a reason, never an exception; labels of one side only count."""
     cells = list(itertools.product([False, True], [0, 1], [0, 1]))
     for chosen in itertools.product([0, 2], repeat=len(cells)):
-        counts = Counts([1], predicted=True, grouped=False)
+        counts = BiasTable([1], predicted=True, grouped=False)
         counts.add("f", [True, False], [0, 0], [0, 1], [0, 1], [0, 0])
         for (side, label, predicted), n in zip(cells, chosen, strict=True):
             counts.add("f", [side], [0], [label], [predicted], [n])
         for m in counts.compare()[0].measures.values():
             assert (m.value is None) == bool(m.why)
             assert m.value is None or math.isfinite(m.value)
-    alone = Counts([1], predicted=False, grouped=False)
+    alone = BiasTable([1], predicted=False, grouped=False)
     alone.add("f", [False, False, True], [0] * 3, [1, 0, 1], [0] * 3)
     m = alone.compare()[0].measures
     assert (m["TVD"].value, m["KL"].why) == (0.5, "infinite: label 0 occurs on one side only")

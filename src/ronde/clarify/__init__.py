@@ -6,7 +6,7 @@ Offers :class:`Bias` for ``run.evaluate``, :func:`count_table` for tables, and t
 from __future__ import annotations
 
 from ronde.clarify.bias import Bias, BiasError
-from ronde.clarify.counts import Comparison, Counts, attention
+from ronde.clarify.counts import BiasTable, GroupVersusRest, attention
 from ronde.clarify.metrics import METRICS, Measure, flip_test, newcombe, wilson
 from ronde.clarify.tables import count_table
 
@@ -14,8 +14,8 @@ __all__ = [
     "METRICS",
     "Bias",
     "BiasError",
-    "Comparison",
-    "Counts",
+    "GroupVersusRest",
+    "BiasTable",
     "Measure",
     "attention",
     "count_table",

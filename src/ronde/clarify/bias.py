@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ronde.clarify.counts import Comparison, Counts
+from ronde.clarify.counts import BiasTable, GroupVersusRest
 from ronde.clarify.metrics import METRICS
 from ronde.world import ArgumentError, RondeError
 
@@ -69,7 +69,7 @@ class Bias:
 
     def reset(self) -> None:
         """Forget what was counted."""
-        self.counts = Counts(self.positive, predicted=True, grouped=self.group is not None)
+        self.counts = BiasTable(self.positive, predicted=True, grouped=self.group is not None)
 
     def update(self, batch: Any, *arguments: Any) -> None:
         """Count a batch.
@@ -119,7 +119,7 @@ class Bias:
         """Take the sum of the states of all workers."""
         self.counts.merge(states)
 
-    def compare(self) -> list[Comparison]:
+    def compare(self) -> list[GroupVersusRest]:
         """All metrics of each value of each facet against the rest."""
         return self.counts.compare(self.sensitive)
 
@@ -140,7 +140,7 @@ class Bias:
 
 
 def require(
-    comparisons: Sequence[Comparison], limits: Mapping[str, float | tuple[float, float]]
+    comparisons: Sequence[GroupVersusRest], limits: Mapping[str, float | tuple[float, float]]
 ) -> None:
     """Fail unless every comparison keeps the limits; see :meth:`Bias.require`."""
     if not comparisons:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ronde.clarify.counts import Comparison, Counts, Group
+from ronde.clarify.counts import BiasTable, FacetValue, GroupVersusRest
 from ronde.clarify.metrics import METRICS, Measure
 from ronde.watch import html
 
@@ -14,8 +14,8 @@ _DRAWN = ("DPL", "DPPL", "RD", "SD", "DAR", "DRR", "AD")  # differences, with in
 
 
 def bias_report(
-    counts: Counts,
-    comparisons: Sequence[Comparison],
+    counts: BiasTable,
+    comparisons: Sequence[GroupVersusRest],
     path: str | os.PathLike[str],
     table: str,
     attention: Sequence[str],
@@ -66,7 +66,7 @@ def _value(m: Measure) -> str:
     return "–" if m.value is None else f"{m.value:.2f}"
 
 
-def _shares(name: str, facet: str, groups: Sequence[Group], predicted: bool) -> Any:
+def _shares(name: str, facet: str, groups: Sequence[FacetValue], predicted: bool) -> Any:
     def plot(axes: Any) -> str:
         for i, g in enumerate(groups):
             for share, shift, color in (
@@ -87,7 +87,7 @@ def _shares(name: str, facet: str, groups: Sequence[Group], predicted: bool) -> 
     return html.draw(name, 1.2 + 0.55 * len(groups), f"Positive by {facet}", plot)
 
 
-def _differences(name: str, title: str, comparison: Comparison) -> Any:
+def _differences(name: str, title: str, comparison: GroupVersusRest) -> Any:
     found = [m for n in _DRAWN if (m := comparison.measures.get(n)) and m.value is not None]
 
     def plot(axes: Any) -> str:
@@ -103,7 +103,7 @@ def _differences(name: str, title: str, comparison: Comparison) -> Any:
     return html.draw(name, 1.0 + 0.32 * len(found), title, plot)
 
 
-def _conditional(name: str, comparison: Comparison) -> Any:
+def _conditional(name: str, comparison: GroupVersusRest) -> Any:
     found = [
         (group, m)
         for group, measures in comparison.conditional.items()
@@ -123,7 +123,7 @@ def _conditional(name: str, comparison: Comparison) -> Any:
     return html.draw(name, 1.0 + 0.32 * len(found), f"{comparison.name}, by group", plot)
 
 
-def _metrics(comparison: Comparison) -> html.Section:
+def _metrics(comparison: GroupVersusRest) -> html.Section:
     rows = [
         ("", (m.name, m.shown, _interval(m), m.why or METRICS[m.name][1]))
         for m in comparison.measures.values()

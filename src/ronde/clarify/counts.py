@@ -1,4 +1,4 @@
-"""Counts by facet, group, label and prediction: integers, so parts add up to the whole exactly."""
+"""Rows counted by facet, group, label and prediction: parts add up to the whole exactly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from ronde.clarify.metrics import Measure, measure_all, wilson
 from ronde.world import ArgumentError
 
-__all__ = ["Comparison", "Counts", "Group", "as_text", "attention"]
+__all__ = ["GroupVersusRest", "BiasTable", "FacetValue", "as_text", "attention"]
 
 _MOST_VALUES = 20  # of a facet: each is compared with the rest
 _MISSING = "(missing)"
@@ -20,7 +20,7 @@ _FOUR_FIFTHS = 0.8  # the rule of US employers: 29 CFR 1607.4 D
 
 
 @dataclass(frozen=True)
-class Group:
+class FacetValue:
     """How many rows of one value of a facet there are, and how often they are positive.
 
     Attributes:
@@ -37,7 +37,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class GroupVersusRest:
     """One value of a facet against all other rows.
 
     Attributes:
@@ -69,7 +69,7 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-class Counts:
+class BiasTable:
     """Rows counted by facet, value, group, label and prediction.
 
     Args:
@@ -128,7 +128,7 @@ class Counts:
         """The values of a facet, sorted."""
         return sorted({key[1] for key in self.cells if key[0] == facet})
 
-    def groups(self, facet: str) -> list[Group]:
+    def groups(self, facet: str) -> list[FacetValue]:
         """Each value's size and shares."""
         result = []
         for value in self.values(facet):
@@ -140,10 +140,12 @@ class Counts:
                     selected += n * predicted
             share = (positive / rows, *wilson(positive, rows))
             chosen = (selected / rows, *wilson(selected, rows)) if self.predicted else None
-            result.append(Group(value, rows, share, chosen))
+            result.append(FacetValue(value, rows, share, chosen))
         return result
 
-    def compare(self, sensitive: Mapping[str, Sequence[str]] | None = None) -> list[Comparison]:
+    def compare(
+        self, sensitive: Mapping[str, Sequence[str]] | None = None
+    ) -> list[GroupVersusRest]:
         """Each value of each facet against the rest: of a facet of true and false, true only.
 
         Args:
@@ -178,7 +180,7 @@ class Counts:
         else:
             yield from values
 
-    def _against_rest(self, facet: str, value: str) -> Comparison:
+    def _against_rest(self, facet: str, value: str) -> GroupVersusRest:
         rows = {key[1:]: n for key, n in self.cells.items() if key[0] == facet}
         groups = sorted({key[1] for key in rows})
         labels = sorted({key[2] for key in rows})
@@ -205,10 +207,10 @@ class Counts:
             if self.grouped
             else {}
         )
-        return Comparison(facet, value, measure(table, self.flips.get((facet, value))), inside)
+        return GroupVersusRest(facet, value, measure(table, self.flips.get((facet, value))), inside)
 
 
-def attention(counts: Counts, comparisons: Sequence[Comparison]) -> list[str]:
+def attention(counts: BiasTable, comparisons: Sequence[GroupVersusRest]) -> list[str]:
     """A sentence for each group that is selected less than four fifths as often as the rest."""
     lines = []
     for c in comparisons:

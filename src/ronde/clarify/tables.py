@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ronde.clarify.counts import Counts, as_text
+from ronde.clarify.counts import BiasTable, as_text
 from ronde.clarify.metrics import flip_test
 from ronde.world import ArgumentError
 
@@ -59,7 +59,7 @@ def count_table(
     threshold: float | None = None,
     group: str | None = None,
     features: Sequence[str] = (),
-) -> tuple[Counts, dict[str, list[str]], int]:
+) -> tuple[BiasTable, dict[str, list[str]], int]:
     """Count a table by facet, group, label and prediction.
 
     Args:
@@ -88,7 +88,7 @@ def count_table(
             _check_column(name, "features", columns, path)
         chosen = _positive(db, source, label, positive)
         mine = _prediction(db, source, prediction, threshold, chosen)
-        counts = Counts(chosen, predicted=prediction is not None, grouped=group is not None)
+        counts = BiasTable(chosen, predicted=prediction is not None, grouped=group is not None)
         whole = [f"{_quoted(c)} IS NOT NULL" for c in (label, prediction) if c]
         where = " AND ".join(whole)
         gone = db.execute(f"SELECT count(*) FROM {source} WHERE NOT ({where})").fetchone()
@@ -179,7 +179,7 @@ def _flip(
     facets: Sequence[str],
     columns: Sequence[str],
     features: Sequence[str],
-    counts: Counts,
+    counts: BiasTable,
     sensitive: Mapping[str, Sequence[str]],
 ) -> None:
     """The flip test of each comparison, on at most 20,000 rows."""

@@ -12,7 +12,7 @@ from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
-    from ronde.clarify import Comparison, Counts
+    from ronde.clarify import BiasTable, GroupVersusRest
 
 _EXAMPLES = """
 Compares each group of each facet with everyone else: the metrics of SageMaker Clarify before
@@ -120,8 +120,8 @@ def _values(
     table: str,
     label: str,
     prediction: str | None,
-    counts: Counts,
-    comparisons: list[Comparison],
+    counts: BiasTable,
+    comparisons: list[GroupVersusRest],
     gone: int,
 ) -> dict[str, Any]:
     from dataclasses import asdict
@@ -151,7 +151,7 @@ def _values(
     }
 
 
-def _show(counts: Counts, comparisons: list[Comparison], values: dict[str, Any]) -> None:
+def _show(counts: BiasTable, comparisons: list[GroupVersusRest], values: dict[str, Any]) -> None:
     from rich.table import Table
 
     from ronde.clarify import METRICS
