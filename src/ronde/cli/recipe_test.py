@@ -42,13 +42,10 @@ def test_recipe(recipe: Recipe, proves: bool, say: Callable[[str], None]) -> Non
             _run(shlex.split(command), folder, recipe.name, say)
         for text, value in _learned(recipe, folder):
             say(f"{text}: {value:.4g}")
-        for plan in recipe.plans if proves else ():
-            _run(
-                ["ronde", "prove", "--workers", "2", "--plans", plan, *recipe.small],
-                folder,
-                recipe.name,
-                say,
-            )
+        if proves and recipe.plans:
+            plans = [word for plan in recipe.plans for word in ("--plans", plan)]
+            command = ["ronde", "prove", "--workers", "2", "--steps", "3", *plans, *recipe.small]
+            _run(command, folder, recipe.name, say)
 
 
 def _run(words: Sequence[str], folder: Path, name: str, say: Callable[[str], None]) -> None:

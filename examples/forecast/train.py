@@ -1,0 +1,105 @@
+"""Forecast many series at once, as a distribution: a recurrent network in the manner of DeepAR."""
+
+import argparse
+
+import pandas
+import torch
+from torch import nn
+from torch.distributions import StudentT
+from torch.utils.data import Dataset
+
+import ronde
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--data", default="train.parquet", help="columns series, time, value")
+parser.add_argument("--context", type=int, default=24, help="steps that a forecast looks at")
+parser.add_argument("--horizon", type=int, default=6, help="steps to forecast")
+parser.add_argument("--width", type=int, default=40, help="of the LSTM")
+parser.add_argument("--layers", type=int, default=2)
+parser.add_argument("--epochs", type=int, default=10)
+parser.add_argument("--batch", type=int, default=64, help="windows in a training step")
+parser.add_argument("--lr", type=float, default=1e-3)
+parser.add_argument("--paths", type=int, default=100, help="sampled futures of a series")
+parser.add_argument("--out", default="forecast.csv", help="quantiles of the steps after the end")
+args = parser.parse_args()
+
+
+class Windows(Dataset):
+    """Context and horizon, by where they start; each divided by the context's mean size."""
+
+    def __init__(self, series, places):
+        self.series, self.places = series, places
+
+    def __len__(self):
+        return len(self.places)
+
+    def __getitem__(self, index):
+        number, start = self.places[index]
+        values = self.series[number][start : start + args.context + args.horizon]
+        return values / (values[: args.context].abs().mean() + 1e-6)
+
+
+class Network(nn.Module):
+    """The distribution of each value after the ones before it: of its change."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(1, args.width, args.layers, batch_first=True)
+        self.head = nn.Linear(args.width, 3)
+
+    def forward(self, values):
+        parameters = self.head(self.lstm(values.unsqueeze(2))[0])
+        change, scale, freedom = parameters.unbind(2)
+        positive = nn.functional.softplus
+        return torch.stack([values + change, positive(scale) + 1e-4, positive(freedom) + 2], 2)
+
+
+def distribution(output):
+    place, scale, freedom = output.unbind(-1)
+    return StudentT(freedom, place, scale)
+
+
+def forward(model, windows):
+    return model(windows[:, :-1]), windows[:, 1:]
+
+
+def loss(output, following):
+    return -distribution(output).log_prob(following).mean()
+
+
+table = pandas.read_parquet(args.data).sort_values(["series", "time"])
+groups = {
+    name: torch.tensor(rows["value"].to_numpy("float32")) for name, rows in table.groupby("series")
+}
+series, span = list(groups.values()), args.context + args.horizon
+last = [(i, len(values) - span) for i, values in enumerate(series) if len(values) >= span]
+train = [(i, start) for i, end in last for start in range(end - args.horizon + 1)]
+torch.manual_seed(0)
+model = Network()
+run = ronde.distribute(
+    model, torch.optim.Adam(model.parameters(), lr=args.lr), Windows(series, train), loss=loss,
+    forward=forward, batch_size=args.batch, clip_norm=10.0,
+)  # fmt: skip
+for _ in run.epochs(args.epochs):
+    for batch in run.batches():
+        run.step(batch)
+    run.evaluate(Windows(series, last))
+
+with run.whole_model() as whole, torch.no_grad():
+    known = torch.stack([series[i][-args.context :] for i, _ in last])
+    size = known.abs().mean(1, keepdim=True) + 1e-6
+    paths = (known / size).repeat_interleave(args.paths, 0).to(run.device)
+    for _ in range(args.horizon):
+        paths = torch.cat([paths, distribution(whole(paths)[:, -1:]).sample()], 1)
+    futures = paths[:, args.context :].cpu().view(len(last), args.paths, args.horizon)
+    quantiles = futures.quantile(torch.tensor([0.1, 0.5, 0.9]), 1) * size
+if run.is_main:
+    names = list(groups)
+    rows = [
+        (names[i], step + 1, *(float(q) for q in quantiles[:, place, step]))
+        for place, (i, _) in enumerate(last)
+        for step in range(args.horizon)
+    ]
+    pandas.DataFrame(rows, columns=["series", "step", "p10", "p50", "p90"]).to_csv(
+        args.out, index=False
+    )
