@@ -21,9 +21,7 @@ class UNet(nn.Module):
         widths = [width * 2**i for i in range(depth + 1)]
         self.first = block(3, width)
         self.down = nn.ModuleList(block(a, b) for a, b in pairwise(widths))
-        self.up = nn.ModuleList(
-            nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairwise(widths)
-        )
+        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, 2) for a, b in pairwise(widths))
         self.join = nn.ModuleList(block(2 * a, a) for a in widths[:-1])
         self.last = nn.Conv2d(width, classes, 1)
 
