@@ -1,4 +1,4 @@
-"""A factorization machine (Rendle 2010): yes or no from categories and how pairs of them combine."""
+"""A factorization machine (Rendle 2010): yes or no, from categories and pairs of them."""
 
 import argparse
 

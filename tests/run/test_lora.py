@@ -66,8 +66,9 @@ def test_every_element_is_resumed_on_another_number_of_workers(folder, workers):
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_the_adapter_loads_in_peft_alone(folder, workers):
-    import lora_worker
     from peft import PeftModel
+
+    import lora_worker
 
     words, _ = lora_worker.samples().tensors
     logits = []
