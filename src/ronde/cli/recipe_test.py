@@ -44,8 +44,8 @@ def test_recipe(recipe: Recipe, proves: bool, say: Callable[[str], None]) -> Non
             say(f"{text}: {value:.4g}")
         if proves and recipe.plans:
             plans = [word for plan in recipe.plans for word in ("--plans", plan)]
-            command = ["ronde", "prove", "--workers", "2", "--steps", "3", *plans, *recipe.small]
-            _run(command, folder, recipe.name, say)
+            words = ["ronde", "prove", "--workers", "2", "--steps", "3", *plans, *recipe.small]
+            _run(words, folder, recipe.name, say)
 
 
 def _run(words: Sequence[str], folder: Path, name: str, say: Callable[[str], None]) -> None:
