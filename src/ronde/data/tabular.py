@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
@@ -19,9 +18,9 @@ from torch.utils.data import default_collate
 
 from ronde.data.build_once import build_once, cache_root, identity, missing_message
 from ronde.data.pipeline import Pipeline
-from ronde.data.sources.arrays import arrow_batches, open_arrow
 from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_values
 from ronde.data.sources.parquet import plain_type
+from ronde.tables.reading import has_leading_zeros, read_batches
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import files_of, need
 
@@ -76,112 +75,6 @@ class _Rows(Batch):
         inputs, *target = cast("tuple[Any, ...]", self.columns)
         found = inputs[0] if len(inputs) == 1 else list(inputs)
         return [found, *target]
-
-
-def _batches(
-    file: Path, columns: Sequence[str], text: frozenset[str], numbers: frozenset[str]
-) -> Iterator[Any]:
-    """Record batches of some columns of a file."""
-    import pyarrow as pa
-
-    try:
-        if file.suffix.lower() in (".parquet", ".pq"):
-            import pyarrow.parquet as pq
-
-            opened = pq.ParquetFile(file)
-            _check(file, opened.schema_arrow.names, columns)
-            yield from opened.iter_batches(batch_size=_ROWS, columns=list(dict.fromkeys(columns)))
-        elif file.suffix.lower() == ".csv":
-            import pyarrow.csv as pc
-
-            _check(file, _header(file), columns)
-            types = {**dict.fromkeys(text, pa.string()), **dict.fromkeys(numbers, pa.float64())}
-            # Of texts only an empty one is missing: NA, null and nan are countries and names, as
-            # they are in Parquet.
-            convert = pc.ConvertOptions(
-                include_columns=list(dict.fromkeys(columns)),
-                column_types=types,
-                strings_can_be_null=False,
-            )
-            options = pc.ReadOptions(block_size=8 << 20)
-            for batch in pc.open_csv(
-                file,
-                read_options=options,
-                convert_options=convert,
-                parse_options=pc.ParseOptions(newlines_in_values=True),
-            ):
-                yield pa.record_batch(
-                    [_without_empty(column) for column in batch.columns], names=batch.schema.names
-                )
-        else:
-            with pa.memory_map(str(file)) as source:
-                reader = open_arrow(source)
-                _check(file, reader.schema.names, columns)
-                for part in arrow_batches(reader):
-                    yield part.select(list(dict.fromkeys(columns)))
-    except pa.ArrowInvalid as error:
-        raise SampleError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
-    except OSError as error:
-        raise SampleError(f"{file} cannot be read: {error.strerror or error}.") from error
-
-
-def _header(file: Path) -> list[str]:
-    """The column names of a CSV file; a quoted name may span lines."""
-    with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        try:
-            found = next((row for row in csv.reader(lines)), [])
-        except csv.Error as error:
-            raise SampleError(
-                f"{file} cannot be read: its first line is not a line of column names ({error})."
-            ) from None
-    if not any(name.strip() for name in found):
-        raise ArgumentError(f"{file} is empty. A CSV file begins with a line of column names.")
-    return found
-
-
-def _without_empty(column: Any) -> Any:
-    """A text column with empty strings as missing values."""
-    import pyarrow as pa
-    import pyarrow.compute as compute
-
-    return (
-        compute.if_else(compute.equal(column, ""), pa.scalar(None, pa.string()), column)
-        if pa.types.is_string(column.type)
-        else column
-    )
-
-
-def _has_leading_zeros(file: Path, target: str) -> bool:
-    """Whether a CSV column writes integers like 007: such class names must stay text."""
-    import pyarrow as pa
-    import pyarrow.compute as compute
-
-    return any(
-        compute.any(
-            compute.match_substring_regex(batch.column(target), r"^\s*[+-]?0[0-9]+\s*$")
-        ).as_py()
-        for batch in _batches(file, [target], frozenset([target]), frozenset())
-        if pa.types.is_string(batch.column(target).type)
-    )
-
-
-def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
-    for column in columns:
-        if column not in names:
-            hint = ""
-            if len(names) == 1 and (
-                mark := next((m for m in (";", "\t", "|") if m in names[0]), None)
-            ):
-                hint = f" Its columns seem to be separated by {mark!r}, not commas."
-            if any(part.startswith(f"{column}=") for part in file.parts):
-                hint = (
-                    f" Values in folder names ({column}=…) are not read. Write them into the files."
-                )
-            raise ArgumentError(
-                f"{file} has no column {column!r}: choose among {', '.join(names)}.{hint}"
-            )
-        if list(names).count(column) > 1:
-            raise ArgumentError(f"{file} has {list(names).count(column)} columns named {column!r}.")
 
 
 def _as_float64(column: Any, name: str, file: Path) -> Matrix:
@@ -378,7 +271,7 @@ def _read(file: Path, found: _Columns, texts: frozenset[str]) -> Iterator[Any]:
         *found.categorical,
         *([found.target] if found.target is not None else []),
     ]
-    return _batches(file, columns, texts, frozenset(found.numeric))
+    return read_batches(file, columns, texts, frozenset(found.numeric))
 
 
 def _reserve_array(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
@@ -400,7 +293,7 @@ def _build(
     if found.target is not None and (
         like.target_kind == "class"
         if like is not None
-        else any(_has_leading_zeros(f, found.target) for f in files if f.suffix.lower() == ".csv")
+        else any(has_leading_zeros(f, found.target) for f in files if f.suffix.lower() == ".csv")
     ):
         texts |= {found.target}  # of CSV files: the others say what they hold
     _first_pass(files, found, like, texts)

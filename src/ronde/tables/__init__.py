@@ -1,5 +1,9 @@
 """Tables: exact sums, preparation that is fitted once, features that cannot see the future.
 
-Offers exact sums (:mod:`ronde.tables.exact`). Only integers are added across threads, workers,
+Offers :class:`Recipe`, a preparation. Only integers are added across threads, workers,
 and engines, so that a result has the same bits on DuckDB, PyArrow, and Spark.
 """
+
+from ronde.tables.recipe import Recipe
+
+__all__ = ["Recipe"]

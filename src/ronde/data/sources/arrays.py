@@ -6,7 +6,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, bfloat16
 
 from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values, tensor_of
 from ronde.data.sources.byte_ranges import ByteRange, Store
+from ronde.tables.reading import arrow_batches, open_arrow
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote, local_path, need
 
@@ -130,23 +131,6 @@ class _Held:
 
     def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
         return np.asarray(self.values[ids])
-
-
-def open_arrow(source: Any) -> Any:
-    """Open an Arrow IPC file or stream (Hugging Face's ``datasets`` writes streams)."""
-    import pyarrow as pa
-
-    try:
-        return pa.ipc.open_file(source)
-    except pa.ArrowInvalid:
-        source.seek(0)
-        return pa.ipc.open_stream(source)
-
-
-def arrow_batches(reader: Any) -> Iterator[Any]:
-    """The record batches, in order."""
-    count = getattr(reader, "num_record_batches", None)
-    yield from (reader.get_batch(i) for i in range(count)) if count is not None else reader
 
 
 class _Arrow:

@@ -1,0 +1,130 @@
+"""Arrow columns as the numbers, levels, times, and texts that a recipe works on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ronde.world import ArgumentError, SampleError
+
+READ_BY = {
+    "number": ("number", "bool"),
+    "level": ("number", "bool", "text"),
+    "time": ("time",),
+    "text": ("text",),
+    "key": ("number",),
+}
+_ENOUGH_DIGITS = 15  # engines divide wider decimals in different ways
+
+
+def family(kind: Any, place: str) -> str:
+    """``number``, ``bool``, ``text``, or ``time``.
+
+    Raises:
+        ArgumentError: it is none of them, such as a list; the text begins with ``place``.
+    """
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if types.is_decimal(kind) and kind.precision > _ENOUGH_DIGITS:
+        raise ArgumentError(
+            f"{place} is {kind}, of more digits than a double holds. Cast it to double first."
+        )
+    numbers = (types.is_integer, types.is_floating, types.is_decimal, types.is_null)
+    texts = (types.is_string, types.is_large_string, types.is_string_view)
+    times = (types.is_timestamp, types.is_date)
+    groups = (("number", numbers), ("bool", (types.is_boolean,)), ("text", texts), ("time", times))
+    for name, tests in groups:
+        if any(test(kind) for test in tests):
+            return name
+    raise ArgumentError(f"{place} is {kind}: expected numbers, texts, or dates.")
+
+
+def _decoded(column: Any) -> Any:
+    import pyarrow as pa
+
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+
+
+def as_number(column: Any, place: str) -> Any:
+    """A column as float64, null where it is not finite.
+
+    Raises:
+        ArgumentError: it holds no numbers.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as compute
+
+    column = _decoded(column)
+    if family(column.type, place) not in READ_BY["number"]:
+        raise ArgumentError(f"{place} is {column.type}, not a number.")
+    try:
+        column = column.cast(pa.float64(), safe=False)
+    except pa.ArrowException as error:
+        raise ArgumentError(f"{place}: {error}") from None
+    if column.null_count == len(column):
+        return column
+    finite = compute.is_finite(column)
+    if compute.all(finite, skip_nulls=True).as_py():
+        return column
+    return compute.if_else(finite, column, pa.scalar(None, pa.float64()))
+
+
+def as_level(column: Any, place: str) -> Any:
+    """A column as text: whole numbers without ``.0``, booleans in lower case, NaN as null."""
+    import pyarrow as pa
+    import pyarrow.compute as compute
+
+    column = _decoded(column)
+    if pa.types.is_floating(column.type) or pa.types.is_decimal(column.type):
+        column = as_number(column, place)
+        column = compute.if_else(compute.equal(column, 0.0), pa.scalar(0.0), column)
+    try:
+        return column.cast(pa.string())
+    except pa.ArrowException:
+        raise ArgumentError(
+            f"{place} is {column.type}, whose values cannot be compared as text. Leave it out."
+        ) from None
+
+
+def as_time(column: Any, place: str) -> Any:
+    """A column as naive timestamps of microseconds, in UTC where it has a time zone.
+
+    Raises:
+        ArgumentError: it holds no times.
+        SampleError: a text is no ISO 8601 time.
+    """
+    import pyarrow as pa
+
+    column = _decoded(column)
+    if pa.types.is_string(column.type):
+        for kind in (pa.timestamp("us"), pa.timestamp("us", "UTC")):
+            try:
+                column = column.cast(kind)
+                break
+            except pa.ArrowInvalid as error:
+                reason = str(error)
+        else:
+            raise SampleError(f"{place}: {reason}")
+    if not (pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)):
+        raise ArgumentError(f"{place} is {column.type}, not a date or time.")
+    # Values of a zoned column are stored in UTC, so that dropping the zone keeps the UTC time.
+    zone = getattr(column.type, "tz", None)
+    return column.cast(pa.timestamp("us", zone), safe=False).cast(pa.timestamp("us"))
+
+
+def as_kind(column: Any, kind: str, place: str) -> Any:
+    """A column as a recipe reads it: ``number``, ``level``, ``time``, ``text``, or ``key``."""
+    import pyarrow as pa
+
+    if kind == "key":
+        column = _decoded(column)
+        if not pa.types.is_integer(column.type) or column.null_count:
+            problem = "has missing values" if column.null_count else f"is {column.type}"
+            raise ArgumentError(f"{place} {problem}: a key is a whole number in each row.")
+        return column.cast(pa.int64())
+    return {"number": as_number, "level": as_level, "time": as_time, "text": as_level}[kind](
+        column, place
+    )

@@ -1,0 +1,253 @@
+"""Where a fit is computed: DuckDB, PyArrow batch by batch, or Spark, all through Narwhals.
+
+An engine answers queries of integer sums, least and largest values, and counts of groups. Nothing
+else may depend on the engine: no float is added in one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ronde.tables.arrow import as_kind
+from ronde.world import usable_cores
+
+if TYPE_CHECKING:
+    import narwhals as nw
+
+Row = dict[str, Any]
+Kinds = Mapping[str, str]
+
+
+class Query(NamedTuple):
+    """What is asked of a table.
+
+    Attributes:
+        values: by the result's name: ``sum``, ``min``, or ``max`` and of which expression; or
+            ``len`` and None.
+        keys: what rows are grouped by; nothing gives one row.
+        where: which rows count; all by default.
+        stages: columns added first, in this order.
+    """
+
+    values: dict[str, tuple[str, nw.Expr | None]]
+    keys: dict[str, nw.Expr] = {}  # noqa: RUF012
+    where: nw.Expr | None = None
+    stages: tuple[dict[str, nw.Expr], ...] = ()
+
+
+class Engine(Protocol):
+    """Answers queries about one table."""
+
+    name: str
+
+    def answer(self, queries: Sequence[Query]) -> list[list[Row]]:
+        """The rows of each query, in any order."""
+
+
+def _frame(native: Any, query: Query) -> Any:
+    """The query as a Narwhals frame, not computed yet where the engine is lazy."""
+    import narwhals as nw
+
+    frame: Any = nw.from_native(native)
+    for stage in query.stages:
+        frame = frame.with_columns(**stage)
+    if query.where is not None:
+        frame = frame.filter(query.where)
+    if not query.keys:
+        return frame.select(**{n: _reduced(*value) for n, value in query.values.items()})
+    parts = {n: e for n, (_, e) in query.values.items() if e is not None}
+    return (
+        frame.select(**query.keys, **parts)
+        .group_by(list(query.keys))
+        .agg(**{n: _reduced(how, nw.col(n)) for n, (how, _) in query.values.items()})
+    )
+
+
+def _reduced(how: str, value: Any) -> Any:
+    import narwhals as nw
+
+    return nw.len() if how == "len" else getattr(value, how)()
+
+
+def _merged(queries: Sequence[Query]) -> Query:
+    """Queries without keys as one."""
+    stages: list[dict[str, nw.Expr]] = []
+    for query in queries:
+        for i, stage in enumerate(query.stages):
+            stages += [{}] * (i == len(stages))
+            stages[i] = {**stages[i], **stage}
+    values = {f"{i}/{n}": v for i, q in enumerate(queries) for n, v in q.values.items()}
+    return Query(values, stages=tuple(stages))
+
+
+def answer_by(compute: Callable[[Query], list[Row]], queries: Sequence[Query]) -> list[list[Row]]:
+    """Answer all queries without keys in one scan, and each of the others in one of its own."""
+    plain = [q for q in queries if not q.keys]
+    totals = compute(_merged(plain))[0] if plain else {}
+    answers: list[list[Row]] = []
+    for query in queries:
+        if query.keys:
+            answers.append(compute(query))
+        else:
+            i = next(i for i, q in enumerate(plain) if q is query)
+            answers.append([{n: totals[f"{i}/{n}"] for n in query.values}])
+    return answers
+
+
+class Lazy:
+    """DuckDB or Spark: a table of the columns that a recipe reads, as the engine's own frame."""
+
+    def __init__(self, name: str, native: Any, close: Callable[[], None] | None = None) -> None:
+        self.name = name
+        self.close = close or (lambda: None)
+        self._native = native
+
+    def answer(self, queries: Sequence[Query]) -> list[list[Row]]:
+        """The rows of each query."""
+
+        def compute(query: Query) -> list[Row]:
+            rows: list[Row] = _frame(self._native, query).collect("pyarrow").rows(named=True)
+            return rows
+
+        return answer_by(compute, queries)
+
+
+class Arrow:
+    """Record batches, read again for each round of queries; partial results are merged here."""
+
+    def __init__(self, batches: Callable[[], Iterable[Any]]) -> None:
+        self.name = "PyArrow"
+        self.close = lambda: None
+        self._batches = batches
+
+    def answer(self, queries: Sequence[Query]) -> list[list[Row]]:
+        """The rows of each query, in one pass over the batches."""
+        import pyarrow as pa
+
+        merged: list[dict[tuple[Any, ...], Row]] = [{} for _ in queries]
+        for batch in self._batches():
+            table = pa.Table.from_batches([batch])
+            parts = answer_by(lambda q: _frame(table, q).rows(named=True), queries)  # noqa: B023
+            for query, rows, into in zip(queries, parts, merged, strict=True):
+                for row in rows:
+                    key = tuple(row[k] for k in query.keys)
+                    into[key] = _joined(into.get(key), row, query)
+        return [list(each.values()) for each in merged]
+
+
+_JOIN: dict[str, Callable[[Any, Any], Any]] = {
+    "sum": lambda a, b: a + b,
+    "len": lambda a, b: a + b,
+    "min": min,
+    "max": max,
+}
+
+
+def _joined(known: Row | None, row: Row, query: Query) -> Row:
+    if known is None:
+        return row
+    for name, (how, _) in query.values.items():
+        a, b = known[name], row[name]
+        known[name] = b if a is None else a if b is None else _JOIN[how](a, b)
+    return known
+
+
+def canonical(batch: Any, kinds: Kinds, place: str) -> Any:
+    """A record batch as a fit reads it: numbers, levels, keys, and whether others are there."""
+    import pyarrow as pa
+    import pyarrow.compute as compute
+
+    columns = []
+    for name, kind in kinds.items():
+        column = as_kind(batch.column(name), kind, f"{place}, column {name!r}")
+        if kind in ("time", "text"):
+            column = compute.if_else(column.is_valid(), 1.0, pa.scalar(None, pa.float64()))
+        columns.append(column)
+    return pa.record_batch(columns, names=list(kinds))
+
+
+def duckdb_engine(
+    files: Sequence[Path],
+    batches: Callable[[], Iterator[Any]] | None,
+    kinds: Kinds,
+    fractional: Iterable[str],
+    threads: int | None,
+) -> Lazy:
+    """DuckDB over Parquet files, or over canonical batches, which are kept as Parquet meanwhile."""
+    import duckdb
+
+    threads = threads or usable_cores()
+    folder = tempfile.TemporaryDirectory(prefix="ronde-prepare-")
+    here = duckdb.connect(config={"threads": threads, "temp_directory": folder.name})
+    here.execute("SET preserve_insertion_order = false")
+
+    def close() -> None:
+        here.close()
+        folder.cleanup()
+
+    if batches is not None:
+        files = [Path(folder.name, "canonical.parquet")]
+        _write_parquet(files[0], batches())
+        columns = ", ".join(_quoted(name) for name in kinds)
+    else:
+        columns = ", ".join(
+            f"{_in_duckdb(_quoted(n), kind, n in set(fractional))} AS {_quoted(n)}"
+            for n, kind in kinds.items()
+        )
+    names = ", ".join("'" + str(f).replace("'", "''") + "'" for f in files)
+    table = here.sql(f"SELECT {columns} FROM read_parquet([{names}], union_by_name = true)")
+    return Lazy(f"DuckDB on {threads} thread{'s' * (threads > 1)}", table, close)
+
+
+def _write_parquet(file: Path, batches: Iterator[Any]) -> None:
+    import pyarrow.parquet as pq
+
+    writer = None
+    for batch in batches:
+        writer = writer or pq.ParquetWriter(file, batch.schema)
+        writer.write_batch(batch)
+    if writer is not None:
+        writer.close()
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _in_duckdb(name: str, kind: str, is_fractional: bool) -> str:
+    # DuckDB 2.0.1: isnan() is false for each row of a Parquet file whose statistics have no NaN.
+    number = f"CASE WHEN isfinite({name}::DOUBLE) THEN {name}::DOUBLE END"
+    if kind == "number":
+        return number
+    if kind == "key":
+        return f"{name}::BIGINT"
+    if kind == "level":
+        zero = f"CASE WHEN {name}::DOUBLE = 0 THEN 0::DOUBLE ELSE {number} END"
+        return zero if is_fractional else f"{name}::VARCHAR"
+    return f"CASE WHEN {name} IS NOT NULL THEN 1::DOUBLE END"
+
+
+def spark_engine(frame: Any, kinds: Kinds, fractional: Iterable[str]) -> Lazy:
+    """Spark over a frame of its own."""
+    from pyspark.sql import functions as f
+
+    largest = 1.7976931348623157e308  # Spark orders NaN above infinity
+    columns = []
+    for name, kind in kinds.items():
+        given = f.col("`" + name.replace("`", "``") + "`")
+        double = given.cast("double")
+        number = f.when(double.between(-largest, largest), double)
+        if kind == "number":
+            column = number
+        elif kind == "key":
+            column = given.cast("bigint")
+        elif kind == "level":
+            zero = f.when(double == 0, f.lit(0.0)).otherwise(number)
+            column = zero if name in set(fractional) else given.cast("string")
+        else:
+            column = f.when(given.isNotNull(), f.lit(1.0))
+        columns.append(column.alias(name))
+    return Lazy(f"Spark on {frame.sparkSession.sparkContext.master}", frame.select(*columns))

@@ -1,0 +1,498 @@
+"""A preparation recipe: steps by column, what they have learned of a table, and applying both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ronde.tables.apply import Applied
+from ronde.tables.arrow import READ_BY, family
+from ronde.tables.engines import Arrow, Kinds, canonical, duckdb_engine, spark_engine
+from ronde.tables.fit import fit
+from ronde.tables.reading import SUFFIXES, columns_of, read_batches
+from ronde.tables.steps import Output, checked, kind_of, near, outputs_of
+from ronde.world import ArgumentError, CheckpointError
+from ronde.world.paths import files_of, need
+
+ENGINES = ("duckdb", "arrow", "spark")
+_VERSION = 1
+_FIELDS = ("columns", "target", "key")
+_ROWS = 1 << 17
+
+
+class Recipe:
+    """How the columns of a table become numbers and codes; fitted once, applied anywhere.
+
+    Args:
+        columns: steps by column, such as ``{"age": {"impute": "median", "scale": "standard"}}``.
+        target: the column to predict.
+        key: a column of whole numbers; decides the folds of target means.
+        where: what errors begin with.
+        state: what was learned, as :meth:`to_dict` gives it.
+
+    Attributes:
+        steps: the steps of each column, checked.
+        target, key: names, or None.
+        state: None before :meth:`fit`; then ``rows``, and ``columns`` with the state of each.
+        inputs: name and SHA-256 of each file that it was fitted on.
+
+    Raises:
+        ArgumentError: a step is unknown, or its value is none it takes.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> table = pa.table({"age": [30.0, None, 50.0], "city": ["Rome", "Oslo", "Rome"]})
+        >>> recipe = Recipe({"age": {"scale": "standard"}, "city": {"codes": True}}).fit(table)
+        >>> recipe.apply(table).to_pydict()
+        {'age': [-1.0, 0.0, 1.0], 'city_code': [2, 1, 2]}
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, Any],
+        target: str | None = None,
+        key: str | None = None,
+        *,
+        where: str = "recipe",
+        state: Mapping[str, Any] | None = None,
+        inputs: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        self.steps = checked(columns, where)
+        self.target, self.key, self.where = target, key, where
+        self.state = dict(state) if state is not None else None
+        self.inputs = [dict(each) for each in inputs]
+        self.needs_folds = any("target_mean" in do for do in self.steps.values())
+        for field, name in (("target", target), ("key", key)):
+            if name is None and self.needs_folds:
+                raise ArgumentError(f"{where}: target_mean needs {field}: the name of a column.")
+            if name is not None and (not isinstance(name, str) or name in self.steps):
+                problem = "is among columns" if name in self.steps else "is no name of a column"
+                raise ArgumentError(f"{where}: {field} {name!r} {problem}.")
+        if self.state is not None:
+            names = [target, key, *(each.name for each in self.outputs)]
+            if twice := sorted({n for n in names if n is not None and names.count(n) > 1}):
+                raise ArgumentError(f"{where}: two columns would be called {twice[0]!r}.")
+
+    def __repr__(self) -> str:
+        fitted = f"fitted, sha256 {self.digest[:12]}" if self.state else "not fitted"
+        return f"recipe: {len(self.steps)} columns, {fitted}"
+
+    # -- files ---------------------------------------------------------------------------
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Recipe:
+        """A recipe of a YAML file, or a fitted one of JSON.
+
+        Raises:
+            ArgumentError: the file is missing, or is no recipe.
+        """
+        file = Path(path)
+        try:
+            text = file.read_text(encoding="utf-8")
+            given = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        except OSError as error:
+            raise ArgumentError(f"{file} cannot be read: {error.strerror}.") from None
+        except (ValueError, yaml.YAMLError) as error:
+            line = str(error).replace("\n", " ")
+            raise ArgumentError(f"{file} is neither YAML nor JSON: {line}") from None
+        return cls.of(given, file.name)
+
+    @classmethod
+    def of(cls, given: Any, where: str = "recipe") -> Recipe:
+        """A recipe of what :meth:`to_dict` gave, or a YAML file holds."""
+        if not isinstance(given, dict):
+            raise ArgumentError(f"{where} must have the field columns.")
+        version = given.get("version", _VERSION)
+        if version != _VERSION:
+            raise ArgumentError(
+                f"{where} is a recipe of version {version}; this Ronde reads version {_VERSION}."
+            )
+        known = (*_FIELDS, "version", "fitted", "inputs")
+        for field in given:
+            if field not in known:
+                raise ArgumentError(f"{where}: unknown field {field!r}{near(field, known, '.')}")
+        fields = {name: given.get(name) for name in _FIELDS}
+        more = {"state": given.get("fitted"), "inputs": given.get("inputs", ())}
+        return cls(**fields, where=where, **more)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON holds it."""
+        fields = {"version": _VERSION, "target": self.target, "key": self.key}
+        fitted = {"fitted": self.state, "inputs": self.inputs} if self.state else {}
+        return {**fields, "columns": self.steps, **fitted}
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write YAML; or JSON, which keeps what was fitted, to a name ending in ``.json``."""
+        file, given = Path(path), self.to_dict()
+        if file.suffix == ".json":
+            file.write_text(json.dumps(given, indent=1, ensure_ascii=False) + "\n", "utf-8")
+            return
+        fields = {k: v for k, v in given.items() if k in _FIELDS and v is not None}
+        file.write_text(yaml.safe_dump(fields, sort_keys=False, allow_unicode=True), "utf-8")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the steps and of what was fitted; the same on every engine."""
+        given = {k: v for k, v in self.to_dict().items() if k != "inputs"}
+        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint."""
+        return {"recipe": json.dumps(self.to_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check that a checkpoint has this very recipe.
+
+        Raises:
+            CheckpointError: it was trained with another one; the text says what differs.
+        """
+        then = Recipe.of(json.loads(state["recipe"]))
+        if then.digest != self.digest:
+            raise CheckpointError(
+                f"This checkpoint was trained with recipe {then.digest[:8]}, and the script now "
+                f"gives {self.digest[:8]}: {self.difference(then)}. Use the recipe of the "
+                "checkpoint, or start a new run."
+            )
+
+    def difference(self, then: Recipe) -> str:
+        """The first thing in which this recipe differs from an earlier one, in a sentence."""
+        for field in ("target", "key"):
+            if getattr(self, field) != getattr(then, field):
+                return f"{field} is {getattr(self, field)!r}, and was {getattr(then, field)!r}"
+        for name in dict.fromkeys([*then.steps, *self.steps]):
+            if name not in then.steps or name not in self.steps:
+                return f"{name!r} is {'new' if name in self.steps else 'gone'}"
+            now, before = self.steps[name], then.steps[name]
+            for step in dict.fromkeys([*before, *now]):
+                if now.get(step) != before.get(step):
+                    return f"{step} of {name!r} is {now.get(step)}, and was {before.get(step)}"
+        if [*self.steps] != [*then.steps]:
+            return "the columns are in another order"
+        if self.state is None or then.state is None:
+            return "it is not fitted" if self.state is None else "it was not fitted"
+        for name in self.steps:
+            now, before = self.state["columns"][name], then.state["columns"][name]
+            if count := len(now.get("levels", ())) - len(before.get("levels", ())):
+                return f"{name!r} has {abs(count)} {'more' if count > 0 else 'fewer'} levels"
+            for field in now:
+                if now[field] != before.get(field):
+                    return f"{field} of {name!r} is {now[field]}, and was {before.get(field)}"
+        return f"it was fitted on {self.state['rows']:,} rows, and then {then.state['rows']:,}"
+
+    # -- fit -----------------------------------------------------------------------------
+
+    def fit(
+        self, data: Any, engine: str | None = None, threads: int | None = None, spark: Any = None
+    ) -> Recipe:
+        """A fitted copy.
+
+        Args:
+            data: paths of Parquet, CSV, or Arrow files; or a pandas, Polars, Arrow, or Spark frame.
+            engine: ``duckdb``, ``arrow``, or ``spark``. By default a Spark frame is fitted on
+                Spark, another frame on PyArrow, files on DuckDB.
+            threads: of DuckDB; all usable cores by default.
+            spark: a session, to read paths with Spark.
+
+        Raises:
+            ArgumentError: a column is missing, or has another type than its steps need.
+            SampleError: a file is damaged.
+        """
+        need("narwhals", "tables", "A recipe")
+        need("pyarrow", "tables", "A recipe")
+        if engine is not None and engine not in ENGINES:
+            raise ArgumentError(f"engine={engine!r}: choose {', '.join(ENGINES)}.")
+        with _Opened(self, data, engine, threads, spark) as opened:
+            state = fit(opened.engine, self.steps, self.target, self.key, self.where)
+        return Recipe(
+            self.steps,
+            self.target,
+            self.key,
+            where=self.where,
+            state=state,
+            inputs=[{"name": f.name, "sha256": digest_of(f)} for f in opened.files],
+        )
+
+    @property
+    def reads(self) -> Kinds:
+        """What a fit reads: of each column whether it is a number, a level, a time, a text."""
+        kinds = {name: kind_of(do) for name, do in self.steps.items()}
+        folds = {str(self.target): "number", str(self.key): "key"} if self.needs_folds else {}
+        return {**kinds, **folds}
+
+    # -- apply ---------------------------------------------------------------------------
+
+    @property
+    def fitted(self) -> dict[str, Any]:
+        """State by column.
+
+        Raises:
+            ArgumentError: the recipe is not fitted.
+        """
+        if self.state is None:
+            raise ArgumentError(f"{self.where} is not fitted: call fit() first.")
+        columns: dict[str, Any] = self.state["columns"]
+        return columns
+
+    @cached_property
+    def outputs(self) -> list[Output]:
+        """The columns it makes, in their order."""
+        return outputs_of(self.steps, self.fitted)
+
+    def apply(self, data: Any, out_of_fold: bool = False) -> Any:
+        """The prepared table, as the same kind of frame; an Arrow table for paths.
+
+        Never refits. Target and key are handed on where the table has them.
+
+        Args:
+            data: as for :meth:`fit`.
+            out_of_fold: whether the rows are those of the fit: a target mean then leaves out the
+                rows of its own fold. Paths are recognized by their digest.
+
+        Raises:
+            ArgumentError: a column is missing, or of another type than at the fit.
+        """
+        import pyarrow as pa
+
+        if is_spark(data):
+            return self._apply_on_spark(data, out_of_fold)
+        if is_path(data):
+            files = files_of(data, "recipe.apply", SUFFIXES)
+            return pa.Table.from_batches(b for file in files for b in self.batches(file))
+        table, back = _arrow_table(data)
+        make = Applied(self.steps, self.fitted, self.key, out_of_fold)
+        parts = table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]
+        return back(pa.Table.from_batches([self._prepared(make, part, "data") for part in parts]))
+
+    def batches(self, file: Path, out_of_fold: bool | None = None) -> Iterator[Any]:
+        """The prepared record batches of a file."""
+        if out_of_fold is None:
+            out_of_fold = self.needs_folds and self.was_fitted_on(file)
+        types = check_columns(self, [file], applied=True)
+        handed = [n for n in (self.target, self.key) if n is not None and n in types[0]]
+        make = Applied(self.steps, self.fitted, self.key, out_of_fold)
+        parts = read_batches(file, [*self.steps, *handed], *self.csv_types)
+        empty = True
+        for part in parts:
+            empty = False
+            yield self._prepared(make, part, str(file))
+        if empty and file.suffix.lower() != ".csv":
+            import pyarrow as pa
+
+            schema = pa.schema([(n, types[0][n]) for n in [*self.steps, *handed]])
+            yield self._prepared(make, _empty(schema), str(file))
+
+    @property
+    def csv_types(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The columns that a CSV file holds as text, and as numbers."""
+        texts = frozenset(n for n, kind in self.reads.items() if kind in ("level", "time", "text"))
+        return texts, frozenset(n for n, kind in self.reads.items() if kind == "number")
+
+    def was_fitted_on(self, file: Path) -> bool:
+        """Whether a file is one of those of the fit, by its SHA-256."""
+        return digest_of(file) in {each["sha256"] for each in self.inputs}
+
+    def _prepared(self, make: Applied, batch: Any, place: str) -> Any:
+        import pyarrow as pa
+
+        made = make(batch, place)
+        handed = [n for n in (self.key, self.target) if n is not None and n in batch.schema.names]
+        columns = [batch.column(n) for n in handed] + [pa.array(v) for v in made.values()]
+        return pa.record_batch(columns, names=[*handed, *made])
+
+    def _apply_on_spark(self, frame: Any, out_of_fold: bool) -> Any:
+        from pyspark.sql import types
+
+        kinds = {"double": types.DoubleType, "long": types.LongType, "byte": types.ByteType}
+        check_columns(self, [frame], applied=True)
+        handed = [n for n in (self.key, self.target) if n is not None and n in frame.columns]
+        schema = types.StructType(
+            [frame.schema[n] for n in handed]
+            + [types.StructField(o.name, kinds[o.type]()) for o in self.outputs]
+        )
+        make, prepared = Applied(self.steps, self.fitted, self.key, out_of_fold), self._prepared
+
+        def each(batches: Iterator[Any]) -> Iterator[Any]:
+            yield from (prepared(make, batch, "the Spark frame") for batch in batches)
+
+        wanted = [frame["`" + n.replace("`", "``") + "`"] for n in [*handed, *self.steps]]
+        return frame.select(*wanted).mapInArrow(each, schema)
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of a file."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def is_path(data: Any) -> bool:
+    """Whether data are paths of files rather than a frame."""
+    return isinstance(data, str | os.PathLike | list | tuple)
+
+
+def is_spark(data: Any) -> bool:
+    """Whether data are a frame of Spark."""
+    return hasattr(data, "sparkSession")
+
+
+def _empty(schema: Any) -> Any:
+    import pyarrow as pa
+
+    return pa.record_batch([pa.array([], f.type) for f in schema], names=schema.names)
+
+
+def _arrow_table(data: Any) -> tuple[Any, Any]:
+    """A frame as an Arrow table, and what makes a frame of its kind again."""
+    import narwhals as nw
+    import pyarrow as pa
+
+    if isinstance(data, pa.RecordBatch):
+        return pa.Table.from_batches([data]), lambda table: table.combine_chunks().to_batches()[0]
+    try:
+        frame: Any = nw.from_native(data)
+    except TypeError:
+        raise ArgumentError(
+            f"recipe: {type(data).__name__} is no table: expected paths of files, or a pandas, "
+            "Polars, Arrow, or Spark frame."
+        ) from None
+    frame = frame.collect() if isinstance(frame, nw.LazyFrame) else frame
+    table = frame.to_arrow()
+    if isinstance(data, pa.Table):
+        return table, lambda prepared: prepared
+    return table, lambda prepared: nw.from_arrow(prepared, backend=frame.implementation).to_native()
+
+
+def _types_of(source: Any) -> dict[str, Any]:
+    """Arrow types by column of a file, or of an Arrow or Spark frame."""
+    if isinstance(source, Path):
+        return columns_of(source)
+    if is_spark(source):
+        from pyspark.sql.pandas.types import to_arrow_schema
+
+        schema = to_arrow_schema(source.schema)
+    else:
+        schema = source.schema
+    return dict(zip(schema.names, schema.types, strict=True))
+
+
+def check_columns(
+    recipe: Recipe, sources: Sequence[Any], applied: bool = False
+) -> list[dict[str, Any]]:
+    """The types of each file or frame, which have all columns that the recipe reads.
+
+    Raises:
+        ArgumentError: a column is missing, or its type is none for the steps.
+    """
+    found = []
+    reads = {n: k for n, k in recipe.reads.items() if not applied or n in recipe.steps}
+    for source in sources:
+        place = str(source) if isinstance(source, Path) else "the table"
+        types = _types_of(source)
+        for name, kind in reads.items():
+            if name not in types:
+                if name == recipe.target:
+                    raise ArgumentError(
+                        f"{recipe.where}: target_mean uses {name!r}, which {place} lacks: fine "
+                        "when applying, not when fitting."
+                    )
+                hint = near(name, types, ".")
+                raise ArgumentError(
+                    f"{recipe.where}, column {name!r}: {place} has no such column{hint}"
+                )
+            if (
+                types[name] is None
+                or family(types[name], f"{place}, column {name!r}") in READ_BY[kind]
+            ):
+                continue
+            if applied:
+                raise ArgumentError(
+                    f"{recipe.where} was fitted on {name!r} as {kind}; {place} has {types[name]}."
+                )
+            raise ArgumentError(
+                f"{recipe.where}, column {name!r}: {place} has {types[name]}, and "
+                f"{', '.join(recipe.steps.get(name, ())) or 'this'} needs {_article(kind)}."
+            )
+        found.append(types)
+    return found
+
+
+def _article(kind: str) -> str:
+    return {
+        "number": "numbers",
+        "level": "texts or numbers",
+        "time": "times",
+        "text": "texts",
+        "key": "whole numbers",
+    }[kind]
+
+
+class _Opened:
+    """Data as an engine that answers queries of a fit; a context manager."""
+
+    def __init__(
+        self, recipe: Recipe, data: Any, engine: str | None, threads: int | None, spark: Any
+    ) -> None:
+        self.files: list[Path] = []
+        kinds = recipe.reads
+        if is_path(data) and engine == "spark":
+            paths = [os.fspath(p) for p in (data if isinstance(data, list | tuple) else [data])]
+            data = spark.read.parquet(*paths)
+        if is_spark(data):
+            [types] = check_columns(recipe, [data])
+            self.engine: Any = spark_engine(data, kinds, _fractional(kinds, [types]))
+            return
+        if engine == "spark":
+            raise ArgumentError("engine='spark' fits a Spark frame, or paths of Parquet files.")
+        if is_path(data):
+            self.files = files = files_of(data, "recipe.fit", SUFFIXES)
+            found = check_columns(recipe, files)
+
+            def batches() -> Iterator[Any]:
+                for file in files:
+                    for part in read_batches(file, list(kinds), *recipe.csv_types):
+                        yield canonical(part, kinds, str(file))
+
+            is_parquet = all(f.suffix.lower() in (".parquet", ".pq") for f in files)
+            engine = engine or "duckdb"
+        else:
+            table, _ = _arrow_table(data)
+            found, is_parquet, engine = check_columns(recipe, [table]), False, engine or "arrow"
+
+            def batches() -> Iterator[Any]:
+                for part in table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]:
+                    yield canonical(part, kinds, "the table")
+
+        if engine == "arrow":
+            self.engine = Arrow(batches)
+            return
+        need("duckdb", "tables", "engine='duckdb'")
+        fractional = _fractional(kinds, found)
+        self.engine = duckdb_engine(
+            self.files, None if is_parquet else batches, kinds, fractional, threads
+        )
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.close()
+
+
+def _fractional(kinds: Kinds, types: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Levels that are floats, whose text is not left to an engine."""
+    import pyarrow.types as t
+
+    return {
+        name
+        for name, kind in kinds.items()
+        for each in types
+        if kind == "level"
+        and each[name] is not None
+        and (t.is_floating(each[name]) or t.is_decimal(each[name]))
+    }
