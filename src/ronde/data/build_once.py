@@ -8,7 +8,6 @@ may be larger than memory.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ronde.world import ArgumentError
-from ronde.world.paths import BUILT_LIST
+from ronde.world.paths import BUILT_LIST, is_disk_full
 
 _END_BYTES = 64 << 10
 
@@ -97,7 +96,7 @@ def build_once(root: Path, key: str, make: Callable[[Path], None]) -> Path:
         except BaseException as error:
             shutil.rmtree(temporary, ignore_errors=True)
             if not (isinstance(error, OSError) and _is_complete(final)):
-                if _is_disk_full(error):
+                if is_disk_full(error):
                     raise ArgumentError(
                         f"{root}: the disk is full ({error}). Make room there, or give a "
                         "folder on another disk with cache=."
@@ -108,14 +107,6 @@ def build_once(root: Path, key: str, make: Callable[[Path], None]) -> Path:
             with contextlib.suppress(OSError):
                 os.unlink(root / f".{key}.lock")  # noqa: PTH108 - who still waits for it finds the folder, or makes it once more
     return final
-
-
-def _is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for lack of space; numpy only reports how much it wrote."""
-    full = (errno.ENOSPC, errno.EDQUOT)
-    return isinstance(error, OSError) and (
-        error.errno in full or (error.errno is None and str(error).endswith(" written"))
-    )
 
 
 def identity(files: Sequence[Path]) -> str:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ronde.launch import tunnel
 from ronde.launch.driver import Driven, serve
 from ronde.world import ArgumentError, WorldError, usable_cores
+from ronde.world.paths import need_java
 
 __all__ = ["Spark"]
 
@@ -49,13 +48,7 @@ class Spark(Driven):
     def __init__(self, master: str, workers: int | None, python: str | None = None) -> None:
         if workers is None:
             raise ArgumentError("--spark needs --workers N: Spark does not say how many it has.")
-        home = os.environ.get("JAVA_HOME")
-        if not (Path(home, "bin", "java").is_file() if home else shutil.which("java")):
-            where = f"JAVA_HOME={home} has no bin/java" if home else "java is not on PATH"
-            raise ArgumentError(
-                f"--spark needs Java on this machine, and {where}. Install it (Debian: apt-get "
-                "install default-jre-headless), or set JAVA_HOME."
-            )
+        need_java("--spark")
         request = {"master": master, "workers": workers, "python": python}
         super().__init__("Spark", __name__, "spark", "pyspark", request, python)
 

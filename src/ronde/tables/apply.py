@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ronde.tables.arrow import as_kind
 from ronde.tables.levels import POINT_ZERO, whole_numbers
 from ronde.tables.logarithm import log1p
-from ronde.tables.steps import PERIODS, Steps, gives_number, kind_of
+from ronde.tables.steps import PERIODS, Steps, gives_number, read_as
 from ronde.world import ArgumentError
 
 Values = npt.NDArray[Any]
@@ -46,7 +46,7 @@ class Applied:
             key = as_kind(self._column(batch, self._key, place), "key", f"{place}, key")
         made: dict[str, Values] = {}
         for name, do in self._steps.items():
-            kind = kind_of(do)
+            kind = read_as(do)
             column = self._column(batch, name, place)
             column = as_kind(column, kind, f"{place}, column {name!r}")
             _BY_KIND[kind](made, name, do, self._fitted[name], column, key)
@@ -79,7 +79,9 @@ def _number(made: dict[str, Values], name: str, do: Any, state: Any, column: Any
     if "log" in do:
         x = log1p(x if "clip" in do else np.maximum(x, state["min"]))
     if "scale" in do:
-        x = (x - state["center"]) / state["width"]
+        # Quarters of very large values: their difference might overflow.
+        part = 0.25 if max(-state["min"], state["max"]) > 1e300 else 1.0
+        x = (x * part - state["center"] * part) / (state["width"] * part)
     made[name] = x
 
 

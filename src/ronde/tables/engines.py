@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Kinds = Mapping[str, str]
+Values = Mapping[str, "tuple[str, nw.Expr | None]"]
 
 
 class Query(NamedTuple):
@@ -32,13 +33,13 @@ class Query(NamedTuple):
         stages: columns added first, in this order.
     """
 
-    values: dict[str, tuple[str, nw.Expr | None]]
+    values: Values
     keys: dict[str, nw.Expr] = {}  # noqa: RUF012
     where: nw.Expr | None = None
     stages: tuple[dict[str, nw.Expr], ...] = ()
 
 
-class Engine(Protocol):
+class QueryEngine(Protocol):
     """Answers queries about one table."""
 
     name: str

@@ -6,17 +6,18 @@ Every sum is one of integers. Quantiles are values of the table, found by counti
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ronde.tables.engines import Engine, Query, Row
+from ronde.tables.engines import Query, QueryEngine, Row, Values
 from ronde.tables.exact import LIMBS, exact_sum, limbs, shift_of
 from ronde.tables.levels import level_order
 from ronde.tables.logarithm import log1p, log1p_stages
-from ronde.tables.steps import Steps, gives_number, kind_of
+from ronde.tables.steps import Steps, gives_number, read_as
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
@@ -29,7 +30,9 @@ _FEW = 100_000  # values of a bucket that are fetched rather than counted again
 _MOST_ONE_HOT = 1000
 
 
-def fit(engine: Engine, steps: Steps, target: str | None, key: str | None, where: str) -> Row:
+def fit_steps(
+    engine: QueryEngine, steps: Steps, target: str | None, key: str | None, where: str
+) -> Row:
     """The state of each column, and the number of rows.
 
     Args:
@@ -43,7 +46,7 @@ def fit(engine: Engine, steps: Steps, target: str | None, key: str | None, where
 
     live: dict[str, Asking] = {"": _rows()}
     for name, do in steps.items():
-        kind, place = kind_of(do), f"{where}, column {name!r}"
+        kind, place = read_as(do), f"{where}, column {name!r}"
         if kind == "number":
             live[name] = _number(name, do, place)
         elif kind == "level":
@@ -160,7 +163,7 @@ def _scale(name: str, do: Mapping[str, Any], state: Row, low: float, high: float
         state.update(center=0.0, width=1.0)
         return
     if do["scale"] == "minmax":
-        state.update(center=low, width=(high * 0.5 - low * 0.5) * 2.0 or 1.0)
+        state.update(center=low, width=min(high - low, sys.float_info.max) or 1.0)
         return
     shift = shift_of(max(abs(low), abs(high)))
     [[row]] = yield [_sum_query(value, shift, stages)]
@@ -205,7 +208,7 @@ def _ranked(x: nw.Expr, low: float, high: float, ranks: Sequence[int], before: i
     factor = min(_BUCKETS / span, 1.7e308) if span else 1.7e308
     inside = (x >= low) & (x <= high)
     bucket = ((x * 0.25 - low * 0.25) * factor).floor().cast(nw.Int64)
-    asked = {"n": ("sum", _present(x)), "lo": ("min", x), "hi": ("max", x)}
+    asked: Values = {"n": ("sum", _present(x)), "lo": ("min", x), "hi": ("max", x)}
     [rows] = yield [Query(asked, {"bucket": bucket}, inside)]
     values: dict[int, float] = {}
     fetched: list[tuple[list[int], int, Row]] = []
@@ -219,7 +222,7 @@ def _ranked(x: nw.Expr, low: float, high: float, ranks: Sequence[int], before: i
             fetched.append((here, before, row))
         before += row["n"]
     if fetched:
-        one = {"n": ("sum", _present(x))}
+        one: Values = {"n": ("sum", _present(x))}
         parts = yield [
             Query(one, {"x": x}, (x >= row["lo"]) & (x <= row["hi"])) for _, _, row in fetched
         ]

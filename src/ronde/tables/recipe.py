@@ -12,14 +12,15 @@ from typing import Any
 
 import yaml
 
+from ronde.checkpoint.manifest import file_digest
 from ronde.tables.apply import Applied
 from ronde.tables.arrow import READ_BY, family
 from ronde.tables.engines import Arrow, Kinds, canonical, duckdb_engine, spark_engine
-from ronde.tables.fit import fit
+from ronde.tables.fit import fit_steps
 from ronde.tables.reading import SUFFIXES, columns_of, read_batches
-from ronde.tables.steps import Output, checked, kind_of, near, outputs_of
+from ronde.tables.steps import PreparedColumn, checked, near, outputs_of, read_as
 from ronde.world import ArgumentError, CheckpointError
-from ronde.world.paths import files_of, need
+from ronde.world.paths import files_of, is_remote, need
 
 ENGINES = ("duckdb", "arrow", "spark")
 _VERSION = 1
@@ -209,20 +210,20 @@ class Recipe:
         if engine is not None and engine not in ENGINES:
             raise ArgumentError(f"engine={engine!r}: choose {', '.join(ENGINES)}.")
         with _Opened(self, data, engine, threads, spark) as opened:
-            state = fit(opened.engine, self.steps, self.target, self.key, self.where)
+            state = fit_steps(opened.engine, self.steps, self.target, self.key, self.where)
         return Recipe(
             self.steps,
             self.target,
             self.key,
             where=self.where,
             state=state,
-            inputs=[{"name": f.name, "sha256": digest_of(f)} for f in opened.files],
+            inputs=[{"name": f.name, "sha256": file_digest(f)} for f in opened.files],
         )
 
     @property
     def reads(self) -> Kinds:
         """What a fit reads: of each column whether it is a number, a level, a time, a text."""
-        kinds = {name: kind_of(do) for name, do in self.steps.items()}
+        kinds = {name: read_as(do) for name, do in self.steps.items()}
         folds = {str(self.target): "number", str(self.key): "key"} if self.needs_folds else {}
         return {**kinds, **folds}
 
@@ -241,7 +242,7 @@ class Recipe:
         return columns
 
     @cached_property
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[PreparedColumn]:
         """The columns it makes, in their order."""
         return outputs_of(self.steps, self.fitted)
 
@@ -295,16 +296,26 @@ class Recipe:
         return texts, frozenset(n for n, kind in self.reads.items() if kind == "number")
 
     def was_fitted_on(self, file: Path) -> bool:
-        """Whether a file is one of those of the fit, by its SHA-256."""
-        return digest_of(file) in {each["sha256"] for each in self.inputs}
+        """Whether a file is one of those of the fit, by its SHA-256.
+
+        Raises:
+            ArgumentError: the fit was on a frame, which leaves nothing to tell by.
+        """
+        if not self.inputs:
+            raise ArgumentError(
+                f"{self.where} was fitted on a frame, so it cannot tell whether {file} holds the "
+                "rows of the fit, which target_mean must leave out. Fit it on files."
+            )
+        return file_digest(file) in {each["sha256"] for each in self.inputs}
 
     def _prepared(self, make: Applied, batch: Any, place: str) -> Any:
         import pyarrow as pa
 
         made = make(batch, place)
         handed = [n for n in (self.key, self.target) if n is not None and n in batch.schema.names]
-        columns = [batch.column(n) for n in handed] + [pa.array(v) for v in made.values()]
-        return pa.record_batch(columns, names=[*handed, *made])
+        names = [each.name for each in self.outputs]
+        columns = [batch.column(n) for n in handed] + [pa.array(made[n]) for n in names]
+        return pa.record_batch(columns, names=[*handed, *names])
 
     def _apply_on_spark(self, frame: Any, out_of_fold: bool) -> Any:
         from pyspark.sql import types
@@ -323,12 +334,6 @@ class Recipe:
 
         wanted = [frame["`" + n.replace("`", "``") + "`"] for n in [*handed, *self.steps]]
         return frame.select(*wanted).mapInArrow(each, schema)
-
-
-def digest_of(file: Path) -> str:
-    """SHA-256 of a file."""
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def is_path(data: Any) -> bool:
@@ -442,6 +447,8 @@ class _Opened:
         kinds = recipe.reads
         if is_path(data) and engine == "spark":
             paths = [os.fspath(p) for p in (data if isinstance(data, list | tuple) else [data])]
+            if not any(map(is_remote, paths)):
+                self.files = files_of(paths, "recipe.fit", SUFFIXES)
             data = spark.read.parquet(*paths)
         if is_spark(data):
             [types] = check_columns(recipe, [data])

@@ -22,7 +22,7 @@ PERIODS = {"month": 12, "day": 31, "weekday": 7, "day_of_year": 366, "hour": 24,
 PARTS = ("year", *PERIODS)
 
 
-class Output(NamedTuple):
+class PreparedColumn(NamedTuple):
     """A column that a recipe makes.
 
     Attributes:
@@ -107,7 +107,7 @@ def near(word: Any, known: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {close[0]!r}?" if close else otherwise
 
 
-def kind_of(do: Mapping[str, Any]) -> str:
+def read_as(do: Mapping[str, Any]) -> str:
     """What a column with these steps is read as: number, level, time, or text."""
     return next((k for k, names in KINDS.items() if any(n in do for n in names)), "number")
 
@@ -154,33 +154,37 @@ def checked(given: Any, where: str) -> Steps:
 
 def gives_number(do: Mapping[str, Any]) -> bool:
     """Whether the column itself comes out as a number."""
-    return kind_of(do) == "number" and ("bins" not in do or bool({*do} - {"bins", "missing_flag"}))
+    return read_as(do) == "number" and ("bins" not in do or bool({*do} - {"bins", "missing_flag"}))
 
 
-def outputs_of(steps: Steps, fitted: Mapping[str, Any]) -> list[Output]:
+def outputs_of(steps: Steps, fitted: Mapping[str, Any]) -> list[PreparedColumn]:
     """The columns that a fitted recipe makes, in their order."""
-    made: list[Output] = []
+    made: list[PreparedColumn] = []
     for name, do in steps.items():
         state = fitted[name]
         if gives_number(do):
-            made.append(Output(name, name))
+            made.append(PreparedColumn(name, name))
         if "bins" in do:
-            made.append(Output(f"{name}_bin", name, len(state["edges"]) + 2, "long"))
+            made.append(PreparedColumn(f"{name}_bin", name, len(state["edges"]) + 2, "long"))
         if "codes" in do:
-            made.append(Output(f"{name}_code", name, len(state["levels"]) + 1, "long"))
+            made.append(PreparedColumn(f"{name}_code", name, len(state["levels"]) + 1, "long"))
         if "one_hot" in do:
-            made += [Output(f"{name}={v}", name, 0, "byte") for v, _ in state["levels"]]
+            made += [PreparedColumn(f"{name}={v}", name, 0, "byte") for v, _ in state["levels"]]
         if "target_mean" in do:
-            made.append(Output(f"{name}_mean", name))
+            made.append(PreparedColumn(f"{name}_mean", name))
         for part in do.get("date", ()):
             if "cyclic" in do and part in PERIODS:
-                made += [Output(f"{name}_{part}_{wave}", name) for wave in ("sin", "cos")]
+                made += [PreparedColumn(f"{name}_{part}_{wave}", name) for wave in ("sin", "cos")]
             else:
-                made.append(Output(f"{name}_{part}", name, 0, "long"))
+                made.append(PreparedColumn(f"{name}_{part}", name, 0, "long"))
         if text := do.get("text"):
             if text.get("length"):
-                made += [Output(f"{name}_{of}", name, 0, "long") for of in ("chars", "words")]
-            made += [Output(f"{name}_{i}", name, 0, "long") for i in range(text.get("words", 0))]
+                made += [
+                    PreparedColumn(f"{name}_{of}", name, 0, "long") for of in ("chars", "words")
+                ]
+            made += [
+                PreparedColumn(f"{name}_{i}", name, 0, "long") for i in range(text.get("words", 0))
+            ]
         if "missing_flag" in do:
-            made.append(Output(f"{name}_missing", name, 0, "byte"))
+            made.append(PreparedColumn(f"{name}_missing", name, 0, "byte"))
     return made

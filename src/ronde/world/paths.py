@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -89,3 +91,22 @@ def need(package: str, extra: str, what: str) -> None:
 
     if find_spec(package) is None:
         raise ArgumentError(f"{what} needs the package {package}: pip install 'ronde[{extra}]'.")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed for lack of space; numpy only reports how much it wrote."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, OSError) and (
+        error.errno in full or (error.errno is None and str(error).endswith(" written"))
+    )
+
+
+def need_java(what: str) -> None:
+    """Raise ArgumentError where Spark would find no Java."""
+    home = os.environ.get("JAVA_HOME")
+    if not (Path(home, "bin", "java").is_file() if home else shutil.which("java")):
+        where = f"JAVA_HOME={home} has no bin/java" if home else "java is not on PATH"
+        raise ArgumentError(
+            f"{what} needs Java on this machine, and {where}. Install it (Debian: apt-get "
+            "install default-jre-headless), or set JAVA_HOME."
+        )

@@ -1,0 +1,148 @@
+"""``ronde prepare``: fit a preparation recipe on tables, and apply it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.help_layout import option
+from ronde.watch import plain_console
+from ronde.world import ArgumentError
+
+_EXAMPLES = """
+A recipe in YAML is fitted on the data, then applied. A fitted recipe (recipe.json) is
+applied as it is, never fitted again.
+
+Examples:
+
+  ronde prepare prepare.yaml 'train/*.parquet' --out prepared
+
+  ronde prepare prepared/recipe.json test.parquet --out prepared_test
+
+  ronde prepare prepare.yaml s3a://lake/train --engine spark --master yarn --out s3a://lake/out
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command(
+        "prepare",
+        help="Fit a preparation recipe on tables, and apply it.\n" + _EXAMPLES,
+        no_args_is_help=True,
+    )
+    def prepare(
+        recipe: Annotated[
+            Path,
+            typer.Argument(
+                metavar="RECIPE", help="prepare.yaml, or a fitted recipe.json.", show_default=False
+            ),
+        ],
+        data: Annotated[
+            list[str],
+            typer.Argument(
+                metavar="DATA",
+                help="Files, folders, or globs of Parquet, CSV, or Arrow.",
+                show_default=False,
+            ),
+        ],
+        out: Annotated[str, option("--out -o", "The folder to write.", "FOLDER")],
+        engine: Annotated[
+            str, option("--engine", "Where the fit is computed.", "duckdb|arrow|spark")
+        ] = "duckdb",
+        master: Annotated[
+            str | None, option("--master", "Of Spark, such as local[4] or yarn.", "URL")
+        ] = None,
+        threads: Annotated[
+            int | None, option("--threads", "Of DuckDB. Default: all usable cores.", "N")
+        ] = None,
+        as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False,
+    ) -> None:
+        from ronde.tables import Recipe
+
+        if master is not None and engine != "spark":
+            raise ArgumentError("--master needs --engine spark.")
+        given = Recipe.read(recipe)
+        steps = _on_spark if engine == "spark" else _here
+        began = time.monotonic()
+        fitted, rows, seconds = steps(given, data, out, engine, master, threads)
+        result = {
+            "recipe": f"{out.rstrip('/')}/recipe.json",
+            "sha256": fitted.digest,
+            "rows": rows,
+            "outputs": [each.name for each in fitted.outputs],
+            "fit_seconds": round(seconds, 3),
+            "seconds": round(time.monotonic() - began, 3),
+        }
+        if as_json:
+            print(json.dumps(result))
+            return
+        say = plain_console().print
+        if given.state is None:
+            where = {"duckdb": "DuckDB", "arrow": "PyArrow", "spark": "Spark"}[engine]
+            count = f"{fitted.state['rows']:,} rows, {len(fitted.steps)} columns"  # type: ignore[index]
+            say(f"fit      {count}, {where}: {seconds:.1f} s", markup=False)
+            for name, text in facts(fitted):
+                say(f"         {name}  {text}", markup=False, soft_wrap=True)
+        say(f"apply    {out}: {rows:,} rows, {len(fitted.outputs)} columns", markup=False)
+        say(f"recipe   {result['recipe']} (sha256 {fitted.digest[:12]})", markup=False)
+
+
+def _here(
+    given: Any, data: list[str], out: str, engine: str, master: str | None, threads: int | None
+) -> tuple[Any, int, float]:
+    from ronde.tables.prepared import check_out, write_prepared
+    from ronde.tables.reading import SUFFIXES
+    from ronde.world.paths import files_of
+
+    check_out(Path(out))
+    files = files_of(data, "ronde prepare", SUFFIXES)
+    began = time.monotonic()
+    fitted = given if given.state else given.fit(files, engine, threads)
+    seconds = time.monotonic() - began
+    return fitted, write_prepared(fitted, files, Path(out), lambda rows: None), seconds
+
+
+def _on_spark(
+    given: Any, data: list[str], out: str, engine: str, master: str | None, threads: int | None
+) -> tuple[Any, int, float]:
+    from ronde.tables.spark import check_paths, session, write_on_spark
+
+    check_paths(data)
+    spark = session(master)
+    try:
+        began = time.monotonic()
+        fitted = given if given.state else given.fit(data, "spark", spark=spark)
+        seconds = time.monotonic() - began
+        rows = write_on_spark(fitted, data, out, spark, fresh=given.state is None)
+    finally:
+        spark.stop()
+    return fitted, rows, seconds
+
+
+def facts(recipe: Any) -> list[tuple[str, str]]:
+    """A line for each column: what the fit has found."""
+    rows = recipe.state["rows"]
+    width = max(map(len, recipe.steps))
+    lines = []
+    for name, state in recipe.fitted.items():
+        parts = []
+        if state["missing"]:
+            fill = state.get("fill")
+            share = f"{100 * state['missing'] / rows:.1f} % missing"
+            parts.append(f"{share} → {fill:g}" if fill is not None else share)
+        if "edges" in state:
+            parts.append(f"{len(state['edges']) + 1} bins")
+        if "center" in state:
+            parts.append(f"center {state['center']:g}, width {state['width']:g}")
+        if "levels" in state:
+            kept = sum(count for _, count in state["levels"])
+            rare = 1 - kept / max(rows - state["missing"], 1)
+            text = f"{len(state['levels']):,} of {state['distinct']:,} values"
+            parts.append(f"{text}, {100 * rare:.1f} % of rows rare" if rare else text)
+        lines.append((name.ljust(width), ", ".join(parts) or "none missing"))
+    return lines

@@ -1,0 +1,75 @@
+"""Preparation on Spark, for tables that one machine does not hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ronde.tables.prepared import RECIPE_FILE
+from ronde.tables.recipe import Recipe
+from ronde.world import ArgumentError
+from ronde.world.paths import need, need_java
+
+_SETTINGS = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.log.level": "ERROR",
+}
+
+
+def session(master: str | None) -> Any:
+    """A session of Spark.
+
+    Args:
+        master: as Spark writes it, ``local[4]`` or ``yarn``; None is that of its configuration.
+
+    Raises:
+        ArgumentError: Spark or Java is not installed.
+    """
+    need("pyspark", "spark", "--engine spark")
+    need_java("--engine spark")
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # it must have Ronde on executors too
+    builder = SparkSession.builder.appName("ronde prepare")
+    for name, value in _SETTINGS.items():
+        builder = builder.config(name, value)
+    return (builder.master(master) if master else builder).getOrCreate()
+
+
+def write_on_spark(recipe: Recipe, paths: Sequence[str], out: str, spark: Any, fresh: bool) -> int:
+    """Prepare Parquet files on a cluster; returns the number of rows.
+
+    Args:
+        out: a folder that all executors can write to; it appears when all parts are there.
+        fresh: whether the recipe was fitted on these very files.
+    """
+    frame = spark.read.parquet(*paths)
+    java = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(out)
+    files = java.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
+    if files.exists(java):
+        raise ArgumentError(f"--out {out} exists. Delete it, or give a new folder.")
+    recipe.apply(frame, out_of_fold=fresh and recipe.needs_folds).write.parquet(out)
+    target = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(f"{out}/{RECIPE_FILE}")
+    stream = files.create(target)
+    stream.write(bytearray(json.dumps(recipe.to_dict(), indent=1).encode()))
+    stream.close()
+    return int(spark.read.parquet(out).count())
+
+
+def check_paths(paths: Sequence[str]) -> None:
+    """Refuse what Spark does not read as the other engines do.
+
+    Raises:
+        ArgumentError: a file is no Parquet.
+    """
+    for path in paths:
+        if path.lower().endswith((".csv", ".arrow", ".feather", ".ipc")):
+            raise ArgumentError(
+                f"--engine spark reads Parquet, and {path} is none. Read it into a Spark frame of "
+                "the types you want, and call recipe.fit(frame)."
+            )
