@@ -4,6 +4,7 @@ The texts are the paragraphs of the documentation strings of four packages of Py
 library; the label is the package.
 """
 
+import argparse
 import ast
 import sysconfig
 from pathlib import Path
@@ -12,6 +13,11 @@ import pandas
 from tokenizers import BertWordPieceTokenizer
 from transformers import BertConfig, BertForMaskedLM, BertTokenizerFast
 
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--width", type=int, default=64)
+parser.add_argument("--layers", type=int, default=2)
+parser.add_argument("--heads", type=int, default=4)
+args = parser.parse_args()
 PACKAGES = ("asyncio", "email", "tkinter", "unittest")
 
 
@@ -35,7 +41,7 @@ words.train_from_iterator(rows[:cut]["text"], vocab_size=3000, show_progress=Fal
 tokenizer = BertTokenizerFast(tokenizer_object=words._tokenizer, model_max_length=128)
 tokenizer.save_pretrained("small")
 config = BertConfig(
-    vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-    intermediate_size=128, max_position_embeddings=128,
+    vocab_size=len(tokenizer), hidden_size=args.width, num_hidden_layers=args.layers,
+    num_attention_heads=args.heads, intermediate_size=4 * args.width, max_position_embeddings=128,
 )  # fmt: skip
 BertForMaskedLM(config).save_pretrained("small")

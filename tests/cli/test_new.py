@@ -11,7 +11,7 @@ import pytest
 from processes import TESTS, ronde_batch, ronde_run
 from ronde.cli.recipe import built_in, catalogue, filled_in_script
 from ronde.world import ArgumentError
-from sampling import some
+from sampling import ALL, some
 
 RECIPES = catalogue(built_in())
 _SCRIPT = """import argparse
@@ -152,12 +152,23 @@ def test_a_command_that_fails_is_shown(tmp_path):
     assert "unrecognized arguments: --nope" in done.stderr
 
 
-@pytest.mark.parametrize("name", some(sorted(RECIPES), 5))
+def test_a_plan_that_is_not_proved_fails_the_test(tmp_path):
+    _own(tmp_path / "own", test="[python train.py]", plans="[shard=nothing]")
+    done = ronde_run(["new", "--test", "own", "--prove"], tmp_path)
+    assert done.returncode == 2
+    proof = "ronde prove --workers 2 --steps 3 --plans shard=nothing train.py"
+    assert f"own: {proof} ended with exit status 2." in done.stderr
+
+
+@pytest.mark.timeout(900 if ALL else 180)
+@pytest.mark.parametrize("name", some(sorted(RECIPES), 6))
 def test_a_recipe_trains_and_learns(tmp_path, name):
     recipe = RECIPES[name]
     for package in recipe.missing:
         pytest.skip(f"needs {package}")
-    done = ronde_run(["new", "--test", str(recipe.folder)], tmp_path, timeout=170)
+    proves = ["--prove"] if ALL else []
+    words = ["new", "--test", str(recipe.folder), *proves]
+    done = ronde_run(words, tmp_path, timeout=880 if ALL else 170)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{name}: passed" in done.stdout
 

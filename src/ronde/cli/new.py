@@ -138,8 +138,9 @@ def _try_it(recipe: Recipe, values: dict[str, str]) -> list[str]:
     """Commands of the test; a training with the user's own values needs no arguments."""
     if recipe.test and not values:
         return list(recipe.test)
-    before = [] if "--data" in values else [c for c in recipe.test if c.startswith("python ")]
-    return [*before, f"ronde run --workers 2 {recipe.script}"]
+    before = () if "--data" in values else recipe.test
+    sample = [c for c in before if c.startswith(("python ", "ronde prepare "))]
+    return [*sample, f"ronde run --workers 2 {recipe.script}"]
 
 
 def _about(recipe: Recipe) -> list[str]:

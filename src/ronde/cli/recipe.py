@@ -38,7 +38,7 @@ class Recipe:
         test: commands that train it on small data in seconds.
         learns: conditions that hold after them: ``evaluate.accuracy >= 0.9``, say.
         plans: those that ``ronde new --test --prove`` proves.
-        large: arguments of a large training, for ``ronde plan``.
+        large: commands that plan a large training; the last is ``ronde plan SCRIPT ARGS…``.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class Recipe:
     test: tuple[str, ...] = ()
     learns: str = ""
     plans: tuple[str, ...] = ()
-    large: str = ""
+    large: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[str]:
@@ -196,7 +196,7 @@ def read_recipe(folder: Path) -> Recipe:
     for key in ("name", "task", "about"):
         if not isinstance(given.get(key), str):
             raise ArgumentError(f"{file}: {key} is missing, or no text.")
-    for key in ("packages", "test", "plans"):
+    for key in ("packages", "test", "plans", "large"):
         value = given.setdefault(key, [])
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise ArgumentError(f"{file}: {key} is a list of texts.")
