@@ -64,7 +64,7 @@ codes = [field.name for field in columns if types.is_int64(field.type)]
 numbers = [field.name for field in columns if field.name not in codes]
 train = feed.table(args.data, numeric=numbers, categorical=codes, target=args.target)
 valid = feed.table(args.valid, like=train, target=args.target)
-classes = len(parquet.read_table(args.data, columns=[args.target])[0].unique())
+classes = len(parquet.read_table(files, columns=[args.target])[0].unique())
 torch.manual_seed(0)
 model = TabTransformer(len(numbers), train.source.sizes, classes)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
