@@ -1,0 +1,312 @@
+"""The two engines of a point-in-time join, DuckDB and Spark: scans, types, and dialects."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ronde.world import ArgumentError, RondeError, usable_cores
+
+NAIVE, ZONED = "naive", "zoned"  # times without and with a time zone
+
+_DUCKDB_KINDS = {
+    "TIMESTAMP": NAIVE,
+    "TIMESTAMP_S": NAIVE,
+    "TIMESTAMP_MS": NAIVE,
+    "TIMESTAMP_NS": NAIVE,
+    "TIMESTAMP WITH TIME ZONE": ZONED,
+    "DATE": "date",
+    "VARCHAR": "text",
+    "BOOLEAN": "bool",
+    "FLOAT": "float",
+    "DOUBLE": "float",
+    **dict.fromkeys(("TINYINT", "SMALLINT", "INTEGER", "BIGINT"), "int"),
+    **dict.fromkeys(("UTINYINT", "USMALLINT", "UINTEGER", "UBIGINT"), "int"),
+}
+_SPARK_KINDS = {
+    "timestamp_ntz": NAIVE,
+    "timestamp": ZONED,
+    "date": "date",
+    "string": "text",
+    "boolean": "bool",
+    "float": "float",
+    "double": "float",
+    **dict.fromkeys(("tinyint", "smallint", "int", "bigint"), "int"),
+}
+
+
+def files_at(path: str, owner: str) -> list[str]:
+    """The files of a path, a pattern, or a folder of Parquet files.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    if "://" in path:
+        return [path]
+    pattern = str(Path(path) / "*.parquet") if Path(path).is_dir() else path
+    found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  an absolute pattern
+    if not found:
+        raise ArgumentError(f"{owner}: there is no file {path}.")
+    return found
+
+
+class DuckDB:
+    """DuckDB in this process.
+
+    Args:
+        memory: how much it may hold before it spills to a temporary folder, as ``1.5GB``.
+    """
+
+    asof = True
+    numbered = "row_number() OVER () - 1"
+    text = "VARCHAR"
+
+    def __init__(self, memory: str = "") -> None:
+        try:
+            import duckdb
+        except ImportError:
+            raise ArgumentError(
+                "Features need duckdb, which is not installed: pip install 'ronde[tables]'."
+            ) from None
+        self._error = duckdb.Error
+        self._spill = tempfile.TemporaryDirectory(prefix="ronde-join-")
+        self._connection = duckdb.connect(
+            config={"threads": usable_cores(), "temp_directory": self._spill.name}
+        )
+        self.run("SET TimeZone = 'UTC'", "time zone")
+        if memory:
+            self.run(f"SET memory_limit = {self.literal(memory)}", f"--memory {memory}")
+
+    def close(self) -> None:
+        """Free memory and temporary files."""
+        self._connection.close()
+        self._spill.cleanup()
+
+    def scan(self, name: str, source: Any, owner: str) -> dict[str, str]:
+        """Make a view of files or of a frame; returns column -> type, in the engine's words."""
+        if isinstance(source, str | os.PathLike):
+            files = files_at(os.fspath(source), owner)
+            listed = ", ".join(self.literal(file) for file in files)
+            suffix = files[0].rpartition(".")[2].lower()
+            reader = "read_csv" if suffix in ("csv", "tsv", "gz") else "read_parquet"
+            self.run(
+                f"CREATE OR REPLACE VIEW {name} AS "
+                f"SELECT * FROM {reader}([{listed}], union_by_name=true)",
+                owner,
+            )
+        else:
+            try:
+                self._connection.register(f"{name}_given", source)
+            except self._error:
+                raise ArgumentError(
+                    f"{owner}: {type(source).__name__} is no table. Expected a path, or an "
+                    "Arrow, pandas, or Polars table."
+                ) from None
+            self.run(f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {name}_given", owner)
+        return {row[0]: row[1] for row in self.rows(f"DESCRIBE {name}", owner)}
+
+    def run(self, sql: str, owner: str) -> Any:
+        """Run a statement; an error names ``owner``."""
+        try:
+            return self._connection.execute(sql)
+        except self._error as error:
+            raise RondeError(f"{owner}: DuckDB: {str(error).splitlines()[0]}") from None
+
+    def rows(self, sql: str, owner: str) -> list[tuple[Any, ...]]:
+        """All rows of a query."""
+        return list(self.run(sql, owner).fetchall())
+
+    def stream(self, sql: str, owner: str) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query, without holding them."""
+        cursor = self.run(sql, owner)
+        while rows := cursor.fetchmany(10_000):
+            yield from rows
+
+    def keep(self, name: str, sql: str, owner: str) -> None:
+        """Compute a query once."""
+        self.run(f"CREATE OR REPLACE TEMP TABLE {name} AS {sql}", owner)
+
+    def table(self, sql: str, owner: str) -> Any:
+        """An Arrow table of a query."""
+        return self.run(sql, owner).to_arrow_table()
+
+    def write(self, sql: str, out: Path, owner: str) -> None:
+        """Write a query to a Parquet file that is there whole, or not at all."""
+        part = out.with_name(f"{out.name}.{os.getpid()}.writing")
+        try:
+            self.run(f"COPY ({sql}) TO {self.literal(str(part))} (FORMAT PARQUET)", owner)
+            part.replace(out)
+        finally:
+            with contextlib.suppress(OSError):
+                part.unlink()
+
+    def kind(self, given: str) -> str:
+        """int, float, text, bool, date, naive, zoned, or other."""
+        if given.startswith("DECIMAL"):
+            return "float"
+        return "text" if given.startswith("ENUM") else _DUCKDB_KINDS.get(given, "other")
+
+    def quote(self, name: str) -> str:
+        """A column's name in SQL."""
+        return '"' + name.replace('"', '""') + '"'
+
+    def micros(self, column: str, given: str, up: bool) -> str:
+        """Microseconds since 1970; nanoseconds are rounded up or down."""
+        if given == "TIMESTAMP_NS":
+            ns = f"(epoch_ns({column}) + {999 if up else 0})"
+            return f"(({ns} - ({ns} % 1000 + 1000) % 1000) // 1000)"
+        return f"epoch_us({column}{'::TIMESTAMP' if given == 'DATE' else ''})"
+
+    def hash(self, columns: Sequence[str]) -> str:
+        """One number that differs where values differ."""
+        return f"hash({', '.join(columns)})"
+
+    def literal(self, text: str) -> str:
+        """A text in SQL."""
+        return "'" + text.replace("'", "''") + "'"
+
+    def days(self, column: str) -> str:
+        """Days since 1970 of a date."""
+        return f"date_diff('day', DATE '1970-01-01', {column})"
+
+
+class Spark:
+    """A Spark cluster, or ``local[…]``.
+
+    Args:
+        master: as Spark writes it; empty: that of Spark's configuration.
+    """
+
+    asof = False
+    text = "STRING"
+    numbered = "monotonically_increasing_id()"
+
+    def __init__(self, master: str = "") -> None:
+        try:
+            from pyspark.errors import PySparkException
+            from pyspark.sql import SparkSession
+        except ImportError:
+            raise ArgumentError(
+                "--engine spark needs pyspark, which is not installed: pip install 'ronde[spark]'."
+            ) from None
+        self._error = PySparkException
+        active = SparkSession.getActiveSession()
+        builder = SparkSession.builder.config("spark.ui.enabled", "false")
+        builder = builder.config("spark.ui.showConsoleProgress", "false")
+        session = active or (builder.master(master) if master else builder).getOrCreate()
+        self._ends = active is None
+        self._session = session.newSession()
+        self._session.conf.set("spark.sql.session.timeZone", "UTC")
+        self._session.conf.set("spark.sql.ansi.enabled", "true")
+        self._tag = uuid.uuid4().hex[:8]
+
+    def close(self) -> None:
+        """End the session, unless it was there before."""
+        self._session.catalog.clearCache()
+        if self._ends:
+            self._session.stop()
+
+    def scan(self, name: str, source: Any, owner: str) -> dict[str, str]:
+        """As for DuckDB; a frame is one of this session."""
+        if isinstance(source, str | os.PathLike):
+            files = files_at(os.fspath(source), owner)
+            csv = files[0].rpartition(".")[2].lower() in ("csv", "tsv", "gz")
+            reader = self._session.read.option("mergeSchema", "true")
+            with self._told(owner):
+                if csv:
+                    source = reader.csv(files, header=True, inferSchema=True)
+                else:
+                    source = reader.parquet(*files)
+        elif not hasattr(source, "createOrReplaceTempView"):
+            source = self._session.createDataFrame(source)
+        # A frame of another session of the same application would make its view there.
+        with self._told(owner):
+            source.createOrReplaceGlobalTempView(f"{name}_{self._tag}")
+            seen = self._session.table(f"global_temp.{name}_{self._tag}")
+            seen.createOrReplaceTempView(name)
+        return dict(source.dtypes)
+
+    @contextlib.contextmanager
+    def _told(self, owner: str) -> Iterator[None]:
+        try:
+            yield
+        except self._error as error:
+            raise RondeError(f"{owner}: Spark: {str(error).splitlines()[0]}") from None
+
+    def run(self, sql: str, owner: str) -> Any:
+        """A frame of a query."""
+        with self._told(owner):
+            return self._session.sql(sql)
+
+    def rows(self, sql: str, owner: str) -> list[tuple[Any, ...]]:
+        """All rows of a query."""
+        with self._told(owner):
+            return [tuple(row) for row in self._session.sql(sql).collect()]
+
+    def stream(self, sql: str, owner: str) -> Iterator[tuple[Any, ...]]:
+        """The rows of a query, a partition at a time."""
+        with self._told(owner):
+            yield from (tuple(row) for row in self._session.sql(sql).toLocalIterator())
+
+    def keep(self, name: str, sql: str, owner: str) -> None:
+        """Compute a query once."""
+        with self._told(owner):
+            self._session.sql(sql).persist().createOrReplaceTempView(name)
+
+    def table(self, sql: str, owner: str) -> Any:
+        """An Arrow table of a query."""
+        with self._told(owner):
+            return self._session.sql(sql).toArrow()
+
+    def write(self, sql: str, out: Path, owner: str) -> None:
+        """Write a query to a folder of Parquet files, which must be new."""
+        with self._told(owner):
+            self._session.sql(sql).write.parquet(str(out))
+
+    def kind(self, given: str) -> str:
+        """As for DuckDB."""
+        return "float" if given.startswith("decimal") else _SPARK_KINDS.get(given, "other")
+
+    def quote(self, name: str) -> str:
+        """A column's name in SQL."""
+        return "`" + name.replace("`", "``") + "`"
+
+    def micros(self, column: str, given: str, up: bool) -> str:
+        """Microseconds since 1970."""
+        return f"unix_micros(CAST({column} AS TIMESTAMP))"
+
+    def hash(self, columns: Sequence[str]) -> str:
+        """One number that differs where values differ."""
+        return f"xxhash64({', '.join(columns)})"
+
+    def literal(self, text: str) -> str:
+        """A text in SQL."""
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+    def days(self, column: str) -> str:
+        """Days since 1970 of a date."""
+        return f"unix_date({column})"
+
+
+Engine = DuckDB | Spark
+
+
+def open_engine(name: str, master: str = "", memory: str = "") -> Engine:
+    """The engine of a name.
+
+    Raises:
+        ArgumentError: there is none, it is not installed, or an option is not for it.
+    """
+    if name == "duckdb":
+        if master:
+            raise ArgumentError("--master is for --engine spark.")
+        return DuckDB(memory)
+    if name == "spark":
+        return Spark(master)
+    raise ArgumentError(f"--engine {name}: expected duckdb or spark.")
