@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from ronde.loader.reader import other_classes, pipeline_in
     from ronde.loader.settings import FeedSettings, LoaderSettings, settings_file
     from ronde.loader.synthetic import Synthetic, synthetic
+    from ronde.tables.feature_store import FeatureStore
+    from ronde.tables.online import Online
 
 __all__ = [
     "CacheReport",
@@ -61,12 +63,14 @@ __all__ = [
     "CachedSource",
     "CenterCrop",
     "ColorJitter",
+    "FeatureStore",
     "Feed",
     "FeedSettings",
     "HorizontalFlip",
     "IMAGENET",
     "LoaderSettings",
     "Normalize",
+    "Online",
     "Order",
     "Packed",
     "Pipeline",
@@ -139,6 +143,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.loader.reader": "other_classes pipeline_in",
             "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",
             "ronde.loader.synthetic": "Synthetic synthetic",
+            "ronde.tables.feature_store": "FeatureStore",
+            "ronde.tables.online": "Online",
         },
         also="ronde.cache.cached",  # carries Pipeline.cache out
     )

@@ -2,10 +2,13 @@
 
 import json
 import math
-import random
-from datetime import UTC, datetime, timedelta
-from fractions import Fraction
-from zoneinfo import ZoneInfo
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime
 
 import pytest
 
@@ -13,184 +16,12 @@ pytest.importorskip("duckdb")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
+from feature_cases import HOUR, Case, same  # noqa: E402
+from processes import environment  # noqa: E402
 from ronde.tables.feature_store import FeatureStore  # noqa: E402
 from ronde.tables.online import Online  # noqa: E402
-from ronde.world import ArgumentError  # noqa: E402
+from ronde.world import ArgumentError, RondeError  # noqa: E402
 from sampling import some  # noqa: E402
-
-HOUR = timedelta(hours=1)
-OSLO = ZoneInfo("Europe/Oslo")
-
-
-class Case:
-    """Events and labels with what goes wrong in practice, drawn by a seed."""
-
-    def __init__(self, seed: int):
-        self.draw = draw = random.Random(seed)
-        self.zoned, self.late = draw.random() < 0.5, draw.random() < 0.8
-        self.keys = ["user", "shop"] if draw.random() < 0.3 else ["user"]
-        self.texts = draw.random() < 0.4
-        self.max_age = draw.choice([None, 2, 5])
-        # clocks go back an hour on the 27th, at three
-        self.start = datetime(2024, 10, 26, 20, tzinfo=UTC)
-        self.events = []
-        for n in range(draw.choice([0, 1, 40, 120])):
-            self._event(n)
-        for n, event in enumerate(self.events):
-            event["seq"] = n
-        draw.shuffle(self.events)
-        self.labels = [
-            {**self._entity(5), "at": self._time(), "row": n} for n in range(draw.choice([1, 60]))
-        ]
-        for label in self.labels:
-            if draw.random() < 0.05:
-                label[draw.choice([*self.keys, "at"])] = None
-
-    def _entity(self, many):
-        drawn = {key: self.draw.randrange(many) for key in self.keys}
-        return {k: f"Zoë'{v}\\" for k, v in drawn.items()} if self.texts else drawn
-
-    def _time(self):
-        when = self.start + self.draw.randrange(14) * HOUR
-        if self.draw.random() < 0.2:  # as people write it: twice the same hour, and told apart
-            local = when.astimezone(OSLO)
-            when = datetime(*local.timetuple()[:6], tzinfo=OSLO, fold=local.fold).astimezone(UTC)
-        return when
-
-    def _event(self, n):
-        draw, when = self.draw, self._time()
-        event = {**self._entity(4), "ts": when, "id": n}
-        event["arr"] = when + draw.choice([-1, 0, 0, 0, 1, 3, 9]) * HOUR
-        versions = draw.choice([1, 1, 1, 2, 3])  # corrected, even twice
-        for version in range(versions):
-            value = draw.choice([draw.gauss(0, 1e3), draw.gauss(0, 1e-6), math.nan, math.inf, None])
-            self.events.append(
-                {
-                    **event,
-                    "arr": event["arr"] + version * draw.choice([0, 1, 2]) * HOUR,
-                    "x": value,
-                    "k": draw.choice([None, draw.randrange(-5, 2**53 + 5)]),
-                    "word": draw.choice([None, "", "Ärztin", "a"]),
-                    "when": when,
-                }
-            )
-        if draw.random() < 0.05:
-            self.events[-1][draw.choice(["ts", "arr", *self.keys])] = None
-
-    def write(self, folder):
-        zone = "UTC" if self.zoned else None
-        time = pa.timestamp("us", zone)
-        entity = [(key, pa.string() if self.texts else pa.int64()) for key in self.keys]
-        named = [("ts", time), ("arr", time), ("when", time), ("x", pa.float64())]
-        named += [("k", pa.int64()), ("word", pa.string()), ("id", pa.int64()), ("seq", pa.int64())]
-        schema = pa.schema([*entity, *named])
-        bare = lambda rows: [  # noqa: E731
-            {k: self.bare(v) for k, v in row.items()} for row in rows
-        ]
-        half = len(self.events) // 2
-        for n, part in enumerate((self.events[:half], self.events[half:])):
-            pq.write_table(pa.Table.from_pylist(bare(part), schema), folder / f"events-{n}.parquet")
-        pq.write_table(
-            pa.Table.from_pylist(
-                bare(self.labels), pa.schema([*entity, ("at", time), ("row", pa.int64())])
-            ),
-            folder / "labels.parquet",
-        )
-        shared = f"path: events-*.parquet, entity: [{', '.join(self.keys)}], event_time: ts"
-        shared += ", arrival_time: arr" if self.late else ""
-        age = f", max_age: {self.max_age}h" if self.max_age else ""
-        (folder / "features.yaml").write_text(
-            f"last: {{{shared}{age}, order_by: seq, columns: {{x: x, k: k, word: word, w: when}}}}\n"
-            f"sums: {{{shared}, windows: {{n: {{count: 3h}}, sx: {{sum: x, over: 3h}}, "
-            "sk: {sum: k, over: 7h}, mx: {mean: x, over: 7h}}}\n"
-            f"right: {{{shared}, event_id: id, windows: {{versions: {{count: 5h}}}}}}\n"
-        )
-        return FeatureStore(folder / "features.yaml")
-
-    def bare(self, value):
-        return (
-            value.replace(tzinfo=None) if isinstance(value, datetime) and not self.zoned else value
-        )
-
-    def of(self, event, entity):
-        return all(event[k] is not None and event[k] == entity[k] for k in self.keys)
-
-    def known(self, entity, now):
-        """The events that one knows of at a time, each with the moment since when."""
-        if now is None:
-            return []
-        found = []
-        for e in self.events:
-            arrival = e["arr"] if self.late else e["ts"]
-            if None in (e["ts"], arrival) or not self.of(e, entity):
-                continue
-            if max(e["ts"], arrival) <= now:
-                found.append((e, arrival))
-        return found
-
-    def last(self, entity, now, aged=True):
-        known = self.known(entity, now)
-        if not known:
-            return dict.fromkeys(["x", "k", "word", "w"])
-        e, _ = max(known, key=lambda pair: (pair[0]["ts"], pair[1], pair[0]["seq"]))
-        if aged and self.max_age and now - e["ts"] > self.max_age * HOUR:
-            return dict.fromkeys(["x", "k", "word", "w"])
-        return {"x": e["x"], "k": e["k"], "word": e["word"], "w": self.bare(e["when"])}
-
-    def sums(self, entity, now):
-        within = lambda hours: [  # noqa: E731
-            e for e, _ in self.known(entity, now) if now - e["ts"] < hours * HOUR
-        ]
-        finite = lambda rows: [  # noqa: E731
-            e["x"] for e in rows if e["x"] is not None and math.isfinite(e["x"])
-        ]
-        short, long = within(3), within(7)
-        return {
-            "n": len(short),
-            "sx": float(sum(map(Fraction, finite(short)), Fraction(0))),
-            "sk": sum(e["k"] or 0 for e in long),
-            "mx": float(sum(map(Fraction, finite(long)), Fraction(0))) / len(finite(long))
-            if finite(long)
-            else None,
-        }
-
-    def right(self, entity, now):
-        newest = {}
-        for e, arrival in self.known(entity, now):
-            order = (max(e["ts"], arrival), arrival, e["ts"])
-            if e["id"] not in newest or order >= newest[e["id"]][0]:
-                newest[e["id"]] = (order, e)
-        return {"versions": sum(now - e["ts"] < 5 * HOUR for _, e in newest.values())}
-
-    def future(self, hours):
-        """Labels for which event time alone would show an event that is not known yet."""
-        if not self.late:
-            return None
-        count = 0
-        for label in self.labels:
-            seen = [
-                e
-                for e in self.events
-                if None not in (e["ts"], e["arr"], label["at"])
-                and self.of(e, label)
-                and e["ts"] <= label["at"]
-            ]
-            if hours is None and seen:
-                top = max(seen, key=lambda e: (e["ts"], e["arr"]))
-                fresh = not self.max_age or label["at"] - top["ts"] <= self.max_age * HOUR
-                count += top["arr"] > label["at"] and fresh
-            elif hours is not None:
-                count += any(
-                    label["at"] < e["arr"] and label["at"] - e["ts"] < hours * HOUR for e in seen
-                )
-        return count
-
-
-def same(got, expected):
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        nan = isinstance(value, float) and math.isnan(value)
-        assert got[name] == value or (nan and got[name] != got[name]), (name, got, expected)
 
 
 @pytest.mark.parametrize("seed", some(range(500), 25))
@@ -229,3 +60,284 @@ def test_a_label_sees_what_was_known_and_a_reader_sees_the_same(seed, tmp_path):
         )
     checked = store.check(tmp_path / "online.db")
     assert checked.different == 0, checked.differences
+
+
+DAY = datetime(2024, 5, 1, tzinfo=UTC)
+CLICKS = {
+    "user": [1, 1, 2],
+    "ts": [DAY, DAY + HOUR, DAY],
+    "arr": [DAY, DAY + 3 * HOUR, DAY],
+    "country": ["NO", "SE", "DK"],
+}
+SPEC = "path: clicks.parquet, entity: user, event_time: ts"
+
+
+def store_of(folder, clicks=CLICKS, spec=f"clicks: {{{SPEC}, columns: [country]}}"):
+    pq.write_table(pa.table(clicks), folder / "clicks.parquet")
+    (folder / "features.yaml").write_text(spec)
+    return FeatureStore(folder / "features.yaml")
+
+
+@pytest.mark.parametrize(
+    "spec, says",
+    [
+        ("", "features.yaml: expected tables"),
+        ("clicks: [1]", "table 'clicks': expected keys and values"),
+        ("a: {", "features.yaml is not YAML: "),
+        (f"c: {{{SPEC}, column: [x]}}", "table 'c': unknown key 'column'; did you mean 'columns'?"),
+        (f"c: {{{SPEC}}}", "table 'c': expected either columns: or windows:."),
+        ("c: {path: x, entity: user, columns: [a]}", "table 'c': event_time is missing."),
+        (f"c: {{{SPEC}, columns: [a, a]}}", "columns: a column is there twice."),
+        (f"c: {{{SPEC}, columns: [a], max_age: 3 days}}", "max_age: '3 days' is not a duration"),
+        (
+            f"c: {{{SPEC}, windows: {{n: {{count: 7d}}}}, max_age: 1d}}",
+            "max_age has no meaning for",
+        ),
+        (f"c: {{{SPEC}, windows: {{n: {{median: x}}}}}}", "expected one of count, sum, mean."),
+        (f"c: {{{SPEC}, windows: {{n: {{sum: x}}}}}}", "expected {sum: column, over: 7d}."),
+        (f"c: {{{SPEC}, columns: [a]}}\nd: {{{SPEC}, columns: [a]}}", "'c' has a feature 'a' too."),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused(tmp_path, spec, says):
+    with pytest.raises(ArgumentError, match=re.escape(says)):
+        store_of(tmp_path, spec=spec)
+
+
+@pytest.mark.parametrize(
+    "labels, spec, says",
+    [
+        ({}, "columns: [contry]", "clicks.parquet has no column 'contry'; did you mean 'country'?"),
+        ({"user": None, "usr": [1]}, "columns: [country]", "there is no column 'user' (entity)"),
+        ({"user": ["1"]}, "columns: [country]", "'user' is VARCHAR; in 'clicks' it is BIGINT."),
+        ({"at": [1]}, "columns: [country]", "'at' is BIGINT; expected a timestamp or a date."),
+        (
+            {"at": [datetime(2024, 5, 1)]},
+            "columns: [country]",
+            "'at' has no time zone, 'clicks' has a",
+        ),
+        ({"country": ["x"]}, "columns: [country]", "there is a column 'country' already"),
+        ({}, "windows: {s: {sum: country, over: 1d}}", "s adds up 'country', which is VARCHAR;"),
+        (
+            {},
+            "arrival_time: country, columns: [country]",
+            "'country' is VARCHAR; expected a timestamp",
+        ),
+    ],
+)
+def test_tables_that_do_not_fit_are_refused(tmp_path, labels, spec, says):
+    store = store_of(tmp_path, spec=f"clicks: {{{SPEC}, {spec}}}")
+    given = {"user": [1], "at": [DAY], **labels}
+    with pytest.raises(ArgumentError, match=re.escape(says)):
+        store.join(pa.table({k: v for k, v in given.items() if v}), at="at")
+
+
+def test_rows_that_tie_with_different_values_are_refused_where_a_label_meets_them(tmp_path):
+    clicks = {k: [*v, v[0], v[0]] for k, v in CLICKS.items()}
+    clicks["country"] = ["NO", "SE", "DK", "FI", "NO"]
+    store = store_of(tmp_path, clicks)
+    labels = pa.table({"user": [1, 1], "at": [DAY, DAY + HOUR]})
+    with pytest.raises(ArgumentError, match=r"clicks': 1 times .* equal times .* Add order_by:"):
+        store.join(labels, at="at")
+    later = store.join(labels.slice(1), at="at").table
+    assert later["country"].to_pylist() == ["SE"]
+
+
+@pytest.mark.parametrize("frame", ["arrow", "pandas", "polars", "csv"])
+def test_labels_may_be_any_frame(tmp_path, frame):
+    store = store_of(tmp_path)
+    labels = pa.table({"user": [2, 1, 9], "at": [DAY + HOUR, DAY + HOUR, DAY]})
+    given = labels
+    if frame == "pandas":
+        given = labels.to_pandas()
+    elif frame == "polars":
+        given = pytest.importorskip("polars").from_arrow(labels)
+    elif frame == "csv":
+        given = tmp_path / "labels.csv"
+        given.write_text(
+            "user,at\n2,2024-05-01T01:00:00Z\n1,2024-05-01T01:00:00Z\n9,2024-05-01T00:00Z\n"
+        )
+    assert store.join(given, at="at").table["country"].to_pylist() == ["DK", "SE", None]
+
+
+def test_nanoseconds_never_show_an_event_early(tmp_path):
+    """What pandas writes. An event counts from the next whole microsecond."""
+    stamp = int(DAY.timestamp()) * 1_000_000_000
+    ns = lambda values: pa.array(values, pa.timestamp("ns", "UTC"))  # noqa: E731
+    store = store_of(tmp_path, {**CLICKS, "ts": ns([stamp + 1, stamp + 2001, stamp])})
+    labels = pa.table({"user": [1, 1, 1], "at": ns([stamp, stamp + 999, stamp + 1000])})
+    assert store.join(labels, at="at").table["country"].to_pylist() == [None, None, "NO"]
+
+
+def ronde(*words, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "ronde", "features", *map(str, words)],
+        cwd=cwd, env=environment(), capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+def test_the_command_line_joins_publishes_reads_and_checks(tmp_path):
+    store_of(tmp_path, spec=f"clicks: {{{SPEC}, arrival_time: arr, columns: [country]}}")
+    (tmp_path / "plain.yaml").write_text(f"clicks: {{{SPEC}, columns: [country]}}")
+    pq.write_table(pa.table({"user": [1, 2], "at": [DAY + HOUR] * 2}), tmp_path / "labels.parquet")
+    done = ronde(
+        "join", "features.yaml", "labels.parquet", "--at", "at", "--out", "o.parquet", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"join +2 labels, 1 table, 3 events: [\d.]+ s", done.stdout)
+    assert (
+        "clicks: 0.0 % of labels without a value; 50.0 % would have seen the future" in done.stdout
+    )
+    assert pq.read_table(tmp_path / "o.parquet")["country"].to_pylist() == ["NO", "DK"]
+    done = ronde(
+        "join", "plain.yaml", "labels.parquet", "--at", "at", "--out", "o.parquet", cwd=tmp_path
+    )
+    assert (
+        done.stdout.count("clicks has no arrival_time: late corrections count as if known at once.")
+        == 1
+    )
+    assert pq.read_table(tmp_path / "o.parquet")["country"].to_pylist() == ["SE", "DK"]
+
+    done = ronde("publish", "features.yaml", "--to", "online.db", cwd=tmp_path)
+    assert "publish  online.db: clicks 2 entities" in done.stdout, done.stderr
+    done = ronde("get", "online.db", "clicks", "--user", "1", cwd=tmp_path)
+    assert json.loads(done.stdout) == {
+        "country": "SE",
+        "event_time": "2024-05-01T01:00:00+00:00",
+        "known_at": "2024-05-01T03:00:00+00:00",
+    }
+    for words, says in (
+        (("click", "--user", "1"), "has no table 'click'; there are clicks."),
+        (("clicks", "--usr", "1"), "'clicks' is by user=…; given: usr."),
+        (("clicks", "--user", "x"), "--user x: expected a whole number."),
+    ):
+        done = ronde("get", "online.db", *words, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "") and says in done.stderr
+    done = ronde("check", "features.yaml", "online.db", cwd=tmp_path)
+    assert "online = offline on 2 entities" in done.stdout, done.stderr
+
+    changed = {
+        **CLICKS,
+        "country": ["NO", "FI", "DK"],
+    }  # a late correction, as if it had been known
+    pq.write_table(pa.table(changed), tmp_path / "clicks.parquet")
+    done = ronde("check", "features.yaml", "online.db", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "differs  clicks user=1 country: online 'SE', offline 'FI'" in done.stdout
+    done = ronde("check", "plain.yaml", "labels.parquet", cwd=tmp_path)
+    assert done.returncode == 2 and "labels.parquet is no store of features" in done.stderr
+
+
+def test_max_age_ends_a_published_value_when_it_is_read(tmp_path):
+    store = store_of(tmp_path, spec=f"clicks: {{{SPEC}, max_age: 2h, columns: [country]}}")
+    store.publish(tmp_path / "online.db", at="2024-05-01T01:00:00")
+    online, hour = Online(tmp_path / "online.db"), 3_600_000_000
+    day = int(DAY.timestamp()) * 1_000_000
+    assert online.read("clicks", {"user": 1}, day + 3 * hour)["country"] == "SE"
+    assert online.read("clicks", {"user": 1}, day + 3 * hour + 1)["country"] is None
+    assert online.get("clicks", user=1)["country"] is None
+
+
+_PUBLISHER = """
+import sys
+from ronde.tables.online import OnlineTable, publish_tables
+path, value = sys.argv[1], int(sys.argv[2])
+while True:
+    value += 1
+    tables = [
+        (OnlineTable(name, {"id": "int"}, {"v": "int"}, {}, False, None, 0, True),
+         ((i, 0, 0, value) for i in range(3000)))
+        for name in ("a", "b")
+    ]
+    publish_tables(path, tables)
+    print(value, flush=True)
+"""
+
+
+def test_a_reader_never_sees_half_a_publication_that_was_killed(tmp_path):
+    path, value, seen = tmp_path / "online.db", 0, []
+    for round_ in range(6):
+        publisher = subprocess.Popen(
+            [sys.executable, "-c", _PUBLISHER, path, str(value)],
+            env=environment(), stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            for _ in range(1 + round_ % 3):
+                value = int(publisher.stdout.readline())
+                online = Online(path)
+                whole = [{v for (v,) in rows_of(online, name)} for name in ("a", "b")]
+                assert whole[0] == whole[1] and len(whole[0]) == 1  # one publication, both tables
+                seen.append(online.get("a", id=2999)["v"])
+            while not (tmp_path / "online.db.writing").exists():
+                pass  # killed in the middle of the next one
+        finally:
+            os.kill(publisher.pid, signal.SIGKILL)
+            publisher.wait()
+            publisher.stdout.close()
+        assert Online(path).get("b", id=0)["v"] >= value
+        value = Online(path).get("b", id=0)["v"]
+    assert seen == sorted(seen) and len(set(seen)) > 6
+
+
+def rows_of(online, name):
+    rows = list(online._now().db.execute(f"SELECT v FROM {name}"))
+    assert len(rows) == 3000
+    return rows
+
+
+def test_a_new_publication_is_read_by_readers_that_are_there(tmp_path):
+    store = store_of(tmp_path)
+    store.publish(tmp_path / "online.db")
+    online = Online(tmp_path / "online.db")
+    assert online.get("clicks", user=2)["country"] == "DK"
+    store_of(tmp_path, {**CLICKS, "country": ["NO", "SE", "IS"]}).publish(tmp_path / "online.db")
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(online.get("clicks", user=2)["country"]))
+        for _ in range(4)
+    ]
+    for thread in [*threads]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["IS"] * 4 and online.get("clicks", user=2)["country"] == "IS"
+
+
+def test_a_publication_that_cannot_be_written_keeps_the_previous_one(tmp_path):
+    store = store_of(tmp_path)
+    store.publish(tmp_path / "online.db")
+    script = (
+        "import resource, signal, sys\n"
+        "from ronde.tables.online import OnlineTable, publish_tables\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        "table = OnlineTable('a', {'id': 'int'}, {'v': 'int'}, {}, False, None, 0, True)\n"
+        "publish_tables(sys.argv[1], [(table, ((i, 0, 0, i) for i in range(100000)))])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "online.db"],
+        env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert "online.db cannot be written: " in done.stderr
+    assert "The previous publication is kept." in done.stderr
+    assert sorted(p.name for p in tmp_path.glob("online*")) == ["online.db"]
+    assert Online(tmp_path / "online.db").get("clicks", user=2)["country"] == "DK"
+    with pytest.raises(RondeError, match="another publication is under way"):
+        import fcntl
+
+        with open(tmp_path / "online.db.writing", "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            store.publish(tmp_path / "online.db")
+
+
+def test_reading_needs_the_standard_library_only(tmp_path):
+    store_of(tmp_path).publish(tmp_path / "online.db")
+    script = (
+        "import sys\nfrom ronde.tables.online import Online\n"
+        "print(Online(sys.argv[1]).get('clicks', user=2)['country'])\n"
+        "print([m for m in ('duckdb', 'pyarrow', 'numpy', 'torch', 'yaml') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tmp_path / "online.db"],
+        env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == "DK\n[]\n", done.stderr

@@ -141,11 +141,9 @@ class PointInTime:
             )
         return zones[spec.event_time]
 
-    @staticmethod
-    def _finite(column: str) -> str:
-        # abs(NaN) < infinity is false on both engines, and isnan is wrong on one.
+    def _finite(self, column: str) -> str:
         number = f"CAST({column} AS DOUBLE)"
-        return f"CASE WHEN abs({number}) < CAST('Infinity' AS DOUBLE) THEN {number} END"
+        return f"CASE WHEN {self.engine.is_finite(number)} THEN {number} END"
 
     # labels
 

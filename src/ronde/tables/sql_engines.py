@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import tempfile
 import uuid
@@ -12,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ronde.world import ArgumentError, RondeError, usable_cores
+from ronde.world.paths import files_of, is_remote, need
+
+_SUFFIXES = (".parquet", ".pq", ".csv")
 
 NAIVE, ZONED = "naive", "zoned"  # times without and with a time zone
 
@@ -21,6 +23,7 @@ _DUCKDB_KINDS = {
     "TIMESTAMP_MS": NAIVE,
     "TIMESTAMP_NS": NAIVE,
     "TIMESTAMP WITH TIME ZONE": ZONED,
+    "TIMESTAMPTZ_NS": ZONED,
     "DATE": "date",
     "VARCHAR": "text",
     "BOOLEAN": "bool",
@@ -41,19 +44,8 @@ _SPARK_KINDS = {
 }
 
 
-def files_at(path: str, owner: str) -> list[str]:
-    """The files of a path, a pattern, or a folder of Parquet files.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    if "://" in path:
-        return [path]
-    pattern = str(Path(path) / "*.parquet") if Path(path).is_dir() else path
-    found = sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207  an absolute pattern
-    if not found:
-        raise ArgumentError(f"{owner}: there is no file {path}.")
-    return found
+def _files(path: str, owner: str) -> list[str]:
+    return [path] if is_remote(path) else [str(file) for file in files_of(path, owner, _SUFFIXES)]
 
 
 class DuckDB:
@@ -68,12 +60,9 @@ class DuckDB:
     text = "VARCHAR"
 
     def __init__(self, memory: str = "") -> None:
-        try:
-            import duckdb
-        except ImportError:
-            raise ArgumentError(
-                "Features need duckdb, which is not installed: pip install 'ronde[tables]'."
-            ) from None
+        need("duckdb", "tables", "A join")
+        import duckdb
+
         self._error = duckdb.Error
         self._spill = tempfile.TemporaryDirectory(prefix="ronde-join-")
         self._connection = duckdb.connect(
@@ -91,10 +80,9 @@ class DuckDB:
     def scan(self, name: str, source: Any, owner: str) -> dict[str, str]:
         """Make a view of files or of a frame; returns column -> type, in the engine's words."""
         if isinstance(source, str | os.PathLike):
-            files = files_at(os.fspath(source), owner)
+            files = _files(os.fspath(source), owner)
             listed = ", ".join(self.literal(file) for file in files)
-            suffix = files[0].rpartition(".")[2].lower()
-            reader = "read_csv" if suffix in ("csv", "tsv", "gz") else "read_parquet"
+            reader = "read_csv" if files[0].lower().endswith(".csv") else "read_parquet"
             self.run(
                 f"CREATE OR REPLACE VIEW {name} AS "
                 f"SELECT * FROM {reader}([{listed}], union_by_name=true)",
@@ -158,7 +146,7 @@ class DuckDB:
 
     def micros(self, column: str, given: str, up: bool) -> str:
         """Microseconds since 1970; nanoseconds are rounded up or down."""
-        if given == "TIMESTAMP_NS":
+        if given.endswith("_NS"):
             ns = f"(epoch_ns({column}) + {999 if up else 0})"
             return f"(({ns} - ({ns} % 1000 + 1000) % 1000) // 1000)"
         return f"epoch_us({column}{'::TIMESTAMP' if given == 'DATE' else ''})"
@@ -170,6 +158,11 @@ class DuckDB:
     def literal(self, text: str) -> str:
         """A text in SQL."""
         return "'" + text.replace("'", "''") + "'"
+
+    def is_finite(self, number: str) -> str:
+        """Whether a double is neither missing nor NaN nor infinite."""
+        # DuckDB 2.0.1 folds isnan and comparisons by Parquet's statistics, which leave NaN out.
+        return f"isfinite({number})"
 
     def days(self, column: str) -> str:
         """Days since 1970 of a date."""
@@ -188,13 +181,10 @@ class Spark:
     numbered = "monotonically_increasing_id()"
 
     def __init__(self, master: str = "") -> None:
-        try:
-            from pyspark.errors import PySparkException
-            from pyspark.sql import SparkSession
-        except ImportError:
-            raise ArgumentError(
-                "--engine spark needs pyspark, which is not installed: pip install 'ronde[spark]'."
-            ) from None
+        need("pyspark", "spark", "The engine Spark")
+        from pyspark.errors import PySparkException
+        from pyspark.sql import SparkSession
+
         self._error = PySparkException
         active = SparkSession.getActiveSession()
         builder = SparkSession.builder.config("spark.ui.enabled", "false")
@@ -215,11 +205,10 @@ class Spark:
     def scan(self, name: str, source: Any, owner: str) -> dict[str, str]:
         """As for DuckDB; a frame is one of this session."""
         if isinstance(source, str | os.PathLike):
-            files = files_at(os.fspath(source), owner)
-            csv = files[0].rpartition(".")[2].lower() in ("csv", "tsv", "gz")
+            files = _files(os.fspath(source), owner)
             reader = self._session.read.option("mergeSchema", "true")
             with self._told(owner):
-                if csv:
+                if files[0].lower().endswith(".csv"):
                     source = reader.csv(files, header=True, inferSchema=True)
                 else:
                     source = reader.parquet(*files)
@@ -288,6 +277,10 @@ class Spark:
     def literal(self, text: str) -> str:
         """A text in SQL."""
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+    def is_finite(self, number: str) -> str:
+        """As for DuckDB; NaN is greater than infinity here."""
+        return f"abs({number}) < CAST('Infinity' AS DOUBLE)"
 
     def days(self, column: str) -> str:
         """Days since 1970 of a date."""
