@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
+import functools
 import gc
 import importlib
 import io
@@ -27,7 +29,7 @@ import threading
 import traceback
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 1, 15, 36, 37
@@ -64,7 +66,9 @@ _IMPORTS = [
     "ronde.watch.html",
 ]
 
+_RONDE = str(Path(sys.executable).with_name("ronde"))
 _server: socket.socket | None = None
+_lock = threading.Lock()
 
 
 def _prctl(option: int, value: object) -> None:
@@ -74,7 +78,7 @@ def _prctl(option: int, value: object) -> None:
 def serve(connection: socket.socket) -> None:
     """Fork a process for each request, until the other end is closed."""
     while True:
-        text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+        text, descriptors, _, _ = socket.recv_fds(connection, 1 << 20, 16)
         if not text:
             os._exit(0)
         source, sink = os.pipe()
@@ -99,7 +103,10 @@ def serve(connection: socket.socket) -> None:
 
 
 def _begin(request: dict, descriptors: list[int]) -> None:
-    for target, descriptor in enumerate(descriptors):
+    away = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 256) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for target, descriptor in zip([0, 1, 2, *request["passed"]], away, strict=True):
         os.dup2(descriptor, target)
         os.close(descriptor)
     if request["session"]:
@@ -112,6 +119,9 @@ def _begin(request: dict, descriptors: list[int]) -> None:
     _prctl(_PR_SET_NAME, os.environ.get(MARK, "python")[:15].encode())
     os.chdir(request["folder"])
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request["before"]:
+        module, name, *given = request["before"]
+        getattr(importlib.import_module(module), name)(*given)
     arguments: list[str] = request["arguments"]
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     if arguments[0] == "-u":
@@ -133,13 +143,14 @@ def _begin(request: dict, descriptors: list[int]) -> None:
     main = types.ModuleType("__main__")
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main
-    if arguments[0] == "-m":
-        sys.path[0] = str(Path.cwd())
-        sys.argv = ["-m", *arguments[2:]]
+    if arguments[0] == "-m" or "ronde.jobs.map_worker" in arguments:
         start_server(fork=True)  # for this process's own workers, before it has threads
         subprocess.Popen = Popen  # type: ignore[misc]
         handler = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
         importlib.import_module(handler).Popen = Popen  # it has a name of its own for the class
+    if arguments[0] == "-m":
+        sys.path[0] = str(Path.cwd())
+        sys.argv = ["-m", *arguments[2:]]
         _end(lambda: runpy._run_module_as_main(arguments[1]))  # type: ignore[attr-defined]
     else:
         sys.path[0] = str(Path(arguments[0]).resolve().parent)
@@ -224,8 +235,8 @@ def measure_briefly() -> None:
     that look at how right its times are give a duration of their own.
     """
     if not os.environ.get("RONDE_TEST_ALL"):
-        importlib.import_module("ronde.measure.under_load")._SECONDS = 1.0
-        importlib.import_module("ronde.measure.time_units").measure.__kwdefaults__["seconds"] = 1.5
+        importlib.import_module("ronde.measure.under_load")._SECONDS = 0.2
+        importlib.import_module("ronde.measure.time_units").measure.__kwdefaults__["seconds"] = 0.4
 
 
 def load() -> None:
@@ -254,20 +265,37 @@ class Popen(subprocess.Popen):
         _, _, shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:9]
         session, group = rest[-2:]
         environment = dict(os.environ if env is None else env)
-        plain = preexec_fn is None and not pass_fds and not shell and executable is None
+        plain = _named(preexec_fn) is not None and not shell and executable is None
         if not plain or group != -1 or not _can_fork(args, environment):
             return super()._execute_child(
                 args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
             )
         request = {
-            "arguments": [os.fspath(a) for a in args[1:]],
+            "arguments": _arguments(args),
             "folder": os.fspath(cwd or Path.cwd()),
             "environment": environment,
             "session": session,
+            "before": _named(preexec_fn),
+            "passed": list(pass_fds),
         }
         streams = [
             given if given != -1 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))
         ]
+        try:
+            self.pid = _forked(request, [*streams, *pass_fds])
+        except (BrokenPipeError, ConnectionResetError):
+            # a launcher ends all of its descendants with its workers, this server as well
+            return super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
+            )
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        return None
+
+
+def _forked(request: dict, streams: list[int]) -> int:
+    """The process that a request has started, a child of this one. One thread at a time."""
+    with _lock:
         if _server is None:
             start_server()
         assert _server is not None
@@ -276,17 +304,26 @@ class Popen(subprocess.Popen):
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             socket.send_fds(_server, [json.dumps(request).encode()], streams)
-            self.pid = int(_server.recv(64))
-        except (BrokenPipeError, ConnectionResetError):
-            # a launcher ends all of its descendants with its workers, this server as well
-            return super()._execute_child(
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest
-            )
+            return int(_server.recv(64))
         finally:
             _prctl(_PR_SET_CHILD_SUBREAPER, was.value)
-        self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
-        return None
+
+
+def _named(before: Callable[[], object] | None) -> list | None:
+    """What a process does first, as module, name and arguments; None where it has no name."""
+    if before is None:
+        return []
+    function, arguments = before, ()
+    if isinstance(before, functools.partial):
+        function, arguments = before.func, before.args
+    name = getattr(function, "__qualname__", "<")
+    return None if "<" in name else [function.__module__, name, *arguments]
+
+
+def _arguments(args: Sequence[str]) -> list[str]:
+    """Those of Python: the command ``ronde`` of this environment is a module."""
+    rest = [os.fspath(a) for a in args[1:]]
+    return ["-m", "ronde", *rest] if os.fspath(args[0]) == _RONDE else rest
 
 
 def run(args: list[str], timeout: float, **options) -> subprocess.CompletedProcess[str]:
@@ -309,6 +346,8 @@ def _can_fork(args: object, environment: dict[str, str]) -> bool:
     own.discard("TORCH_NCCL_ASYNC_ERROR_HANDLING")  # torch's agent sets it for its workers
     if any(environment.get(k) != os.environ.get(k) for k in own):
         return False
+    if os.fspath(args[0]) == _RONDE:
+        return True
     first = args[2] if args[1] == "-u" else args[1]
     return args[0] == sys.executable and (first == "-m" or not os.fspath(first).startswith("-"))
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+import zygote
 from lab import lab, missing
-from processes import TESTS
+from processes import TESTS, ronde
 from ronde.jobs.flow import Flow, load_flow
 from ronde.jobs.flow_export import export_flow
 from ronde.jobs.flow_run import FlowRun
@@ -73,12 +74,7 @@ steps:
   below: {run: echo, needs: bad}
   report: {run: "echo {train.samples}", needs: [good, "bad?", train]}
 """)
-    process = subprocess.run(
-        [sys.executable, "-m", "ronde", "flow", "flow.yaml"],
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    process = zygote.run(ronde("flow", "flow.yaml"), timeout=110)
     assert process.returncode == 0, process.stdout + process.stderr
     steps = [int(line.split()[1]) for line in (folder / "steps.txt").read_text().splitlines()]
     assert steps == list(range(12))  # the same run goes on: no step twice, none from the beginning

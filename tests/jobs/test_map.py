@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ronde
+import zygote
 from ronde.cli.app import app
 from ronde.jobs.items import find_items
 from ronde.jobs.join import join_outputs
@@ -37,7 +38,7 @@ print("after the loop")
 
 def ronde_map(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ronde", "map", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    return zygote.run(command, cwd=folder, timeout=120)
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 def test_two_workers_give_the_bytes_of_one_process_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    subprocess.run([sys.executable, "work.py"], cwd=folder, check=True, timeout=60)
+    assert zygote.run([sys.executable, "work.py"], cwd=folder, timeout=60).returncode == 0
     words = ("--items", "lines:items.txt", "--workers", "2", "--out", "out", "--json", "work.py")
     done = ronde_map(folder, *words)
     assert done.returncode == 0, done.stderr
@@ -105,7 +106,7 @@ def test_ctrl_c_ends_all_and_resume_goes_on(folder: Path) -> None:
         "-c",
         "echo {} >> begun; sleep 0.05; echo {}",
     ]
-    process = subprocess.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True)
+    process = zygote.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not (folder / "begun").exists() and time.monotonic() < until:
         time.sleep(0.05)

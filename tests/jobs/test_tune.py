@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import zygote
 from ronde.jobs.trials import HOPELESS, Goal, progress_of
 from ronde.jobs.tuner import TunePlan, Tuner
 from ronde.watch import Alert, Record, RunDir
@@ -43,7 +44,7 @@ WORDS = (
 
 
 def tune(folder: Path, *words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return zygote.Popen(
         [sys.executable, "-m", "ronde", "tune", *words],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -70,9 +71,10 @@ def test_a_search_that_was_killed_is_what_single_trainings_give(tmp_path: Path) 
     alone = tmp_path / "alone"
     for trial in found["trials"]:  # the whole training of each, in one process
         words = [sys.executable, "train.py", "--lr", str(trial["values"]["lr"])]
-        subprocess.run(
-            words, cwd=tmp_path, check=True, env={**os.environ, "RONDE_RUNS": str(alone)}
+        done = zygote.run(
+            words, cwd=tmp_path, timeout=60, env={**os.environ, "RONDE_RUNS": str(alone)}
         )
+        assert done.returncode == 0, done.stderr
     expected = [
         progress_of(RunDir(alone / f"train-{n}"), Goal(False, "loss"), (40, 80)).results
         for n in (1, 2)

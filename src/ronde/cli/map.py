@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -25,6 +26,7 @@ from ronde.cli.map_container import folder_of_host, items_of_host
 from ronde.cli.script import IN_MAP, WorkersOption, command_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
+from ronde.world.children import end_with_parent
 
 if TYPE_CHECKING:
     from ronde.launch import Container
@@ -296,7 +298,7 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
         command,
         env=os.environ | {IN_MAP: "1"},
         start_new_session=True,
-        preexec_fn=_end_with_map,
+        preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
     )
     with _passed_on(process), _bar(options, ledger, began) as show:
         while process.poll() is None:
@@ -304,13 +306,6 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS)
     return process.returncode
-
-
-def _end_with_map() -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import glob
 import hashlib
 import json
@@ -26,6 +27,7 @@ from ronde.jobs.flow import Flow, FlowStep, fill
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.watch import RunDir, summarise
 from ronde.world import RondeError
+from ronde.world.children import end_with_parent
 
 __all__ = ["FlowResult", "FlowRun", "content_digest"]
 
@@ -413,7 +415,7 @@ class FlowRun:
                 stdout=out,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_end_with_flow,
+                preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
             )
         began, asked = time.monotonic(), 0.0
         try:
@@ -509,13 +511,6 @@ class FlowRun:
         elif step.verb == "tune" and "best" in values:
             values["best"] = {**values["best"].get("values", {}), **values["best"]}
         return values
-
-
-def _end_with_flow() -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def content_digest(path: Path) -> str:

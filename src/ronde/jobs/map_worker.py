@@ -23,6 +23,7 @@ from typing import IO, Any, NoReturn
 from ronde.jobs.handed import PIPES
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.jobs.map_plan import MODEL, bounds, committed_chunks, halves, is_too_long, load_map
+from ronde.world.children import end_with_parent
 from ronde.world.heartbeat import heartbeat
 
 __all__ = ["STOPPED"]
@@ -57,12 +58,6 @@ class _NeverBegan(_Failed):
     """The script ended before its first item."""
 
 
-def _die_with_worker() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 class _Child:
     """A process of the user's, in a group of its own. Its errors are kept until it ends."""
 
@@ -74,7 +69,7 @@ class _Child:
             stdin=subprocess.DEVNULL,
             stderr=self._errors,
             start_new_session=True,
-            preexec_fn=_die_with_worker if sys.platform == "linux" else None,
+            preexec_fn=functools.partial(end_with_parent, signal.SIGKILL),
             **other,
         )
 

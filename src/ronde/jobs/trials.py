@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import functools
 import os
 import signal
 import subprocess
@@ -17,6 +17,7 @@ from ronde.jobs.space import Values
 from ronde.watch import RunDir
 from ronde.watch.record import Alert, Ended, Epoch, Evaluated, Started, StepRecorded, read
 from ronde.world import ArgumentError
+from ronde.world.children import end_with_parent
 
 __all__ = [
     "HOPELESS", "Goal", "TrialProcess", "TrialProgress", "argument_words", "progress_of",
@@ -172,9 +173,11 @@ def argument_words(values: Values, style: str) -> list[str]:
     return words
 
 
-def _leave_with_tuner() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it saves, and leaves
+def _begin(cores: Sequence[int]) -> None:
+    """In the trial's process: leave with the tuner, and stay on these cores."""
+    end_with_parent(signal.SIGTERM)  # it saves, and leaves
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 class TrialProcess:
@@ -197,14 +200,10 @@ class TrialProcess:
             names = seen.split(",") if seen else [str(i) for i in range(max(devices) + 1)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in devices)
 
-        def prepare() -> None:
-            _leave_with_tuner()
-            if not gpus and hasattr(os, "sched_setaffinity"):
-                cores = sorted(os.sched_getaffinity(0))
-                own = {cores[i] for i in devices if i < len(cores)}
-                if own:
-                    os.sched_setaffinity(0, own)
-
+        own: list[int] = []
+        if not gpus and hasattr(os, "sched_setaffinity"):
+            cores = sorted(os.sched_getaffinity(0))
+            own = [cores[i] for i in devices if i < len(cores)]
         self._process = subprocess.Popen(
             [*words, *command],
             env=environment,
@@ -212,7 +211,7 @@ class TrialProcess:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,
-            preexec_fn=prepare,
+            preexec_fn=functools.partial(_begin, own),
         )
 
     def ended(self) -> int | None:
