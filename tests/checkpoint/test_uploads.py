@@ -163,7 +163,7 @@ def flaky(tmp_path: Path, plan: str, slow: float = 0.0) -> dict[str, str]:
     return {"FLAKY_PLAN": str(tmp_path / "plan"), "FLAKY_SLOW": str(slow)}
 
 
-def line(store: Path, *words: str, keep="last=2", epochs=3, slow=0.3) -> list[str]:
+def line(store: Path, *words: str, keep="last=2", epochs=3, slow=0.1) -> list[str]:
     start = [sys.executable, "-m", "launcher", "run", "-n", "2", "--name", "it"]
     train = ["train.py", "out.st", str(epochs), keep, str(slow)]
     return [*start, "--upload", f"flaky://{store}", *words, *train]

@@ -82,7 +82,7 @@ def cluster(hosts):
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize(("page", "text"), some(scripts(), 12))
+@pytest.mark.parametrize(("page", "text"), some(scripts(), 40))
 def test_the_command_runs(page, text, place, hosts, request) -> None:
     engine = {"slurm": "slurm", "mpi": "mpirun.openmpi", "ray": "ray", "spark": "spark"}.get(page)
     if engine and (why := absent(engine)):

@@ -13,11 +13,12 @@ import yaml
 
 import zygote
 from lab import lab, missing
-from processes import TESTS, ronde
+from processes import TESTS
 from ronde.jobs.flow import Flow, load_flow
 from ronde.jobs.flow_export import export_flow
 from ronde.jobs.flow_run import FlowRun
 from ronde.world import ArgumentError, RondeError
+from sampling import long
 
 TRAIN = """
 import sys, torch, ronde
@@ -45,6 +46,7 @@ for _ in run.epochs(3):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(subprocess, "Popen", zygote.Popen)
     return tmp_path
 
 
@@ -74,11 +76,11 @@ steps:
   below: {run: echo, needs: bad}
   report: {run: "echo {train.samples}", needs: [good, "bad?", train]}
 """)
-    process = zygote.run(ronde("flow", "flow.yaml"), timeout=110)
-    assert process.returncode == 0, process.stdout + process.stderr
+    said: list[str] = []
+    states(load_flow(folder / "flow.yaml"), folder, tell=said.append)
     steps = [int(line.split()[1]) for line in (folder / "steps.txt").read_text().splitlines()]
     assert steps == list(range(12))  # the same run goes on: no step twice, none from the beginning
-    told = re.sub(" +", " ", process.stdout)
+    told = re.sub(" +", " ", "\n".join(said))
     assert "train try 2 killed by SIGKILL" in told
     assert "bad skipped train.loss is" in told
     assert "below skipped bad was skipped" in told
@@ -370,6 +372,7 @@ for _ in run.epochs(2):
 """
 
 
+@long  # a host that is lost is test_restarts.py's, and what a step's status means is above
 @pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.timeout(150)
 def test_a_host_that_is_lost_costs_the_steps_since_the_last_checkpoint(folder: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_command_an_item_and_what_is_tolerated(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_all_and_resume_goes_on(folder: Path) -> None:
-    (folder / "slow.sh").write_text("sleep 0.2; cat $1")
+    (folder / "items.txt").write_text("".join(f"{i}\n" for i in range(40)))
     words = [sys.executable, "-m", "ronde", "map", "--items", "lines:items.txt", "--chunk", "2"]
     words += [
         "--workers",

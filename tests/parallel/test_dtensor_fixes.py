@@ -75,13 +75,13 @@ def one(tmp_path_factory):
     ("workers", "plan"),
     some(
         [
+            (4, "tensor=2,shard=parameters"),
             (2, "shard=parameters"),
             (3, "shard=gradients"),
             (2, "tensor=2"),
-            (4, "tensor=2,shard=parameters"),
             (4, "shard,shard_within=2"),
         ],
-        3,
+        5,
     ),
 )
 def test_read_and_drawn_as_in_one_process(workers, plan, one, tmp_path):

@@ -48,7 +48,7 @@ REFUSED = [
     case("GPT", f"{GRID},schedule=zero-bubble,shard=parameters"),
 ]
 if not ALL:
-    FOUR, EIGHT = FOUR[:2], EIGHT[:3]
+    FOUR, EIGHT = FOUR[:2], EIGHT[:2]
 
 
 def launch(worker: str, workers: int, cases: list, folder: Path, *imports: str) -> Path:

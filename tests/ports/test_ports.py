@@ -102,7 +102,7 @@ CASES = {
     "gcn": Port(PORTS / "gcn", "--epochs 12 --nodes 60 --dropout 0", 12, (), NOT_SPLIT),
     "horovod": Port(PORTS / "horovod", "--epochs 2 --images 200 --batch 30 --dropout 0", 2 * 7),
 }
-SAMPLE = some(list(CASES), 3)
+SAMPLE = some(list(CASES), 5)
 
 
 def cell(name: str, folder: Path, **values) -> dict:

@@ -91,7 +91,7 @@ def test_under_a_pipeline_and_in_the_summary(tmp_path):
 
 
 @pytest.mark.parametrize("plan", some(["replicate", "shard=parameters", "shard=optimizer"], 3))
-@pytest.mark.parametrize("loop", ["step", "own"])
+@pytest.mark.parametrize("loop", some(["step", "own"], 2))
 def test_a_buffer_that_follows_one_worker_s_samples_is_named(loop, plan, tmp_path):
     (tmp_path / "train.py").write_text(COUNTING)
     said = {}
@@ -148,7 +148,7 @@ run.export("weights.safetensors")
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), some([("record", 7), ("plain", 10), ("keyed", 7), ("record", 512)], 3)
+    ("kind", "size"), some([("record", 7), ("plain", 10), ("keyed", 7), ("record", 512)], 4)
 )
 def test_batches_of_any_class_and_length_through_a_pipeline(kind, size, tmp_path):
     (tmp_path / "train.py").write_text(BATCHES)

@@ -11,6 +11,7 @@ import torch
 import ronde
 from processes import ronde_run
 from ronde.world import PlanError
+from sampling import some
 
 MODEL = """
 import json, sys, torch, ronde
@@ -149,7 +150,7 @@ def answer(folder: Path, script: str, workers: int, plan: str, kind: str = "-"):
 
 def test_a_hidden_state_of_new_zeros_is_the_same_under_shard(tmp_path: Path) -> None:
     one = answer(tmp_path, HIDDEN, 1, "replicate")
-    for plan in ("shard=parameters", "shard=gradients"):
+    for plan in some(["shard=parameters", "shard=gradients"], 2):
         other = answer(tmp_path, HIDDEN, 2, plan)
         torch.testing.assert_close(torch.tensor(other), torch.tensor(one), rtol=1e-12, atol=0)
 
@@ -164,7 +165,7 @@ def test_tensor_parallelism_leaves_the_generator_as_replicate_does(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("workers", "plan"), [(2, "pipeline=2"), (4, "pipeline=2,shard=optimizer")]
+    ("workers", "plan"), some([(2, "pipeline=2"), (4, "pipeline=2,shard=optimizer")], 2)
 )
 def test_a_loop_of_its_own_gets_one_sentence_under_a_pipeline(
     tmp_path: Path, workers: int, plan: str
