@@ -69,6 +69,7 @@ _IMPORTS = [
 _RONDE = str(Path(sys.executable).with_name("ronde"))
 _server: socket.socket | None = None
 _lock = threading.Lock()
+_plain_popen = subprocess.Popen
 
 
 def _prctl(option: int, value: object) -> None:
@@ -211,7 +212,7 @@ def start_server(fork: bool = False) -> None:
         number = there.fileno()
         command = [sys.executable, __file__, str(number), str(parent)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.Popen(
+        _plain_popen(
             command,
             pass_fds=[number],
             env=environment,
