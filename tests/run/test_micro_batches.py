@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from processes import python, ronde_run
-from ronde.run.evaluation import to_device
+from ronde.run.loop import to_device
 from ronde.world.tensors import tensors_in
 from sampling import some
 

@@ -34,7 +34,7 @@ from ronde.measure.step_stages import StepStages
 from ronde.measure.study import refuse_batches
 from ronde.plan import Share, shares
 from ronde.profile import StageTimes, read_board, read_durations, read_notes
-from ronde.run.evaluation import on_device
+from ronde.run.loop import on_device
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.tensors import tensors_in
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from ronde.parallel.batchnorm import batchnorms, converted, spectral_norms
     from ronde.parallel.ddp import Replicate
     from ronde.parallel.registry import STRATEGIES, carry_out
-    from ronde.parallel.single import Single
-    from ronde.parallel.strategy import Compute, Part, Strategy, Work
+    from ronde.parallel.strategy import Compute, Part, Single, Strategy, Work
 
 __all__ = [
     "STRATEGIES",
@@ -38,7 +37,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.parallel.batchnorm": "batchnorms converted spectral_norms",
             "ronde.parallel.registry": "STRATEGIES carry_out",
             "ronde.parallel.ddp": "Replicate",
-            "ronde.parallel.single": "Single",
-            "ronde.parallel.strategy": "Compute Part Strategy Work",
+            "ronde.parallel.strategy": "Compute Part Single Strategy Work",
         },
     )

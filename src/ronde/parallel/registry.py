@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ronde.keras import is_keras
-from ronde.parallel.strategy import Strategy, Work
+from ronde.parallel.strategy import Single, Strategy, Work
 from ronde.plan import Plan
 from ronde.world import World
 
@@ -64,9 +63,8 @@ def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
 
         offload.apply(plan, work, me)
     if me.size == 1:
-        from ronde.parallel.single import Single
-
         return Single(work.model)
+    from ronde.keras import is_keras
     from ronde.parallel.optimizer_coupling import check_coupling
 
     if is_keras(work.model):

@@ -5,9 +5,14 @@ Imports neither numpy nor torch. Offers :class:`Plan`, :data:`REDUCERS`, :func:`
 :func:`epoch_steps`; the schedules are in :mod:`ronde.plan.schedules`.
 """
 
+from typing import TYPE_CHECKING
+
 from ronde.plan.batch import Share, epoch_steps, shares, split
 from ronde.plan.plan import SPLIT_FIELDS, Layout, Place, Plan
-from ronde.plan.reducers import REDUCERS, parse_reducer
+from ronde.world.lazy import lazily
+
+if TYPE_CHECKING:
+    from ronde.plan.reducers import REDUCERS, parse_reducer
 
 __all__ = [
     "REDUCERS",
@@ -21,3 +26,6 @@ __all__ = [
     "shares",
     "split",
 ]
+
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(__name__, {"ronde.plan.reducers": "REDUCERS parse_reducer"})

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ronde.plan.reducers import parse_reducer
 from ronde.world import ArgumentError
 
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
@@ -312,6 +311,10 @@ class Plan:
         self._check_reducer()
 
     def _check_reducer(self) -> None:
+        if self.reducer == "ring":
+            return
+        from ronde.plan.reducers import parse_reducer
+
         choice = parse_reducer(self.reducer)
         if choice.name == "ring" and choice == parse_reducer("ring"):
             return

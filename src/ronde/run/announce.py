@@ -9,13 +9,11 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ronde.plan import parse_reducer
-from ronde.run.code_version import ask_git
 from ronde.run.parts import Parts
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
 from ronde.world import World
@@ -58,7 +56,7 @@ def announce(run: Parts, left_out: list[str]) -> None:
             },
             proof=_proof(run),
             arguments=sys.argv[1:],
-            git=ask_git().answer if me.is_main and directory is not None else {},
+            git=_commit() if me.is_main and directory is not None else {},
             origin=directory.origin if directory is not None else "",
             command=json.loads(os.environ.get("RONDE_COMMAND", "[]")),
         )
@@ -103,7 +101,17 @@ def _proof(run: Parts) -> str:
     return proofs.get(plan_kind(run.plan), "")
 
 
+def _commit() -> dict[str, Any]:
+    from ronde.run.code_version import ask_git
+
+    return ask_git().answer
+
+
 def _explain_reducer(run: Parts) -> None:
+    if run.plan.reducer == "ring":
+        return
+    from ronde.plan import parse_reducer
+
     kind = parse_reducer(run.plan.reducer).kind
     if run.strategy.note:
         run.watcher.say(run.strategy.note)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ronde.run import lr_rules
 from ronde.run.checks import is_whole
+from ronde.run.options import LR_RULES
 from ronde.world import ArgumentError, CheckpointError, PlanError
 from ronde.world.consensus import agree, broadcast_json
 
@@ -24,7 +25,7 @@ class BatchSchedule:
     Args:
         at: optimizer steps done -> the size from then on; None: by the noise scale.
         largest: where growth by the noise scale ends.
-        rule: how the learning rate follows, of :data:`lr_rules.RULES`.
+        rule: how the learning rate follows, of :data:`~ronde.run.options.LR_RULES`.
     """
 
     def __init__(self, at: Mapping[int, int] | None, largest: int, rule: str, base: int) -> None:
@@ -118,8 +119,8 @@ def schedule_of(
             raise ArgumentError(
                 f"{call}: {step!r}: {size!r} is no step and no batch, both whole numbers above 0."
             )
-    if lr_rule not in (None, *lr_rules.RULES):
-        raise ArgumentError(f"{call}: lr_rule={lr_rule!r}: expected one of {lr_rules.RULES}.")
+    if lr_rule not in (None, *LR_RULES):
+        raise ArgumentError(f"{call}: lr_rule={lr_rule!r}: expected one of {LR_RULES}.")
     if run.state.step != run.watcher.steps_at_start:
         raise ArgumentError(f"{call} was called after a step: call it before the first.")
     refused = (

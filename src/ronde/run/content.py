@@ -3,20 +3,45 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ronde.checkpoint import KeepPolicy
 from ronde.run.average import Averages
 from ronde.run.best import KeepBest
-from ronde.run.ending import Ending
 from ronde.run.parts import Parts
 from ronde.run.registered import Registry
 
 if TYPE_CHECKING:
     from ronde.run.batch_schedule import BatchSchedule
 
-__all__ = ["CheckpointContent"]
+__all__ = ["CheckpointContent", "Ending"]
+
+
+@dataclass
+class Ending:
+    """What a checkpoint says about the end of its training; empty in most.
+
+    Attributes:
+        stopped: why the training is over before its last epoch; empty if it is not.
+        paused: whether it was written by a pause (``ronde run --until``).
+        loops: name of a run -> its loops over ``run.epochs``, from the first, that are over because
+            the script left the last of them.
+    """
+
+    stopped: str = ""
+    paused: bool = False
+    loops: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its form in a checkpoint: without what is empty."""
+        return {name: value for name, value in vars(self).items() if value}
+
+    def restore(self, found: Mapping[str, Any]) -> None:
+        """Continue from :meth:`to_dict`; a pause is over."""
+        self.stopped = found.get("stopped", "")
+        self.loops = dict(found.get("loops", {}))
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,29 +20,28 @@ from torch.utils.data import DataLoader, Dataset
 
 from ronde import checkpoint
 from ronde.data import Order
-from ronde.keras import adopt_keras, is_keras
 from ronde.loader import Feed, FeedSettings, TakenOver, take_over
 from ronde.parallel import Strategy, Work
 from ronde.parallel.registry import carry_out
 from ronde.plan import SPLIT_FIELDS, Plan, Share
-from ronde.run import checks, hooks, lr_rules
+from ronde.run import checks, hooks
 from ronde.run.announce import announce, to_tensorboard
 from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
 from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
-from ronde.run.code_version import ask_git
 from ronde.run.content import CheckpointContent
-from ronde.run.evaluation import on_device, to_device
-from ronde.run.fork import given_settings
 from ronde.run.group import RunGroup, count_groups, current
+from ronde.run.loop import on_device, to_device
 from ronde.run.losses import LossCall
 from ronde.run.options import (
+    LR_RULES,
     BatchOptions,
     RunOptions,
     SaveOptions,
     SplitOptions,
     accumulate,
     asked_plan,
+    given_settings,
     grow,
     micro_batch_sizes,
     recorded_cut,
@@ -214,6 +214,8 @@ def distribute(
     """
     me = connect()
     if me.is_main and os.environ.get("RONDE_RUNS") != "none":
+        from ronde.run.code_version import ask_git
+
         ask_git()  # it answers while the rest is made ready
     checks.check_arguments(
         choices={
@@ -222,7 +224,7 @@ def distribute(
             "loss_reduction": (loss_reduction, ("mean", "sum")),
             "on_nan": (on_nan, ON_NAN),
             "randomness": (randomness, (None, "global", "worker")),
-            "lr_rule": (lr_rule, (None, *lr_rules.RULES)),
+            "lr_rule": (lr_rule, (None, *LR_RULES)),
         },
         counts={
             "batch_size": batch_size,
@@ -258,10 +260,13 @@ def distribute(
     )
     options = RunOptions(check_replicas, on_nan, check_callbacks(callbacks), watch_every(watch))
     asked = asked_plan(plan, me, fields)
-    if is_keras(model):
-        optimizer, loss = adopt_keras(
-            model, optimizer, loss, reduction=loss_reduction, batch=batch, device=str(me.device)
-        )
+    if "keras" in sys.modules:
+        from ronde.keras import adopt_keras, is_keras
+
+        if is_keras(model):
+            optimizer, loss = adopt_keras(
+                model, optimizer, loss, reduction=loss_reduction, batch=batch, device=str(me.device)
+            )
     checks.check_model(model, me)
     checks.check_init(init, model)
     left_out = checks.check_optimizer(optimizer, model)

@@ -8,88 +8,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import IterableDataset
 
 from ronde.capture import GlobalDraws
-from ronde.data import stage
 from ronde.loader import (
     Feed,
     LoaderSettings,
     TakenOver,
-    first_few,
     other_classes,
     pipeline_in,
     take_over,
-    too_many,
 )
-from ronde.plan import Layout, Place, Plan, Share, shares
+from ronde.plan import Place, Plan, shares
 from ronde.run import hooks
 from ronde.run.callback import Callbacks, EvaluationResult
 from ronde.run.checks import check_draw, check_same_samples
 from ronde.run.gather import Gathering
+from ronde.run.loop import gather_skipped, on_device, skip_report
 from ronde.run.losses import Rows, lengths
 from ronde.run.parts import Parts
-from ronde.world import ArgumentError, FeedError, World
+from ronde.world import ArgumentError, World
 from ronde.world.consensus import gather_json
-from ronde.world.tensors import map_leaves, map_tensors
+from ronde.world.tensors import map_tensors
 
-__all__ = ["Evaluations", "gather_skipped", "on_device", "skip_report", "to_device"]
+__all__ = ["Evaluations"]
 
 _MOST_KEPT = 4  # evaluations: a script may make a new DataLoader for each
-
-
-@stage("copy")
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move every tensor in a batch, whatever holds it."""
-
-    def move(v: Any) -> Any:
-        if isinstance(v, torch.Tensor):
-            return v.to(device, non_blocking=True)
-        return v.to(device) if _moves(v) else v
-
-    return map_leaves(move, value, leaf=_moves)
-
-
-def _moves(value: Any) -> bool:
-    # a packed sequence, transformers' BatchEncoding, or a class of the script with its own ``to``
-    return isinstance(value, PackedSequence) or (
-        not isinstance(value, list | tuple | dict) and callable(getattr(value, "to", None))
-    )
-
-
-def on_device(feed: Feed, share: Share, micros: list[Any], device: torch.device) -> list[Any]:
-    """A share's micro-batches on the device, after the pipeline's transforms there."""
-    if device.type != "cpu":
-        micros = [to_device(m, device) for m in micros]
-    return feed.finish(share, micros)
-
-
-def gather_skipped(feed: Feed, layout: Layout, me: World) -> list[tuple[int, str]]:
-    """Bad samples of all replicas since the feed began to read. A collective if any may be skipped.
-
-    Raises:
-        FeedError: there are more than ``max_skipped`` allows.
-    """
-    settings, of = feed.settings, feed.order.epoch_samples
-    if settings.on_error != "skip":
-        return []
-    place = layout.place(me.rank)
-    mine = feed.skipped if (place.pipeline, place.tensor) == (0, 0) else []
-    skipped = [(int(i), str(text)) for each in gather_json(me, mine) for i, text in each]
-    if len(skipped) > settings.max_skipped * of:
-        raise FeedError(too_many(skipped, of, settings.max_skipped))
-    return skipped
-
-
-def skip_report(skipped: list[tuple[int, str]], of: int, fate: str) -> str:
-    """How many samples were skipped, and the first few; empty if none."""
-    if not skipped:
-        return ""
-    n = len(skipped)
-    count = f"{n} samples of {of} ({n / of:.2%})" if n > 1 else f"1 sample of {of} ({1 / of:.2%})"
-    were = "were" if n > 1 else "was"
-    return f"{count} could not be used and {were} {fate}: {first_few(skipped)}"
 
 
 def _is_torchmetric(metric: Any) -> bool:

@@ -8,31 +8,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch.optim import Optimizer
-
 from ronde import checkpoint
 from ronde.world import CheckpointError
 
-__all__ = ["changed_settings", "forked", "given_settings"]
-
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-
-
-def given_settings(optimizer: Optimizer, lr_factor: float) -> list[dict[str, Any]]:
-    """The settings of each group as the script gave them, for a checkpoint.
-
-    Args:
-        lr_factor: what ``batch="grow"`` has multiplied the rates by.
-    """
-    found = []
-    for group in optimizer.param_groups:
-        own = {k: v for k, v in group.items() if k not in ("params", *_RATES)}
-        plain = {k: checkpoint.encode(v) for k, v in own.items() if not isinstance(v, torch.Tensor)}
-        # a scheduler may have changed the rate already
-        rate = float(group.get("initial_lr", group["lr"]))
-        found.append({**plain, "lr": rate / lr_factor})
-    return found
+__all__ = ["changed_settings", "forked"]
 
 
 def _changes(
@@ -62,7 +41,7 @@ def forked(saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> dict
     did is the new script's. A learning rate multiplies the whole schedule.
 
     Args:
-        given: the script's :func:`given_settings`.
+        given: the script's :func:`~ronde.run.options.given_settings`.
 
     Raises:
         CheckpointError: the groups' learning rates change by several factors.

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ronde.loader import Feed
 from ronde.run.callback import Callbacks
-from ronde.run.content import CheckpointContent
-from ronde.run.ending import Ending
+from ronde.run.content import CheckpointContent, Ending
 from ronde.run.parts import Parts
 from ronde.run.saving import Saving
 from ronde.watch import RunDir, check_name

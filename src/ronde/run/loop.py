@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sys
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from ronde.loader import Feed
-from ronde.plan import Share, shares
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ronde.data import stage
+from ronde.loader import Feed, first_few, too_many
+from ronde.plan import Layout, Share, shares
 from ronde.run import checkpoints, checks
 from ronde.run.callback import Callbacks
 from ronde.run.content import CheckpointContent
-from ronde.run.ending import is_left_by_script, shows_breaks
-from ronde.run.evaluation import Evaluations, gather_skipped, skip_report, to_device
 from ronde.run.group import RunGroup
 from ronde.run.parts import MicroBatches
 from ronde.run.step import OptimizerStep
-from ronde.world import ArgumentError, CheckpointError, RondeError
+from ronde.world import ArgumentError, CheckpointError, FeedError, RondeError, World
+from ronde.world.consensus import gather_json
 from ronde.world.rendezvous import counted
+from ronde.world.tensors import map_leaves
 
-__all__ = ["Loop"]
+__all__ = ["Loop", "gather_skipped", "on_device", "skip_report", "to_device"]
 
 T = TypeVar("T")
 Shares = Callable[[], Iterator[Share]]
@@ -48,6 +54,7 @@ class Loop:
         is_reading: whether the script is in a loop: loading threads and processes stay meanwhile.
         followers: the loops that take this one's batches.
         feed: reads the batches.
+        evaluations: the run's ``Evaluations``, from the first on.
     """
 
     def __init__(
@@ -56,7 +63,6 @@ class Loop:
         group: RunGroup,
         callbacks: Callbacks,
         step: OptimizerStep,
-        evaluations: Evaluations,
         source: Loop | None,
         *,
         in_lists: bool,
@@ -69,7 +75,8 @@ class Loop:
         self.is_reading = False
         self.followers: list[weakref.ref[Loop]] = []
         self._rendezvous = parts.rendezvous
-        self._evaluations, self._source = evaluations, source
+        self.evaluations: Any = None
+        self._source = source
         self._lists = parts.plan.accumulation > 1 or in_lists
         self.feed = Feed(
             parts.data.dataset,
@@ -116,9 +123,9 @@ class Loop:
                     yield epoch
                 except GeneratorExit:
                     complete = group.ends_with(place.readings)
-                    if not complete and not shows_breaks():
+                    if not complete and not _shows_breaks():
                         self.parts.warn(_NO_BREAKS)
-                    elif not complete and is_left_by_script():
+                    elif not complete and _is_left_by_script():
                         group.ending.loops[self.parts.part] = this_loop
                         group.due = True
                     raise
@@ -336,7 +343,8 @@ class Loop:
             reading.close()
         self.is_reading = False
         self.feed.close()
-        self._evaluations.close()
+        if self.evaluations is not None:
+            self.evaluations.close()
 
     def finish(self, status: str) -> None:
         """The run has ended: write and tell it, once."""
@@ -379,3 +387,101 @@ class Loop:
         if group.is_unsaved or group.due:
             checkpoints.save_or_warn(self, wait=True)
         self.finish("completed")
+
+
+@stage("copy")
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move every tensor in a batch, whatever holds it."""
+
+    def move(v: Any) -> Any:
+        if isinstance(v, torch.Tensor):
+            return v.to(device, non_blocking=True)
+        return v.to(device) if _moves(v) else v
+
+    return map_leaves(move, value, leaf=_moves)
+
+
+def _moves(value: Any) -> bool:
+    # a packed sequence, transformers' BatchEncoding, or a class of the script with its own ``to``
+    return isinstance(value, PackedSequence) or (
+        not isinstance(value, list | tuple | dict) and callable(getattr(value, "to", None))
+    )
+
+
+def on_device(feed: Feed, share: Share, micros: list[Any], device: torch.device) -> list[Any]:
+    """A share's micro-batches on the device, after the pipeline's transforms there."""
+    if device.type != "cpu":
+        micros = [to_device(m, device) for m in micros]
+    return feed.finish(share, micros)
+
+
+def gather_skipped(feed: Feed, layout: Layout, me: World) -> list[tuple[int, str]]:
+    """Bad samples of all replicas since the feed began to read. A collective if any may be skipped.
+
+    Raises:
+        FeedError: there are more than ``max_skipped`` allows.
+    """
+    settings, of = feed.settings, feed.order.epoch_samples
+    if settings.on_error != "skip":
+        return []
+    place = layout.place(me.rank)
+    mine = feed.skipped if (place.pipeline, place.tensor) == (0, 0) else []
+    skipped = [(int(i), str(text)) for each in gather_json(me, mine) for i, text in each]
+    if len(skipped) > settings.max_skipped * of:
+        raise FeedError(too_many(skipped, of, settings.max_skipped))
+    return skipped
+
+
+def skip_report(skipped: list[tuple[int, str]], of: int, fate: str) -> str:
+    """How many samples were skipped, and the first few; empty if none."""
+    if not skipped:
+        return ""
+    n = len(skipped)
+    count = f"{n} samples of {of} ({n / of:.2%})" if n > 1 else f"1 sample of {of} ({1 / of:.2%})"
+    were = "were" if n > 1 else "was"
+    return f"{count} could not be used and {were} {fate}: {first_few(skipped)}"
+
+
+# Where a loop pops its iterator: POP_ITER is Python 3.14's.
+_POPS = {dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap}
+
+
+def _is_left_by_script() -> bool:
+    """Whether a loop is left with ``break`` or ``return``, asked in the generator that it closes.
+
+    An exception on its way, as of ``sys.exit``, closes it as well, and cannot be seen from there.
+    But then the loop's frame is at the instruction that raised.
+    """
+    frame = sys._getframe(2)
+    return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] in _POPS
+
+
+def _shows_breaks() -> bool:
+    """Whether :func:`_is_left_by_script` can be believed: other Pythons may compile or end loops in
+    another way. Tried on three loops whose end is known.
+    """
+    answers = []
+
+    def loop() -> Iterator[None]:
+        try:
+            yield
+        except GeneratorExit:
+            answers.append(_is_left_by_script())
+            raise
+
+    def breaks() -> None:
+        for _ in loop():
+            break
+
+    def returns() -> None:
+        for _ in loop():
+            return
+
+    def raises() -> None:
+        for _ in loop():
+            raise KeyError
+
+    for leave in (breaks, returns, raises):
+        with suppress(KeyError):
+            leave()
+    return answers == [True, True, False]

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import default_collate
 
-from ronde.introspect import is_ronde
 from ronde.loader import LoaderSettings
 from ronde.world import ArgumentError, LossError, World
 from ronde.world.consensus import gather_json
@@ -150,7 +149,11 @@ def _measure(value: Any, path: str, found: Lengths) -> None:
 
 def collates(settings: LoaderSettings) -> bool:
     """Whether samples are collated by a function of the script's, which may leave some out."""
-    return settings.collate is not default_collate and not is_ronde(settings.collate)
+    if settings.collate is default_collate:
+        return False
+    from ronde.introspect import is_ronde
+
+    return not is_ronde(settings.collate)
 
 
 class Rows:

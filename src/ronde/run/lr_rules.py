@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["RULES", "choose_rule", "lr_factor", "scale_rates", "warmup_factor", "warmed"]
-
-RULES = ("linear", "sqrt", "none")
+__all__ = ["choose_rule", "lr_factor", "scale_rates", "warmup_factor", "warmed"]
 
 _ADAPTIVE = ("adam", "adagrad", "adadelta", "rmsprop", "adafactor", "lamb", "lion", "muon", "rprop")
 

@@ -10,24 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
 
+from ronde import checkpoint
 from ronde.checkpoint import KeepPolicy
 from ronde.loader import FeedSettings
 from ronde.plan import Plan, split
 from ronde.plan.batch import micro_batches_of
-from ronde.run import lr_rules
 from ronde.run.best import split_metric
 from ronde.run.hooks import observed
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json
 
 __all__ = [
+    "LR_RULES",
     "BatchOptions",
     "RunOptions",
     "SaveOptions",
     "SplitOptions",
     "accumulate",
+    "given_settings",
     "asked_plan",
     "grow",
     "micro_batch_sizes",
@@ -35,6 +38,11 @@ __all__ = [
     "script_plan",
     "watch_every",
 ]
+
+LR_RULES = ("linear", "sqrt", "none")
+"""How the learning rate may follow a grown batch: :mod:`ronde.run.lr_rules`."""
+
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
 def watch_every(asked: bool | int) -> int | None:
@@ -197,6 +205,8 @@ def grow(
     samples: int,
 ) -> Plan:
     """``batch="grow"``: the batch times the number of workers, and the learning rate to match."""
+    from ronde.run import lr_rules  # few runs grow their batch
+
     chosen = lr_rules.choose_rule(optimizer, rule)
     factor = lr_rules.lr_factor(chosen, plan.workers)
     size = plan.batch_size * plan.workers
@@ -231,3 +241,19 @@ def micro_batch_sizes(plan: Plan, epoch_samples: int) -> tuple[int, ...]:
         for a, b in split(low, high, plan.accumulation)
     }
     return tuple(sorted(sizes))
+
+
+def given_settings(optimizer: Optimizer, lr_factor: float) -> list[dict[str, Any]]:
+    """The settings of each group as the script gave them, for a checkpoint.
+
+    Args:
+        lr_factor: what ``batch="grow"`` has multiplied the rates by.
+    """
+    found = []
+    for group in optimizer.param_groups:
+        own = {k: v for k, v in group.items() if k not in ("params", *_RATES)}
+        plain = {k: checkpoint.encode(v) for k, v in own.items() if not isinstance(v, torch.Tensor)}
+        # a scheduler may have changed the rate already
+        rate = float(group.get("initial_lr", group["lr"]))
+        found.append({**plain, "lr": rate / lr_factor})
+    return found

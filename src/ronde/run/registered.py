@@ -14,8 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde import checkpoint
-from ronde.run import lr_rules
-from ronde.run.unregistered import claim
 from ronde.world import ArgumentError, CheckpointError, RondeError, WorldError
 from ronde.world.consensus import gather_json
 from ronde.world.tensors import is_sharded
@@ -98,6 +96,8 @@ class Registry:
 
     def add(self, run: Parts, things: Mapping[str, Any]) -> Registered:
         """Register, and restore what the checkpoint has under these names."""
+        from ronde.run.unregistered import claim
+
         for name, thing in things.items():
             self._check(run, name, thing)
         # An optimizer first: its scheduler's restoration sets its rates.
@@ -179,6 +179,8 @@ class Registry:
         if not isinstance(optimizer, Optimizer) or settings is None:
             return
         if optimizer is run.optimizer:
+            from ronde.run import lr_rules  # a resume
+
             lr_rules.scale_rates(optimizer, scheduler, self._lr_factor)
         for group, values in zip(optimizer.param_groups, settings, strict=True):
             group.update(_copied(values))

@@ -21,7 +21,6 @@ from ronde.run.callbacks.recording import Recording
 from ronde.run.callbacks.upkeep import AveragesWeights, Growth
 from ronde.run.collective_calls import CollectiveCalls
 from ronde.run.content import CheckpointContent
-from ronde.run.evaluation import Evaluations
 from ronde.run.gather import Gathering
 from ronde.run.group import RunGroup
 from ronde.run.loop import Loop
@@ -98,14 +97,13 @@ class Run(CollectiveCalls):
             source._step if source is not None else None,
             content.averages,
         )
-        self._evaluations = Evaluations(parts, gathering, callbacks)
+        self._gathering = gathering
         loop_type: type[Loop] = hooks.observer.loop_type or Loop
         self._loop: Loop = loop_type(
             content,
             group,
             callbacks,
             self._step,
-            self._evaluations,
             source._loop if source is not None else None,
             in_lists=in_lists,
             leaves_out=options.leaves_out,
@@ -271,7 +269,12 @@ class Run(CollectiveCalls):
         self._parts.check_settled("run.evaluate(data)")
         rate = self._parts.watcher.rate
         rate.pause()
-        outcome = self._evaluations.evaluate(data, metrics or {}, name, self._loop.is_reading)
+        loop = self._loop
+        if loop.evaluations is None:
+            from ronde.run.evaluation import Evaluations
+
+            loop.evaluations = Evaluations(self._parts, self._gathering, loop.callbacks)
+        outcome = loop.evaluations.evaluate(data, metrics or {}, name, loop.is_reading)
         rate.resume()
         return dict(outcome.result)
 

@@ -11,7 +11,7 @@ import torch
 from ronde.parallel import Part
 from ronde.parallel.strategy import NOTHING, GradientHooks
 from ronde.plan import Share
-from ronde.run import checks, failure_note, lr_rules
+from ronde.run import checks, failure_note
 from ronde.run.average import Averages
 from ronde.run.callback import Callbacks, StepView
 from ronde.run.gather import Gathering, gather_batch
@@ -382,6 +382,8 @@ class OptimizerStep:
         if run.state.step >= plan.warmup_steps:
             self._optimizer_step()
             return
+        from ronde.run import lr_rules  # few runs warm up
+
         warm = lr_rules.warmup_factor(run.state.step, plan.warmup_steps, plan.lr_factor)
         view.learning_rate *= warm
         with lr_rules.warmed(optimizer, warm):

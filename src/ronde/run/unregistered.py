@@ -96,7 +96,7 @@ _LOOKS = 3  # a scheduler may be stepped for the first time at the end of the fi
 
 
 class ReportsUnregistered(Callback):
-    """Looks at the first ends of epochs and before the first checkpoint, where one is written."""
+    """Looks at the first ends of epochs and before the first checkpoint."""
 
     def __init__(self, parts: Parts) -> None:
         self._looks = _LOOKS
@@ -104,7 +104,7 @@ class ReportsUnregistered(Callback):
 
     def epoch_ended(self, parts: Parts) -> None:
         """See :class:`Callback`."""
-        if self._looks and parts.world.is_main and parts.directory is not None:
+        if self._looks and parts.world.is_main:
             self._looks -= 1
             for warning in unregistered():
                 parts.warn(warning)

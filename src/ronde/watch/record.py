@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ronde.world.fence import is_fenced
-
 SCHEMA_VERSION = 1
 _LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
@@ -328,6 +326,8 @@ class Record:
 
     def write(self, *events: Event) -> None:
         """Append events and flush them to the system."""
+        from ronde.world.fence import is_fenced
+
         if is_fenced():
             return  # the run has been restarted without this worker
         if self._file is None:

@@ -17,7 +17,6 @@ from ronde.run.gather import Gathering
 from ronde.run.group import RunGroup
 from ronde.run.options import RunOptions
 from ronde.run.parts import Parts
-from ronde.run.unregistered import ReportsUnregistered
 
 if TYPE_CHECKING:
     from ronde.run.check_prediction import Forecast
@@ -58,7 +57,7 @@ def callbacks_of(
         *_leaves_when_asked(run, group),
         *(_stops_when_asked(run, group) if run.world.size > 1 and not studied else ()),
         *(_pauses(run, group) if not studied else ()),
-        *([ReportsUnregistered(run)] if not studied else []),
+        *(_reports_unregistered(run) if not studied else ()),
         # The weights after the step are final.
         AveragesWeights(content),
         # The script's own see a finished step, and a study sees what they did.
@@ -96,6 +95,13 @@ def _health(run: Parts, options: RunOptions) -> Iterator[Callback]:
         from ronde.run.callbacks.health import Health
 
         yield Health(run, options.watch, options.on_nan == "error")
+
+
+def _reports_unregistered(run: Parts) -> Iterator[Callback]:
+    if run.directory is not None:  # else nothing is resumed
+        from ronde.run.unregistered import ReportsUnregistered
+
+        yield ReportsUnregistered(run)
 
 
 def _pauses(run: Parts, group: RunGroup) -> Iterator[Callback]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ronde.run.callback import Callback, EvaluationResult, StepView
-from ronde.run.ending import Ending
+from ronde.run.content import Ending
 from ronde.run.gather import Gathering
 from ronde.run.parts import Parts
 from ronde.watch import Ended, Epoch, Evaluated, Logged, NoiseMeasured, figure

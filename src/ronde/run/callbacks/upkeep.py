@@ -10,7 +10,6 @@ import torch.distributed as dist
 from ronde.run.callback import Callback, EvaluationResult, StepView
 from ronde.run.content import CheckpointContent
 from ronde.run.group import RunGroup
-from ronde.run.leave import Agreement, leaving
 from ronde.run.parts import Parts
 from ronde.world import World
 
@@ -137,6 +136,8 @@ class LeavesWhenAsked(Callback):
     """A checkpoint is due after that step, and the end. See :class:`~ronde.run.leave.Leaving`."""
 
     def __init__(self, me: World, group: RunGroup) -> None:
+        from ronde.run.leave import leaving  # few runs are asked to
+
         self._leaving, self._group = leaving(me), group
 
     def step_ended(self, step: StepView) -> None:
@@ -159,6 +160,8 @@ class StopsWhenAsked(Callback):
     """The training is over at a step soon after a rank has asked for it."""
 
     def __init__(self, me: World, group: RunGroup) -> None:
+        from ronde.run.leave import Agreement
+
         self._group, self._agreement = group, Agreement(me, _key(group))
         self._reason, self._look_at = "", time.monotonic() + _LOOK_SECONDS
 
