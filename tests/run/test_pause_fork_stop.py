@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import processes
 import ronde
-from ronde.run import ending
+from ronde.run import loop
 
 SCRIPT = textwrap.dedent(
     """
@@ -390,9 +390,9 @@ def test_patience_counts_on_after_a_resume(folder):
 
 
 def test_where_breaks_cannot_be_told_it_says_so(tmp_path, monkeypatch, capsys):
-    assert ending.shows_breaks()
-    monkeypatch.setattr(ending, "_POPS", set())
-    assert not ending.shows_breaks()
+    assert loop.shows_breaks()
+    monkeypatch.setattr(loop, "_POPS", set())
+    assert not loop.shows_breaks()
     monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
     monkeypatch.setenv("RONDE_DEVICE", "cpu")
     model = torch.nn.Linear(2, 1)

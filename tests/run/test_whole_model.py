@@ -17,9 +17,9 @@ PLANS = {
     "shard": (2, "shard=parameters"),
     "pipeline": (2, "pipeline=2"),
     "tensor": (2, "tensor=2"),
+    "pairs": (4, "tensor=2"),
 }
 if ALL:
-    PLANS["pairs"] = (4, "tensor=2")
     PLANS["hybrid"] = (4, "pipeline=2,shard=parameters")
     PLANS["both"] = (4, "pipeline=2,tensor=2")
 CALLED = "rank 0 called the model"

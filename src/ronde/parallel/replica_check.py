@@ -32,18 +32,23 @@ class ReplicaCheck:
 
     Attributes:
         possible: whether two workers hold the same part of anything, with the same bits so far.
+        due: the step after which to check next; a save checks before.
     """
 
     def __init__(self, every: int) -> None:
         self.possible = True
+        self.due = 1
         self._every = every
         self._last = 0
 
-    def is_due(self, step: int, save: bool = False) -> bool:
-        """Whether to check after that step; ``save``: before it is saved."""
-        early = step < self._every and not step & (step - 1)  # 4, 8, 16, ...: soon, and seldom
-        due = save or early or step % self._every == 0
-        return self.possible and self._last != step and due
+    def begin(self, step: int) -> bool:
+        """Whether there is something to check after that step, which is due or saved."""
+        every = self._every
+        later = every * (step // every + 1)
+        self.due = min(later, 1 << step.bit_length())  # 4, 8, 16, ...: soon, and seldom
+        if step >= every:
+            self.due = later
+        return self.possible and self._last != step
 
     def check(
         self,

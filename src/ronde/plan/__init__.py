@@ -8,13 +8,14 @@ Imports neither numpy nor torch. Offers :class:`Plan`, :data:`REDUCERS`, :func:`
 from typing import TYPE_CHECKING
 
 from ronde.plan.batch import Share, epoch_steps, shares, split
-from ronde.plan.plan import SPLIT_FIELDS, Layout, Place, Plan
+from ronde.plan.plan import LR_RULES, SPLIT_FIELDS, Layout, Place, Plan
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.plan.reducers import REDUCERS, parse_reducer
 
 __all__ = [
+    "LR_RULES",
     "REDUCERS",
     "SPLIT_FIELDS",
     "Layout",

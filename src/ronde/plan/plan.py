@@ -14,6 +14,9 @@ from ronde.world import ArgumentError
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zero-bubble", "zbv"]
 
+LR_RULES = ("linear", "sqrt", "none")
+"""How the learning rate may follow a grown batch."""
+
 _ALIASES = {
     "data": "replicate",
     "ddp": "replicate",

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ronde.plan import LR_RULES
 from ronde.run import lr_rules
 from ronde.run.checks import is_whole
-from ronde.run.options import LR_RULES
 from ronde.world import ArgumentError, CheckpointError, PlanError
 from ronde.world.consensus import agree, broadcast_json
 
@@ -25,7 +25,7 @@ class BatchSchedule:
     Args:
         at: optimizer steps done -> the size from then on; None: by the noise scale.
         largest: where growth by the noise scale ends.
-        rule: how the learning rate follows, of :data:`~ronde.run.options.LR_RULES`.
+        rule: how the learning rate follows, of :data:`~ronde.plan.LR_RULES`.
     """
 
     def __init__(self, at: Mapping[int, int] | None, largest: int, rule: str, base: int) -> None:

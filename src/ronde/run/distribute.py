@@ -23,7 +23,7 @@ from ronde.data import Order
 from ronde.loader import Feed, FeedSettings, TakenOver, take_over
 from ronde.parallel import Strategy, Work
 from ronde.parallel.registry import carry_out
-from ronde.plan import SPLIT_FIELDS, Plan, Share
+from ronde.plan import LR_RULES, SPLIT_FIELDS, Plan, Share
 from ronde.run import checks, hooks
 from ronde.run.announce import announce, to_tensorboard
 from ronde.run.best import KeepBest
@@ -34,7 +34,6 @@ from ronde.run.group import RunGroup, count_groups, current
 from ronde.run.loop import on_device, to_device
 from ronde.run.losses import LossCall
 from ronde.run.options import (
-    LR_RULES,
     BatchOptions,
     RunOptions,
     SaveOptions,

@@ -29,7 +29,7 @@ from ronde.world.consensus import gather_json
 from ronde.world.rendezvous import counted
 from ronde.world.tensors import map_leaves
 
-__all__ = ["Loop", "gather_skipped", "on_device", "skip_report", "to_device"]
+__all__ = ["Loop", "gather_skipped", "on_device", "shows_breaks", "skip_report", "to_device"]
 
 T = TypeVar("T")
 Shares = Callable[[], Iterator[Share]]
@@ -123,9 +123,9 @@ class Loop:
                     yield epoch
                 except GeneratorExit:
                     complete = group.ends_with(place.readings)
-                    if not complete and not _shows_breaks():
+                    if not complete and not shows_breaks():
                         self.parts.warn(_NO_BREAKS)
-                    elif not complete and _is_left_by_script():
+                    elif not complete and is_left_by_script():
                         group.ending.loops[self.parts.part] = this_loop
                         group.due = True
                     raise
@@ -446,7 +446,7 @@ def skip_report(skipped: list[tuple[int, str]], of: int, fate: str) -> str:
 _POPS = {dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap}
 
 
-def _is_left_by_script() -> bool:
+def is_left_by_script() -> bool:
     """Whether a loop is left with ``break`` or ``return``, asked in the generator that it closes.
 
     An exception on its way, as of ``sys.exit``, closes it as well, and cannot be seen from there.
@@ -456,8 +456,8 @@ def _is_left_by_script() -> bool:
     return frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] in _POPS
 
 
-def _shows_breaks() -> bool:
-    """Whether :func:`_is_left_by_script` can be believed: other Pythons may compile or end loops in
+def shows_breaks() -> bool:
+    """Whether :func:`is_left_by_script` can be believed: other Pythons may compile or end loops in
     another way. Tried on three loops whose end is known.
     """
     answers = []
@@ -466,7 +466,7 @@ def _shows_breaks() -> bool:
         try:
             yield
         except GeneratorExit:
-            answers.append(_is_left_by_script())
+            answers.append(is_left_by_script())
             raise
 
     def breaks() -> None:

@@ -24,7 +24,6 @@ from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json
 
 __all__ = [
-    "LR_RULES",
     "BatchOptions",
     "RunOptions",
     "SaveOptions",
@@ -38,9 +37,6 @@ __all__ = [
     "script_plan",
     "watch_every",
 ]
-
-LR_RULES = ("linear", "sqrt", "none")
-"""How the learning rate may follow a grown batch: :mod:`ronde.run.lr_rules`."""
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 

@@ -17,7 +17,6 @@ from ronde.checkpoint import KeepPolicy
 from ronde.watch import BestFound, Checkpointed
 from ronde.world import CheckpointError, WorldError
 from ronde.world.consensus import broadcast_json
-from ronde.world.fence import refuse_fenced
 
 if TYPE_CHECKING:
     from ronde.checkpoint import Saver, Written
@@ -75,6 +74,7 @@ class Saving:
             WorldError: the run goes on without this worker.
         """
         from ronde.run import persist  # a run that writes nothing needs none of it
+        from ronde.world.fence import refuse_fenced
 
         refuse_fenced()
         began = time.perf_counter()
@@ -172,6 +172,8 @@ class Saving:
     def _announce(self, run: Parts, written: Written) -> None:
         self._announced = True
         if written.error:
+            from ronde.world.fence import refuse_fenced
+
             refuse_fenced()
             run.warn(f"{written.error} The training goes on.")
             return

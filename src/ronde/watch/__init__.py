@@ -17,7 +17,6 @@ if TYPE_CHECKING:
         Bar,
         Display,
         Lines,
-        Rate,
         Silent,
         Stream,
         choose_display,
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
     )
     from ronde.watch.run_dir import RunDir, check_name, claim_run_dir, latest, lock_run, script_stem
     from ronde.watch.summary import Summary, summarise
-    from ronde.watch.watcher import Watcher, recorded
+    from ronde.watch.watcher import Rate, Watcher, recorded
 
 __all__ = [
     "EVENTS",
@@ -107,13 +106,13 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.watch.loss_curve": "curve curves thin",
-            "ronde.watch.progress": "Bar Display Lines MARK Rate Silent "
+            "ronde.watch.progress": "Bar Display Lines MARK Silent "
             "Stream choose_display clock figure plain_console",
             "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION Started StepRecorded Warned less_is_better read",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest lock_run script_stem",
             "ronde.watch.summary": "Summary summarise",
-            "ronde.watch.watcher": "Watcher recorded",
+            "ronde.watch.watcher": "Rate Watcher recorded",
         },
     )

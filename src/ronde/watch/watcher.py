@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ronde.watch.progress import Display, Rate
+from ronde.watch.progress import Display
 from ronde.watch.record import Event, Record, Resumed, Started, StepRecorded
 
 if TYPE_CHECKING:
@@ -49,6 +49,49 @@ def _guarded(method: F) -> F:
             return None
 
     return call  # type: ignore[return-value]
+
+
+class Rate:
+    """Training throughput in samples per second, without evaluation, saving and the first steps."""
+
+    def __init__(self, skip_steps: int = 3) -> None:
+        self._skip = skip_steps
+        self._mark: float | None = None
+        self.seconds = 0.0
+        self.samples = 0
+        self.epoch_seconds = 0.0
+        self.epoch_samples = 0
+
+    def pause(self) -> None:
+        """Stop the clock: what follows is not training."""
+        self._mark = None
+
+    def step(self, samples: int, now: float) -> None:
+        """Count a step of ``samples`` that ended at ``now``."""
+        if self._mark is not None:
+            if self._skip > 0:
+                self._skip -= 1
+            else:
+                self.seconds += now - self._mark
+                self.samples += samples
+                self.epoch_seconds += now - self._mark
+                self.epoch_samples += samples
+        self._mark = now
+
+    def resume(self) -> None:
+        """Restart the clock."""
+        self._mark = time.perf_counter()
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Throughput over all training of this process."""
+        return self.samples / self.seconds if self.seconds else None
+
+    def end_epoch(self) -> float | None:
+        """Throughput of the epoch that ends; resets the epoch's counts."""
+        rate = self.epoch_samples / self.epoch_seconds if self.epoch_seconds else None
+        self.epoch_seconds, self.epoch_samples = 0.0, 0
+        return rate
 
 
 class Watcher:

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from ronde.plan import Share, parse_reducer
+from ronde.plan import Share
 from ronde.run.callback import Callback, StepView
 from ronde.run.parts import Parts
 from ronde.watch import NonFiniteStep
@@ -173,6 +173,8 @@ def check_on_nan(run: Parts, on_nan: str) -> None:
     """Refuse what cannot leave out or repeat a step."""
     if on_nan not in ("skip", "rollback"):
         return
+    from ronde.plan import parse_reducer
+
     reducer = parse_reducer(run.plan.reducer)
     if run.world.size > 1 and (reducer.feedback or reducer.kind.local):
         raise PlanError(

@@ -256,7 +256,8 @@ class Replicas(Callback):
 
     def after_update(self, step: StepView) -> None:
         """See :class:`Callback`."""
-        run, number = step.parts, step.number + 1
+        run = step.parts
+        number = run.state.step + 1
         why = self._facts.end(run)
         if self._unchecked_steps and not run.strategy.drifts:
             self._unchecked_steps -= 1
@@ -279,7 +280,11 @@ class Replicas(Callback):
         self._compare(parts, parts.state.step, must=True)
 
     def _compare(self, run: Parts, step: int, must: bool) -> None:
-        if self._check.is_due(step, must) and not run.strategy.drifts:
+        if (
+            (must or step >= self._check.due)
+            and not run.strategy.drifts
+            and self._check.begin(step)
+        ):
             explain = partial(self._facts.explain, run)
             self._check.check(run.strategy, run.work.tied, run.world, step, explain)
             self._facts.changed.clear()
