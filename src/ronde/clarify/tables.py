@@ -11,21 +11,11 @@ import numpy as np
 from ronde.clarify.counts import BiasTable, as_text
 from ronde.clarify.metrics import flip_test
 from ronde.world import ArgumentError
+from ronde.world.paths import need
 
 __all__ = ["count_table", "facet_of"]
 
 _MOST_FLIP_ROWS = 20_000
-
-
-def _duckdb() -> Any:
-    try:
-        import duckdb
-    except ImportError:
-        raise ArgumentError(
-            "tables need duckdb, which is not installed: pip install '.[tables]' in a clone of "
-            "Ronde."
-        ) from None
-    return duckdb
 
 
 def _quoted(name: str) -> str:
@@ -78,7 +68,10 @@ def count_table(
     Raises:
         ArgumentError: a column is missing, or what is positive is not clear.
     """
-    duckdb, source = _duckdb(), _source(path)
+    need("duckdb", "tables", "ronde clarify")
+    import duckdb
+
+    source = _source(path)
     db = duckdb.connect()
     try:
         columns = [row[0] for row in db.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()]

@@ -107,6 +107,16 @@ class Group(TyperGroup):
         return _flags_alone(super().get_params(ctx))
 
 
+class GroupWithDefault(Group):
+    """A group whose first command needs no name: ``ronde ship RUN`` exports."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse what is written, with the name that may be left out."""
+        if not args or (args[0] not in self.commands and args[0] not in ("--help", "-h")):
+            args = [next(iter(self.commands)), *args]
+        return list(super().parse_args(ctx, args))
+
+
 def laid_out(text: str) -> str:
     """Lay out help text for any terminal width.
 

@@ -1,0 +1,225 @@
+"""``ronde ship``: an export that is refused when it is wrong, signed, verified, and served."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.help_layout import GroupWithDefault, option
+from ronde.cli.script import JsonOption, examine, write_json
+from ronde.cli.show import find_run
+from ronde.cli.spinner import Doing
+from ronde.watch import plain_console, read
+from ronde.world import ArgumentError, RondeError
+
+_EXAMPLES = """
+The script is started up to ronde.distribute, the run's newest checkpoint is loaded, and the model
+exported. The export is compared with the model's float64 twin, sample by sample, and refused if
+it is further away than eight times the model's own rounding.
+
+Examples:
+
+  ronde ship gpt-1 --out bundle                              ONNX, checked on training samples
+
+  ronde ship gpt-1 --check test.npz --int8 --max-drop 0.5 --sign key.pem --out bundle
+
+  ronde ship gpt-1 --to torch --out bundle                   or --to safetensors
+
+  ronde ship key key.pem public.pem
+
+  ronde ship verify bundle --key public.pem                  no torch needed
+
+  ronde ship run bundle --port 8080
+
+Exit status: 0 shipped, 1 refused because the export is wrong, 2 an argument cannot be used.
+"""
+
+KeyOption = Annotated[
+    Path | None, option("--key", "Public key that must have signed it.", metavar="FILE")
+]
+BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder of a bundle.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    group = typer.Typer(
+        cls=GroupWithDefault,
+        help="Export a run's model, verify it, and serve it.\n" + _EXAMPLES,
+        rich_markup_mode="rich",
+    )
+    app.add_typer(group, name="ship")
+
+    @group.command(
+        "export", help="Export a run's model, and refuse an export that is wrong.\n" + _EXAMPLES
+    )
+    def ship(
+        run: Annotated[
+            str | None, typer.Argument(metavar="[RUN]", help="Default: the last.")
+        ] = None,
+        folder: Annotated[
+            Path, option("--runs", "Folder that holds the runs.", metavar="DIR")
+        ] = Path("runs"),
+        to: Annotated[
+            str, option("--to", "onnx, torch, or safetensors.", metavar="FORMAT")
+        ] = "onnx",
+        out: Annotated[Path, option("--out", "The bundle's folder.", metavar="DIR")] = Path(
+            "bundle"
+        ),
+        check: Annotated[
+            Path | None,
+            option("--check", "Samples: .npz with input, target, slice.", metavar="FILE"),
+        ] = None,
+        int8: Annotated[bool, option("--int8", "Add a model in 8 bits, if it is as good.")] = False,
+        max_drop: Annotated[
+            float, option("--max-drop", "Points of accuracy that int8 may lose.", metavar="POINTS")
+        ] = 0.5,
+        sign: Annotated[
+            Path | None, option("--sign", "Private key of ronde ship key.", metavar="FILE")
+        ] = None,
+        serial: Annotated[
+            int, option("--serial", "Number of the bundle; older ones are refused.", metavar="N")
+        ] = 1,
+        json_file: JsonOption = None,
+    ) -> None:
+        if to not in ("onnx", "torch", "safetensors"):
+            raise ArgumentError(f"--to {to}: expected onnx, torch, or safetensors.")
+        if int8 and to != "onnx":
+            raise ArgumentError("--int8 is for --to onnx.")
+        if out.exists():
+            raise ArgumentError(f"{out} is there already: give --out another name.")
+        directory = find_run(folder, run)
+        checkpoint, command, facts = _start_of(directory)
+        options = {
+            "checkpoint": str(checkpoint),
+            "to": to,
+            "out": str(out.absolute()),
+            "check": str(check.absolute()) if check else None,
+            "int8": int8,
+            "max_drop": max_drop / 100,
+            "sign": str(sign.absolute()) if sign else None,
+            "serial": serial,
+            "facts": facts,
+        }
+        with (
+            tempfile.TemporaryDirectory(prefix="ronde-ship-") as place,
+            Doing(plain_console()) as say,
+        ):
+            answer = examine(
+                "ship",
+                command,
+                1,
+                Path(place),
+                json.dumps(options),
+                say,
+                lambda error: f"the script failed before its model was exported: {error}",
+            )
+            if not answer.is_file():
+                raise RondeError("the script ended without calling ronde.distribute.")
+            values: dict[str, Any] = json.loads(answer.read_text())
+        if json_file:
+            write_json(json_file, values)
+        if "refused" in values:
+            plain_console(stderr=True).print(f"refused: {values['refused']}", soft_wrap=True)
+            raise typer.Exit(1)
+        _show(values, out)
+
+    @group.command("key", help="Make a pair of Ed25519 keys for ronde ship --sign.")
+    def key(
+        private: Annotated[Path, typer.Argument(metavar="PRIVATE", help="New private key.")],
+        public: Annotated[Path, typer.Argument(metavar="PUBLIC", help="New public key.")],
+    ) -> None:
+        from ronde.ship import make_key
+
+        make_key(private, public)
+        print(f"keys      {private} (keep it secret), {public}")
+
+    @group.command(
+        "verify",
+        help="Check a bundle's signature and digests, and run its stored samples on this device.",
+    )
+    def verify(bundle: BundleArgument, key: KeyOption = None) -> None:
+        from ronde.ship import ShippedModel, verify_bundle
+
+        found = verify_bundle(bundle, key)
+        who = f"signed by {key}" if found.signed else "digests only: no --key was given"
+        print(f"bundle    serial {found.serial}, {len(found.about['files'])} files, {who}")
+        if "model.onnx" in found.about["files"]:
+            worst = ShippedModel(bundle, key).check()
+            print(f"samples   off by {worst:.2g} at most on this device, within the limit")
+
+    @group.command("run", help="Serve a bundle's model: POST /predict, GET /health.")
+    def serve(
+        bundle: BundleArgument,
+        key: KeyOption = None,
+        port: Annotated[int, option("--port", "0: any free one.", metavar="N")] = 8080,
+        host: Annotated[str, option("--host", "Address to bind.", metavar="ADDRESS")] = "127.0.0.1",
+        int8: Annotated[bool, option("--int8", "The model in 8 bits.")] = False,
+    ) -> None:
+        from ronde.ship import ShippedModel, serve
+
+        model = ShippedModel(bundle, key, int8=int8)
+        with serve(model, port, host) as server:
+            where = f"http://{host}:{server.server_address[1]}"
+            print(f"serving   {where}/predict, serial {model.bundle.serial}", flush=True)
+            try:
+                server.serve_forever()
+            except KeyboardInterrupt:
+                print("stopped by SIGINT")
+
+
+def _start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
+    """A run's newest whole checkpoint, the command of its script, and facts for the model card."""
+    from ronde.checkpoint import find_valid
+    from ronde.watch import Started
+
+    started = [e for e in read(directory.record) if isinstance(e, Started)]
+    if not started or started[-1].framework:
+        raise ArgumentError(f"{directory.path} has no model of ronde.distribute.")
+    checkpoint, _ = find_valid(directory.checkpoints)
+    if checkpoint is None:
+        raise ArgumentError(f"{directory.path} has no whole checkpoint: nothing to ship.")
+    last = started[-1]
+    script = last.command[-1] if last.command else last.script
+    if not Path(script).is_file():
+        raise ArgumentError(
+            f"the script {script} of this run is not here: start ronde ship in the folder where "
+            "the run was started."
+        )
+    facts = {
+        "run": last.run,
+        "model": last.model,
+        "parameters": last.parameters,
+        "plan": last.plan,
+        "git": last.git,
+        "versions": last.versions,
+    }
+    return checkpoint.path, [script, *last.arguments], facts
+
+
+def _show(values: dict[str, Any], out: Path) -> None:
+    about = values["about"]
+    console = plain_console()
+    for i, floor in enumerate(about.get("floor", ())):
+        name = "equal" if i == 0 else ""
+        console.print(
+            f"{name:9} output {i}: worst |export - float64| {floor['export']:.2g}; the model's own "
+            f"rounding {floor['model']:.2g}, limit {floor['limit']:.2g}",
+            soft_wrap=True,
+        )
+    checked = about["checked"]
+    if "floor" in about:
+        console.print(f"checked   {checked['samples']} samples of {checked['on']}", soft_wrap=True)
+    if small := values.get("int8"):
+        before, after = small["accuracy"]
+        text = (
+            f"accuracy {before:.1%} -> {after:.1%}; worst {small['worst'][0]}: "
+            f"{small['worst'][1]:.1f} points; {small['speedup']:.2f}x as fast"
+        )
+        console.print(f"int8      {small['refused'] or text}", soft_wrap=True)
+    signed = "signed" if values["signed"] else "not signed"
+    files = ", ".join(f"{n} ({f['bytes'] / 1e6:.1f} MB)" for n, f in about["files"].items())
+    console.print(f"bundle    {out}, serial {about['serial']}, {signed}: {files}", soft_wrap=True)

@@ -1,0 +1,34 @@
+"""Ship a trained model: an export that is refused when it is wrong, signed, and run without torch.
+
+Offers :func:`export_onnx` and :func:`check_export`, :func:`write_bundle` and :func:`verify_bundle`,
+:class:`ShippedModel`, and :func:`serve`. Verifying and running import no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ronde.world.lazy import lazily
+
+# ONNX Runtime 1.32 reports to its maker from its import on, and leaves a file behind.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+
+if TYPE_CHECKING:
+    from ronde.ship.bundle import Bundle, ShipError, make_key, verify_bundle, write_bundle
+    from ronde.ship.export import call_of, export_onnx
+    from ronde.ship.floor import Floor, check_export
+    from ronde.ship.runtime import ShippedModel
+    from ronde.ship.server import serve
+
+if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
+    __getattr__, __dir__ = lazily(
+        __name__,
+        {
+            "ronde.ship.bundle": "Bundle ShipError make_key verify_bundle write_bundle",
+            "ronde.ship.export": "call_of export_onnx",
+            "ronde.ship.floor": "Floor check_export",
+            "ronde.ship.runtime": "ShippedModel",
+            "ronde.ship.server": "serve",
+        },
+    )

@@ -1,0 +1,139 @@
+"""Run a bundle's model: NumPy and ONNX Runtime, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ronde.ship.bundle import Bundle, ShipError, verify_bundle
+from ronde.world import ArgumentError
+from ronde.world.paths import need
+
+__all__ = ["ShippedModel", "open_session", "stored_samples"]
+
+MODEL, INT8, EXPECTED = "model.onnx", "model.int8.onnx", "expected.safetensors"
+
+
+def open_session(model: Path | bytes, *, optimized: bool = True, threads: int = 0) -> Any:
+    """An ONNX Runtime session on the CPU, from bytes: files that the model names are not read."""
+    need("onnxruntime", "ship", "running an exported model")
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    data = model if isinstance(model, bytes) else model.read_bytes()
+    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+def stored_samples(bundle: Bundle) -> tuple[dict[str, np.ndarray[Any, Any]], list[Any]]:
+    """The inputs and the expected outputs that a bundle holds."""
+    from safetensors.numpy import load
+
+    values = load((bundle.path / EXPECTED).read_bytes())
+    inputs = {k.removeprefix("input."): v for k, v in values.items() if k.startswith("input.")}
+    outputs = [values[f"output.{i}"] for i in range(len(values) - len(inputs))]
+    return inputs, outputs
+
+
+class ShippedModel:
+    """A model of a verified bundle.
+
+    Args:
+        path: the bundle.
+        key: public key that must have signed it.
+        int8: use the quantized model, if the bundle has one.
+
+    Raises:
+        ShipError: the bundle was changed, or has no such model.
+
+    Example:
+        >>> model = ShippedModel("bundle", key="public.pem")      # doctest: +SKIP
+        >>> model.predict({"x": images})                          # doctest: +SKIP
+    """
+
+    def __init__(
+        self, path: str | Path, key: str | Path | None = None, *, int8: bool = False
+    ) -> None:
+        self.bundle = verify_bundle(Path(path), Path(key) if key else None)
+        name = INT8 if int8 else MODEL
+        if name not in self.bundle.about["files"]:
+            raise ShipError(f"{path} has no {name}.")
+        self._session = open_session(self.bundle.path / name)
+        self.inputs = {i.name: i for i in self._session.get_inputs()}
+
+    def predict(
+        self, inputs: Mapping[str, Any] | Sequence[Any] | np.ndarray[Any, Any]
+    ) -> list[np.ndarray[Any, Any]]:
+        """Outputs of a batch.
+
+        Args:
+            inputs: name -> array, ``[samples, …]``; or one array, for a model with one input.
+
+        Raises:
+            ArgumentError: names, shapes, or types are not the model's.
+        """
+        if not isinstance(inputs, Mapping):
+            inputs = {next(iter(self.inputs)): inputs}
+        if inputs.keys() != self.inputs.keys():
+            raise ArgumentError(
+                f"the model takes {', '.join(self.inputs)}; there is "
+                f"{', '.join(map(str, inputs)) or 'none'}."
+            )
+        ready = {name: self._array(name, value) for name, value in inputs.items()}
+        return list(self._session.run(None, ready))
+
+    def _array(self, name: str, value: Any) -> np.ndarray[Any, Any]:
+        spec = self.inputs[name]
+        try:
+            array: np.ndarray[Any, Any] = np.asarray(value, dtype=_TYPES[spec.type])
+        except (ValueError, TypeError) as error:
+            raise ArgumentError(f"input {name}: {error}") from None
+        wanted = spec.shape
+        fits = array.ndim == len(wanted) and all(
+            not isinstance(w, int) or w == n for w, n in zip(wanted, array.shape, strict=True)
+        )
+        if not fits:
+            shape = ", ".join(map(str, wanted))
+            raise ArgumentError(f"input {name} has shape {array.shape}; the model takes [{shape}].")
+        return array
+
+    def check(self) -> float:
+        """Run the stored samples on this device.
+
+        Returns:
+            float: the largest difference from the outputs that were stored.
+
+        Raises:
+            ShipError: it is beyond the bundle's limit.
+        """
+        inputs, expected = stored_samples(self.bundle)
+        worst = 0.0
+        limits = self.bundle.about["limits"]
+        found = self.predict(inputs)
+        for i, (got, wanted, limit) in enumerate(zip(found, expected, limits, strict=True)):
+            difference = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
+            worst = max(worst, float(difference.max(initial=0.0)))
+            if not bool(np.all(difference <= limit)):
+                raise ShipError(
+                    f"output {i} of the stored samples is off by {difference.max():.2g} on this "
+                    f"device; the limit is {limit:.2g}."
+                )
+        return worst
+
+
+_TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(float16)": np.float16,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(int8)": np.int8,
+    "tensor(uint8)": np.uint8,
+    "tensor(bool)": np.bool_,
+}

@@ -1,0 +1,89 @@
+"""A small server of a bundle's model: JSON over HTTP, with limits."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from ronde.ship.runtime import ShippedModel
+from ronde.world import ArgumentError
+
+__all__ = ["serve"]
+
+_MOST_BYTES = 16 << 20
+_MOST_REQUESTS = 32  # at a time
+_PATIENCE_SECONDS = 10.0  # for a slow client
+
+
+def serve(model: ShippedModel, port: int = 8080, host: str = "127.0.0.1") -> ThreadingHTTPServer:
+    """A server that is ready: call its ``serve_forever``.
+
+    ``POST /predict`` with ``{"inputs": {name: [[…], …]}}`` gives ``{"outputs": [[…], …]}``. ``GET
+    /health`` gives the bundle's serial number. A request may have 16 MB.
+    """
+    places = threading.BoundedSemaphore(_MOST_REQUESTS)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        timeout = _PATIENCE_SECONDS
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def _answer(self, status: int, values: dict[str, Any]) -> None:
+            body = json.dumps(values).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            if status != 200:
+                self.close_connection = True
+                self.send_header("Connection", "close")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            if self.path == "/health":
+                self._answer(200, {"status": "ok", "serial": model.bundle.serial})
+            else:
+                self._answer(404, {"error": "there are POST /predict and GET /health."})
+
+        def do_POST(self) -> None:
+            if self.path != "/predict":
+                self._answer(404, {"error": "there are POST /predict and GET /health."})
+                return
+            length = self.headers.get("Content-Length", "")
+            if not length.isdigit():
+                self._answer(411, {"error": "Content-Length is missing."})
+            elif int(length) > _MOST_BYTES:
+                self._answer(413, {"error": f"a request may have {_MOST_BYTES >> 20} MB."})
+            elif not places.acquire(blocking=False):
+                self._answer(503, {"error": f"{_MOST_REQUESTS} requests are under way."})
+            else:
+                try:
+                    self._predict(self.rfile.read(int(length)))
+                except TimeoutError:
+                    self._answer(408, {"error": "the request came too slowly."})
+                finally:
+                    places.release()
+
+        def _predict(self, body: bytes) -> None:
+            try:
+                values = json.loads(body)
+                inputs = values["inputs"] if isinstance(values, dict) else values
+                outputs = model.predict(inputs)
+            except (ValueError, KeyError, TypeError, RecursionError, ArgumentError) as error:
+                self._answer(400, {"error": str(error)[:300]})
+            except Exception as error:  # onnxruntime's own classes have no common base
+                self._answer(400, {"error": f"the model fails: {str(error)[:300]}"})
+            else:
+                self._answer(200, {"outputs": [o.tolist() for o in outputs]})
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # a client that hung up is none of the server's errors
+
+    return Server((host, port), Handler)

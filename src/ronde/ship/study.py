@@ -1,0 +1,209 @@
+"""``ronde ship RUN``, in the process of the script: stops at ``distribute``, loads the checkpoint,
+exports the model, and compares the export with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ronde import checkpoint
+from ronde.measure.study import report_progress, study_target, write_study
+from ronde.parallel import Work
+from ronde.plan import Plan
+from ronde.run import hooks
+from ronde.ship.bundle import ShipError, write_bundle
+from ronde.ship.export import ModelCall, call_of, export_onnx, inference_copy
+from ronde.ship.floor import Floor, check_export, outputs_of
+from ronde.ship.quantize import judge_int8, quantize
+from ronde.ship.runtime import EXPECTED, INT8, MODEL, open_session
+from ronde.world import RondeError, World
+
+__all__ = ["install_exporter"]
+
+_CHECK_SAMPLES = 256
+_STORED_SAMPLES = 32
+
+
+def install_exporter() -> None:
+    """Observe this process, because of ``RONDE_STUDY=ship``."""
+    hooks.observer = Exporter(*study_target())
+
+
+class Exporter(hooks.Observer):
+    """Exports at ``distribute``, and ends the process.
+
+    Args:
+        options: ``checkpoint``, ``to``, ``out``, ``check``, ``int8``, ``max_drop``, ``sign``,
+            ``serial``, ``facts``.
+        file: for the result, as JSON.
+    """
+
+    def __init__(self, options: dict[str, Any], file: Path) -> None:
+        self.options, self.file = options, file
+
+    def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
+        """See :class:`Observer`."""
+        try:
+            values = ship(work, calls, self.options, report_progress)
+        except RondeError as error:
+            values = {"refused": str(error)}
+        write_study(self.file, values)
+        raise SystemExit(0)
+
+
+def ship(
+    work: Work, calls: Any, options: Mapping[str, Any], tell: Callable[[str], None]
+) -> dict[str, Any]:
+    """Export, check, and write the bundle.
+
+    Raises:
+        ShipError: the export is wrong, or the model cannot be exported.
+    """
+    model = work.model
+    saved = checkpoint.verify(Path(options["checkpoint"]))
+    try:
+        model.load_state_dict(saved.weights())
+    except RuntimeError as error:
+        raise ShipError(f"the script now builds another model: {error}") from None
+    model = inference_copy(model)
+    largest = max(work.sizes, default=2)
+    batch = work.sample(max(2, min(_CHECK_SAMPLES, largest)))
+    kept: list[Any] = []
+    call = call_of(model, lambda m: kept.append(calls.arguments(m, batch)))
+    labels = kept[0][1].numpy() if len(kept[0]) > 1 and _are_labels(kept[0][1], call) else None
+    checked = "training samples"
+    slices = None
+    if options.get("check"):
+        call, labels, slices = _check_data(Path(options["check"]), call)
+        checked = str(options["check"])
+    about: dict[str, Any] = {
+        **options["facts"],
+        "checkpoint": saved.digest,
+        "step": saved.step,
+        "checked": {"samples": call.samples, "on": checked},
+    }
+    result: dict[str, Any] = {}
+
+    def fill(folder: Path) -> None:
+        to = options["to"]
+        if to == "onnx":
+            tell("exporting to ONNX")
+            export_onnx(model, call, folder / MODEL)
+            tell("comparing the export with the model")
+            floors = check_export(model, folder / MODEL, call)
+            about["floor"] = [f.__dict__ for f in floors]
+            about["limits"] = [f.limit for f in floors]
+            _store_samples(folder, call, floors)
+            if options.get("int8"):
+                result["int8"] = _int8(folder, call, labels, slices, float(options["max_drop"]))
+        else:
+            _write_torch(folder, model, call, to)
+
+    bundle = write_bundle(
+        Path(options["out"]),
+        fill,
+        about,
+        key=Path(options["sign"]) if options.get("sign") else None,
+        serial=int(options["serial"]),
+    )
+    return {**result, "about": dict(bundle.about), "signed": bundle.signed}
+
+
+def _are_labels(value: Any, call: ModelCall) -> bool:
+    whole = isinstance(value, torch.Tensor) and not value.is_floating_point()
+    return whole and value.shape == (call.samples,)
+
+
+def _names(path: Path) -> list[str]:
+    return [i.name for i in open_session(path).get_inputs()]
+
+
+def _feeds(path: Path, call: ModelCall) -> dict[str, np.ndarray[Any, Any]]:
+    return dict(zip(_names(path), (t.contiguous().numpy() for t in call.tensors), strict=True))
+
+
+def _store_samples(folder: Path, call: ModelCall, floors: list[Floor]) -> None:
+    from safetensors.numpy import save_file
+
+    part = call.rows(0, min(_STORED_SAMPLES, call.samples))
+    feeds = _feeds(folder / MODEL, part)
+    outputs = open_session(folder / MODEL).run(None, feeds)
+    values = {f"input.{name}": np.ascontiguousarray(v) for name, v in feeds.items()}
+    values |= {f"output.{i}": np.ascontiguousarray(v) for i, v in enumerate(outputs)}
+    save_file(values, folder / EXPECTED)
+
+
+def _check_data(path: Path, call: ModelCall) -> tuple[ModelCall, Any, Any]:
+    """Arguments, labels and slices of a file of arrays: ``input`` (or ``input.0``, ``input.1``, …),
+    ``target``, ``slice``.
+
+    Raises:
+        ShipError: it cannot be read, or its arrays are not the model's.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            values = {name: file[name] for name in file.files}
+    except (OSError, ValueError) as error:
+        raise ShipError(f"--check {path}: expected a .npz file of arrays: {error}") from None
+    wanted = len(call.tensors)
+    names = ["input"] if "input" in values else [f"input.{i}" for i in range(wanted)]
+    if len(names) != wanted or any(n not in values for n in names):
+        raise ShipError(
+            f"--check {path} has {', '.join(values)}; the model takes "
+            + ("'input'" if wanted == 1 else ", ".join(f"'input.{i}'" for i in range(wanted)))
+            + ", and 'target' holds the labels."
+        )
+    arrays = [
+        torch.as_tensor(values[n]).to(t.dtype) for n, t in zip(names, call.tensors, strict=True)
+    ]
+    replaced = iter(arrays)
+    from torch.utils._pytree import tree_map_only
+
+    args, kwargs = tree_map_only(torch.Tensor, lambda _: next(replaced), (call.args, call.kwargs))
+    return ModelCall(args, kwargs), values.get("target"), values.get("slice")
+
+
+def _int8(
+    folder: Path, call: ModelCall, labels: Any, slices: Any, most_drop: float
+) -> dict[str, Any]:
+    if labels is None:
+        raise ShipError("--int8 is judged by accuracy: give labels, --check FILE with a 'target'.")
+    if not all(t.is_floating_point() for t in call.tensors):
+        raise ShipError("--int8 quantizes models whose inputs are floats, and this takes tokens.")
+    feeds = _feeds(folder / MODEL, call)
+    quantize(folder / MODEL, feeds, folder / INT8)
+    verdict = judge_int8(folder / MODEL, folder / INT8, feeds, labels, slices, most_drop)
+    if verdict.refused:
+        (folder / INT8).unlink()
+        if "not offered" not in verdict.refused:
+            raise ShipError(verdict.refused)
+    return verdict.__dict__
+
+
+def _write_torch(folder: Path, model: torch.nn.Module, call: ModelCall, to: str) -> None:
+    if to == "safetensors":
+        checkpoint.export(dict(model.state_dict()), folder / "model.safetensors")
+        return
+    batch = torch.export.Dim("batch", min=1)
+    from torch.utils._pytree import tree_map
+
+    args, kwargs = tree_map(
+        lambda v: {0: batch} if isinstance(v, torch.Tensor) else None, (call.args, call.kwargs)
+    )
+    try:
+        program = torch.export.export(
+            model, call.args, call.kwargs, dynamic_shapes=(*args, *kwargs.values())
+        )
+    except Exception as error:
+        raise ShipError(f"torch cannot export this model: {str(error)[:300]}") from None
+    own = outputs_of(model, call)
+    for i, (mine, theirs) in enumerate(zip(own, outputs_of(program.module(), call), strict=True)):
+        if not torch.equal(mine, theirs):
+            off = float((mine - theirs).abs().max())
+            raise ShipError(f"the export is another function: output {i} is off by {off:.2g}.")
+    torch.export.save(program, folder / "model.pt2")

@@ -1,0 +1,334 @@
+"""Exports that are wrong are refused, bundles that were changed too; a server lives through bad clients."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from processes import python, ronde_run
+from ronde.ship import (
+    ShipError,
+    ShippedModel,
+    call_of,
+    check_export,
+    export_onnx,
+    make_key,
+    serve,
+    verify_bundle,
+    write_bundle,
+)
+from ronde.ship.export import ModelCall
+from ronde.ship.quantize import judge_int8, quantize
+from ronde.world import ArgumentError
+
+Made = tuple[nn.Module, ModelCall, Path, torch.Tensor]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.GELU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()
+        )  # fmt: skip
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.body(x)))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """A trained network, its export, and samples with labels."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    labels = torch.arange(192) % 10
+    x = torch.rand(10, 1, 8, 8)[labels] + 0.4 * torch.randn(192, 1, 8, 8)
+    model, path = Net(), tmp_path_factory.mktemp("ship") / "model.onnx"
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    for _ in range(40):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+    call = call_of(model, lambda m: m(x))
+    export_onnx(model, call, path)
+    assert model.training and len(call.tensors) == 1
+    return model, call, path, labels
+
+
+def tensor_of(graph: onnx.ModelProto, shape: tuple[int, ...]) -> onnx.TensorProto:
+    return next(t for t in graph.graph.initializer if tuple(t.dims) == shape)
+
+
+def change(
+    shape: tuple[int, ...], edit: Callable[[np.ndarray], np.ndarray]
+) -> Callable[[onnx.ModelProto], None]:
+    def planted(graph: onnx.ModelProto) -> None:
+        tensor = tensor_of(graph, shape)
+        tensor.CopyFrom(
+            numpy_helper.from_array(edit(numpy_helper.to_array(tensor).copy()), tensor.name)
+        )
+
+    return planted
+
+
+def tanh_gelu(graph: onnx.ModelProto) -> None:
+    for node in (n for n in graph.graph.node if n.op_type == "Gelu"):
+        del node.attribute[:]
+        node.attribute.append(onnx.helper.make_attribute("approximate", "tanh"))
+
+
+FAULTS = {
+    "last weights + 1e-3": change((10, 64), lambda a: a + np.float32(1e-3) * np.sign(a)),
+    "a rolled bias": change((16,), lambda a: np.roll(a, 1)),
+    "two classes swapped": change((10,), lambda a: a[[1, 0, *range(2, 10)]]),
+    "another layout": change((16, 8, 3, 3), lambda a: a.transpose(0, 1, 3, 2).copy()),
+    "a weight lost": change((10, 64), lambda a: a * (np.arange(640).reshape(10, 64) != 77)),
+    "half precision weights": change((10, 64), lambda a: a.astype(np.float16).astype(np.float32)),
+    "another activation": tanh_gelu,
+    "NaN for one class": change(
+        (10,), lambda a: np.where(np.arange(10) == 3, np.nan, a).astype(np.float32)
+    ),
+}
+
+
+def test_a_sound_export_is_at_the_rounding_floor(made: Made) -> None:
+    model, call, path, _ = made
+    (floor,) = check_export(model, path, call)
+    assert 0 < floor.export <= floor.limit and floor.export < 4 * floor.model + 1e-6
+    assert floor.samples == 192
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_refused(made: Made, fault: str) -> None:
+    model, call, path, _ = made
+    graph = onnx.load(path)
+    FAULTS[fault](graph)
+    with pytest.raises(ShipError, match=r"output 0 is off by \S+ on sample \d+, at batch size"):
+        check_export(model, graph.SerializeToString(), call)
+
+
+def test_accuracy_alone_would_pass_a_wrong_export(made: Made) -> None:
+    _, call, path, labels = made
+    from ronde.ship.runtime import open_session
+
+    graph = onnx.load(path)
+    FAULTS["last weights + 1e-3"](graph)
+    right = []
+    for data in (path.read_bytes(), graph.SerializeToString()):
+        out = open_session(data).run(None, {"x": call.tensors[0].numpy()})[0]
+        right.append(int((out.argmax(1) == labels.numpy()).sum()))
+    assert right[1] >= right[0]
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if x.sum() > 0 else self.b(x)
+
+
+class Fixed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(8, 2, 2).sum(2)
+
+
+def test_models_that_cannot_be_exported_say_why(tmp_path: Path) -> None:
+    for model, text in (
+        (Branch(), r"test_ship.py:\d+: return self.a\(x\) if x.sum"),
+        (Fixed(), "batch of 1"),
+    ):
+        call = call_of(model, lambda m: m(torch.ones(8, 4)))
+        with pytest.raises(ShipError, match=text):
+            export_onnx(model, call, tmp_path / "m.onnx")
+            check_export(model, tmp_path / "m.onnx", call)
+    with pytest.raises(ShipError, match="without calling the model"):
+        call_of(Fixed(), lambda m: None)
+
+
+def test_int8_is_judged_by_class(made: Made, tmp_path: Path) -> None:
+    _, call, path, labels = made
+    feeds = {"x": call.tensors[0].numpy()}
+    quantize(path, feeds, tmp_path / "good.onnx")
+    good = judge_int8(path, tmp_path / "good.onnx", feeds, labels.numpy(), None, 0.5)
+    assert good.accuracy[0] - good.accuracy[1] < 0.1 and "drops" not in good.refused
+    quantize(path, {"x": np.zeros((32, 1, 8, 8), np.float32)}, tmp_path / "bad.onnx")
+    bad = judge_int8(path, tmp_path / "bad.onnx", feeds, labels.numpy(), None, 0.005)
+    assert "int8 drops class '" in bad.refused and "points (limit 0.5)" in bad.refused
+
+
+@pytest.fixture(scope="module")
+def bundle(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    _, call, path, _ = made
+    from ronde.ship.study import _store_samples
+
+    folder = tmp_path_factory.mktemp("bundle")
+    make_key(folder / "key.pem", folder / "public.pem")
+
+    def fill(into: Path) -> None:
+        shutil.copy(path, into / "model.onnx")
+        _store_samples(into, call, [])
+
+    write_bundle(folder / "b", fill, {"limits": [1e-4]}, key=folder / "key.pem", serial=3)
+    yield folder / "b"
+
+
+def test_every_change_of_a_bundle_is_refused(bundle: Path, tmp_path: Path) -> None:
+    public = bundle.parent / "public.pem"
+    assert verify_bundle(bundle, public).serial == 3
+    for file in sorted(bundle.iterdir()):
+        data = file.read_bytes()
+        for at in range(0, len(data), 1 if file.name.startswith("about") else 4999):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            with pytest.raises(ShipError):
+                verify_bundle(bundle, public)
+        file.write_bytes(data[:-1])
+        with pytest.raises(ShipError):
+            verify_bundle(bundle, public)
+        file.write_bytes(data)
+    (bundle / "more").write_text("x")
+    with pytest.raises(ShipError, match="more is not the bundle's"):
+        verify_bundle(bundle, public)
+    (bundle / "more").unlink()
+    make_key(tmp_path / "k", tmp_path / "p")
+    with pytest.raises(ShipError, match="was changed after signing, or"):
+        verify_bundle(bundle, tmp_path / "p")
+    with pytest.raises(ArgumentError, match="keys are never written over"):
+        make_key(tmp_path / "k", tmp_path / "q")
+    about = json.loads((bundle / "about.json").read_text())
+    for name in ("../b/model.onnx", "/etc/passwd", "absent.onnx"):
+        outside = tmp_path / "outside"
+        shutil.copytree(bundle, outside)
+        about["files"] = {**about["files"], name: {"bytes": 1, "sha256": ""}}
+        (outside / "about.json").write_text(json.dumps(about))
+        with pytest.raises(ShipError, match="missing or outside the bundle"):
+            verify_bundle(outside)
+        shutil.rmtree(outside)
+        del about["files"][name]
+    verify_bundle(bundle, public)
+
+
+def test_verifying_imports_no_torch(bundle: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; from ronde.cli import main\n"
+        f"sys.argv = ['ronde', 'ship', 'verify', {str(bundle)!r}, '--key', {str(bundle.parent / 'public.pem')!r}]\n"
+        "try: main()\nexcept SystemExit as end: print('status', end.code, 'torch' in sys.modules)"
+    )
+    done = python(["-c", code], tmp_path)
+    assert "serial 3, 2 files, signed by" in done.stdout and "samples   off by" in done.stdout, (
+        done.stderr
+    )
+    assert done.stdout.splitlines()[-1] in ("status None False", "status 0 False")
+
+
+def test_a_server_answers_bad_clients_and_lives(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ronde.ship.server._PATIENCE_SECONDS", 0.5)
+    server = serve(ShippedModel(bundle), 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    address = ("127.0.0.1", server.server_address[1])
+
+    def ask(
+        body: bytes, path: str = "/predict", headers: dict[str, str] | None = None
+    ) -> tuple[int, dict]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{address[1]}{path}", body, headers or {}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def good() -> int:
+        return ask(json.dumps({"inputs": {"x": np.zeros((2, 1, 8, 8)).tolist()}}).encode())[0]
+
+    try:
+        assert good() == 200
+        for body, text in {
+            b"\x00\xffgarbage": "codec", b"{": "Expecting", b"[" * 100_000: "", b"{}": "inputs", b"[1]": "shape",
+            b'{"inputs": {"y": [1]}}': "the model takes x; there is y.", b'{"inputs": {"x": [["a"]]}}': "input x",
+        }.items():  # fmt: skip
+            status, answer = ask(body)
+            assert status == 400 and text in answer["error"], (body[:20], answer)
+        assert ask(b"{}", "/nothing")[0] == 404
+        with socket.create_connection(address) as large:  # it says 100 MB and sends none
+            large.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+            assert large.recv(1000).startswith(b"HTTP/1.1 413")
+        slow = [socket.create_connection(address) for _ in range(8)]
+        for client in slow:
+            client.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert good() == 200
+        # 408, or closed, where even the first line came too late on a busy machine
+        assert slow[0].recv(1000)[:12] in (b"HTTP/1.1 408", b"")
+        for client in slow:
+            client.close()
+        assert good() == 200
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import ronde
+
+torch.manual_seed(0)
+x = torch.randn(64, 8)
+data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2))
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=nn.functional.cross_entropy, batch_size=16)
+run.fit(1)
+"""
+
+
+def test_ship_a_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = ronde_run(["run", "--workers", "1", "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    np.savez(
+        tmp_path / "test.npz",
+        input=np.random.default_rng(0).normal(size=(40, 8)),
+        target=np.arange(40) % 2,
+    )
+    done = ronde_run(["ship", "--check", "test.npz", "--out", "b"], tmp_path, 120)
+    assert done.returncode == 0 and "checked   40 samples of" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    from safetensors.torch import load_file
+
+    saved = load_file(next((tmp_path / "runs").glob("train-1/checkpoints/*/model.safetensors")))
+    x = torch.randn(5, 8)
+    hidden = torch.relu(x @ saved["0.weight"].T + saved["0.bias"])
+    expected = hidden @ saved["3.weight"].T + saved["3.bias"]
+    (out,) = ShippedModel(tmp_path / "b").predict(x.numpy())
+    assert np.abs(out - expected.numpy()).max() < 1e-5
+    assert json.loads((tmp_path / "b" / "about.json").read_text())["run"] == "train-1"
+    (tmp_path / "train.py").write_text(SCRIPT.replace("16, 2", "16, 3"))
+    refused = ronde_run(["ship", "--out", "c"], tmp_path, 120)
+    assert refused.returncode == 1 and "the script now builds another model" in refused.stderr
+    assert not (tmp_path / "c").exists()
+    for words, text in {
+        ("ship", "--out", "b"): "b is there already",
+        ("ship", "--to", "tf"): "expected onnx, torch",
+        ("ship", "nope"): "no run 'nope'",
+    }.items():
+        assert text in ronde_run(list(words), tmp_path).stderr
