@@ -26,7 +26,7 @@ from ronde.ship import (
     check_export,
     export_onnx,
     make_key,
-    serve,
+    serve_model,
     verify_bundle,
     write_bundle,
 )
@@ -174,7 +174,7 @@ def test_int8_is_judged_by_class(made: Made, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def bundle(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     _, call, path, _ = made
-    from ronde.ship.study import _store_samples
+    from ronde.ship.exporter import _store_samples
 
     folder = tmp_path_factory.mktemp("bundle")
     make_key(folder / "key.pem", folder / "public.pem")
@@ -239,7 +239,7 @@ def test_a_server_answers_bad_clients_and_lives(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ronde.ship.server._PATIENCE_SECONDS", 0.5)
-    server = serve(ShippedModel(bundle), 0)
+    server = serve_model(ShippedModel(bundle), 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     address = ("127.0.0.1", server.server_address[1])

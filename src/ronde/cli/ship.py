@@ -159,10 +159,10 @@ def register(app: typer.Typer) -> None:
         host: Annotated[str, option("--host", "Address to bind.", metavar="ADDRESS")] = "127.0.0.1",
         int8: Annotated[bool, option("--int8", "The model in 8 bits.")] = False,
     ) -> None:
-        from ronde.ship import ShippedModel, serve
+        from ronde.ship import ShippedModel, serve_model
 
         model = ShippedModel(bundle, key, int8=int8)
-        with serve(model, port, host) as server:
+        with serve_model(model, port, host) as server:
             where = f"http://{host}:{server.server_address[1]}"
             print(f"serving   {where}/predict, serial {model.bundle.serial}", flush=True)
             try:

@@ -34,7 +34,7 @@ _STUDIES = {
     "plan": ("ronde.measure.planner", "install_gauge"),
     "doctor": ("ronde.doctor.doctor", "install_doctor"),
     "scale": ("ronde.scale.meter", "install_meter"),
-    "ship": ("ronde.ship.study", "install_exporter"),
+    "ship": ("ronde.ship.exporter", "install_exporter"),
     "baseline": ("ronde.measure.baseline", "install_baseline"),
 }
 """What examines a script, by the value of ``RONDE_STUDY``: a module and its function."""

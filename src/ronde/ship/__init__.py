@@ -1,7 +1,7 @@
 """Ship a trained model: an export that is refused when it is wrong, signed, and run without torch.
 
 Offers :func:`export_onnx` and :func:`check_export`, :func:`write_bundle` and :func:`verify_bundle`,
-:class:`ShippedModel`, and :func:`serve`. Verifying and running import no torch.
+:class:`ShippedModel`, and :func:`serve_model`. Verifying and running import no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ronde.ship.export import call_of, export_onnx
     from ronde.ship.floor import Floor, check_export
     from ronde.ship.runtime import ShippedModel
-    from ronde.ship.server import serve
+    from ronde.ship.server import serve_model
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
@@ -29,6 +29,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.ship.export": "call_of export_onnx",
             "ronde.ship.floor": "Floor check_export",
             "ronde.ship.runtime": "ShippedModel",
-            "ronde.ship.server": "serve",
+            "ronde.ship.server": "serve_model",
         },
     )

@@ -15,7 +15,7 @@ import numpy as np
 from ronde.ship.bundle import ShipError
 from ronde.ship.runtime import open_session
 
-__all__ = ["Verdict", "judge_int8", "quantize"]
+__all__ = ["Int8Verdict", "judge_int8", "quantize"]
 
 _CALIBRATION_BATCH = 32
 _ROUNDS = 7
@@ -25,7 +25,7 @@ Inputs = Mapping[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Int8Verdict:
     """How a quantized model compares with the exported one.
 
     Attributes:
@@ -91,7 +91,7 @@ def judge_int8(
     labels: np.ndarray[Any, Any],
     slices: Sequence[Any] | None,
     most_drop: float,
-) -> Verdict:
+) -> Int8Verdict:
     """Compare accuracies, whole and by slice, and speeds.
 
     Args:
@@ -129,7 +129,7 @@ def judge_int8(
         refused = f"int8 drops accuracy from {before:.1%} to {after:.1%}."
     elif speedup < _SPEEDUP:
         refused = f"int8 is {speedup:.2f}x as fast here, less than {_SPEEDUP}x: not offered."
-    return Verdict((before, after), (name, 100 * fewer / of), speedup, refused)
+    return Int8Verdict((before, after), (name, 100 * fewer / of), speedup, refused)
 
 
 def _speedup(plain: Any, quick: Any, feeds: Inputs) -> float:

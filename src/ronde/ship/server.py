@@ -10,14 +10,16 @@ from typing import Any
 from ronde.ship.runtime import ShippedModel
 from ronde.world import ArgumentError
 
-__all__ = ["serve"]
+__all__ = ["serve_model"]
 
 _MOST_BYTES = 16 << 20
 _MOST_REQUESTS = 32  # at a time
 _PATIENCE_SECONDS = 10.0  # for a slow client
 
 
-def serve(model: ShippedModel, port: int = 8080, host: str = "127.0.0.1") -> ThreadingHTTPServer:
+def serve_model(
+    model: ShippedModel, port: int = 8080, host: str = "127.0.0.1"
+) -> ThreadingHTTPServer:
     """A server that is ready: call its ``serve_forever``.
 
     ``POST /predict`` with ``{"inputs": {name: [[…], …]}}`` gives ``{"outputs": [[…], …]}``. ``GET
