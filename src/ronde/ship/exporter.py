@@ -18,7 +18,7 @@ from ronde.plan import Plan
 from ronde.run import hooks
 from ronde.ship.bundle import ShipError, write_bundle
 from ronde.ship.export import ModelCall, call_of, export_onnx, inference_copy
-from ronde.ship.floor import Floor, check_export, outputs_of
+from ronde.ship.floor import Floor, check_export, model_outputs
 from ronde.ship.quantize import judge_int8, quantize
 from ronde.ship.runtime import EXPECTED, INT8, MODEL, open_session
 from ronde.world import RondeError, World
@@ -201,8 +201,10 @@ def _write_torch(folder: Path, model: torch.nn.Module, call: ModelCall, to: str)
         )
     except Exception as error:
         raise ShipError(f"torch cannot export this model: {str(error)[:300]}") from None
-    own = outputs_of(model, call)
-    for i, (mine, theirs) in enumerate(zip(own, outputs_of(program.module(), call), strict=True)):
+    own = model_outputs(model, call)
+    for i, (mine, theirs) in enumerate(
+        zip(own, model_outputs(program.module(), call), strict=True)
+    ):
         if not torch.equal(mine, theirs):
             off = float((mine - theirs).abs().max())
             raise ShipError(f"the export is another function: output {i} is off by {off:.2g}.")

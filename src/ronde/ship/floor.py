@@ -21,7 +21,7 @@ from ronde.ship.bundle import ShipError
 from ronde.ship.export import ModelCall, inference_copy
 from ronde.ship.runtime import open_session
 
-__all__ = ["Floor", "check_export", "outputs_of"]
+__all__ = ["Floor", "check_export", "model_outputs"]
 
 _TIMES_FLOOR = 8.0  # other kernels add in another order: 1.0 to 3 was seen on sound exports
 _TINY_ULPS = 4.0  # of an output's scale: where the model happens to be exact
@@ -48,7 +48,7 @@ class Floor:
     samples: int
 
 
-def outputs_of(model: nn.Module, call: ModelCall) -> list[torch.Tensor]:
+def model_outputs(model: nn.Module, call: ModelCall) -> list[torch.Tensor]:
     """The tensors that a model returns."""
     with torch.no_grad():
         leaves, _ = tree_flatten(model(*call.args, **call.kwargs))
@@ -59,7 +59,7 @@ def _twin(model: nn.Module, call: ModelCall) -> nn.Module | None:
     """The model in float64, or None if it cannot compute there."""
     twin = inference_copy(model).double()
     try:
-        out = outputs_of(twin, call.rows(0, min(2, call.samples)).double())
+        out = model_outputs(twin, call.rows(0, min(2, call.samples)).double())
     except (RuntimeError, TypeError, NotImplementedError):
         return None
     wide = all(o.dtype == torch.float64 for o in out if o.is_floating_point())
@@ -114,12 +114,12 @@ def _truth(
 ) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
     """What the model gives, and what its twin does: the same, where there is none."""
     try:
-        own = [o.numpy() for o in outputs_of(model, call)]
+        own = [o.numpy() for o in model_outputs(model, call)]
     except RuntimeError as error:
         raise ShipError(
             f"the model itself fails for a batch of {call.samples}: {_first(error)}"
         ) from None
-    return own, [o.numpy() for o in outputs_of(twin, call.double())] if twin else own
+    return own, [o.numpy() for o in model_outputs(twin, call.double())] if twin else own
 
 
 def _starts(whole: int, size: int) -> Sequence[int]:
