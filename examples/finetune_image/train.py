@@ -4,7 +4,7 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForImageClassification, ResNetConfig
+from transformers import AutoConfig, AutoModelForImageClassification, ResNetConfig
 
 import ronde
 from ronde import feed
@@ -38,8 +38,14 @@ valid = feed.images(args.valid, args.size, augment=False, like=train)
 names = {i: str(name) for i, name in enumerate(train.source.classes)}
 head = {"id2label": names, "label2id": {name: i for i, name in names.items()}}
 if args.model:
+    try:  # downloads nothing
+        config = AutoConfig.from_pretrained(args.model, **head, local_files_only=True)
+    except OSError:
+        raise ronde.ArgumentError(
+            f"--model {args.model} has no config.json. Give a folder that save_pretrained wrote."
+        ) from None
     model = AutoModelForImageClassification.from_pretrained(
-        args.model, **head, ignore_mismatched_sizes=True
+        args.model, config=config, ignore_mismatched_sizes=True
     )
 else:
     config = ResNetConfig(

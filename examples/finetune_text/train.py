@@ -6,13 +6,18 @@ import torch
 import torch.nn.functional as F
 from pyarrow import dataset
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    get_scheduler,
+)
 
 import ronde
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--data", default="train.parquet", help="Parquet, CSV, or Arrow: a file")
-parser.add_argument("--valid", default="valid.parquet", help="the same, held out")
+parser.add_argument("--valid", default="", help="the same, held out; default: a tenth of --data")
 parser.add_argument("--text", default="text", help="the column of texts")
 parser.add_argument("--label", default="label", help="the column of classes")
 parser.add_argument("--model", default="small", help="a folder that save_pretrained wrote")
@@ -48,13 +53,24 @@ def accuracy(logits, labels):
 
 
 torch.manual_seed(0)
-train, valid = read(args.data), read(args.valid)
+try:
+    config = AutoConfig.from_pretrained(args.model, local_files_only=True)  # downloads nothing
+except OSError:
+    raise ronde.ArgumentError(
+        f"--model {args.model} has no config.json. Give a folder that save_pretrained wrote."
+    ) from None
+train = read(args.data)
+valid = read(args.valid) if args.valid else train[::10]
+if not args.valid:
+    del train[::10]
 number = {name: i for i, name in enumerate(sorted({name for _, name in train}))}
-tokenizer = AutoTokenizer.from_pretrained(args.model)
+tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+config.label2id, config.id2label = number, {i: str(name) for name, i in number.items()}
 model = AutoModelForSequenceClassification.from_pretrained(
-    args.model, label2id=number, id2label={i: str(name) for name, i in number.items()},
+    args.model,
+    config=config,
     ignore_mismatched_sizes=True,  # the head is a new one
-)  # fmt: skip
+)
 if args.lora:
     from peft import LoraConfig, get_peft_model
 

@@ -85,21 +85,18 @@ for _ in run.epochs(args.epochs):
         run.step(batch)
     run.evaluate(Windows(series, last))
 
+torch.manual_seed(0)
 with run.whole_model() as whole, torch.no_grad():
     known = torch.stack([series[i][-args.context :] for i, _ in last])
     size = known.abs().mean(1, keepdim=True) + 1e-6
-    paths = (known / size).repeat_interleave(args.paths, 0).to(run.device)
+    paths = (known / size).repeat_interleave(args.paths, 0).to(whole.head.weight)
     for _ in range(args.horizon):
         paths = torch.cat([paths, distribution(whole(paths)[:, -1:]).sample()], 1)
-    futures = paths[:, args.context :].cpu().view(len(last), args.paths, args.horizon)
+    futures = paths[:, args.context :].float().cpu().view(len(last), args.paths, args.horizon)
     quantiles = futures.quantile(torch.tensor([0.1, 0.5, 0.9]), 1) * size
 if run.is_main:
-    names = list(groups)
-    rows = [
-        (names[i], step + 1, *(float(q) for q in quantiles[:, place, step]))
-        for place, (i, _) in enumerate(last)
-        for step in range(args.horizon)
-    ]
-    pandas.DataFrame(rows, columns=["series", "step", "p10", "p50", "p90"]).to_csv(
-        args.out, index=False
-    )
+    steps = range(1, args.horizon + 1)
+    places = [[list(groups)[i] for i, _ in last], steps]
+    index = pandas.MultiIndex.from_product(places, names=["series", "step"])
+    rows = quantiles.permute(1, 2, 0).flatten(0, 1).numpy()
+    pandas.DataFrame(rows, index, ["p10", "p50", "p90"]).to_csv(args.out)

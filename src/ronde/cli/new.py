@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -126,7 +127,7 @@ def _copy(recipe: Recipe, folder: Path, words: list[str]) -> None:
     check_files(recipe, values)
     recipe.copy(folder, values)
     (folder / "test_small.py").write_text(_TEST)
-    (folder / "README.md").write_text(_readme(recipe, values))
+    (folder / "README.md").write_text(_readme(replace(recipe, folder=folder), values))
     names = sorted(p.name for p in folder.iterdir())
     print(f"{folder}: {', '.join(names)}")
     if recipe.missing:
@@ -160,9 +161,7 @@ def _paragraph(text: str) -> list[str]:
 
 
 def _readme(recipe: Recipe, values: dict[str, str]) -> str:
-    rows = [
-        f"| `{a.name}` | `{values.get(a.name, a.default)}` | {a.help} |" for a in recipe.arguments
-    ]
+    rows = [f"| `{a.name}` | `{a.default}` | {a.help} |" for a in recipe.arguments]
     return _README.format(
         name=recipe.name,
         about=recipe.about,
