@@ -24,7 +24,7 @@ args = parser.parse_args()
 
 
 def plan(recipe):
-    """The first part of the answer, which names the plan."""
+    """The best plan, its step, and its speed-up."""
     options = ["--device", args.device, "--devices", str(args.devices), "--json", "plan.json"]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / recipe.name
@@ -35,7 +35,9 @@ def plan(recipe):
                 words[2:2] = options
             words = ["-m", *words] if words[0] == "ronde" else words[1:]
             subprocess.run([sys.executable, *words], cwd=folder, check=True, stdout=sys.stderr)
-        return json.loads((folder / "plan.json").read_text())["sentence"].partition(":")[0]
+        best = json.loads((folder / "plan.json").read_text())["plans"][0]
+        step = f"{1000 * best['step_seconds']:,.0f} ms"
+        return f"`{best['spec']}`: ≈ {step} a step, {best['speedup']:.1f} × one device"
 
 
 if __name__ == "__main__":

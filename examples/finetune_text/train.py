@@ -44,10 +44,6 @@ def collate(rows):
     return {**tokens, "labels": torch.tensor([number[name] for name in names])}
 
 
-def forward(model, batch):
-    return model(**batch).logits, batch["labels"]
-
-
 def accuracy(logits, labels):
     return (logits.argmax(1) == labels).float()
 
@@ -84,7 +80,8 @@ scheduler = get_scheduler(
     "linear", optimizer, num_warmup_steps=steps // 10, num_training_steps=steps
 )
 run = ronde.distribute(
-    model, optimizer, loader, loss=F.cross_entropy, forward=forward, scheduler=scheduler,
+    model, optimizer, loader, loss=F.cross_entropy, scheduler=scheduler,
+    forward=lambda model, batch: (model(**batch).logits, batch["labels"]),
     micro_batch=args.micro_batch, clip_norm=1.0,
 )  # fmt: skip
 for _ in run.epochs(args.epochs):

@@ -4,9 +4,7 @@ import argparse
 
 import pandas
 import torch
-from torch import nn
-from torch.distributions import StudentT
-from torch.utils.data import Dataset
+from network import Network, Windows, distribution
 
 import ronde
 
@@ -24,41 +22,6 @@ parser.add_argument("--out", default="forecast.csv", help="quantiles of the step
 args = parser.parse_args()
 
 
-class Windows(Dataset):
-    """Context and horizon, by where they start; each divided by the context's mean size."""
-
-    def __init__(self, series, places):
-        self.series, self.places = series, places
-
-    def __len__(self):
-        return len(self.places)
-
-    def __getitem__(self, index):
-        number, start = self.places[index]
-        values = self.series[number][start : start + args.context + args.horizon]
-        return values / (values[: args.context].abs().mean() + 1e-6)
-
-
-class Network(nn.Module):
-    """The distribution of each value after the ones before it: of its change."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(1, args.width, args.layers, batch_first=True)
-        self.head = nn.Linear(args.width, 3)
-
-    def forward(self, values):
-        parameters = self.head(self.lstm(values.unsqueeze(2))[0])
-        change, scale, freedom = parameters.unbind(2)
-        positive = nn.functional.softplus
-        return torch.stack([values + change, positive(scale) + 1e-4, positive(freedom) + 2], 2)
-
-
-def distribution(output):
-    place, scale, freedom = output.unbind(-1)
-    return StudentT(freedom, place, scale)
-
-
 def forward(model, windows):
     return model(windows[:, :-1]), windows[:, 1:]
 
@@ -74,16 +37,17 @@ groups = {
 series, span = list(groups.values()), args.context + args.horizon
 last = [(i, len(values) - span) for i, values in enumerate(series) if len(values) >= span]
 train = [(i, start) for i, end in last for start in range(end - args.horizon + 1)]
+sizes = (args.context, args.horizon)
 torch.manual_seed(0)
-model = Network()
+model = Network(args.width, args.layers)
 run = ronde.distribute(
-    model, torch.optim.Adam(model.parameters(), lr=args.lr), Windows(series, train), loss=loss,
-    forward=forward, batch_size=args.batch, clip_norm=10.0,
+    model, torch.optim.Adam(model.parameters(), lr=args.lr), Windows(series, train, *sizes),
+    loss=loss, forward=forward, batch_size=args.batch, clip_norm=10.0,
 )  # fmt: skip
 for _ in run.epochs(args.epochs):
     for batch in run.batches():
         run.step(batch)
-    run.evaluate(Windows(series, last))
+    run.evaluate(Windows(series, last, *sizes))
 
 torch.manual_seed(0)
 with run.whole_model() as whole, torch.no_grad():
