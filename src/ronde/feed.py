@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from ronde.loader.synthetic import Synthetic, synthetic
     from ronde.tables.feature_store import FeatureStore
     from ronde.tables.online import Online
+    from ronde.tables.recipe import Recipe
 
 __all__ = [
     "CacheReport",
@@ -76,6 +77,7 @@ __all__ = [
     "Pipeline",
     "Quality",
     "RandomResizedCrop",
+    "Recipe",
     "Resize",
     "Sample",
     "Source",
@@ -145,6 +147,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.loader.synthetic": "Synthetic synthetic",
             "ronde.tables.feature_store": "FeatureStore",
             "ronde.tables.online": "Online",
+            "ronde.tables.recipe": "Recipe",
         },
         also="ronde.cache.cached",  # carries Pipeline.cache out
     )

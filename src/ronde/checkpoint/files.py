@@ -412,12 +412,12 @@ def find_valid(
     return None, passed
 
 
-def export(tensors: Tensors, path: Path) -> None:
+def export(tensors: Tensors, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write plain safetensors atomically."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(temporary, tensors)
+        write_tensors(temporary, tensors, metadata)
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error

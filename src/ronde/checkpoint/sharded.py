@@ -377,7 +377,11 @@ def gather_whole(
 
 
 def export_pieces(
-    me: World, pieces: Mapping[str, Piece], same: Mapping[str, str], path: Path
+    me: World,
+    pieces: Mapping[str, Piece],
+    same: Mapping[str, str],
+    path: Path,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write plain, whole safetensors from all workers' pieces. A collective; rank 0 writes, one
     tensor at a time.
@@ -395,7 +399,7 @@ def export_pieces(
     temporary = path.with_name(f"{path.name}.{me.rank}.writing")
     error: str | None = None
     try:
-        header, order = tensor_header(kinds)
+        header, order = tensor_header(kinds, metadata)
     except CheckpointError as caught:  # on every rank
         raise CheckpointError(f"{path} could not be written: {caught}") from None
     with contextlib.ExitStack() as stack:

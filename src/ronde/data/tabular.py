@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,29 +18,30 @@ from ronde.data.build_once import build_once, cache_root, identity, missing_mess
 from ronde.data.pipeline import Pipeline
 from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_values
 from ronde.data.sources.parquet import plain_type
-from ronde.tables.reading import has_leading_zeros, read_batches
+from ronde.tables import Recipe
+from ronde.tables.apply import Applied
+from ronde.tables.arrow import as_level, as_number
+from ronde.tables.levels import level_order
+from ronde.tables.reading import SUFFIXES, has_leading_zeros, read_batches
+from ronde.tables.recipe import check_columns
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import files_of, need
 
-_VERSION = 3
-_ROWS = 1 << 16
-_SUFFIXES = (".parquet", ".pq", ".csv", ".arrow", ".feather", ".ipc")
+_VERSION = 4
 
 Matrix = npt.NDArray[Any]
 
 
 @dataclass
 class _Columns:
-    """What the first pass learned about the columns."""
+    """The table's columns, and what they were prepared with."""
 
     numeric: list[str]
     categorical: list[str]
     target: str | None
     rows: int = 0
-    mean: list[float] = field(default_factory=list)
-    std: list[float] = field(default_factory=list)
     missing: dict[str, int] = field(default_factory=dict)
-    vocabularies: dict[str, list[str]] = field(default_factory=dict)
+    recipe: dict[str, Any] = field(default_factory=dict)
     target_kind: str = ""  # "float", "int" or "class"
     classes: list[str] | None = None
 
@@ -77,109 +76,10 @@ class _Rows(Batch):
         return [found, *target]
 
 
-def _as_float64(column: Any, name: str, file: Path) -> Matrix:
-    """A column as float64, with NaN for missing values."""
-    import pyarrow as pa
-
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        column, kind = column.dictionary_decode(), column.type.value_type
-    if not (
-        pa.types.is_integer(kind)
-        or pa.types.is_floating(kind)
-        or pa.types.is_boolean(kind)
-        or pa.types.is_decimal(kind)
-        or pa.types.is_null(kind)
-    ):
-        raise ArgumentError(
-            f"{file}: the column {name!r} is {kind}, not a number. List it in categorical=, or "
-            "leave it out."
-        )
-    try:
-        return np.asarray(
-            column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False), dtype=np.float64
-        )
-    except pa.ArrowInvalid as error:
-        raise SampleError(f"{file}: the column {name!r}: {error}") from None
-
-
 def _finite_mask(values: Matrix) -> npt.NDArray[np.bool_]:
     """Mask of finite float32 values: one infinity would dominate a mean and spread."""
     with np.errstate(over="ignore"):
         return np.isfinite(values.astype(np.float32))
-
-
-def _as_strings(column: Any, name: str, file: Path) -> Any:
-    """A column as an Arrow string array."""
-    import pyarrow as pa
-
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    try:
-        return column.cast(pa.string())
-    except pa.ArrowException:
-        raise ArgumentError(
-            f"{file}: the column {name!r} is {column.type}, whose values cannot be compared as "
-            "text. Leave it out."
-        ) from None
-
-
-def _sorted(values: set[str]) -> list[str]:
-    """Numbers by value, then texts; NaN has no place in an order, so it counts as text."""
-
-    def key(value: str) -> tuple[int, float, str]:
-        try:
-            number = float(value)
-        except ValueError:
-            return (1, 0.0, value)
-        return (0, number, value) if math.isfinite(number) else (1, 0.0, value)
-
-    return sorted(values, key=key)
-
-
-_POINT_ZERO = r"\.0+$"
-
-
-def _whole_numbers(values: Sequence[str]) -> Any:
-    """A vocabulary of distinct whole numbers as an Arrow array without ".0", else None."""
-    import pyarrow as pa
-
-    plain = [re.sub(_POINT_ZERO, "", value.strip()) for value in values]
-    if not all(re.fullmatch(r"-?(0|[1-9][0-9]*)", value) for value in plain) or len(
-        set(plain)
-    ) < len(plain):
-        return None
-    return pa.array(plain, type=pa.string())
-
-
-def _are_booleans(values: Iterable[str]) -> bool:
-    """Whether all values are booleans, which Arrow and pandas spell differently."""
-    return {value.lower() for value in values} <= {"true", "false"}
-
-
-class _Moments:
-    """Batchwise mean and spread of columns without cancellation (Chan, Golub and LeVeque, 1979)."""
-
-    def __init__(self, columns: int) -> None:
-        self.n = np.zeros(columns)
-        self.mean = np.zeros(columns)
-        self.squares = np.zeros(columns)
-
-    def add(self, k: int, values: Matrix) -> None:
-        """Add finite values of column ``k``."""
-        if not len(values):
-            return
-        n, mean = len(values), float(values.mean())
-        squares = float(np.square(values - mean).sum())
-        apart, total = mean - self.mean[k], self.n[k] + n
-        self.squares[k] += squares + apart * apart * self.n[k] * n / total
-        self.mean[k] += apart * n / total
-        self.n[k] = total
-
-    def std(self) -> Matrix:
-        """Population standard deviation; 1 for a constant column."""
-        found = np.sqrt(self.squares / np.maximum(self.n, 1))
-        return np.where(found > 0, found, 1.0)
 
 
 def _target_kind(kind: Any, name: str, file: Path) -> str:
@@ -197,81 +97,44 @@ def _target_kind(kind: Any, name: str, file: Path) -> str:
     raise ArgumentError(f"{file}: the target {name!r} is {kind}: expected numbers or texts.")
 
 
-def _first_pass(
-    files: Sequence[Path], found: _Columns, like: _Columns | None, texts: frozenset[str]
-) -> None:
-    """Count the rows; without ``like``, also learn means, spreads, vocabularies and classes."""
-    moments = _Moments(len(found.numeric))
-    words: dict[str, set[str]] = {name: set() for name in found.categorical}
+def _first_pass(batches: Iterable[tuple[Path, Any]], found: _Columns, like: bool) -> None:
+    """Count the rows, and learn of which kind the target is."""
     classes: set[str] = set()
-    for file in files:
-        for batch in _read(file, found, texts):
-            found.rows += batch.num_rows
-            if found.target is not None:
-                kind = _target_kind(batch.column(found.target).type, found.target, file)
-                if like is not None and kind == "class" and like.target_kind in ("int", "float"):
-                    raise ArgumentError(
-                        f"{file}: the target {found.target!r} holds texts, and numbers in "
-                        "the table of like=."
-                    )
-                if (
-                    found.target_kind
-                    and kind != found.target_kind
-                    and {kind, found.target_kind} != {"int", "float"}
-                ):
-                    raise ArgumentError(
-                        f"{file}: the target {found.target!r} holds texts here and numbers "
-                        "elsewhere."
-                    )
-                found.target_kind = (
-                    "float" if "float" in (kind, found.target_kind) and kind != "class" else kind
-                )
-                if kind == "class" and like is None:
-                    classes.update(
-                        v
-                        for v in _as_strings(batch.column(found.target), found.target, file)
-                        .unique()
-                        .to_pylist()
-                        if v is not None
-                    )
-            for k, name in enumerate(found.numeric):
-                values = _as_float64(batch.column(name), name, file)
-                good = values[_finite_mask(values)]
-                found.missing[name] = found.missing.get(name, 0) + len(values) - len(good)
-                moments.add(k, good)
-            for name in found.categorical:
-                column = batch.column(name)
-                found.missing[name] = found.missing.get(name, 0) + column.null_count
-                if like is None:
-                    words[name].update(
-                        v
-                        for v in _as_strings(column, name, file).unique().to_pylist()
-                        if v is not None
-                    )
-    if like is not None:
-        found.mean, found.std, found.vocabularies, found.classes = (
-            like.mean,
-            like.std,
-            like.vocabularies,
-            like.classes,
-        )
-        found.target_kind = like.target_kind or found.target_kind
-        return
-    found.mean, found.std = moments.mean.tolist(), moments.std().tolist()
-    found.vocabularies = {
-        name: _sorted({v.lower() for v in values} if _are_booleans(values) else values)
-        for name, values in words.items()
-    }
-    found.classes = _sorted(classes) if found.target_kind == "class" else None
+    for file, batch in batches:
+        found.rows += batch.num_rows
+        if found.target is None:
+            continue
+        kind = _target_kind(batch.column(found.target).type, found.target, file)
+        if like and kind == "class" and found.target_kind in ("int", "float"):
+            raise ArgumentError(
+                f"{file}: the target {found.target!r} holds texts, and numbers in the table of "
+                "like=."
+            )
+        if like and found.target_kind:
+            continue
+        known = found.target_kind
+        if known and kind != known and {kind, known} != {"int", "float"}:
+            raise ArgumentError(
+                f"{file}: the target {found.target!r} holds texts here and numbers elsewhere."
+            )
+        found.target_kind = "float" if "float" in (kind, known) and kind != "class" else kind
+        if kind == "class":
+            texts = as_level(batch.column(found.target), f"{file}: the target {found.target!r}")
+            classes.update(v for v in texts.unique().to_pylist() if v is not None)
+    if found.target_kind == "class" and found.classes is None:
+        found.classes = sorted(classes, key=level_order)
 
 
-def _read(file: Path, found: _Columns, texts: frozenset[str]) -> Iterator[Any]:
-    columns = [
-        *found.numeric,
-        *found.categorical,
-        *([found.target] if found.target is not None else []),
-    ]
-    return read_batches(file, columns, texts, frozenset(found.numeric))
+def _within_float32(batch: Any, numeric: Sequence[str], file: Path) -> Any:
+    """A batch whose numbers are null where float32 does not hold them."""
+    import pyarrow as pa
+
+    for name in numeric:
+        column = as_number(batch.column(name), f"{file}: the column {name!r}")
+        values = column.to_numpy(zero_copy_only=False)
+        column = pa.array(values, mask=~_finite_mask(values))
+        batch = batch.set_column(batch.schema.get_field_index(name), name, column)
+    return batch
 
 
 def _reserve_array(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
@@ -283,72 +146,110 @@ def _reserve_array(file: Path, kind: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _build(
-    files: Sequence[Path], found: _Columns, like: _Columns | None, fill: str | float, folder: Path
+    files: Sequence[Path], found: _Columns, recipe: Recipe, fill: str | float | None, folder: Path
 ) -> None:
-    """Write ``numeric.npy``, ``categorical.npy``, ``target.npy`` and ``about.json``."""
-    import pyarrow as pa
-    import pyarrow.compute as compute
+    """Write ``numeric.npy``, ``categorical.npy``, ``target.npy`` and ``about.json``.
 
-    texts = frozenset(found.categorical)
+    Args:
+        recipe: fitted, or to be fitted on these files.
+        fill: what a missing number becomes; None where the recipe is the user's and says it.
+    """
+    texts, numbers = recipe.csv_types
     if found.target is not None and (
-        like.target_kind == "class"
-        if like is not None
-        else any(has_leading_zeros(f, found.target) for f in files if f.suffix.lower() == ".csv")
+        found.target_kind == "class"
+        or any(has_leading_zeros(f, found.target) for f in files if f.suffix.lower() == ".csv")
     ):
         texts |= {found.target}  # of CSV files: the others say what they hold
-    _first_pass(files, found, like, texts)
+    target = [] if found.target is None else [found.target]
+
+    def batches(columns: Sequence[str]) -> Iterator[tuple[Path, Any]]:
+        for file in files:
+            for batch in read_batches(file, columns, texts, numbers):
+                yield (
+                    file,
+                    _within_float32(batch, found.numeric, file) if fill is not None else batch,
+                )
+
+    _first_pass(
+        (
+            (f, b)
+            for f in files
+            for b in read_batches(f, target or [*recipe.steps][:1], texts, numbers)
+        ),
+        found,
+        bool(found.target_kind),
+    )
     if not found.rows:
         raise ArgumentError(f"feed.table: {files[0]} holds no row.")
-    fills = np.asarray(
-        found.mean if fill == "mean" else [np.nan if fill == "nan" else fill] * len(found.numeric),
-        dtype=np.float64,
-    )
-    numeric = _reserve_array(folder / "numeric.npy", np.float32, (found.rows, len(found.numeric)))
-    codes = _reserve_array(
-        folder / "categorical.npy", np.int32, (found.rows, len(found.categorical))
-    )
+    if recipe.state is None:
+        recipe = recipe.fit_batches(lambda: batches([*recipe.steps]))
+    if fill is not None:
+        recipe = _filled(recipe, found.numeric, fill)
+    _write_matrices(batches, files, found, recipe, folder)
+    (folder / "about.json").write_text(json.dumps(found.__dict__))
+
+
+def _filled(recipe: Recipe, numeric: Sequence[str], fill: str | float) -> Recipe:
+    """A recipe that fills numbers and does not scale them, with the state of one that does."""
+    state = {name: dict(each) for name, each in recipe.fitted.items()}
+    for name in numeric:
+        value = state[name]["center"] if fill == "mean" else None if fill == "nan" else fill
+        state[name]["fill"] = value
+    steps = {name: {} if name in numeric else do for name, do in recipe.steps.items()}
+    return Recipe(steps, where=recipe.where, state={**(recipe.state or {}), "columns": state})
+
+
+def _write_matrices(
+    batches: Callable[[Sequence[str]], Iterator[tuple[Path, Any]]],
+    files: Sequence[Path],
+    found: _Columns,
+    recipe: Recipe,
+    folder: Path,
+) -> None:
+    numbers = [each.name for each in recipe.outputs if not each.size]
+    coded = [each.name for each in recipe.outputs if each.size]
+    numeric = _reserve_array(folder / "numeric.npy", np.float32, (found.rows, len(numbers)))
+    codes = _reserve_array(folder / "categorical.npy", np.int32, (found.rows, len(coded)))
     kind = np.float32 if found.target_kind == "float" else np.int64
     target = _reserve_array(
         folder / "target.npy", kind, (found.rows if found.target is not None else 0,)
     )
-    vocabularies = {
-        name: pa.array(values, type=pa.string()) for name, values in found.vocabularies.items()
-    }
-    whole = {name: _whole_numbers(values) for name, values in found.vocabularies.items()}
+    found.recipe = recipe.to_dict()
+    missing = dict.fromkeys(recipe.steps, 0)
+    appliers: dict[Path, Applied] = {}
+    key = [recipe.key] if recipe.needs_folds else []
     at = 0
-    for file in files:
-        for batch in _read(file, found, texts):
-            end = at + batch.num_rows
-            for k, name in enumerate(found.numeric):
-                values = _as_float64(batch.column(name), name, file)
-                numeric[at:end, k] = np.where(_finite_mask(values), values, fills[k])
-            for k, name in enumerate(found.categorical):
-                values = _as_strings(batch.column(name), name, file)
-                if _are_booleans(found.vocabularies[name]):
-                    values = compute.utf8_lower(values)
-                where = compute.index_in(values, value_set=vocabularies[name], skip_nulls=True)
-                # 2, 2.0 and " 2" are one, as they are to whoever wrote them
-                if whole[name] is not None:
-                    plain = compute.replace_substring_regex(
-                        compute.utf8_trim_whitespace(values), _POINT_ZERO, ""
-                    )
-                    where = compute.coalesce(
-                        where, compute.index_in(plain, value_set=whole[name], skip_nulls=True)
-                    )
-                codes[at:end, k] = compute.add(compute.fill_null(where, -1), 1).to_numpy(
-                    zero_copy_only=False
-                )
-            if found.target is not None:
-                target[at:end] = _targets(batch.column(found.target), found, file, at)
-            at = end
+    for file, batch in batches([*recipe.steps, *filter(None, [*key, found.target])]):
+        end = at + batch.num_rows
+        if file not in appliers:
+            appliers[file] = recipe.applied_to(file)
+        made = appliers[file](batch, str(file), missing)
+        for k, name in enumerate(numbers):
+            numeric[at:end, k] = _float32(made[name], name, file)
+        for k, name in enumerate(coded):
+            codes[at:end, k] = made[name]
+        if found.target is not None:
+            target[at:end] = _targets(batch.column(found.target), found, file, at)
+        at = end
     if at != found.rows:
         raise SampleError(
             f"{files[0]}: {found.rows:,} rows in the first pass and {at:,} in the second. It "
             "changed while it was read."
         )
+    found.missing = missing
     for array in (numeric, codes, target):
         array.flush()
-    (folder / "about.json").write_text(json.dumps(found.__dict__))
+
+
+def _float32(values: Matrix, name: str, file: Path) -> Matrix:
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    if (bad := np.isinf(narrow)).any():
+        raise ArgumentError(
+            f"{file}: the prepared column {name!r} holds {values[np.argmax(bad)]:g}, beyond "
+            "float32. Scale it, clip it, or take its log."
+        )
+    return narrow
 
 
 def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
@@ -365,7 +266,7 @@ def _targets(column: Any, found: _Columns, file: Path, at: int) -> Matrix:
     if column.null_count:
         refuse(column.is_null().to_numpy(zero_copy_only=False), "is missing")
     if found.target_kind == "class":
-        texts = _as_strings(column, str(found.target), file)
+        texts = as_level(column, f"{file}: the target {found.target!r}")
         values = compute.fill_null(
             compute.index_in(texts, value_set=pa.array(found.classes, type=pa.string())), -1
         ).to_numpy(zero_copy_only=False)
@@ -399,31 +300,45 @@ class TableSource(BaseSource):
     """See :func:`table`.
 
     Attributes:
-        numeric, categorical: names of the columns.
+        numeric, categorical: names of the columns; of those that a recipe makes, where it has one.
         target: name of the column, or None.
+        recipe: the fitted recipe, where :func:`table` was given one; else None.
         vocabularies: by categorical column: what the codes 1, 2, … stand for; 0 is missing or
             unknown.
         sizes: of each categorical column, how many codes there are: the rows of an embedding.
-        mean, std: of each numeric column, over the rows that have a finite value.
+        mean, std: of each numeric column, over the rows that have a finite value; empty with a
+            recipe.
         missing: values that were missing, by column.
         fill: what a missing number has become: ``"mean"``, ``"nan"`` or a number.
         normalize: whether numbers are read as ``(x - mean) / std``.
     """
 
-    def __init__(self, folder: Path, key: str, normalize: bool, fill: str | float = "mean") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        key: str,
+        normalize: bool,
+        fill: str | float = "mean",
+        prepared: bool = False,
+    ) -> None:
         self.columns = _Columns(**json.loads((folder / "about.json").read_text()))
-        self.numeric, self.categorical, self.target = (
-            self.columns.numeric,
-            self.columns.categorical,
-            self.columns.target,
-        )
-        self.vocabularies, self.missing, self.classes = (
-            self.columns.vocabularies,
-            self.columns.missing,
-            self.columns.classes,
-        )
-        self.mean, self.std = self.columns.mean, self.columns.std
-        self.sizes = [len(self.vocabularies[name]) + 1 for name in self.categorical]
+        recipe = Recipe.of(self.columns.recipe)
+        self.recipe = recipe if prepared else None
+        self.numeric = [each.name for each in recipe.outputs if not each.size]
+        coded = [each for each in recipe.outputs if each.size]
+        self.categorical = [each.name if prepared else each.column for each in coded]
+        self.sizes = [each.size for each in coded]
+        self.target, self.classes = self.columns.target, self.columns.classes
+        self.missing = self.columns.missing
+        state = recipe.fitted
+        self.vocabularies = {
+            name: [level for level, _ in state[each.column]["levels"]]
+            for name, each in zip(self.categorical, coded, strict=True)
+            if "levels" in state[each.column]
+        }
+        plain = [] if prepared else [state[name] for name in self.numeric]
+        self.mean = [each["center"] for each in plain]
+        self.std = [each["width"] for each in plain]
         self.normalize = normalize
         self.fill = fill
         self._folder = folder
@@ -500,6 +415,7 @@ def table(
     numeric: Sequence[str] = (),
     categorical: Sequence[str] = (),
     target: str | None = None,
+    recipe: Recipe | None = None,
     like: Pipeline | None = None,
     missing: str | float | None = None,
     normalize: bool | None = None,
@@ -523,6 +439,9 @@ def table(
         target: the column to predict: floating-point numbers as ``float32``, whole ones as
             ``int64``, texts as ``int64`` classes 0, 1, … (``source.classes``); so are whole numbers
             of a CSV file if one of them is written as ``007``. None gives ``[inputs]`` alone.
+        recipe: a fitted :class:`Recipe`, in place of ``numeric`` and ``categorical``: its numbers
+            become the first matrix, its codes and bins the second. The target is that of the
+            recipe where none is given. Each checkpoint and :meth:`ronde.Run.export` keep it.
         like: another table, whose vocabularies, classes, means and deviations count here too: the
             training set's, for a test set. Columns are the same where none are given, and so are
             ``missing`` and ``normalize``.
@@ -556,11 +475,61 @@ def table(
         ([30.0, 40.0, 50.0], [2, 1, 2], [1, 0, 1], {'city': ['Oslo', 'Rome']})
     """
     need("pyarrow", "tables", "feed.table")
+    if recipe is not None:
+        given = {
+            "numeric": numeric,
+            "categorical": categorical,
+            "like": like,
+            "missing": missing,
+            "normalize": normalize,
+        }
+        if also := [name for name, value in given.items() if value not in ((), [], None)]:
+            raise ArgumentError(
+                f"feed.table: recipe= and {also[0]}= do not go together: the recipe decides."
+            )
+        recipe.fitted  # noqa: B018 - an error where it is not fitted
+        found = _Columns([], [], recipe.target if target is None else target)
+        if found.target in recipe.steps:
+            raise ArgumentError(f"feed.table: the target {found.target!r} is among the columns.")
+        normalize, missing = False, "mean"
+    else:
+        recipe, found, missing, normalize = _plain(
+            numeric, categorical, target, like, missing, normalize
+        )
+    files = files_of(path, "feed.table", SUFFIXES)
+    for file in files:
+        if file.suffix.lower() not in SUFFIXES:
+            raise ArgumentError(f"feed.table: {file} is none of {', '.join(SUFFIXES)}.")
+    prepared = not found.numeric and not found.categorical
+    if prepared:
+        check_columns(recipe, files, applied=True)
+    key = digest_values(
+        "table", _VERSION, identity(files), json.dumps(found.__dict__), str(missing), recipe.digest
+    )
+    fill = None if prepared else missing
+
+    def make(into: Path) -> None:
+        _build(files, found, recipe, fill, into)
+
+    root = cache_root(cache) / "tables" if cache is None else cache_root(cache)
+    source = TableSource(build_once(root, key, make), key, bool(normalize), missing, prepared)
+    return Pipeline(source, collate=default_collate)
+
+
+def _plain(
+    numeric: Sequence[str],
+    categorical: Sequence[str],
+    target: str | None,
+    like: Pipeline | None,
+    missing: str | float | None,
+    normalize: bool | None,
+) -> tuple[Recipe, _Columns, str | float, bool]:
+    """The recipe of ``numeric=`` and ``categorical=``, with the state of ``like``."""
     known: _Columns | None = None
     if like is not None:
         source = getattr(like, "source", like)
-        if not isinstance(source, TableSource):
-            raise ArgumentError("feed.table: like= takes a table from feed.table.")
+        if not isinstance(source, TableSource) or source.recipe is not None:
+            raise ArgumentError("feed.table: like= takes a table from feed.table without recipe=.")
         known = source.columns
         missing = source.fill if missing is None else missing
         normalize = source.normalize if normalize is None else normalize
@@ -587,22 +556,11 @@ def table(
     missing = "mean" if missing is None else missing
     if isinstance(missing, str) and missing not in ("mean", "nan"):
         raise ArgumentError(f"feed.table: missing={missing!r}: expected 'mean', 'nan' or a number.")
-    files = files_of(path, "feed.table", _SUFFIXES)
-    for file in files:
-        if file.suffix.lower() not in _SUFFIXES:
-            raise ArgumentError(f"feed.table: {file} is none of {', '.join(_SUFFIXES)}.")
-    key = digest_values(
-        "table",
-        _VERSION,
-        identity(files),
-        found.numeric,
-        found.categorical,
-        target,
-        repr(missing),
-        known.__dict__ if known else None,
-    )
-    make: Callable[[Path], None] = lambda into: _build(files, found, known, missing, into)  # noqa: E731
-    folder = build_once(
-        cache_root(cache) / "tables" if cache is None else cache_root(cache), key, make
-    )
-    return Pipeline(TableSource(folder, key, bool(normalize), missing), collate=default_collate)
+    steps: dict[str, Any] = {name: {"scale": "standard"} for name in found.numeric}
+    steps.update({name: {"codes": True} for name in found.categorical})
+    state = None
+    if known is not None:
+        state = known.recipe["fitted"]
+        found.target_kind, found.classes = known.target_kind, known.classes
+    recipe = Recipe(steps, where="feed.table", state=state)
+    return recipe, found, missing, bool(normalize)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from ronde.run import lr_rules
 from ronde.run.average import average_wants
 from ronde.run.content import CheckpointContent
 from ronde.run.exchange_state import exchange_pieces, exchange_values, has_state
+from ronde.tables.recipe import Recipe
 from ronde.world import CheckpointError
 from ronde.world.consensus import gather_json
 
@@ -44,10 +46,21 @@ _WORDS = {
 }
 
 
+def _recipe(run: Parts) -> Recipe | None:
+    """The recipe that prepares the data; it goes where the model goes."""
+    source: Any = run.data.dataset
+    while not isinstance(recipe := getattr(source, "recipe", None), Recipe):
+        if (source := getattr(source, "source", None)) is None:
+            return None
+    return recipe
+
+
 def _data(run: Parts) -> dict[str, Any]:
     """The facts that decide which samples come next, besides the place in the epoch."""
     order = run.data.order
-    facts = {
+    recipe = _recipe(run)
+    facts: dict[str, Any] = {} if recipe is None else {"recipe": recipe.to_dict()}
+    facts |= {
         "samples": order.n,
         "epoch_samples": order.epoch_samples,
         "seed": run.plan.seed,
@@ -214,15 +227,17 @@ def _prepare_together(
 
 
 def export_weights(run: Parts, path: Path) -> None:
-    """Write the model's weights as plain safetensors; rank 0 writes."""
+    """Write the model's weights as plain safetensors, with the recipe; rank 0 writes."""
+    recipe = _recipe(run)
+    about = {"format": "pt"} | ({"recipe": json.dumps(recipe.to_dict())} if recipe else {})
     if not run.holds_all:
         run.rendezvous.meet("run.export(path)")
         pieces = checkpoint.model_pieces(run.model, run.work.tied, run.strategy.owns)
-        checkpoint.export_pieces(run.world, pieces, run.work.tied, path)
+        checkpoint.export_pieces(run.world, pieces, run.work.tied, path, about)
     elif run.world.is_main:
         weights, same = checkpoint.model_state(run.model)
         tied = {name: weights[origin] for name, origin in same.items()}
-        checkpoint.export({**weights, **tied}, path)
+        checkpoint.export({**weights, **tied}, path, about)
 
 
 def _refuse(why: str) -> CheckpointError:
@@ -230,11 +245,23 @@ def _refuse(why: str) -> CheckpointError:
     return CheckpointError(text)
 
 
+def _check_recipe(now: Recipe, then: Recipe) -> None:
+    if now.digest != then.digest:
+        raise CheckpointError(
+            f"This checkpoint was trained with recipe {then.digest[:8]}, and the script now gives "
+            f"{now.digest[:8]}: {now.difference(then)}. Use the recipe of the checkpoint, or start "
+            "a new run."
+        )
+
+
 def _check(run: Parts, saved: Mapping[str, Any]) -> None:
     """Refuse another training. Another plan or number of workers is the same training."""
     for name, value in _data(run).items():
         # a checkpoint of an earlier version may lack the sampler and the fingerprint
         then = saved["data"].get(name, value)
+        if name == "recipe" and then != value:
+            _check_recipe(Recipe.of(value), Recipe.of(then))
+            continue
         if name == "fingerprint" and then != value:
             raise CheckpointError(
                 "the checkpoint cannot be continued: the data set is not the one that it was "

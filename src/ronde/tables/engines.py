@@ -163,7 +163,7 @@ def canonical(batch: Any, kinds: Kinds, place: str) -> Any:
 
     columns = []
     for name, kind in kinds.items():
-        column = as_kind(batch.column(name), kind, f"{place}, column {name!r}")
+        column = as_kind(batch.column(name), kind, f"{place}: the column {name!r}")
         if kind in ("time", "text"):
             column = compute.if_else(column.is_valid(), 1.0, pa.scalar(None, pa.float64()))
         columns.append(column)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ronde.tables.engines import Arrow, Kinds, canonical, duckdb_engine, spark_e
 from ronde.tables.fit import fit_steps
 from ronde.tables.reading import SUFFIXES, columns_of, read_batches
 from ronde.tables.steps import PreparedColumn, checked, near, outputs_of, read_as
-from ronde.world import ArgumentError, CheckpointError
+from ronde.world import ArgumentError
 from ronde.world.paths import files_of, is_remote, need
 
 ENGINES = ("duckdb", "arrow", "spark")
@@ -89,12 +89,14 @@ class Recipe:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Recipe:
-        """A recipe of a YAML file, or a fitted one of JSON.
+        """A recipe of a YAML file; a fitted one of JSON, or of a model that ``run.export`` wrote.
 
         Raises:
-            ArgumentError: the file is missing, or is no recipe.
+            ArgumentError: the file is missing, or holds no recipe.
         """
         file = Path(path)
+        if file.suffix == ".safetensors":
+            return cls._exported(file)
         try:
             text = file.read_text(encoding="utf-8")
             given = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
@@ -104,6 +106,19 @@ class Recipe:
             line = str(error).replace("\n", " ")
             raise ArgumentError(f"{file} is neither YAML nor JSON: {line}") from None
         return cls.of(given, file.name)
+
+    @classmethod
+    def _exported(cls, file: Path) -> Recipe:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(file, "numpy") as opened:
+                text = (opened.metadata() or {}).get("recipe")
+        except (OSError, SafetensorError) as error:
+            raise ArgumentError(f"{file} cannot be read: {error}.") from None
+        if text is None:
+            raise ArgumentError(f"{file} holds no recipe: it was trained without one.")
+        return cls.of(json.loads(text), file.name)
 
     @classmethod
     def of(cls, given: Any, where: str = "recipe") -> Recipe:
@@ -143,24 +158,6 @@ class Recipe:
         """SHA-256 of the steps and of what was fitted; the same on every engine."""
         given = {k: v for k, v in self.to_dict().items() if k != "inputs"}
         return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return {"recipe": json.dumps(self.to_dict())}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check that a checkpoint has this very recipe.
-
-        Raises:
-            CheckpointError: it was trained with another one; the text says what differs.
-        """
-        then = Recipe.of(json.loads(state["recipe"]))
-        if then.digest != self.digest:
-            raise CheckpointError(
-                f"This checkpoint was trained with recipe {then.digest[:8]}, and the script now "
-                f"gives {self.digest[:8]}: {self.difference(then)}. Use the recipe of the "
-                "checkpoint, or start a new run."
-            )
 
     def difference(self, then: Recipe) -> str:
         """The first thing in which this recipe differs from an earlier one, in a sentence."""
@@ -205,19 +202,23 @@ class Recipe:
             ArgumentError: a column is missing, or has another type than its steps need.
             SampleError: a file is damaged.
         """
-        need("narwhals", "tables", "A recipe")
-        need("pyarrow", "tables", "A recipe")
+        need("pyarrow", "tables", "Fitting a recipe")
         if engine is not None and engine not in ENGINES:
             raise ArgumentError(f"engine={engine!r}: choose {', '.join(ENGINES)}.")
         with _Opened(self, data, engine, threads, spark) as opened:
-            state = fit_steps(opened.engine, self.steps, self.target, self.key, self.where)
+            return self._fit(opened.engine, opened.files)
+
+    def fit_batches(self, batches: Callable[[], Iterable[tuple[Path, Any]]]) -> Recipe:
+        """A copy fitted on record batches and the files they are of, on PyArrow."""
+        reads = self.reads
+        return self._fit(Arrow(lambda: (canonical(b, reads, str(file)) for file, b in batches())))
+
+    def _fit(self, engine: Any, files: Sequence[Path] = ()) -> Recipe:
+        need("narwhals", "tables", "Fitting a recipe")
+        state = fit_steps(engine, self.steps, self.target, self.key, self.where)
+        inputs = [{"name": file.name, "sha256": file_digest(file)} for file in files]
         return Recipe(
-            self.steps,
-            self.target,
-            self.key,
-            where=self.where,
-            state=state,
-            inputs=[{"name": f.name, "sha256": file_digest(f)} for f in opened.files],
+            self.steps, self.target, self.key, where=self.where, state=state, inputs=inputs
         )
 
     @property
@@ -271,13 +272,16 @@ class Recipe:
         parts = table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]
         return back(pa.Table.from_batches([self._prepared(make, part, "data") for part in parts]))
 
-    def batches(self, file: Path, out_of_fold: bool | None = None) -> Iterator[Any]:
+    def applied_to(self, file: Path) -> Applied:
+        """What prepares the batches of a file: out of fold where it is one of the fit."""
+        out_of_fold = self.needs_folds and self.was_fitted_on(file)
+        return Applied(self.steps, self.fitted, self.key, out_of_fold)
+
+    def batches(self, file: Path) -> Iterator[Any]:
         """The prepared record batches of a file."""
-        if out_of_fold is None:
-            out_of_fold = self.needs_folds and self.was_fitted_on(file)
         types = check_columns(self, [file], applied=True)
         handed = [n for n in (self.target, self.key) if n is not None and n in types[0]]
-        make = Applied(self.steps, self.fitted, self.key, out_of_fold)
+        make = self.applied_to(file)
         parts = read_batches(file, [*self.steps, *handed], *self.csv_types)
         empty = True
         for part in parts:
