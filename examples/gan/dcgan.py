@@ -38,5 +38,5 @@ for epoch in run_d.epochs(args.epochs):
     if run_d.is_main:
         print(f"epoch {epoch + 1}  D {loss_d.item():.4f}  G {loss_g.item():.4f}")
 
-if run_d.is_main:
-    print(gan.draw(G))
+with run_g.whole_model() as whole:
+    run_d.print(gan.draw(whole))

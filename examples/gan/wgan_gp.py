@@ -48,5 +48,5 @@ for epoch in run_c.epochs(args.epochs):
     if run_c.is_main:
         print(f"epoch {epoch + 1}  loss {loss_c.item():.4f}")
 
-if run_c.is_main:
-    print(gan.draw(G))
+with run_g.whole_model() as whole:
+    run_c.print(gan.draw(whole))
