@@ -139,6 +139,7 @@ def test_a_fresh_machine_goes_on(tmp_path, whole):
     assert not (tmp_path / "3/runs/it").exists()
 
 
+@long  # what is passed over in a store, and in a run directory, other tests have
 def test_half_and_damaged_ones_are_passed_over(tmp_path, whole):
     first, second, store = script(tmp_path / "1"), script(tmp_path / "2"), tmp_path / "store"
     url = f"file://{store}"

@@ -30,6 +30,7 @@ from ronde.checkpoint import (
     verify,
 )
 from ronde.parallel.meta_init import materialise, meta_names
+from sampling import some
 
 WORKER = TESTS / "reshard_worker.py"
 CPU = torch.device("cpu")
@@ -44,7 +45,7 @@ def worker(what: str, folder: Path):
 # -- from plan to plan -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("matrix", ["data", "model"])
+@pytest.mark.parametrize("matrix", some(["model", "data"], 2))
 def test_written_under_one_plan_and_continued_under_another(matrix, tmp_path):
     differences = worker(matrix, tmp_path)
     assert differences.pop("trained") > 0.1

@@ -682,6 +682,7 @@ def test_the_flip_in_the_batch_is_where_workers_get_no_sample():
     assert (flip.holds, flip.at) == (8.0, 4.0) and flip.to == "pipeline × replicate"
 
 
+@long
 def test_flips_are_what_a_whole_search_gives_there():
     """Costs a step and a pass that do not grow with the batch: at a large batch, replicas win,
     which no factor of today's times tells.
@@ -772,6 +773,7 @@ def test_bounds_that_leave_plans_out_are_never_above_what_is_predicted():
             assert predictor.floor_bytes(plan) <= made.memory_bytes * 1.0001, plan.spec
 
 
+@long
 def test_what_the_bounds_leave_out_would_not_have_been_chosen():
     """Against a search that predicts every plan by closed form, and simulates as many."""
     costs = transformer(layers=12, batch=96)
