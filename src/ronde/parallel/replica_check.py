@@ -32,7 +32,7 @@ class ReplicaCheck:
 
     Attributes:
         possible: whether two workers hold the same part of anything, with the same bits so far.
-        due: the step after which to check next; a save checks before.
+        due: no step before this one is checked, unless it is saved.
     """
 
     def __init__(self, every: int) -> None:
@@ -41,14 +41,14 @@ class ReplicaCheck:
         self._every = every
         self._last = 0
 
-    def begin(self, step: int) -> bool:
-        """Whether there is something to check after that step, which is due or saved."""
+    def begin(self, step: int, save: bool) -> bool:
+        """Whether to check after that step; ``save``: before it is saved."""
         every = self._every
+        early = step < every and not step & (step - 1)  # 4, 8, 16, ...: soon, and seldom
+        due = save or early or step % every == 0
         later = every * (step // every + 1)
-        self.due = min(later, 1 << step.bit_length())  # 4, 8, 16, ...: soon, and seldom
-        if step >= every:
-            self.due = later
-        return self.possible and self._last != step
+        self.due = min(later, 1 << step.bit_length()) if step < every else later
+        return self.possible and self._last != step and due
 
     def check(
         self,

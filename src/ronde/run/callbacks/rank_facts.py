@@ -280,11 +280,9 @@ class Replicas(Callback):
         self._compare(parts, parts.state.step, must=True)
 
     def _compare(self, run: Parts, step: int, must: bool) -> None:
-        if (
-            (must or step >= self._check.due)
-            and not run.strategy.drifts
-            and self._check.begin(step)
-        ):
+        if not must and step < self._check.due:
+            return
+        if not run.strategy.drifts and self._check.begin(step, must):
             explain = partial(self._facts.explain, run)
             self._check.check(run.strategy, run.work.tied, run.world, step, explain)
             self._facts.changed.clear()
