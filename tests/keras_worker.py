@@ -116,7 +116,8 @@ def data(n: int):
     return g.normal(size=(n, 16)), g.integers(0, 5, n)
 
 
-def build(kind: str):
+def build(kind: str, floatx: str = "float64"):
+    keras.config.set_floatx(floatx)
     keras.backend.clear_session()  # names count from 1 again, on all ranks
     keras.utils.set_random_seed(3)
     return globals()[kind]()
@@ -182,7 +183,9 @@ def trained(case: dict, file: Path) -> dict:
         return by_fit(case, file, ronde.keras.fit)
     if case["plan"] == "refused":
         return refused(case, file)
-    model, (x, y) = build(case["model"]), data(75)
+    floatx = case.get("floatx", "float64")
+    model, (x, y) = build(case["model"], floatx), data(75)
+    x = x.astype(floatx)
     rows = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
     options = {"batch_size": 20, "shuffle": False, "sync_batchnorm": True, **case["options"]}
     run = ronde.distribute(
@@ -220,11 +223,13 @@ def refused(_case: dict, _file: Path) -> dict:
             model or build("mlp"), made, rows, loss=lost or loss(), batch_size=5, **options
         )
 
+    half = L.Dense(5, dtype="mixed_float16", name="half")
     used = O.SGD(0.1)
     used.build(build("mlp").trainable_variables)
     asked = {
         "built": lambda: give(model=keras.Sequential([L.Dense(3)])),
         "used": lambda: give(used),
+        "half": lambda: give(model=keras.Sequential([L.Input((16,)), half])),
         "adafactor": lambda: give(O.Adafactor(0.1)),
         "ema": lambda: give(O.SGD(0.1, use_ema=True)),
         "steps": lambda: give(O.SGD(0.1, gradient_accumulation_steps=2)),

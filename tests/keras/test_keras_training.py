@@ -130,20 +130,37 @@ def test_hybrids_train_as_one_does(tmp_path):
     check_equal(cases, found, train(alone, 1, tmp_path / "one"))
 
 
-def test_a_run_is_resumed_on_another_number_of_workers(tmp_path):
-    runs = {"RUNS": str(tmp_path / "runs")}
-    began = [
-        {**case("mlp", "Nadam", name="a"), "epochs": 1},
-        {**case("convolutions", "AdamW", name="b"), "epochs": 1},
+CHAIN = [
+    (1, "replicate"),
+    (2, "pipeline=2,micro_batch=5"),
+    (4, "shard=parameters"),
+    (2, "shard=parameters"),
+    (1, "replicate"),
+]
+
+
+def test_a_run_is_resumed_on_other_numbers_of_workers_and_plans(tmp_path):
+    chain = CHAIN if ALL else CHAIN[:3]
+    made = [("mlp", "Nadam", "a"), ("transformer", "AdamW", "b")]
+    for epoch, (workers, plan) in enumerate(chain, 1):
+        cases = [{**case(m, o, plan, name=name), "epochs": epoch} for m, o, name in made]
+        runs = {"RUNS": str(tmp_path / "runs"), "RONDE_RESUME": "1" if epoch > 1 else "0"}
+        found = train(cases, workers, tmp_path / f"{epoch}", **runs)
+    whole = [{**case(m, o), "epochs": len(chain)} for m, o, _ in made]
+    check_equal(cases, found, train(whole, 1, tmp_path / "whole"))
+
+
+def test_products_are_in_half_precision_where_asked(tmp_path):
+    plans = ("replicate", "shard=parameters", "pipeline=2,micro_batch=5")
+    cases = [
+        {**case("mlp", "SGD", p, precision="bf16", sync_batchnorm=False), "floatx": "float32"}
+        for p in plans
     ]
-    again = [
-        {**case("mlp", "Nadam", "shard=parameters", name="a"), "epochs": 2},
-        {**case("convolutions", "AdamW", "shard=optimizer", name="b"), "epochs": 2},
-    ]
-    train(began, 1, tmp_path / "one", **runs)
-    found = train(again, 2, tmp_path / "two", RONDE_RESUME="1", **runs)
-    cases = [case("mlp", "Nadam"), case("convolutions", "AdamW")]
-    check_equal(cases, found, train(cases, 1, tmp_path / "whole"))
+    found = train(cases, 2, tmp_path / "two")
+    half, full = train([cases[0], {**case("mlp"), "floatx": "float32"}], 1, tmp_path / "one")
+    for result in found:
+        assert difference(result, half) < 0.01 and result["0"].dtype == "float32"
+    assert difference(half, full) > 1e-5
 
 
 def test_fit_calls_back_as_keras_does(tmp_path):
@@ -167,6 +184,7 @@ def test_fit_calls_back_as_keras_does(tmp_path):
 SAID = {
     "built": "has no weights yet: call the model on one batch",
     "used": "optimizer=SGD has trained already",
+    "half": "'half' computes in float16, which needs a scaled loss",
     "adafactor": "optimizer=Adafactor: its state",
     "ema": "optimizer=SGD(use_ema=…): Ronde does this itself; use run.average()",
     "steps": "give ronde.distribute(…, micro_batch=N)",

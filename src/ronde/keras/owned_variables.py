@@ -123,7 +123,7 @@ def own(model: Any) -> None:
     call does not say, and random layers draw from torch's generator.
 
     Raises:
-        ArgumentError: the model has layers without weights yet.
+        ArgumentError: the model has layers without weights yet, or computes in float16.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
@@ -138,6 +138,11 @@ def own(model: Any) -> None:
         raise ArgumentError(
             f"the Keras layer {(unbuilt or [model.name])[0]!r} has no weights yet: call the model "
             "on one batch, or give it keras.Input(shape), before ronde.distribute."
+        )
+    if halves := [x.name for x in model._flatten_layers() if x.compute_dtype == "float16"]:
+        raise ArgumentError(
+            f"the Keras layer {halves[0]!r} computes in float16, which needs a scaled loss: build "
+            "the model in float32, and give ronde.distribute(…, precision='fp16')."
         )
     _place_layers(model, {})
     layers = layers_of(model)
