@@ -40,7 +40,7 @@ BOUND = 1e-10
 CLASSES, BATCH, SAMPLES, MICRO, WORDS, LENGTH = 5, 5, 8, 2, 50, 12
 IMAGES = (
     *("ResNet50", "MobileNetV2", "MobileNetV3Small", "EfficientNetB0", "DenseNet121"),
-    *("ConvNeXtTiny", "NASNetMobile", "Xception"),
+    *("ConvNeXtTiny", "MobileNet", "Xception"),
 )
 PLANS = (
     "replicate",
