@@ -74,7 +74,7 @@ $(CORE_STAMP): pyproject.toml constraints.txt
 
 $(STAMP): $(CORE_STAMP)
 	@echo "installing its tools"
-	@$(PIP) --editable '.[dev,examples,docs,tensorboard,models,images,tables,tune,remote,report,notebook,page,keras,explore,trees,finetune,ship]'
+	@$(PIP) --editable '.[dev,examples,docs,tensorboard,models,images,tables,tune,remote,report,notebook,page,keras,explore,trees,finetune,ship,explain]'
 	@touch $@
 
 $(BENCH_STAMP): $(STAMP)

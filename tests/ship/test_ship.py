@@ -19,10 +19,10 @@ from onnx import numpy_helper
 from torch import nn
 
 from processes import python, ronde_run
+from ronde.measure.model_call import ModelCall, call_of
 from ronde.ship import (
     ShipError,
     ShippedModel,
-    call_of,
     check_export,
     export_onnx,
     make_key,
@@ -30,9 +30,8 @@ from ronde.ship import (
     verify_bundle,
     write_bundle,
 )
-from ronde.ship.export import ModelCall
 from ronde.ship.quantize import judge_int8, quantize
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError
 
 Made = tuple[nn.Module, ModelCall, Path, torch.Tensor]
 
@@ -156,7 +155,7 @@ def test_models_that_cannot_be_exported_say_why(tmp_path: Path) -> None:
         with pytest.raises(ShipError, match=text):
             export_onnx(model, call, tmp_path / "m.onnx")
             check_export(model, tmp_path / "m.onnx", call)
-    with pytest.raises(ShipError, match="without calling the model"):
+    with pytest.raises(RondeError, match="without calling the model"):
         call_of(Fixed(), lambda m: None)
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.explain import register_explain
+from ronde.cli.help_layout import GroupWithDefault, option
 from ronde.cli.script import JsonOption, ReportOption, write_json
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
@@ -28,6 +29,8 @@ Examples:
 
   ronde clarify … --require DPPL=0.1 --require DI=0.8:1.25              exit status 1 if beyond
 
+  ronde clarify explain RUN --data test.parquet         why a model says what it says
+
 Exit status: 0 measured, 1 a limit of --require is not kept, 2 an argument cannot be used.
 """
 
@@ -46,8 +49,16 @@ def _limit(text: str) -> tuple[str, float | tuple[float, float]]:
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
+    group_of_verbs = typer.Typer(
+        cls=GroupWithDefault,
+        help="How are groups treated, and why does a model say what it says?\n" + _EXAMPLES,
+        rich_markup_mode="rich",
+    )
+    app.add_typer(group_of_verbs, name="clarify")
 
-    @app.command("clarify", help="How are groups treated, in labels and predictions?\n" + _EXAMPLES)
+    @group_of_verbs.command(
+        "table", help="How are groups treated, in labels and predictions?\n" + _EXAMPLES
+    )
     def clarify(
         table: Annotated[
             str, typer.Argument(metavar="TABLE", help="Parquet or CSV; * is allowed.")
@@ -114,6 +125,8 @@ def register(app: typer.Typer) -> None:
         except BiasError as error:
             plain_console(stderr=True).print(f"error: {error}", soft_wrap=True)
             raise typer.Exit(1) from None
+
+    register_explain(group_of_verbs)
 
 
 def _values(

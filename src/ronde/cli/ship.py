@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.help_layout import GroupWithDefault, option
+from ronde.cli.saved_run import start_of
 from ronde.cli.script import JsonOption, examine, write_json
 from ronde.cli.show import find_run
 from ronde.cli.spinner import Doing
-from ronde.watch import plain_console, read
+from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 
 _EXAMPLES = """
@@ -92,7 +93,7 @@ def register(app: typer.Typer) -> None:
         if out.exists():
             raise ArgumentError(f"{out} is there already: give --out another name.")
         directory = find_run(folder, run)
-        checkpoint, command, facts = _start_of(directory)
+        checkpoint, command, facts = start_of(directory)
         options = {
             "checkpoint": str(checkpoint),
             "to": to,
@@ -169,35 +170,6 @@ def register(app: typer.Typer) -> None:
                 server.serve_forever()
             except KeyboardInterrupt:
                 print("stopped by SIGINT")
-
-
-def _start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
-    """A run's newest whole checkpoint, the command of its script, and facts for the model card."""
-    from ronde.checkpoint import find_valid
-    from ronde.watch import Started
-
-    started = [e for e in read(directory.record) if isinstance(e, Started)]
-    if not started or started[-1].framework:
-        raise ArgumentError(f"{directory.path} has no model of ronde.distribute.")
-    checkpoint, _ = find_valid(directory.checkpoints)
-    if checkpoint is None:
-        raise ArgumentError(f"{directory.path} has no whole checkpoint: nothing to ship.")
-    last = started[-1]
-    script = last.command[-1] if last.command else last.script
-    if not Path(script).is_file():
-        raise ArgumentError(
-            f"the script {script} of this run is not here: start ronde ship in the folder where "
-            "the run was started."
-        )
-    facts = {
-        "run": last.run,
-        "model": last.model,
-        "parameters": last.parameters,
-        "plan": last.plan,
-        "git": last.git,
-        "versions": last.versions,
-    }
-    return checkpoint.path, [script, *last.arguments], facts
 
 
 def _show(values: dict[str, Any], out: Path) -> None:

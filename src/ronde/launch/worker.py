@@ -34,6 +34,7 @@ _STUDIES = {
     "plan": ("ronde.measure.planner", "install_gauge"),
     "doctor": ("ronde.doctor.doctor", "install_doctor"),
     "scale": ("ronde.scale.meter", "install_meter"),
+    "explain": ("ronde.clarify.explain", "install_explainer"),
     "ship": ("ronde.ship.exporter", "install_exporter"),
     "baseline": ("ronde.measure.baseline", "install_baseline"),
 }

@@ -16,7 +16,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from ronde.ship.bundle import Bundle, ShipError, make_key, verify_bundle, write_bundle
-    from ronde.ship.export import call_of, export_onnx
+    from ronde.ship.export import export_onnx
     from ronde.ship.floor import Floor, check_export
     from ronde.ship.runtime import ShippedModel
     from ronde.ship.server import serve_model
@@ -26,7 +26,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.ship.bundle": "Bundle ShipError make_key verify_bundle write_bundle",
-            "ronde.ship.export": "call_of export_onnx",
+            "ronde.ship.export": "export_onnx",
             "ronde.ship.floor": "Floor check_export",
             "ronde.ship.runtime": "ShippedModel",
             "ronde.ship.server": "serve_model",

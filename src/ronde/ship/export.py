@@ -2,102 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_map
 
 from ronde.introspect.code_owner import is_user_file
+from ronde.measure.model_call import ModelCall, inference_copy
 from ronde.ship.bundle import ShipError
 from ronde.world.paths import need
 
-__all__ = ["ModelCall", "call_of", "export_onnx"]
+__all__ = ["export_onnx"]
 
 _MOST_BYTES = 1_800_000_000  # protobuf holds 2 GB; larger models would need files beside it
-
-
-@dataclass(frozen=True)
-class ModelCall:
-    """The arguments of one forward pass.
-
-    Attributes:
-        args: positional.
-        kwargs: by name.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """In the order in which an export names them."""
-        leaves, _ = tree_flatten((self.args, self.kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-    @property
-    def samples(self) -> int:
-        """Of the batch: the first size of every tensor.
-
-        Raises:
-            ShipError: they differ.
-        """
-        sizes = {t.shape[0] if t.dim() else 0 for t in self.tensors}
-        if len(sizes) != 1 or 0 in sizes:
-            raise ShipError(
-                "the model's inputs have no common batch: their first sizes are "
-                f"{', '.join(map(str, sorted(sizes)))}."
-            )
-        return sizes.pop()
-
-    def rows(self, low: int, high: int) -> ModelCall:
-        """Some samples of the batch."""
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t[low:high], (self.args, self.kwargs))
-        return ModelCall(args, kwargs)
-
-    def double(self) -> ModelCall:
-        """In float64."""
-
-        def wide(t: torch.Tensor) -> torch.Tensor:
-            return t.double() if t.is_floating_point() else t
-
-        args, kwargs = tree_map_only(torch.Tensor, wide, (self.args, self.kwargs))
-        return ModelCall(args, kwargs)
-
-
-def call_of(model: nn.Module, use: Callable[[nn.Module], Any]) -> ModelCall:
-    """The arguments with which a script calls its model.
-
-    Args:
-        use: calls it, once or more: the first call counts.
-
-    Raises:
-        ShipError: it does not.
-    """
-    calls: list[ModelCall] = []
-
-    def seen(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (args, kwargs))
-        calls.append(ModelCall(args, kwargs))
-
-    handle = model.register_forward_pre_hook(seen, with_kwargs=True)
-    try:
-        with torch.no_grad():
-            use(model)
-    finally:
-        handle.remove()
-    if not calls:
-        raise ShipError("the script computes its loss without calling the model: nothing to ship.")
-    return calls[0]
 
 
 @contextmanager
@@ -109,11 +33,6 @@ def _quiet() -> Iterator[None]:
             yield
         finally:
             logging.root.manager.disable = before
-
-
-def inference_copy(model: nn.Module) -> nn.Module:
-    """A copy on the CPU, in evaluation mode."""
-    return copy.deepcopy(model).cpu().eval()
 
 
 def export_onnx(model: nn.Module, call: ModelCall, path: Path) -> None:

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from ronde import checkpoint
+from ronde.measure.model_call import ModelCall, read_call, saved_model
 from ronde.measure.study import report_progress, study_target, write_study
 from ronde.parallel import Work
 from ronde.plan import Plan
 from ronde.run import hooks
 from ronde.ship.bundle import ShipError, write_bundle
-from ronde.ship.export import ModelCall, call_of, export_onnx, inference_copy
+from ronde.ship.export import export_onnx
 from ronde.ship.floor import Floor, check_export, model_outputs
 from ronde.ship.quantize import judge_int8, quantize
 from ronde.ship.runtime import EXPECTED, INT8, MODEL, open_session
@@ -25,7 +26,6 @@ from ronde.world import RondeError, World
 
 __all__ = ["install_exporter"]
 
-_CHECK_SAMPLES = 256
 _STORED_SAMPLES = 32
 
 
@@ -64,22 +64,13 @@ def ship(
     Raises:
         ShipError: the export is wrong, or the model cannot be exported.
     """
-    model = work.model
-    saved = checkpoint.verify(Path(options["checkpoint"]))
-    try:
-        model.load_state_dict(saved.weights())
-    except RuntimeError as error:
-        raise ShipError(f"the script now builds another model: {error}") from None
-    model = inference_copy(model)
-    largest = max(work.sizes, default=2)
-    batch = work.sample(max(2, min(_CHECK_SAMPLES, largest)))
-    kept: list[Any] = []
-    call = call_of(model, lambda m: kept.append(calls.arguments(m, batch)))
-    labels = kept[0][1].numpy() if len(kept[0]) > 1 and _are_labels(kept[0][1], call) else None
+    model, saved, call, rest = saved_model(work, calls, Path(options["checkpoint"]))
+    labels = rest[0].numpy() if rest and _are_labels(rest[0], call) else None
     checked = "training samples"
     slices = None
     if options.get("check"):
-        call, labels, slices = _check_data(Path(options["check"]), call)
+        call, others = read_call(Path(options["check"]), call, "--check")
+        labels, slices = others.get("target"), others.get("slice")
         checked = str(options["check"])
     about: dict[str, Any] = {
         **options["facts"],
@@ -136,36 +127,6 @@ def _store_samples(folder: Path, call: ModelCall, floors: list[Floor]) -> None:
     values = {f"input.{name}": np.ascontiguousarray(v) for name, v in feeds.items()}
     values |= {f"output.{i}": np.ascontiguousarray(v) for i, v in enumerate(outputs)}
     save_file(values, folder / EXPECTED)
-
-
-def _check_data(path: Path, call: ModelCall) -> tuple[ModelCall, Any, Any]:
-    """Arguments, labels and slices of a file of arrays: ``input`` (or ``input.0``, ``input.1``, …),
-    ``target``, ``slice``.
-
-    Raises:
-        ShipError: it cannot be read, or its arrays are not the model's.
-    """
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            values = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
-        raise ShipError(f"--check {path}: expected a .npz file of arrays: {error}") from None
-    wanted = len(call.tensors)
-    names = ["input"] if "input" in values else [f"input.{i}" for i in range(wanted)]
-    if len(names) != wanted or any(n not in values for n in names):
-        raise ShipError(
-            f"--check {path} has {', '.join(values)}; the model takes "
-            + ("'input'" if wanted == 1 else ", ".join(f"'input.{i}'" for i in range(wanted)))
-            + ", and 'target' holds the labels."
-        )
-    arrays = [
-        torch.as_tensor(values[n]).to(t.dtype) for n, t in zip(names, call.tensors, strict=True)
-    ]
-    replaced = iter(arrays)
-    from torch.utils._pytree import tree_map_only
-
-    args, kwargs = tree_map_only(torch.Tensor, lambda _: next(replaced), (call.args, call.kwargs))
-    return ModelCall(args, kwargs), values.get("target"), values.get("slice")
 
 
 def _int8(

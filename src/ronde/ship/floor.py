@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from ronde.measure.model_call import ModelCall, inference_copy
 from ronde.ship.bundle import ShipError
-from ronde.ship.export import ModelCall, inference_copy
 from ronde.ship.runtime import open_session
 
 __all__ = ["Floor", "check_export", "model_outputs"]

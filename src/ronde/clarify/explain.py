@@ -1,0 +1,215 @@
+"""``ronde clarify explain``: why a saved model says what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from ronde.clarify.shapley import Explained, shapley_values
+from ronde.measure.model_call import ModelCall, read_call, saved_model
+from ronde.measure.study import report_progress, study_target, write_study
+from ronde.parallel import Work
+from ronde.plan import Plan
+from ronde.run import hooks
+from ronde.world import ArgumentError, RondeError, World
+from ronde.world.paths import need
+
+__all__ = ["explain_trees", "install_explainer", "integrated_gradients"]
+
+_BACKGROUND = 16  # samples
+_PATCHES = 7  # of an image's side
+_FIRST_STEPS, _MOST_STEPS = 32, 1024  # of integrated gradients
+_SUM_LIMIT = 1e-4  # of the largest output: where the steps stop doubling
+
+Array = np.ndarray[Any, Any]
+
+
+def install_explainer() -> None:
+    """Observe this process, because of ``RONDE_STUDY=explain``."""
+    hooks.observer = Explainer(*study_target())
+
+
+class Explainer(hooks.Observer):
+    """Explains at ``distribute``, and ends the process.
+
+    Args:
+        options: ``checkpoint``, ``data``, ``method``, ``rows``, ``output``, ``budget``.
+        file: for the result, as JSON.
+    """
+
+    def __init__(self, options: dict[str, Any], file: Path) -> None:
+        self.options, self.file = options, file
+
+    def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
+        """See :class:`Observer`."""
+        try:
+            values = explain(work, calls, self.options)
+        except RondeError as error:
+            values = {"refused": str(error)}
+        write_study(self.file, values)
+        raise SystemExit(0)
+
+
+def _score(model: nn.Module, output: int | None) -> Callable[[ModelCall], torch.Tensor]:
+    """``[n]`` outputs of a call: of one class, or the only one."""
+
+    def score(call: ModelCall) -> torch.Tensor:
+        out = model(*call.args, **call.kwargs)
+        leaves, _ = tree_flatten(out)
+        first = next(v for v in leaves if isinstance(v, torch.Tensor))
+        first = first.reshape(len(first), -1)
+        if first.shape[1] > 1 and output is None:
+            raise ArgumentError(
+                f"the model has {first.shape[1]} outputs: --output N says which to explain."
+            )
+        if output is not None and output >= first.shape[1]:
+            raise ArgumentError(f"--output {output}: the model has {first.shape[1]} outputs.")
+        return first[:, output or 0]
+
+    return score
+
+
+def _players(example: torch.Tensor) -> tuple[Array, str]:
+    """The player of each element of a sample, and what a player is."""
+    shape = tuple(example.shape)
+    if len(shape) == 3 and min(shape[1:]) >= 2 * _PATCHES:
+        rows, columns = (np.arange(n) * _PATCHES // n for n in shape[1:])
+        grid = rows[:, None] * _PATCHES + columns[None, :]
+        return np.broadcast_to(grid, shape).copy(), "patch"
+    kind = "column" if example.is_floating_point() else "token"
+    return np.arange(int(np.prod(shape))).reshape(shape), kind
+
+
+def explain(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Explain rows of a data file.
+
+    Raises:
+        ArgumentError: the data are not the model's, or the method is not for it.
+    """
+    model, _, call, _ = saved_model(work, calls, Path(options["checkpoint"]))
+    background = call
+    names: list[str] | None = None
+    if options.get("data"):
+        call, others = read_call(Path(options["data"]), call, "--data")
+        names = others.get("names")
+    if len(call.tensors) != 1:
+        raise ArgumentError(
+            f"the model takes {len(call.tensors)} tensors; models with one are explained."
+        )
+    rows = min(int(options["rows"]), call.samples)
+    part = call.rows(0, rows)
+    players, kind = _players(part.tensors[0][0])
+    model = model.double()
+    score = _score(model, options.get("output"))
+    report_progress(f"explaining {rows} rows")
+    if options["method"] == "ig":
+        found = integrated_gradients(model, score, part, background, players)
+    else:
+
+        def predict(values: Array) -> Array:
+            given = part.with_tensor(torch.as_tensor(values)).double()
+            with torch.no_grad():
+                return score(given).numpy()
+
+        some = background.rows(0, min(_BACKGROUND, background.samples)).tensors[0].numpy()
+        samples = part.tensors[0].numpy()
+        found = shapley_values(predict, samples, some, players, budget=int(options["budget"]))
+    return result_of(found, kind, names, players.shape)
+
+
+def result_of(
+    found: Explained, kind: str, names: list[str] | None, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """An explanation as plain JSON."""
+    count = found.values.shape[1]
+    return {
+        "kind": kind,
+        "shape": list(shape),
+        "names": list(names) if names else [f"{kind} {i}" for i in range(count)],
+        "values": found.values.tolist(),
+        "base": found.base.tolist(),
+        "output": found.output.tolist(),
+        "gap": float(found.gaps.max(initial=0.0)),
+    }
+
+
+def integrated_gradients(
+    model: nn.Module,
+    score: Callable[[ModelCall], torch.Tensor],
+    part: ModelCall,
+    background: ModelCall,
+    players: Array,
+) -> Explained:
+    """Integrated gradients (Sundararajan 2017) by captum, from the mean of the background, with
+    steps doubled until the values add up; of tokens, over the first embedding, from zeros.
+
+    Raises:
+        ArgumentError: the model takes whole numbers and has no embedding.
+    """
+    need("captum", "explain", "--method ig")
+    from captum.attr import IntegratedGradients, LayerIntegratedGradients
+
+    inputs = part.double().tensors[0]
+
+    def forward(values: torch.Tensor) -> torch.Tensor:
+        return score(part.with_tensor(values))
+
+    if inputs.is_floating_point():
+        method: Any = IntegratedGradients(forward)
+        start = background.double().tensors[0].mean(0, keepdim=True).expand_as(inputs)
+    else:
+        layers = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+        if not layers:
+            raise ArgumentError("--method ig: the model takes whole numbers and has no embedding.")
+        method = LayerIntegratedGradients(forward, layers[0])
+        start = torch.zeros_like(inputs)
+    with torch.no_grad():
+        output, base = (forward(v).double().numpy() for v in (inputs, start))
+    steps = _FIRST_STEPS
+    limit = _SUM_LIMIT * max(1.0, float(np.abs(output).max(initial=0.0)))
+    while True:
+        given = method.attribute(inputs, baselines=start, n_steps=steps, internal_batch_size=256)
+        values = given.detach().double().numpy()
+        if values.shape != tuple(inputs.shape):  # of an embedding: its last axis is summed
+            values = values.sum(axis=-1)
+        flat = np.zeros((len(values), int(players.max()) + 1))
+        for player in range(flat.shape[1]):
+            flat[:, player] = values[:, players == player].sum(axis=1)
+        found = Explained(flat, base, output)
+        if float(found.gaps.max(initial=0.0)) <= limit or steps >= _MOST_STEPS:
+            return found
+        steps *= 2
+
+
+def explain_trees(model: Path, samples: Array) -> Explained:
+    """Exact SHAP values by the library that made a model file of trees.
+
+    Args:
+        model: of XGBoost (``.json``, ``.ubj``) or LightGBM (``.txt``).
+        samples: ``[samples, columns]``.
+    """
+    if model.suffix == ".txt":
+        need("lightgbm", "trees", "--method trees")
+        import lightgbm
+
+        booster: Any = lightgbm.Booster(model_file=str(model))
+        given = np.asarray(booster.predict(samples, pred_contrib=True))
+        output = np.asarray(booster.predict(samples, raw_score=True))
+    else:
+        need("xgboost", "trees", "--method trees")
+        import xgboost
+
+        booster = xgboost.Booster(model_file=str(model))
+        data = xgboost.DMatrix(samples, feature_names=booster.feature_names)
+        given = booster.predict(data, pred_contribs=True)
+        output = booster.predict(data, output_margin=True)
+    if given.ndim != 2 or given.shape[1] != samples.shape[1] + 1:
+        raise ArgumentError(f"{model}: trees with one output are explained.")
+    wide = given.astype(np.float64)
+    return Explained(wide[:, :-1], wide[:, -1], output.astype(np.float64).reshape(-1))

@@ -1,0 +1,152 @@
+"""``ronde clarify explain``: why does a model say what it says?"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ronde.cli.help_layout import option
+from ronde.cli.saved_run import start_of
+from ronde.cli.script import JsonOption, ReportOption, examine, write_json
+from ronde.cli.show import find_run
+from ronde.cli.spinner import Doing
+from ronde.watch import plain_console
+from ronde.world import ArgumentError, RondeError
+
+_METHODS = ("shapley", "ig", "trees")
+_SHOWN = 15  # columns, tokens, or patches
+
+_EXAMPLES = """
+The run's script is started up to ronde.distribute, and its newest checkpoint is loaded. The
+values of each row add up to the model's output minus a base; how exactly is always printed.
+
+Examples:
+
+  ronde clarify explain run-1 --data test.parquet             Shapley values of 100 rows
+
+  ronde clarify explain run-1 --data test.npz --output 3      of a classifier's fourth score
+
+  ronde clarify explain run-1 --method ig                     integrated gradients, training rows
+
+  ronde clarify explain model.ubj --data test.parquet --method trees    XGBoost, LightGBM
+"""
+
+
+def register_explain(app: typer.Typer) -> None:
+    """Add the verb."""
+
+    @app.command("explain", help="Why does a model say what it says?\n" + _EXAMPLES)
+    def explain(
+        run: Annotated[
+            str | None, typer.Argument(metavar="[RUN]", help="A run, or a file of trees.")
+        ] = None,
+        folder: Annotated[
+            Path, option("--runs", "Folder that holds the runs.", metavar="DIR")
+        ] = Path("runs"),
+        data: Annotated[
+            Path | None,
+            option("--data", "Rows: a table of numbers, or .npz with input.", metavar="FILE"),
+        ] = None,
+        method: Annotated[
+            str, option("--method", "shapley, ig, or trees.", metavar="METHOD")
+        ] = "shapley",
+        rows: Annotated[int, option("--rows", "Rows to explain.", metavar="N")] = 100,
+        output: Annotated[
+            int | None, option("--output", "Which of the model's outputs.", metavar="N")
+        ] = None,
+        budget: Annotated[
+            int, option("--coalitions", "Of each row, for shapley.", metavar="N")
+        ] = 2048,
+        json_file: JsonOption = None,
+        report: ReportOption = None,
+    ) -> None:
+        if method not in _METHODS:
+            raise ArgumentError(f"--method {method}: expected {', '.join(_METHODS)}.")
+        if rows < 1:
+            raise ArgumentError(f"--rows {rows}: expected 1 or more.")
+        if method == "trees":
+            values = _trees(run, data, rows)
+        else:
+            values = _run(folder, run, data, method, rows, output, budget)
+        _show(values)
+        if json_file:
+            write_json(json_file, values)
+        if report:
+            from ronde.clarify.explain_report import explain_report
+
+            explain_report(values, report, run or "the last run", method)
+            plain_console().print(f"report    {report}", soft_wrap=True)
+
+
+def _trees(run: str | None, data: Path | None, rows: int) -> dict[str, Any]:
+    from ronde.clarify.explain import explain_trees, result_of
+    from ronde.measure.model_call import read_columns
+
+    if run is None or data is None or not Path(run).is_file():
+        raise ArgumentError("--method trees: name a model file of XGBoost or LightGBM, and --data.")
+    columns = read_columns(data)
+    found = explain_trees(Path(run), columns["input"][:rows])
+    return result_of(found, "column", columns["names"], (len(columns["names"]),))
+
+
+def _run(
+    folder: Path,
+    run: str | None,
+    data: Path | None,
+    method: str,
+    rows: int,
+    output: int | None,
+    budget: int,
+) -> dict[str, Any]:
+    checkpoint, command, _ = start_of(find_run(folder, run))
+    options = {
+        "checkpoint": str(checkpoint),
+        "data": str(data.absolute()) if data else None,
+        "method": method,
+        "rows": rows,
+        "output": output,
+        "budget": budget,
+    }
+    with (
+        tempfile.TemporaryDirectory(prefix="ronde-explain-") as place,
+        Doing(plain_console()) as say,
+    ):
+        answer = examine(
+            "explain",
+            command,
+            1,
+            Path(place),
+            json.dumps(options),
+            say,
+            lambda error: f"the script failed before its model was explained: {error}",
+        )
+        if not answer.is_file():
+            raise RondeError("the script ended without calling ronde.distribute.")
+        values: dict[str, Any] = json.loads(answer.read_text())
+    if "refused" in values:
+        raise RondeError(values["refused"])
+    return values
+
+
+def _show(values: dict[str, Any]) -> None:
+    import numpy as np
+    from rich.table import Table
+
+    each = np.asarray(values["values"])
+    console = plain_console()
+    gap = f"largest |base + sum - output| {values['gap']:.1e}"
+    console.print(f"sum check {gap}, {len(each)} rows", soft_wrap=True)
+    mean = np.abs(each).mean(axis=0)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head, side in ((values["kind"], "left"), ("mean |value|", "right"), ("mean", "right")):
+        table.add_column(head, justify=side)  # type: ignore[arg-type]
+    for i in np.argsort(-mean, kind="stable")[:_SHOWN]:
+        table.add_row(values["names"][i], f"{mean[i]:.4g}", f"{each[:, i].mean():+.4g}")
+    console.print()
+    console.print(table)
+    if len(mean) > _SHOWN:
+        console.print(f"… and {len(mean) - _SHOWN} more: --json has all")

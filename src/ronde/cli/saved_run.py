@@ -1,0 +1,40 @@
+"""What starts the script of a run again, to look at its saved model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ronde.watch import read
+from ronde.world import ArgumentError
+
+__all__ = ["start_of"]
+
+
+def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
+    """A run's newest whole checkpoint, the command of its script, and facts for the model card."""
+    from ronde.checkpoint import find_valid
+    from ronde.watch import Started
+
+    started = [e for e in read(directory.record) if isinstance(e, Started)]
+    if not started or started[-1].framework:
+        raise ArgumentError(f"{directory.path} has no model of ronde.distribute.")
+    checkpoint, _ = find_valid(directory.checkpoints)
+    if checkpoint is None:
+        raise ArgumentError(f"{directory.path} has no whole checkpoint: nothing to load.")
+    last = started[-1]
+    script = last.command[-1] if last.command else last.script
+    if not Path(script).is_file():
+        raise ArgumentError(
+            f"the script {script} of this run is not here: start this command in the folder where "
+            "the run was started."
+        )
+    facts = {
+        "run": last.run,
+        "model": last.model,
+        "parameters": last.parameters,
+        "plan": last.plan,
+        "git": last.git,
+        "versions": last.versions,
+    }
+    return checkpoint.path, [script, *last.arguments], facts
