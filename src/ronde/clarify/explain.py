@@ -49,7 +49,7 @@ class Explainer(hooks.Observer):
     def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""
         try:
-            values = explain(work, calls, self.options)
+            values = explain_rows(work, calls, self.options)
         except RondeError as error:
             values = {"refused": str(error)}
         write_study(self.file, values)
@@ -86,7 +86,7 @@ def _players(example: torch.Tensor) -> tuple[Array, str]:
     return np.arange(int(np.prod(shape))).reshape(shape), kind
 
 
-def explain(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Explain rows of a data file.
 
     Raises:
@@ -120,10 +120,10 @@ def explain(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str, Any
         some = background.rows(0, min(_BACKGROUND, background.samples)).tensors[0].numpy()
         samples = part.tensors[0].numpy()
         found = shapley_values(predict, samples, some, players, budget=int(options["budget"]))
-    return result_of(found, kind, names, players.shape)
+    return explanation_values(found, kind, names, players.shape)
 
 
-def result_of(
+def explanation_values(
     found: Explained, kind: str, names: list[str] | None, shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """An explanation as plain JSON."""

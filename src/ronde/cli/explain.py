@@ -83,14 +83,14 @@ def register_explain(app: typer.Typer) -> None:
 
 
 def _trees(run: str | None, data: Path | None, rows: int) -> dict[str, Any]:
-    from ronde.clarify.explain import explain_trees, result_of
+    from ronde.clarify.explain import explain_trees, explanation_values
     from ronde.measure.model_call import read_columns
 
     if run is None or data is None or not Path(run).is_file():
         raise ArgumentError("--method trees: name a model file of XGBoost or LightGBM, and --data.")
     columns = read_columns(data)
     found = explain_trees(Path(run), columns["input"][:rows])
-    return result_of(found, "column", columns["names"], (len(columns["names"]),))
+    return explanation_values(found, "column", columns["names"], (len(columns["names"]),))
 
 
 def _run(
