@@ -26,7 +26,7 @@ from ronde.world import (
 from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
-    from ronde import feed
+    from ronde import algorithms, feed
     from ronde.jobs import Flow, items, weights
     from ronde.launch.call import launch
     from ronde.plan import Plan
@@ -49,6 +49,7 @@ __all__ = [
     "SampleError",
     "World",
     "WorldError",
+    "algorithms",
     "distribute",
     "feed",
     "items",
@@ -57,7 +58,7 @@ __all__ = [
     "world",
 ]
 
-_ROOMS = ("feed", "launch")
+_ROOMS = ("algorithms", "feed", "launch")
 
 _LATER = {
     "distribute": "ronde.run",

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -30,7 +29,7 @@ from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
 from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
 from ronde.run.content import CheckpointContent
-from ronde.run.group import RunGroup, count_groups, current
+from ronde.run.group import RunGroup, current
 from ronde.run.loop import on_device, to_device
 from ronde.run.losses import LossCall
 from ronde.run.options import (
@@ -49,11 +48,12 @@ from ronde.run.options import (
 )
 from ronde.run.parts import DTYPES, Parts
 from ronde.run.run import Run
+from ronde.run.run_directory import open_run_dir
 from ronde.run.step_draws import probe_draws
-from ronde.watch import Record, RunDir, Watcher, choose_display
-from ronde.world import ArgumentError, CheckpointError, PlanError, RondeError, World
+from ronde.watch import Record, Watcher, choose_display
+from ronde.world import ArgumentError, PlanError, World
 from ronde.world.connect import connect
-from ronde.world.consensus import agree, broadcast_json
+from ronde.world.consensus import agree
 from ronde.world.rendezvous import rendezvous
 
 if TYPE_CHECKING:
@@ -610,7 +610,7 @@ def _group(
     """The group that this run joins, or a new one, and its name in it."""
     group = current()
     if group is None or not group.takes(saves.name):
-        directory, resumes = _directory(me, saves.name)
+        directory, resumes = open_run_dir(me, saves.name)
         group = RunGroup(directory, resumes)
     part = group.name_part(saves.name)
     if part and saves.keep_best is not None:
@@ -630,35 +630,3 @@ def _group(
             "before the first step of either."
         )
     return group, part
-
-
-def _directory(me: World, name: str | None) -> tuple[RunDir | None, bool]:
-    """This run's directory, chosen by rank 0 or the launcher, and whether it is resumed."""
-    from ronde.watch import claim_run_dir, lock_run, script_stem  # of a new training, on rank 0
-
-    answer: dict[str, Any] = {"path": None}
-    if me.is_main:
-        base = os.environ.get("RONDE_RUNS", "runs")
-        of_launcher = os.environ.get("RONDE_RUN_DIR")
-        answer["resume"] = resume = os.environ.get("RONDE_RESUME") == "1"
-        try:
-            if base == "none" and not of_launcher:
-                answer["resume"] = False
-            elif of_launcher:
-                # The launcher made it. Later runs of the same script get directories beside it.
-                number = count_groups() + 1
-                path = Path(of_launcher if number == 1 else f"{of_launcher}.{number}")
-                path.mkdir(exist_ok=True)
-                if number > 1:  # the launcher holds the first
-                    lock_run(RunDir(path))
-                answer["path"] = str(path)
-            else:
-                run = claim_run_dir(Path(base), name, script_stem(), resume)
-                lock_run(run)
-                answer["path"] = str(run.path.absolute())
-        except (RondeError, OSError) as error:
-            answer["error"] = str(error)
-    answer = broadcast_json(me, answer)
-    if "error" in answer:
-        raise CheckpointError(answer["error"])
-    return (RunDir(Path(answer["path"])) if answer["path"] else None), bool(answer["resume"])
