@@ -75,7 +75,7 @@ def _parquet(folder: str | os.PathLike[str], me: World, own: bool) -> tuple[Any,
         import pyarrow.dataset as ds
     except ImportError:
         raise ArgumentError(
-            "Parquet files need the package pyarrow: pip install 'ronde[tables]'."
+            "Parquet files need the package pyarrow: pip install '.[tables]' in a clone of Ronde."
         ) from None
     if not Path(folder).exists():
         raise ArgumentError(f"{folder} does not exist. Give a Parquet file or a folder of them.")
@@ -143,7 +143,7 @@ def as_frame(data: Any) -> Any:
         import narwhals as nw
     except ImportError:
         raise ArgumentError(
-            "Tables need the package narwhals: pip install 'ronde[tables]'."
+            "Tables need the package narwhals: pip install '.[tables]' in a clone of Ronde."
         ) from None
     try:
         return nw.from_native(data, eager_only=True)
