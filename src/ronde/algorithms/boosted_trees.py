@@ -247,8 +247,8 @@ class _Training:
         run.begin(
             f"{self._library} {self._given['objective']}",
             rows.total,
-            f"{rows.total:,} rows on {me.size} worker{'s' * (me.size > 1)}, cut points of {len(sample.y):,} rows, "
-            "gradients on a 2^-20 grid",
+            f"{rows.total:,} rows on {me.size} worker{'s' * (me.size > 1)}, "
+            f"cut points of {len(sample.y):,} rows, gradients on a 2^-20 grid",
         )
         start, content, state = run.resume()
         if state:

@@ -31,7 +31,7 @@ def import_library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise ArgumentError(
-            f"library={name!r} needs the package {name}: pip install '.[trees]' in a clone of Ronde."
+            f"library={name!r} needs {name}: pip install '.[trees]' in a clone of Ronde."
         ) from None
 
 
