@@ -30,13 +30,14 @@ class Case:
         # clocks go back an hour on the 27th, at three
         self.start = datetime(2024, 10, 26, 20, tzinfo=UTC)
         self.events = []
-        for n in range(draw.choice([0, 1, 40, 120])):
+        for n in range(draw.choice([0, 1, 40, 120, 120])):
             self._event(n)
         for n, event in enumerate(self.events):
             event["seq"] = n
         draw.shuffle(self.events)
         self.labels = [
-            {**self._entity(5), "at": self._time(), "row": n} for n in range(draw.choice([1, 60]))
+            {**self._entity(5), "at": self._time(), "row": n}
+            for n in range(draw.choice([1, 60, 60]))
         ]
         for label in self.labels:
             if draw.random() < 0.05:

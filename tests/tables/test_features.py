@@ -264,7 +264,8 @@ def test_a_reader_never_sees_half_a_publication_that_was_killed(tmp_path):
             for _ in range(1 + round_ % 3):
                 value = int(publisher.stdout.readline())
                 online = Online(path)
-                whole = [{v for (v,) in rows_of(online, name)} for name in ("a", "b")]
+                db = online._now().db
+                whole = [{v for (v,) in rows_of(db, name)} for name in ("a", "b")]
                 assert whole[0] == whole[1] and len(whole[0]) == 1  # one publication, both tables
                 seen.append(online.get("a", id=2999)["v"])
             while not (tmp_path / "online.db.writing").exists():
@@ -278,8 +279,8 @@ def test_a_reader_never_sees_half_a_publication_that_was_killed(tmp_path):
     assert seen == sorted(seen) and len(set(seen)) > 6
 
 
-def rows_of(online, name):
-    rows = list(online._now().db.execute(f"SELECT v FROM {name}"))
+def rows_of(db, name):
+    rows = list(db.execute(f"SELECT v FROM {name}"))
     assert len(rows) == 3000
     return rows
 
@@ -332,7 +333,7 @@ def test_a_publication_that_cannot_be_written_keeps_the_previous_one(tmp_path):
 def test_reading_needs_the_standard_library_only(tmp_path):
     store_of(tmp_path).publish(tmp_path / "online.db")
     script = (
-        "import sys\nfrom ronde.tables.online import Online\n"
+        "import sys\nfrom ronde.tables import Online\n"
         "print(Online(sys.argv[1]).get('clicks', user=2)['country'])\n"
         "print([m for m in ('duckdb', 'pyarrow', 'numpy', 'torch', 'yaml') if m in sys.modules])"
     )

@@ -14,7 +14,7 @@ from ronde.watch.whole_file import check_target
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
-    from ronde.tables.join import Joined
+    from ronde.tables.point_in_time import Joined
 
 __all__ = ["register"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ronde.tables.features import FeatureTable, read_feature_tables
-from ronde.tables.join import Joined, PointInTime, Source, micros_of
 from ronde.tables.online import Online, OnlineTable, publish_tables, shaped
+from ronde.tables.point_in_time import EventSource, Joined, PointInTime, micros_of
 from ronde.tables.sql_engines import ZONED, open_engine
 from ronde.world import ArgumentError
 
@@ -136,7 +136,7 @@ class FeatureStore:
         return done
 
 
-def _about(joins: PointInTime, source: Source, now: int) -> OnlineTable:
+def _about(joins: PointInTime, source: EventSource, now: int) -> OnlineTable:
     """How a table is kept online.
 
     Raises:
@@ -175,7 +175,7 @@ def _about(joins: PointInTime, source: Source, now: int) -> OnlineTable:
 
 
 def _rows(
-    joins: PointInTime, source: Source, now: int, only: str = ""
+    joins: PointInTime, source: EventSource, now: int, only: str = ""
 ) -> Iterator[tuple[Any, ...]]:
     """One row an entity, in the order of OnlineTable.columns."""
     joins.entities_as_labels(source, now, only)
@@ -208,7 +208,7 @@ def _rows(
 def _compare(
     store: Online,
     joins: PointInTime,
-    source: Source,
+    source: EventSource,
     about: OnlineTable,
     sample: int,
     done: Checked,

@@ -48,7 +48,7 @@ def _files(path: str, owner: str) -> list[str]:
     return [path] if is_remote(path) else [str(file) for file in files_of(path, owner, _SUFFIXES)]
 
 
-class DuckDB:
+class DuckDBSql:
     """DuckDB in this process.
 
     Args:
@@ -169,7 +169,7 @@ class DuckDB:
         return f"date_diff('day', DATE '1970-01-01', {column})"
 
 
-class Spark:
+class SparkSql:
     """A Spark cluster, or ``local[…]``.
 
     Args:
@@ -181,26 +181,22 @@ class Spark:
     numbered = "monotonically_increasing_id()"
 
     def __init__(self, master: str = "") -> None:
-        need("pyspark", "spark", "The engine Spark")
+        from ronde.tables.spark import session
+
+        started = session(master or None)
         from pyspark.errors import PySparkException
-        from pyspark.sql import SparkSession
 
         self._error = PySparkException
-        active = SparkSession.getActiveSession()
-        builder = SparkSession.builder.config("spark.ui.enabled", "false")
-        builder = builder.config("spark.ui.showConsoleProgress", "false")
-        session = active or (builder.master(master) if master else builder).getOrCreate()
-        self._ends = active is None
-        self._session = session.newSession()
+        self._kept: dict[str, Any] = {}
+        self._session = started.newSession()
         self._session.conf.set("spark.sql.session.timeZone", "UTC")
         self._session.conf.set("spark.sql.ansi.enabled", "true")
         self._tag = uuid.uuid4().hex[:8]
 
     def close(self) -> None:
-        """End the session, unless it was there before."""
-        self._session.catalog.clearCache()
-        if self._ends:
-            self._session.stop()
+        """Free what was computed once; the session stays, as Spark's do."""
+        for frame in self._kept.values():
+            frame.unpersist()
 
     def scan(self, name: str, source: Any, owner: str) -> dict[str, str]:
         """As for DuckDB; a frame is one of this session."""
@@ -246,7 +242,11 @@ class Spark:
     def keep(self, name: str, sql: str, owner: str) -> None:
         """Compute a query once."""
         with self._told(owner):
-            self._session.sql(sql).persist().createOrReplaceTempView(name)
+            frame = self._session.sql(sql).persist()
+            frame.createOrReplaceTempView(name)
+        if name in self._kept:
+            self._kept[name].unpersist()
+        self._kept[name] = frame
 
     def table(self, sql: str, owner: str) -> Any:
         """An Arrow table of a query."""
@@ -287,10 +287,10 @@ class Spark:
         return f"unix_date({column})"
 
 
-Engine = DuckDB | Spark
+SqlEngine = DuckDBSql | SparkSql
 
 
-def open_engine(name: str, master: str = "", memory: str = "") -> Engine:
+def open_engine(name: str, master: str = "", memory: str = "") -> SqlEngine:
     """The engine of a name.
 
     Raises:
@@ -299,7 +299,7 @@ def open_engine(name: str, master: str = "", memory: str = "") -> Engine:
     if name == "duckdb":
         if master:
             raise ArgumentError("--master is for --engine spark.")
-        return DuckDB(memory)
+        return DuckDBSql(memory)
     if name == "spark":
-        return Spark(master)
+        return SparkSql(master)
     raise ArgumentError(f"--engine {name}: expected duckdb or spark.")

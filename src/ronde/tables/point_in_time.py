@@ -9,7 +9,7 @@ where it becomes known and subtracts where it leaves.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from ronde.tables.exact import shift_of, sql_limbs
 from ronde.tables.features import FeatureTable, Window, did_you_mean
 from ronde.tables.online import micros_since_epoch
-from ronde.tables.sql_engines import NAIVE, ZONED, Engine
+from ronde.tables.sql_engines import NAIVE, ZONED, SqlEngine
 from ronde.world import ArgumentError
 
 _MICROS = 1_000_000
@@ -61,7 +61,7 @@ class Joined:
 
 
 @dataclass
-class Source:
+class EventSource:
     """A scanned table: its view, its types, and what one look at its rows says."""
 
     spec: FeatureTable
@@ -79,7 +79,7 @@ class PointInTime:
         ArgumentError: a file, column, or type is not as the tables say.
     """
 
-    def __init__(self, tables: Sequence[FeatureTable], engine: Engine) -> None:
+    def __init__(self, tables: Sequence[FeatureTable], engine: SqlEngine) -> None:
         self.engine = engine
         self.sources = [self._source(n, table) for n, table in enumerate(tables)]
         zones = {s.spec.name: self._zone(s) for s in self.sources}
@@ -94,7 +94,7 @@ class PointInTime:
 
     # what is there
 
-    def _source(self, number: int, spec: FeatureTable) -> Source:
+    def _source(self, number: int, spec: FeatureTable) -> EventSource:
         owner, view = f"table '{spec.name}'", f"ronde_events_{number}"
         given = self.engine.scan(view, spec.path, owner)
         for name in spec.used:
@@ -126,9 +126,9 @@ class PointInTime:
         [(rows, usable, *most)] = self.engine.rows(sql, owner)
         shifts = {name: shift_of(float(m or 0.0)) for name, m in zip(floats, most, strict=True)}
         facts = TableFacts(spec.name, rows, rows - usable, windows=bool(spec.windows))
-        return Source(spec, view, given, kinds, facts, shifts)
+        return EventSource(spec, view, given, kinds, facts, shifts)
 
-    def _zone(self, source: Source) -> str:
+    def _zone(self, source: EventSource) -> str:
         spec = source.spec
         zones = {
             name: ZONED if source.kinds[name] == ZONED else NAIVE
@@ -191,7 +191,7 @@ class PointInTime:
         )
         return list(given)
 
-    def entities_as_labels(self, source: Source, now: int, only: str = "") -> None:
+    def entities_as_labels(self, source: EventSource, now: int, only: str = "") -> None:
         """Take each entity of a table as a label at the microsecond ``now``."""
         names = ", ".join(map(self.engine.quote, source.spec.entity))
         needed = " AND ".join(f"{self.engine.quote(e)} IS NOT NULL" for e in source.spec.entity)
@@ -225,7 +225,7 @@ class PointInTime:
         done.seconds = time.monotonic() - began
         return done
 
-    def _judge(self, source: Source, joined: str) -> None:
+    def _judge(self, source: EventSource, joined: str) -> None:
         """Count labels without a value and labels that would see the future; refuse ties."""
         owner, facts = f"table '{source.spec.name}'", source.facts
         early = f"SELECT count(CASE WHEN early > 0 THEN 1 END) FROM {joined}"
@@ -237,7 +237,7 @@ class PointInTime:
         if source.spec.arrival_time is not None:
             [(facts.future,)] = self.engine.rows(early, owner)
 
-    def refuse_ties(self, source: Source, joined: str) -> None:
+    def refuse_ties(self, source: EventSource, joined: str) -> None:
         """Refuse what :meth:`features` found where nothing says which of two rows is newer.
 
         Raises:
@@ -254,7 +254,7 @@ class PointInTime:
                 "decides."
             )
 
-    def only(self, source: Source, entities: Sequence[tuple[Any, ...]]) -> str:
+    def only(self, source: EventSource, entities: Sequence[tuple[Any, ...]]) -> str:
         """A clause for :meth:`entities_as_labels`: these entities only."""
         names = [self.engine.quote(name) for name in source.spec.entity]
         each = (
@@ -266,7 +266,7 @@ class PointInTime:
         )
         return f"WHERE ({') OR ('.join(each)})"
 
-    def features(self, source: Source, aged: bool = True) -> str:
+    def features(self, source: EventSource, aged: bool = True) -> str:
         """A query: ronde_id and the features f_0, f_1 … of each label.
 
         Args:
@@ -274,10 +274,10 @@ class PointInTime:
         """
         return self._window_sums(source) if source.spec.windows else self._newest(source, aged)
 
-    def _keys(self, source: Source) -> list[str]:
+    def _keys(self, source: EventSource) -> list[str]:
         return [f"e{n}" for n in range(len(source.spec.entity))]
 
-    def _events(self, source: Source, columns: Sequence[str]) -> str:
+    def _events(self, source: EventSource, columns: Sequence[str]) -> str:
         """The usable rows: entity e0 …, times in microseconds, and what else is asked for."""
         spec, q = source.spec, self.engine.quote
         event = self.engine.micros(q(spec.event_time), source.given[spec.event_time], up=True)
@@ -291,11 +291,11 @@ class PointInTime:
             f"WHERE {' AND '.join([*needed, 'ts IS NOT NULL', 'arr IS NOT NULL'])}"
         )
 
-    def _labels(self, source: Source, columns: str = "") -> str:
+    def _labels(self, source: EventSource, columns: str = "") -> str:
         entity = [f"{self.engine.quote(name)} AS e{n}" for n, name in enumerate(source.spec.entity)]
         return f"SELECT ronde_id, ronde_t, {', '.join(entity)}{columns} FROM {_LABELS}"
 
-    def _asof(self, source: Source, right: str, when: str, columns: Sequence[str]) -> str:
+    def _asof(self, source: EventSource, right: str, when: str, columns: Sequence[str]) -> str:
         """For each label the last row of ``right`` whose ``when`` is not later: ronde_id, ronde_t,
         and ``columns``. At most one row of an entity may have the same time.
         """
@@ -318,7 +318,7 @@ class PointInTime:
             f"FROM ({self._labels(source)}) l) u) v WHERE ronde_id IS NOT NULL"
         )
 
-    def _newest(self, source: Source, aged: bool) -> str:
+    def _newest(self, source: EventSource, aged: bool) -> str:
         spec, q = source.spec, self.engine.quote
         values = [f"{q(column)} AS v{n}" for n, column in enumerate(spec.columns.values())]
         ties = [f"{q(column)} AS o{n}" for n, column in enumerate(spec.order_by)]
@@ -345,7 +345,7 @@ class PointInTime:
             f"SELECT ronde_id, ts, known, clash, {stale} AS stale, {', '.join(out)} FROM ({asof}) a"
         )
 
-    def _future(self, source: Source) -> str:
+    def _future(self, source: EventSource) -> str:
         """A query: how many labels have an event, newest by event time, that arrives later."""
         entity = ", ".join(self._keys(source))
         right = (
@@ -357,14 +357,18 @@ class PointInTime:
         fresh = f" AND ronde_t - ts <= {age * _MICROS}" if age else ""
         return f"SELECT count(*) FROM ({asof}) a WHERE arr > ronde_t{fresh}"
 
-    def _window_sums(self, source: Source) -> str:
+    def _window_sums(self, source: EventSource) -> str:
         spec, q = source.spec, self.engine.quote
         lengths = sorted({window.seconds for window in spec.windows})
-        deltas, outputs = _deltas(spec.windows, source, q, self._finite)
+        floats = [f"{self._finite(q(name))} AS x{n}" for n, name in enumerate(source.shifts)]
+        deltas, stages, outputs = _deltas(spec.windows, source, q)
         values = [f"{sql} AS d{n}" for n, (sql, _) in enumerate(deltas)]
+        used = dict.fromkeys(w.column for w in spec.windows if source.kinds.get(w.column) == "int")
+        numbers = [f"{q(name)} AS {q(name)}" for name in used]
         ids = [f"{q(column)} AS i{n}" for n, column in enumerate(spec.event_id)]
         entity = ", ".join(self._keys(source))
-        events = self._events(source, [*values, *ids])
+        events = self._events(source, [*floats, *numbers, *ids])
+        events = f"SELECT *, {', '.join(values)} FROM ({events}) d"
         until = ""
         if ids:  # a version holds until the next one is known
             names = ", ".join([entity, *(f"i{n}" for n in range(len(ids)))])
@@ -423,14 +427,19 @@ class PointInTime:
             "ORDER BY tick, kind ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW)) v "
             "WHERE ronde_id IS NOT NULL"
         )
+        for stage in stages:  # a select each: nested in one, the text would grow beyond reason
+            sums = f"SELECT *, {', '.join(stage)} FROM ({sums}) g"
         return f"SELECT ronde_id, early, {', '.join(outputs)} FROM ({sums}) o"
 
 
 def _deltas(
-    windows: Sequence[Window], source: Source, q: Any, finite: Any
-) -> tuple[list[tuple[str, int]], list[str]]:
-    """What an event adds to running sums, each with its window; and the features made of them."""
+    windows: Sequence[Window], source: EventSource, q: Callable[[str], str]
+) -> tuple[list[tuple[str, int]], list[list[str]], list[str]]:
+    """What an event adds to running sums s0 …, each with its window; columns to compute from the
+    sums, stage by stage; and the features f_0 … made of them.
+    """
     deltas: list[tuple[str, int]] = []
+    stages: list[list[str]] = []
     outputs = []
 
     def place(sql: str, seconds: int) -> str:
@@ -439,53 +448,51 @@ def _deltas(
         return f"s{deltas.index((sql, seconds))}"
 
     for n, window in enumerate(windows):
-        seconds, column = window.seconds, q(window.column)
+        seconds, value = window.seconds, q(window.column)
         if window.kind == "count":
             total = place("1", seconds)
         elif source.kinds[window.column] == "int":
-            total = place(f"CAST(coalesce({column}, 0) AS BIGINT)", seconds)
-            count = f"CASE WHEN {column} IS NULL THEN 0 ELSE 1 END"
+            total = place(f"CAST(coalesce({value}, 0) AS BIGINT)", seconds)
         else:
-            shift, value = source.shifts[window.column], finite(column)
-            parts = [f"coalesce({limb}, 0)" for limb in sql_limbs(f"({value})", shift)]
-            total = _rounded([place(part, seconds) for part in parts], shift)
-            count = f"CASE WHEN ({value}) IS NULL THEN 0 ELSE 1 END"
+            shift = source.shifts[window.column]
+            value = f"x{list(source.shifts).index(window.column)}"
+            limbs = [f"coalesce({limb}, 0)" for limb in sql_limbs(value, shift)]
+            total = f"r{n}"
+            for k, stage in enumerate(_rounded([place(x, seconds) for x in limbs], shift, n)):
+                stages[k:] = [[*(stages[k] if k < len(stages) else []), *stage], *stages[k + 1 :]]
         if window.kind == "mean":
-            total = f"CAST({total} AS DOUBLE) / nullif({place(count, seconds)}, 0)"
+            count = place(f"CASE WHEN {value} IS NULL THEN 0 ELSE 1 END", seconds)
+            total = f"CAST({total} AS DOUBLE) / nullif({count}, 0)"
         outputs.append(f"{total} AS f_{n}")
-    return deltas, outputs
+    return deltas, stages, outputs
 
 
-def _rounded(limbs: Sequence[str], shift: int) -> str:
-    """The sum of three limbs as the nearest double, in SQL: one addition rounds, once.
+def _rounded(limbs: Sequence[str], shift: int, n: int) -> list[list[str]]:
+    """Columns, in three stages, of which ``r{n}`` is the double nearest to the sum of three limbs.
 
     With ``b`` and ``c`` carried into 0 … 2**32, a small sum is ``(a * 2**32 + b) * 2**32 + c``. For
     a large one the eleven lowest bits of ``c`` become one, set where any was set, so that
-    ``b * 2**32 + c`` has 53 bits and lies on the same side of every tie. Exact while |a| < 2**53.
+    ``b * 2**32 + c`` has 53 bits and lies on the same side of every tie. So one addition rounds,
+    once. Exact while |a| < 2**53.
     """
     a, b, c = limbs
     m = 1 << 32
 
-    def low(x: str) -> str:
-        return f"((({x}) % {m} + {m}) % {m})"
-
-    def high(x: str) -> str:
-        return f"CAST((({x}) - {low(x)}) / {m} AS BIGINT)"
-
-    c0, b1 = low(c), f"({b} + {high(c)})"
-    b0, a0 = low(b1), f"({a} + {high(b1)})"
-    odd = f"CASE WHEN {c0} % 2048 = 0 THEN {c0} ELSE {c0} - {c0} % 4096 + 2048 END"
-
-    def double(x: str) -> str:
-        return f"CAST({x} AS DOUBLE)"
+    def carried(x: str, low: str, y: str, high: str) -> list[str]:
+        rest = f"(({x} % {m} + {m}) % {m})"
+        return [f"{rest} AS {low}{n}", f"{y} + CAST(({x} - {rest}) / {m} AS BIGINT) AS {high}{n}"]
 
     big = f"CAST('{2.0**32!r}' AS DOUBLE)"
-    return (
-        f"(CASE WHEN {a0} BETWEEN -4 AND 3 "
-        f"THEN {double(f'({a0} * {m} + {b0})')} * {big} + {double(c0)} "
-        f"ELSE {double(a0)} * {big} * {big} + ({double(b0)} * {big} + {double(f'({odd})')}) END "
-        f"* CAST('{2.0**-shift!r}' AS DOUBLE))"
+    whole = (
+        f"CAST(a{n} * {m} + b{n} AS DOUBLE) * {big} + CAST(c{n} AS DOUBLE)",
+        f"CAST(a{n} AS DOUBLE) * {big} * {big} + (CAST(b{n} AS DOUBLE) * {big} + CAST("
+        f"CASE WHEN c{n} % 2048 = 0 THEN c{n} ELSE c{n} - c{n} % 4096 + 2048 END AS DOUBLE))",
     )
+    result = (
+        f"(CASE WHEN a{n} BETWEEN -4 AND 3 THEN {whole[0]} ELSE {whole[1]} END) "
+        f"* CAST('{2.0**-shift!r}' AS DOUBLE) AS r{n}"
+    )
+    return [carried(c, "c", b, "carry"), carried(f"carry{n}", "b", a, "a"), [result]]
 
 
 def micros_of(text: str | None, zone: str) -> int:
