@@ -21,16 +21,22 @@ from torch import nn
 from processes import python, ronde_run
 from ronde.measure.model_call import ModelCall, call_of
 from ronde.ship import (
+    Capture,
     ShipError,
     ShippedModel,
     check_export,
+    current_bundle,
     export_onnx,
+    install,
     make_key,
+    roll_back,
     serve_model,
     verify_bundle,
+    watch_captures,
     write_bundle,
 )
 from ronde.ship.quantize import judge_int8, quantize
+from ronde.ship.runtime import stored_samples
 from ronde.world import ArgumentError, RondeError
 
 Made = tuple[nn.Module, ModelCall, Path, torch.Tensor]
@@ -285,6 +291,71 @@ def test_a_server_answers_bad_clients_and_lives(
         server.server_close()
 
 
+def test_installs_are_verified_and_can_be_rolled_back(bundle: Path, tmp_path: Path) -> None:
+    public, root = bundle.parent / "public.pem", tmp_path / "root"
+
+    def made(serial: int) -> Path:
+        def fill(into: Path) -> None:
+            for name in ("model.onnx", "expected.safetensors"):
+                shutil.copy(bundle / name, into / name)
+
+        path = tmp_path / f"b{serial}"
+        if not path.exists():
+            write_bundle(
+                path, fill, {"limits": [1e-4]}, key=bundle.parent / "key.pem", serial=serial
+            )
+        return path
+
+    assert install(made(4), root, public).serial == 4
+    assert install(made(6), root, public).serial == current_bundle(root, public).serial == 6
+    for serial in (5, 6):
+        with pytest.raises(
+            ShipError, match=rf"not newer than one installed before \(serial {serial}, there was 6"
+        ):
+            install(made(serial), root, public)
+    with (made(7) / "model.onnx").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(ShipError, match="was changed after the bundle was made"):
+        install(made(7), root, public)
+    assert roll_back(root) == current_bundle(root, public).serial == 4
+    with pytest.raises(ShipError, match="no bundle before the current one"):
+        roll_back(root)
+    with pytest.raises(ShipError, match="there was 6"):  # what was left is not taken again
+        install(made(6), root, public)
+    assert install(made(8), root, public).serial == current_bundle(root, public).serial == 8
+
+
+def test_captures_tell_drift(bundle: Path, tmp_path: Path) -> None:
+    found = verify_bundle(bundle)
+    g = np.random.default_rng(0)
+    stored, _ = stored_samples(found)
+    calm, shifted, file = stored["x"], stored["x"] + 3.0, tmp_path / "c.jsonl"
+    capture = Capture(file, 1.0, most_bytes=1 << 21)
+    for _ in range(30):
+        rows = calm[g.integers(0, len(calm), 4)]
+        capture.write(3, {"x": rows.tolist()}, [], 0.01)
+    values = watch_captures(found, [*file.open(), '{"torn'])
+    assert (values["requests"], values["rows"], values["unreadable"], values["serials"]) == (
+        30,
+        120,
+        1,
+        {"3": 30},
+    )
+    assert len(values["columns"]) == 64 and not any(c["shifted"] for c in values["columns"])
+    lines = [
+        json.dumps({"serial": 4, "seconds": 0.5, "inputs": {"x": shifted.tolist()}, "outputs": []})
+    ]
+    lines[0] = lines[0].replace(str(float(shifted[0, 0, 0, 0])), "NaN", 1)
+    values = watch_captures(found, lines)
+    assert all(c["shifted"] for c in values["columns"]) and values["columns"][0]["missing"] > 0
+    size = file.stat().st_size
+    for _ in range(2000):
+        capture.write(3, {"x": calm.tolist()}, [], 0.01)
+    assert size < file.stat().st_size <= 1 << 21
+    with pytest.raises(ArgumentError, match="no captured request"):
+        watch_captures(found, [])
+
+
 SCRIPT = """
 import torch
 from torch import nn
@@ -331,3 +402,64 @@ def test_ship_a_run(tmp_path: Path) -> None:
         ("ship", "nope"): "no run 'nope'",
     }.items():
         assert text in ronde_run(list(words), tmp_path).stderr
+
+
+TABLE = """
+import torch
+from torch import nn
+import ronde
+
+torch.manual_seed(0)
+recipe = ronde.feed.Recipe.read("prepare.yaml").fit("t.parquet")
+data = ronde.feed.table("t.parquet", recipe=recipe)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.city, self.head = nn.Embedding(data.source.sizes[0], 3), nn.Linear(3 + len(data.source.numeric), 2)
+
+    def forward(self, inputs):
+        numbers, codes = inputs
+        return self.head(torch.cat([numbers, self.city(codes[:, 0])], dim=1))
+
+
+model = Net()
+run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=nn.functional.cross_entropy, batch_size=16)
+run.fit(1)
+"""
+
+
+def test_a_tables_recipe_goes_with_the_model(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    g = np.random.default_rng(0)
+    rows = {
+        "age": g.normal(40, 9, 64),
+        "city": g.choice(["Oslo", "Rome", "Köln"], 64),
+        "y": np.arange(64) % 2,
+    }
+    pq.write_table(pa.table(rows), tmp_path / "t.parquet")
+    (tmp_path / "prepare.yaml").write_text(
+        "target: y\ncolumns:\n  age: {impute: median, scale: standard}\n  city: {codes: true}\n"
+    )
+    (tmp_path / "train.py").write_text(TABLE)
+    done = ronde_run(["run", "--workers", "1", "train.py"], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = ronde_run(["ship", "--out", "b"], tmp_path, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    model = ShippedModel(tmp_path / "b")
+    some = [{"age": 50.0, "city": "Rome"}, {"age": None, "city": "Atlantis"}]
+    (out,) = model.predict_rows(some)
+    from ronde.tables.recipe import Recipe
+
+    prepared = (
+        Recipe.read(tmp_path / "b" / "recipe.json").apply(pa.Table.from_pylist(some)).to_pydict()
+    )
+    numbers = np.array(prepared["age"], np.float32)[:, None]
+    codes = np.array(prepared[next(n for n in prepared if n.startswith("city"))])[:, None]
+    (expected,) = model.predict(dict(zip(model.inputs, (numbers, codes), strict=True)))
+    assert np.array_equal(out, expected) and out.shape == (2, 2)
+    with pytest.raises(ArgumentError, match="city"):
+        model.predict_rows([{"age": 50.0}])

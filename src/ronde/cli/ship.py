@@ -159,17 +159,75 @@ def register(app: typer.Typer) -> None:
         port: Annotated[int, option("--port", "0: any free one.", metavar="N")] = 8080,
         host: Annotated[str, option("--host", "Address to bind.", metavar="ADDRESS")] = "127.0.0.1",
         int8: Annotated[bool, option("--int8", "The model in 8 bits.")] = False,
+        capture: Annotated[
+            Path | None, option("--capture", "Append requests to this file.", metavar="FILE")
+        ] = None,
+        sample: Annotated[
+            float, option("--sample", "Share of the requests to capture.", metavar="SHARE")
+        ] = 0.01,
     ) -> None:
-        from ronde.ship import ShippedModel, serve_model
+        from ronde.ship import Capture, ShippedModel, serve_model
 
         model = ShippedModel(bundle, key, int8=int8)
-        with serve_model(model, port, host) as server:
+        kept = Capture(capture, sample) if capture else None
+        with serve_model(model, port, host, kept) as server:
             where = f"http://{host}:{server.server_address[1]}"
             print(f"serving   {where}/predict, serial {model.bundle.serial}", flush=True)
             try:
                 server.serve_forever()
             except KeyboardInterrupt:
                 print("stopped by SIGINT")
+
+    @group.command("install", help="Verify a bundle, and make it the current one of a folder.")
+    def install_bundle(
+        bundle: BundleArgument,
+        key: Annotated[Path, option("--key", "Public key that must have signed it.", "FILE")],
+        root: Annotated[Path, option("--to", "Folder of installed bundles.", "DIR")],
+    ) -> None:
+        from ronde.ship import install
+
+        done = install(bundle, root, key)
+        print(f"installed serial {done.serial}: {root / 'current'}")
+
+    @group.command("rollback", help="Make the bundle before the current one current again.")
+    def rollback(
+        root: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of installed bundles.")],
+    ) -> None:
+        from ronde.ship import roll_back
+
+        print(f"current   serial {roll_back(root)}: {root / 'current'}")
+
+    @group.command("watch", help="Compare captured requests with the samples of a bundle.")
+    def watch(
+        captures: Annotated[Path, typer.Argument(metavar="FILE", help="Of ronde ship run.")],
+        against: Annotated[Path, option("--against", "The bundle.", "BUNDLE")],
+        key: KeyOption = None,
+        json_file: JsonOption = None,
+    ) -> None:
+        from ronde.ship import verify_bundle, watch_captures
+
+        if not captures.is_file():
+            raise ArgumentError(f"{captures} is not there: ronde ship run --capture writes it.")
+        with captures.open() as lines:
+            values = watch_captures(verify_bundle(against, key), lines)
+        if json_file:
+            write_json(json_file, values)
+        seconds = values["seconds"]
+        serials = ", ".join(f"{s} ({n})" for s, n in values["serials"].items())
+        print(
+            f"captures  {values['requests']:,} requests, {values['rows']:,} rows, serial {serials}"
+        )
+        print(f"latency   median {seconds['median']:.2g} s, p99 {seconds['p99']:.2g} s")
+        if values["unreadable"]:
+            print(f"left out  {values['unreadable']} lines that cannot be read")
+        shifted = [c for c in values["columns"] if c["shifted"]]
+        for c in shifted:
+            missing = f", {c['missing']:.1%} not finite" if c["missing"] else ""
+            print(f"drift     {c['column']}: stability index {c['index']:.2f}{missing}")
+        if not shifted:
+            print(f"drift     none seen in {len(values['columns'])} columns")
+        if shifted:
+            raise typer.Exit(1)
 
 
 def _show(values: dict[str, Any], out: Path) -> None:

@@ -16,8 +16,10 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from ronde.ship.bundle import Bundle, ShipError, make_key, verify_bundle, write_bundle
+    from ronde.ship.captures import Capture, watch_captures
     from ronde.ship.export import export_onnx
     from ronde.ship.floor import Floor, check_export
+    from ronde.ship.installs import current_bundle, install, roll_back
     from ronde.ship.runtime import ShippedModel
     from ronde.ship.server import serve_model
 
@@ -26,6 +28,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.ship.bundle": "Bundle ShipError make_key verify_bundle write_bundle",
+            "ronde.ship.captures": "Capture watch_captures",
+            "ronde.ship.installs": "current_bundle install roll_back",
             "ronde.ship.export": "export_onnx",
             "ronde.ship.floor": "Floor check_export",
             "ronde.ship.runtime": "ShippedModel",

@@ -4,6 +4,7 @@ exports the model, and compares the export with it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ronde.ship.bundle import ShipError, write_bundle
 from ronde.ship.export import export_onnx
 from ronde.ship.floor import Floor, check_export, model_outputs
 from ronde.ship.quantize import judge_int8, quantize
-from ronde.ship.runtime import EXPECTED, INT8, MODEL, open_session
+from ronde.ship.runtime import EXPECTED, INT8, MODEL, RECIPE, open_session
 from ronde.world import RondeError, World
 
 __all__ = ["install_exporter"]
@@ -90,6 +91,8 @@ def ship(
             about["floor"] = [f.__dict__ for f in floors]
             about["limits"] = [f.limit for f in floors]
             _store_samples(folder, call, floors)
+            if recipe := saved.state.get("data", {}).get("recipe"):
+                (folder / RECIPE).write_text(json.dumps(recipe, indent=1))
             if options.get("int8"):
                 result["int8"] = _int8(folder, call, labels, slices, float(options["max_drop"]))
         else:

@@ -15,6 +15,7 @@ from ronde.world.paths import need
 __all__ = ["ShippedModel", "open_session", "stored_samples"]
 
 MODEL, INT8, EXPECTED = "model.onnx", "model.int8.onnx", "expected.safetensors"
+RECIPE = "recipe.json"
 
 
 def open_session(model: Path | bytes, *, optimized: bool = True, threads: int = 0) -> Any:
@@ -87,6 +88,39 @@ class ShippedModel:
             )
         ready = {name: self._array(name, value) for name, value in inputs.items()}
         return list(self._session.run(None, ready))
+
+    def predict_rows(self, rows: Any) -> list[np.ndarray[Any, Any]]:
+        """Outputs of rows of a table, prepared by the recipe that the model was trained with.
+
+        Args:
+            rows: a list of dictionaries, or a frame of pandas, Polars or Arrow.
+
+        Raises:
+            ShipError: the bundle has no recipe.
+            ArgumentError: a column is missing, or of another type than in training.
+        """
+        if RECIPE not in self.bundle.about["files"]:
+            raise ShipError(
+                f"{self.bundle.path} has no recipe: its model takes {', '.join(self.inputs)}."
+            )
+        need("pyarrow", "tables", "preparing rows")
+        import pyarrow as pa
+
+        from ronde.tables.recipe import Recipe
+
+        recipe = Recipe.read(self.bundle.path / RECIPE)
+        if isinstance(rows, list):
+            rows = pa.Table.from_pylist(rows)
+        table = pa.table(recipe.apply(rows))
+        blocks = [
+            np.stack([table[o.name].to_numpy() for o in outputs], axis=1).astype(kind)
+            for outputs, kind in (
+                ([o for o in recipe.outputs if not o.size], np.float32),
+                ([o for o in recipe.outputs if o.size], np.int64),
+            )
+            if outputs
+        ]
+        return self.predict(dict(zip(self.inputs, blocks, strict=True)))
 
     def _array(self, name: str, value: Any) -> np.ndarray[Any, Any]:
         spec = self.inputs[name]

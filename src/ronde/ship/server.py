@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from ronde.ship.captures import Capture
 from ronde.ship.runtime import ShippedModel
-from ronde.world import ArgumentError
+from ronde.world import RondeError
 
 __all__ = ["serve_model"]
 
@@ -18,12 +20,16 @@ _PATIENCE_SECONDS = 10.0  # for a slow client
 
 
 def serve_model(
-    model: ShippedModel, port: int = 8080, host: str = "127.0.0.1"
+    model: ShippedModel,
+    port: int = 8080,
+    host: str = "127.0.0.1",
+    capture: Capture | None = None,
 ) -> ThreadingHTTPServer:
     """A server that is ready: call its ``serve_forever``.
 
-    ``POST /predict`` with ``{"inputs": {name: [[…], …]}}`` gives ``{"outputs": [[…], …]}``. ``GET
-    /health`` gives the bundle's serial number. A request may have 16 MB.
+    ``POST /predict`` with ``{"inputs": {name: [[…], …]}}``, or ``{"rows": [{column: value}, …]}``
+    where the bundle has a recipe, gives ``{"outputs": [[…], …]}``. ``GET /health`` gives the
+    bundle's serial number. A request may have 16 MB.
     """
     places = threading.BoundedSemaphore(_MOST_REQUESTS)
 
@@ -72,15 +78,23 @@ def serve_model(
 
         def _predict(self, body: bytes) -> None:
             try:
+                start = time.perf_counter()
                 values = json.loads(body)
-                inputs = values["inputs"] if isinstance(values, dict) else values
-                outputs = model.predict(inputs)
-            except (ValueError, KeyError, TypeError, RecursionError, ArgumentError) as error:
+                if isinstance(values, dict) and "rows" in values:
+                    inputs, outputs = None, model.predict_rows(list(values["rows"]))
+                else:
+                    inputs = values["inputs"] if isinstance(values, dict) else values
+                    outputs = model.predict(inputs)
+            except (ValueError, KeyError, TypeError, RecursionError, RondeError) as error:
                 self._answer(400, {"error": str(error)[:300]})
             except Exception as error:  # onnxruntime's own classes have no common base
                 self._answer(400, {"error": f"the model fails: {str(error)[:300]}"})
             else:
-                self._answer(200, {"outputs": [o.tolist() for o in outputs]})
+                answer = [o.tolist() for o in outputs]
+                self._answer(200, {"outputs": answer})
+                if capture and isinstance(inputs, dict):
+                    seconds = time.perf_counter() - start
+                    capture.write(model.bundle.serial, inputs, answer, seconds)
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
