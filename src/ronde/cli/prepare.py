@@ -14,14 +14,14 @@ from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
 _EXAMPLES = """
-A recipe in YAML is fitted on the data, then applied. A fitted recipe (recipe.json) is
+A recipe in YAML is fitted on the data, then applied. A fitted recipe (_recipe.json) is
 applied as it is, never fitted again.
 
 Examples:
 
   ronde prepare prepare.yaml 'train/*.parquet' --out prepared
 
-  ronde prepare prepared/recipe.json test.parquet --out prepared_test
+  ronde prepare prepared/_recipe.json test.parquet --out prepared_test
 
   ronde prepare prepare.yaml s3a://lake/train --engine spark --master yarn --out s3a://lake/out
 """
@@ -39,7 +39,7 @@ def register(app: typer.Typer) -> None:
         recipe: Annotated[
             Path,
             typer.Argument(
-                metavar="RECIPE", help="prepare.yaml, or a fitted recipe.json.", show_default=False
+                metavar="RECIPE", help="prepare.yaml, or a fitted _recipe.json.", show_default=False
             ),
         ],
         data: Annotated[
@@ -71,7 +71,7 @@ def register(app: typer.Typer) -> None:
         began = time.monotonic()
         fitted, rows, seconds = steps(given, data, out, engine, master, threads)
         result = {
-            "recipe": f"{out.rstrip('/')}/recipe.json",
+            "recipe": f"{out.rstrip('/')}/_recipe.json",
             "sha256": fitted.digest,
             "rows": rows,
             "outputs": [each.name for each in fitted.outputs],

@@ -40,6 +40,21 @@ def family(kind: Any, place: str) -> str:
     raise ArgumentError(f"{place} is {kind}: expected numbers, texts, or dates.")
 
 
+def arrow_of_spark(kind: Any) -> Any:
+    """The Arrow type of a column of Spark; a list for whatever a recipe does not read."""
+    import pyarrow as pa
+
+    if kind.typeName() == "decimal":
+        return pa.decimal128(kind.precision, kind.scale)
+    known = {
+        **{"byte": pa.int8(), "short": pa.int16(), "integer": pa.int32(), "long": pa.int64()},
+        **{"float": pa.float32(), "double": pa.float64(), "boolean": pa.bool_()},
+        **{"string": pa.string(), "date": pa.date32(), "void": pa.null()},
+        **{"timestamp": pa.timestamp("us", "UTC"), "timestamp_ntz": pa.timestamp("us")},
+    }
+    return known.get(kind.typeName(), pa.list_(pa.null()))
+
+
 def _decoded(column: Any) -> Any:
     import pyarrow as pa
 

@@ -13,7 +13,7 @@ from ronde.tables.recipe import Recipe
 from ronde.world import ArgumentError, RondeError
 from ronde.world.paths import is_disk_full
 
-RECIPE_FILE = "recipe.json"
+RECIPE_FILE = "_recipe.json"  # readers of Parquet folders skip names with an underscore
 
 
 def check_out(out: Path) -> None:
@@ -76,7 +76,7 @@ def write_prepared(
 
 def _kept(recipe: Recipe, out: Path) -> str:
     """Keep the recipe at least: a fit may have taken an hour."""
-    file = out.with_name(f"{out.name}.{RECIPE_FILE}")
+    file = out.with_name(f"{out.name}{RECIPE_FILE}")
     with contextlib.suppress(OSError):
         recipe.write(file)
         return (

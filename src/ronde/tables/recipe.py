@@ -14,7 +14,7 @@ import yaml
 
 from ronde.checkpoint.manifest import file_digest
 from ronde.tables.apply import Applied
-from ronde.tables.arrow import READ_BY, family
+from ronde.tables.arrow import READ_BY, arrow_of_spark, family
 from ronde.tables.engines import Arrow, Kinds, canonical, duckdb_engine, spark_engine
 from ronde.tables.fit import fit_steps
 from ronde.tables.reading import SUFFIXES, columns_of, read_batches
@@ -382,12 +382,8 @@ def _types_of(source: Any) -> dict[str, Any]:
     if isinstance(source, Path):
         return columns_of(source)
     if is_spark(source):
-        from pyspark.sql.pandas.types import to_arrow_schema
-
-        schema = to_arrow_schema(source.schema)
-    else:
-        schema = source.schema
-    return dict(zip(schema.names, schema.types, strict=True))
+        return {field.name: arrow_of_spark(field.dataType) for field in source.schema}
+    return dict(zip(source.schema.names, source.schema.types, strict=True))
 
 
 def check_columns(
