@@ -47,10 +47,18 @@ def arrow_of_spark(kind: Any) -> Any:
     if kind.typeName() == "decimal":
         return pa.decimal128(kind.precision, kind.scale)
     known = {
-        **{"byte": pa.int8(), "short": pa.int16(), "integer": pa.int32(), "long": pa.int64()},
-        **{"float": pa.float32(), "double": pa.float64(), "boolean": pa.bool_()},
-        **{"string": pa.string(), "date": pa.date32(), "void": pa.null()},
-        **{"timestamp": pa.timestamp("us", "UTC"), "timestamp_ntz": pa.timestamp("us")},
+        "byte": pa.int8(),
+        "short": pa.int16(),
+        "integer": pa.int32(),
+        "long": pa.int64(),
+        "float": pa.float32(),
+        "double": pa.float64(),
+        "boolean": pa.bool_(),
+        "string": pa.string(),
+        "date": pa.date32(),
+        "void": pa.null(),
+        "timestamp": pa.timestamp("us", "UTC"),
+        "timestamp_ntz": pa.timestamp("us"),
     }
     return known.get(kind.typeName(), pa.list_(pa.null()))
 

@@ -28,7 +28,7 @@ def shift_of(largest: float) -> int:
     return 64 + _TOP_BITS - max(math.frexp(largest)[1], _SMALLEST)
 
 
-def limbs(value: nw.Expr, shift: int) -> list[nw.Expr]:
+def limbs(value: nw.Expr, shift: int, signed: bool = True) -> list[nw.Expr]:
     """Three int64 expressions whose sums :func:`exact_sum` makes one sum of; null stays null.
 
     Every operation on the way is exact in IEEE arithmetic, which is why engines agree.
@@ -36,14 +36,16 @@ def limbs(value: nw.Expr, shift: int) -> list[nw.Expr]:
     Args:
         value: of finite float64, or null.
         shift: from :func:`shift_of` of the column's largest magnitude.
+        signed: whether a value may be negative.
     """
     import narwhals as nw
 
-    rest, parts = value.abs() * 2.0 ** (shift - 64), []
+    rest, parts = (value.abs() if signed else value) * 2.0 ** (shift - 64), []
     for _ in range(LIMBS):
         whole = rest.floor()
         part = whole.cast(nw.Int64)
-        parts.append(nw.when(value < 0).then(nw.lit(0, nw.Int64) - part).otherwise(part))
+        negative = nw.when(value < 0).then(nw.lit(0, nw.Int64) - part).otherwise(part)
+        parts.append(negative if signed else part)
         rest = (rest - whole) * 2.0**32
     return parts
 

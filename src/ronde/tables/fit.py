@@ -88,8 +88,10 @@ def _presence(value: nw.Expr) -> Asking:
     return {"present": int(row["n"] or 0)}
 
 
-def _sum_query(value: nw.Expr, shift: int, stages: Any = (), **more: Any) -> Query:
-    parts = {f"l{i}": ("sum", limb) for i, limb in enumerate(limbs(value, shift))}
+def _sum_query(
+    value: nw.Expr, shift: int, stages: Any = (), signed: bool = True, **more: Any
+) -> Query:
+    parts = {f"l{i}": ("sum", limb) for i, limb in enumerate(limbs(value, shift, signed))}
     return Query({**parts, **more.pop("values", {})}, stages=stages, **more)
 
 
@@ -165,15 +167,18 @@ def _scale(name: str, do: Mapping[str, Any], state: Row, low: float, high: float
     if do["scale"] == "minmax":
         state.update(center=low, width=min(high - low, sys.float_info.max) or 1.0)
         return
-    shift = shift_of(max(abs(low), abs(high)))
-    [[row]] = yield [_sum_query(value, shift, stages)]
-    center = float(_sum_of(row, shift) / n)
+    if do.get("impute", "mean") == "mean" and not {"clip", "log"} & {*do}:
+        center = state["fill"]
+    else:
+        shift = shift_of(max(abs(low), abs(high)))
+        [[row]] = yield [_sum_query(value, shift, stages)]
+        center = float(_sum_of(row, shift) / n)
     # Quarters, so that no difference overflows; a power of two, so that no bit is lost.
     quarter = max(high * 0.25 - center * 0.25, center * 0.25 - low * 0.25)
     exponent = max(math.frexp(quarter)[1], -1000)
     apart = (value * 0.25 - center * 0.25) * 2.0**-exponent
     shift = shift_of(1.0)
-    [[row]] = yield [_sum_query(apart * apart, shift, stages)]
+    [[row]] = yield [_sum_query(apart * apart, shift, stages, signed=False)]
     spread = math.sqrt(float(_sum_of(row, shift) / n))
     width = math.ldexp(spread, exponent) * 4.0
     state.update(center=center, width=width if 0.0 < width < math.inf else 1.0)
