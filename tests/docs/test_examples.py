@@ -165,3 +165,24 @@ def test_gpt_plain_learns_as_much(tmp_path):
     assert done.returncode == 0, done.stderr
     assert _printed(done.stdout) < 3.5
     assert "The model writes:\n\ndef " in done.stdout
+
+
+def test_churn_from_raw_files_to_equal_predictions(tmp_path):
+    pytest.importorskip("duckdb")
+    here = EXAMPLES / "churn"
+    for done in (
+        python([str(here / "sample.py")], tmp_path),
+        ronde_run(
+            ["prepare", str(here / "prepare.yaml"), "raw-*.csv", "--out", "prepared"], tmp_path
+        ),
+    ):
+        assert done.returncode == 0, done.stderr
+    answers = []
+    for workers in ("1", "2"):
+        out = f"{workers}.safetensors"
+        words = ["run", "-q", "-n", workers, "--runs", "none", str(here / "train.py")]
+        done = ronde_run([*words, "--epochs", "2", "--out", out], tmp_path, timeout=150)
+        assert done.returncode == 0, done.stderr
+        answers.append(python([str(here / "serve.py"), out, "test.csv"], tmp_path, 100).stdout)
+    assert answers[0] == answers[1] and answers[0].startswith("1500 rows, accuracy 0.")
+    assert float(answers[0].split()[-1]) > 0.75

@@ -16,11 +16,11 @@ from ronde.tables import Recipe  # noqa: E402
 from sampling import ALL  # noqa: E402
 
 CASES = [("local[2]", 4), ("local[2]", 7), ("local-cluster[2,1,1024]", 4)]
-SEEDS = [str(seed) for seed in (range(200) if ALL else (3, 7))]
+SEEDS = [str(seed) for seed in (range(200) if ALL else (3,))]
 HERE = Path(__file__).parent
 
 
-@pytest.mark.timeout(7200 if ALL else 400)
+@pytest.mark.timeout(36000 if ALL else 900)
 @pytest.mark.parametrize(("master", "partitions"), CASES if ALL else CASES[1:2])
 def test_spark_finds_the_same_bits(tmp_path, master, partitions):
     if why := absent("spark"):
@@ -28,7 +28,7 @@ def test_spark_finds_the_same_bits(tmp_path, master, partitions):
     script = [sys.executable, str(TESTS / "spark_recipes_worker.py"), master, str(partitions)]
     paths = {"PYTHONPATH": f"{PATHS}:{HERE}", "SPARK_LOCAL_IP": "127.0.0.1"}
     with child([*script, *SEEDS], tmp_path, paths) as started:
-        done = started.done(7200 if ALL else 360)
+        done = started.done(36000 if ALL else 850)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [seed for seed, _, _ in lines] == SEEDS
