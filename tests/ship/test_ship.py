@@ -366,7 +366,7 @@ x = torch.randn(64, 8)
 data = torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 2))
 run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=nn.functional.cross_entropy, batch_size=16)
-run.fit(1)
+run.fit(1, validate=data)
 """
 
 
@@ -392,6 +392,12 @@ def test_ship_a_run(tmp_path: Path) -> None:
     (out,) = ShippedModel(tmp_path / "b").predict(x.numpy())
     assert np.abs(out - expected.numpy()).max() < 1e-5
     assert json.loads((tmp_path / "b" / "about.json").read_text())["run"] == "train-1"
+    done = ronde_run(["ship", "--to", "safetensors", "--out", "s"], tmp_path, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shipped = load_file(tmp_path / "s" / "model.safetensors")
+    assert all(torch.equal(shipped[k], v) for k, v in saved.items())
+    card = (tmp_path / "s" / "card.md").read_text()
+    assert "- run: train-1, step 4" in card and "## evaluate\n\n- loss: " in card
     (tmp_path / "train.py").write_text(SCRIPT.replace("16, 2", "16, 3"))
     refused = ronde_run(["ship", "--out", "c"], tmp_path, 120)
     assert refused.returncode == 1 and "the script now builds another model" in refused.stderr

@@ -14,9 +14,10 @@ __all__ = ["start_of"]
 def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
     """A run's newest whole checkpoint, the command of its script, and facts for the model card."""
     from ronde.checkpoint import find_valid
-    from ronde.watch import Started
+    from ronde.watch import Evaluated, Started
 
-    started = [e for e in read(directory.record) if isinstance(e, Started)]
+    events = list(read(directory.record))
+    started = [e for e in events if isinstance(e, Started)]
     if not started or started[-1].framework:
         raise ArgumentError(f"{directory.path} has no model of ronde.distribute.")
     checkpoint, _ = find_valid(directory.checkpoints)
@@ -36,5 +37,6 @@ def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
         "plan": last.plan,
         "git": last.git,
         "versions": last.versions,
+        "metrics": {e.name: e.metrics for e in events if isinstance(e, Evaluated)},
     }
     return checkpoint.path, [script, *last.arguments], facts

@@ -78,6 +78,7 @@ def ship(
         "checkpoint": saved.digest,
         "step": saved.step,
         "checked": {"samples": call.samples, "on": checked},
+        "data": {k: v for k, v in saved.state.get("data", {}).items() if k != "recipe"},
     }
     result: dict[str, Any] = {}
 
@@ -97,6 +98,7 @@ def ship(
                 result["int8"] = _int8(folder, call, labels, slices, float(options["max_drop"]))
         else:
             _write_torch(folder, model, call, to)
+        (folder / "card.md").write_text(model_card(about))
 
     bundle = write_bundle(
         Path(options["out"]),
@@ -106,6 +108,32 @@ def ship(
         serial=int(options["serial"]),
     )
     return {**result, "about": dict(bundle.about), "signed": bundle.signed}
+
+
+def model_card(about: Mapping[str, Any]) -> str:
+    """What is known about a model, for people: its origin, its data, and its last metrics."""
+    git = about.get("git") or {}
+    dirty = ", with changes that were not committed" if git.get("dirty") else ""
+    lines = [
+        f"# {about['model']}",
+        "",
+        f"- run: {about['run']}, step {about['step']}",
+        f"- parameters: {about['parameters']:,}",
+        f"- code: commit {git['commit']}{dirty}" if git.get("commit") else "- code: no commit",
+        f"- checkpoint: SHA-256 {about['checkpoint']}",
+        f"- plan: {json.dumps(about['plan'])}",
+        f"- versions: {', '.join(f'{k} {v}' for k, v in about['versions'].items())}",
+        *(f"- data: {key} {value}" for key, value in about["data"].items()),
+    ]
+    for name, metrics in about["metrics"].items():
+        lines += ["", f"## {name}", ""]
+        for metric, value in metrics.items():
+            if isinstance(value, dict):  # a table of bias, a group each
+                for group, row in value.items():
+                    lines.append(f"- {metric}, {group}: {json.dumps(row)}")
+            else:
+                lines.append(f"- {metric}: {value}")
+    return "\n".join(lines) + "\n"
 
 
 def _are_labels(value: Any, call: ModelCall) -> bool:
