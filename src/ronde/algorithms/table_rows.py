@@ -81,7 +81,7 @@ def _parquet(folder: str | os.PathLike[str], me: World, own: bool) -> tuple[Any,
         raise ArgumentError(f"{folder} does not exist. Give a Parquet file or a folder of them.")
     table = ds.dataset(folder, format="parquet")
     total = table.count_rows()
-    low, high = (0, total) if own else _share(total, me)
+    low, high = (0, total) if own else share_of(total, me)
     at, parts = 0, [table.schema.empty_table()]
     for fragment in table.get_fragments():
         for group in fragment.split_by_row_group():
@@ -94,7 +94,8 @@ def _parquet(folder: str | os.PathLike[str], me: World, own: bool) -> tuple[Any,
     return pa.concat_tables(parts), low, total
 
 
-def _share(total: int, me: World) -> tuple[int, int]:
+def share_of(total: int, me: World) -> tuple[int, int]:
+    """Which rows of so many are this worker's."""
     return total * me.rank // me.size, total * (me.rank + 1) // me.size
 
 
@@ -133,6 +134,12 @@ def encode_frame(
     return np.array(columns, np.float64).reshape(len(names), len(frame)).T.astype(np.float32)
 
 
+def encode_numbers(frame: Any) -> npt.NDArray[np.float64]:
+    """A table of numbers as one matrix."""
+    columns = [_numbers(name, frame[name]) for name in frame.columns]
+    return np.array(columns, np.float64).reshape(len(columns), len(frame)).T
+
+
 def as_frame(data: Any) -> Any:
     """A table of pandas, polars, or Arrow, as one of narwhals.
 
@@ -169,7 +176,7 @@ def _arrays(
         shapes = ", ".join(str(each.shape) for each in (x, y, *more))
         raise ArgumentError(f"data has the shapes {shapes}: they must be (n, columns), (n,), (n,).")
     names = [f"f{i}" for i in range(x.shape[1])]
-    low, high = (0, len(y)) if own else _share(len(y), me)
+    low, high = (0, len(y)) if own else share_of(len(y), me)
     weight = more[0][low:high].astype(np.float64) if more else None
     named = [each if isinstance(each, str) else f"f{each}" for each in categories]
     return TableRows(
@@ -197,7 +204,7 @@ def _from_frame(
         frame = as_frame(table)
     else:
         frame = as_frame(data)
-        low, high = (0, len(frame)) if own else _share(len(frame), me)
+        low, high = (0, len(frame)) if own else share_of(len(frame), me)
         total, frame = len(frame), frame[low:high]
     lacking = [c for c in (label, weight) if c is not None and c not in frame.columns]
     if label is None or lacking:
