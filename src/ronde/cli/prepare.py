@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,12 +61,24 @@ def register(app: typer.Typer) -> None:
         threads: Annotated[
             int | None, option("--threads", "Of DuckDB. Default: all usable cores.", "N")
         ] = None,
+        report: Annotated[
+            Path | None,
+            option("--report", "Draw each column before and after into an HTML file.", "FILE"),
+        ] = None,
+        against: Annotated[
+            list[str] | None,
+            option("--against", "A second table: the report measures its drift.", "DATA"),
+        ] = None,
         as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False,
     ) -> None:
         from ronde.tables import Recipe
 
         if master is not None and engine != "spark":
             raise ArgumentError("--master needs --engine spark.")
+        if against and report is None:
+            raise ArgumentError("--against needs --report, which shows the drift.")
+        if report is not None:
+            _check_report(report, engine)
         given = Recipe.read(recipe)
         steps = _on_spark if engine == "spark" else _here
         began = time.monotonic()
@@ -78,8 +91,10 @@ def register(app: typer.Typer) -> None:
             "fit_seconds": round(seconds, 3),
             "seconds": round(time.monotonic() - began, 3),
         }
+        views = _draw(report, fitted, data, against or []) if report is not None else []
         if as_json:
-            print(json.dumps(result))
+            shown = {"report": [asdict(view) for view in views]} if report is not None else {}
+            print(json.dumps({**result, **shown}))
             return
         say = plain_console().print
         if given.state is None:
@@ -90,6 +105,38 @@ def register(app: typer.Typer) -> None:
                 say(f"         {name}  {text}", markup=False, soft_wrap=True)
         say(f"apply    {out}: {rows:,} rows, {len(fitted.outputs)} columns", markup=False)
         say(f"recipe   {result['recipe']} (sha256 {fitted.digest[:12]})", markup=False)
+        if report is not None:
+            say(f"report   {report}", markup=False)
+            for view in views:
+                if view.leaks:
+                    say(
+                        f"         {view.name} predicts {fitted.target} alone ({view.alone:.3f}): "
+                        "is it known before?",
+                        markup=False,
+                        soft_wrap=True,
+                    )
+                if view.drifts and view.drift is not None:
+                    say(f"         {view.name} has drifted: PSI {view.drift[0]:.2f}", markup=False)
+
+
+def _check_report(report: Path, engine: str) -> None:
+    from ronde.watch.html import check_drawing
+    from ronde.watch.whole_file import check_target
+
+    if engine == "spark":
+        raise ArgumentError("--report draws local files; --engine spark has none.")
+    check_drawing()
+    check_target(report)
+
+
+def _draw(report: Path, fitted: Any, data: list[str], against: list[str]) -> Any:
+    from ronde.tables.prepare_report import write_prepare_report
+    from ronde.tables.reading import SUFFIXES
+    from ronde.world.paths import files_of
+
+    files = files_of(data, "ronde prepare", SUFFIXES)
+    second = files_of(against, "--against", SUFFIXES) if against else []
+    return write_prepare_report(report, fitted, files, second)
 
 
 def _here(
