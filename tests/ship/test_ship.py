@@ -27,9 +27,9 @@ from ronde.ship import (
     check_export,
     current_bundle,
     export_onnx,
-    install,
+    install_bundle,
     make_key,
-    roll_back,
+    restore_previous,
     serve_model,
     verify_bundle,
     watch_captures,
@@ -306,23 +306,23 @@ def test_installs_are_verified_and_can_be_rolled_back(bundle: Path, tmp_path: Pa
             )
         return path
 
-    assert install(made(4), root, public).serial == 4
-    assert install(made(6), root, public).serial == current_bundle(root, public).serial == 6
+    assert install_bundle(made(4), root, public).serial == 4
+    assert install_bundle(made(6), root, public).serial == current_bundle(root, public).serial == 6
     for serial in (5, 6):
         with pytest.raises(
             ShipError, match=rf"not newer than one installed before \(serial {serial}, there was 6"
         ):
-            install(made(serial), root, public)
+            install_bundle(made(serial), root, public)
     with (made(7) / "model.onnx").open("ab") as file:
         file.write(b"x")
     with pytest.raises(ShipError, match="was changed after the bundle was made"):
-        install(made(7), root, public)
-    assert roll_back(root) == current_bundle(root, public).serial == 4
+        install_bundle(made(7), root, public)
+    assert restore_previous(root) == current_bundle(root, public).serial == 4
     with pytest.raises(ShipError, match="no bundle before the current one"):
-        roll_back(root)
+        restore_previous(root)
     with pytest.raises(ShipError, match="there was 6"):  # what was left is not taken again
-        install(made(6), root, public)
-    assert install(made(8), root, public).serial == current_bundle(root, public).serial == 8
+        install_bundle(made(6), root, public)
+    assert install_bundle(made(8), root, public).serial == current_bundle(root, public).serial == 8
 
 
 def test_captures_tell_drift(bundle: Path, tmp_path: Path) -> None:

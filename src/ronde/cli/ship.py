@@ -179,23 +179,23 @@ def register(app: typer.Typer) -> None:
                 print("stopped by SIGINT")
 
     @group.command("install", help="Verify a bundle, and make it the current one of a folder.")
-    def install_bundle(
+    def install(
         bundle: BundleArgument,
         key: Annotated[Path, option("--key", "Public key that must have signed it.", "FILE")],
         root: Annotated[Path, option("--to", "Folder of installed bundles.", "DIR")],
     ) -> None:
-        from ronde.ship import install
+        from ronde.ship import install_bundle
 
-        done = install(bundle, root, key)
+        done = install_bundle(bundle, root, key)
         print(f"installed serial {done.serial}: {root / 'current'}")
 
     @group.command("rollback", help="Make the bundle before the current one current again.")
     def rollback(
         root: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of installed bundles.")],
     ) -> None:
-        from ronde.ship import roll_back
+        from ronde.ship import restore_previous
 
-        print(f"current   serial {roll_back(root)}: {root / 'current'}")
+        print(f"current   serial {restore_previous(root)}: {root / 'current'}")
 
     @group.command("watch", help="Compare captured requests with the samples of a bundle.")
     def watch(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ronde.ship.captures import Capture, watch_captures
     from ronde.ship.export import export_onnx
     from ronde.ship.floor import Floor, check_export
-    from ronde.ship.installs import current_bundle, install, roll_back
+    from ronde.ship.installs import current_bundle, install_bundle, restore_previous
     from ronde.ship.runtime import ShippedModel
     from ronde.ship.server import serve_model
 
@@ -29,7 +29,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.ship.bundle": "Bundle ShipError make_key verify_bundle write_bundle",
             "ronde.ship.captures": "Capture watch_captures",
-            "ronde.ship.installs": "current_bundle install roll_back",
+            "ronde.ship.installs": "current_bundle install_bundle restore_previous",
             "ronde.ship.export": "export_onnx",
             "ronde.ship.floor": "Floor check_export",
             "ronde.ship.runtime": "ShippedModel",

@@ -11,7 +11,7 @@ from typing import Any
 from ronde.ship.bundle import Bundle, ShipError, verify_bundle
 from ronde.ship.runtime import MODEL, ShippedModel
 
-__all__ = ["current_bundle", "install", "roll_back"]
+__all__ = ["current_bundle", "install_bundle", "restore_previous"]
 
 _STATE = "installed.json"
 
@@ -35,10 +35,10 @@ def _write(root: Path, state: dict[str, Any]) -> None:
     link.replace(root / "current")
 
 
-def install(bundle: Path, root: Path, key: Path) -> Bundle:
+def install_bundle(bundle: Path, root: Path, key: Path) -> Bundle:
     """Verify a bundle, run its stored samples, copy it, verify the copy, and make it current.
 
-    Whatever fails, the current one stays. The one before is kept for :func:`roll_back`.
+    Whatever fails, the current one stays. The one before is kept for :func:`restore_previous`.
 
     Args:
         bundle: its folder.
@@ -73,7 +73,7 @@ def install(bundle: Path, root: Path, key: Path) -> Bundle:
     return Bundle(target, found.about, True)
 
 
-def roll_back(root: Path) -> int:
+def restore_previous(root: Path) -> int:
     """Make the bundle before the current one current again.
 
     Returns:
