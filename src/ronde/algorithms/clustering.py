@@ -12,8 +12,8 @@ import numpy.typing as npt
 from ronde.algorithms.exact_sums import (
     exact_total,
     exponents_of,
-    limbs,
     matrix_of,
+    split_limbs,
     sum_counts,
     to_floats,
 )
@@ -86,7 +86,7 @@ def kmeans(
     if centers.shape != (k, x.shape[1]):
         raise ArgumentError(f"start has the shape {centers.shape}: it must be {(k, x.shape[1])}.")
     exponents = exponents_of(x, me)
-    parts = limbs(x, exponents, _BITS, _LIMBS)
+    parts = split_limbs(x, exponents, _BITS, _LIMBS)
     done, moves = 0, True
     while moves and done < rounds:
         labels, _ = _nearest(x, centers)

@@ -14,7 +14,7 @@ from ronde.algorithms.table_rows import as_frame, encode_numbers, share_of
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import gather_json
 
-__all__ = ["exact_total", "limbs", "matrix_of", "sum_counts", "to_floats"]
+__all__ = ["exact_total", "split_limbs", "matrix_of", "sum_counts", "to_floats"]
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ def exponents_of(x: F64, me: World) -> I64:
     return np.asarray(np.frexp(largest.numpy())[1], dtype=np.int64)
 
 
-def limbs(x: F64, exponents: I64, bits: int, count: int) -> list[F64]:
+def split_limbs(x: F64, exponents: I64, bits: int, count: int) -> list[F64]:
     """Whole numbers of so many bits that make up ``x``, the most significant first.
 
     ``x`` is the sum of ``limb[k] * 2**(e - bits * (k + 1))``, up to half a unit of the last limb.
