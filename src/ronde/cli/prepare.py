@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ],
-        out: Annotated[str, option("--out -o", "The folder to write.", "FOLDER")],
+        out: Annotated[str, option("--out -o", "The folder to write.", "FOLDER")] = "",
         engine: Annotated[
             str, option("--engine", "Where the fit is computed.", "duckdb|arrow|spark")
         ] = "duckdb",
@@ -65,6 +65,10 @@ def register(app: typer.Typer) -> None:
             Path | None,
             option("--report", "Draw each column before and after into an HTML file.", "FILE"),
         ] = None,
+        notebook: Annotated[
+            Path | None,
+            option("--notebook", "Write a marimo notebook to edit RECIPE in, and end.", "FILE.py"),
+        ] = None,
         against: Annotated[
             list[str] | None,
             option("--against", "A second table: the report measures its drift.", "DATA"),
@@ -75,6 +79,11 @@ def register(app: typer.Typer) -> None:
 
         if master is not None and engine != "spark":
             raise ArgumentError("--master needs --engine spark.")
+        if notebook is not None:
+            _write_notebook(notebook, recipe, data)
+            return
+        if not out:
+            raise ArgumentError("--out FOLDER is missing: where the prepared table is written.")
         if against and report is None:
             raise ArgumentError("--against needs --report, which shows the drift.")
         if report is not None:
@@ -117,6 +126,19 @@ def register(app: typer.Typer) -> None:
                     )
                 if view.drifts and view.drift is not None:
                     say(f"         {view.name} has drifted: PSI {view.drift[0]:.2f}", markup=False)
+
+
+def _write_notebook(notebook: Path, recipe: Path, data: list[str]) -> None:
+    from ronde.tables.explore import write_notebook
+    from ronde.watch.html import check_drawing
+    from ronde.world.paths import need
+
+    need("marimo", "explore", "--notebook")
+    check_drawing()
+    if recipe.suffix == ".json":
+        raise ArgumentError(f"--notebook edits a recipe in YAML; {recipe} is a fitted one.")
+    write_notebook(notebook, recipe, data)
+    plain_console().print(f"notebook {notebook}: marimo edit {notebook}", markup=False)
 
 
 def _check_report(report: Path, engine: str) -> None:

@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Sample:
+class DrawnRows:
     """Every ``stride``-th row of some files, as they are."""
 
     table: Any
@@ -60,7 +60,7 @@ class ColumnView:
         return self.drift is not None and self.drift[0] > max(0.1, 3 * self.drift[1])
 
 
-def take_sample(recipe: Recipe, files: Sequence[Path]) -> Sample:
+def take_sample(recipe: Recipe, files: Sequence[Path]) -> DrawnRows:
     """Every so-manieth row of the columns that the recipe reads, and of the target."""
     import pyarrow as pa
 
@@ -76,7 +76,7 @@ def take_sample(recipe: Recipe, files: Sequence[Path]) -> Sample:
                 stride *= 2
                 joined = pa.Table.from_batches(parts)
                 parts = joined.take(pa.array(range(0, joined.num_rows, 2))).to_batches()
-    return Sample(pa.Table.from_batches(parts), rows, stride)
+    return DrawnRows(pa.Table.from_batches(parts), rows, stride)
 
 
 def _numbers(column: Any) -> Floats:
@@ -142,7 +142,7 @@ def _auc(score: Floats, positive: npt.NDArray[np.bool_]) -> float:
     return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m)) if n and m else 0.5
 
 
-def _target(sample: Sample, name: str | None) -> tuple[Floats, bool] | None:
+def _target(sample: DrawnRows, name: str | None) -> tuple[Floats, bool] | None:
     """The target as numbers, and whether it is one of two values."""
     if name is None or name not in sample.table.column_names:
         return None
@@ -189,7 +189,7 @@ def _stability(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64], coun
     return index, float(used.sum() - 1) * (1 / max(a.sum(), 1) + 1 / max(b.sum(), 1))
 
 
-def view_columns(recipe: Recipe, sample: Sample, other: Sample | None) -> list[ColumnView]:
+def view_columns(recipe: Recipe, sample: DrawnRows, other: DrawnRows | None) -> list[ColumnView]:
     """What the report says of each column."""
     target, views = _target(sample, recipe.target), []
     for name, do in recipe.steps.items():
@@ -216,7 +216,7 @@ def _bars(axes: Any, names: Sequence[str], heights: Sequence[float], color: str)
     )
 
 
-def _plot_before(recipe: Recipe, name: str, sample: Sample, target: Any) -> Any:
+def _plot_before(recipe: Recipe, name: str, sample: DrawnRows, target: Any) -> Any:
     do = recipe.steps[name]
 
     def plot(axes: Any) -> str:
@@ -276,6 +276,21 @@ def _plot_after(recipe: Recipe, name: str, prepared: Any) -> Any:
         return f"{name} after: {', '.join(each.name for each in made[:_LEVELS])}"
 
     return plot
+
+
+def draw_column(recipe: Recipe, name: str, rows: DrawnRows) -> str:
+    """A column before and after a fitted recipe, side by side, as HTML."""
+    target = _target(rows, recipe.target)
+    plots = {
+        "before": _plot_before(recipe, name, rows, target),
+        "after": _plot_after(recipe, name, recipe.apply(rows.table)),
+    }
+    colors = "--ink:#1d2330; --faint:#c9cfda; --synthetic:#2f6fde; --real:#c2410c"
+    drawn = "".join(
+        f'<div style="flex: 1">{html.draw(f"{word}-{n}", 2.2, f"{name} {word}", plot)}</div>'
+        for n, (word, plot) in enumerate(plots.items())
+    )
+    return f'<div style="display: flex; background: white; {colors}">{drawn}</div>'
 
 
 def write_prepare_report(

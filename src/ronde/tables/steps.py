@@ -101,6 +101,11 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+def expected_of(step: str) -> str:
+    """The values that a step takes, in words."""
+    return _CHECKS[step][1]
+
+
 def near(word: Any, known: Iterable[str], otherwise: str = "") -> str:
     """``; did you mean 'x'?``, or what else there is to say."""
     close = difflib.get_close_matches(str(word), list(known), 1)
