@@ -233,6 +233,11 @@ def _edit(tensor: onnx.TensorProto, edit: Callable[[np.ndarray], np.ndarray]) ->
     return True
 
 
+def _swapped(a: np.ndarray) -> np.ndarray:
+    axis = next(i for i, n in enumerate(a.shape) if n > 1)
+    return np.take(a, [1, 0, *range(2, a.shape[axis])], axis=axis)
+
+
 def _rolled(graph: onnx.ModelProto) -> bool:
     flat = [
         t
@@ -266,7 +271,7 @@ FAULTS: dict[str, Callable[[onnx.ModelProto], bool]] = {
     "weights + 1e-3": lambda g: _edit(
         _weights(g, 2)[0], lambda a: a + np.float32(1e-3) * np.sign(a)
     ),
-    "two rows swapped": lambda g: _edit(_weights(g, 2)[0], lambda a: a[[1, 0, *range(2, len(a))]]),
+    "two rows swapped": lambda g: _edit(_weights(g, 2)[0], _swapped),
     "a rolled bias": _rolled,
     "half precision": lambda g: _edit(_weights(g, 2)[0], lambda a: a.astype(np.float16)),
     "another epsilon": _epsilon,
