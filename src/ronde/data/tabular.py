@@ -503,8 +503,10 @@ def table(
     prepared = not found.numeric and not found.categorical
     if prepared:
         check_columns(recipe, files, applied=True)
+    # Which files are those of the fit decides where a target mean is out of fold.
     key = digest_values(
-        "table", _VERSION, identity(files), json.dumps(found.__dict__), str(missing), recipe.digest
+        *("table", _VERSION, identity(files), json.dumps(found.__dict__), str(missing)),
+        *(recipe.digest, json.dumps(recipe.inputs)),
     )
     fill = None if prepared else missing
 
