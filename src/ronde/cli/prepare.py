@@ -179,15 +179,17 @@ def _here(
 def _on_spark(
     given: Any, data: list[str], out: str, engine: str, master: str | None, threads: int | None
 ) -> tuple[Any, int, float]:
-    from ronde.tables.spark import check_paths, session, write_on_spark
+    from ronde.tables.spark import check_paths, is_out_of_fold, session, write_on_spark
 
     check_paths(data)
+    is_fitted = given.state is not None
+    out_of_fold = is_out_of_fold(given, data) if is_fitted else given.needs_folds
     spark = session(master)
     try:
         began = time.monotonic()
-        fitted = given if given.state else given.fit(data, "spark", spark=spark)
+        fitted = given if is_fitted else given.fit(data, "spark", spark=spark)
         seconds = time.monotonic() - began
-        rows = write_on_spark(fitted, data, out, spark, fresh=given.state is None)
+        rows = write_on_spark(fitted, data, out, spark, out_of_fold)
     finally:
         spark.stop()
     return fitted, rows, seconds

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ronde.tables.prepared import RECIPE_FILE
+from ronde.tables.reading import SUFFIXES
 from ronde.tables.recipe import Recipe
 from ronde.world import ArgumentError
-from ronde.world.paths import need, need_java
+from ronde.world.paths import files_of, is_remote, need, need_java
 
 _SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
@@ -41,19 +42,44 @@ def session(master: str | None) -> Any:
     return (builder.master(master) if master else builder).getOrCreate()
 
 
-def write_on_spark(recipe: Recipe, paths: Sequence[str], out: str, spark: Any, fresh: bool) -> int:
+def is_out_of_fold(recipe: Recipe, paths: Sequence[str]) -> bool:
+    """Whether target means of these files leave out the rows of their own fold.
+
+    Raises:
+        ArgumentError: some files are those of the fit and others are not, or nobody can tell.
+    """
+    if not recipe.needs_folds:
+        return False
+    if remote := next(filter(is_remote, paths), None):
+        raise ArgumentError(
+            f"--engine spark cannot tell whether {remote} holds the rows of the fit, which "
+            "target_mean must leave out. Call recipe.apply(frame, out_of_fold=…) in a Spark script."
+        )
+    files = files_of(list(paths), "ronde prepare", SUFFIXES)
+    fitted_on = {recipe.was_fitted_on(file): file for file in files}
+    if len(fitted_on) == 2:
+        raise ArgumentError(
+            f"{recipe.where} was fitted on {fitted_on[True]} and not on {fitted_on[False]}: "
+            "--engine spark prepares the files of the fit and others in two runs."
+        )
+    return True in fitted_on
+
+
+def write_on_spark(
+    recipe: Recipe, paths: Sequence[str], out: str, spark: Any, out_of_fold: bool
+) -> int:
     """Prepare Parquet files on a cluster; returns the number of rows.
 
     Args:
         out: a folder that all executors can write to; it appears when all parts are there.
-        fresh: whether the recipe was fitted on these very files.
+        out_of_fold: as for :meth:`Recipe.apply`.
     """
     frame = spark.read.parquet(*paths)
     java = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(out)
     files = java.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
     if files.exists(java):
         raise ArgumentError(f"--out {out} exists. Delete it, or give a new folder.")
-    recipe.apply(frame, out_of_fold=fresh and recipe.needs_folds).write.parquet(out)
+    recipe.apply(frame, out_of_fold=out_of_fold).write.parquet(out)
     target = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(f"{out}/{RECIPE_FILE}")
     stream = files.create(target)
     stream.write(bytearray(json.dumps(recipe.to_dict(), indent=1).encode()))
