@@ -6,6 +6,7 @@ else may depend on the engine: no float is added in one.
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -198,8 +199,10 @@ def duckdb_engine(
             f"{_in_duckdb(_quoted(n), kind, n in set(fractional))} AS {_quoted(n)}"
             for n, kind in kinds.items()
         )
-    names = ", ".join("'" + str(f).replace("'", "''") + "'" for f in files)
-    table = here.sql(f"SELECT {columns} FROM read_parquet([{names}], union_by_name = true)")
+    names = ", ".join(_file_in_duckdb(file) for file in files)
+    # A folder called month=01 must not override the column month of its files.
+    options = "union_by_name = true, hive_partitioning = false"
+    table = here.sql(f"SELECT {columns} FROM read_parquet([{names}], {options})")
     return Lazy(f"DuckDB on {threads} thread{'s' * (threads > 1)}", table, close)
 
 
@@ -212,6 +215,11 @@ def _write_parquet(file: Path, batches: Iterator[Any]) -> None:
         writer.write_batch(batch)
     if writer is not None:
         writer.close()
+
+
+def _file_in_duckdb(file: Path) -> str:
+    """A path in SQL, whose ``[``, ``*``, and ``?`` are no glob."""
+    return "'" + re.sub(r"[\[*?]", r"[\g<0>]", str(file)).replace("'", "''") + "'"
 
 
 def _quoted(name: str) -> str:

@@ -399,6 +399,8 @@ def check_columns(
     for source in sources:
         place = str(source) if isinstance(source, Path) else "the table"
         types = _types_of(source)
+        if not applied:
+            _check_names(recipe, list(types), place)
         for name, kind in reads.items():
             if name not in types:
                 if name == recipe.target:
@@ -425,6 +427,17 @@ def check_columns(
             )
         found.append(types)
     return found
+
+
+def _check_names(recipe: Recipe, names: Sequence[str], place: str) -> None:
+    """Refuse a column to read whose name another one has too; DuckDB and Spark ignore case."""
+    for name in recipe.reads:
+        same = [other for other in names if other.casefold() == name.casefold()]
+        if len(same) > 1:
+            raise ArgumentError(
+                f"{recipe.where}, column {name!r}: {place} has {same[0]!r} and {same[1]!r}, and "
+                "DuckDB and Spark ignore case. Rename one."
+            )
 
 
 def _article(kind: str) -> str:
