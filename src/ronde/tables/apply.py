@@ -80,12 +80,14 @@ def _number(made: dict[str, Values], name: str, do: Any, state: Any, column: Any
         made[f"{name}_bin"] = np.where(np.isnan(x), 0, bins).astype(np.int64)
     if not gives_number(do):
         return
+    if "log" in do and state.get("clip", [None])[0] is None:
+        x = np.maximum(x, state["min"])
     if column.null_count and state["fill"] is not None:
         x = np.where(np.isnan(x), state["fill"], x)
     if "clip" in do:
         x = np.clip(x, *state["clip"])
     if "log" in do:
-        x = log1p(x if "clip" in do else np.maximum(x, state["min"]))
+        x = log1p(x)
     if "scale" in do:
         # Quarters of very large values: their difference might overflow.
         part = 0.25 if max(-state["min"], state["max"]) > 1e300 else 1.0

@@ -13,6 +13,7 @@ READ_BY = {
     "text": ("text",),
     "key": ("number",),
 }
+MISSING_KEY = "is missing, or 2^63 or more, in a row: a key is a whole number in each row."
 _ENOUGH_DIGITS = 15  # engines divide wider decimals in different ways
 
 
@@ -144,10 +145,15 @@ def as_kind(column: Any, kind: str, place: str) -> Any:
 
     if kind == "key":
         column = _decoded(column)
-        if not pa.types.is_integer(column.type) or column.null_count:
-            problem = "has missing values" if column.null_count else f"is {column.type}"
-            raise ArgumentError(f"{place} {problem}: a key is a whole number in each row.")
-        return column.cast(pa.int64())
+        if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
+            raise ArgumentError(f"{place} is {column.type}: a key is a whole number in each row.")
+        try:
+            column = column.cast(pa.int64())
+        except pa.ArrowInvalid:
+            raise ArgumentError(f"{place} {MISSING_KEY}") from None
+        if column.null_count:
+            raise ArgumentError(f"{place} {MISSING_KEY}")
+        return column
     return {"number": as_number, "level": as_level, "time": as_time, "text": as_level}[kind](
         column, place
     )

@@ -63,18 +63,18 @@ def fit_steps(
                 later[name] = live[name].send([next(answers) for _ in queries])
             except StopIteration as done:
                 state[name] = done.value
+            if not name and not state[name]["rows"]:
+                raise ArgumentError(f"{where}: the table has no rows. A fit needs some.")
         asked = later
     rows = state.pop("")["rows"]
-    if not rows:
-        raise ArgumentError(f"{where}: the table holds no row.")
     for each in state.values():
         each["missing"] = rows - each.pop("present")
     return {"rows": rows, "columns": {name: state[name] for name in steps}}
 
 
 def _rows() -> Asking:
-    [[row]] = yield [Query({"n": ("len", None)})]
-    return {"rows": int(row["n"] or 0)}
+    [rows] = yield [Query({"n": ("len", None)})]
+    return {"rows": int(rows[0]["n"] or 0) if rows else 0}
 
 
 def _present(value: nw.Expr) -> nw.Expr:
@@ -120,8 +120,9 @@ def _number(name: str, do: Mapping[str, Any], place: str) -> Asking:
     elif count is not None:
         state["edges"] = [float(edge) for edge in count]
     if "clip" in do:
-        bounds = [found[q] for q in shares] if shares else _fixed(do["clip"], low, high)
-        low, high = (min(max(v, bounds[0]), bounds[1]) for v in (low, high))
+        fixed = do["clip"] if isinstance(do["clip"], dict) else {}
+        bounds = [found[q] for q in shares] or [_or_none(fixed.get(k)) for k in ("min", "max")]
+        low, high = (_clipped(v, *bounds) for v in (low, high))
         state["clip"] = bounds
     if not gives_number(do):
         return state
@@ -143,8 +144,13 @@ def _number(name: str, do: Mapping[str, Any], place: str) -> Asking:
     return state
 
 
-def _fixed(clip: Mapping[str, float], low: float, high: float) -> list[float]:
-    return [float(clip.get("min", min(low, high))), float(clip.get("max", max(low, high)))]
+def _or_none(bound: float | None) -> float | None:
+    return None if bound is None else float(bound)
+
+
+def _clipped(value: float, least: float | None, most: float | None) -> float:
+    value = value if least is None else max(value, least)
+    return value if most is None else min(value, most)
 
 
 def _scale(name: str, do: Mapping[str, Any], state: Row, low: float, high: float, n: int) -> Asking:
@@ -155,8 +161,10 @@ def _scale(name: str, do: Mapping[str, Any], state: Row, low: float, high: float
     stages: tuple[dict[str, nw.Expr], ...] = ()
     if "clip" in do:
         below, above = state["clip"]
-        value = nw.when(value < below).then(nw.lit(below)).otherwise(value)
-        value = nw.when(value > above).then(nw.lit(above)).otherwise(value)
+        if below is not None:
+            value = nw.when(value < below).then(nw.lit(below)).otherwise(value)
+        if above is not None:
+            value = nw.when(value > above).then(nw.lit(above)).otherwise(value)
     if "log" in do:
         stages = log1p_stages(value, f"{name}/log")
         value = nw.col(f"{name}/log")
@@ -249,7 +257,7 @@ def _level(
 ) -> Asking:
     import narwhals as nw
 
-    from ronde.tables.arrow import as_level
+    from ronde.tables.arrow import MISSING_KEY, as_level
 
     mean = do.get("target_mean")
     mean = {"smooth": 20, "folds": 5, **(mean if isinstance(mean, dict) else {})} if mean else None
@@ -271,6 +279,8 @@ def _level(
             y, shift, keys={"level": nw.col(name), "fold": fold}, values=dict(query.values)
         )
     [rows] = yield [query]
+    if mean and any(row["fold"] is None for row in rows):
+        raise ArgumentError(f"{place}: the key {key!r} {MISSING_KEY}")
     rows = _as_text(rows, as_level)
     levels = {row["level"] for row in rows} - {None}
     lower = {level.lower() for level in levels} <= {"true", "false"} and bool(levels)

@@ -149,12 +149,25 @@ def checked(given: Any, where: str) -> Steps:
             raise ArgumentError(
                 f"{place}: {clash[0]} is for a {kinds[0]}, {clash[1]} for a {kinds[1]}. Choose one."
             )
+        _check_bounds(kept, place)
         if "rare" in kept and len({"codes", "one_hot", "target_mean"} & {*kept}) == 0:
             raise ArgumentError(f"{place}: rare needs codes, one_hot, or target_mean.")
         if "cyclic" in kept and "date" not in kept:
             raise ArgumentError(f"{place}: cyclic needs date: [hour, …].")
         steps[name] = kept
     return steps
+
+
+def _check_bounds(do: Mapping[str, Any], place: str) -> None:
+    clip = do["clip"] if isinstance(do.get("clip"), dict) else {}
+    if clip.get("min", -math.inf) > clip.get("max", math.inf):
+        raise ArgumentError(f"{place}: clip: min {clip['min']} is above max {clip['max']}.")
+    if "log" not in do:
+        return
+    given = {"impute": do.get("impute"), **{f"clip: {k}": v for k, v in clip.items()}}
+    for step, value in given.items():
+        if _is_number(value) and value <= -1:
+            raise ArgumentError(f"{place}: log needs values above -1, and {step} is {value:g}.")
 
 
 def gives_number(do: Mapping[str, Any]) -> bool:
