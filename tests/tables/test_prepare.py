@@ -119,8 +119,8 @@ WRONG = [
         r"target_mean uses 'y', which a\.parquet lacks: fine when applying, not when fitting\.",
     ),
     (
-        "columns: {age: {clip: {min: -5}, log: true}}",
-        r"column 'age': log needs values above -1, and the smallest is -5",
+        "columns: {age: {clip: {max: 50}, log: true}}",
+        r"column 'age': log needs values above -1, and the smallest is -30",
     ),
     ("columns: [1, 2", r"prepare\.yaml is neither YAML nor JSON: "),
 ]

@@ -59,7 +59,10 @@ def register(app: typer.Typer) -> None:
             str | None, option("--master", "Of Spark, such as local[4] or yarn.", "URL")
         ] = None,
         threads: Annotated[
-            int | None, option("--threads", "Of DuckDB. Default: all usable cores.", "N")
+            int | None,
+            typer.Option(
+                "--threads", min=1, metavar="N", help="Of DuckDB. Default: all usable cores."
+            ),
         ] = None,
         report: Annotated[
             Path | None,

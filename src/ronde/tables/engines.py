@@ -6,6 +6,7 @@ else may depend on the engine: no float is added in one.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ronde.tables.arrow import as_kind
-from ronde.world import usable_cores
+from ronde.world import RondeError, usable_cores
 
 if TYPE_CHECKING:
     import narwhals as nw
@@ -111,7 +112,8 @@ class Lazy:
         """The rows of each query."""
 
         def compute(query: Query) -> list[Row]:
-            rows: list[Row] = _frame(self._native, query).collect("pyarrow").rows(named=True)
+            with _in_a_sentence(self.name):
+                rows: list[Row] = _frame(self._native, query).collect("pyarrow").rows(named=True)
             return rows
 
         return answer_by(compute, queries)
@@ -192,7 +194,7 @@ def duckdb_engine(
 
     if batches is not None:
         files = [Path(folder.name, "canonical.parquet")]
-        _write_parquet(files[0], batches())
+        _write_parquet(files[0], batches(), kinds)
         columns = ", ".join(_quoted(name) for name in kinds)
     else:
         columns = ", ".join(
@@ -202,19 +204,35 @@ def duckdb_engine(
     names = ", ".join(_file_in_duckdb(file) for file in files)
     # A folder called month=01 must not override the column month of its files.
     options = "union_by_name = true, hive_partitioning = false"
-    table = here.sql(f"SELECT {columns} FROM read_parquet([{names}], {options})")
+    try:
+        with _in_a_sentence("DuckDB"):
+            table = here.sql(f"SELECT {columns} FROM read_parquet([{names}], {options})")
+    except RondeError:
+        close()
+        raise
     return Lazy(f"DuckDB on {threads} thread{'s' * (threads > 1)}", table, close)
 
 
-def _write_parquet(file: Path, batches: Iterator[Any]) -> None:
+@contextlib.contextmanager
+def _in_a_sentence(engine: str) -> Iterator[None]:
+    """An error of DuckDB as one of Ronde."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith(("duckdb", "_duckdb")):
+            raise
+        raise RondeError(f"{engine}: {str(error).splitlines()[0]}") from None
+
+
+def _write_parquet(file: Path, batches: Iterator[Any], kinds: Kinds) -> None:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    writer = None
-    for batch in batches:
-        writer = writer or pq.ParquetWriter(file, batch.schema)
-        writer.write_batch(batch)
-    if writer is not None:
-        writer.close()
+    known = {"key": pa.int64(), "level": pa.string()}
+    schema = pa.schema([(name, known.get(kind, pa.float64())) for name, kind in kinds.items()])
+    with pq.ParquetWriter(file, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
 
 
 def _file_in_duckdb(file: Path) -> str:
@@ -232,7 +250,7 @@ def _in_duckdb(name: str, kind: str, is_fractional: bool) -> str:
     if kind == "number":
         return number
     if kind == "key":
-        return f"{name}::BIGINT"
+        return f"TRY_CAST({name} AS BIGINT)"
     if kind == "level":
         zero = f"CASE WHEN {name}::DOUBLE = 0 THEN 0::DOUBLE ELSE {number} END"
         return zero if is_fractional else f"{name}::VARCHAR"

@@ -74,9 +74,17 @@ def take_sample(recipe: Recipe, files: Sequence[Path]) -> DrawnRows:
             rows += batch.num_rows
             while rows > _MOST_ROWS * stride:  # half of what is there, spread as evenly
                 stride *= 2
-                joined = pa.Table.from_batches(parts)
+                joined = _joined(parts)
                 parts = joined.take(pa.array(range(0, joined.num_rows, 2))).to_batches()
-    return DrawnRows(pa.Table.from_batches(parts), rows, stride)
+    return DrawnRows(_joined(parts), rows, stride)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Batches as one table; a column may be int32 in one file, and int64 in another."""
+    import pyarrow as pa
+
+    tables = [pa.Table.from_batches([part]) for part in parts]
+    return pa.concat_tables(tables, promote_options="permissive")
 
 
 def _numbers(column: Any) -> Floats:

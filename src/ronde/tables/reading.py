@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,21 +132,29 @@ def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
             raise ArgumentError(
                 f"{file} has no column {column!r}: choose among {', '.join(names)}.{hint}"
             )
+    _check_once(file, names, columns)
+
+
+def _check_once(file: Path, names: Sequence[str], columns: Iterable[str]) -> None:
+    for column in columns:
         if list(names).count(column) > 1:
             raise ArgumentError(f"{file} has {list(names).count(column)} columns named {column!r}.")
 
 
-def columns_of(file: Path) -> dict[str, Any]:
+def columns_of(file: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
     """The Arrow type of each column of a file; None in a CSV file, whose reader decides.
 
     Raises:
+        ArgumentError: two columns have the name of one that is needed.
         SampleError: the file cannot be read.
     """
     import pyarrow as pa
 
     try:
         if file.suffix.lower() == ".csv":
-            return dict.fromkeys(_header(file))
+            names = _header(file)
+            _check_once(file, names, needed)
+            return dict.fromkeys(names)
         if file.suffix.lower() in (".parquet", ".pq"):
             import pyarrow.parquet as pq
 
@@ -158,4 +166,5 @@ def columns_of(file: Path) -> dict[str, Any]:
         raise SampleError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
     except OSError as error:
         raise SampleError(f"{file} cannot be read: {error.strerror or error}.") from error
+    _check_once(file, schema.names, needed)
     return dict(zip(schema.names, schema.types, strict=True))

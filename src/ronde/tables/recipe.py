@@ -73,9 +73,10 @@ class Recipe:
         for field, name in (("target", target), ("key", key)):
             if name is None and self.needs_folds:
                 raise ArgumentError(f"{where}: target_mean needs {field}: the name of a column.")
-            if name is not None and (not isinstance(name, str) or name in self.steps):
-                problem = "is among columns" if name in self.steps else "is no name of a column"
-                raise ArgumentError(f"{where}: {field} {name!r} {problem}.")
+            if name is not None and not isinstance(name, str):
+                raise ArgumentError(f"{where}: {field} {name!r} is no name of a column.")
+            if name in self.steps:
+                raise ArgumentError(f"{where}: {field} {name!r} is among columns.")
         if self.state is not None:
             names = [target, key, *(each.name for each in self.outputs)]
             if twice := sorted({n for n in names if n is not None and names.count(n) > 1}):
@@ -266,8 +267,16 @@ class Recipe:
             return self._apply_on_spark(data, out_of_fold)
         if is_path(data):
             files = files_of(data, "recipe.apply", SUFFIXES)
-            return pa.Table.from_batches(b for file in files for b in self.batches(file))
-        table, back = _arrow_table(data)
+            parts = [pa.Table.from_batches(self.batches(file)) for file in files]
+            try:
+                return pa.concat_tables(parts, promote_options="permissive")
+            except pa.ArrowTypeError as error:
+                handed = " and ".join(repr(n) for n in (self.key, self.target) if n is not None)
+                raise ArgumentError(
+                    f"recipe.apply: the files have {handed} of types that do not go together "
+                    f"({error}). Apply to one file at a time."
+                ) from None
+        table, back = _arrow_table(data, self)
         make = Applied(self.steps, self.fitted, self.key, out_of_fold)
         parts = table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]
         return back(pa.Table.from_batches([self._prepared(make, part, "data") for part in parts]))
@@ -287,10 +296,13 @@ class Recipe:
         for part in parts:
             empty = False
             yield self._prepared(make, part, str(file))
-        if empty and file.suffix.lower() != ".csv":
+        if empty:
             import pyarrow as pa
 
-            schema = pa.schema([(n, types[0][n]) for n in [*self.steps, *handed]])
+            # A CSV file without rows has no types of its own.
+            usual = {"number": pa.float64(), "key": pa.int64(), None: pa.null()}
+            names = {n: usual.get(self.reads.get(n), pa.string()) for n in [*self.steps, *handed]}
+            schema = pa.schema([(n, types[0][n] or kind) for n, kind in names.items()])
             yield self._prepared(make, _empty(schema), str(file))
 
     @property
@@ -356,13 +368,28 @@ def _empty(schema: Any) -> Any:
     return pa.record_batch([pa.array([], f.type) for f in schema], names=schema.names)
 
 
-def _arrow_table(data: Any) -> tuple[Any, Any]:
-    """A frame as an Arrow table, and what makes a frame of its kind again."""
+def _arrow_table(data: Any, recipe: Recipe, is_fit: bool = False) -> tuple[Any, Any]:
+    """The columns of a frame that a recipe reads, and what makes a frame of its kind again."""
     import narwhals as nw
     import pyarrow as pa
 
+    needed = [*recipe.reads, *(n for n in (recipe.target, recipe.key) if n is not None)]
+
+    def among(names: Sequence[Any]) -> list[str]:
+        if is_fit:
+            _check_names(recipe, recipe.reads, names, "the table")
+        found = [n for n in dict.fromkeys(needed) if n in names]
+        if twice := next((n for n in found if list(names).count(n) > 1), None):
+            raise ArgumentError(f"{recipe.where}: the table has two columns named {twice!r}.")
+        return found
+
     if isinstance(data, pa.RecordBatch):
-        return pa.Table.from_batches([data]), lambda table: table.combine_chunks().to_batches()[0]
+        table = pa.Table.from_batches([data]).select(among(data.schema.names))
+        return table, lambda made: (made.combine_chunks().to_batches() or [_empty(made.schema)])[0]
+    if isinstance(data, pa.Table):
+        return data.select(among(data.column_names)), lambda made: made
+    if hasattr(data, "iloc"):  # pandas allows two columns of one name, which narwhals refuses
+        data = data[among(list(data.columns))]
     try:
         frame: Any = nw.from_native(data)
     except TypeError:
@@ -371,16 +398,21 @@ def _arrow_table(data: Any) -> tuple[Any, Any]:
             "Polars, Arrow, or Spark frame."
         ) from None
     frame = frame.collect() if isinstance(frame, nw.LazyFrame) else frame
-    table = frame.to_arrow()
-    if isinstance(data, pa.Table):
-        return table, lambda prepared: prepared
-    return table, lambda prepared: nw.from_arrow(prepared, backend=frame.implementation).to_native()
+    frame = frame.select(among(frame.columns))
+
+    def back(prepared: Any) -> Any:
+        made = nw.from_arrow(prepared, backend=frame.implementation).to_native()
+        if hasattr(data, "iloc"):
+            made.index = data.index
+        return made
+
+    return frame.to_arrow(), back
 
 
-def _types_of(source: Any) -> dict[str, Any]:
+def _types_of(source: Any, needed: Iterable[str]) -> dict[str, Any]:
     """Arrow types by column of a file, or of an Arrow or Spark frame."""
     if isinstance(source, Path):
-        return columns_of(source)
+        return columns_of(source, needed)
     if is_spark(source):
         return {field.name: arrow_of_spark(field.dataType) for field in source.schema}
     return dict(zip(source.schema.names, source.schema.types, strict=True))
@@ -398,20 +430,9 @@ def check_columns(
     reads = {n: k for n, k in recipe.reads.items() if not applied or n in recipe.steps}
     for source in sources:
         place = str(source) if isinstance(source, Path) else "the table"
-        types = _types_of(source)
-        if not applied:
-            _check_names(recipe, list(types), place)
+        types = _types_of(source, reads)
+        _check_names(recipe, reads, list(types), place, applied)
         for name, kind in reads.items():
-            if name not in types:
-                if name == recipe.target:
-                    raise ArgumentError(
-                        f"{recipe.where}: target_mean uses {name!r}, which {place} lacks: fine "
-                        "when applying, not when fitting."
-                    )
-                hint = near(name, types, ".")
-                raise ArgumentError(
-                    f"{recipe.where}, column {name!r}: {place} has no such column{hint}"
-                )
             if (
                 types[name] is None
                 or family(types[name], f"{place}, column {name!r}") in READ_BY[kind]
@@ -429,11 +450,23 @@ def check_columns(
     return found
 
 
-def _check_names(recipe: Recipe, names: Sequence[str], place: str) -> None:
-    """Refuse a column to read whose name another one has too; DuckDB and Spark ignore case."""
-    for name in recipe.reads:
-        same = [other for other in names if other.casefold() == name.casefold()]
-        if len(same) > 1:
+def _check_names(
+    recipe: Recipe, reads: Iterable[str], names: Sequence[Any], place: str, applied: bool = False
+) -> None:
+    """Refuse a column to read that is missing, or whose name another one has too."""
+    for name in reads:
+        if name not in names:
+            if name == recipe.target:
+                raise ArgumentError(
+                    f"{recipe.where}: target_mean uses {name!r}, which {place} lacks: fine "
+                    "when applying, not when fitting."
+                )
+            hint = near(name, map(str, names), ".")
+            raise ArgumentError(
+                f"{recipe.where}, column {name!r}: {place} has no such column{hint}"
+            )
+        same = [other for other in names if str(other).casefold() == name.casefold()]
+        if len(same) > 1 and not applied:
             raise ArgumentError(
                 f"{recipe.where}, column {name!r}: {place} has {same[0]!r} and {same[1]!r}, and "
                 "DuckDB and Spark ignore case. Rename one."
@@ -481,7 +514,7 @@ class _Opened:
             is_parquet = all(f.suffix.lower() in (".parquet", ".pq") for f in files)
             engine = engine or "duckdb"
         else:
-            table, _ = _arrow_table(data)
+            table, _ = _arrow_table(data, recipe, is_fit=True)
             found, is_parquet, engine = check_columns(recipe, [table]), False, engine or "arrow"
 
             def batches() -> Iterator[Any]:
