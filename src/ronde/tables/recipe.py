@@ -447,7 +447,27 @@ def check_columns(
                 f"{', '.join(recipe.steps.get(name, ())) or 'this'} needs {_article(kind)}."
             )
         found.append(types)
+    if not applied:
+        _check_families(recipe, sources, found)
     return found
+
+
+def _check_families(
+    recipe: Recipe, sources: Sequence[Any], found: Sequence[Mapping[str, Any]]
+) -> None:
+    """Refuse a level that is text in one file and a number in another: engines spell it apart."""
+    import pyarrow as pa
+
+    for name in (n for n, kind in recipe.reads.items() if kind == "level"):
+        first: dict[str, str] = {}
+        for source, types in zip(sources, found, strict=True):
+            if types[name] is not None and not pa.types.is_null(types[name]):
+                first.setdefault(family(types[name], name), f"{types[name]} in {source}")
+        if len(first) > 1:
+            one, other, *_ = first.values()
+            raise ArgumentError(
+                f"{recipe.where}, column {name!r} is {one}, and {other}. Cast one to the other."
+            )
 
 
 def _check_names(
