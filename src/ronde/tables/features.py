@@ -99,12 +99,17 @@ def read_feature_tables(path: str | Path) -> tuple[FeatureTable, ...]:
     owner: dict[str, str] = {}
     for table in tables:
         for feature in table.features:
-            if feature in owner:
+            if feature.lower() in owner:  # SQL does not tell names apart by case
                 raise ArgumentError(
-                    f"{path}, table '{table.name}': '{owner[feature]}' has a feature '{feature}' "
-                    "too. Give one another name, as columns: {new_name: column}."
+                    f"{path}, table '{table.name}': '{owner[feature.lower()]}' has a feature "
+                    f"'{feature}' too. Give one another name, as columns: {{new_name: column}}."
                 )
-            owner[feature] = table.name
+            if feature in (("as_of",) if table.windows else ("event_time", "known_at")):
+                raise ArgumentError(
+                    f"{path}, table '{table.name}': '{feature}' is the name of a time that readers "
+                    "get with the features. Give the feature another name."
+                )
+            owner[feature.lower()] = table.name
     return tables
 
 

@@ -67,7 +67,11 @@ def _sole_writer(path: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RondeError(f"{path}: another publication is under way.") from None
-        if not os.path.samestat(os.fstat(lock), part.stat()):  # it was finished meanwhile
+        try:
+            same = os.path.samestat(os.fstat(lock), part.stat())
+        except FileNotFoundError:
+            same = False
+        if not same:  # it was finished meanwhile
             raise RondeError(f"{path}: another publication is under way.")
         os.ftruncate(lock, 0)
         yield part
@@ -121,7 +125,13 @@ def _fill(db: sqlite3.Connection, about: OnlineTable, rows: Iterable[tuple[Any, 
         f"CREATE TABLE {name} ({', '.join(map(_quoted, columns))}, PRIMARY KEY ({keys})) "
         "WITHOUT ROWID"
     )
-    db.executemany(f"INSERT INTO {name} VALUES ({', '.join('?' * len(columns))})", rows)
+    try:
+        db.executemany(f"INSERT INTO {name} VALUES ({', '.join('?' * len(columns))})", rows)
+    except OverflowError:
+        raise ArgumentError(
+            f"table '{about.name}': a whole number is 2**63 or more; online they are 64 bits with "
+            "a sign."
+        ) from None
     return int(db.execute(f"SELECT count(*) FROM {name}").fetchone()[0])
 
 
@@ -130,11 +140,11 @@ class _Opened:
 
     def __init__(self, path: Path, identity: tuple[int, int]) -> None:
         self.identity = identity
-        # The file never changes once it is there: SQLite needs no lock and no look at its journal.
-        self.db = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None
-        )
         try:
+            # The file never changes once it is there: SQLite needs no lock, no look at a journal.
+            self.db = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None
+            )
             found = self.db.execute("SELECT about FROM ronde_tables").fetchall()
             version = self.db.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.Error as error:
@@ -253,6 +263,8 @@ def _key(about: OnlineTable, entity: dict[str, Any]) -> list[Any]:
         expected, type_ = ("whole number", int) if about.entity[name] == "int" else ("text", str)
         if not isinstance(value, type_) or isinstance(value, bool):
             raise ArgumentError(f"'{about.name}': {name}={value!r} is not a {expected}.")
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ArgumentError(f"'{about.name}': {name}={value} does not fit 64 bits.")
     return [entity[name] for name in about.entity]
 
 
