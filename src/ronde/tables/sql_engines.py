@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,8 @@ from ronde.world.paths import files_of, is_remote, need
 _SUFFIXES = (".parquet", ".pq", ".csv")
 
 NAIVE, ZONED = "naive", "zoned"  # times without and with a time zone
+
+_CASE = "two columns have the same name, or differ only in its case. Rename one."
 
 _DUCKDB_KINDS = {
     "TIMESTAMP": NAIVE,
@@ -81,13 +84,19 @@ class DuckDBSql:
         """Make a view of files or of a frame; returns column -> type, in the engine's words."""
         if isinstance(source, str | os.PathLike):
             files = _files(os.fspath(source), owner)
+            if not is_remote(files[0]):  # a bracket in a file's name is no pattern
+                files = [re.sub(r"[\[*?]", r"[\g<0>]", file) for file in files]
             listed = ", ".join(self.literal(file) for file in files)
-            reader = "read_csv" if files[0].lower().endswith(".csv") else "read_parquet"
+            csv = files[0].lower().endswith(".csv")
+            reader = "read_csv" if csv else "read_parquet"
             self.run(
                 f"CREATE OR REPLACE VIEW {name} AS "
-                f"SELECT * FROM {reader}([{listed}], union_by_name=true)",
+                f"SELECT * FROM {reader}([{listed}], union_by_name=true, "
+                "hive_partitioning=false)",
                 owner,
             )
+            sql = f"SELECT DISTINCT name FROM parquet_schema([{listed}])"
+            names = None if csv else [row[0] for row in self.rows(sql, owner)]
         else:
             try:
                 self._connection.register(f"{name}_given", source)
@@ -97,7 +106,12 @@ class DuckDBSql:
                     "Arrow, pandas, or Polars table."
                 ) from None
             self.run(f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {name}_given", owner)
-        return {row[0]: row[1] for row in self.rows(f"DESCRIBE {name}", owner)}
+            names = getattr(source, "column_names", getattr(source, "columns", None))
+        given = {row[0]: row[1] for row in self.rows(f"DESCRIBE {name}", owner)}
+        # DuckDB renames the second of two columns that it cannot tell apart.
+        if names is not None and not given.keys() <= set(map(str, names)):
+            raise ArgumentError(f"{owner}: {_CASE}")
+        return given
 
     def run(self, sql: str, owner: str) -> Any:
         """Run a statement; an error names ``owner``."""
@@ -202,6 +216,8 @@ class SparkSql:
         """As for DuckDB; a frame is one of this session."""
         if isinstance(source, str | os.PathLike):
             files = _files(os.fspath(source), owner)
+            if not is_remote(files[0]):
+                files = [re.sub(r"[\[\]{}*?\\]", r"\\\g<0>", file) for file in files]
             reader = self._session.read.option("mergeSchema", "true")
             with self._told(owner):
                 if files[0].lower().endswith(".csv"):
@@ -215,6 +231,8 @@ class SparkSql:
             source.createOrReplaceGlobalTempView(f"{name}_{self._tag}")
             seen = self._session.table(f"global_temp.{name}_{self._tag}")
             seen.createOrReplaceTempView(name)
+        if len({column.lower() for column in source.columns}) < len(source.columns):
+            raise ArgumentError(f"{owner}: {_CASE}")
         return dict(source.dtypes)
 
     @contextlib.contextmanager
@@ -272,7 +290,9 @@ class SparkSql:
 
     def hash(self, columns: Sequence[str]) -> str:
         """One number that differs where values differ."""
-        return f"xxhash64({', '.join(columns)})"
+        # xxhash64 skips nulls: without the flags (null, 1) would equal (1, null).
+        flags = (f"isnull({column})" for column in columns)
+        return f"xxhash64({', '.join([*columns, *flags])})"
 
     def literal(self, text: str) -> str:
         """A text in SQL."""
