@@ -96,6 +96,13 @@ def store_of(folder, clicks=CLICKS, spec=f"clicks: {{{SPEC}, columns: [country]}
         (f"c: {{{SPEC}, windows: {{n: {{median: x}}}}}}", "expected one of count, sum, mean."),
         (f"c: {{{SPEC}, windows: {{n: {{sum: x}}}}}}", "expected {sum: column, over: 7d}."),
         (f"c: {{{SPEC}, columns: [a]}}\nd: {{{SPEC}, columns: [a]}}", "'c' has a feature 'a' too."),
+        (f"c: {{{SPEC}, columns: [a]}}\nd: {{{SPEC}, columns: [A]}}", "'c' has a feature 'A' too."),
+        (
+            f"c: {{{SPEC}, columns: [known_at]}}",
+            "'known_at' is the name of a time that readers get",
+        ),
+        (f"c: {{{SPEC}, columns: {{event_time: a}}}}", "'event_time' is the name of a time"),
+        (f"c: {{{SPEC}, windows: {{as_of: {{count: 7d}}}}}}", "'as_of' is the name of a time"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused(tmp_path, spec, says):
@@ -166,6 +173,93 @@ def test_nanoseconds_never_show_an_event_early(tmp_path):
     store = store_of(tmp_path, {**CLICKS, "ts": ns([stamp + 1, stamp + 2001, stamp])})
     labels = pa.table({"user": [1, 1, 1], "at": ns([stamp, stamp + 999, stamp + 1000])})
     assert store.join(labels, at="at").table["country"].to_pylist() == [None, None, "NO"]
+
+
+def test_a_row_that_arrives_on_a_date_is_known_from_the_end_of_that_day(tmp_path):
+    clicks = {"user": [1], "ts": [DAY.date()], "arr": [DAY.date()], "country": ["NO"]}
+    spec = f"clicks: {{{SPEC}, arrival_time: arr, columns: [country]}}\n"
+    store = store_of(tmp_path, clicks, spec + f"c: {{{SPEC}, columns: {{at_once: country}}}}")
+    times = [DAY + n * HOUR for n in (-1, 0, 9, 23, 24)]
+    labels = pa.table({"user": [1] * 5, "at": [time.replace(tzinfo=None) for time in times]})
+    joined = store.join(labels, at="at").table
+    assert joined["country"].to_pylist() == [None, None, None, None, "NO"]
+    assert joined["at_once"].to_pylist() == [None, "NO", "NO", "NO", "NO"]
+
+
+def test_files_are_read_under_their_own_names_and_with_their_own_columns(tmp_path):
+    (tmp_path / "user=5").mkdir()
+    spec = "c: {path: 'user=5/a[[]0].parquet', entity: user, event_time: ts, columns: [country]}"
+    store = store_of(tmp_path, spec=spec)
+    pq.write_table(pa.table(CLICKS), tmp_path / "user=5" / "a[0].parquet")
+    other = {**CLICKS, "country": ["?"] * 3}
+    pq.write_table(pa.table(other), tmp_path / "user=5" / "a0.parquet")
+    labels = pa.table({"user": [1, 2, 5], "at": [DAY] * 3})
+    assert store.join(labels, at="at").table["country"].to_pylist() == ["NO", "DK", None]
+
+
+@pytest.mark.parametrize("where", ["file", "arrow", "pandas"])
+def test_columns_that_differ_only_in_case_are_refused(tmp_path, where):
+    labels = pa.table({"user": [1], "at": [DAY], "v": [1], "V": [2]})
+    store = store_of(
+        tmp_path, {**CLICKS, "v": [1, 2, 3], "V": [4, 5, 6]} if where == "file" else CLICKS
+    )
+    given = labels.to_pandas() if where == "pandas" else labels
+    with pytest.raises(ArgumentError, match="two columns have the same name, or differ only in"):
+        store.join(given, at="at")
+    if where == "arrow":
+        with pytest.raises(ArgumentError, match="there is a column 'country' already"):
+            store.join(pa.table({"user": [1], "at": [DAY], "Country": [1]}), at="at")
+        with pytest.raises(ArgumentError, match="'ronde_t' is a name of Ronde's own"):
+            store.join(pa.table({"user": [1], "at": [DAY], "ronde_t": [1]}), at="at")
+
+
+@pytest.mark.parametrize("name", ["arr", "known", "ts", "e0", "x0", "d0", "k0", "until", "end0"])
+def test_a_window_adds_up_its_column_whatever_its_name(tmp_path, name):
+    clicks = {"user": [1, 1], "t": [DAY, DAY], "id": [1, 2], name: [2, 3]}
+    clicks |= {"other": [0.5, 0.5]}
+    spec = "path: clicks.parquet, entity: user, event_time: t, event_id: id"
+    windows = f"{{s: {{sum: {name}, over: 1d}}, o: {{sum: other, over: 2h}}}}"
+    store = store_of(tmp_path, clicks, f"c: {{{spec}, windows: {windows}}}")
+    joined = store.join(pa.table({"user": [1], "at": [DAY]}), at="at").table
+    assert (joined["s"].to_pylist(), joined["o"].to_pylist()) == ([5], [1.0])
+
+
+def test_null_is_no_id_and_loses_every_tie(tmp_path):
+    clicks = {"user": [1] * 4, "ts": [DAY] * 4, "id": [None, None, 7, 7], "n": [None, 1, None, 2]}
+    clicks |= {"m": [0, 1, 2, 3]}
+    spec = f"n: {{{SPEC}, event_id: [id, user], windows: {{events: {{count: 1d}}}}}}\n"
+    store = store_of(tmp_path, clicks, f"{spec}c: {{{SPEC}, order_by: n, columns: [m]}}")
+    label = pa.table({"user": [1], "at": [DAY]})
+    assert store.join(label, at="at").table.select(["events", "m"]).to_pylist() == [
+        {"events": 3, "m": 3}
+    ]
+
+
+def test_sums_refuse_a_column_in_which_small_values_would_be_lost(tmp_path):
+    spec = f"c: {{{SPEC}, windows: {{s: {{sum: x, over: 1d}}}}}}"
+    label = pa.table({"user": [1, 2], "at": [DAY + HOUR] * 2})
+    store = store_of(tmp_path, {**CLICKS, "x": [0.1, 0.0, 2e11]}, spec)
+    assert store.join(label, at="at").table["s"].to_pylist() == [0.1, 2e11]
+    store = store_of(tmp_path, {**CLICKS, "x": [0.5, 0.0, 1.797e308]}, spec)
+    with pytest.raises(ArgumentError, match=r"'c': 'x' has values from 0.5 to 1.8e\+308. Sums"):
+        store.join(label, at="at")
+
+
+def test_numbers_and_files_that_sqlite_cannot_hold_are_refused_by_name(tmp_path, monkeypatch):
+    clicks = {**CLICKS, "big": pa.array([2**63, 1, 2], pa.uint64())}
+    store = store_of(tmp_path, clicks, f"clicks: {{{SPEC}, columns: [big]}}")
+    with pytest.raises(ArgumentError, match=r"'clicks': a whole number is 2\*\*63 or more"):
+        store.publish(tmp_path / "online.db", at=DAY.isoformat())
+    assert not list(tmp_path.glob("online*"))
+    store.publish(tmp_path / "online.db")
+    with pytest.raises(ArgumentError, match="user=18446744073709551616 does not fit 64 bits"):
+        Online(tmp_path / "online.db").get("clicks", user=2**64)
+    with pytest.raises(ArgumentError, match="is no store of features"):
+        Online(tmp_path)
+    part = tmp_path / "online.db.writing"
+    monkeypatch.setattr("fcntl.flock", lambda *_: part.unlink())  # as the other publisher does
+    with pytest.raises(RondeError, match="another publication is under way"):
+        store.publish(tmp_path / "online.db")
 
 
 def ronde(*words, cwd):

@@ -8,8 +8,9 @@ where it becomes known and subtracts where it leaves.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +23,9 @@ from ronde.tables.sql_engines import NAIVE, ZONED, SqlEngine
 from ronde.world import ArgumentError
 
 _MICROS = 1_000_000
+_DAY = 86_400
 _TIMES = (NAIVE, ZONED, "date")
+_LEAST_BITS = 30  # of the smallest value, in a sum beside the largest
 _LABELS = "ronde_labels"
 
 
@@ -120,11 +123,15 @@ class PointInTime:
             for name in filter(None, (*spec.entity, spec.event_time, spec.arrival_time))
         )
         floats = sorted({w.column for w in spec.windows if kinds.get(w.column) == "float"})
-        largest = [f"max(abs({self._finite(q(name))}))" for name in floats]
-        counts = ["count(*)", f"count(CASE WHEN {needed} THEN 1 END)", *largest]
+        sizes = [f"abs({self._finite(q(name))})" for name in floats]
+        extremes = [x for s in sizes for x in (f"max({s})", f"min(nullif({s}, 0))")]
+        counts = ["count(*)", f"count(CASE WHEN {needed} THEN 1 END)", *extremes]
         sql = f"SELECT {', '.join(counts)} FROM {view}"
-        [(rows, usable, *most)] = self.engine.rows(sql, owner)
-        shifts = {name: shift_of(float(m or 0.0)) for name, m in zip(floats, most, strict=True)}
+        [(rows, usable, *found)] = self.engine.rows(sql, owner)
+        shifts = {
+            name: _shift(owner, name, largest or 0.0, smallest or 0.0)
+            for name, largest, smallest in zip(floats, found[::2], found[1::2], strict=True)
+        }
         facts = TableFacts(spec.name, rows, rows - usable, windows=bool(spec.windows))
         return EventSource(spec, view, given, kinds, facts, shifts)
 
@@ -170,6 +177,8 @@ class PointInTime:
                 f"{owner}: '{at}' has {has} time zone, '{self.sources[0].spec.name}' has {other} "
                 "time zone. Give all a time zone, or none."
             )
+        if own := {"ronde_id", "ronde_t"} & {name.lower() for name in given}:
+            raise ArgumentError(f"{owner}: '{min(own)}' is a name of Ronde's own. Rename it.")
         for source in self.sources:
             for name in source.spec.entity:
                 if kinds[name] != source.kinds[name]:
@@ -178,7 +187,7 @@ class PointInTime:
                         f"{source.given[name]}."
                     )
             for name in source.spec.features:
-                if name in given:
+                if name.lower() in (column.lower() for column in given):
                     raise ArgumentError(
                         f"{owner}: there is a column '{name}' already, which is a feature of "
                         f"'{source.spec.name}'. Rename one, as columns: {{new_name: column}}."
@@ -283,6 +292,8 @@ class PointInTime:
         event = self.engine.micros(q(spec.event_time), source.given[spec.event_time], up=True)
         late = spec.arrival_time
         arrival = self.engine.micros(q(late), source.given[late], up=True) if late else event
+        if late and source.kinds[late] == "date":  # it may have arrived at any hour of that day
+            arrival = f"({arrival} + {_DAY * _MICROS})"
         entity = [f"{q(name)} AS e{n}" for n, name in enumerate(spec.entity)]
         needed = [f"e{n} IS NOT NULL" for n in range(len(entity))]
         times = [f"{event} AS ts", f"{arrival} AS arr", f"greatest({event}, {arrival}) AS known"]
@@ -324,7 +335,7 @@ class PointInTime:
         ties = [f"{q(column)} AS o{n}" for n, column in enumerate(spec.order_by)]
         hashed = self.engine.hash([q(column) for column in spec.columns.values()])
         names = [f"v{n}" for n in range(len(values))]
-        order = ", ".join(["known", "ts", "arr", *(f"o{n}" for n in range(len(ties)))])
+        order = ", ".join(["known", "ts", "arr", *(f"o{n} NULLS FIRST" for n in range(len(ties)))])
         entity = ", ".join(self._keys(source))
         # Among equal known, the last in the order has the greatest times: nothing else is seen.
         steps = (
@@ -361,10 +372,12 @@ class PointInTime:
         spec, q = source.spec, self.engine.quote
         lengths = sorted({window.seconds for window in spec.windows})
         floats = [f"{self._finite(q(name))} AS x{n}" for n, name in enumerate(source.shifts)]
-        deltas, stages, outputs = _deltas(spec.windows, source, q)
+        whole = [w.column for w in spec.windows if source.kinds.get(w.column) == "int"]
+        aliases = {name: f"k{n}" for n, name in enumerate(dict.fromkeys(whole))}
+        aliases |= {name: f"x{n}" for n, name in enumerate(source.shifts)}
+        deltas, stages, outputs = _deltas(spec.windows, source, aliases)
         values = [f"{sql} AS d{n}" for n, (sql, _) in enumerate(deltas)]
-        used = dict.fromkeys(w.column for w in spec.windows if source.kinds.get(w.column) == "int")
-        numbers = [f"{q(name)} AS {q(name)}" for name in used]
+        numbers = [f"{q(name)} AS {aliases[name]}" for name in dict.fromkeys(whole)]
         ids = [f"{q(column)} AS i{n}" for n, column in enumerate(spec.event_id)]
         entity = ", ".join(self._keys(source))
         events = self._events(source, [*floats, *numbers, *ids])
@@ -373,10 +386,9 @@ class PointInTime:
         if ids:  # a version holds until the next one is known
             names = ", ".join([entity, *(f"i{n}" for n in range(len(ids)))])
             order = ", ".join(["known", "arr", "ts", *(f"d{n}" for n in range(len(deltas)))])
-            events = (
-                f"SELECT *, lead(known) OVER (PARTITION BY {names} ORDER BY {order}) AS until "
-                f"FROM ({events}) z"
-            )
+            one = " AND ".join(f"i{n} IS NOT NULL" for n in range(len(ids)))
+            following = f"lead(known) OVER (PARTITION BY {names} ORDER BY {order})"
+            events = f"SELECT *, CASE WHEN {one} THEN {following} END AS until FROM ({events}) z"
             until = ", until"
         ends = [
             f"least(ts + {seconds * _MICROS}{until}) AS end{n}"
@@ -432,8 +444,18 @@ class PointInTime:
         return f"SELECT ronde_id, early, {', '.join(outputs)} FROM ({sums}) o"
 
 
+def _shift(owner: str, name: str, largest: float, smallest: float) -> int:
+    shift = shift_of(largest)
+    if smallest and math.frexp(smallest)[1] + shift < _LEAST_BITS:
+        raise ArgumentError(
+            f"{owner}: '{name}' has values from {smallest:.3g} to {largest:.3g}. Sums hold a ratio "
+            "of 2**64; round or leave out values beyond it."
+        )
+    return shift
+
+
 def _deltas(
-    windows: Sequence[Window], source: EventSource, q: Callable[[str], str]
+    windows: Sequence[Window], source: EventSource, aliases: Mapping[str, str]
 ) -> tuple[list[tuple[str, int]], list[list[str]], list[str]]:
     """What an event adds to running sums s0 …, each with its window; columns to compute from the
     sums, stage by stage; and the features f_0 … made of them.
@@ -448,14 +470,13 @@ def _deltas(
         return f"s{deltas.index((sql, seconds))}"
 
     for n, window in enumerate(windows):
-        seconds, value = window.seconds, q(window.column)
+        seconds, value = window.seconds, aliases.get(window.column, "")
         if window.kind == "count":
             total = place("1", seconds)
         elif source.kinds[window.column] == "int":
             total = place(f"CAST(coalesce({value}, 0) AS BIGINT)", seconds)
         else:
             shift = source.shifts[window.column]
-            value = f"x{list(source.shifts).index(window.column)}"
             limbs = [f"coalesce({limb}, 0)" for limb in sql_limbs(value, shift)]
             total = f"r{n}"
             for k, stage in enumerate(_rounded([place(x, seconds) for x in limbs], shift, n)):
