@@ -111,6 +111,7 @@ def plain() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
                 nn.Hardswish(),
                 nn.Conv2d(8, 8, 3),
                 nn.InstanceNorm2d(8, affine=True),
+                nn.ReLU(),  # else the mean below is the norm's bias, whatever the image
                 nn.AdaptiveAvgPool2d(1),
                 nn.Flatten(),
                 nn.Linear(8, 5),
@@ -199,6 +200,7 @@ def of_transformers() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
             hidden_sizes=[8, 16],
             depths=[1, 1],
             num_stages=2,
+            layer_scale_init_value=1.0,  # 1e-6 by default: nothing in a block would matter
         ),
         "mobilenet v2": picture(
             "MobileNetV2Config",

@@ -10,14 +10,16 @@ from pathlib import Path
 import fairlearn.metrics as fair
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 from sklearn.metrics import accuracy_score, precision_score, recall_score
 from sklearn.neighbors import KNeighborsClassifier
 
 from processes import python
-from ronde.clarify import METRICS, BiasTable, count_table, flip_test, newcombe
+from ronde.clarify import METRICS, Bias, BiasTable, count_table, flip_test, newcombe
 from ronde.cli import main
+from ronde.world import ArgumentError
 
 
 def people(seed: int, rows: int = 900, groups: int = 3) -> dict[str, np.ndarray]:
@@ -175,7 +177,16 @@ def test_tables(tmp_path, capsys, monkeypatch) -> None:  # type: ignore[no-untyp
     score = 0.5 + 0.3 * (t["predicted"] - 0.5)
     missing = [None, *t["label"][1:].tolist()]
     pq.write_table(
-        pa.table({**t, "score": score, "missing": missing, "pay": t["age"] * 1.5}), "p.parquet"
+        pa.table(
+            {
+                **t,
+                "score": score,
+                "missing": missing,
+                "said": ["no", "yes"] * 450,
+                "pay": t["age"] * 1.5,
+            }
+        ),
+        "p.parquet",
     )
     counts, sensitive, gone = count_table(
         "p.parquet",
@@ -243,6 +254,87 @@ def test_tables(tmp_path, capsys, monkeypatch) -> None:  # type: ignore[no-untyp
         ): "--threshold is missing: score has scores",
         ("--label", "label", "--facet", "sex", "--require", "ABC=1"): "no metric is called 'ABC'",
         ("--label", "label", "--facet", "sex", "--require", "DPL"): "expected METRIC=LIMIT",
+        ("--label", "label", "--facet", "sex", "--require", "DI=0.8"): "DI is a ratio",
+        (
+            "--label",
+            "said",
+            "--positive",
+            "yes",
+            "--facet",
+            "sex",
+            "--prediction",
+            "predicted",
+        ): "predictions are labels, or scores",
     }.items():
         code, _, err = ronde("p.parquet", *words)
         assert code == 2 and text in err, (words, err)
+
+
+def test_labels_and_predictions_of_every_type(tmp_path: Path) -> None:
+    """Booleans, 0 and 1, and words are the same table; NaN is no score; a thousand classes."""
+    t = people(4)
+    words = np.array(["bad", "good"])
+    columns = {
+        "sex": t["sex"], "y": t["label"], "yb": t["label"] == 1, "yw": words[t["label"]],
+        "p": t["predicted"], "pb": t["predicted"] == 1, "pw": words[t["predicted"]], "pf": t["predicted"].astype(float),
+        "class": np.arange(900), "scored": np.where(np.arange(900) < 7, np.nan, t["predicted"] - 0.5),
+    }  # fmt: skip
+    pq.write_table(pa.table(columns), tmp_path / "t.parquet")
+    pa.csv.write_csv(pa.table(columns), tmp_path / "t.csv")
+    found = []
+    for file in ("t.parquet", "t.csv"):
+        for label, prediction in (
+            ("y", "p"),
+            ("y", "pb"),
+            ("y", "pf"),
+            ("yb", "pb"),
+            ("yb", "p"),
+            ("yw", "pw"),
+        ):
+            positive = ["good"] if label == "yw" else []
+            counts, *_ = count_table(
+                tmp_path / file,
+                label=label,
+                prediction=prediction,
+                facets=["sex"],
+                positive=positive,
+            )
+            found.append({m: v.value for m, v in counts.compare()[0].measures.items()})
+    assert all(f == found[0] for f in found) and found[0]["DPPL"] != 0
+    _, _, gone = count_table(
+        tmp_path / "t.parquet", label="y", prediction="scored", threshold=0.0, facets=["sex"]
+    )
+    assert gone == 7
+    counts, *_ = count_table(
+        tmp_path / "t.parquet", label="class", positive=["153"], facets=["sex"]
+    )
+    assert sum(g.rows * g.label[0] for g in counts.groups("sex")) == pytest.approx(1)
+
+
+def test_what_a_model_and_a_loss_may_look_like() -> None:
+    import torch
+
+    out, target = torch.tensor([[0.2], [-1.0], [3.0], [0.1]]), torch.tensor([[1], [0], [1], [0]])
+    facet = {"f": lambda b: [True, False, True, False]}
+    plain, asked = Bias(facet, threshold=0.0), Bias(facet, outcome=lambda o, t: (t, o > 0))
+    booleans = Bias(facet, outcome=lambda o, t: (t == 1, o > 0))
+    for bias in (plain, asked, booleans):
+        bias.update(None, out, target)
+    results = [b.compute()["f"] for b in (plain, asked, booleans)]
+    assert results[0]["DPPL"] == -0.5 and all(
+        r["DPPL"] == -0.5 and r["DPL"] == -1.0 for r in results
+    )
+    with pytest.raises(ArgumentError, match="positive or not"):
+        Bias(facet, outcome=lambda o, t: (t, o)).update(None, out, target)
+    other = Bias(facet, threshold=0.0, positive="good")
+    other.update(None, out, target)
+    with pytest.raises(ArgumentError, match="no such label was seen, but 0, 1"):
+        other.require(DPL=0.1)
+    for wrong, text in (
+        (out.expand(4, 2), "Bias\\(threshold"),
+        (torch.zeros(4, 3, 2), "cannot read predictions"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            plain.update(None, wrong, target)
+    with pytest.raises(ArgumentError, match="gave 4 values for a batch of 2"):
+        plain.update(None, out[:2], target[:2])

@@ -16,6 +16,7 @@ import xgboost
 from processes import ronde_run
 from ronde.clarify.explain import explain_trees
 from ronde.clarify.shapley import shapley_values
+from ronde.world import ArgumentError
 
 
 def brute_force(predict, sample, background, players) -> list[float]:
@@ -88,8 +89,19 @@ def test_trees_use_the_librarys_own_values(tmp_path: Path) -> None:
     x = g.normal(size=(200, 5))
     booster = xgboost.train({"nthread": 1}, xgboost.DMatrix(x, bumpy(x)), 5)
     booster.save_model(tmp_path / "model.ubj")
-    found = explain_trees(tmp_path / "model.ubj", x[:20])
+    found, _ = explain_trees(tmp_path / "model.ubj", x[:20])
     assert found.values.shape == (20, 5) and found.gaps.max() <= 1e-5
+    named = xgboost.train(
+        {"nthread": 1}, xgboost.DMatrix(x, bumpy(x), feature_names=list("abcde")), 5
+    )
+    named.save_model(tmp_path / "named.ubj")
+    again, names = explain_trees(tmp_path / "named.ubj", x[:20, ::-1], list("edcba"))
+    assert names == list("abcde") and np.array_equal(again.values, found.values)
+    with pytest.raises(ArgumentError, match="trained with column 'e'"):
+        explain_trees(tmp_path / "named.ubj", x[:20, :4], list("abcd"))
+    (tmp_path / "none.ubj").write_text("x")
+    with pytest.raises(ArgumentError, match=r"none\.ubj: "):
+        explain_trees(tmp_path / "none.ubj", x)
 
 
 SCRIPT = """

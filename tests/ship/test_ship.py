@@ -28,6 +28,7 @@ from ronde.ship import (
     current_bundle,
     export_onnx,
     install_bundle,
+    installs,
     make_key,
     restore_previous,
     serve_model,
@@ -138,6 +139,38 @@ def test_accuracy_alone_would_pass_a_wrong_export(made: Made) -> None:
     assert right[1] >= right[0]
 
 
+class Masked(nn.Module):
+    """Two columns, the second of which is masked: -1e9 says nothing about the rounding of the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x.sum(1), torch.full_like(x[:, 0], -1e9)], 1)
+
+
+class Overflows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.exp().sum(1, keepdim=True).log()
+
+
+def test_large_and_infinite_values_do_not_hide_a_wrong_export(tmp_path: Path) -> None:
+    call = call_of(Masked(), lambda m: m(torch.randn(16, 4)))
+    path = tmp_path / "m.onnx"
+    export_onnx(Masked(), call, path)
+    check_export(Masked(), path, call)
+    with pytest.raises(ShipError, match=r"output 0 is off by 2\.\d+ on sample"):
+        check_export(nn.Sequential(Masked(), Shift()), path, call)
+    call = call_of(Overflows(), lambda m: m(torch.full((4, 4), 200.0)))
+    export_onnx(Overflows(), call, path)
+    with pytest.raises(
+        ShipError, match="the model itself overflows on sample 0: it gives inf where float64"
+    ):
+        check_export(Overflows(), path, call)
+
+
+class Shift(nn.Module):
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return y + torch.tensor([2.5, 0.0], dtype=y.dtype)
+
+
 class Branch(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -209,6 +242,19 @@ def test_every_change_of_a_bundle_is_refused(bundle: Path, tmp_path: Path) -> No
     with pytest.raises(ShipError, match="more is not the bundle's"):
         verify_bundle(bundle, public)
     (bundle / "more").unlink()
+    (bundle / "link").symlink_to("model.onnx")
+    with pytest.raises(ShipError, match="link is a link"):
+        verify_bundle(bundle, public)
+    (bundle / "link").unlink()
+    for text in ("[" * 100_000, '{"files": {"a": 1}, "serial": 1}', "[]"):
+        odd = tmp_path / "odd"
+        odd.mkdir()
+        (odd / "about.json").write_text(text)
+        with pytest.raises(ShipError, match="is damaged"):
+            verify_bundle(odd)
+        shutil.rmtree(odd)
+    with pytest.raises(ArgumentError, match="files of their own"):
+        make_key(tmp_path / "k", tmp_path / "k")
     make_key(tmp_path / "k", tmp_path / "p")
     with pytest.raises(ShipError, match="was changed after signing, or"):
         verify_bundle(bundle, tmp_path / "p")
@@ -269,6 +315,7 @@ def test_a_server_answers_bad_clients_and_lives(
         for body, text in {
             b"\x00\xffgarbage": "codec", b"{": "Expecting", b"[" * 100_000: "", b"{}": "inputs", b"[1]": "shape",
             b'{"inputs": {"y": [1]}}': "the model takes x; there is y.", b'{"inputs": {"x": [["a"]]}}': "input x",
+            b'{"inputs": {"x": "a"}}': "input x", b'{"rows": [{}]}': "has no recipe",
         }.items():  # fmt: skip
             status, answer = ask(body)
             assert status == 400 and text in answer["error"], (body[:20], answer)
@@ -323,6 +370,25 @@ def test_installs_are_verified_and_can_be_rolled_back(bundle: Path, tmp_path: Pa
     with pytest.raises(ShipError, match="there was 6"):  # what was left is not taken again
         install_bundle(made(6), root, public)
     assert install_bundle(made(8), root, public).serial == current_bundle(root, public).serial == 8
+    for step in (
+        "_switch",
+        "rename",
+    ):  # killed before the link, or before the last state: 9 installs again
+        with pytest.MonkeyPatch.context() as patch:
+            whole = installs._switch
+
+            def killed(*args: object, step: str = step) -> None:
+                if step == "rename":
+                    whole(*args)
+                raise KeyboardInterrupt
+
+            patch.setattr(installs, "_switch", killed)
+            with pytest.raises(KeyboardInterrupt):
+                install_bundle(made(9 if step == "_switch" else 10), root, public)
+        assert current_bundle(root, public).serial == (8 if step == "_switch" else 10)
+        if step == "_switch":
+            assert install_bundle(made(9), root, public).serial == 9
+    assert restore_previous(root) == 9
 
 
 def test_captures_tell_drift(bundle: Path, tmp_path: Path) -> None:
@@ -469,3 +535,9 @@ def test_a_tables_recipe_goes_with_the_model(tmp_path: Path) -> None:
     assert np.array_equal(out, expected) and out.shape == (2, 2)
     with pytest.raises(ArgumentError, match="city"):
         model.predict_rows([{"age": 50.0}])
+    with pytest.raises(ArgumentError, match="all with the same columns"):
+        model.predict_rows([{"age": 50.0, "city": "Rome"}, {"age": 50.0}])
+    codes = list(model.inputs)[1]
+    for wrong in ([[1.9]], [["1"]], [[None]]):
+        with pytest.raises(ArgumentError, match=f"input {codes}"):
+            model.predict({**dict(zip(model.inputs, (numbers[:1], 0), strict=True)), codes: wrong})

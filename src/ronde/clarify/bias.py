@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ronde.clarify.counts import BiasTable, GroupVersusRest
+from ronde.clarify.counts import BiasTable, GroupVersusRest, as_text
 from ronde.clarify.metrics import METRICS
 from ronde.world import ArgumentError, RondeError
 
@@ -19,10 +19,16 @@ class BiasError(RondeError):
 
 
 def _listed(value: Any, name: str, rows: int) -> list[Any]:
-    found = value.tolist() if hasattr(value, "tolist") else list(value)
+    found = _flat(value)
     if len(found) != rows:
         raise ArgumentError(f"{name} gave {len(found)} values for a batch of {rows} samples.")
     return found
+
+
+def _flat(values: Any) -> list[Any]:
+    """One value for each sample: ``[n, 1]`` is ``[n]``."""
+    found = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [v[0] if isinstance(v, list) and len(v) == 1 else v for v in found]
 
 
 class Bias:
@@ -79,9 +85,13 @@ class Bias:
             arguments: what the loss takes.
         """
         labels, predictions = (self._outcome or self._default)(*arguments)
-        labels = labels.tolist() if hasattr(labels, "tolist") else list(labels)
+        labels = _flat(labels)
         n = len(labels)
         predictions = _listed(predictions, "the predictions", n)
+        if any(p not in (0, 1) for p in predictions):
+            raise ArgumentError(
+                "Bias: outcome's predictions are positive or not: true and false, or 1 and 0."
+            )
         groups = _listed(self.group(batch), "group", n) if self.group else [None] * n
         for name, facet in self.facets.items():
             values = _listed(facet(batch), f"facet {name!r}", n)
@@ -98,7 +108,7 @@ class Bias:
             if self.threshold is not None:
                 raise ArgumentError("Bias(threshold=…) is for a model with one output.")
             chosen = output.argmax(1).tolist()
-            return target.reshape(-1), [c in self.positive for c in chosen]
+            return target.reshape(-1), [as_text(c) in self.counts.positive for c in chosen]
         if output.numel() != target.numel():
             raise ArgumentError(
                 f"Bias cannot read predictions from an output of shape {tuple(output.shape)}: "
@@ -120,7 +130,17 @@ class Bias:
         self.counts.merge(states)
 
     def compare(self) -> list[GroupVersusRest]:
-        """All metrics of each value of each facet against the rest."""
+        """All metrics of each value of each facet against the rest.
+
+        Raises:
+            ArgumentError: no label is positive: ``positive=`` names another one.
+        """
+        labels = {key[3] for key in self.counts.cells}
+        if labels and not labels & self.counts.positive:
+            raise ArgumentError(
+                f"Bias(positive={self.positive}): no such label was seen, but "
+                f"{', '.join(sorted(labels)[:8])}."
+            )
         return self.counts.compare(self.sensitive)
 
     def compute(self) -> dict[str, dict[str, float | None]]:
@@ -149,6 +169,8 @@ def require(
     for name, limit in limits.items():
         if name not in METRICS:
             raise ArgumentError(f"no metric is called {name!r}: there are {', '.join(METRICS)}.")
+        if name == "DI" and not isinstance(limit, tuple):
+            raise ArgumentError("DI is a ratio: give its lowest and highest value, 0.8 and 1.25.")
         low, high = limit if isinstance(limit, tuple) else (-limit, limit)
         wanted = f"±{limit:g}" if not isinstance(limit, tuple) else f"{low:g} to {high:g}"
         for each in comparisons:

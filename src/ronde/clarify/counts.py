@@ -79,7 +79,10 @@ class BiasTable:
     """
 
     def __init__(self, positive: Sequence[Any], *, predicted: bool, grouped: bool) -> None:
-        self.positive = frozenset(as_text(p) for p in positive)
+        texts = {as_text(p) for p in positive}
+        for same in ({"1", "true"}, {"0", "false"}):  # a label of booleans, and one of numbers
+            texts |= same if texts & same else set()
+        self.positive = frozenset(texts)
         self.predicted, self.grouped = predicted, grouped
         self.cells: Counter[tuple[str, str, str, str, int]] = Counter()
         self.flips: dict[tuple[str, str], Measure] = {}
@@ -215,7 +218,10 @@ def attention(counts: BiasTable, comparisons: Sequence[GroupVersusRest]) -> list
     lines = []
     for c in comparisons:
         impact = c.measures.get("DI")
-        if impact is None or impact.value is None or impact.value >= _FOUR_FIFTHS:
+        if impact is None or impact.value is None:
+            continue
+        alone = c.value == "true"  # false is not compared by itself
+        if impact.value >= _FOUR_FIFTHS and not (alone and impact.value > 1 / _FOUR_FIFTHS):
             continue
         hits = [0, 0]
         rows = [0, 0]
@@ -223,8 +229,9 @@ def attention(counts: BiasTable, comparisons: Sequence[GroupVersusRest]) -> list
             if facet == c.facet:
                 hits[value == c.value] += n * predicted
                 rows[value == c.value] += n
+        beyond = "below 0.8" if impact.value < 1 else "above 1.25"
         lines.append(
-            f"DI {impact.value:.2f} is below {_FOUR_FIFTHS} for {c.name}: {hits[1]:,} of "
+            f"DI {impact.value:.2f} is {beyond} for {c.name}: {hits[1]:,} of "
             f"{rows[1]:,} selected, against {hits[0]:,} of {rows[0]:,}"
         )
     return lines

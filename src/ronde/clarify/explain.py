@@ -68,7 +68,7 @@ def _score(model: nn.Module, output: int | None) -> Callable[[ModelCall], torch.
             raise ArgumentError(
                 f"the model has {first.shape[1]} outputs: --output N says which to explain."
             )
-        if output is not None and output >= first.shape[1]:
+        if output is not None and not 0 <= output < first.shape[1]:
             raise ArgumentError(f"--output {output}: the model has {first.shape[1]} outputs.")
         return first[:, output or 0]
 
@@ -98,6 +98,7 @@ def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str
     if options.get("data"):
         call, others = read_call(Path(options["data"]), call, "--data")
         names = others.get("names")
+        names = names if isinstance(names, list) else None
     if len(call.tensors) != 1:
         raise ArgumentError(
             f"the model takes {len(call.tensors)} tensors; models with one are explained."
@@ -187,18 +188,54 @@ def integrated_gradients(
         steps *= 2
 
 
-def explain_trees(model: Path, samples: Array) -> Explained:
+def explain_trees(
+    model: Path, samples: Array, names: list[str] | None = None
+) -> tuple[Explained, list[str] | None]:
     """Exact SHAP values by the library that made a model file of trees.
 
     Args:
         model: of XGBoost (``.json``, ``.ubj``) or LightGBM (``.txt``).
         samples: ``[samples, columns]``.
+        names: of the columns; they are put into the order of the model's.
+
+    Returns:
+        tuple: the values, and the names in their order.
+
+    Raises:
+        ArgumentError: the file is no such model, or was trained on other columns.
     """
+    try:
+        return _explain_trees(model, samples, names)
+    except (ValueError, RuntimeError) as error:  # of both libraries
+        raise ArgumentError(f"{model}: {str(error).splitlines()[0][:200]}") from None
+    except Exception as error:
+        if type(error).__name__ not in ("XGBoostError", "LightGBMError"):
+            raise
+        raise ArgumentError(f"{model}: {str(error).splitlines()[0][:200]}") from None
+
+
+def _ordered(
+    samples: Array, names: list[str] | None, known: list[str] | None
+) -> tuple[Array, list[str] | None]:
+    """Samples with their columns in the order of a model's."""
+    if not names or not known:
+        return samples, names
+    if all(k == f"Column_{i}" for i, k in enumerate(known)):  # LightGBM was given none
+        return samples, names
+    if missing := [k for k in known if k not in names]:
+        raise ArgumentError(f"the model was trained with column {missing[0]!r}; --data lacks it.")
+    return samples[:, [names.index(k) for k in known]], known
+
+
+def _explain_trees(
+    model: Path, samples: Array, names: list[str] | None
+) -> tuple[Explained, list[str] | None]:
     if model.suffix == ".txt":
         need("lightgbm", "trees", "--method trees")
         import lightgbm
 
         booster: Any = lightgbm.Booster(model_file=str(model))
+        samples, names = _ordered(samples, names, booster.feature_name())
         given = np.asarray(booster.predict(samples, pred_contrib=True))
         output = np.asarray(booster.predict(samples, raw_score=True))
     else:
@@ -206,10 +243,11 @@ def explain_trees(model: Path, samples: Array) -> Explained:
         import xgboost
 
         booster = xgboost.Booster(model_file=str(model))
+        samples, names = _ordered(samples, names, booster.feature_names)
         data = xgboost.DMatrix(samples, feature_names=booster.feature_names)
         given = booster.predict(data, pred_contribs=True)
         output = booster.predict(data, output_margin=True)
     if given.ndim != 2 or given.shape[1] != samples.shape[1] + 1:
         raise ArgumentError(f"{model}: trees with one output are explained.")
     wide = given.astype(np.float64)
-    return Explained(wide[:, :-1], wide[:, -1], output.astype(np.float64).reshape(-1))
+    return Explained(wide[:, :-1], wide[:, -1], output.astype(np.float64).reshape(-1)), names

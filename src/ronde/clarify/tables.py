@@ -16,6 +16,8 @@ from ronde.world.paths import need
 __all__ = ["count_table", "facet_of"]
 
 _MOST_FLIP_ROWS = 20_000
+_FLOATS = ("FLOAT", "DOUBLE")
+_MOST_LABELS = 100_000
 
 
 def _quoted(name: str) -> str:
@@ -80,9 +82,12 @@ def count_table(
         for name in features:
             _check_column(name, "features", columns, path)
         chosen = _positive(db, source, label, positive)
-        mine = _prediction(db, source, prediction, threshold, chosen)
+        labels, yes = {as_text(v) for v in _values(db, source, label)}, {*map(as_text, chosen)}
+        mine = "false"
+        if prediction is not None:
+            mine = _prediction(db, source, prediction, threshold, labels, yes)
         counts = BiasTable(chosen, predicted=prediction is not None, grouped=group is not None)
-        whole = [f"{_quoted(c)} IS NOT NULL" for c in (label, prediction) if c]
+        whole = [_present(db, source, c) for c in (label, prediction) if c]
         where = " AND ".join(whole)
         gone = db.execute(f"SELECT count(*) FROM {source} WHERE NOT ({where})").fetchone()
         sensitive: dict[str, list[str]] = {}
@@ -111,6 +116,15 @@ def count_table(
     return counts, sensitive, int(gone[0])
 
 
+def _present(db: Any, source: str, column: str) -> str:
+    """SQL of whether a column has a value. NaN and infinity are none; isnan() is wrong where a
+    Parquet file's statistics are (DuckDB 2.0), isfinite() is not.
+    """
+    kind = db.execute(f"SELECT typeof({_quoted(column)}) FROM {source} LIMIT 1").fetchone()
+    finite = f" AND isfinite({_quoted(column)})" if kind and kind[0] in _FLOATS else ""
+    return f"({_quoted(column)} IS NOT NULL{finite})"
+
+
 def _check_column(
     name: str | None, argument: str, columns: Sequence[str], path: str | os.PathLike[str]
 ) -> None:
@@ -123,44 +137,71 @@ def _check_column(
     raise ArgumentError(f"--{argument} {name}: {os.fspath(path)} has no such column; {hint}")
 
 
+def _values(db: Any, source: str, column: str) -> list[Any]:
+    """A column's values, the commonest first."""
+    name = _quoted(column)
+    rows = db.execute(
+        f"SELECT {name}, count(*) FROM {source} GROUP BY 1 ORDER BY 2 DESC LIMIT {_MOST_LABELS}"
+    ).fetchall()
+    return [v for v, _ in rows if v is not None and v == v]
+
+
+def _few(values: Sequence[str]) -> str:
+    return ", ".join(sorted(values)[:8]) + (" …" if len(values) > 8 else "")
+
+
 def _positive(db: Any, source: str, label: str, asked: Sequence[Any]) -> list[Any]:
-    rows = db.execute(f"SELECT DISTINCT {_quoted(label)} FROM {source} LIMIT 100").fetchall()
-    values = sorted(as_text(v) for (v,) in rows if v is not None)
+    values = [as_text(v) for v in _values(db, source, label)]
     if asked:
         for value in asked:
             if as_text(value) not in values:
                 raise ArgumentError(
-                    f"--positive {value}: {label} has no such value, it has "
-                    f"{', '.join(values[:8])}."
+                    f"--positive {value}: {label} has no such value, it has {_few(values)}."
                 )
         return list(asked)
     if set(values) <= {"0", "1"} or set(values) <= {"true", "false"}:
         return ["1", "true"]
     raise ArgumentError(
-        f"--positive is missing: {label} has the values {', '.join(values[:8])}"
-        f"{' …' if len(values) > 8 else ''}; say which are positive."
+        f"--positive is missing: {label} has the values {_few(values)}; say which are positive."
     )
 
 
 def _prediction(
-    db: Any, source: str, prediction: str | None, threshold: float | None, positive: Sequence[Any]
+    db: Any,
+    source: str,
+    prediction: str,
+    threshold: float | None,
+    labels: set[str],
+    asked: set[str],
 ) -> str:
-    """SQL of whether a prediction is positive."""
-    if prediction is None:
-        return "false"
+    """SQL of whether a prediction is positive.
+
+    Args:
+        labels: all values of the label.
+        asked: the positive ones.
+    """
     if threshold is not None:
         return f"({_quoted(prediction)} > {float(threshold)!r})"
-    rows = db.execute(f"SELECT DISTINCT {_quoted(prediction)} FROM {source} LIMIT 100").fetchall()
-    values = [v for (v,) in rows if v is not None]
+    values = _values(db, source, prediction)
     if any(isinstance(v, float) and not v.is_integer() for v in values):
         raise ArgumentError(
             f"--threshold is missing: {prediction} has scores such as "
             f"{next(v for v in values if not float(v).is_integer()):g}."
         )
-    texts = {as_text(p) for p in positive}
-    literals = ["'" + str(v).replace("'", "''") + "'" for v in values if as_text(v) in texts]
-    if not literals:
+    texts = {as_text(v) for v in values}
+    alike = labels | ({"0", "1", "true", "false"} if asked <= {"1", "true"} else set())
+    if texts - alike:
+        raise ArgumentError(
+            f"{prediction} has the values {_few([*texts])}, and the label {_few([*labels])}: "
+            "predictions are labels, or scores with --threshold."
+        )
+    positive = [v for v in values if as_text(v) in asked]
+    if not positive:
         return "false"
+    literals = [
+        "'" + str(as_text(v) if isinstance(v, bool) else v).replace("'", "''") + "'"
+        for v in positive
+    ]
     return f"(CAST({_quoted(prediction)} AS VARCHAR) IN ({', '.join(literals)}))"
 
 

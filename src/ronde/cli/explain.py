@@ -66,8 +66,9 @@ def register_explain(app: typer.Typer) -> None:
     ) -> None:
         if method not in _METHODS:
             raise ArgumentError(f"--method {method}: expected {', '.join(_METHODS)}.")
-        if rows < 1:
-            raise ArgumentError(f"--rows {rows}: expected 1 or more.")
+        for name, number, least in (("--rows", rows, 1), ("--coalitions", budget, 64)):
+            if number < least:
+                raise ArgumentError(f"{name} {number}: expected {least} or more.")
         if method == "trees":
             values = _trees(run, data, rows)
         else:
@@ -88,9 +89,12 @@ def _trees(run: str | None, data: Path | None, rows: int) -> dict[str, Any]:
 
     if run is None or data is None or not Path(run).is_file():
         raise ArgumentError("--method trees: name a model file of XGBoost or LightGBM, and --data.")
-    columns = read_columns(data)
-    found = explain_trees(Path(run), columns["input"][:rows])
-    return explanation_values(found, "column", columns["names"], (len(columns["names"]),))
+    try:
+        columns = read_columns(data)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--data {data}: {error}") from None
+    found, names = explain_trees(Path(run), columns["input"][:rows], columns["names"])
+    return explanation_values(found, "column", names, (found.values.shape[1],))
 
 
 def _run(

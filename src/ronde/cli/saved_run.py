@@ -25,7 +25,8 @@ def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
         raise ArgumentError(f"{directory.path} has no whole checkpoint: nothing to load.")
     last = started[-1]
     script = last.command[-1] if last.command else last.script
-    if not Path(script).is_file():
+    module = last.command[-2:-1] == ["-m"]
+    if not module and not Path(script).is_file():
         raise ArgumentError(
             f"the script {script} of this run is not here: start this command in the folder where "
             "the run was started."
@@ -39,4 +40,4 @@ def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
         "versions": last.versions,
         "metrics": {e.name: e.metrics for e in events if isinstance(e, Evaluated)},
     }
-    return checkpoint.path, [script, *last.arguments], facts
+    return checkpoint.path, [*(["-m"] if module else []), script, *last.arguments], facts

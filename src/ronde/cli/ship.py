@@ -123,6 +123,8 @@ def register(app: typer.Typer) -> None:
             values: dict[str, Any] = json.loads(answer.read_text())
         if json_file:
             write_json(json_file, values)
+        if values.get("argument"):
+            raise ArgumentError(values["refused"])
         if "refused" in values:
             plain_console(stderr=True).print(f"refused: {values['refused']}", soft_wrap=True)
             raise typer.Exit(1)

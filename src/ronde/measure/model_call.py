@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,9 +127,12 @@ def saved_model(
     """
     saved = checkpoint.verify(path)
     try:
-        work.model.load_state_dict(saved.weights())
+        meta = any(p.is_meta for p in work.model.parameters())
+        work.model.load_state_dict(saved.weights(), assign=meta)
     except RuntimeError as error:
         raise RondeError(f"the script now builds another model: {error}") from None
+    if any(b.is_meta for b in work.model.buffers()):
+        raise RondeError("the model has buffers without values that no checkpoint holds.")
     model = inference_copy(work.model)
     batch = work.sample(max(2, min(_SAMPLES, max(work.sizes, default=2))))
     arguments: list[Any] = []
@@ -149,7 +153,7 @@ def read_call(path: Path, call: ModelCall, option: str) -> tuple[ModelCall, dict
         else:
             with np.load(path, allow_pickle=False) as file:
                 values = {name: file[name] for name in file.files}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
         raise ArgumentError(
             f"{option} {path}: expected arrays in a .npz file, or a Parquet or CSV file: {error}"
         ) from None
@@ -180,7 +184,7 @@ def read_columns(path: Path) -> dict[str, Any]:
     table = pyarrow.csv.read_csv(path) if csv else pyarrow.parquet.read_table(path)
     others = {n: table[n].to_numpy() for n in ("target", "slice") if n in table.column_names}
     columns = {n: table[n].to_numpy() for n in table.column_names if n not in others}
-    numbers = {n: v for n, v in columns.items() if np.issubdtype(v.dtype, np.number)}
+    numbers = {n: v for n, v in columns.items() if v.dtype.kind in "iufb"}
     if not numbers:
-        raise ValueError("no column of numbers")
+        raise ValueError("it has no column of numbers")
     return {**others, "input": np.stack(list(numbers.values()), axis=1), "names": list(numbers)}

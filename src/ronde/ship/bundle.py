@@ -60,7 +60,11 @@ def make_key(private: Path, public: Path) -> None:
     from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+    if private.absolute() == public.absolute():
+        raise ArgumentError("the private and the public key need files of their own.")
     for file in (private, public):
+        if not file.absolute().parent.is_dir():
+            raise ArgumentError(f"{file}: there is no folder {file.absolute().parent}.")
         if file.exists():
             raise ArgumentError(f"{file} is there already: keys are never written over.")
     key = Ed25519PrivateKey.generate()
@@ -181,13 +185,17 @@ def verify_bundle(path: Path, key: Path | None = None) -> Bundle:
     if key is not None:
         _check_signature(path, text, key)
     about: Any = None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         about = json.loads(text) if len(text) <= _MOST_ABOUT_BYTES else None
     files = about.get("files") if isinstance(about, dict) else None
-    if not isinstance(files, dict) or not isinstance(about.get("serial"), int):
+    sound = isinstance(files, dict) and all(isinstance(f, dict) for f in files.values())
+    if not isinstance(files, dict) or not sound or not isinstance(about.get("serial"), int):
         raise ShipError(f"{path / ABOUT} is damaged.")
     if about.get("format") != FORMAT:
         raise ShipError(f"{path} is of format {about.get('format')!r}; this Ronde reads {FORMAT}.")
+    for entry in path.iterdir():
+        if entry.is_symlink():
+            raise ShipError(f"{entry} is a link: a bundle has none.")
     there = {f.name for f in path.iterdir()} - {ABOUT, SIGNATURE}
     for name in sorted(there - files.keys()):
         raise ShipError(f"{path / name} is not the bundle's.")

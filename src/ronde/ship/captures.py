@@ -36,7 +36,8 @@ class Capture:
     def __init__(self, file: Path, share: float, most_bytes: int = 64 << 20) -> None:
         if not 0 < share <= 1:
             raise ArgumentError(f"--sample {share}: expected a share above 0, at most 1.")
-        self._file, self._share, self._rest = file, share, most_bytes
+        written = file.stat().st_size if file.exists() else 0
+        self._file, self._share, self._rest = file, share, most_bytes - written
         self._random, self._lock = random.Random(), threading.Lock()
 
     def write(self, serial: int, inputs: Any, outputs: Any, seconds: float) -> None:
@@ -91,7 +92,9 @@ def stability_index(expected: np.ndarray[Any, Any], seen: np.ndarray[Any, Any]) 
     expected, seen = (v[np.isfinite(v)] for v in (expected, seen))
     if not len(expected) or not len(seen):
         return math.inf
-    edges = np.unique(np.quantile(expected, np.linspace(0, 1, _BINS + 1)[1:-1]))
+    quantiles = np.unique(np.quantile(expected, np.linspace(0, 1, _BINS + 1)[1:-1]))
+    # below and at each: of a column with few values, a shift downwards leaves a bin as well
+    edges = np.unique(np.concatenate([np.nextafter(quantiles, -np.inf), quantiles]))
     shares = []
     for values in (expected, seen):
         counts = np.bincount(np.searchsorted(edges, values, side="left"), minlength=len(edges) + 1)
@@ -126,13 +129,17 @@ def watch_captures(bundle: Bundle, lines: Iterable[str]) -> dict[str, Any]:
         try:
             values = json.loads(line)
             rows = {name: np.asarray(values["inputs"][name], dtype=np.float64) for name in seen}
+            took = float(values["seconds"])
+            if any(rows[n].shape[1:] != expected[n].shape[1:] for n in rows):
+                raise ValueError("another model's")
         except (ValueError, KeyError, TypeError):
             bad += 1
             continue
         for name, array in rows.items():
             seen[name].append(array)
-        seconds.append(float(values["seconds"]))
-        serials[str(values["serial"])] = serials.get(str(values["serial"]), 0) + 1
+        seconds.append(took)
+        serial = str(values.get("serial"))
+        serials[serial] = serials.get(serial, 0) + 1
     if not seconds:
         raise ArgumentError("there is no captured request to compare.")
     drifts = []

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +36,19 @@ def _quiet() -> Iterator[None]:
             logging.root.manager.disable = before
 
 
+def symbolic_batch(model: nn.Module, call: ModelCall) -> dict[str, Any]:
+    """The shapes that torch's exporters are told: of every tensor, the first size is the batch."""
+    batch = torch.export.Dim("batch", min=1)
+    signature = inspect.signature(model.forward)
+    given = signature.bind(*call.args, **call.kwargs).arguments
+    shapes = tree_map(lambda v: {0: batch} if isinstance(v, torch.Tensor) else None, dict(given))
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and name in shapes:
+            shapes.update(shapes.pop(name))
+    result: dict[str, Any] = shapes
+    return result
+
+
 def export_onnx(model: nn.Module, call: ModelCall, path: Path) -> None:
     """Write a model as ONNX. The batch size is symbolic, the model in evaluation mode.
 
@@ -48,7 +62,8 @@ def export_onnx(model: nn.Module, call: ModelCall, path: Path) -> None:
     """
     for package in ("onnx", "onnxscript", "onnxruntime"):
         need(package, "ship", "exporting to ONNX")
-    size = sum(p.numel() * p.element_size() for p in model.state_dict().values())
+    tensors = {p.data_ptr(): p for p in model.state_dict().values() if isinstance(p, torch.Tensor)}
+    size = sum(p.numel() * p.element_size() for p in tensors.values())
     if size > _MOST_BYTES:
         raise ShipError(
             f"the model has {size / 1e9:.1f} GB of weights; an ONNX file holds "
@@ -56,15 +71,7 @@ def export_onnx(model: nn.Module, call: ModelCall, path: Path) -> None:
         )
     if call.samples < 2:
         raise ShipError("an export needs a batch of two samples or more.")
-    batch = torch.export.Dim("batch", min=1)
-    args, kwargs = tree_map(
-        lambda v: {0: batch} if isinstance(v, torch.Tensor) else None, (call.args, call.kwargs)
-    )
-    parameters = inspect.signature(model.forward).parameters.values()
-    names = [p.name for p in parameters]
-    starred = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    dynamic = {starred: args} if starred else dict(zip(names, args, strict=False))
-    dynamic.update(kwargs)
+    dynamic = symbolic_batch(model, call)
     try:
         with _quiet(), torch.no_grad():
             torch.onnx.export(

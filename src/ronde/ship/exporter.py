@@ -19,11 +19,11 @@ from ronde.parallel import Work
 from ronde.plan import Plan
 from ronde.run import hooks
 from ronde.ship.bundle import ShipError, write_bundle
-from ronde.ship.export import export_onnx
+from ronde.ship.export import export_onnx, symbolic_batch
 from ronde.ship.floor import Floor, check_export, model_outputs
 from ronde.ship.quantize import judge_int8, quantize
 from ronde.ship.runtime import EXPECTED, INT8, MODEL, RECIPE, open_session
-from ronde.world import RondeError, World
+from ronde.world import ArgumentError, RondeError, World
 
 __all__ = ["install_exporter"]
 
@@ -52,7 +52,7 @@ class Exporter(hooks.Observer):
         try:
             values = ship(work, calls, self.options, report_progress)
         except RondeError as error:
-            values = {"refused": str(error)}
+            values = {"refused": str(error), "argument": isinstance(error, ArgumentError)}
         write_study(self.file, values)
         raise SystemExit(0)
 
@@ -77,7 +77,9 @@ def ship(
         **options["facts"],
         "checkpoint": saved.digest,
         "step": saved.step,
-        "checked": {"samples": call.samples, "on": checked},
+        "checked": {"samples": call.samples, "on": checked}
+        if options["to"] != "safetensors"
+        else {},
         "data": {k: v for k, v in saved.state.get("data", {}).items() if k != "recipe"},
     }
     result: dict[str, Any] = {}
@@ -181,15 +183,9 @@ def _write_torch(folder: Path, model: torch.nn.Module, call: ModelCall, to: str)
     if to == "safetensors":
         checkpoint.export(dict(model.state_dict()), folder / "model.safetensors")
         return
-    batch = torch.export.Dim("batch", min=1)
-    from torch.utils._pytree import tree_map
-
-    args, kwargs = tree_map(
-        lambda v: {0: batch} if isinstance(v, torch.Tensor) else None, (call.args, call.kwargs)
-    )
     try:
         program = torch.export.export(
-            model, call.args, call.kwargs, dynamic_shapes=(*args, *kwargs.values())
+            model, call.args, call.kwargs, dynamic_shapes=symbolic_batch(model, call)
         )
     except Exception as error:
         raise ShipError(f"torch cannot export this model: {str(error)[:300]}") from None

@@ -7,6 +7,7 @@ tight for another.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ __all__ = ["Floor", "check_export", "model_outputs"]
 _TIMES_FLOOR = 8.0  # other kernels add in another order: 1.0 to 3 was seen on sound exports
 _TINY_ULPS = 4.0  # of an output's scale: where the model happens to be exact
 _ULPS_WITHOUT_TWIN = 32.0
+_GAP, _LARGEST = 1e3, float(np.finfo(np.float64).max)
+_HUGE_ULPS = 64.0
 _SIZES = (1, 7)  # batch sizes besides the example's
 
 
@@ -39,6 +42,7 @@ class Floor:
         limit: what it may be.
         scale: largest absolute value of the output.
         samples: how many were compared.
+        ordinary: the largest magnitude that is judged by the limit; larger ones by their own ulps.
     """
 
     model: float
@@ -46,6 +50,7 @@ class Floor:
     limit: float
     scale: float
     samples: int
+    ordinary: float = _LARGEST
 
 
 def model_outputs(model: nn.Module, call: ModelCall) -> list[torch.Tensor]:
@@ -106,7 +111,9 @@ def check_export(model: nn.Module, path: Path | bytes, call: ModelCall) -> list[
             for optimized, session in sessions.items():
                 got = _run(session, part)
                 _compare(got, true, floors, worst, low, size, optimized)
-    return [Floor(f.model, w, f.limit, f.scale, whole) for f, w in zip(floors, worst, strict=True)]
+    return [
+        dataclasses.replace(f, export=w, samples=whole) for f, w in zip(floors, worst, strict=True)
+    ]
 
 
 def _truth(
@@ -114,12 +121,18 @@ def _truth(
 ) -> tuple[list[np.ndarray[Any, Any]], list[np.ndarray[Any, Any]]]:
     """What the model gives, and what its twin does: the same, where there is none."""
     try:
-        own = [o.numpy() for o in model_outputs(model, call)]
+        own = [_array(o) for o in model_outputs(model, call)]
     except RuntimeError as error:
         raise ShipError(
             f"the model itself fails for a batch of {call.samples}: {_first(error)}"
         ) from None
-    return own, [o.numpy() for o in model_outputs(twin, call.double())] if twin else own
+    return own, [_array(o) for o in model_outputs(twin, call.double())] if twin else own
+
+
+def _array(value: torch.Tensor) -> np.ndarray[Any, Any]:
+    if value.dtype == torch.bfloat16:
+        raise ShipError("the model computes in bfloat16, which NumPy lacks: export it in float32.")
+    return value.numpy()
 
 
 def _starts(whole: int, size: int) -> Sequence[int]:
@@ -143,12 +156,30 @@ def _limits(
             floors.append(Floor(0.0, 0.0, 0.0, 0.0, len(mine)))
             continue
         finite = np.isfinite(true)
-        scale = float(np.abs(true[finite]).max(initial=0.0))
+        if bool((lost := finite & ~np.isfinite(mine)).any()):
+            sample = int(np.argwhere(lost)[0][0])
+            raise ShipError(
+                f"the model itself overflows on sample {sample}: it gives "
+                f"{mine[lost].flat[0]} where float64 gives {true[lost].flat[0]:.3g}."
+            )
+        ordinary = _ordinary(true)
+        plain = finite & (np.abs(true) <= ordinary)
+        scale = float(np.abs(true[plain]).max(initial=0.0))
         ulp = float(np.finfo(mine.dtype).eps) * scale
-        e32 = float(np.abs(mine[finite].astype(np.float64) - true[finite]).max(initial=0.0))
+        e32 = float(np.abs(mine[plain].astype(np.float64) - true[plain]).max(initial=0.0))
         limit = _TIMES_FLOOR * e32 + _TINY_ULPS * ulp if twin else _ULPS_WITHOUT_TWIN * ulp
-        floors.append(Floor(e32, 0.0, limit, scale, len(mine)))
+        floors.append(Floor(e32, 0.0, limit, scale, len(mine), ordinary))
     return floors
+
+
+def _ordinary(true: np.ndarray[Any, Any]) -> float:
+    """The largest magnitude below a gap of 1e3: values beyond it, such as masks of -1e9, are judged
+    by themselves, because their rounding says nothing about the others.
+    """
+    sizes = np.sort(np.abs(true[np.isfinite(true) & (true != 0)]).reshape(-1))
+    few = max(1, len(sizes) // 100)  # single values near 0 are no group of their own
+    gaps = np.flatnonzero(sizes[few:] >= _GAP * sizes[few - 1 : -1])
+    return float(sizes[few - 1 + gaps[0]]) if gaps.size else _LARGEST
 
 
 def _run(session: Any, part: ModelCall) -> list[np.ndarray[Any, Any]]:
@@ -186,6 +217,10 @@ def _compare(
             off = np.abs(mine.astype(np.float64) - true.astype(np.float64))
         off = np.where((mine == true) | (np.isnan(mine) & np.isnan(true)), 0.0, off)
         off = np.where(np.isnan(off), np.inf, off)
+        huge = np.abs(true) > floor.ordinary
+        with np.errstate(invalid="ignore"):
+            own = _HUGE_ULPS * float(np.finfo(mine.dtype).eps) * np.abs(true) if huge.any() else 0.0
+        off = np.where(huge & (off <= own), 0.0, off)
         worst[i] = max(worst[i], float(off.max(initial=0.0)))
         if off.size and float(off.max()) > floor.limit:
             sample = low + int(np.unravel_index(int(off.argmax()), off.shape)[0])

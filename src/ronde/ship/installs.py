@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from ronde.ship.bundle import Bundle, ShipError, verify_bundle
 from ronde.ship.runtime import MODEL, ShippedModel
@@ -16,22 +16,31 @@ __all__ = ["current_bundle", "install_bundle", "restore_previous"]
 _STATE = "installed.json"
 
 
-def _state(root: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads((root / _STATE).read_text())
-        return values
-    except FileNotFoundError:
-        return {"newest": 0, "order": []}
+def _serial(root: Path) -> int:
+    """Of the current bundle; 0 if there is none. The link decides."""
+    link = root / "current"
+    return int(link.readlink().name.removeprefix("serial-")) if link.is_symlink() else 0
 
 
-def _write(root: Path, state: dict[str, Any]) -> None:
-    """The state and the link, each replaced in one go; the link last: it decides."""
+def _state(root: Path) -> dict[str, int]:
+    """``newest``: the largest serial that was ever current; ``previous``: the one before."""
+    state = {"newest": 0, "previous": 0}
+    with contextlib.suppress(FileNotFoundError):
+        state |= json.loads((root / _STATE).read_text())
+    state["newest"] = max(state["newest"], _serial(root))  # it may have been killed in between
+    return state
+
+
+def _write(root: Path, newest: int, previous: int) -> None:
     temporary = root / f".{_STATE}.{os.getpid()}"
-    temporary.write_text(json.dumps(state))
+    temporary.write_text(json.dumps({"newest": newest, "previous": previous}))
     temporary.replace(root / _STATE)
+
+
+def _switch(root: Path, serial: int) -> None:
     link = root / f".current.{os.getpid()}"
     link.unlink(missing_ok=True)
-    link.symlink_to(f"serial-{state['order'][-1]}")
+    link.symlink_to(f"serial-{serial}")
     link.replace(root / "current")
 
 
@@ -67,9 +76,13 @@ def install_bundle(bundle: Path, root: Path, key: Path) -> Bundle:
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    _write(root, {"newest": found.serial, "order": [*state["order"], found.serial]})
-    for old in state["order"][:-1]:
-        shutil.rmtree(root / f"serial-{old}", ignore_errors=True)
+    before = _serial(root)
+    _write(root, state["newest"], before)  # then the link, then the serial: killed anywhere, both
+    _switch(root, found.serial)  # bundles are there, and the link says which is current
+    _write(root, found.serial, before)
+    for old in root.glob("serial-*"):
+        if old.name not in (f"serial-{found.serial}", f"serial-{before}"):
+            shutil.rmtree(old, ignore_errors=True)
     return Bundle(target, found.about, True)
 
 
@@ -82,13 +95,15 @@ def restore_previous(root: Path) -> int:
     Raises:
         ShipError: there is none.
     """
-    state = _state(root)
-    order = state["order"]
-    if len(order) < 2 or not (root / f"serial-{order[-2]}").is_dir():
+    state, now = _state(root), _serial(root)
+    previous = state["previous"]
+    if previous in (0, now) or not (root / f"serial-{previous}").is_dir():
         raise ShipError(f"{root} has no bundle before the current one.")
-    _write(root, {**state, "order": order[:-1]})
-    shutil.rmtree(root / f"serial-{order[-1]}", ignore_errors=True)
-    return int(order[-2])
+    verify_bundle(root / f"serial-{previous}")
+    _write(root, state["newest"], 0)
+    _switch(root, previous)
+    shutil.rmtree(root / f"serial-{now}", ignore_errors=True)
+    return previous
 
 
 def current_bundle(root: Path, key: Path | None = None) -> Bundle:

@@ -99,6 +99,14 @@ def judge_int8(
         slices: of the samples; None: their labels.
         most_drop: of accuracy, as a share: 0.005.
     """
+    labels = np.asarray(labels)
+    if labels.ndim != 1 or labels.dtype.kind not in "iub":
+        raise ShipError(
+            f"--int8 needs 'target' as class numbers, one for each sample; it has shape "
+            f"{labels.shape} and type {labels.dtype}."
+        )
+    if slices is not None and len(slices) != len(labels):
+        raise ShipError(f"'slice' has {len(slices)} values for {len(labels)} samples.")
     plain, quick = open_session(model, threads=1), open_session(small, threads=1)
     feeds = dict(inputs)
     hits = []

@@ -36,7 +36,10 @@ def stored_samples(bundle: Bundle) -> tuple[dict[str, np.ndarray[Any, Any]], lis
     """The inputs and the expected outputs that a bundle holds."""
     from safetensors.numpy import load
 
-    values = load((bundle.path / EXPECTED).read_bytes())
+    try:
+        values = load((bundle.path / EXPECTED).read_bytes())
+    except Exception as error:  # of safetensors, or no such file
+        raise ShipError(f"{bundle.path} has no stored samples: {error}") from None
     inputs = {k.removeprefix("input."): v for k, v in values.items() if k.startswith("input.")}
     outputs = [values[f"output.{i}"] for i in range(len(values) - len(inputs))]
     return inputs, outputs
@@ -61,12 +64,19 @@ class ShippedModel:
     def __init__(
         self, path: str | Path, key: str | Path | None = None, *, int8: bool = False
     ) -> None:
-        self.bundle = verify_bundle(Path(path), Path(key) if key else None)
+        # A link such as CURRENT may point elsewhere later: this model stays what it is.
+        self.bundle = verify_bundle(Path(path).resolve(), Path(key) if key else None)
         name = INT8 if int8 else MODEL
         if name not in self.bundle.about["files"]:
             raise ShipError(f"{path} has no {name}.")
         self._session = open_session(self.bundle.path / name)
         self.inputs = {i.name: i for i in self._session.get_inputs()}
+        self._recipe: Any = None
+        if RECIPE in self.bundle.about["files"]:
+            need("pyarrow", "tables", "a bundle with a recipe")
+            from ronde.tables.recipe import Recipe
+
+            self._recipe = Recipe.read(self.bundle.path / RECIPE)
 
     def predict(
         self, inputs: Mapping[str, Any] | Sequence[Any] | np.ndarray[Any, Any]
@@ -79,8 +89,7 @@ class ShippedModel:
         Raises:
             ArgumentError: names, shapes, or types are not the model's.
         """
-        if not isinstance(inputs, Mapping):
-            inputs = {next(iter(self.inputs)): inputs}
+        inputs = self.named(inputs)
         if inputs.keys() != self.inputs.keys():
             raise ArgumentError(
                 f"the model takes {', '.join(self.inputs)}; there is "
@@ -88,6 +97,14 @@ class ShippedModel:
             )
         ready = {name: self._array(name, value) for name, value in inputs.items()}
         return list(self._session.run(None, ready))
+
+    def named(self, inputs: Any) -> Mapping[str, Any]:
+        """Inputs by name: one array is that of a model with one input."""
+        if isinstance(inputs, Mapping):
+            return inputs
+        if len(self.inputs) != 1:
+            raise ArgumentError(f"the model takes {', '.join(self.inputs)}, by name.")
+        return {next(iter(self.inputs)): inputs}
 
     def predict_rows(self, rows: Any) -> list[np.ndarray[Any, Any]]:
         """Outputs of rows of a table, prepared by the recipe that the model was trained with.
@@ -99,35 +116,44 @@ class ShippedModel:
             ShipError: the bundle has no recipe.
             ArgumentError: a column is missing, or of another type than in training.
         """
-        if RECIPE not in self.bundle.about["files"]:
-            raise ShipError(
-                f"{self.bundle.path} has no recipe: its model takes {', '.join(self.inputs)}."
-            )
-        need("pyarrow", "tables", "preparing rows")
+        return self.predict(self.prepare_rows(rows))
+
+    def prepare_rows(self, rows: Any) -> dict[str, np.ndarray[Any, Any]]:
+        """The model's inputs for rows of a table."""
+        if self._recipe is None:
+            takes = ", ".join(self.inputs)
+            raise ShipError(f"{self.bundle.path} has no recipe: its model takes {takes}.")
         import pyarrow as pa
 
-        from ronde.tables.recipe import Recipe
-
-        recipe = Recipe.read(self.bundle.path / RECIPE)
         if isinstance(rows, list):
-            rows = pa.Table.from_pylist(rows)
-        table = pa.table(recipe.apply(rows))
+            if not rows or any(not isinstance(r, dict) or r.keys() != rows[0].keys() for r in rows):
+                raise ArgumentError("rows: expected dictionaries, all with the same columns.")
+            try:
+                rows = pa.Table.from_pylist(rows)
+            except pa.ArrowException as error:
+                raise ArgumentError(f"rows: {error}") from None
+        table = pa.table(self._recipe.apply(rows))
         blocks = [
             np.stack([table[o.name].to_numpy() for o in outputs], axis=1).astype(kind)
             for outputs, kind in (
-                ([o for o in recipe.outputs if not o.size], np.float32),
-                ([o for o in recipe.outputs if o.size], np.int64),
+                ([o for o in self._recipe.outputs if not o.size], np.float32),
+                ([o for o in self._recipe.outputs if o.size], np.int64),
             )
             if outputs
         ]
-        return self.predict(dict(zip(self.inputs, blocks, strict=True)))
+        return dict(zip(self.inputs, blocks, strict=True))
 
     def _array(self, name: str, value: Any) -> np.ndarray[Any, Any]:
         spec = self.inputs[name]
+        kind = np.dtype(_TYPES[spec.type])
         try:
-            array: np.ndarray[Any, Any] = np.asarray(value, dtype=_TYPES[spec.type])
-        except (ValueError, TypeError) as error:
+            given: np.ndarray[Any, Any] = np.asarray(value)
+            array = given.astype(kind)
+        except (ValueError, TypeError, OverflowError) as error:
             raise ArgumentError(f"input {name}: {error}") from None
+        exact = kind.kind == "f" or (given.dtype.kind in "iub" and bool((array == given).all()))
+        if given.dtype.kind not in "iubf" or not exact:
+            raise ArgumentError(f"input {name} takes {kind}, and was given {given.dtype}.")
         wanted = spec.shape
         fits = array.ndim == len(wanted) and all(
             not isinstance(w, int) or w == n for w, n in zip(wanted, array.shape, strict=True)
@@ -151,7 +177,10 @@ class ShippedModel:
         limits = self.bundle.about["limits"]
         found = self.predict(inputs)
         for i, (got, wanted, limit) in enumerate(zip(found, expected, limits, strict=True)):
-            difference = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
+            with np.errstate(invalid="ignore"):
+                difference = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
+            same = (got == wanted) | ((got != got) & (wanted != wanted))  # infinite, or both NaN
+            difference = np.where(same, 0.0, difference)
             worst = max(worst, float(difference.max(initial=0.0)))
             if not bool(np.all(difference <= limit)):
                 raise ShipError(
@@ -169,5 +198,9 @@ _TYPES = {
     "tensor(int32)": np.int32,
     "tensor(int8)": np.int8,
     "tensor(uint8)": np.uint8,
+    "tensor(int16)": np.int16,
+    "tensor(uint16)": np.uint16,
+    "tensor(uint32)": np.uint32,
+    "tensor(uint64)": np.uint64,
     "tensor(bool)": np.bool_,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -41,7 +42,7 @@ def serve_model(
             pass
 
         def _answer(self, status: int, values: dict[str, Any]) -> None:
-            body = json.dumps(values).encode()
+            body = json.dumps(_finite(values)).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -70,21 +71,35 @@ def serve_model(
                 self._answer(503, {"error": f"{_MOST_REQUESTS} requests are under way."})
             else:
                 try:
-                    self._predict(self.rfile.read(int(length)))
+                    self._predict(self._body(int(length)))
                 except TimeoutError:
                     self._answer(408, {"error": "the request came too slowly."})
                 finally:
                     places.release()
+
+        def _body(self, length: int) -> bytes:
+            """A request's body; all of it has to come in time, not only each part."""
+            end, parts = time.monotonic() + _PATIENCE_SECONDS, []
+            while length > 0:
+                self.connection.settimeout(max(0.001, end - time.monotonic()))
+                part = self.rfile.read1(min(length, 1 << 16))
+                if not part or time.monotonic() > end:
+                    raise TimeoutError
+                parts.append(part)
+                length -= len(part)
+            self.connection.settimeout(_PATIENCE_SECONDS)
+            return b"".join(parts)
 
         def _predict(self, body: bytes) -> None:
             try:
                 start = time.perf_counter()
                 values = json.loads(body)
                 if isinstance(values, dict) and "rows" in values:
-                    inputs, outputs = None, model.predict_rows(list(values["rows"]))
+                    inputs: Any = model.prepare_rows(list(values["rows"]))
                 else:
-                    inputs = values["inputs"] if isinstance(values, dict) else values
-                    outputs = model.predict(inputs)
+                    given = values["inputs"] if isinstance(values, dict) else values
+                    inputs = model.named(given)
+                outputs = model.predict(inputs)
             except (ValueError, KeyError, TypeError, RecursionError, RondeError) as error:
                 self._answer(400, {"error": str(error)[:300]})
             except Exception as error:  # onnxruntime's own classes have no common base
@@ -92,9 +107,10 @@ def serve_model(
             else:
                 answer = [o.tolist() for o in outputs]
                 self._answer(200, {"outputs": answer})
-                if capture and isinstance(inputs, dict):
+                if capture:
                     seconds = time.perf_counter() - start
-                    capture.write(model.bundle.serial, inputs, answer, seconds)
+                    plain = {n: getattr(v, "tolist", lambda v=v: v)() for n, v in inputs.items()}
+                    capture.write(model.bundle.serial, plain, answer, seconds)
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
@@ -103,3 +119,14 @@ def serve_model(
             pass  # a client that hung up is none of the server's errors
 
     return Server((host, port), Handler)
+
+
+def _finite(value: Any) -> Any:
+    """A value whose numbers are JSON's: null in the place of NaN and infinity."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    return value
