@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from ronde.tables.prepared import RECIPE_FILE
 from ronde.tables.reading import SUFFIXES
 from ronde.tables.recipe import Recipe
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError
 from ronde.world.paths import files_of, is_remote, need, need_java
 
 _SETTINGS = {
@@ -75,15 +77,22 @@ def write_on_spark(
         out_of_fold: as for :meth:`Recipe.apply`.
     """
     frame = spark.read.parquet(*paths)
-    java = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(out)
-    files = java.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
-    if files.exists(java):
+    path = spark.sparkContext._jvm.org.apache.hadoop.fs.Path
+    whole = path(out)
+    part = path(whole.getParent() or path("."), f".{whole.getName()}.{uuid.uuid4().hex}.writing")
+    files = whole.getFileSystem(spark.sparkContext._jsc.hadoopConfiguration())
+    if files.exists(whole):
         raise ArgumentError(f"--out {out} exists. Delete it, or give a new folder.")
-    recipe.apply(frame, out_of_fold=out_of_fold).write.parquet(out)
-    target = spark.sparkContext._jvm.org.apache.hadoop.fs.Path(f"{out}/{RECIPE_FILE}")
-    stream = files.create(target)
-    stream.write(bytearray(json.dumps(recipe.to_dict(), indent=1).encode()))
-    stream.close()
+    try:
+        recipe.apply(frame, out_of_fold=out_of_fold).write.parquet(part.toString())
+        stream = files.create(path(part, RECIPE_FILE))
+        stream.write(bytearray(json.dumps(recipe.to_dict(), indent=1).encode()))
+        stream.close()
+        if files.exists(whole) or not files.rename(part, whole):
+            raise RondeError(f"--out {out}: {part.toString()} cannot be renamed to it.")
+    finally:
+        with contextlib.suppress(Exception):  # a dead JVM must not hide why it died
+            files.delete(part, True)
     return int(spark.read.parquet(out).count())
 
 
