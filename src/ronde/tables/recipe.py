@@ -461,8 +461,9 @@ def _check_families(
     for name in (n for n, kind in recipe.reads.items() if kind == "level"):
         first: dict[str, str] = {}
         for source, types in zip(sources, found, strict=True):
-            if types[name] is not None and not pa.types.is_null(types[name]):
-                first.setdefault(family(types[name], name), f"{types[name]} in {source}")
+            if (kind := types.get(name)) is not None and not pa.types.is_null(kind):
+                place = f"{recipe.where}, column {name!r}"
+                first.setdefault(family(kind, place), f"{kind} in {source}")
         if len(first) > 1:
             one, other, *_ = first.values()
             raise ArgumentError(
@@ -515,6 +516,7 @@ class _Opened:
             paths = [os.fspath(p) for p in (data if isinstance(data, list | tuple) else [data])]
             if not any(map(is_remote, paths)):
                 self.files = files_of(paths, "recipe.fit", SUFFIXES)
+                _check_families(recipe, self.files, [columns_of(file) for file in self.files])
             data = spark.read.parquet(*paths)
         if is_spark(data):
             [types] = check_columns(recipe, [data])
