@@ -163,7 +163,7 @@ def _limits(
                 f"{mine[lost].flat[0]} where float64 gives {true[lost].flat[0]:.3g}."
             )
         ordinary = _ordinary(true)
-        plain = finite & (np.abs(true) <= ordinary)
+        plain = finite & (np.abs(true).astype(np.float64) <= ordinary)
         scale = float(np.abs(true[plain]).max(initial=0.0))
         ulp = float(np.finfo(mine.dtype).eps) * scale
         e32 = float(np.abs(mine[plain].astype(np.float64) - true[plain]).max(initial=0.0))
@@ -217,7 +217,7 @@ def _compare(
             off = np.abs(mine.astype(np.float64) - true.astype(np.float64))
         off = np.where((mine == true) | (np.isnan(mine) & np.isnan(true)), 0.0, off)
         off = np.where(np.isnan(off), np.inf, off)
-        huge = np.abs(true) > floor.ordinary
+        huge = np.abs(true).astype(np.float64) > floor.ordinary
         with np.errstate(invalid="ignore"):
             own = _HUGE_ULPS * float(np.finfo(mine.dtype).eps) * np.abs(true) if huge.any() else 0.0
         off = np.where(huge & (off <= own), 0.0, off)
