@@ -294,6 +294,9 @@ def test_a_server_answers_bad_clients_and_lives(
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     address = ("127.0.0.1", server.server_address[1])
+    for port in (address[1], 99_999):
+        with pytest.raises(ArgumentError, match=f"{port} cannot be served: "):
+            serve_model(ShippedModel(bundle), port)
 
     def ask(
         body: bytes, path: str = "/predict", headers: dict[str, str] | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ronde.cli.explain import register_explain
-from ronde.cli.help_layout import GroupWithDefault, option
+from ronde.cli.help_layout import GroupWithDefault, laid_out, option
 from ronde.cli.script import JsonOption, ReportOption, write_json
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
@@ -51,7 +51,9 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     group_of_verbs = typer.Typer(
         cls=GroupWithDefault,
-        help="How are groups treated, and why does a model say what it says?\n" + _EXAMPLES,
+        help=laid_out(
+            "How are groups treated, and why does a model say what it says?\n" + _EXAMPLES
+        ),
         rich_markup_mode="rich",
     )
     app.add_typer(group_of_verbs, name="clarify")

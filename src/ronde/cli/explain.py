@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ronde.cli.help_layout import option
-from ronde.cli.saved_run import start_of
-from ronde.cli.script import JsonOption, ReportOption, examine, write_json
+from ronde.cli.saved_run import answer_of, start_of
+from ronde.cli.script import JsonOption, ReportOption, write_json
 from ronde.cli.show import find_run
-from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 
@@ -115,22 +112,7 @@ def _run(
         "output": output,
         "budget": budget,
     }
-    with (
-        tempfile.TemporaryDirectory(prefix="ronde-explain-") as place,
-        Doing(plain_console()) as say,
-    ):
-        answer = examine(
-            "explain",
-            command,
-            1,
-            Path(place),
-            json.dumps(options),
-            say,
-            lambda error: f"the script failed before its model was explained: {error}",
-        )
-        if not answer.is_file():
-            raise RondeError("the script ended without calling ronde.distribute.")
-        values: dict[str, Any] = json.loads(answer.read_text())
+    values = answer_of("explain", command, options, "explained")
     if "refused" in values:
         raise RondeError(values["refused"])
     return values

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
-from ronde.watch import read
-from ronde.world import ArgumentError
+from ronde.cli.script import examine
+from ronde.cli.spinner import Doing
+from ronde.watch import plain_console, read
+from ronde.world import ArgumentError, RondeError
 
-__all__ = ["start_of"]
+__all__ = ["answer_of", "start_of"]
 
 
 def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
@@ -41,3 +45,31 @@ def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
         "metrics": {e.name: e.metrics for e in events if isinstance(e, Evaluated)},
     }
     return checkpoint.path, [*(["-m"] if module else []), script, *last.arguments], facts
+
+
+def answer_of(study: str, command: list[str], options: dict[str, Any], done: str) -> dict[str, Any]:
+    """What a study says of a script's model, on one worker, up to ``ronde.distribute``.
+
+    Args:
+        done: what it does to the model, for an error: ``"exported"``.
+
+    Raises:
+        RondeError: the script failed, or did not call ``distribute``.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix=f"ronde-{study}-") as place,
+        Doing(plain_console()) as say,
+    ):
+        answer = examine(
+            study,
+            command,
+            1,
+            Path(place),
+            json.dumps(options),
+            say,
+            lambda error: f"the script failed before its model was {done}: {error}",
+        )
+        if not answer.is_file():
+            raise RondeError("the script ended without calling ronde.distribute.")
+        values: dict[str, Any] = json.loads(answer.read_text())
+        return values

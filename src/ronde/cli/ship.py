@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import GroupWithDefault, option
-from ronde.cli.saved_run import start_of
-from ronde.cli.script import JsonOption, examine, write_json
+from ronde.cli.help_layout import GroupWithDefault, laid_out, option
+from ronde.cli.saved_run import answer_of, start_of
+from ronde.cli.script import JsonOption, write_json
 from ronde.cli.show import find_run
-from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
-from ronde.world import ArgumentError, RondeError
+from ronde.world import ArgumentError
 
 _EXAMPLES = """
 The script is started up to ronde.distribute, the run's newest checkpoint is loaded, and the model
@@ -49,7 +46,7 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     group = typer.Typer(
         cls=GroupWithDefault,
-        help="Export a run's model, verify it, and serve it.\n" + _EXAMPLES,
+        help=laid_out("Export a run's model, verify it, and serve it.\n" + _EXAMPLES),
         rich_markup_mode="rich",
     )
     app.add_typer(group, name="ship")
@@ -105,22 +102,7 @@ def register(app: typer.Typer) -> None:
             "serial": serial,
             "facts": facts,
         }
-        with (
-            tempfile.TemporaryDirectory(prefix="ronde-ship-") as place,
-            Doing(plain_console()) as say,
-        ):
-            answer = examine(
-                "ship",
-                command,
-                1,
-                Path(place),
-                json.dumps(options),
-                say,
-                lambda error: f"the script failed before its model was exported: {error}",
-            )
-            if not answer.is_file():
-                raise RondeError("the script ended without calling ronde.distribute.")
-            values: dict[str, Any] = json.loads(answer.read_text())
+        values = answer_of("ship", command, options, "exported")
         if json_file:
             write_json(json_file, values)
         if values.get("argument"):
@@ -253,5 +235,9 @@ def _show(values: dict[str, Any], out: Path) -> None:
         )
         console.print(f"int8      {small['refused'] or text}", soft_wrap=True)
     signed = "signed" if values["signed"] else "not signed"
-    files = ", ".join(f"{n} ({f['bytes'] / 1e6:.1f} MB)" for n, f in about["files"].items())
+    files = ", ".join(f"{n} ({_size(f['bytes'])})" for n, f in about["files"].items())
     console.print(f"bundle    {out}, serial {about['serial']}, {signed}: {files}", soft_wrap=True)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

@@ -11,7 +11,7 @@ from typing import Any
 
 from ronde.ship.captures import Capture
 from ronde.ship.runtime import ShippedModel
-from ronde.world import RondeError
+from ronde.world import ArgumentError, RondeError
 
 __all__ = ["serve_model"]
 
@@ -31,6 +31,9 @@ def serve_model(
     ``POST /predict`` with ``{"inputs": {name: [[…], …]}}``, or ``{"rows": [{column: value}, …]}``
     where the bundle has a recipe, gives ``{"outputs": [[…], …]}``. ``GET /health`` gives the
     bundle's serial number. A request may have 16 MB.
+
+    Raises:
+        ArgumentError: the address or port cannot be bound.
     """
     places = threading.BoundedSemaphore(_MOST_REQUESTS)
 
@@ -118,7 +121,12 @@ def serve_model(
         def handle_error(self, request: Any, client_address: Any) -> None:
             pass  # a client that hung up is none of the server's errors
 
-    return Server((host, port), Handler)
+    try:
+        return Server((host, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise ArgumentError(
+            f"{host}:{port} cannot be served: {error}. 0 is any free port."
+        ) from None
 
 
 def _finite(value: Any) -> Any:
