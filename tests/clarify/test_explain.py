@@ -140,8 +140,10 @@ def test_explain_a_run(tmp_path: Path, method: str) -> None:
     assert "sum check largest |base + sum - output|" in done.stdout
     assert "height moves the output most" in (tmp_path / "e.html").read_text()
     if method == "ig":
+        np.savez(tmp_path / "one.npz", input=np.zeros((5, 3)))
         for words, text in {
-            ("--data", "none.npz"): "expected arrays in a .npz file", ("--output", "7"): "the model has 1 outputs",
+            ("--data", "none.npz"): "expected arrays in a .npz file",
+            ("--data", "one.npz"): "cannot take samples of shape (3,); in training they had (4,)", ("--output", "7"): "the model has 1 outputs",
             ("--method", "lime"): "expected shapley, ig, trees", ("--method", "trees"): "name a model file",
         }.items():  # fmt: skip
             wrong = ronde_run(["clarify", "explain", *words], tmp_path)

@@ -96,7 +96,7 @@ def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str
     background = call
     names: list[str] | None = None
     if options.get("data"):
-        call, others = read_call(Path(options["data"]), call, "--data")
+        call, others = read_call(Path(options["data"]), model, call, "--data")
         names = others.get("names")
         names = names if isinstance(names, list) else None
     if len(call.tensors) != 1:

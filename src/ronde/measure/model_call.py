@@ -140,12 +140,14 @@ def saved_model(
     return model, saved, call, tuple(arguments[0][1:])
 
 
-def read_call(path: Path, call: ModelCall, option: str) -> tuple[ModelCall, dict[str, Any]]:
+def read_call(
+    path: Path, model: nn.Module, call: ModelCall, option: str
+) -> tuple[ModelCall, dict[str, Any]]:
     """The arguments in a file: of a ``.npz``, the arrays ``input`` (or ``input.0``, ``input.1``,
     …); of a table, its columns of numbers, as one input. Other arrays are returned by name.
 
     Raises:
-        ArgumentError: it cannot be read, or its arrays are not the model's.
+        ArgumentError: it cannot be read, or the model takes no such arrays.
     """
     try:
         if path.suffix in (".parquet", ".csv"):
@@ -171,7 +173,18 @@ def read_call(path: Path, call: ModelCall, option: str) -> tuple[ModelCall, dict
     replaced = iter(arrays)
     args, kwargs = tree_map_only(torch.Tensor, lambda _: next(replaced), (call.args, call.kwargs))
     others = {name: v for name, v in values.items() if name not in names}
-    return ModelCall(args, kwargs), others
+    given = ModelCall(args, kwargs)
+    some = given.rows(0, 2)
+    try:
+        with torch.no_grad():
+            model(*some.args, **some.kwargs)
+    except (RuntimeError, ValueError, IndexError) as error:
+        shapes = [", ".join(str(tuple(t.shape[1:])) for t in c.tensors) for c in (given, call)]
+        raise ArgumentError(
+            f"{option} {path}: the model cannot take samples of shape {shapes[0]}; in training "
+            f"they had {shapes[1]}. {str(error).splitlines()[0]}"
+        ) from None
+    return given, others
 
 
 def read_columns(path: Path) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def ship(
     checked = "training samples"
     slices = None
     if options.get("check"):
-        call, others = read_call(Path(options["check"]), call, "--check")
+        call, others = read_call(Path(options["check"]), model, call, "--check")
         labels, slices = others.get("target"), others.get("slice")
         checked = str(options["check"])
     about: dict[str, Any] = {
