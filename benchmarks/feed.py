@@ -189,10 +189,10 @@ def corpus(folder: Path) -> Path:
     return out
 
 
-def ronde_text(data: Path) -> Batches:
+def ronde_tokens(data: Path) -> Batches:
     from ronde import feed
 
-    pipeline = feed.text(corpus(data), length=LENGTH, cache=data / "tokens")
+    pipeline = feed.Pipeline(feed.tokens(corpus(data), LENGTH, "uint8"))
     for batch in _by_ronde(pipeline, BATCH):
         yield batch[0].numel()
 
@@ -392,7 +392,7 @@ CONTESTS: dict[str, dict[str, tuple[Callable[[Path], Batches], str | None]]] = {
         "Grain + Pillow": (grain, "grain"),
     },
     "tokens": {
-        "ronde": (ronde_text, None),
+        "ronde": (ronde_tokens, None),
         "memory map, row by row": (rows_of_tokens, None),
         "Hugging Face datasets + DataLoader": (hf_text, "datasets"),
         "Hugging Face datasets, own batches": (lambda data: hf_text(data, True), "datasets"),

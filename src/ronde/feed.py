@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ronde.data.sources.tar import tar
     from ronde.data.sources.tokens import tokens
     from ronde.data.tabular import table
-    from ronde.data.text import text
     from ronde.data.transforms import (
         IMAGENET,
         CenterCrop,
@@ -111,7 +110,6 @@ __all__ = [
     "table",
     "take_over",
     "tar",
-    "text",
     "tokens",
     "verify_pack",
 ]
@@ -137,7 +135,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.sources.tar": "tar",
             "ronde.data.sources.tokens": "tokens",
             "ronde.data.tabular": "table",
-            "ronde.data.text": "text",
             "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize "
             "RandomResizedCrop Resize Transform",
             "ronde.loader.from_dataloader": "default_workers settings_of take_over",

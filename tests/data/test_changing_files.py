@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import sys
 import tarfile
 import warnings
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,35 +27,6 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
     return folder
-
-
-def test_text_and_tables_say_that_they_read_no_urls(tmp_path):
-    (tmp_path / "t.txt").write_text("hello world")
-    assert len(feed.text(f"file://{tmp_path}/t.txt", length=5)) == 2
-    for read in (partial(feed.text, length=5), partial(feed.table, numeric=["x"], target="y")):
-        with pytest.raises(
-            ArgumentError,
-            match=r"reads local files, not URLs: copy memory://x/t.txt here first",
-        ):
-            read("memory://x/t.txt")
-
-
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), OSError("4096 requested and 0 written")],
-)
-def test_a_full_disk_is_named(tmp_path, monkeypatch, error):
-    def full(*_):
-        raise error
-
-    monkeypatch.setattr(sys.modules["ronde.data.text"], "_tokenize", full)
-    (tmp_path / "t.txt").write_text("hello world")
-    with pytest.raises(
-        ArgumentError,
-        match=rf"{tmp_path}/kept: the disk is full \(.*give a folder on another disk with cache=",
-    ):
-        feed.text(tmp_path / "t.txt", length=5, cache=tmp_path / "kept")
-    assert not list((tmp_path / "kept").iterdir())
 
 
 def test_links_to_folders_above_and_to_themselves(tmp_path):

@@ -1,11 +1,6 @@
 """What is no number, no text, or no sample: skipped, counted as missing, or an error by name."""
 
-import bz2
-import gzip
 import io
-import lzma
-import tarfile
-import zipfile
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +13,7 @@ from ronde import feed
 from ronde.data import image_decoders
 from ronde.feed import Pipeline, rng, rngs
 from ronde.plan.batch import shares
-from ronde.world import ArgumentError, SampleError
+from ronde.world import ArgumentError
 from sampling import some
 
 # -- pipelines -------------------------------------------------------------------------
@@ -84,12 +79,6 @@ def test_a_bad_sample_before_a_batched_step_is_skipped(executor):
 
     pipeline = Pipeline(Files()).map(opened, "decode")
     assert read(pipeline.map(noisy, batched=True)) == read(pipeline.map(noisy_one))
-
-
-# -- tokenizers ------------------------------------------------------------------------
-
-
-# -- text ------------------------------------------------------------------------------
 
 
 # -- tables ----------------------------------------------------------------------------
@@ -173,61 +162,3 @@ def test_an_infinite_target_is_an_error_with_its_row(tmp_path, wrong, kind):
         match=r"the target 'y' is infinite as float32 \(.*\); the first such row of the table is 1",
     ):
         feed.table(path, numeric=["x"], target="y", cache=tmp_path / "cache")
-
-
-# -- text: what is none ----------------------------------------------------------------
-
-
-def zipped(data):
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as file:
-        file.writestr("a.txt", data)
-    return out.getvalue()
-
-
-def tarred(data):
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as file:
-        member = tarfile.TarInfo("a.txt")
-        member.size = len(data)
-        file.addfile(member, io.BytesIO(data))
-    return out.getvalue()
-
-
-def in_parquet(data):
-    out = io.BytesIO()
-    pa.parquet.write_table(pa.table({"text": [data.decode()]}), out)
-    return out.getvalue()
-
-
-NO_TEXT = {
-    "gzip": (gzip.compress, "compressed with gzip"),
-    "bzip2": (bz2.compress, "compressed with bzip2"),
-    "xz": (lzma.compress, "compressed with xz"),
-    "zstd": (lambda data: pa.compress(data, codec="zstd", asbytes=True), "compressed with zstd"),
-    "lz4": (lambda data: pa.compress(data, codec="lz4", asbytes=True), "compressed with lz4"),
-    "zip": (zipped, "a zip archive"),
-    "tar": (tarred, "a tar"),
-    "parquet": (in_parquet, r"a Parquet file, whose name ends in \.parquet or \.pq"),
-    "latin-1": (lambda data: data + "é".encode("latin-1") + data, "not text in UTF-8"),
-    "cut": (lambda data: data + "é".encode()[:1], "not text in UTF-8"),
-    "random": (lambda data: b"\x00\xff" * 100, "not text in UTF-8"),
-}
-
-
-@pytest.mark.parametrize("kind", some(list(NO_TEXT), 4))
-@pytest.mark.parametrize("tokenizer", some(["bytes", "chars", "own"], 3))
-def test_what_is_no_text_is_an_error_whatever_the_tokenizer(tmp_path, kind, tokenizer):
-    make, said = NO_TEXT[kind]
-    for ending in ("txt", "jsonl.gz"):
-        path = tmp_path / f"a.{ending}"
-        path.write_bytes(make(b"some text " * 50))
-        with pytest.raises(SampleError, match=rf"a\.{ending} is {said}"):
-            feed.text(
-                path,
-                4,
-                tokenizer=(lambda text: [ord(c) for c in text])
-                if tokenizer == "own"
-                else tokenizer,
-                cache=tmp_path / "c",
-            )

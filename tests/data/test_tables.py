@@ -1,6 +1,5 @@
-"""Text packed to length against a naive loop; tables against pyarrow's own values, row by row."""
+"""Tables against pyarrow's own values, row by row."""
 
-import json
 import math
 import pickle
 
@@ -17,24 +16,6 @@ from ronde import feed
 from ronde.plan.batch import shares
 from ronde.world import ArgumentError, SampleError
 
-DOCUMENTS = [
-    "hello world, this is the first",
-    "",
-    "grüße: eine zweite, etwas längere Zeile mit Umlauten äöü",
-    "x",
-    "and the last one 🙂 ends here",
-]
-
-
-@pytest.fixture
-def texts(tmp_path):
-    root = tmp_path / "texts"
-    root.mkdir()
-    for i, text in enumerate(DOCUMENTS):
-        (root / f"{i}.txt").write_text(text, encoding="utf-8")
-    return root
-
-
 def read(pipeline, workers=0, batch=3):
     taken = feed.take_over(
         pipeline, seed=3, batch_size=None, shuffle=True, shuffle_dataset=True, drop_last=False
@@ -48,166 +29,6 @@ def read(pipeline, workers=0, batch=3):
         micros[0] for _, micros in loader.read(lambda: shares(0, 0, len(pipeline), batch, 0, 1))
     ]
 
-
-# -- text ------------------------------------------------------------------------------
-
-
-def words(text):
-    return [len(w) for w in text.split()]
-
-
-def encodings():
-    """name, what feed.text is given, and the tokens of each document, end included, found in the
-    plainest way.
-    """
-    characters = sorted(set("".join(DOCUMENTS)))
-    yield "bytes", {}, [[*d.encode(), 256] for d in DOCUMENTS], 257
-    yield "bytes", {"end": False}, [[*d.encode()] for d in DOCUMENTS], 256
-    yield (
-        "chars",
-        {},
-        [[*map(characters.index, d), len(characters)] for d in DOCUMENTS],
-        len(characters) + 1,
-    )
-    yield words, {}, [words(d) for d in DOCUMENTS], None
-    yield words, {"end": 70_000}, [[*words(d), 70_000] for d in DOCUMENTS], 70_001
-
-
-CASES = list(encodings())
-
-
-@pytest.mark.parametrize("case", range(len(CASES)))
-@pytest.mark.parametrize("length", [1, 4, 7, 64])
-@pytest.mark.parametrize("pack", [True, False])
-def test_every_sample_against_a_naive_loop(texts, tmp_path, case, length, pack):
-    tokenizer, options, documents, vocabulary = CASES[case]
-    expected = []
-    if pack:
-        flat = [t for d in documents for t in d]
-        for at in range(0, len(flat) - length, length):
-            expected.append((flat[at : at + length], flat[at + 1 : at + length + 1]))
-    else:
-        for d in documents:
-            for at in range(0, len(d) - 1, length):
-                inputs, targets = d[at : min(at + length, len(d) - 1)], d[at + 1 : at + length + 1]
-                assert len(inputs) == len(targets)
-                expected.append(
-                    (
-                        inputs + [9] * (length - len(inputs)),
-                        targets + [-100] * (length - len(targets)),
-                    )
-                )
-    if not expected:
-        with pytest.raises(ArgumentError, match=r"are too few for one sample of length="):
-            feed.text(texts, length, tokenizer, pack=pack, cache=tmp_path / "cache", **options)
-        return
-    data = feed.text(
-        texts, length, tokenizer, pack=pack, pad=9, cache=tmp_path / "cache", **options
-    )
-    assert len(data) == len(expected) and data.source.documents == len(DOCUMENTS)
-    assert [(x.tolist(), y.tolist()) for x, y in (data[i] for i in range(len(data)))] == expected
-    some = [len(expected) - 1, 0, len(expected) // 2, 0]
-    inputs, targets = data.collate(data.__getitems__(some))
-    assert (
-        inputs.dtype == targets.dtype == torch.int64
-        and inputs.is_contiguous()
-        and targets.is_contiguous()
-    )
-    assert [(x.tolist(), y.tolist()) for x, y in zip(inputs, targets, strict=True)] == [
-        expected[i] for i in some
-    ]
-    if vocabulary is not None:
-        assert data.source.vocabulary == vocabulary
-    assert data.source.vocabulary > max(t for d in documents for t in d)
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_text_is_the_same_by_any_number_of_workers(texts, tmp_path, workers):
-    data = feed.text(texts, 5, cache=tmp_path / "cache")
-    order, found = read(data, workers)
-    again, first = read(data, 0)
-    assert order == again and sorted(order) == list(range(len(data)))
-    assert all(
-        torch.equal(x, x0) and torch.equal(y, y0)
-        for (x, y), (x0, y0) in zip(found, first, strict=True)
-    )
-    assert torch.equal(torch.cat([x for x, _ in found]), torch.stack([data[i][0] for i in order]))
-    plain = DataLoader(data, 4, num_workers=workers - 1)
-    assert torch.equal(
-        torch.cat([y for _, y in plain]), torch.stack([data[i][1] for i in range(len(data))])
-    )
-    assert torch.equal(pickle.loads(pickle.dumps(data))[1][0], data[1][0])  # noqa: S301
-
-
-def test_lines_of_json_and_rows_of_parquet_are_documents(texts, tmp_path):
-    (tmp_path / "d.jsonl").write_text(
-        "\n".join(json.dumps({"body": d}) for d in DOCUMENTS) + "\n\n", encoding="utf-8"
-    )
-    pa.parquet.write_table(pa.table({"body": DOCUMENTS}), tmp_path / "d.parquet", row_group_size=2)
-    expected = feed.text(texts, 5, cache=tmp_path / "cache")
-    for name in ("d.jsonl", "d.parquet"):
-        data = feed.text(tmp_path / name, 5, field="body", cache=tmp_path / "cache")
-        assert data.source.documents == len(DOCUMENTS) and len(data) == len(expected)
-        assert all(torch.equal(data[i][1], expected[i][1]) for i in range(len(data)))
-
-
-def test_text_says_what_is_wrong(texts, tmp_path):
-    cache = tmp_path / "cache"
-    (tmp_path / "latin.txt").write_bytes("größe".encode("latin-1"))
-    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"other": 1}\n')
-    for make, kind, says in (
-        (lambda: feed.text(texts, 0), ArgumentError, "length=0 must be a whole number"),
-        (
-            lambda: feed.text(texts, 4, "words"),
-            ArgumentError,
-            "expected 'bytes', 'chars', a function",
-        ),
-        (
-            lambda: feed.text(tmp_path / "none", 4),
-            ArgumentError,
-            "no such file or folder: .*none",
-        ),
-        (lambda: feed.text(tmp_path / "*.gz", 4), ArgumentError, r"no file matches .*\*\.gz"),
-        (lambda: feed.text([], 4), ArgumentError, "was given an empty list"),
-        (
-            lambda: feed.text(tmp_path / "latin.txt", 4, "chars", cache=cache),
-            SampleError,
-            r"latin\.txt is not text in UTF-8",
-        ),
-        (
-            lambda: feed.text(tmp_path / "bad.jsonl", 4, cache=cache),
-            SampleError,
-            r"bad\.jsonl, line 2 is not a JSON object with a field 'text'",
-        ),
-        (
-            lambda: feed.text(texts, 4, lambda t: [0.5], cache=cache),
-            ArgumentError,
-            "the tokenizer gave float64 .* expected a list of whole numbers",
-        ),
-        (
-            lambda: feed.text(texts, 4, lambda t: {}[t], cache=cache),
-            SampleError,
-            r"0\.txt, document 1: the tokenizer failed with KeyError",
-        ),
-        (
-            lambda: feed.text(texts, 4, lambda t: [-1], cache=cache),
-            ArgumentError,
-            "the tokenizer gave the token -1",
-        ),
-        (
-            lambda: feed.text(texts, 4, words, end=True, cache=cache),
-            ArgumentError,
-            "no eos_token_id",
-        ),
-    ):
-        with pytest.raises(kind, match=says):
-            make()
-    # with bytes for tokens too
-    with pytest.raises(SampleError, match=r"latin\.txt is not text in UTF-8"):
-        feed.text(tmp_path / "latin.txt", 2, cache=cache)
-
-
-# -- tables ----------------------------------------------------------------------------
 
 N = 1000
 
