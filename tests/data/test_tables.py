@@ -16,6 +16,7 @@ from ronde import feed
 from ronde.plan.batch import shares
 from ronde.world import ArgumentError, SampleError
 
+
 def read(pipeline, workers=0, batch=3):
     taken = feed.take_over(
         pipeline, seed=3, batch_size=None, shuffle=True, shuffle_dataset=True, drop_last=False
