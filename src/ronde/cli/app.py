@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from ronde.cli.early_interrupt import begin_quiet, end_quiet
-from ronde.cli.help_layout import Group, tidy
+from ronde.cli.options import Group, option, tidy
 from ronde.world import RondeError
 from ronde.world.version import VERSION
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     help="One training script, on one device or on many.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode="rich",
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -37,10 +37,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", help="Print the version and exit.", callback=_version, is_eager=True
-        ),
+        bool, option("--version", "Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
     end_quiet()

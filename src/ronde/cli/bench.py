@@ -11,27 +11,26 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.bench_exchange import register_exchange
-from ronde.cli.help_layout import Group, option
+from ronde.cli.options import Group, option
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 
 _EXAMPLES = """
 Examples:
 
-  ronde bench cluster                         one worker per GPU, or per core
-
-  ronde bench cluster --workers 2 --quick     seconds instead of a minute
-
-  ronde plan --cluster cluster.yaml train.py  use the file
-
-  srun -N 4 python -m ronde.measure.bench_links --output cluster.yaml  several nodes
+```sh
+ronde bench cluster                         one worker per GPU, or per core
+ronde bench cluster --workers 2 --quick     seconds instead of a minute
+ronde plan --cluster cluster.yaml train.py  use the file
+srun -N 4 python -m ronde.measure.bench_links --output cluster.yaml  several nodes
+```
 """
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
     bench = typer.Typer(
-        cls=Group, help="Measure this machine.", no_args_is_help=True, rich_markup_mode="rich"
+        cls=Group, help="Measure this machine.", no_args_is_help=True, rich_markup_mode="markdown"
     )
     app.add_typer(bench, name="bench")
 

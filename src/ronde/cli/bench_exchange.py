@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
 from ronde.cli.hosts import HostOptions, HostsOption, SshConfigOption, gathered
+from ronde.cli.options import option
 from ronde.cli.reducers import ServersOption, servers_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
@@ -19,11 +19,11 @@ __all__ = ["register_exchange"]
 _EXAMPLES = """
 Examples:
 
-  ronde bench exchange --workers 4                        all reducers, 4 KiB to 256 MiB
-
-  ronde bench exchange --sizes 1MiB,16MiB --html page.html
-
-  ronde bench exchange --hosts a:1,b:1 --servers c,d      between hosts, with servers
+```sh
+ronde bench exchange --workers 4                        all reducers, 4 KiB to 256 MiB
+ronde bench exchange --sizes 1MiB,16MiB --html page.html
+ronde bench exchange --hosts a:1,b:1 --servers c,d      between hosts, with servers
+```
 """
 
 

@@ -22,6 +22,7 @@ from ronde.cli.hosts import (
     SlurmOption,
     SshConfigOption,
 )
+from ronde.cli.options import option
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, WorldError
 
@@ -30,13 +31,12 @@ __all__ = ["register", "slow_links"]
 _EXAMPLES = """
 Examples:
 
-  ronde check --hosts gpu1:8,gpu2:8          over ssh
-
-  ronde check --hostfile hosts --json        as JSON
-
-  ronde check --hosts a:8,b:8 --output c.yaml      and a cluster file for ronde plan
-
-  salloc -N 4 ronde check --slurm            all nodes of an allocation
+```sh
+ronde check --hosts gpu1:8,gpu2:8          over ssh
+ronde check --hostfile hosts --json        as JSON
+ronde check --hosts a:8,b:8 --output c.yaml      and a cluster file for ronde plan
+salloc -N 4 ronde check --slurm            all nodes of an allocation
+```
 """
 _SLOW = 0.5  # of the median
 
@@ -61,16 +61,14 @@ def register(app: typer.Typer) -> None:
         python: PythonOption = None,
         output: Annotated[
             Path | None,
-            typer.Option(
-                "--output",
-                "-o",
-                metavar="FILE",
-                help="Also time every collective between all slots, and write a cluster file for "
+            option(
+                "--output -o",
+                "Also time every collective between all slots, and write a cluster file for "
                 "ronde plan --cluster.",
-                show_default=False,
+                "FILE",
             ),
         ] = None,
-        as_json: Annotated[bool, typer.Option("--json", help="Print only JSON.")] = False,
+        as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
     ) -> None:
         from ronde.launch import Fleet, notes
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde import checkpoint
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.show import find_run
 from ronde.plan import Plan
 from ronde.predict.answer_tables import format_bytes
@@ -128,10 +128,7 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         folder: Annotated[
-            Path,
-            typer.Option(
-                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
-            ),
+            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
         ] = Path("runs"),
         verified: Annotated[
             bool, option("--verify", "Read every file, and say which checkpoints are whole.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ronde.cli.explain import register_explain
-from ronde.cli.help_layout import GroupWithDefault, laid_out, option
+from ronde.cli.options import GroupWithDefault, option
 from ronde.cli.script import JsonOption, ReportOption, write_json
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
@@ -21,15 +21,13 @@ training (labels) and after it (predictions), with 95 % intervals.
 
 Examples:
 
-  ronde clarify predictions.parquet --label hired --prediction score --threshold 0.5 --facet sex
-
-  ronde clarify people.csv --label hired --facet sex=F --facet 'age >= 40'    labels only
-
-  ronde clarify … --group department                                    conditional disparity too
-
-  ronde clarify … --require DPPL=0.1 --require DI=0.8:1.25              exit status 1 if beyond
-
-  ronde clarify explain RUN --data test.parquet         why a model says what it says
+```sh
+ronde clarify predictions.parquet --label hired --prediction score --threshold 0.5 --facet sex
+ronde clarify people.csv --label hired --facet sex=F --facet 'age >= 40'    labels only
+ronde clarify … --group department                                    conditional disparity too
+ronde clarify … --require DPPL=0.1 --require DI=0.8:1.25              exit status 1 if beyond
+ronde clarify explain RUN --data test.parquet         why a model says what it says
+```
 
 Exit status: 0 measured, 1 a limit of --require is not kept, 2 an argument cannot be used.
 """
@@ -51,10 +49,8 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     group_of_verbs = typer.Typer(
         cls=GroupWithDefault,
-        help=laid_out(
-            "How are groups treated, and why does a model say what it says?\n" + _EXAMPLES
-        ),
-        rich_markup_mode="rich",
+        help="How are groups treated, and why does a model say what it says?\n" + _EXAMPLES,
+        rich_markup_mode="markdown",
     )
     app.add_typer(group_of_verbs, name="clarify")
 
@@ -82,8 +78,7 @@ def register(app: typer.Typer) -> None:
             float | None, option("--threshold", "A score above it is positive.", metavar="SCORE")
         ] = None,
         group: Annotated[
-            str | None,
-            option("--group", "Column for conditional disparity.", metavar="COLUMN"),
+            str | None, option("--group", "Column for conditional disparity.", metavar="COLUMN")
         ] = None,
         features: Annotated[
             str | None,

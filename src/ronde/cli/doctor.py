@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply, rate
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.script import (
     NOTE_LINES,
     ArgumentsOption,
@@ -40,13 +40,12 @@ writes nothing.
 
 Examples:
 
-  ronde doctor train.py                               one worker per device, about a minute
-
-  ronde doctor --workers 2 --to 64 train.py --lr 0.1  options after the script are its own
-
-  ronde doctor --apply 1,2 train.py                   apply prescriptions 1 and 2, measure again
-
-  ronde doctor --json doctor.json --report report.html -m my.train
+```sh
+ronde doctor train.py                               one worker per device, about a minute
+ronde doctor --workers 2 --to 64 train.py --lr 0.1  options after the script are its own
+ronde doctor --apply 1,2 train.py                   apply prescriptions 1 and 2, measure again
+ronde doctor --json doctor.json --report report.html -m my.train
+```
 
 Exit status: 0 a verdict was given; 1 refused, the machine is too disturbed; 2 the script
 failed or an argument cannot be used; 130 stopped by Ctrl-C.

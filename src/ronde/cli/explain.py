@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.saved_run import answer_of, start_of
 from ronde.cli.script import JsonOption, ReportOption, write_json
 from ronde.cli.show import find_run
@@ -23,13 +23,12 @@ values of each row add up to the model's output minus a base; how exactly is alw
 
 Examples:
 
-  ronde clarify explain run-1 --data test.parquet             Shapley values of 100 rows
-
-  ronde clarify explain run-1 --data test.npz --output 3      of a classifier's fourth score
-
-  ronde clarify explain run-1 --method ig                     integrated gradients, training rows
-
-  ronde clarify explain model.ubj --data test.parquet --method trees    XGBoost, LightGBM
+```sh
+ronde clarify explain run-1 --data test.parquet             Shapley values of 100 rows
+ronde clarify explain run-1 --data test.npz --output 3      of a classifier's fourth score
+ronde clarify explain run-1 --method ig                     integrated gradients, training rows
+ronde clarify explain model.ubj --data test.parquet --method trees    XGBoost, LightGBM
+```
 """
 
 

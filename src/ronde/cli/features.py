@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.options import option
 from ronde.watch import plain_console
 from ronde.watch.whole_file import check_target
 from ronde.world import ArgumentError
@@ -24,30 +25,26 @@ of its event time and its arrival time. Publish the newest values for serving, f
 
 Examples:
 
-  ronde features join features.yaml labels.parquet --at label_time --out train.parquet
-
-  ronde features publish features.yaml --to online.db
-
-  ronde features get online.db clicks --user 17
-
-  ronde features check features.yaml online.db     online = offline, on 1,000 entities a table
+```sh
+ronde features join features.yaml labels.parquet --at label_time --out train.parquet
+ronde features publish features.yaml --to online.db
+ronde features get online.db clicks --user 17
+ronde features check features.yaml online.db     online = offline, on 1,000 entities a table
+```
 """
 
 Spec = Annotated[Path, typer.Argument(metavar="FEATURES.yaml", show_default=False)]
-Engine = Annotated[str, typer.Option("--engine", metavar="duckdb|spark", help="What joins.")]
+Engine = Annotated[str, option("--engine", "What joins.", "duckdb|spark")]
 Master = Annotated[
     str,
-    typer.Option(
-        "--master", help="Of Spark, as spark://HOST:7077 or local[4].", show_default=False
-    ),
+    option("--master", "Of Spark, as spark://HOST:7077 or local[4]."),
 ]
 Memory = Annotated[
     str,
-    typer.Option(
+    option(
         "--memory",
-        metavar="SIZE",
-        help="What DuckDB holds before it spills to disk, as 1.5GB. Default: 80 % of the machine.",
-        show_default=False,
+        "What DuckDB holds before it spills to disk, as 1.5GB. Default: 80 % of the machine.",
+        "SIZE",
     ),
 ]
 
@@ -69,15 +66,8 @@ def register(app: typer.Typer) -> None:
 def _join(
     features: Spec,
     labels: Annotated[Path, typer.Argument(metavar="LABELS", show_default=False)],
-    at: Annotated[
-        str, typer.Option("--at", metavar="COLUMN", help="The labels' time.", show_default=False)
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            "--out", metavar="FILE", help="Parquet; with Spark, a new folder.", show_default=False
-        ),
-    ],
+    at: Annotated[str, option("--at", "The labels' time.", "COLUMN")],
+    out: Annotated[Path, option("--out", "Parquet; with Spark, a new folder.", "FILE")],
     engine: Engine = "duckdb",
     master: Master = "",
     memory: Memory = "",
@@ -122,15 +112,8 @@ def _share(count: int, total: int) -> str:
 
 def _publish(
     features: Spec,
-    to: Annotated[
-        Path, typer.Option("--to", metavar="FILE", help="The SQLite file.", show_default=False)
-    ],
-    at: Annotated[
-        str | None,
-        typer.Option(
-            "--at", metavar="TIME", help="As of this ISO time. Default: now.", show_default=False
-        ),
-    ] = None,
+    to: Annotated[Path, option("--to", "The SQLite file.", "FILE")],
+    at: Annotated[str | None, option("--at", "As of this ISO time. Default: now.", "TIME")] = None,
     engine: Engine = "duckdb",
     master: Master = "",
     memory: Memory = "",
@@ -179,9 +162,7 @@ def _text(value: Any) -> str:
 def _check(
     features: Spec,
     online: Annotated[Path, typer.Argument(metavar="ONLINE.db", show_default=False)],
-    sample: Annotated[
-        int, typer.Option("--sample", min=1, help="How many entities of each table.")
-    ] = 1000,
+    sample: Annotated[int, option("--sample", "How many entities of each table.", min=1)] = 1000,
     engine: Engine = "duckdb",
     master: Master = "",
     memory: Memory = "",

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.watch import check_name, plain_console
 from ronde.world import ArgumentError
 
@@ -21,19 +21,15 @@ inputs and needed steps are as they were is kept. Killed at any moment, the same
 
 Examples:
 
-  ronde flow flow.yaml
-
-  ronde flow --set lr=0.01 flow.yaml       replaces a value under set
-
-  ronde flow --check flow.yaml             look for mistakes, run nothing
-
-  ronde flow --why train flow.yaml         what has changed for a step
-
-  ronde flow --only test flow.yaml         this step alone, on what there is
-
-  ronde flow --from train flow.yaml        this step and all after it, anew
-
-  ronde flow --export airflow flow.yaml    as a DAG; argo, github, sagemaker, …
+```sh
+ronde flow flow.yaml
+ronde flow --set lr=0.01 flow.yaml       replaces a value under set
+ronde flow --check flow.yaml             look for mistakes, run nothing
+ronde flow --why train flow.yaml         what has changed for a step
+ronde flow --only test flow.yaml         this step alone, on what there is
+ronde flow --from train flow.yaml        this step and all after it, anew
+ronde flow --export airflow flow.yaml    as a DAG; argo, github, sagemaker, …
+```
 """
 
 
@@ -51,12 +47,7 @@ def register(app: typer.Typer) -> None:
         ],
         values: Annotated[
             list[str] | None,
-            typer.Option(
-                "--set",
-                metavar="NAME=VALUE",
-                help="Replace a value under set. Repeat it for more.",
-                show_default=False,
-            ),
+            option("--set", "Replace a value under set. Repeat it for more.", "NAME=VALUE"),
         ] = None,
         check: Annotated[bool, option("--check", "Look for mistakes, and run nothing.")] = False,
         why: Annotated[
@@ -71,17 +62,12 @@ def register(app: typer.Typer) -> None:
             option("--export", "Print it as another system's definition.", "airflow|argo|github|…"),
         ] = None,
         image: Annotated[str, option("--image", "With --export: of the containers.", "IMAGE")] = "",
-        parallel: Annotated[
-            int, typer.Option("--parallel", metavar="N", min=1, help="Steps at once, at most.")
-        ] = 4,
+        parallel: Annotated[int, option("--parallel", "Steps at once, at most.", "N", min=1)] = 4,
         name: Annotated[
             str | None, option("--name", "Name of its folder. Default: the file's.", "NAME")
         ] = None,
         runs: Annotated[
-            Path,
-            typer.Option(
-                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
-            ),
+            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
         ] = Path("runs"),
         as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False,
     ) -> None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from ronde.cli.options import option
 from ronde.cli.show import find_run
 from ronde.watch import RunDir
 from ronde.world import ArgumentError, CheckpointError
@@ -18,12 +17,10 @@ __all__ = ["FromOption", "Origin", "find_origin"]
 
 FromOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--from",
-        metavar="RUN[@STEP]",
-        help="Begin a new run with a checkpoint of another one: its newest whole one, or that of "
-        "STEP.",
-        show_default=False,
+        "Begin a new run with a checkpoint of another one: its newest whole one, or that of STEP.",
+        "RUN[@STEP]",
     ),
 ]
 

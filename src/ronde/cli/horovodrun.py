@@ -17,9 +17,10 @@ __all__ = ["register", "translate"]
 _EXAMPLES = """
 Examples:
 
-  ronde horovodrun -np 4 python train.py            on this machine
-
-  ronde horovodrun -np 8 -H a:4,b:4 python train.py  on two, over ssh
+```sh
+ronde horovodrun -np 4 python train.py            on this machine
+ronde horovodrun -np 8 -H a:4,b:4 python train.py  on two, over ssh
+```
 """
 
 _LOCAL = ("localhost", "127.0.0.1")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
+from ronde.cli.options import option
 from ronde.world import ArgumentError
 
 __all__ = [
@@ -32,90 +31,78 @@ _PANEL = "Several hosts"
 
 HostsOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--hosts",
-        metavar="a:8,b:8",
-        help="Run on these hosts over ssh, with so many workers each; without a number, one per "
+        "Run on these hosts over ssh, with so many workers each; without a number, one per "
         "device. The first one holds rank 0.",
-        show_default=False,
+        "a:8,b:8",
         rich_help_panel=_PANEL,
     ),
 ]
 HostfileOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
         "--hostfile",
-        metavar="FILE",
-        help="The same from a file with a line 'host slots=8' for each.",
-        show_default=False,
+        "The same from a file with a line 'host slots=8' for each.",
+        "FILE",
         rich_help_panel=_PANEL,
     ),
 ]
 SshConfigOption = Annotated[
     Path | None,
-    typer.Option(
-        "--ssh-config",
-        metavar="FILE",
-        help="A configuration of ssh in place of yours.",
-        show_default=False,
-        rich_help_panel=_PANEL,
+    option(
+        "--ssh-config", "A configuration of ssh in place of yours.", "FILE", rich_help_panel=_PANEL
     ),
 ]
 SlurmOption = Annotated[
     bool,
-    typer.Option(
+    option(
         "--slurm",
-        help="Inside sbatch or salloc: on all nodes of the allocation, over srun.",
+        "Inside sbatch or salloc: on all nodes of the allocation, over srun.",
         rich_help_panel=_PANEL,
     ),
 ]
 MpiOption = Annotated[
     bool,
-    typer.Option(
-        "--mpi",
-        help="Reach --hosts through the mpirun at hand, not over ssh.",
-        rich_help_panel=_PANEL,
+    option(
+        "--mpi", "Reach --hosts through the mpirun at hand, not over ssh.", rich_help_panel=_PANEL
     ),
 ]
 RayOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--ray",
-        metavar="[ADDRESS]",
-        help="On a Ray cluster: HOST:PORT, ray://HOST:PORT, local for one of its own. Without a "
+        "On a Ray cluster: HOST:PORT, ray://HOST:PORT, local for one of its own. Without a "
         "value: the cluster that this machine is in, or one of its own.",
-        show_default=False,
+        "[ADDRESS]",
         rich_help_panel=_PANEL,
     ),
 ]
 SparkOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--spark",
-        metavar="[MASTER]",
-        help="On a Spark cluster, in barrier mode: spark://HOST:7077, yarn, … Without a value: "
+        "On a Spark cluster, in barrier mode: spark://HOST:7077, yarn, … Without a value: "
         "Spark's own configuration, or this machine.",
-        show_default=False,
+        "[MASTER]",
         rich_help_panel=_PANEL,
     ),
 ]
 EnvOption = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
         "--env",
-        metavar="NAME",
-        help="Pass this environment variable to the other hosts too. Repeat it for more.",
-        show_default=False,
+        "Pass this environment variable to the other hosts too. Repeat it for more.",
+        "NAME",
         rich_help_panel=_PANEL,
     ),
 ]
 PythonOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--python",
-        metavar="PATH",
-        help="Python on the hosts. Default: the path of this one.",
-        show_default=False,
+        "Python on the hosts. Default: the path of this one.",
+        "PATH",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -123,10 +110,10 @@ PythonOption = Annotated[
 
 OutputOption = Annotated[
     str,
-    typer.Option(
+    option(
         "--output",
-        metavar="main|all",
-        help="Whose output to show: rank 0's, or all ranks', each line with its rank.",
+        "Whose output to show: rank 0's, or all ranks', each line with its rank.",
+        "main|all",
     ),
 ]
 
@@ -203,9 +190,9 @@ class HostOptions:
             ("--env", self.env and not given),
             ("--python", self.python and not given),
         )
-        for option, wrong in others:
+        for flag, wrong in others:
             if wrong:
-                raise ArgumentError(f"{option} is for other hosts: name them with --hosts.")
+                raise ArgumentError(f"{flag} is for other hosts: name them with --hosts.")
         if not given:
             return None
         passed = environment_for(self.env or [])

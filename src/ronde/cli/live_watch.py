@@ -9,8 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from ronde.cli.options import option
 from ronde.watch import Alert, Record, RunDir
 from ronde.world import ArgumentError
 
@@ -23,22 +22,20 @@ _LOOK_SECONDS = 2.0
 
 WatchOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--watch",
-        metavar="[P]",
-        help="Measure gradients, updates, and activations every P steps, and judge the run by "
+        "Measure gradients, updates, and activations every P steps, and judge the run by "
         "rules while it trains. Without P, so seldom that it costs half a percent of the time.",
-        show_default=False,
+        "[P]",
     ),
 ]
 StopOnOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--stop-on",
-        metavar="RULES",
-        help="With --watch, which this implies: save and end with status 3 when one of these "
+        "With --watch, which this implies: save and end with status 3 when one of these "
         "rules fires: nan,diverging, or all.",
-        show_default=False,
+        "RULES",
     ),
 ]
 

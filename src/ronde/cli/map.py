@@ -23,6 +23,7 @@ from ronde.cli.fork import find_origin
 from ronde.cli.hosts import HostOptions
 from ronde.cli.leaving import parse_duration
 from ronde.cli.map_container import folder_of_host, items_of_host
+from ronde.cli.options import option
 from ronde.cli.script import IN_MAP, WorkersOption, command_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
@@ -42,17 +43,14 @@ between. --resume goes on, also from other machines at the same time.
 
 Examples:
 
-  ronde map --items 'data/*.tar' --out scores score.py          one chunk after the other
-
-  ronde map --items lines:reviews.txt --workers 8 --out labels label.py
-
-  ronde map --items rows:table.parquet --limit 10m --tolerate 1% --out out score.py
-
-  ronde map --items 'images/*.jpg' --model digits --out labels label.py
-
-  ronde map --items 'configs/*.yaml' --out out -- python simulate.py {}
-
-  ronde map --resume scores                                     after anything
+```sh
+ronde map --items 'data/*.tar' --out scores score.py          one chunk after the other
+ronde map --items lines:reviews.txt --workers 8 --out labels label.py
+ronde map --items rows:table.parquet --limit 10m --tolerate 1% --out out score.py
+ronde map --items 'images/*.jpg' --model digits --out labels label.py
+ronde map --items 'configs/*.yaml' --out out -- python simulate.py {}
+ronde map --resume scores                                     after anything
+```
 """
 
 _RESTARTS = 1000
@@ -73,74 +71,50 @@ class Options(HostOptions):
     ] = None
     items: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--items",
-            metavar="ITEMS",
-            help="'data/*.tar', lines:FILE, rows:FILE.parquet, or @FILE with a name a line.",
-            show_default=False,
+            "'data/*.tar', lines:FILE, rows:FILE.parquet, or @FILE with a name a line.",
+            "ITEMS",
         ),
     ] = None
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out",
-            metavar="DIR",
-            help="Folder for the outputs; all hosts must see it.",
-            show_default=False,
-        ),
+        Path | None, option("--out", "Folder for the outputs; all hosts must see it.", "DIR")
     ] = None
     resume: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume", metavar="DIR", help="Go on with the map in this folder.", show_default=False
-        ),
+        Path | None, option("--resume", "Go on with the map in this folder.", "DIR")
     ] = None
     model: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--model",
-            metavar="RUN[@STEP]",
-            help="Give the script a run's trained weights, as ronde.weights(…); a command, their "
+            "Give the script a run's trained weights, as ronde.weights(…); a command, their "
             "file for {model}.",
-            show_default=False,
+            "RUN[@STEP]",
         ),
     ] = None
     chunk: Annotated[
         str,
-        typer.Option(
+        option(
             "--chunk",
-            metavar="auto|N|SIZE",
-            help="Items done together: so many, or so many bytes, as 64MB. auto cuts them by "
+            "Items done together: so many, or so many bytes, as 64MB. auto cuts them by "
             "bytes, and again where one takes longer than a minute.",
+            "auto|N|SIZE",
         ),
     ] = "auto"
-    retries: Annotated[
-        int, typer.Option("--retries", metavar="K", min=0, help="Try a failed item K times again.")
-    ] = 2
+    retries: Annotated[int, option("--retries", "Try a failed item K times again.", "K", min=0)] = 2
     limit: Annotated[
         str | None,
-        typer.Option(
-            "--limit",
-            metavar="TIME",
-            help="Kill the process of an item that takes longer, as 90s or 10m.",
-            show_default=False,
-        ),
+        option("--limit", "Kill the process of an item that takes longer, as 90s or 10m.", "TIME"),
     ] = None
     tolerate: Annotated[
         str | None,
-        typer.Option(
-            "--tolerate",
-            metavar="N|P%",
-            help="End the map when more items fail. Default: do all others.",
-            show_default=False,
-        ),
+        option("--tolerate", "End the map when more items fail. Default: do all others.", "N|P%"),
     ] = None
     joined: Annotated[
-        bool,
-        typer.Option("--join/--no-join", help="Join the outputs at the end, or leave the chunks'."),
+        bool, option("--join/--no-join", "Join the outputs at the end, or leave the chunks'.")
     ] = True
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")] = False
+    as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False
+    quiet: Annotated[bool, option("--quiet -q", "No progress, no summary.")] = False
     workers: WorkersOption = "auto"
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.recipe import (
     Recipe,
     built_in,
@@ -32,15 +32,13 @@ script's own arguments. Nothing is downloaded.
 
 Examples:
 
-  ronde new                                          list the recipes
-
-  ronde new linear --help                            what it takes
-
-  ronde new finetune-text reviews --data reviews.csv --model ./bert-small
-
-  ronde new --from ../our-recipes churn              a catalogue of your own
-
-  ronde new --test our-recipes/churn --prove         test one on two workers
+```sh
+ronde new                                          list the recipes
+ronde new linear --help                            what it takes
+ronde new finetune-text reviews --data reviews.csv --model ./bert-small
+ronde new --from ../our-recipes churn              a catalogue of your own
+ronde new --test our-recipes/churn --prove         test one on two workers
+```
 """
 _README = """# {name}
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.plan import parse_bytes
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
@@ -24,13 +24,12 @@ again: it resumes with the shard it was writing.
 
 Examples:
 
-  ronde pack photos/train packed/train               labels are the folder names
-
-  ronde pack --labels labels.csv --suffixes jpg,png photos packed
-
-  ronde pack --shard-size 1GiB photos/train packed/train
-
-  ronde pack --verify packed/train                   compare every byte with its checksum
+```sh
+ronde pack photos/train packed/train               labels are the folder names
+ronde pack --labels labels.csv --suffixes jpg,png photos packed
+ronde pack --shard-size 1GiB photos/train packed/train
+ronde pack --verify packed/train                   compare every byte with its checksum
+```
 """
 
 
@@ -59,7 +58,7 @@ def register(app: typer.Typer) -> None:
                 show_default=False,
             ),
         ] = None,
-        kind: Annotated[str, typer.Option("--format", hidden=True)] = "tar",
+        kind: Annotated[str, option("--format", "", hidden=True)] = "tar",
         shard_size: Annotated[
             str, option("--shard-size", "Largest size of a shard.", "SIZE")
         ] = "256MiB",

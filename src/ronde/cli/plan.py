@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.script import (
     ArgumentsOption,
     JsonOption,
@@ -35,19 +35,15 @@ and when the answer would flip.
 
 Examples:
 
-  ronde plan train.py                              as many devices as this machine has
-
-  ronde plan --devices 8 --memory 32GiB train.py --lr 0.1
-
-  ronde plan --device H100 --devices 64 train.py   devices that are not here: an estimate
-
-  ronde plan --device H100 --devices 64 --network 100Gbit train.py
-
-  ronde plan --cluster cluster.yaml train.py       a file from 'ronde bench cluster'
-
-  ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
-
-  ronde plan --json plan.json --svg schedule.svg -m my.train
+```sh
+ronde plan train.py                              as many devices as this machine has
+ronde plan --devices 8 --memory 32GiB train.py --lr 0.1
+ronde plan --device H100 --devices 64 train.py   devices that are not here: an estimate
+ronde plan --device H100 --devices 64 --network 100Gbit train.py
+ronde plan --cluster cluster.yaml train.py       a file from 'ronde bench cluster'
+ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
+ronde plan --json plan.json --svg schedule.svg -m my.train
+```
 """
 
 

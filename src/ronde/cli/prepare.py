@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
@@ -20,11 +20,11 @@ applied as it is, never fitted again.
 
 Examples:
 
-  ronde prepare prepare.yaml 'train/*.parquet' --out prepared
-
-  ronde prepare prepared/_recipe.json test.parquet --out prepared_test
-
-  ronde prepare prepare.yaml s3a://lake/train --engine spark --master yarn --out s3a://lake/out
+```sh
+ronde prepare prepare.yaml 'train/*.parquet' --out prepared
+ronde prepare prepared/_recipe.json test.parquet --out prepared_test
+ronde prepare prepare.yaml s3a://lake/train --engine spark --master yarn --out s3a://lake/out
+```
 """
 
 
@@ -59,10 +59,7 @@ def register(app: typer.Typer) -> None:
             str | None, option("--master", "Of Spark, such as local[4] or yarn.", "URL")
         ] = None,
         threads: Annotated[
-            int | None,
-            typer.Option(
-                "--threads", min=1, metavar="N", help="Of DuckDB. Default: all usable cores."
-            ),
+            int | None, option("--threads", "Of DuckDB. Default: all usable cores.", "N", min=1)
         ] = None,
         report: Annotated[
             Path | None,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.script import (
     ArgumentsOption,
     JsonOption,
@@ -40,13 +40,12 @@ weights, scheduler, buffers, evaluation.
 
 Examples:
 
-  ronde prove train.py                                   2 and 3 workers, the script's plan
-
-  ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can run
-
-  ronde prove --plans replicate,shard=parameters --steps 20 train.py
-
-  ronde prove --json verdict.json -m my.train            a module; the answer as JSON too
+```sh
+ronde prove train.py                                   2 and 3 workers, the script's plan
+ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can run
+ronde prove --plans replicate,shard=parameters --steps 20 train.py
+ronde prove --json verdict.json -m my.train            a module; the answer as JSON too
+```
 
 Exit status: 0 equal, 1 differs, 2 cannot be proved or an argument cannot be used.
 """
@@ -89,10 +88,10 @@ def register(app: typer.Typer) -> None:
         file: JsonOption = None,
         runs: Annotated[
             Path,
-            typer.Option(
+            option(
                 "--runs",
-                metavar="DIR",
-                help="Folder of runs, where the proof is kept; none keeps nothing.",
+                "Folder of runs, where the proof is kept; none keeps nothing.",
+                "DIR",
                 envvar="RONDE_RUNS",
             ),
         ] = Path("runs"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from ronde.cli.options import option
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
@@ -15,22 +14,20 @@ __all__ = ["ReducerOption", "ServersOption", "check_reducer", "servers_of"]
 
 ReducerOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--reducer",
-        metavar="NAME",
-        help="How to average gradients: ring, hierarchical, servers, auto, bf16, topk:0.01, … "
+        "How to average gradients: ring, hierarchical, servers, auto, bf16, topk:0.01, … "
         "Overrides the plan's.",
-        show_default=False,
+        "NAME",
     ),
 ]
 ServersOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--servers",
-        metavar="N|a,b",
-        help="Start servers that sum gradients: N on this machine, or one on each of these hosts. "
+        "Start servers that sum gradients: N on this machine, or one on each of these hosts. "
         "Implies --reducer servers.",
-        show_default=False,
+        "N|a,b",
     ),
 ]
 

@@ -21,6 +21,7 @@ from ronde.cli.fork import FromOption, Origin, find_origin
 from ronde.cli.hosts import Gathered, HostOptions, OutputOption, Places, gathered
 from ronde.cli.leaving import Limit, check_until, parse_duration, requeue
 from ronde.cli.live_watch import LiveWatch, StopOnOption, WatchOption, check_watch
+from ronde.cli.options import option
 from ronde.cli.prove import proofs_before_run
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
 from ronde.cli.script import (
@@ -65,25 +66,18 @@ __all__ = ["register"]
 _EXAMPLES = """
 Examples:
 
-  ronde run train.py                            one worker per GPU, or per core
-
-  ronde run --workers 2 train.py --lr 0.1       options after the script are its own
-
-  ronde run --workers 4 --name big -m my.train  a module, under a name
-
-  ronde run --resume --name big -m my.train     resume, on any number of workers
-
-  ronde run --prove --workers 8 train.py        first prove that it is the same training
-
-  ronde run --feed none train.py                ignore train.feed.yaml
-
-  ronde run --hosts gpu1:8,gpu2:8 train.py      on two machines, over ssh
-
-  ronde run --ray --workers 8 train.py          on a Ray cluster
-
-  ronde run --reducer hierarchical train.py     average gradients inside nodes first
-
-  ronde run --upload s3://bucket/runs train.py  keep the checkpoints there, too
+```sh
+ronde run train.py                            one worker per GPU, or per core
+ronde run --workers 2 train.py --lr 0.1       options after the script are its own
+ronde run --workers 4 --name big -m my.train  a module, under a name
+ronde run --resume --name big -m my.train     resume, on any number of workers
+ronde run --prove --workers 8 train.py        first prove that it is the same training
+ronde run --feed none train.py                ignore train.feed.yaml
+ronde run --hosts gpu1:8,gpu2:8 train.py      on two machines, over ssh
+ronde run --ray --workers 8 train.py          on a Ray cluster
+ronde run --reducer hierarchical train.py     average gradients inside nodes first
+ronde run --upload s3://bucket/runs train.py  keep the checkpoints there, too
+```
 """
 
 _HANG_SECONDS = 600.0, 60.0  # with restarts, which lose little
@@ -101,30 +95,23 @@ class Options(HostOptions):
     workers: WorkersOption = "auto"
     module: ModuleOption = None
     name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            help="Name of the run. Default: the script's, numbered.",
-            show_default=False,
-        ),
+        str | None, option("--name", "Name of the run. Default: the script's, numbered.")
     ] = None
     resume: Annotated[
         bool,
-        typer.Option(
+        option(
             "--resume",
-            help="Continue from the newest complete checkpoint of --name, or of this script's "
-            "last run.",
+            "Continue from the newest complete checkpoint of --name, or of this script's last run.",
         ),
     ] = False
     origin: FromOption = None
     plan: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--plan",
-            metavar="PLAN",
-            help="How to split the work: replicate, shard, pipeline=2,shard=optimizer, …, a "
+            "How to split the work: replicate, shard, pipeline=2,shard=optimizer, …, a "
             "plan file, or auto.",
-            show_default=False,
+            "PLAN",
         ),
     ] = None
     reducer: ReducerOption = None
@@ -132,133 +119,116 @@ class Options(HostOptions):
     feed: FeedOption = None
     runs: Annotated[
         Path,
-        typer.Option(
-            "--runs",
-            metavar="DIR",
-            help="Folder that holds the runs; none keeps nothing.",
-            envvar="RONDE_RUNS",
+        option(
+            "--runs", "Folder that holds the runs; none keeps nothing.", "DIR", envvar="RONDE_RUNS"
         ),
     ] = Path("runs")
     baseline: Annotated[
         bool,
-        typer.Option(
-            "--baseline",
-            help="Measure one worker afterwards, for some seconds, to compare with.",
-        ),
+        option("--baseline", "Measure one worker afterwards, for some seconds, to compare with."),
     ] = False
     hang_timeout: Annotated[
         float | None,
-        typer.Option(
+        option(
             "--hang-timeout",
-            metavar="SECONDS",
-            min=0.0,
-            help="End the run when a worker gives no sign of life for so long; which and where "
+            "End the run when a worker gives no sign of life for so long; which and where "
             "is said after 10 s. 0 does neither. Default: 600, with --restarts 60.",
-            show_default=False,
+            "SECONDS",
+            min=0.0,
         ),
     ] = None
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="The same as --to tensorboard.")
-    ] = False
+    tensorboard: Annotated[bool, option("--tensorboard", "The same as --to tensorboard.")] = False
     to: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--to",
-            metavar="TRACKER",
-            help="Send the record to a tracker while the run goes on: tensorboard, wandb, "
+            "Send the record to a tracker while the run goes on: tensorboard, wandb, "
             "mlflow:URL, prometheus:PORT. Several times for several.",
-            show_default=False,
+            "TRACKER",
         ),
     ] = None
     restarts: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--restarts",
-            metavar="K",
-            min=0,
-            help="Start the workers again after a failure, at most K times; each time they go "
+            "Start the workers again after a failure, at most K times; each time they go "
             "on from the newest checkpoint.",
-            show_default=False,
+            "K",
+            min=0,
         ),
     ] = None
     min_workers: Annotated[
         int | None,
-        typer.Option(
+        option(
             "--min-workers",
-            metavar="M",
-            min=1,
-            help="With --restarts, on several hosts: go on with M workers or more while hosts "
+            "With --restarts, on several hosts: go on with M workers or more while hosts "
             "are lost. Default: with any number.",
-            show_default=False,
+            "M",
+            min=1,
         ),
     ] = None
     time_limit: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--time-limit",
-            metavar="TIME",
-            help="Save and leave after this time, as 27d, 20h, or 90m, with status 75. Slurm "
+            "Save and leave after this time, as 27d, 20h, or 90m, with status 75. Slurm "
             "starts a job again that it may requeue.",
-            show_default=False,
+            "TIME",
         ),
     ] = None
     until: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--until",
-            metavar="SAMPLES[@evaluate]",
-            help="Train so many samples, as 50000 or 50k, save, and leave with status 75. With "
+            "Train so many samples, as 50000 or 50k, save, and leave with status 75. With "
             "@evaluate, at the first evaluation from there on. --resume goes on.",
-            show_default=False,
+            "SAMPLES[@evaluate]",
         ),
     ] = None
     watch: WatchOption = None
     stop_on: StopOnOption = None
     spares: Annotated[
         bool,
-        typer.Option(
+        option(
             "--spares/--no-spares",
-            help="Fork several workers, and with --restarts each one, of one process that has "
+            "Fork several workers, and with --restarts each one, of one process that has "
             "imported torch; or start an interpreter for each.",
         ),
     ] = True
     prove: Annotated[
         bool,
-        typer.Option(
+        option(
             "--prove",
-            help="First prove that the script is the same training on several workers as on "
+            "First prove that the script is the same training on several workers as on "
             "one, at the smallest size of the plan; end with the difference if it is not.",
         ),
     ] = False
     upload: UploadOption = None
     horovod: Annotated[
         bool,
-        typer.Option(
-            "--horovod",
-            help="The script uses Horovod: let 'import horovod.torch' find Ronde's bridge.",
+        option(
+            "--horovod", "The script uses Horovod: let 'import horovod.torch' find Ronde's bridge."
         ),
     ] = False
     tensorflow: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--tensorflow",
-            metavar="[ps=N]",
-            help="The script uses TensorFlow: give each worker its TF_CONFIG. With ps=N, rank 0 "
+            "The script uses TensorFlow: give each worker its TF_CONFIG. With ps=N, rank 0 "
             "is the chief and the last N ranks are parameter servers.",
-            show_default=False,
+            "[ps=N]",
         ),
     ] = None
     mpi_world: Annotated[
         bool,
-        typer.Option(
+        option(
             "--mpi-world",
-            help="Start each worker as a process of one MPI world, for scripts that use mpi4py.",
+            "Start each worker as a process of one MPI world, for scripts that use mpi4py.",
         ),
     ] = False
     output: OutputOption = "main"
     quiet: Annotated[
-        bool,
-        typer.Option("--quiet", "-q", help="No progress and no summary. Warnings are still shown."),
+        bool, option("--quiet -q", "No progress and no summary. Warnings are still shown.")
     ] = False
 
 
@@ -501,10 +471,10 @@ def _check_mpi_world(options: Options, box: Container | None) -> None:
     Raises:
         ArgumentError: which.
     """
-    for option, given in (("--ray", options.ray), ("--spark", options.spark)):
+    for flag, given in (("--ray", options.ray), ("--spark", options.spark)):
         if given:
             raise ArgumentError(
-                f"--mpi-world is not for {option}, whose workers mpirun does not start. Name the "
+                f"--mpi-world is not for {flag}, whose workers mpirun does not start. Name the "
                 "hosts with --hosts, or use --slurm."
             )
     if box is not None and len(box.hosts) > 1 and box.port:

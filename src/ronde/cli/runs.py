@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ronde.cli.compare import compare
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.watch import RunDir, clock, figure, plain_console, summarise
 from ronde.world import ArgumentError
 
@@ -34,10 +34,7 @@ def register(app: typer.Typer) -> None:
     )
     def runs(
         folder: Annotated[
-            Path,
-            typer.Option(
-                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
-            ),
+            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
         ] = Path("runs"),
         names: Annotated[
             list[str] | None,

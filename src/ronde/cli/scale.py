@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.script import (
     NOTE_LINES,
     ArgumentsOption,
@@ -37,15 +37,13 @@ ronde.distribute. There its steps are timed twice: on real batches that are reus
 
 Examples:
 
-  ronde scale train.py                                   1, 2, 4, … up to this machine's devices
-
-  ronde scale --workers 1,2,4 --to 64 train.py --lr 0.1  options after the script are its own
-
-  ronde scale --workers 1,2,4 --cost 3.2 train.py        3.2 per device-hour, in any currency
-
-  ronde scale --batch grow train.py                      keep the batch per worker constant
-
-  ronde scale --json scale.json --report scale.html -m my.train
+```sh
+ronde scale train.py                                   1, 2, 4, … up to this machine's devices
+ronde scale --workers 1,2,4 --to 64 train.py --lr 0.1  options after the script are its own
+ronde scale --workers 1,2,4 --cost 3.2 train.py        3.2 per device-hour, in any currency
+ronde scale --batch grow train.py                      keep the batch per worker constant
+ronde scale --json scale.json --report scale.html -m my.train
+```
 
 Exit status: 0 measured, 2 the script failed or an argument cannot be used, 130 stopped by
 Ctrl-C.

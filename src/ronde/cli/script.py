@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import own_options
+from ronde.cli.options import option, own_options
 from ronde.watch.whole_file import check_target, write_whole
 from ronde.world import ArgumentError, RondeError
 
@@ -51,44 +51,36 @@ ArgumentsOption = Annotated[
 ]
 ModuleOption = Annotated[
     str | None,
-    typer.Option(
-        "-m", metavar="MODULE", help="Run a module instead of a script.", show_default=False
-    ),
+    option("-m", "Run a module instead of a script.", "MODULE"),
 ]
 IN_MAP = "RONDE_MAP"
 """Variable that ``ronde map`` sets for the ``ronde run`` that starts its workers."""
 
 NOTE_LINES = 3  # of caveats on a screen; the rest with --verbose, and always in the JSON
 
-VerboseOption = Annotated[
-    bool, typer.Option("--verbose", help="Show every note, not only the first three.")
-]
+VerboseOption = Annotated[bool, option("--verbose", "Show every note, not only the first three.")]
 WorkersOption = Annotated[
     str,
-    typer.Option(
-        "--workers",
-        "-n",
-        metavar="N|auto",
-        help="How many. auto: one per GPU, or per usable core (at most 8).",
+    option(
+        "--workers -n", "How many. auto: one per GPU, or per usable core (at most 8).", "N|auto"
     ),
 ]
 FeedOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--feed",
-        metavar="FILE|none",
-        help="Settings file for loading samples. Default: train.feed.yaml next to train.py, "
+        "Settings file for loading samples. Default: train.feed.yaml next to train.py, "
         "if it exists.",
-        show_default=False,
+        "FILE|none",
     ),
 ]
 JsonOption = Annotated[
     Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the answer as JSON.", show_default=False),
+    option("--json", "Write the answer as JSON.", "FILE"),
 ]
 ReportOption = Annotated[
     Path | None,
-    typer.Option("--report", metavar="FILE", help="Write an HTML report.", show_default=False),
+    option("--report", "Write an HTML report.", "FILE"),
 ]
 
 
@@ -230,13 +222,13 @@ def check_folders(**files: Path | None) -> None:
         ArgumentError: a file's folder is not there, cannot be written to, or the file is a folder
             itself; a pipe has no writing end.
     """
-    for option, path in files.items():
+    for name, path in files.items():
         if path is None:
             continue
         try:
             check_target(path)
         except ArgumentError as error:
-            raise ArgumentError(f"--{option} {error}") from None
+            raise ArgumentError(f"--{name} {error}") from None
 
 
 def write_json(file: Path, values: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import GroupWithDefault, laid_out, option
+from ronde.cli.options import GroupWithDefault, option
 from ronde.cli.saved_run import answer_of, start_of
 from ronde.cli.script import JsonOption, write_json
 from ronde.cli.show import find_run
@@ -21,17 +21,14 @@ it is further away than eight times the model's own rounding.
 
 Examples:
 
-  ronde ship gpt-1 --out bundle                              ONNX, checked on training samples
-
-  ronde ship gpt-1 --check test.npz --int8 --max-drop 0.5 --sign key.pem --out bundle
-
-  ronde ship gpt-1 --to torch --out bundle                   or --to safetensors
-
-  ronde ship key key.pem public.pem
-
-  ronde ship verify bundle --key public.pem                  no torch needed
-
-  ronde ship run bundle --port 8080
+```sh
+ronde ship gpt-1 --out bundle                              ONNX, checked on training samples
+ronde ship gpt-1 --check test.npz --int8 --max-drop 0.5 --sign key.pem --out bundle
+ronde ship gpt-1 --to torch --out bundle                   or --to safetensors
+ronde ship key key.pem public.pem
+ronde ship verify bundle --key public.pem                  no torch needed
+ronde ship run bundle --port 8080
+```
 
 Exit status: 0 shipped, 1 refused because the export is wrong, 2 an argument cannot be used.
 """
@@ -46,8 +43,8 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     group = typer.Typer(
         cls=GroupWithDefault,
-        help=laid_out("Export a run's model, verify it, and serve it.\n" + _EXAMPLES),
-        rich_markup_mode="rich",
+        help="Export a run's model, verify it, and serve it.\n" + _EXAMPLES,
+        rich_markup_mode="markdown",
     )
     app.add_typer(group, name="ship")
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.summary import print_summary
 from ronde.watch import (
     Evaluated,
@@ -84,10 +84,7 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         folder: Annotated[
-            Path,
-            typer.Option(
-                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
-            ),
+            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
         ] = Path("runs"),
         series: Annotated[
             str | None,

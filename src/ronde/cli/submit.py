@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ronde.cli.options import option
 from ronde.cli.script import ArgumentsOption, ModuleOption, command_of
 from ronde.watch import check_name, script_stem
 from ronde.world import ArgumentError
@@ -16,15 +17,13 @@ __all__ = ["register"]
 _EXAMPLES = """
 Examples:
 
-  ronde submit --nodes 4 --gpus 4 --time 20:00:00 train.py --lr 0.1     submit, and follow
-
-  ronde submit --preset jean-zay-a100 --account abc@a100 --nodes 2 train.py
-
-  ronde submit --nodes 1 --gpus 1 --array 0-9 sweep.py     ten runs; SLURM_ARRAY_TASK_ID differs
-
-  ronde submit --nodes 4 --gpus 4 --dry-run train.py       print the batch script
-
-  ronde submit --kubernetes --image me/train --nodes 4 --gpus 4 --dry-run train.py     a manifest
+```sh
+ronde submit --nodes 4 --gpus 4 --time 20:00:00 train.py --lr 0.1     submit, and follow
+ronde submit --preset jean-zay-a100 --account abc@a100 --nodes 2 train.py
+ronde submit --nodes 1 --gpus 1 --array 0-9 sweep.py     ten runs; SLURM_ARRAY_TASK_ID differs
+ronde submit --nodes 4 --gpus 4 --dry-run train.py       print the batch script
+ronde submit --kubernetes --image me/train --nodes 4 --gpus 4 --dry-run train.py     a manifest
+```
 """
 
 
@@ -44,112 +43,70 @@ def register(app: typer.Typer) -> None:
     def submit(
         arguments: ArgumentsOption = None,
         module: ModuleOption = None,
-        nodes: Annotated[int, typer.Option("--nodes", "-N", min=1, help="How many nodes.")] = 1,
+        nodes: Annotated[int, option("--nodes -N", "How many nodes.", min=1)] = 1,
         gpus: Annotated[
-            int | None,
-            typer.Option("--gpus", min=1, help="GPUs per node, a worker each.", show_default=False),
+            int | None, option("--gpus", "GPUs per node, a worker each.", min=1)
         ] = None,
         tasks: Annotated[
-            int | None,
-            typer.Option(
-                "--tasks", min=1, help="Workers per node. Default: one per GPU.", show_default=False
-            ),
+            int | None, option("--tasks", "Workers per node. Default: one per GPU.", min=1)
         ] = None,
-        cores: Annotated[
-            int | None,
-            typer.Option("--cores", min=1, help="Cores per worker.", show_default=False),
-        ] = None,
+        cores: Annotated[int | None, option("--cores", "Cores per worker.", min=1)] = None,
         limit: Annotated[
-            str | None,
-            typer.Option(
-                "--time",
-                metavar="LIMIT",
-                help="Time limit: 20:00:00, 2-12:00:00, or minutes.",
-                show_default=False,
-            ),
+            str | None, option("--time", "Time limit: 20:00:00, 2-12:00:00, or minutes.", "LIMIT")
         ] = None,
-        partition: Annotated[
-            str | None, typer.Option("--partition", "-p", help="Partition.", show_default=False)
-        ] = None,
-        account: Annotated[
-            str | None,
-            typer.Option("--account", "-A", help="Account that pays.", show_default=False),
-        ] = None,
+        partition: Annotated[str | None, option("--partition -p", "Partition.")] = None,
+        account: Annotated[str | None, option("--account -A", "Account that pays.")] = None,
         preset: Annotated[
             str | None,
-            typer.Option(
-                "--preset",
-                metavar="CLUSTER",
-                help="What a known cluster needs; 'list' shows them.",
-                show_default=False,
-            ),
+            option("--preset", "What a known cluster needs; 'list' shows them.", "CLUSTER"),
         ] = None,
         name: Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--name",
-                help="Name of the job and its run, with the job's number. Default: the script's.",
-                show_default=False,
+                "Name of the job and its run, with the job's number. Default: the script's.",
             ),
         ] = None,
-        plan: Annotated[
-            str | None,
-            typer.Option("--plan", metavar="PLAN", help="As in ronde run.", show_default=False),
-        ] = None,
+        plan: Annotated[str | None, option("--plan", "As in ronde run.", "PLAN")] = None,
         array: Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--array",
-                metavar="PLACES",
-                help="Many runs, as 0-9; each reads its place in SLURM_ARRAY_TASK_ID.",
-                show_default=False,
+                "Many runs, as 0-9; each reads its place in SLURM_ARRAY_TASK_ID.",
+                "PLACES",
             ),
         ] = None,
         requeue: Annotated[
-            bool,
-            typer.Option("--requeue", help="Let the job start again; it resumes the run."),
+            bool, option("--requeue", "Let the job start again; it resumes the run.")
         ] = False,
         sbatch: Annotated[
             list[str] | None,
-            typer.Option(
-                "--sbatch",
-                metavar="--OPTION=VALUE",
-                help="A further option of sbatch. Repeat it for more.",
-                show_default=False,
-            ),
+            option("--sbatch", "A further option of sbatch. Repeat it for more.", "--OPTION=VALUE"),
         ] = None,
         kubernetes: Annotated[
             str | None,
-            typer.Option(
+            option(
                 "--kubernetes",
-                metavar="[KIND]",
-                help="Write a manifest, with --dry-run: pytorchjob, trainjob, or jobset.",
-                show_default=False,
+                "Write a manifest, with --dry-run: pytorchjob, trainjob, or jobset.",
+                "[KIND]",
             ),
         ] = None,
         image: Annotated[
-            str | None,
-            typer.Option(
-                "--image",
-                help="Image of the pods, with Ronde and the script.",
-                show_default=False,
-            ),
+            str | None, option("--image", "Image of the pods, with Ronde and the script.")
         ] = None,
         volume: Annotated[
             list[str] | None,
-            typer.Option(
+            option(
                 "--volume",
-                metavar="CLAIM:/PATH",
-                help="A volume of the pods. The first one keeps the runs. Repeat it for more.",
-                show_default=False,
+                "A volume of the pods. The first one keeps the runs. Repeat it for more.",
+                "CLAIM:/PATH",
             ),
         ] = None,
         dry_run: Annotated[
-            bool, typer.Option("--dry-run", help="Print what would be submitted; submit nothing.")
+            bool, option("--dry-run", "Print what would be submitted; submit nothing.")
         ] = False,
         following: Annotated[
-            bool,
-            typer.Option("--follow/--no-follow", help="Show the output until the job ends."),
+            bool, option("--follow/--no-follow", "Show the output until the job ends.")
         ] = True,
     ) -> None:
         from ronde.launch.sbatch import BatchJob, follow_job, presets

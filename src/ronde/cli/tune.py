@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ronde.cli.leaving import parse_duration
+from ronde.cli.options import option
 from ronde.cli.script import ModuleOption, command_of
 from ronde.watch import check_name, plain_console, script_stem
 from ronde.world import ArgumentError
@@ -32,14 +33,13 @@ devices: all its workers have the same values. A trial that falls behind pauses,
 
 Examples:
 
-  ronde tune --space lr=log:1e-4..1e-1 --goal max:accuracy train.py
-
-  ronde tune --space lr=log:1e-4..1e-1 --space batch=32,64 --goal min:loss --trials 27
-  --method hyperband --max 9ep train.py --epochs 9
-
-  ronde tune --space space.py --method bayes --devices 8 --workers 2 --goal max:accuracy train.py
-
-  ronde tune --resume tune-1                      after anything; no sample is trained twice
+```sh
+ronde tune --space lr=log:1e-4..1e-1 --goal max:accuracy train.py
+ronde tune --space lr=log:1e-4..1e-1 --space batch=32,64 --goal min:loss --trials 27
+--method hyperband --max 9ep train.py --epochs 9
+ronde tune --space space.py --method bayes --devices 8 --workers 2 --goal max:accuracy train.py
+ronde tune --resume tune-1                      after anything; no sample is trained twice
+```
 """
 
 
@@ -58,135 +58,99 @@ class Options:
     module: ModuleOption = None
     space: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--space",
-            metavar="NAME=… | FILE.py",
-            help="What to search: NAME=0..1, log:1e-4..1e-1, int:1..8, or x,y,z; once a name. "
+            "What to search: NAME=0..1, log:1e-4..1e-1, int:1..8, or x,y,z; once a name. "
             "Or a file that defines space(trial) as for Optuna.",
-            show_default=False,
+            "NAME=… | FILE.py",
         ),
     ] = None
     goal: Annotated[
         str | None,
-        typer.Option(
+        option(
             "--goal",
-            metavar="max:METRIC|min:METRIC",
-            help="A metric of run.evaluate, as max:accuracy or min:loss@test.",
-            show_default=False,
+            "A metric of run.evaluate, as max:accuracy or min:loss@test.",
+            "max:METRIC|min:METRIC",
         ),
     ] = None
-    trials: Annotated[int, typer.Option("--trials", metavar="N", min=1, help="How many.")] = 20
+    trials: Annotated[int, option("--trials", "How many.", "N", min=1)] = 20
     method: Annotated[
         str,
-        typer.Option(
+        option(
             "--method",
-            metavar="METHOD",
-            help="random, grid, bayes, halving, hyperband, asha; bayes+halving, bayes+hyperband.",
+            "random, grid, bayes, halving, hyperband, asha; bayes+halving, bayes+hyperband.",
+            "METHOD",
         ),
     ] = "random"
     most: Annotated[
         str,
-        typer.Option(
+        option(
             "--max",
-            metavar="SAMPLES|EPep",
-            help="How long a trial trains, as 50000 or 9ep. Default: as the script does.",
-            show_default=False,
+            "How long a trial trains, as 50000 or 9ep. Default: as the script does.",
+            "SAMPLES|EPep",
         ),
     ] = ""
     least: Annotated[
-        str,
-        typer.Option(
-            "--min",
-            metavar="SAMPLES|EPep",
-            help="First rung of halving. Default: an epoch.",
-            show_default=False,
-        ),
+        str, option("--min", "First rung of halving. Default: an epoch.", "SAMPLES|EPep")
     ] = ""
-    eta: Annotated[
-        float, typer.Option("--eta", min=1.5, help="One of so many goes on to the next rung.")
-    ] = 3.0
-    seed: Annotated[int, typer.Option("--seed", help="Of the search.")] = 0
+    eta: Annotated[float, option("--eta", "One of so many goes on to the next rung.", min=1.5)] = (
+        3.0
+    )
+    seed: Annotated[int, option("--seed", "Of the search.")] = 0
     style: Annotated[
         str,
-        typer.Option(
-            "--as",
-            metavar="'{name}={value}'",
-            help="How a value becomes an argument. Default: --NAME VALUE.",
-            show_default=False,
+        option(
+            "--as", "How a value becomes an argument. Default: --NAME VALUE.", "'{name}={value}'"
         ),
     ] = ""
-    devices: Annotated[
-        str, typer.Option("--devices", metavar="N|auto", help="GPUs, or cores, for all trials.")
-    ] = "auto"
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", metavar="K", min=1, help="Of each trial, at first.")
-    ] = 1
+    devices: Annotated[str, option("--devices", "GPUs, or cores, for all trials.", "N|auto")] = (
+        "auto"
+    )
+    workers: Annotated[int, option("--workers -n", "Of each trial, at first.", "K", min=1)] = 1
     fixed: Annotated[
         bool,
-        typer.Option(
+        option(
             "--fixed-workers",
-            help="Do not give free devices to the trials that are left, where it pays.",
+            "Do not give free devices to the trials that are left, where it pays.",
         ),
     ] = False
-    target: Annotated[
-        float | None,
-        typer.Option("--target", help="End when a trial is as good as this.", show_default=False),
-    ] = None
+    target: Annotated[float | None, option("--target", "End when a trial is as good as this.")] = (
+        None
+    )
     budget: Annotated[
         str | None,
-        typer.Option(
-            "--budget",
-            metavar="TIME|SAMPLES",
-            help="End after this time, as 2h, or so many samples.",
-            show_default=False,
-        ),
+        option("--budget", "End after this time, as 2h, or so many samples.", "TIME|SAMPLES"),
     ] = None
     warm: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--warm",
-            metavar="DIR",
-            help="Folder of an earlier search, whose results bayes uses.",
-            show_default=False,
-        ),
+        option("--warm", "Folder of an earlier search, whose results bayes uses.", "DIR"),
     ] = None
     on_rule: Annotated[
         str,
-        typer.Option(
+        option(
             "--on-rule",
-            metavar="stop|ignore",
-            help="Whether rules of ronde watch end trials that are hopeless: nan, diverging, "
+            "Whether rules of ronde watch end trials that are hopeless: nan, diverging, "
             "exploding-gradient, dead-units, loss-flat.",
+            "stop|ignore",
         ),
     ] = "stop"
     keep: Annotated[
         str,
-        typer.Option(
+        option(
             "--keep",
-            metavar="best|all",
-            help="Whether checkpoints of trials that fell behind are removed at once.",
+            "Whether checkpoints of trials that fell behind are removed at once.",
+            "best|all",
         ),
     ] = "best"
     name: Annotated[
-        str | None,
-        typer.Option(
-            "--name",
-            help="Name of the search. Default: the script's, numbered.",
-            show_default=False,
-        ),
+        str | None, option("--name", "Name of the search. Default: the script's, numbered.")
     ] = None
-    resume: Annotated[
-        str | None,
-        typer.Option("--resume", metavar="NAME", help="Go on with a search.", show_default=False),
-    ] = None
+    resume: Annotated[str | None, option("--resume", "Go on with a search.", "NAME")] = None
     runs: Annotated[
-        Path,
-        typer.Option(
-            "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
-        ),
+        Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
     ] = Path("runs")
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only.")] = False
+    as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False
+    quiet: Annotated[bool, option("--quiet -q", "Print the result only.")] = False
 
 
 def register(app: typer.Typer) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from ronde.cli.options import option
 from ronde.watch import Record, RunDir, Warned, claim_run_dir, lock_run
 from ronde.world import ArgumentError, CheckpointError
 
@@ -20,12 +19,11 @@ __all__ = ["UploadOption", "check_upload", "claim_with_uploads", "has_whole", "u
 
 UploadOption = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--upload",
-        metavar="URL",
-        help="Also keep the checkpoints below this URL of fsspec (s3://…, file://…). --resume "
+        "Also keep the checkpoints below this URL of fsspec (s3://…, file://…). --resume "
         "takes the newest from there if this machine has an older one or none.",
-        show_default=False,
+        "URL",
     ),
 ]
 

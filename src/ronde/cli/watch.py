@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.cli.show import find_run
 from ronde.cli.watch_page import PageOption, PortOption, ToOption, open_page, send_to
 from ronde.watch import Alert, plain_console
@@ -94,10 +94,7 @@ def register(app: typer.Typer) -> None:
             ),
         ] = None,
         folder: Annotated[
-            Path,
-            typer.Option(
-                "--runs", metavar="DIR", help="Folder that holds the runs.", envvar="RONDE_RUNS"
-            ),
+            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
         ] = Path("runs"),
         follow: Annotated[bool, option("--follow", "Go on until the run ends.")] = False,
         as_json: Annotated[bool, option("--json", "One JSON object per alert instead.")] = False,

@@ -7,9 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ronde.cli.help_layout import option
+from ronde.cli.options import option
 from ronde.watch import RunDir
 from ronde.world import ArgumentError
 
@@ -20,9 +18,7 @@ PageOption = Annotated[
 ]
 PortOption = Annotated[
     int | None,
-    typer.Option(
-        "--port", metavar="N", min=1, max=65535, help="Port of --page.", show_default=False
-    ),
+    option("--port", "Port of --page.", "N", min=1, max=65535),
 ]
 ToOption = Annotated[
     str | None,

@@ -1,4 +1,4 @@
-"""Lay out ``--help``: paragraphs that fill the terminal, one example a line, bare flags."""
+"""Offers ``option``, and commands whose options may have a value or none."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 
-def option(flags: str, help: str, metavar: str = "") -> Any:
-    """An option: its flags with spaces between them, its help, and the name of its value.
+def option(flags: str, help: str, metavar: str = "", **more: Any) -> Any:
+    """An option: its flags with spaces between them, its help, the name of its value, and what
+    else ``typer.Option`` takes.
 
     Example:
         >>> option("--workers -n", "How many.", "N").param_decls
         ('--workers', '-n')
     """
-    return typer.Option(*flags.split(), metavar=metavar or None, help=help)
+    return typer.Option(*flags.split(), metavar=metavar or None, help=help, **more)
 
 
 _own_options: list[str] = []
@@ -117,35 +118,10 @@ class GroupWithDefault(Group):
         return list(super().parse_args(ctx, args))
 
 
-def laid_out(text: str) -> str:
-    """Lay out help text for any terminal width.
-
-    typer keeps single line breaks, which end up in the middle of wrapped lines: each paragraph
-    becomes one line. An example's description goes below it, indented, because wrapping would push
-    it to the left edge.
-
-    Example:
-        >>> print(laid_out("One\\nparagraph.\\n\\n  ronde run x.py     runs it"))
-        One paragraph.
-        <BLANKLINE>
-          ronde run x.py
-              runs it
-    """
-    found = []
-    for part in re.split(r"\n\s*\n", text.strip("\n")):
-        example = re.fullmatch(r"(  \S.*?)(?: {2,}(\S.*))?", part)
-        if example is None:
-            found.append(" ".join(part.split()))
-        else:
-            found.append(example[1] + (f"\n      {example[2]}" if example[2] else ""))
-    return "\n\n".join(found)
-
-
 def tidy(app: typer.Typer) -> None:
-    """Lay out the help of every registered command."""
+    """Make every registered command a :class:`Verb`."""
     for command in app.registered_commands:
         command.cls = Verb
-        command.help = laid_out(command.help or "")
     for group in app.registered_groups:
         if group.typer_instance is not None:
             tidy(group.typer_instance)
