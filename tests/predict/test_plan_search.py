@@ -339,7 +339,6 @@ def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(sch
         ones = (1.0,) * stages
         timeline = simulate(lists, Times(ones, ones, (0.1,) * stages, (0.1,) * stages))
         assert timeline.in_flight == in_flight(schedule, workers, virtual, micro)
-        assert len(timeline.events) == sum(map(len, lists))
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), SHAPES)
@@ -935,7 +934,7 @@ def test_predicting_does_not_import_torch():
     code = (
         "import sys, ronde.plan; assert not {'numpy', 'rich', 'torch'} & set(sys.modules);"
         "import ronde.predict.search, ronde.predict.answer, "
-        "ronde.predict.schedule_picture, ronde.predict.corrections; assert 'torch' not in "
+        "ronde.predict.corrections; assert 'torch' not in "
         "sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

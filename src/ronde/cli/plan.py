@@ -24,7 +24,6 @@ from ronde.cli.script import (
 )
 from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
-from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError, usable_cores
 
 _EXAMPLES = """
@@ -42,7 +41,7 @@ ronde plan --device H100 --devices 64 train.py   devices that are not here: an e
 ronde plan --device H100 --devices 64 --network 100Gbit train.py
 ronde plan --cluster cluster.yaml train.py       a file from 'ronde bench cluster'
 ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
-ronde plan --json plan.json --svg schedule.svg -m my.train
+ronde plan --json plan.json -m my.train
 ```
 """
 
@@ -123,9 +122,6 @@ def register(app: typer.Typer) -> None:
         ] = "speed",
         module: ModuleOption = None,
         file: JsonOption = None,
-        picture: Annotated[
-            Path | None, option("--svg", "Draw the best pipeline's schedule.", "FILE")
-        ] = None,
         save: Annotated[
             Path | None, option("--save", "Write the winner, for ronde run --plan FILE.", "FILE")
         ] = None,
@@ -142,7 +138,7 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError(f"--optimize {optimize}: choose speed or memory.")
         if devices is not None and devices < 1:
             raise ArgumentError(f"--devices {devices} must be 1 or more.")
-        check_folders(json=file, svg=picture, save=save)
+        check_folders(json=file, save=save)
         size = parse_bytes(memory) if memory is not None else None
         if device is not None and cluster is not None:
             raise ArgumentError(
@@ -177,33 +173,20 @@ def register(app: typer.Typer) -> None:
             from ronde.measure import answer
 
             explanation = answer(costs, target, target.devices, like, optimize, tell=say)
-        spec, timeline = _best_pipeline(explanation, costs, target)
         try:
             # First, because standard output may be a closed pipe.
             _write(explanation, costs, target, file, save)
-            if picture is not None and timeline is not None:
-                from ronde.predict import svg
-
-                write_whole(picture, svg(timeline, spec))
         finally:
-            _print(console, explanation, spec, timeline, verbose)
-        missing = []
+            from ronde.predict import render_answer
+
+            console.print(render_answer(explanation, verbose=verbose))
         if save is not None and explanation.found.best.verdict == "does not fit":
-            missing.append(f"--save {save}: nothing fits, so there is no plan to write.")
-        elif save is not None:
+            raise ArgumentError(f"--save {save}: nothing fits, so there is no plan to write.")
+        if save is not None:
             console.print(
                 f"written: {save}; ronde run --workers {target.devices} --plan {save} …",
                 soft_wrap=True,
             )
-        if picture is not None and timeline is None:
-            why = (
-                f"a step of {spec} has too many micro-batches for a picture. Take a smaller batch."
-                if spec
-                else "no plan here has a pipeline, so there is no schedule to draw."
-            )
-            missing.append(f"--svg {picture}: {why}")
-        if missing:
-            raise ArgumentError(" ".join(missing))
 
 
 def _estimate(
@@ -294,26 +277,6 @@ def explain_failure(error: str) -> str:
         said = error.partition(": ")[2].removesuffix(".")
         return f"{said}, or plan with these times: --accept-noise."
     return f"the script failed before its model was measured: {error}"
-
-
-def _best_pipeline(explanation: Any, costs: Any, target: Any) -> tuple[str, Any]:
-    """The best pipeline and one simulated step of it, if there is one and it can be drawn."""
-    from ronde.predict import Predictor
-
-    ranked = [explanation.found.best, *explanation.found.families.values()]
-    best = next((p for p in ranked if p.plan.pipeline > 1), None)
-    if best is None:
-        return "", None
-    return best.plan.spec, Predictor(costs, target).timeline(best.plan)
-
-
-def _print(console: Any, explanation: Any, spec: str, timeline: Any, verbose: bool) -> None:
-    from ronde.predict import render_answer, terminal
-
-    console.print(render_answer(explanation, verbose=verbose))
-    if timeline is not None:
-        console.print(f"\none step of {spec}:")
-        console.print(terminal(timeline, min(console.width, 100)))
 
 
 def _write(explanation: Any, costs: Any, target: Any, file: Path | None, save: Path | None) -> None:

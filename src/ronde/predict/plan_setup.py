@@ -13,7 +13,6 @@ from ronde.predict.costs import Costs
 from ronde.predict.partition import HeldShare
 from ronde.predict.prediction import Verdict
 from ronde.predict.reducer_costs import reducer_cost
-from ronde.predict.simulate import Timeline
 from ronde.predict.unit_arrays import Array, Chain, Gradients
 
 
@@ -28,8 +27,6 @@ class PredictionSource(Protocol):
     action_seconds: float
     base_bytes: float
     trainable_bytes: float
-    simulated: Timeline | None
-    draws: bool
 
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
         """The units' costs under a plan."""

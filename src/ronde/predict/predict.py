@@ -49,7 +49,6 @@ from ronde.predict.datasheets import DEVICES, costs_on
 from ronde.predict.partition import Cut, HeldShare, cut_at, cut_chain
 from ronde.predict.plan_setup import PlanSetup
 from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
-from ronde.predict.simulate import Timeline
 from ronde.predict.step_time import StepPrediction
 from ronde.predict.unit_arrays import Chain, Gradients, chain
 from ronde.world import ArgumentError
@@ -120,17 +119,6 @@ class Predictor:
                 costs.action_seconds / cluster.speed
                 + cluster.added["action"].call * costs.contention
             )
-        self.simulated: Timeline | None = None
-        self.draws = False
-
-    def timeline(self, plan: Plan) -> Timeline | None:
-        """A simulated pipeline step to draw; None if it has too many actions."""
-        self.draws = True
-        try:
-            self(plan, split_waits=False)
-        finally:
-            self.draws = False
-        return self.simulated if self.simulated is not None and self.simulated.events else None
 
     def __call__(self, plan: Plan, quick: bool = False, split_waits: bool = True) -> Prediction:
         """Predict ``plan``.

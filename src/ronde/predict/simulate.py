@@ -11,11 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from ronde.plan.plan import Schedule
 from ronde.plan.schedules import Action, actions, allowed
-from ronde.predict.partition import StageCost
 from ronde.world import ArgumentError
 
 INPUT_SHARE = 0.5
@@ -23,19 +20,8 @@ INPUT_SHARE = 0.5
 apart: assumed (F = I = W).
 """
 
-_SHARED_TRIES = 3  # what overlaps depends on how long it takes; after three it hardly moves
 # a step with more actions is simulated with fewer micro-batches, twice, and continued in a line
 _ACTIONS = 6_000
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineEvent:
-    """An action of a worker, ``start`` to ``end`` in seconds since the step began."""
-
-    worker: int
-    start: float
-    end: float
-    action: Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +31,9 @@ class Times:
     Attributes:
         forward, backward: passes.
         backward_input: part of ``backward`` for the input, where a schedule runs it apart; the rest
-            is for the weights. Where a backward pass cannot be divided (a monolithic autograd
-            function), the whole of it, and ``undivided`` is True.
+            is for the weights.
         send: from the stage to the next.
         send_back: from the stage to the one before.
-        undivided: the weights' part costs a whole backward pass too.
     """
 
     forward: tuple[float, ...]
@@ -57,17 +41,6 @@ class Times:
     send: tuple[float, ...]
     send_back: tuple[float, ...]
     backward_input: tuple[float, ...] | None = None
-    undivided: bool = False
-
-    @classmethod
-    def of(cls, stages: Sequence[StageCost]) -> Times:
-        """Build from a cut's stages."""
-        return cls(
-            forward=tuple(s.forward_seconds for s in stages),
-            backward=tuple(s.backward_seconds for s in stages),
-            send=tuple(s.send_seconds for s in stages),
-            send_back=tuple(s.send_back_seconds for s in stages),
-        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +52,6 @@ class Timeline:
         busy: seconds that each worker computes.
         done: when each worker is done.
         in_flight: most micro-batches whose activations each stage held at once.
-        events: everything, in the order in which it began; empty where it was not asked for.
         micro_batches: of the step.
         extrapolated: whether the step was simulated with fewer micro-batches and continued in a
             line.
@@ -89,7 +61,6 @@ class Timeline:
     busy: tuple[float, ...]
     done: tuple[float, ...]
     in_flight: tuple[int, ...]
-    events: tuple[TimelineEvent, ...] = ()
     micro_batches: int = 0
     extrapolated: bool = False
 
@@ -109,9 +80,7 @@ def simulate(
     times: Times,
     *,
     overhead_seconds: float = 0.0,
-    keep_events: bool = True,
     micro_batches: int = 0,
-    stretch: dict[tuple[int, Action], float] | None = None,
 ) -> Timeline:
     """Run every worker's list.
 
@@ -120,20 +89,14 @@ def simulate(
             receives in them are passed over, since a send begins when what it sends is there.
         times: of each stage.
         overhead_seconds: what the runtime adds to each action.
-        keep_events: whether the result has them.
         micro_batches: for the record.
-        stretch: (worker, action) -> how many times as long it takes.
 
     Raises:
         ArgumentError: the lists wait for each other.
     """
     stages = len(times.forward)
-    inputs = times.backward_input or tuple(
-        b if times.undivided else INPUT_SHARE * b for b in times.backward
-    )
-    weights = tuple(
-        b if times.undivided else b - i for b, i in zip(times.backward, inputs, strict=True)
-    )
+    inputs = times.backward_input or tuple(INPUT_SHARE * b for b in times.backward)
+    weights = tuple(b - i for b, i in zip(times.backward, inputs, strict=True))
     cost = {"F": times.forward, "B": times.backward, "I": inputs, "W": weights}
     work = [[a for a in row if a[1] in cost] for row in lists]
     owner = [0] * stages
@@ -149,7 +112,6 @@ def simulate(
     at = [0] * len(work)
     held = [0] * stages
     most = [0] * stages
-    events: list[TimelineEvent] = []
     waiting: dict[tuple[int, bool, int], int] = {}
     awake = deque(range(len(work)))
     last = stages - 1
@@ -182,10 +144,8 @@ def simulate(
             if kind in ("B", "W"):
                 held[stage] -= 1
             seconds = cost[kind][stage] + overhead_seconds
-            now = start + (seconds * stretch[worker, row[k]] if stretch else seconds)
+            now = start + seconds
             busy[worker] += now - start
-            if keep_events:
-                events.append(TimelineEvent(worker, start, now, row[k]))
             k += 1
             if kind == "W":
                 continue
@@ -213,40 +173,7 @@ def simulate(
             f"at {first.kind} of micro-batch {first.micro} "
             f"on stage {first.stage}."
         )
-    events.sort(key=lambda e: (e.start, e.worker))
-    return Timeline(
-        max(clock), tuple(busy), tuple(clock), tuple(most), tuple(events), micro_batches
-    )
-
-
-def share_cores(
-    timeline: Timeline, contention: float, copies: int
-) -> dict[tuple[int, Action], float]:
-    """Factors (at most 1) that shorten actions while other workers wait, if workers share cores.
-
-    All workers are assumed to share the cores, also those of other nodes.
-
-    Args:
-        timeline: with its events, of actions that take as long as with all workers at work.
-        contention: how many times longer an action takes so than alone; in between it grows in a
-            line with the others that work.
-        copies: pipelines that do the same at the same time.
-    """
-    starts = np.array([e.start for e in timeline.events])
-    ends = np.array([e.end for e in timeline.events])
-    edges = np.concatenate([starts, ends])
-    order = np.argsort(edges, kind="stable")
-    at = edges[order]
-    working = np.cumsum(np.where(order < len(starts), 1.0, -1.0))  # from each edge to the next
-    worked = np.concatenate([[0.0], np.cumsum(working[:-1] * np.diff(at))])
-    mean = (np.interp(ends, at, worked) - np.interp(starts, at, worked)) / np.maximum(
-        ends - starts, 1e-12
-    )
-    others = np.clip((copies * mean - 1.0) / max(1, copies * len(timeline.busy) - 1), 0.0, 1.0)
-    return {
-        (e.worker, e.action): (1.0 + (contention - 1.0) * o) / contention
-        for e, o in zip(timeline.events, others.tolist(), strict=True)
-    }
+    return Timeline(max(clock), tuple(busy), tuple(clock), tuple(most), micro_batches)
 
 
 def run_step(
@@ -257,16 +184,12 @@ def run_step(
     times: Times,
     *,
     overhead_seconds: float = 0.0,
-    keep_events: bool = False,
     exact: bool = False,
-    contention: float = 1.0,
-    copies: int = 1,
 ) -> Timeline:
     """Simulate one step of a schedule.
 
     A long step is simulated at two smaller numbers of micro-batches and extrapolated linearly: in a
-    full pipeline, each round takes as long as the one before. ``exact`` disables that. For shared
-    cores see :func:`share_cores`.
+    full pipeline, each round takes as long as the one before. ``exact`` disables that.
 
     Raises:
         ArgumentError: the schedule does not allow these numbers.
@@ -277,7 +200,6 @@ def run_step(
     rounds = schedule in ("interleaved", "zero-bubble") and micro_batches % workers
     if (
         not exact
-        and not keep_events
         and not rounds
         and micro_batches * each * workers * virtual > _ACTIONS
         and micro_batches > 2 * shorter
@@ -294,30 +216,16 @@ def run_step(
                     actions(schedule, workers, virtual, m),
                     times,
                     overhead_seconds=overhead_seconds,
-                    keep_events=False,
                 )
                 for m in (few, more)
             )
             return _continue(a, b, few, more, micro_batches, schedule)
     lists = actions(schedule, workers, virtual, micro_batches)
-    shared = contention > 1.0 and micro_batches * each * workers * virtual <= _ACTIONS
-    stretch: dict[tuple[int, Action], float] | None = None
-    for _ in range(_SHARED_TRIES if shared else 0):
-        found = simulate(
-            lists,
-            times,
-            overhead_seconds=overhead_seconds,
-            micro_batches=micro_batches,
-            stretch=stretch,
-        )
-        stretch = share_cores(found, contention, copies)
     return simulate(
         lists,
         times,
         overhead_seconds=overhead_seconds,
-        keep_events=keep_events,
         micro_batches=micro_batches,
-        stretch=stretch,
     )
 
 
@@ -336,7 +244,6 @@ def _continue(
         lines(a.busy, b.busy),
         lines(a.done, b.done),
         flight,
-        (),
         micro_batches,
         True,
     )

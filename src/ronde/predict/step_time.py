@@ -18,7 +18,6 @@ from ronde.predict.unit_arrays import Array
 from ronde.world import ArgumentError
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
-_DRAWN = 4_000  # micro-batches × stages up to which a picture can be read
 _HOST_BYTES_PER_SECOND = 12e9
 
 
@@ -282,12 +281,9 @@ class StepPrediction:
             plan.virtual,
             setup.micro_batches,
             overhead_seconds=owner.action_seconds,
-            contention=setup.costs.contention,
-            copies=plan.replicas * plan.tensor,
         )
         count = plan.pipeline * plan.virtual
-        draw = owner.draws and count * setup.micro_batches <= _DRAWN
-        found = owner.simulated = simulated(times, keep_events=draw)
+        found = simulated(times)
         if not split_waits:
             return found, found
         free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
