@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     from ronde.loader.loader import Feed, die_with_parent
     from ronde.loader.reader import other_classes, pipeline_in
     from ronde.loader.settings import FeedSettings, LoaderSettings, settings_file
-    from ronde.loader.synthetic import Synthetic, synthetic
     from ronde.tables.feature_store import FeatureStore
     from ronde.tables.online import Online
     from ronde.tables.recipe import Recipe
@@ -81,7 +80,6 @@ __all__ = [
     "Sample",
     "Source",
     "Step",
-    "Synthetic",
     "Transform",
     "apply_settings",
     "arrays",
@@ -106,7 +104,6 @@ __all__ = [
     "settings_file",
     "settings_of",
     "stage",
-    "synthetic",
     "table",
     "take_over",
     "tar",
@@ -141,7 +138,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.loader.loader": "Feed die_with_parent",
             "ronde.loader.reader": "other_classes pipeline_in",
             "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",
-            "ronde.loader.synthetic": "Synthetic synthetic",
             "ronde.tables.feature_store": "FeatureStore",
             "ronde.tables.online": "Online",
             "ronde.tables.recipe": "Recipe",

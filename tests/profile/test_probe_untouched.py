@@ -14,10 +14,10 @@ import PIL.Image
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, default_collate
 
 from ronde.adapt.remedies import apply_remedies, dataset_facts
-from ronde.feed import FeedSettings, synthetic
+from ronde.feed import FeedSettings
 from ronde.profile import monkeypatch as layers
 from ronde.profile.probe import Probe
 from ronde.world import ArgumentError
@@ -150,14 +150,6 @@ class NoisyPictures(Pictures):
         return super().__getitem__(i).float() + self.rng.random()
 
 
-class NoisyStream(IterableDataset):
-    def __init__(self):
-        self.rng = np.random.default_rng(0)
-
-    def __iter__(self):
-        return iter(torch.from_numpy(self.rng.random((40, 2))))
-
-
 def test_what_a_data_set_draws_while_it_is_tried_is_not_missing_in_the_training(folder):
     global _of_the_module
     _of_the_module = np.random.default_rng(5)
@@ -166,7 +158,6 @@ def test_what_a_data_set_draws_while_it_is_tried_is_not_missing_in_the_training(
     dataset = Noisy()
     found = dataset_facts(dataset)
     assert found.draws  # and what it draws is still seen
-    synthetic(dataset, batches=1)
     with pytest.raises(
         ArgumentError, match="feed setting cache: decode keeps the finished samples"
     ):
@@ -175,9 +166,6 @@ def test_what_a_data_set_draws_while_it_is_tried_is_not_missing_in_the_training(
     pictures, first = NoisyPictures(folder), NoisyPictures(folder)[0]
     dataset_facts(pictures)
     assert torch.equal(pictures[0], first)
-    stream = NoisyStream()
-    synthetic(stream, batches=1)
-    assert same(stream, NoisyStream())
 
 
 # -- replacements of others ----------------------------------------------------------

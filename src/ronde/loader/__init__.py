@@ -1,8 +1,7 @@
 """The loading engine: threads or processes prepare batches ahead, in the order of positions.
 
-Offers :class:`~ronde.loader.loader.Feed` (runs the loading),
-:func:`~ronde.loader.from_dataloader.take_over` (reads a user's Dataset or DataLoader) and
-:class:`~ronde.loader.synthetic.Synthetic` (batches that cost nothing).
+Offers :class:`~ronde.loader.loader.Feed` (runs the loading) and
+:func:`~ronde.loader.from_dataloader.take_over` (reads a user's Dataset or DataLoader).
 """
 
 from __future__ import annotations

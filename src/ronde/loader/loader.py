@@ -33,7 +33,6 @@ from ronde.world import FeedError, RondeError
 # Most trainings read in their own process: threads and processes are imported where used.
 if TYPE_CHECKING:
     from ronde.data import Echoed
-    from ronde.loader.receiver import Receiver
     from ronde.loader.request_queue import RequestLine, Shares
     from ronde.loader.thread_workers import Threads
 
@@ -205,7 +204,6 @@ class Feed:
         self._line: RequestLine | None = None
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
-        self._receiver: Receiver | None = None
         self._mark: tuple[Any, ...] = ()  # of the data set, when processes that stay began
         self._reading: weakref.ref[Generator[Any, None, None]] | None = None
 
@@ -339,8 +337,6 @@ class Feed:
         self._end_line()
         if self._threads is not None:
             self._threads.stop()
-        if self._receiver is not None:
-            self._receiver.close()
         if self._loader is not None:
             from ronde.loader.process_workers import end as end_processes
 
@@ -510,11 +506,9 @@ class Feed:
         self, shares: Shares, after: Shares | None
     ) -> Iterator[tuple[Share, list[Any]]]:
         from ronde.loader.process_workers import batches as from_processes
-        from ronde.loader.receiver import Receiver
         from ronde.loader.request_queue import RequestLine, RequestQueue
 
         assert self._loader is not None
-        self._receiver = self._receiver or Receiver()
         line = self._continue_ahead(shares)
         if line is None:
             asks = self._facts_asks(shares)
@@ -522,7 +516,7 @@ class Feed:
             self._asks.source = road.__iter__
             if self._stream is not None:
                 self._stream.asks = list(road) if self._loader.num_workers else iter(road)
-            line = RequestLine(road, from_processes(self._loader, self._receiver))
+            line = RequestLine(road, from_processes(self._loader))
             for ask in asks:
                 self.facts = (ask.ids, *next(line.results))
         line.road.follow(after)

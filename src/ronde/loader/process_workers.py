@@ -15,7 +15,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ronde.loader.reader import CarriedError
-from ronde.loader.receiver import Reading, Receiver
 from ronde.world import FeedError, world
 
 _DYING_SECONDS = 2.0
@@ -116,12 +115,11 @@ def _find_dead(workers: Sequence[Any], error: Exception) -> FeedError | None:
     return dead
 
 
-def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
+def batches(loader: DataLoader[Any]) -> Iterator[Any]:
     """Iterate over a DataLoader.
 
     Args:
         loader: whose processes load.
-        receiver: takes each batch but the first, ahead of the training.
 
     Raises:
         FeedError: one of its processes died; which, of which rank, of what, and what to do.
@@ -135,8 +133,7 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
     workers = list(getattr(iterator, "_workers", ()))
     _settle_signal()
     _ours.update(worker.pid for worker in workers)
-    stay, failed = loader.persistent_workers, False
-    reading: Reading | None = None
+    stay = loader.persistent_workers
     try:
         while True:
             if (dead := _death_message(workers)) is not None:
@@ -144,13 +141,9 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
             try:
                 _waiting += 1
                 try:
-                    batch = next(iterator) if reading is None else reading.take()
+                    batch = next(iterator)
                 finally:
                     _waiting -= 1
-                # The first one is asked for here: a sampler of the script's own then draws in this
-                # thread.
-                if reading is None and not loader.pin_memory:
-                    reading = receiver.read(iterator)
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
@@ -160,20 +153,14 @@ def batches(loader: DataLoader[Any], receiver: Receiver) -> Iterator[Any]:
             yield _checked(batch)
             del batch
     except Exception:
-        stay, failed = False, True
+        stay = False
         raise
     finally:
-        at_rest = reading is None or reading.close(0.0 if failed else _DYING_SECONDS)
-        if not at_rest:  # its thread waits for a batch that does not come
-            stay = False
-            receiver.leave()
         if not stay:
             # Now, not when it is collected: an error's traceback may hold it, and what is collected
             # as part of a cycle cannot tell its processes to end, but waits 5 s for each.
             loader._iterator = None
             iterator._shutdown_workers()  # type: ignore[attr-defined]
-            if not at_rest:
-                iterator._worker_result_queue.close()  # type: ignore[attr-defined]  # then it notices, within seconds
 
 
 def _begin(loader: DataLoader[Any]) -> Any:
