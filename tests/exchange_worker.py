@@ -153,7 +153,7 @@ def exact():
 def lossy():
     """The loss and its weight, which ride with the gradients, are exact in every step."""
     first = plain()[1][0]
-    for name in ("fp16:0.001", "bf16:0.001", "int8", "topk:0.05", "randomk:0.1", "powersgd:2"):
+    for name in ("fp16:0.001", "bf16:0.001", "topk:0.05", "powersgd:2"):
         train(name, weighted, epochs=1, exact_loss=True)
         one, losses, _ = train(name, exact_loss=True)
         assert abs(losses[0] - first) <= 1e-12, (name, losses[0], first)
@@ -262,12 +262,10 @@ def feedback():
         return sum(losses[-6:]) / 6
 
     target = final("ring", 0.02)
-    for name in ("topk:0.02", "randomk:0.05", "powersgd:1"):
+    for name in ("topk:0.02", "powersgd:1"):
         on, off = final(name, 0.02), final(f"{name}:no-feedback", 0.02)
         print(f"{name}: ring {target:.4f}, with feedback {on:.4f}, without {off:.4f}", flush=True)
         assert target < off and on - target < 0.25 * (off - target), (name, target, on, off)
-    for name in ("int8", "int8:no-feedback"):  # rounding at random has no bias to take back
-        assert abs(final(name, 0.02) - target) < 0.02 * target, (name, target)
 
 
 def noise():

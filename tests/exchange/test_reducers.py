@@ -110,7 +110,7 @@ def same_bits(a, b):
 
 
 @pytest.mark.parametrize(
-    "reducer", ["topk:0.1", "int8", "powersgd:1", "diloco:3"] if ALL else ["int8"]
+    "reducer", ["topk:0.1", "powersgd:1", "diloco:3"] if ALL else ["powersgd:1"]
 )
 def test_error_feedback_survives_a_resume_bit_for_bit(tmp_path, reducer):
     (tmp_path / "train.py").write_text(SCRIPT)
@@ -216,7 +216,7 @@ def test_refusals_by_name():
         "reducer=rnig": "Did you mean 'ring'?",
         "reducer=topk:2": "fraction must be a number from 1e-06 to 1, found '2'",
         "reducer=local:1.5": "steps must be a whole number",
-        "reducer=int8:3": "int8 takes nothing after its name",
+        "reducer=auto:3": "auto takes nothing after its name",
         "pipeline=2,reducer=bf16": "averages whole gradients, and this plan divides them",
         "shard=parameters,reducer=servers": "Use it with replicate or shard=optimizer",
         "shard=optimizer,reducer=diloco": "workers cannot train alone as diloco does",
@@ -234,7 +234,7 @@ def test_the_planner_knows_reducers():
     ring, group = CollectiveCost(0.003, 1e-9), Group(4, "node", 4, 1)
     cluster = Cluster(devices_per_node=4)
     size = 25 << 20
-    for text, share in (("bf16", 0.5), ("int8", 0.375), ("randomk:0.01", 0.01), ("local:8", 1 / 8)):
+    for text, share in (("bf16", 0.5), ("topk:0.01", 0.06), ("local:8", 1 / 8)):
         cost = reducer_cost(text, ring, cluster, group)
         assert cost.seconds_per_byte == pytest.approx(share * 1e-9), text
     assert reducer_cost("servers", ring, cluster, group)(size) < ring(size)

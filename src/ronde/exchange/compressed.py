@@ -1,4 +1,4 @@
-"""Reducers that send less: 16 bits, 8-bit integers, the largest or random entries, low rank.
+"""Reducers that send less: 16 bits, the largest entries, low rank.
 
 What a worker did not send is added to its next gradient (error feedback: Seide et al. 2014;
 Karimireddy et al. 2019). Single parameters are compressed, not buckets: DDP orders its buckets anew
@@ -11,7 +11,6 @@ import hashlib
 import math
 
 import torch
-import torch.distributed as dist
 
 from ronde.exchange.reducer import (
     Bucket,
@@ -24,7 +23,7 @@ from ronde.exchange.reducer import (
 )
 from ronde.plan.reducers import ReducerChoice
 
-__all__ = ["Int8", "LowRank", "RandomK", "SixteenBits", "TopK"]
+__all__ = ["LowRank", "SixteenBits", "TopK"]
 
 _RESIDUAL = "residual"
 
@@ -91,52 +90,6 @@ class _Feedback(Reducer):
             else:
                 self.state[key] = residual.clone()
 
-    def _generator(self, bucket: Bucket, name: str, *key: int) -> torch.Generator:
-        """Draws that depend on the step and the parameter, and on nothing else."""
-        text = repr((name, bucket.step, key)).encode()
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
-        return torch.Generator(bucket.flat.device).manual_seed(seed)
-
-
-class Int8(_Feedback):
-    """8-bit integers with stochastic rounding (QSGD: Alistarh et al. 2017).
-
-    All workers agree on a scale for each parameter, so sums of integers are exact: 1 byte an entry
-    on the way out, 2 on the way back.
-    """
-
-    def average(self, bucket: Bucket) -> None:
-        """See :meth:`Reducer.average`."""
-        flat, where, size = bucket.flat, bucket.where, self.members.size
-        group = where.groups["all"]
-        self._with_residual(bucket)
-        if not bucket.grads:
-            return
-        dtype = wide(flat.dtype)
-        scales = torch.stack([g.abs().max().to(dtype) for g in bucket.grads])
-        dist.all_reduce(scales, dist.ReduceOp.MAX, group=group)
-        scales = torch.where(scales == 0, 1.0, scales / 127)
-        n = sum(g.numel() for g in bucket.grads)
-        shard = -(-n // size)
-        codes = where.buffer("codes", flat, torch.int8, size, shard)
-        received = where.buffer("received", flat, torch.int8, size, shard)
-        sums = torch.int16 if size <= 258 else torch.int32
-        at = 0
-        for grad, name, scale in zip(bucket.grads, bucket.names, scales, strict=True):
-            draws = self._generator(bucket, name, self.members.rank)
-            noise = torch.rand(grad.shape, generator=draws, dtype=dtype, device=flat.device)
-            code = (grad.to(dtype) / scale).add_(noise).floor_().clamp_(-127, 127)
-            codes.view(-1)[at : at + grad.numel()] = code
-            self._keep(name, (grad.to(dtype) - code * scale).to(flat.dtype))
-            at += grad.numel()
-        mine = scatter_rows(codes, received, group).sum(0, dtype=sums)
-        total = gather_rows(mine, where.buffer("total", flat, sums, size, shard), group).view(-1)
-        at = 0
-        for grad, scale in zip(bucket.grads, scales, strict=True):
-            part = total[at : at + grad.numel()]
-            grad.copy_(part.to(dtype) * (scale / size))
-            at += grad.numel()
-
 
 class TopK(_Feedback):
     """The entries of largest magnitude of each parameter, with their places (Deep Gradient
@@ -174,39 +127,6 @@ class TopK(_Feedback):
                 grad.index_add_(0, place, value, alpha=1 / size)
 
 
-class RandomK(_Feedback):
-    """Random entries of each parameter, the same on all workers, so no places are sent (Stich et
-    al. 2018).
-    """
-
-    def average(self, bucket: Bucket) -> None:
-        """See :meth:`Reducer.average`."""
-        fraction = self.choice.values[0]
-        self._with_residual(bucket)
-        values: list[torch.Tensor] = []
-        places: list[torch.Tensor] = []
-        for grad, name in zip(bucket.grads, bucket.names, strict=True):
-            stride, device = max(1, round(1 / fraction)), grad.device
-            draws = self._generator(bucket, name)
-            # One entry of each run of `stride`: as random as any k, and drawn in k steps.
-            place = torch.arange(0, grad.numel(), stride, device=device)
-            place += torch.randint(0, stride, place.shape, generator=draws, device=device)
-            place = place[place < grad.numel()]
-            values.append(grad[place])
-            places.append(place)
-            residual = grad.clone()
-            residual[place] = 0
-            self._keep(name, residual)
-        if not values:
-            return
-        packed = torch.cat(values)
-        mean_into(packed, bucket.where.groups["all"], self.members.size)
-        means = torch.split(packed, [len(v) for v in values])
-        for grad, place, mean in zip(bucket.grads, places, means, strict=True):
-            grad.zero_()
-            grad[place] = mean
-
-
 class LowRank(_Feedback):
     """PowerSGD (Vogels et al. 2019): a matrix M of a parameter is sent as P (m × r) and Q (n × r).
 
@@ -228,18 +148,16 @@ class LowRank(_Feedback):
             m = shape[0] if shape and grad.numel() else 1
             n = grad.numel() // m
             if rank * (m + n) < m * n:
-                matrices.append((name, grad, grad.to(dtype).view(m, n)))
+                # A copy: products of unaligned views are rounded in another way, and where DDP
+                # puts a gradient changes after its first step.
+                matrices.append((name, grad, grad.to(dtype, copy=True).view(m, n)))
             else:
                 plain.append(grad)
         ps = []
         for name, _, matrix in matrices:
             key = f"{name}/q"
             if key not in self.state:
-                shape = (matrix.shape[1], rank)
-                draws = self._generator(bucket, name)
-                self.state[key] = torch.randn(
-                    shape, generator=draws, dtype=dtype, device=matrix.device
-                )
+                self.state[key] = _first_q(name, bucket.step, matrix, rank)
             ps.append(matrix @ self.state[key])
         self._mean([*ps, *plain], dtype, group, size)
         ps = [torch.linalg.qr(p).Q for p in ps]
@@ -260,3 +178,11 @@ class LowRank(_Feedback):
         mean_into(packed, group, size)
         for t, mean in zip(tensors, torch.split(packed, [t.numel() for t in tensors]), strict=True):
             t.copy_(mean.view(t.shape))
+
+
+def _first_q(name: str, step: int, matrix: torch.Tensor, rank: int) -> torch.Tensor:
+    """Random columns that depend on the parameter and the step only: equal on all workers."""
+    digest = hashlib.blake2b(repr((name, step, ())).encode(), digest_size=7).digest()
+    draws = torch.Generator(matrix.device).manual_seed(int.from_bytes(digest, "little"))
+    shape = (matrix.shape[1], rank)
+    return torch.randn(shape, generator=draws, dtype=matrix.dtype, device=matrix.device)

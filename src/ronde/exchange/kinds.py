@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 
 from ronde.exchange.collective import Hierarchical, OwnServers, Ring
-from ronde.exchange.compressed import Int8, LowRank, RandomK, SixteenBits, TopK
+from ronde.exchange.compressed import LowRank, SixteenBits, TopK
 from ronde.exchange.local_steps import DiLoCo, LocalSteps
 from ronde.exchange.reducer import Members, Reducer
 from ronde.plan.reducers import ReducerChoice
@@ -34,9 +34,7 @@ KINDS: dict[str, Callable[[ReducerChoice, Members], Reducer]] = {
     "servers": _servers,
     "fp16": SixteenBits,
     "bf16": SixteenBits,
-    "int8": Int8,
     "topk": TopK,
-    "randomk": RandomK,
     "powersgd": LowRank,
     "local": LocalSteps,
     "post-local": LocalSteps,

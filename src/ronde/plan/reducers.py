@@ -62,18 +62,11 @@ REDUCERS: dict[str, ReducerKind] = {
     "auto": ReducerKind(True),
     "fp16": ReducerKind(False, _BUCKET, effect="gradients are rounded to 11 bits"),
     "bf16": ReducerKind(False, _BUCKET, effect="gradients are rounded to 8 bits"),
-    "int8": ReducerKind(False, (), True, "gradients are rounded to 8-bit integers at random"),
     "topk": ReducerKind(
         False,
         (Setting("fraction", 0.01, 1e-6, 1),),
         True,
         "each step applies the largest gradients only",
-    ),
-    "randomk": ReducerKind(
-        False,
-        (Setting("fraction", 0.01, 1e-6, 1),),
-        True,
-        "each step applies a random part of the gradients only",
     ),
     "powersgd": ReducerKind(
         False,
@@ -111,7 +104,7 @@ class ReducerChoice:
     Example:
         >>> parse_reducer("topk:0.05").values
         (0.05,)
-        >>> parse_reducer("local"), parse_reducer("int8:no-feedback").feedback
+        >>> parse_reducer("local"), parse_reducer("topk:no-feedback").feedback
         (ReducerChoice(name='local', values=(8,), feedback=False), False)
     """
 
@@ -132,7 +125,7 @@ class ReducerChoice:
 
 
 def parse_reducer(text: str) -> ReducerChoice:
-    """Parse ``"ring"``, ``"topk:0.01"``, ``"local:16"``, ``"int8:no-feedback"``.
+    """Parse ``"ring"``, ``"topk:0.01"``, ``"local:16"``, ``"topk:no-feedback"``.
 
     Raises:
         ArgumentError: the name is not known, or a number is not allowed.

@@ -77,8 +77,6 @@ def _lossy(choice: ReducerChoice, workers: int) -> tuple[float, float]:
     return {
         "fp16": (two_steps, 1 / 2),
         "bf16": (two_steps, 1 / 2),
-        "int8": (1 + two_steps, 3 / 8),  # a byte out, two back, and the scales
         "topk": (0.5, 1.5 * workers * first),  # value and place, gathered from all
-        "randomk": (1.0, first),
         "powersgd": (2.0, min(1.0, 2 * first / _WIDE)),
     }[choice.name]
