@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.hosts import HostfileOption, HostOptions, Places, PythonOption, SshConfigOption
 from ronde.cli.options import GroupWithDefault, option
 from ronde.cli.saved_run import answer_of, start_of
 from ronde.cli.script import JsonOption, write_json
@@ -28,6 +29,7 @@ ronde ship gpt-1 --to torch --out bundle                   or --to safetensors
 ronde ship key key.pem public.pem
 ronde ship verify bundle --key public.pem                  no torch needed
 ronde ship run bundle --port 8080
+ronde ship install bundle --key public.pem --to /srv/model --hosts edge1,edge2
 ```
 
 Exit status: 0 shipped, 1 refused because the export is wrong, 2 an argument cannot be used.
@@ -35,6 +37,9 @@ Exit status: 0 shipped, 1 refused because the export is wrong, 2 an argument can
 
 KeyOption = Annotated[
     Path | None, option("--key", "Public key that must have signed it.", metavar="FILE")
+]
+HostsOption = Annotated[
+    str | None, option("--hosts", "On these hosts, over ssh. DIR is a folder there.", "a,b")
 ]
 BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder of a bundle.")]
 
@@ -164,19 +169,36 @@ def register(app: typer.Typer) -> None:
         bundle: BundleArgument,
         key: Annotated[Path, option("--key", "Public key that must have signed it.", "FILE")],
         root: Annotated[Path, option("--to", "Folder of installed bundles.", "DIR")],
+        hosts: HostsOption = None,
+        hostfile: HostfileOption = None,
+        ssh_config: SshConfigOption = None,
+        python: PythonOption = None,
     ) -> None:
-        from ronde.ship import install_bundle
+        from ronde.ship import install_bundle, verify_bundle
 
-        done = install_bundle(bundle, root, key)
-        print(f"installed serial {done.serial}: {root / 'current'}")
+        places = HostOptions(hosts, hostfile, ssh_config=ssh_config, python=python).places()
+        if places:
+            verify_bundle(bundle, key)
+            _on_hosts(places, root, bundle, key)
+        else:
+            done = install_bundle(bundle, root, key)
+            print(f"installed serial {done.serial}: {root / 'current'}")
 
     @group.command("rollback", help="Make the bundle before the current one current again.")
     def rollback(
         root: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of installed bundles.")],
+        hosts: HostsOption = None,
+        hostfile: HostfileOption = None,
+        ssh_config: SshConfigOption = None,
+        python: PythonOption = None,
     ) -> None:
         from ronde.ship import restore_previous
 
-        print(f"current   serial {restore_previous(root)}: {root / 'current'}")
+        places = HostOptions(hosts, hostfile, ssh_config=ssh_config, python=python).places()
+        if places:
+            _on_hosts(places, root)
+        else:
+            print(f"current   serial {restore_previous(root)}: {root / 'current'}")
 
     @group.command("watch", help="Compare captured requests with the samples of a bundle.")
     def watch(
@@ -209,6 +231,15 @@ def register(app: typer.Typer) -> None:
             print(f"drift     none seen in {len(values['columns'])} columns")
         if shifted:
             raise typer.Exit(1)
+
+
+def _on_hosts(
+    places: Places, root: Path, bundle: Path | None = None, key: Path | None = None
+) -> None:
+    from ronde.cli.ship_hosts import order_hosts
+
+    if not order_hosts(places, root, bundle, key):
+        raise typer.Exit(1)
 
 
 def _show(values: dict[str, Any], out: Path) -> None:
