@@ -4,16 +4,15 @@ import argparse
 
 import torch
 import torch.nn.functional as F
-from pyarrow import dataset
 from torch import nn
 
 import ronde
 from ronde import feed
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--data", default="train.parquet", help="Parquet, CSV, or Arrow: a file")
+parser.add_argument("--data", default="train.parquet", help="Parquet, CSV, or Arrow")
 parser.add_argument("--valid", default="valid.parquet", help="the same, held out")
-parser.add_argument("--target", default="target", help="the column to predict, 0 or 1")
+parser.add_argument("--prepare", default="prepare.yaml", help="how columns become codes")
 parser.add_argument("--factors", type=int, default=16, help="numbers that describe a category")
 parser.add_argument("--epochs", type=int, default=10)
 parser.add_argument("--batch", type=int, default=64, help="rows in a training step")
@@ -50,10 +49,8 @@ def accuracy(output, target):
     return ((output > 0) == (target > 0)).float()
 
 
-schema = dataset.dataset(args.data, format=args.data.rpartition(".")[2]).schema
-names = [name for name in schema.names if name != args.target]
-train = feed.table(args.data, categorical=names, target=args.target)
-valid = feed.table(args.valid, like=train, target=args.target)
+recipe = feed.Recipe.read(args.prepare).fit(args.data)  # kept in every checkpoint
+train, valid = (feed.table(files, recipe=recipe) for files in (args.data, args.valid))
 torch.manual_seed(0)
 model = FactorizationMachine(train.source.sizes, args.factors)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.l2)

@@ -1,19 +1,19 @@
-"""Linear, logistic, or softmax regression on a table, as the target's column asks for."""
+"""Linear, logistic, or softmax regression on the columns that prepare.yaml names."""
 
 import argparse
 
 import torch
 import torch.nn.functional as F
-from pyarrow import dataset, types
 from torch import nn
 
 import ronde
 from ronde import feed
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--data", default="train.parquet", help="Parquet, CSV, or Arrow: a file")
+parser.add_argument("--data", default="train.parquet", help="Parquet, CSV, or Arrow")
 parser.add_argument("--valid", default="valid.parquet", help="the same, held out")
-parser.add_argument("--target", default="target", help="the column to predict")
+parser.add_argument("--prepare", default="prepare.yaml", help="how columns become numbers")
+parser.add_argument("--classes", type=int, default=2, help="of the target; 0: it is a number")
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--batch", type=int, default=64, help="rows in a training step")
 parser.add_argument("--lr", type=float, default=0.02)
@@ -36,19 +36,9 @@ class Linear(nn.Module):
         return self.numbers(numbers) + sum(level(code) for level, code in columns)
 
 
-table = dataset.dataset(args.data, format=args.data.rpartition(".")[2])
-columns = [field for field in table.schema if field.name != args.target]
-texts = [f.name for f in columns if types.is_string(f.type) or types.is_large_string(f.type)]
-numbers = [f.name for f in columns if f.name not in texts]
-train = feed.table(
-    args.data, numeric=numbers, categorical=texts, target=args.target, normalize=True
-)
-valid = feed.table(args.valid, like=train, target=args.target)
-
-
 def forward(model, batch):
     inputs, target = batch
-    numbers, codes = inputs if texts else (inputs, torch.empty(len(inputs), 0).long())
+    numbers, codes = inputs if train.source.sizes else (inputs, torch.empty(len(inputs), 0).long())
     return model(numbers, codes), target
 
 
@@ -60,17 +50,16 @@ def accuracy(output, target):
     return (output.argmax(1) == target).float()
 
 
-target = table.to_table(columns=[args.target])[0]
-is_class = not types.is_floating(target.type)
-outputs = len(target.unique()) if is_class else 1
+recipe = feed.Recipe.read(args.prepare).fit(args.data)  # kept in every checkpoint
+train, valid = (feed.table(files, recipe=recipe) for files in (args.data, args.valid))
 torch.manual_seed(0)
-model = Linear(len(numbers), train.source.sizes, outputs)
+model = Linear(len(train.source.numeric), train.source.sizes, args.classes or 1)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=args.l2)
 run = ronde.distribute(
     model, optimizer, train, forward=forward, batch_size=args.batch,
-    loss=F.cross_entropy if is_class else squared_error,
+    loss=F.cross_entropy if args.classes else squared_error,
 )  # fmt: skip
 for _ in run.epochs(args.epochs):
     for batch in run.batches():
         run.step(batch)
-    run.evaluate(valid, metrics={"accuracy": accuracy} if is_class else {})
+    run.evaluate(valid, metrics={"accuracy": accuracy} if args.classes else {})

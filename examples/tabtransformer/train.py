@@ -1,20 +1,19 @@
 """Classify rows of a table: a transformer looks at the categories (Huang et al. 2020)."""
 
 import argparse
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from pyarrow import parquet, types
 from torch import nn
 
 import ronde
 from ronde import feed
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--data", default="prepared", help="a folder that ronde prepare wrote")
-parser.add_argument("--valid", default="prepared_valid", help="the same, held out")
-parser.add_argument("--target", default="target", help="the column of classes")
+parser.add_argument("--data", default="train.parquet", help="Parquet, CSV, or Arrow")
+parser.add_argument("--valid", default="valid.parquet", help="the same, held out")
+parser.add_argument("--prepare", default="prepare.yaml", help="how columns become numbers")
+parser.add_argument("--classes", type=int, default=2, help="the target is 0, 1, 2, …")
 parser.add_argument("--width", type=int, default=32, help="numbers that describe a category")
 parser.add_argument("--layers", type=int, default=3)
 parser.add_argument("--heads", type=int, default=4)
@@ -58,15 +57,10 @@ def accuracy(output, target):
     return (output.argmax(1) == target).float()
 
 
-files = sorted(Path(args.data).glob("*.parquet"))
-columns = [field for field in parquet.read_schema(files[0]) if field.name != args.target]
-codes = [field.name for field in columns if types.is_int64(field.type)]
-numbers = [field.name for field in columns if field.name not in codes]
-train = feed.table(args.data, numeric=numbers, categorical=codes, target=args.target)
-valid = feed.table(args.valid, like=train, target=args.target)
-classes = len(parquet.read_table(files, columns=[args.target])[0].unique())
+recipe = feed.Recipe.read(args.prepare).fit(args.data)  # kept in every checkpoint
+train, valid = (feed.table(files, recipe=recipe) for files in (args.data, args.valid))
 torch.manual_seed(0)
-model = TabTransformer(len(numbers), train.source.sizes, classes)
+model = TabTransformer(len(train.source.numeric), train.source.sizes, args.classes)
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 run = ronde.distribute(
     model, optimizer, train, loss=F.cross_entropy, forward=forward, batch_size=args.batch
