@@ -1,5 +1,5 @@
-"""Write the pixels of scikit-learn's handwritten digits as train.parquet."""
+"""Write what chemists measured of scikit-learn's wines as train.parquet."""
 
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_wine
 
-load_digits(as_frame=True).data.to_parquet("train.parquet", index=False)
+load_wine(as_frame=True).data.to_parquet("train.parquet", index=False)

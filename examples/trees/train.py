@@ -5,8 +5,8 @@ import argparse
 import ronde
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--data", default="train.parquet", help="Parquet")
-parser.add_argument("--valid", default="valid.parquet", help="the same, held out")
+parser.add_argument("--data", default="prepared", help="Parquet: a file, or a folder")
+parser.add_argument("--valid", default="prepared_valid", help="the same, held out")
 parser.add_argument("--target", default="target", help="the column to predict")
 parser.add_argument("--objective", default="binary", help="binary, regression, or multiclass")
 parser.add_argument("--library", default="xgboost", help="or lightgbm")

@@ -14,7 +14,8 @@ from sklearn.decomposition import PCA
 import zygote
 from processes import PATHS, TESTS
 from ronde import algorithms
-from ronde.world import ArgumentError
+from ronde.tables.reading import read_share
+from ronde.world import ArgumentError, SampleError
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +82,20 @@ def test_what_cannot_be_clustered_is_refused(rows):
         algorithms.pca(rows, 7)
     with pytest.raises(ArgumentError, match=r"start has the shape \(1, 6\)"):
         algorithms.kmeans(rows, 2, start=rows[:1])
+
+
+def test_files_give_what_arrays_give(rows, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    for part, name in ((rows[:1000], "a"), (rows[1000:], "b")):
+        table = pa.table({f"c{i}": column for i, column in enumerate(part.T)})
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=300)
+    assert np.array_equal(
+        algorithms.kmeans(tmp_path, 4).centers, algorithms.kmeans(rows, 4).centers
+    )
+    shares = [read_share(tmp_path, part, 3) for part in range(3)]
+    assert [(low, total) for _, low, total in shares] == [(0, 3000), (1000, 3000), (2000, 3000)]
+    assert np.array_equal(np.concatenate([np.array(t.columns).T for t, *_ in shares]), rows)
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(SampleError, match="cannot be read"):
+        algorithms.kmeans(tmp_path, 4)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ronde.algorithms.boosting_record import BoostingRecord
-from ronde.algorithms.exact_sums import exact_total
+from ronde.algorithms.exact_sums import total_of
 from ronde.algorithms.table_rows import TableRows, gather_arrays, keyed_sample, read_rows, spread
 from ronde.algorithms.tree_libraries import ALLOWED, LIBRARIES, Booster, TreeSettings
 from ronde.algorithms.tree_model import TreeModel
@@ -163,22 +162,22 @@ def _settings(given: Mapping[str, Any], rows: TableRows, me: World) -> TreeSetti
     """The settings of a booster, with the prior that it begins with. A collective."""
     objective, library = given["objective"], given["library"]
     weight = np.ones_like(rows.y) if rows.weight is None else rows.weight
-    total = exact_total(weight, me)
+    total = total_of(weight, me)
     if not total:
         raise ArgumentError("all weights are 0.")
     classes = 1
     if objective == "regression":
-        prior = base = [float(exact_total(rows.y * weight, me) / total)]
+        prior = base = [total_of(rows.y * weight, me) / total]
     else:
         classes = _classes(objective, rows, me)
-        sums = [exact_total(weight * (rows.y == k), me) / total for k in range(classes)]
+        sums = [total_of(weight * (rows.y == k), me) / total for k in range(classes)]
         if classes == 2 and objective == "binary":
             share, classes = sums[1], 1
             if share in (0, 1):
                 raise ArgumentError(f"all labels are {int(share)}: there is nothing to learn.")
-            prior, base = [float(share)], [math.log(share) - math.log(1 - share)]
+            prior, base = [share], [math.log(share) - math.log(1 - share)]
         else:
-            prior = base = [math.log(max(s, Fraction(1, 10**9))) for s in sums]
+            prior = base = [math.log(max(s, 1e-9)) for s in sums]
     native = OBJECTIVES[objective].names[library].format(classes)
     return TreeSettings(
         objective,

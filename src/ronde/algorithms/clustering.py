@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ronde.algorithms.exact_sums import (
-    exact_total,
     exponents_of,
     matrix_of,
     split_limbs,
     sum_counts,
     to_floats,
+    total_of,
 )
 from ronde.data.order import key_of
 from ronde.world import ArgumentError, World
@@ -62,7 +62,8 @@ def kmeans(
     occurs. A center that loses all its rows stays where it is.
 
     Args:
-        data: (n, columns) array, or a table of numbers. Each worker takes its share of the rows.
+        data: (n, columns) array, a table of numbers, or the path of Parquet files. Each worker
+            takes its share of the rows.
         k: number of centers.
         seed: key of the start.
         rounds: most passes over the rows; it ends when no center moves.
@@ -100,7 +101,7 @@ def kmeans(
         found = np.where(counts[:, None] > 0, moved / np.maximum(counts, 1)[:, None], centers)
         moves = not np.array_equal(found, centers)
         centers, done = found, done + 1
-    return Clusters(centers, float(exact_total(_nearest(x, centers)[1], me)), done)
+    return Clusters(centers, total_of(_nearest(x, centers)[1], me), done)
 
 
 def _nearest(x: F64, centers: F64) -> tuple[npt.NDArray[np.int64], F64]:

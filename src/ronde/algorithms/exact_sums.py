@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,26 +9,13 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from ronde.algorithms.table_rows import as_frame, encode_numbers, share_of
-from ronde.world import ArgumentError, World
-from ronde.world.consensus import gather_json
+from ronde.algorithms.table_rows import check_tables, encode_numbers, own_frame, own_slice
+from ronde.world import World
 
-__all__ = ["exact_total", "split_limbs", "matrix_of", "sum_counts", "to_floats"]
+__all__ = ["exponents_of", "matrix_of", "split_limbs", "sum_counts", "to_floats", "total_of"]
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
-
-
-def exact_total(values: F64, me: World) -> Fraction:
-    """The exact sum of float64 values over all workers. A collective."""
-    fractions, exponents = np.frexp(values)
-    whole = np.ldexp(fractions, 53).astype(np.int64)
-    total = 0
-    for exponent in np.unique(exponents):
-        part = whole[exponents == exponent]
-        added = (int((part >> 26).sum()) << 26) + int((part & ((1 << 26) - 1)).sum())
-        total += added << (int(exponent) + 1100)
-    return Fraction(sum(gather_json(me, total)), 1 << 1153)
 
 
 def exponents_of(x: F64, me: World) -> I64:
@@ -70,23 +56,29 @@ def to_floats(sums: I64, bits: int, exponents: Any) -> F64:
     return np.asarray(np.ldexp(np.asarray(whole, np.float64), exponents - bits * last))
 
 
+def total_of(values: F64, me: World) -> float:
+    """The sum of the values of all workers, each to 2^-73 of the largest. A collective."""
+    exponents = exponents_of(values[:, None], me)
+    sums = [part.sum(axis=0) for part in split_limbs(values[:, None], exponents, 24, 3)]
+    return float(to_floats(sum_counts(np.array(sums, np.int64), me), 24, exponents - 24)[0])
+
+
 def matrix_of(data: Any, me: World, own_rows: bool) -> F64:
-    """This worker's rows of an array or a table of numbers, as float64. A collective.
+    """This worker's rows of an array, a table of numbers, or Parquet files, as float64.
 
     Raises:
         ArgumentError: it is no matrix, or a value is missing or infinite; on every rank.
     """
-    x = data if isinstance(data, np.ndarray) else encode_numbers(as_frame(data))
+    if isinstance(data, np.ndarray):
+        total = len(data)
+        x = data if own_rows or data.ndim != 2 else data[own_slice(total, me)]
+    else:
+        frame, _, total = own_frame(data, me, own_rows)
+        x = encode_numbers(frame)
     problem = ""
     if x.ndim != 2:
         problem = f"data has the shape {x.shape}: it must be (n, columns)"
     elif not np.isfinite(x).all():
         problem = "data has values that are missing or infinite"
-    every = gather_json(me, [problem, *x.shape])
-    for rank, (problem, rows, *columns) in enumerate(every):
-        if problem:
-            raise ArgumentError(f"{problem} (rank {rank}).")
-        if columns != every[0][2:] or (not own_rows and rows != every[0][1]):
-            raise ArgumentError(f"rank {rank} holds another table than rank 0.")
-    low, high = (0, len(x)) if own_rows else share_of(len(x), me)
-    return np.asarray(x[low:high], dtype=np.float64) + 0.0  # no negative zero
+    check_tables(problem, x.shape[1:], len(x), total, own_rows, me)
+    return np.asarray(x, dtype=np.float64) + 0.0  # no negative zero

@@ -44,7 +44,8 @@ def pca(data: Any, components: int, *, own_rows: bool = False) -> Components:
     """Principal components of the covariance of all rows.
 
     Args:
-        data: (n, columns) array, or a table of numbers. Each worker takes its share of the rows.
+        data: (n, columns) array, a table of numbers, or the path of Parquet files. Each worker
+            takes its share of the rows.
         components: how many.
         own_rows: each worker gives its own rows as ``data``.
 

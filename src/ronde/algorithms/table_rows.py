@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ronde.data.order import key_of, permute
+from ronde.tables.reading import read_share
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import gather_json
+from ronde.world.paths import need
 
 __all__ = ["TableRows", "gather_arrays", "keyed_sample", "read_rows", "spread"]
 
@@ -65,38 +66,38 @@ def gather_arrays(me: World, mine: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.concatenate([r.numpy()[:n] for r, n in zip(received, counts, strict=True)])
 
 
-def _parquet(folder: str | os.PathLike[str], me: World, own: bool) -> tuple[Any, int, int]:
-    """This worker's rows of Parquet files, the place of the first, and how many there are in all.
-
-    Only the row groups that hold them are read.
-    """
-    try:
-        import pyarrow as pa
-        import pyarrow.dataset as ds
-    except ImportError:
-        raise ArgumentError(
-            "Parquet files need the package pyarrow: pip install '.[tables]' in a clone of Ronde."
-        ) from None
-    if not Path(folder).exists():
-        raise ArgumentError(f"{folder} does not exist. Give a Parquet file or a folder of them.")
-    table = ds.dataset(folder, format="parquet")
-    total = table.count_rows()
-    low, high = (0, total) if own else share_of(total, me)
-    at, parts = 0, [table.schema.empty_table()]
-    for fragment in table.get_fragments():
-        for group in fragment.split_by_row_group():
-            count = group.row_groups[0].num_rows  # count_rows() is the whole file's
-            first, last = max(low, at), min(high, at + count)
-            if first < last:
-                read = group.to_table(schema=table.schema)
-                parts.append(read.slice(first - at, last - first))
-            at += count
-    return pa.concat_tables(parts), low, total
-
-
-def share_of(total: int, me: World) -> tuple[int, int]:
+def own_slice(total: int, me: World) -> slice:
     """Which rows of so many are this worker's."""
-    return total * me.rank // me.size, total * (me.rank + 1) // me.size
+    return slice(total * me.rank // me.size, total * (me.rank + 1) // me.size)
+
+
+def own_frame(data: Any, me: World, own: bool) -> tuple[Any, int, int]:
+    """This worker's rows of a table or Parquet files, the place of the first, and rows in all."""
+    if isinstance(data, str | os.PathLike):
+        need("pyarrow", "tables", "a path as data")
+        table, low, total = read_share(data, 0 if own else me.rank, 1 if own else me.size)
+        return as_frame(table), low, total
+    frame = as_frame(data)
+    mine = slice(0, len(frame)) if own else own_slice(len(frame), me)
+    return frame[mine], mine.start, len(frame)
+
+
+def check_tables(
+    problem: str, columns: Any, rows: int, total: int, own: bool, me: World
+) -> list[int]:
+    """Rows of each rank. A collective.
+
+    Raises:
+        ArgumentError: a rank has a problem, or another table than the others; on every rank.
+    """
+    every = gather_json(me, [problem, columns, rows, total])
+    for rank, (found, *_) in enumerate(every):
+        if found:
+            raise ArgumentError(f"{found} (rows of rank {rank}).")
+    for rank, (_, names, _, count) in enumerate(every):
+        if names != every[0][1] or (not own and count != every[0][3]):
+            raise ArgumentError(f"rank {rank} holds another table than rank 0.")
+    return [count for *_, count, _ in every]
 
 
 def _numbers(name: str, column: Any) -> npt.NDArray[np.float64]:
@@ -146,12 +147,9 @@ def as_frame(data: Any) -> Any:
     Raises:
         ArgumentError: it is no table, or narwhals is missing.
     """
-    try:
-        import narwhals as nw
-    except ImportError:
-        raise ArgumentError(
-            "Tables need the package narwhals: pip install '.[tables]' in a clone of Ronde."
-        ) from None
+    need("narwhals", "tables", "a table as data")
+    import narwhals as nw
+
     try:
         return nw.from_native(data, eager_only=True)
     except TypeError:
@@ -176,14 +174,14 @@ def _arrays(
         shapes = ", ".join(str(each.shape) for each in (x, y, *more))
         raise ArgumentError(f"data has the shapes {shapes}: they must be (n, columns), (n,), (n,).")
     names = [f"f{i}" for i in range(x.shape[1])]
-    low, high = (0, len(y)) if own else share_of(len(y), me)
-    weight = more[0][low:high].astype(np.float64) if more else None
+    mine = slice(0, len(y)) if own else own_slice(len(y), me)
+    weight = more[0][mine].astype(np.float64) if more else None
     named = [each if isinstance(each, str) else f"f{each}" for each in categories]
     return TableRows(
-        x[low:high].astype(np.float32),
-        y[low:high].astype(np.float64),
+        x[mine].astype(np.float32),
+        y[mine].astype(np.float64),
         weight,
-        np.arange(low, high),
+        np.arange(mine.start, mine.stop),
         len(y),
         names,
         dict.fromkeys(named),
@@ -199,13 +197,7 @@ def _from_frame(
     me: World,
     own: bool,
 ) -> TableRows:
-    if isinstance(data, str | os.PathLike):
-        table, low, total = _parquet(data, me, own)
-        frame = as_frame(table)
-    else:
-        frame = as_frame(data)
-        low, high = (0, len(frame)) if own else share_of(len(frame), me)
-        total, frame = len(frame), frame[low:high]
+    frame, low, total = own_frame(data, me, own)
     lacking = [c for c in (label, weight) if c is not None and c not in frame.columns]
     if label is None or lacking:
         what = "label is missing" if label is None else f"the table has no column {lacking[0]!r}"
@@ -280,23 +272,9 @@ def read_rows(
         rows = _arrays(data, categories, me, own)
     else:
         rows = _from_frame(data, label, weight, categories, levels, me, own)
-    every = gather_json(
-        me,
-        [
-            _problem(rows),
-            len(rows.y),
-            rows.total,
-            [rows.names, sorted(rows.levels), rows.weight is None],
-        ],
-    )
-    for rank, (problem, *_) in enumerate(every):
-        if problem:
-            raise ArgumentError(f"{problem} (rows of rank {rank}).")
-    for rank, (_, _, total, columns) in enumerate(every):
-        if columns != every[0][3] or (not own and total != every[0][2]):
-            raise ArgumentError(f"rank {rank} holds another table than rank 0.")
+    columns = [rows.names, sorted(rows.levels), rows.weight is None]
+    counts = check_tables(_problem(rows), columns, len(rows.y), rows.total, own, me)
     if own:
-        counts = [each[1] for each in every]
         low = sum(counts[: me.rank])
         rows = replace(rows, ids=np.arange(low, low + len(rows.y)), total=sum(counts))
     return rows

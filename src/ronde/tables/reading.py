@@ -77,6 +77,38 @@ def read_batches(
         raise SampleError(f"{file} cannot be read: {error.strerror or error}.") from error
 
 
+def read_share(path: Any, part: int, parts: int) -> tuple[Any, int, int]:
+    """Some of the rows of Parquet files: a table, the place of its first row, and rows in all.
+
+    Only the row groups that hold them are read.
+
+    Args:
+        path: a file, or a folder of files.
+        part, parts: which of so many equal shares.
+    """
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    if not Path(path).exists():
+        raise ArgumentError(f"{path} does not exist. Give a Parquet file or a folder of them.")
+    try:
+        files = ds.dataset(path, format="parquet")
+        total = files.count_rows()
+        low, high = total * part // parts, total * (part + 1) // parts
+        at, tables = 0, [files.schema.empty_table()]
+        for fragment in files.get_fragments():
+            for group in fragment.split_by_row_group():
+                count = group.row_groups[0].num_rows  # count_rows() is the whole file's
+                first, last = max(low, at), min(high, at + count)
+                if first < last:
+                    table = group.to_table(schema=files.schema)
+                    tables.append(table.slice(first - at, last - first))
+                at += count
+    except pa.ArrowInvalid as error:
+        raise SampleError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    return pa.concat_tables(tables), low, total
+
+
 def _header(file: Path) -> list[str]:
     """The column names of a CSV file; a quoted name may span lines."""
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
