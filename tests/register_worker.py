@@ -1,7 +1,7 @@
 """Every rank of every world, forked from one process that has imported torch once: trainings whose
 script owns schedulers, optimizers, averages, and values; killed, and resumed elsewhere.
 
-``python register_worker.py killed|refused|unregistered FOLDER``; prints each JSON file they wrote, by its path.
+``python register_worker.py killed|refused FOLDER``; prints each JSON file they wrote, by its path.
 """
 
 from __future__ import annotations
@@ -306,78 +306,9 @@ def refused(folder: Path) -> None:
     fork(2, lambda: attempts("pipeline=2", "pipeline", divided))
 
 
-def unregistered(folder: Path) -> None:
-    """What scripts forget to register, and what they need not."""
-
-    def warnings(where: Path) -> list[str]:
-        lines = (where / "record.jsonl").read_text().splitlines()
-        return [e["text"] for e in map(json.loads, lines) if e["type"] == "warning"]
-
-    class Keeper:
-        """Its state covers the scheduler that it holds."""
-
-        def __init__(self, scheduler):
-            self.scheduler = scheduler
-
-        def state_dict(self):
-            return self.scheduler.state_dict()
-
-        def load_state_dict(self, state):
-            self.scheduler.load_state_dict(state)
-
-    def forgetful(where: Path, own_loop: bool) -> None:
-        run, optimizer = begin("replicate", where, False)
-        chain = lr_scheduler.ChainedScheduler(
-            [lr_scheduler.StepLR(optimizer, 1, 0.5), lr_scheduler.ExponentialLR(optimizer, 0.9)]
-        )
-        lr_scheduler.StepLR(optimizer, 1).last_epoch = 3  # discarded, in a reference cycle
-        average, ema = AveragedModel(run.model), EMAModel(run.model.parameters())
-        critic = torch.nn.Linear(1, 1)
-        adam = torch.optim.Adam(critic.parameters())
-        unused = torch.optim.SGD(critic.parameters(), 0.1, momentum=0.9)
-        for _ in range(EPOCHS) if own_loop else run.epochs(EPOCHS):
-            for batch in run.batches():
-                run.step(batch)
-                critic(torch.ones(1, 1)).sum().backward()
-                adam.step()
-            chain.step()
-            average.update_parameters(run.model)
-            ema.step(run.model.parameters())
-        run.port.parts.place.ended = True
-        assert unused is not None
-
-    def careful(where: Path) -> None:
-        run, optimizer = begin("replicate", where, False)
-        schedulers = [lr_scheduler.StepLR(optimizer, n, 0.5) for n in (1, 2)]
-        sequence = lr_scheduler.SequentialLR(
-            optimizer, [lr_scheduler.StepLR(optimizer, n, 0.5) for n in (1, 2)], [2]
-        )
-        ema, adam = AveragedModel(run.model), torch.optim.Adam(run.model.parameters())
-        run.register(keeper=Keeper(schedulers[0]), step=schedulers[1], sequence=sequence)
-        run.register(ema=ema, adam=adam)
-        for _ in run.epochs(EPOCHS):
-            for batch in run.batches():
-                run.step(batch)
-                adam.step()
-            for scheduler in (*schedulers, sequence):
-                scheduler.step()
-            ema.update_parameters(run.model)
-
-    def all_of_them() -> None:
-        careful(folder / "careful")
-        forgetful(folder / "forgetful", False)
-        forgetful(folder / "own loop", True)
-
-    from diffusers.training_utils import EMAModel
-
-    fork(1, all_of_them)
-    told = {path.parent.name: warnings(path.parent) for path in folder.glob("*/record.jsonl")}
-    (folder / "told.json").write_text(json.dumps(told))
-
-
 if __name__ == "__main__":
     what, where = sys.argv[1], Path(sys.argv[2])
-    {"killed": killed, "refused": refused, "unregistered": unregistered}[what](where)
+    {"killed": killed, "refused": refused}[what](where)
     print(
         json.dumps(
             {

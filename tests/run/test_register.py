@@ -172,17 +172,6 @@ def test_values_keep_their_types():
         through([np.array(["a"])])
 
 
-def test_what_the_script_forgot_to_register_is_said_once(tmp_path):
-    told = worker("unregistered", tmp_path)["told"]
-    kinds = ("scheduler ChainedScheduler", "AveragedModel", "EMAModel", "optimizer Adam")
-    for script in ("forgetful", "own loop"):
-        assert len(told[script]) == len(kinds)
-        for kind in kinds:
-            (text,) = [text for text in told[script] if kind in text]
-            assert "not registered: after a resume it would begin anew. run.register(" in text
-    assert told["careful"] == []
-
-
 REFUSED = {
     "twice": "'a' is registered already",
     "underscore": "'_a' is not a name",

@@ -4,7 +4,6 @@ resumed from, with a sentence for the one that is passed over.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -20,7 +19,6 @@ from torch.utils.data import TensorDataset
 import ronde
 from ronde.checkpoint.manifest import file_digest, manifest_digest
 
-WRONG = [None, -1, 1.5, True, "x", [], {}, [[]], 2**70, float("nan")]
 GONE = object()
 
 
@@ -66,79 +64,52 @@ def write_manifest(path: Path, body: dict[str, Any]) -> None:
     (path / "manifest.json").write_text(json.dumps(body, indent=1))
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every key and item in it."""
-    found = []
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, inside in items:
-        found.append((*path, key))
-        if isinstance(inside, dict | list):
-            found += places(inside, (*path, key))
-    return found
-
-
-def mutated(body: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[str, Any]:
-    body = copy.deepcopy(body)
-    inner: Any = body
+@pytest.mark.parametrize(
+    ("place", "value", "why"),
+    [
+        (("step",), -1, "is of step -1"),
+        (("epoch_samples",), 1.5, "epoch_samples is 1.5, expected a whole number"),
+        (("epoch_samples",), 99, "epoch_samples is 99, an epoch has 16"),
+        (("workers",), None, "workers is None, expected a whole number, 1 or more"),
+        (("plan",), [], "plan is [], expected a mapping"),
+        (("plan", "lr_factor"), GONE, "plan has no lr_factor"),
+        (("optimizer", "groups"), GONE, "optimizer has no groups"),
+        (("scheduler",), GONE, "scheduler is missing"),
+        (("randomness", "numpy"), GONE, "randomness has no numpy"),
+    ],
+)
+def test_a_wrong_manifest_is_passed_over(checkpoints, capsys, place, value, why):
+    newest = checkpoints / "step-000000004"
+    body = json.loads((newest / "manifest.json").read_text())
+    inner = body["state"]
     for key in place[:-1]:
         inner = inner[key]
     if value is GONE:
         del inner[place[-1]]
     else:
         inner[place[-1]] = value
-    return body
+    write_manifest(newest, body)
+    run = start()
+    said = capsys.readouterr()
+    assert run.state.step == 3
+    assert "step-000000004 is not a whole checkpoint: " in said.out + said.err
+    assert why in said.out + said.err
+    run.port.group.members[0].finish("completed")
 
 
-# What no resume depends on: the time, the policy for old ones, and what says which training it was, which is refused by name.
-FREE = ("written", "keep", "format", "version", "digest")
-
-
-def test_wrong_manifests_are_passed_over(checkpoints, capsys):
+@pytest.mark.parametrize(
+    ("place", "value"), [(("optimizer", "groups"), "x"), (("scheduler",), [1])]
+)
+def test_what_is_wrong_deeper_inside_is_refused(checkpoints, place, value):
     newest = checkpoints / "step-000000004"
-    whole = json.loads((newest / "manifest.json").read_text())
-    cases = []
-    for k, place in enumerate(p for p in places(whole) if p[0] not in FREE):
-        cases.append((place, GONE))
-        cases += [(place, WRONG[(k + j) % len(WRONG)]) for j in (0, 3, 7)]
-    cases = cases[:: max(1, len(cases) // 200)]
-    assert len(cases) >= 200
-    told = {"passed over": 0, "another training": 0, "loaded": 0}
-    loaded, unlike = set(), []
-    for place, value in cases:
-        write_manifest(newest, mutated(whole, place, value))
-        capsys.readouterr()
-        try:
-            run = start()
-        except ronde.CheckpointError as error:  # another batch size, seed, data set, …
-            told["another training"] += 1
-            if not any(w in str(error) for w in ("be continued", " is of ", "are not those")):
-                unlike.append((place, value, str(error)))
-            continue
-        except Exception as error:
-            unlike.append((place, value, repr(error)))
-            continue
-        if run.state.step == 3:
-            told["passed over"] += 1
-            said = capsys.readouterr()
-            if "step-000000004 is not a whole checkpoint: " not in said.out + said.err:
-                unlike.append((place, value, "no sentence"))
-        else:
-            told["loaded"] += 1
-            loaded.add(".".join(map(str, place)))
-        run.port.group.members[0].finish("completed")
-    # Settings that cannot be told from others, and what the run has no use for, may be loaded.
-    # Two of them: a place in a generator's state and its next Gaussian, where any number is one.
-    places_loaded = {
-        p.split(".")[1]
-        for p in loaded
-        if not p.startswith(("state.randomness.numpy.", "state.randomness.python.1"))
-    }
-    assert places_loaded <= {
-        *("averages", "best", "data", "given", "optimizer", "plan", "registered", "scaler"),
-        "scheduler",
-    }, loaded
-    assert not unlike, "\n".join(map(str, unlike))
-    assert told["passed over"] > 120, told
+    body = json.loads((newest / "manifest.json").read_text())
+    inner = body["state"]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    write_manifest(newest, body)
+    with pytest.raises(ronde.CheckpointError, match="step-000000004 cannot be loaded"):
+        start()
 
 
 def test_what_stands_in_a_file_s_place(checkpoints, capsys):

@@ -96,8 +96,6 @@ class Registry:
 
     def add(self, run: Parts, things: Mapping[str, Any]) -> Registered:
         """Register, and restore what the checkpoint has under these names."""
-        from ronde.run.unregistered import claim
-
         for name, thing in things.items():
             self._check(run, name, thing)
         # An optimizer first: its scheduler's restoration sets its rates.
@@ -107,7 +105,6 @@ class Registry:
                 part.persistent(True)  # otherwise their state_dict() is empty
             _pack(name, thing, {})  # refuses what no checkpoint can hold
             self.items[name] = thing
-            claim(thing)
             if name in self._found:
                 try:
                     self._restore(run, name, thing)

@@ -57,7 +57,6 @@ def callbacks_of(
         *_leaves_when_asked(run, group),
         *(_stops_when_asked(run, group) if run.world.size > 1 and not studied else ()),
         *(_pauses(run, group) if not studied else ()),
-        *(_reports_unregistered(run) if not studied else ()),
         # The weights after the step are final.
         AveragesWeights(content),
         # The script's own see a finished step, and a study sees what they did.
@@ -95,13 +94,6 @@ def _health(run: Parts, options: RunOptions) -> Iterator[Callback]:
         from ronde.run.callbacks.health import Health
 
         yield Health(run, options.watch, options.on_nan == "error")
-
-
-def _reports_unregistered(run: Parts) -> Iterator[Callback]:
-    if run.directory is not None:  # else nothing is resumed
-        from ronde.run.unregistered import ReportsUnregistered
-
-        yield ReportsUnregistered(run)
 
 
 def _pauses(run: Parts, group: RunGroup) -> Iterator[Callback]:
