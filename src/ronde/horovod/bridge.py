@@ -41,6 +41,7 @@ class Handle:
     key: Key
     run: Callable[[dict[str, Any]], Any]
     tensors: Iterable[torch.Tensor] = ()
+    single: bool = False  # the result is the first one of a list
     done: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: BaseException | None = None

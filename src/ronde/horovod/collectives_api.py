@@ -1,4 +1,8 @@
-"""Horovod's operations on tensors: blocking, asynchronous, in place, grouped, differentiable."""
+"""Horovod's operations on tensors: blocking, asynchronous, in place, grouped, differentiable.
+
+Each operation is one function that begins it on a list of tensors; its other forms are made of that
+one, at the end of this file.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +59,6 @@ __all__ = [
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 
-_NO_SUM = (torch.bool,)
-
 
 def _start(
     kind: str,
@@ -78,8 +80,8 @@ def _start(
     return here.submit((number, kind, name or here.name(number, kind)), meta, run, tensors)
 
 
-def _plain(kind: str, tensors: Tensors) -> list[Tensor]:
-    """The tensors without their history."""
+def _plain(kind: str, tensors: Tensors, rows: bool = False) -> list[Tensor]:
+    """The tensors without their history; ``rows``: each needs a first dimension."""
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"hvd.{kind}: expected a tensor, not a {type(tensor).__name__}.")
@@ -88,6 +90,8 @@ def _plain(kind: str, tensors: Tensors) -> list[Tensor]:
                 f"hvd.{kind}: a tensor of layout {tensor.layout} cannot be sent. Use "
                 "hvd.sparse_allreduce_async, or tensor.to_dense()."
             )
+        if rows and tensor.dim() == 0:
+            raise ValueError(f"hvd.{kind} goes along the first dimension: a scalar has none.")
     return [t.detach() for t in tensors]
 
 
@@ -109,10 +113,8 @@ def _reduction(op: Any, average: Any = None, name: str = "op") -> Reduction:
 
 def _check_sums(kind: str, tensors: Tensors, op: Reduction, process_set: ProcessSet) -> None:
     for tensor in tensors:
-        refused = tensor.dtype in _NO_SUM or (
-            tensor.is_complex() and op not in (Reduction.Sum, Reduction.Average)
-        )
-        if refused:
+        linear = op in (Reduction.Sum, Reduction.Average)
+        if tensor.dtype == torch.bool or (tensor.is_complex() and not linear):
             raise ValueError(
                 f"hvd.{kind}: {op.name} over tensors of type {tensor.dtype} is not defined. "
                 "Convert them first."
@@ -127,13 +129,12 @@ def _check_sums(kind: str, tensors: Tensors, op: Reduction, process_set: Process
             raise ValueError("Adasum needs floating-point tensors.")
 
 
-# ---------------------------------------------------------------------- allreduce
+# ---------------------------------------------------------------------- begin an operation
 
 
 def _allreduce(
     tensors: Tensors,
     outputs: Tensors | None,
-    single: bool,
     average: bool | None = None,
     name: str | None = None,
     op: Any = None,
@@ -149,80 +150,144 @@ def _allreduce(
     written = [t.detach() for t in targets]
     scales = (float(prescale_factor), float(postscale_factor))
 
-    def run(_: dict[str, Any]) -> Any:
+    def run(_: dict[str, Any]) -> list[Tensor]:
         allreduce_tensors(team, tensors, written, reduction, *scales)
-        return targets[0] if single else targets
+        return targets
 
     facts = {"op": reduction.name, "prescale": scales[0], "postscale": scales[1]}
     return _start("allreduce", tensors, name, process_set, facts, run)
 
 
-def allreduce_async(tensor: Tensor, *args: Any, **options: Any) -> Handle:
-    """Begin :func:`allreduce`; ``synchronize`` returns the result. It takes no ``compression``."""
-    return _allreduce([tensor], None, True, *args, **options)
-
-
-def allreduce_async_(tensor: Tensor, *args: Any, **options: Any) -> Handle:
-    """Begin an :func:`allreduce` in place."""
-    return _allreduce([tensor], [tensor], True, *args, **options)
-
-
-def grouped_allreduce_async(tensors: Tensors, *args: Any, **options: Any) -> Handle:
-    """Begin :func:`grouped_allreduce`."""
-    return _allreduce(tensors, None, False, *args, **options)
-
-
-def grouped_allreduce_async_(tensors: Tensors, *args: Any, **options: Any) -> Handle:
-    """Begin a :func:`grouped_allreduce` in place."""
-    return _allreduce(tensors, tensors, False, *args, **options)
-
-
-def allreduce_(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
-    """Like :func:`allreduce`, in place and without a gradient."""
-    result: Tensor = synchronize(allreduce_async_(tensor, *args, **options))
-    return result
-
-
-def grouped_allreduce_(tensors: Tensors, *args: Any, **options: Any) -> list[Tensor]:
-    """Like :func:`grouped_allreduce`, in place and without a gradient."""
-    result: list[Tensor] = synchronize(grouped_allreduce_async_(tensors, *args, **options))
-    return result
-
-
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
+def _allgather(
+    tensors: Tensors,
+    _: None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    team = team_of(process_set)
+    tensors = _plain("allgather", tensors, rows=True)
+
+    def run(order: dict[str, Any]) -> list[Tensor]:
+        return allgather_tensors(team, tensors, order["each"])
+
+    rows = {"each": [len(t) for t in tensors]}
+    return _start("allgather", tensors, name, process_set, rows, run)
+
+
+def _broadcast(
+    tensors: Tensors,
+    outputs: Tensors | None,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    names: list[str] | None = None,
+) -> Handle:
+    team = team_of(process_set)
+    if root_rank not in team.ranks:
+        raise ValueError(
+            f"root_rank={root_rank!r}: expected one of the ranks {list(team.ranks)}. The root is a "
+            "global rank, in a process set too."
+        )
+    tensors = _plain("broadcast", tensors)
+    targets = [torch.empty_like(t) for t in tensors] if outputs is None else list(outputs)
+    written = [t.detach() for t in targets]
+
+    def run(_: dict[str, Any]) -> list[Tensor]:
+        broadcast_tensors(team, tensors, written, root_rank)
+        return targets
+
+    facts = {"root": root_rank} if names is None else {"names": names, "root": root_rank}
+    return _start("broadcast", tensors, name, process_set, facts, run)
+
+
+def _reducescatter(
+    tensors: Tensors,
+    _: None,
+    name: str | None = None,
+    op: Any = Reduction.Average,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Reduce a tensor over all ranks; the gradient is reduced in the same way.
+) -> Handle:
+    team = team_of(process_set)
+    reduction = _reduction(op)
+    tensors = _plain("reducescatter", tensors, rows=True)
+    if reduction not in (Reduction.Sum, Reduction.Average):
+        raise NotImplementedError(f"hvd.reducescatter has no {reduction.name}: use Sum or Average.")
+    _check_sums("reducescatter", tensors, reduction, process_set)
+    scales = (float(prescale_factor), float(postscale_factor))
 
-    Args:
-        tensor: of the same shape and type on all ranks.
-        average: deprecated, see ``op``.
-        name: pairs the operation among ranks; numbered if None.
-        compression: of what is sent.
-        op: ``hvd.Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
-        prescale_factor: multiplies before the reduction.
-        postscale_factor: multiplies after it.
-        process_set: the ranks that take part.
+    def run(_: dict[str, Any]) -> list[Tensor]:
+        return reducescatter_tensors(team, tensors, reduction, *scales)
 
-    Returns:
-        Tensor: the reduced tensor, of the same shape and type.
+    facts = {"op": reduction.name, "prescale": scales[0], "postscale": scales[1]}
+    return _start("reducescatter", tensors, name, process_set, facts, run)
 
-    Raises:
-        ValueError: an argument is wrong, or ``name`` is in flight.
-        HorovodInternalError: on all ranks, if they disagree on shape, type or reduction.
 
-    Example:
-        >>> loss = hvd.allreduce(loss, name="loss")  # doctest: +SKIP
-    """
-    given = (average, name, compression, op, prescale_factor, postscale_factor, process_set)
-    return grouped_allreduce([tensor], *given)[0]
+def _alltoall(
+    tensor: Tensor, counts: list[int], name: str | None, process_set: ProcessSet
+) -> Handle:
+    """Its result is the received rows, and how many came from each rank."""
+    team = team_of(process_set)
+    tensor = tensor.detach()
+
+    def run(order: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        received = [each[team.place] for each in order["each"]]
+        result = alltoall_tensor(team, tensor, order["each"])
+        return result, torch.tensor(received, dtype=torch.int32)
+
+    return _start("alltoall", [tensor], name, process_set, {"each": counts}, run)
+
+
+def _cut(tensor: Tensor, splits: Any, size: int) -> list[int]:
+    """How many rows go to each rank."""
+    _plain("alltoall", [tensor], rows=True)
+    if splits is None:
+        if len(tensor) % size:
+            raise ValueError(
+                f"hvd.alltoall without splits needs a first dimension that {size} ranks divide, "
+                f"not {len(tensor)}. Pass splits."
+            )
+        return [len(tensor) // size] * size
+    cuts = torch.as_tensor(splits)
+    if cuts.dtype not in (torch.int32, torch.int64) or cuts.shape != (size,):
+        raise ValueError(
+            f"splits: expected {size} whole numbers (torch.int32), one a rank; got shape "
+            f"{tuple(cuts.shape)} of type {cuts.dtype}."
+        )
+    counts: list[int] = cuts.tolist()
+    if min(counts, default=0) < 0 or sum(counts) != len(tensor):
+        raise ValueError(
+            f"splits={counts}: expected counts that add up to the first dimension, {len(tensor)}."
+        )
+    return counts
+
+
+# ---------------------------------------------------------------------- with a gradient
+
+
+class _Differentiable(torch.autograd.Function):
+    """An operation on tensors, and the operation on gradients that belongs to it."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Any, back: Any, *tensors: Any) -> Any:
+        ctx.back = back
+        return tuple(synchronize(begin(tensors)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, None, *ctx.back(gradients)
+
+
+def _apply(
+    begin: Callable[[Tensors], Handle],
+    back: Callable[[Tensors], Tensors],
+    tensors: Tensors,
+    compression: type[Compressor] = Compression.none,
+) -> list[Tensor]:
+    small = [compression.compress(t) for t in tensors]
+    results = _Differentiable.apply(begin, back, *(t for t, _ in small))  # type: ignore[no-untyped-call]
+    return [compression.decompress(r, c) for r, (_, c) in zip(results, small, strict=True)]
 
 
 def grouped_allreduce(
@@ -235,35 +300,44 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """Reduce several tensors in one operation. Arguments as in :func:`allreduce`."""
-    small = [compression.compress(t) for t in tensors]
-    reduced: Tensors = _AllReduce.apply(  # type: ignore[no-untyped-call]
-        (_reduction(op, average), prescale_factor, postscale_factor, process_set),
-        name,
-        *(t for t, _ in small),
-    )
-    return [compression.decompress(r, c) for r, (_, c) in zip(reduced, small, strict=True)]
+    """Reduce tensors over all ranks; the gradient is reduced in the same way.
 
+    Args:
+        tensors: of the same shape and type on all ranks.
+        average: deprecated, see ``op``.
+        name: pairs the operation among ranks; numbered if None.
+        compression: of what is sent.
+        op: ``hvd.Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        prescale_factor: multiplies before the reduction.
+        postscale_factor: multiplies after it.
+        process_set: the ranks that take part.
 
-def _refuse_gradient(op: Reduction) -> None:
-    if op not in (Reduction.Sum, Reduction.Average):
-        raise NotImplementedError(
-            f"the gradient of a reduction with hvd.{op.name} is not defined. Reduce "
-            "tensor.detach(), or use Sum or Average."
-        )
+    Returns:
+        list[Tensor]: the reduced tensors, of the same shapes and types.
 
+    Raises:
+        ValueError: an argument is wrong, or ``name`` is in flight.
+        HorovodInternalError: on all ranks, if they disagree on shape, type or reduction.
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, how: Any, name: Any, *tensors: Any) -> Any:
-        ctx.how = how
-        return tuple(synchronize(_allreduce(tensors, None, False, None, name, *how)))
+    Example:
+        >>> loss = hvd.allreduce(loss, name="loss")  # doctest: +SKIP
+    """
+    reduction = _reduction(op, average)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        _refuse_gradient(ctx.how[0])
-        handle = _allreduce(gradients, None, False, None, None, *ctx.how)
-        return None, None, *synchronize(handle)
+    def begin(tensors: Tensors, name: str | None = name) -> Handle:
+        how = (reduction, prescale_factor, postscale_factor, process_set)
+        return _allreduce(tensors, None, None, name, *how)
+
+    def back(gradients: Tensors) -> Tensors:
+        if reduction not in (Reduction.Sum, Reduction.Average):
+            raise NotImplementedError(
+                f"the gradient of a reduction with hvd.{reduction.name} is not defined. Reduce "
+                "tensor.detach(), or use Sum or Average."
+            )
+        reduced: Tensors = synchronize(begin(gradients, None))
+        return reduced
+
+    return _apply(begin, back, tensors, compression)
 
 
 def sparse_allreduce_async(
@@ -305,119 +379,24 @@ def sparse_allreduce_async(
     return finish
 
 
-# ---------------------------------------------------------------------- allgather
-
-
-def _gather(
-    tensors: Tensors,
-    single: bool,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    team = team_of(process_set)
-    tensors = _plain("allgather", tensors)
-    if any(t.dim() == 0 for t in tensors):
-        raise ValueError("hvd.allgather joins along the first dimension: a scalar has none.")
-
-    def run(order: dict[str, Any]) -> Any:
-        results = allgather_tensors(team, tensors, order["each"])
-        return results[0] if single else results
-
-    rows = {"each": [len(t) for t in tensors]}
-    return _start("allgather", tensors, name, process_set, rows, run)
-
-
-def allgather_async(tensor: Tensor, *args: Any, **options: Any) -> Handle:
-    """Begin :func:`allgather`."""
-    return _gather([tensor], True, *args, **options)
-
-
-def grouped_allgather_async(tensors: Tensors, *args: Any, **options: Any) -> Handle:
-    """Begin :func:`grouped_allgather`."""
-    return _gather(tensors, False, *args, **options)
-
-
-def allgather(
-    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """Join the tensors of all ranks along the first dimension, which may differ among ranks.
-
-    Raises:
-        ValueError: the tensor is a scalar, or ``name`` is in flight.
-        HorovodInternalError: on all ranks, if they disagree on the other dimensions or the type.
-    """
-    return grouped_allgather([tensor], name, process_set)[0]
-
-
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
-    """Gather several tensors in one operation, as :func:`allgather` does."""
-    return list(_AllGather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
+    """Join the tensors of all ranks along the first dimension, which may differ among ranks.
 
+    Raises:
+        ValueError: a tensor is a scalar, or ``name`` is in flight.
+        HorovodInternalError: on all ranks, if they disagree on the other dimensions or the type.
+    """
+    counts = [len(t) for t in _plain("allgather", tensors, rows=True)]
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: Any, process_set: Any, *tensors: Any) -> Any:
-        gathered = synchronize(_gather(tensors, False, name, process_set))
-        ctx.process_set, ctx.rows = process_set, [len(t) for t in tensors]
-        return tuple(gathered)
+    def back(gradients: Tensors) -> Tensors:
+        (rows,) = synchronize(_allgather([torch.tensor([counts])], None, None, process_set))
+        whole = synchronize(grouped_allreduce_async(gradients, process_set=process_set))
+        begins = rows[: team_of(process_set).place].sum(0).tolist()
+        return [g[b : b + n] for g, b, n in zip(whole, begins, counts, strict=True)]
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        of, team = ctx.process_set, team_of(ctx.process_set)
-        mine = torch.tensor([ctx.rows])
-        rows = synchronize(_gather([mine], True, None, of))
-        whole = synchronize(grouped_allreduce_async(gradients, process_set=of))
-        begins = rows[: team.place].sum(0).tolist()
-        parts = [g[b : b + n] for g, b, n in zip(whole, begins, ctx.rows, strict=True)]
-        return None, None, *parts
-
-
-# ---------------------------------------------------------------------- broadcast
-
-
-def _spread(
-    tensors: Tensors,
-    outputs: Tensors | None,
-    single: bool,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    names: list[str] | None = None,
-) -> Handle:
-    team = team_of(process_set)
-    if root_rank not in team.ranks:
-        raise ValueError(
-            f"root_rank={root_rank!r}: expected one of the ranks {list(team.ranks)}. The root is a "
-            "global rank, in a process set too."
-        )
-    tensors = _plain("broadcast", tensors)
-    targets = [torch.empty_like(t) for t in tensors] if outputs is None else list(outputs)
-    written = [t.detach() for t in targets]
-
-    def run(_: dict[str, Any]) -> Any:
-        broadcast_tensors(team, tensors, written, root_rank)
-        return targets[0] if single else targets
-
-    facts = {"root": root_rank} if names is None else {"names": names, "root": root_rank}
-    return _start("broadcast", tensors, name, process_set, facts, run)
-
-
-def broadcast_async(tensor: Tensor, root_rank: int, *args: Any, **options: Any) -> Handle:
-    """Begin :func:`broadcast`."""
-    return _spread([tensor], None, True, root_rank, *args, **options)
-
-
-def broadcast_async_(tensor: Tensor, root_rank: int, *args: Any, **options: Any) -> Handle:
-    """Begin a :func:`broadcast` in place."""
-    return _spread([tensor], [tensor], True, root_rank, *args, **options)
-
-
-def broadcast_(tensor: Tensor, root_rank: int, *args: Any, **options: Any) -> Tensor:
-    """Like :func:`broadcast`, in place and without a gradient."""
-    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, *args, **options))
-    return result
+    return _apply(lambda given: _allgather(given, None, name, process_set), back, tensors)
 
 
 def broadcast(
@@ -438,73 +417,19 @@ def broadcast(
         ValueError: ``root_rank`` is not in the process set, or ``name`` is in flight.
         HorovodInternalError: on all ranks, if they disagree on root, shape or type.
     """
-    result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)  # type: ignore[no-untyped-call]
-    return result
+
+    def back(gradients: Tensors) -> Tensors:
+        reduced: Tensors = synchronize(grouped_allreduce_async(gradients, process_set=process_set))
+        return reduced if bridge().rank == root_rank else [torch.zeros_like(g) for g in reduced]
+
+    return _apply(lambda t: _broadcast(t, None, root_rank, name, process_set), back, [tensor])[0]
 
 
 def grouped_broadcast_(
     tensors: Tensors, root_rank: int, names: list[str], process_set: ProcessSet
 ) -> None:
     """Broadcast several tensors in place in one operation; ``names`` are for errors."""
-    synchronize(_spread(tensors, tensors, False, root_rank, None, process_set, names))
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, root_rank: int, name: Any, process_set: Any) -> Any:
-        ctx.root_rank, ctx.process_set = root_rank, process_set
-        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        of = ctx.process_set
-        reduced = synchronize(allreduce_async(gradient, op=Reduction.Average, process_set=of))
-        if bridge().rank != ctx.root_rank:
-            reduced = torch.zeros_like(reduced)
-        return reduced, None, None, None
-
-
-# ---------------------------------------------------------------------- alltoall
-
-
-def _cut(tensor: Tensor, splits: Any, size: int) -> list[int]:
-    """How many rows go to each rank."""
-    _plain("alltoall", [tensor])
-    if tensor.dim() == 0:
-        raise ValueError("hvd.alltoall cuts along the first dimension: a scalar has none.")
-    if splits is None:
-        if len(tensor) % size:
-            raise ValueError(
-                f"hvd.alltoall without splits needs a first dimension that {size} ranks divide, "
-                f"not {len(tensor)}. Pass splits."
-            )
-        return [len(tensor) // size] * size
-    cuts = torch.as_tensor(splits)
-    if cuts.dtype not in (torch.int32, torch.int64) or cuts.shape != (size,):
-        raise ValueError(
-            f"splits: expected {size} whole numbers (torch.int32), one a rank; got shape "
-            f"{tuple(cuts.shape)} of type {cuts.dtype}."
-        )
-    counts: list[int] = cuts.tolist()
-    if min(counts, default=0) < 0 or sum(counts) != len(tensor):
-        raise ValueError(
-            f"splits={counts}: expected counts that add up to the first dimension, {len(tensor)}."
-        )
-    return counts
-
-
-def _exchange(
-    tensor: Tensor, counts: list[int], name: str | None, process_set: ProcessSet, pair: bool
-) -> Handle:
-    team = team_of(process_set)
-    tensor = tensor.detach()
-
-    def run(order: dict[str, Any]) -> Any:
-        result = alltoall_tensor(team, tensor, order["each"])
-        received = [each[team.place] for each in order["each"]]
-        return (result, torch.tensor(received, dtype=torch.int32)) if pair else result
-
-    return _start("alltoall", [tensor], name, process_set, {"each": counts}, run)
+    synchronize(_broadcast(tensors, tensors, root_rank, None, process_set, names))
 
 
 def alltoall_async(
@@ -515,7 +440,9 @@ def alltoall_async(
 ) -> Handle:
     """Begin :func:`alltoall`."""
     counts = _cut(tensor, splits, team_of(process_set).size)
-    return _exchange(tensor, counts, name, process_set, splits is not None)
+    handle = _alltoall(tensor, counts, name, process_set)
+    handle.single = splits is None
+    return handle
 
 
 def alltoall(
@@ -540,92 +467,17 @@ def alltoall(
         HorovodInternalError: on all ranks, if they disagree on the other dimensions or the type.
     """
     counts = _cut(tensor, splits, team_of(process_set).size)
-    result, received = _AllToAll.apply(tensor, counts, name, process_set)  # type: ignore[no-untyped-call]
-    return result if splits is None else (result, received)
+    received: list[int] = []
 
+    def begin(tensors: Tensors) -> Handle:
+        return _alltoall(tensors[0], counts, name, process_set)
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, counts: Any, name: Any, process_set: Any) -> Any:
-        result, received = synchronize(_exchange(tensor, counts, name, process_set, True))
-        ctx.process_set, ctx.received = process_set, received.tolist()
-        ctx.mark_non_differentiable(received)
-        return result, received
+    def back(gradients: Tensors) -> Tensors:
+        return [synchronize(_alltoall(gradients[0], received, None, process_set))[0]]
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
-        handle = _exchange(gradient, ctx.received, None, ctx.process_set, False)
-        return synchronize(handle), None, None, None
-
-
-# ---------------------------------------------------------------------- reducescatter
-
-
-def _reducescatter(
-    tensors: Tensors,
-    single: bool,
-    name: str | None = None,
-    op: Any = Reduction.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Handle:
-    team = team_of(process_set)
-    reduction = _reduction(op)
-    tensors = _plain("reducescatter", tensors)
-    if reduction not in (Reduction.Sum, Reduction.Average):
-        raise NotImplementedError(f"hvd.reducescatter has no {reduction.name}: use Sum or Average.")
-    if any(t.dim() == 0 for t in tensors):
-        raise ValueError("hvd.reducescatter cuts along the first dimension: a scalar has none.")
-    _check_sums("reducescatter", tensors, reduction, process_set)
-    scales = (float(prescale_factor), float(postscale_factor))
-
-    def run(_: dict[str, Any]) -> Any:
-        results = reducescatter_tensors(team, tensors, reduction, *scales)
-        return results[0] if single else results
-
-    facts = {"op": reduction.name, "prescale": scales[0], "postscale": scales[1]}
-    return _start("reducescatter", tensors, name, process_set, facts, run)
-
-
-def reducescatter_async(tensor: Tensor, *args: Any, **options: Any) -> Handle:
-    """Begin :func:`reducescatter`. It takes no ``compression``."""
-    return _reducescatter([tensor], True, *args, **options)
-
-
-def grouped_reducescatter_async(tensors: Tensors, *args: Any, **options: Any) -> Handle:
-    """Begin :func:`grouped_reducescatter`."""
-    return _reducescatter(tensors, False, *args, **options)
-
-
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: Any = Reduction.Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
-    """Reduce a tensor over all ranks and keep this rank's rows of the first dimension.
-
-    Rows that do not divide evenly go to the first ranks.
-
-    Args:
-        tensor: of the same shape and type on all ranks.
-        name: as in :func:`allreduce`.
-        compression: of what is sent.
-        op: ``hvd.Average`` or ``hvd.Sum``.
-        process_set: the ranks that take part.
-        prescale_factor: multiplies before the reduction.
-        postscale_factor: multiplies after it.
-
-    Raises:
-        ValueError: the tensor is a scalar, or ``name`` is in flight.
-        HorovodInternalError: on all ranks, if they disagree on shape, type or reduction.
-    """
-    given = (name, compression, op, process_set, prescale_factor, postscale_factor)
-    return grouped_reducescatter([tensor], *given)[0]
+    result, came = _Differentiable.apply(begin, back, tensor)  # type: ignore[no-untyped-call]
+    received += came.tolist()
+    return result if splits is None else (result, came)
 
 
 def grouped_reducescatter(
@@ -637,27 +489,93 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Reduce and scatter several tensors in one operation, as :func:`reducescatter` does."""
-    small = [compression.compress(t) for t in tensors]
-    results = _ReduceScatter.apply(  # type: ignore[no-untyped-call]
-        name, op, process_set, prescale_factor, postscale_factor, *(t for t, _ in small)
-    )
-    return [compression.decompress(r, c) for r, (_, c) in zip(results, small, strict=True)]
+    """Reduce tensors over all ranks and keep this rank's rows of the first dimension.
+
+    Rows that do not divide evenly go to the first ranks.
+
+    Args:
+        tensors: of the same shape and type on all ranks.
+        name: as in :func:`allreduce`.
+        compression: of what is sent.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        process_set: the ranks that take part.
+        prescale_factor: multiplies before the reduction.
+        postscale_factor: multiplies after it.
+
+    Raises:
+        ValueError: a tensor is a scalar, or ``name`` is in flight.
+        HorovodInternalError: on all ranks, if they disagree on shape, type or reduction.
+    """
+
+    def begin(tensors: Tensors) -> Handle:
+        scales = (prescale_factor, postscale_factor)
+        return _reducescatter(tensors, None, name, op, process_set, *scales)
+
+    def back(gradients: Tensors) -> Tensors:
+        count = team_of(process_set).size if _reduction(op) == Reduction.Sum else 1
+        factor = prescale_factor * postscale_factor * count
+        gathered: Tensors = synchronize(_allgather(gradients, None, None, process_set))
+        return gathered if factor == 1.0 else [g * factor for g in gathered]
+
+    return _apply(begin, back, tensors, compression)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: Any, op: Any, of: Any, pre: Any, post: Any, *tensors: Any) -> Any:
-        ctx.given = (_reduction(op), of, pre * post)
-        return tuple(synchronize(_reducescatter(tensors, False, name, op, of, pre, post)))
+# ---------------------------------------------------------------------- the table of forms
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        op, of, factor = ctx.given
-        if op == Reduction.Sum:
-            factor = factor * team_of(of).size
-        gathered = synchronize(_gather(gradients, False, None, of))
-        return (None,) * 5 + tuple(g if factor == 1.0 else g * factor for g in gathered)
+
+def _single(grouped: Callable[..., list[Tensor]]) -> Callable[..., Tensor]:
+    """The form of an operation for one tensor."""
+
+    def operate(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        return grouped([tensor], *args, **options)[0]
+
+    operate.__doc__ = grouped.__doc__
+    return operate
+
+
+def _asynchronous(
+    operation: Callable[..., Handle], in_place: bool = False
+) -> Callable[..., Handle]:
+    """The form that returns a handle for :func:`synchronize`. It takes no ``compression``."""
+
+    def begin(tensor: Tensor, *args: Any, **options: Any) -> Handle:
+        handle = operation([tensor], [tensor] if in_place else None, *args, **options)
+        handle.single = True
+        return handle
+
+    return begin
+
+
+def _grouped(operation: Callable[..., Handle], in_place: bool = False) -> Callable[..., Handle]:
+    """The asynchronous form for several tensors in one operation."""
+
+    def begin(tensors: Tensors, *args: Any, **options: Any) -> Handle:
+        return operation(tensors, tensors if in_place else None, *args, **options)
+
+    return begin
+
+
+def _blocking(begin: Callable[..., Handle]) -> Callable[..., Any]:
+    """The form that waits for the result. It has no gradient."""
+    return lambda *args, **options: synchronize(begin(*args, **options))
+
+
+allreduce = _single(grouped_allreduce)
+allreduce_async = _asynchronous(_allreduce)
+allreduce_async_ = _asynchronous(_allreduce, in_place=True)
+allreduce_ = _blocking(allreduce_async_)
+grouped_allreduce_async = _grouped(_allreduce)
+grouped_allreduce_async_ = _grouped(_allreduce, in_place=True)
+grouped_allreduce_ = _blocking(grouped_allreduce_async_)
+allgather = _single(grouped_allgather)
+allgather_async = _asynchronous(_allgather)
+grouped_allgather_async = _grouped(_allgather)
+broadcast_async = _asynchronous(_broadcast)
+broadcast_async_ = _asynchronous(_broadcast, in_place=True)
+broadcast_ = _blocking(broadcast_async_)
+reducescatter = _single(grouped_reducescatter)
+reducescatter_async = _asynchronous(_reducescatter)
+grouped_reducescatter_async = _grouped(_reducescatter)
 
 
 # ---------------------------------------------------------------------- the rest
@@ -674,7 +592,10 @@ def synchronize(handle: Any) -> Any:
     Raises:
         HorovodInternalError: it failed; the text names the operation and the ranks.
     """
-    return handle() if callable(handle) else bridge().wait(handle)
+    if callable(handle):  # a sparse one
+        return handle()
+    result = bridge().wait(handle)
+    return result[0] if handle.single else result
 
 
 def join(device: int = -1) -> int:
