@@ -48,7 +48,8 @@ from ronde.feed import (
     rngs,
     take_over,
 )
-from ronde.loader.thread_workers import Threads, parts_of
+from ronde.loader.choose_executor import choose_executor
+from ronde.loader.thread_workers import Threads
 from ronde.plan import shares
 from ronde.world import RondeError
 from sampling import some
@@ -112,14 +113,6 @@ def read(
 # -- threads ---------------------------------------------------------------------------
 
 
-def whole(job, most):
-    return [(job, low, high) for low, high in parts_of(12, most)]
-
-
-def joined(job, parts):
-    return job, [x for part in parts for x in part]
-
-
 def test_threads_hand_out_in_order_bounded_and_stay_for_the_next_epoch():
     threads = Threads(3, 4)
     asked, handed = 0, 0
@@ -132,58 +125,37 @@ def test_threads_hand_out_in_order_bounded_and_stay_for_the_next_epoch():
             assert asked - handed <= 4, "further ahead than is allowed"
             yield job
 
-    def slow(part):
-        job, low, high = part
-        if job % 7 == 3:
-            time.sleep(0.02)  # those behind it wait
-        time.sleep(draw.random() * 0.002)
-        return list(range(low, high))
+    def slow(job):
+        # those behind it wait
+        time.sleep(0.02 if job % 7 == 3 else draw.random() * 0.002)
+        return job
 
     names = None
     for _ in range(2):
         asked = handed = 0
-        for expected, (job, (of, samples)) in enumerate(threads.run(jobs(), whole, slow, joined)):
+        for expected, job in enumerate(threads.run(jobs(), slow)):
             handed += 1
-            assert job == of == expected and samples == list(range(12))
+            assert job == expected
         assert handed == 25
         now = {t.ident for t in threading.enumerate() if t.name.startswith("ronde-load")}
         assert len(now) == 3 and names in (None, now)
         names = now
     threads.stop()
-    assert threads.running == 0
+    assert not loading()
 
 
-def test_a_loop_that_was_left_does_not_end_the_threads_of_the_next():
-    threads = Threads(2, 4)
-    left = threads.run(iter(range(50)), whole, lambda part: [part], joined)
-    next(left)
-    done = []
-    for job, _ in threads.run(iter(range(30)), whole, lambda part: [part], joined):
-        done.append(job)
-        if job == 3:
-            left.close()  # as when it is collected
-            assert threads.running == 2
-    assert done == list(range(30))
-    threads.stop()
-
-
-@pytest.mark.parametrize("how", ["break", "read", "join", "collected"])
+@pytest.mark.parametrize("how", ["break", "error", "collected"])
 def test_threads_end_with_the_loop(how):
     threads = Threads(2, 4)
 
-    def bad(part):
-        if how == "read" and part[0] == 5:
-            raise KeyError(f"{part[1]}")
-        return [part]
-
-    def bad_join(job, parts):
-        if how == "join" and job == 5:
-            raise ValueError("no batch")
-        return parts
+    def work(job):
+        if how == "error" and job == 5:
+            raise KeyError("bad")
+        return job
 
     def go():
         done = []
-        for job, _ in threads.run(iter(range(50)), whole, bad, bad_join):
+        for job in threads.run(iter(range(50)), work):
             done.append(job)
             if how == "break" and job == 5:
                 break
@@ -193,20 +165,14 @@ def test_threads_end_with_the_loop(how):
         assert go() == list(range(6))
     elif how == "collected":
         go()
-        assert threads.running == 2
+        assert loading()
         del threads
         return  # the fixture sees that they are gone
     else:
-        with pytest.raises((KeyError, ValueError)) as error:
+        with pytest.raises(KeyError, match="bad"):
             go()
-        assert str(error.value) in ("'0'", "no batch")  # of several bad parts the first
-    assert threads.running == 0
-    # they start again
-    assert [j for j, _ in threads.run(iter(range(3)), whole, lambda p: [p], joined)] == [
-        0,
-        1,
-        2,
-    ]
+    assert not loading()
+    assert list(threads.run(iter(range(3)), work)) == [0, 1, 2]  # they start again
     threads.stop()
 
 
@@ -388,11 +354,10 @@ def state():
     return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
 
-@pytest.mark.parametrize(("asked", "got"), [("threads", "none"), ("auto", "processes")])
-def test_what_draws_from_global_generators_is_not_read_by_threads(asked, got):
+def test_what_draws_from_global_generators_is_not_read_by_threads():
     expected = read(with_executor(take_over_(Global(n=60)), "none"))
     before, told = state(), []
-    taken = with_executor(take_over_(Global(n=60)), asked)
+    taken = with_executor(take_over_(Global(n=60)), "threads")
     feed = Feed(
         taken.dataset,
         taken.order,
@@ -403,26 +368,13 @@ def test_what_draws_from_global_generators_is_not_read_by_threads(asked, got):
     found = [b for _, bs in feed.read(lambda: shares(0, 0, 60, 6, 0, 1)) for b in bs]
     feed.close()
     assert (
-        feed.executor == got
+        feed.executor == "none"
         and len(told) == 1
         and "global generator" in told[0][0]
-        and told[0][1] == (asked == "threads")
+        and told[0][1]
     )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert state() == before
-
-
-def test_one_that_begins_to_draw_late_is_found_and_read_under_keys():
-    expected = torch.cat(read(with_executor(take_over_(Global(200), shuffle=False), "none")))
-    told = []
-    found = torch.cat(
-        read(
-            with_executor(take_over_(Global(200), shuffle=False), "threads"),
-            say=lambda *said: told.append(said),
-        )
-    )
-    assert torch.equal(found, expected) and float(found[250, 1]) != 0.0
-    assert len(told) == 1 and "from here on" in told[0][0] and told[0][1]
 
 
 # -- auto ------------------------------------------------------------------------------
@@ -440,52 +392,51 @@ class Works(Dataset):
         return torch.tensor(i)
 
 
-def waits():
-    time.sleep(0.002)
-
-
 class Records(Dataset):
     """Numbers in a file, read by seeking: right only for who has the file for himself."""
 
-    def __init__(self, path, how):
-        self.path, self.how, self.file = path, how, None
-        if how == "at once":
-            self.file = path.open("rb", buffering=0)
-        if how == "hidden":
-            self.number = os.open(path, os.O_RDONLY)
+    def __init__(self, path, lazily):
+        self.path, self.file = path, None if lazily else path.open("rb", buffering=0)
 
     def __len__(self):
         return 200
 
     def __getitem__(self, i):
-        if self.how == "hidden":
-            os.lseek(self.number, 8 * i, os.SEEK_SET)
-            time.sleep(3e-4)  # a slow store
-            found = os.read(self.number, 8)
-        else:
-            if self.file is None:
-                self.file = self.path.open("rb", buffering=0)
-            self.file.seek(8 * i)
-            time.sleep(3e-4)
-            found = self.file.read(8)
-        return torch.tensor(int.from_bytes(found, "little"))
+        if self.file is None:
+            self.file = self.path.open("rb", buffering=0)
+        self.file.seek(8 * i)
+        time.sleep(3e-4)
+        return torch.tensor(int.from_bytes(self.file.read(8), "little"))
 
 
-@pytest.mark.parametrize("how", ["at once", "hidden", "lazily"])
-def test_auto_never_shares_an_open_file(tmp_path, how):
+@pytest.mark.parametrize("lazily", [False, True])
+def test_auto_never_shares_an_open_file(tmp_path, lazily):
     path = tmp_path / "records"
     path.write_bytes(b"".join(i.to_bytes(8, "little") for i in range(200)))
-    told = []
-    taken = with_executor(take_over_(Records(path, how)), "auto")
-    feed = Feed(
-        taken.dataset, taken.order, taken.settings, 0, say=lambda text, warning: told.append(text)
-    )
+    taken = with_executor(take_over_(Records(path, lazily)), "auto")
+    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
     found = torch.cat([b for _, bs in feed.read(lambda: shares(0, 0, 200, 8, 0, 1)) for b in bs])
     feed.close()
     assert found.tolist() == Order(200, 0).ids(0, 0, 200).tolist()
-    assert feed.executor != "threads", told
-    # nothing of the trial is left for processes to share
-    assert taken.dataset.file is None or how != "lazily"
+    assert feed.executor == ("processes" if lazily else "none")
+
+
+def test_auto_follows_from_what_the_data_set_is(tmp_path):
+    images, rows = write_images(tmp_path), ronde.feed.arrays({"x": np.arange(9)})
+    plain = torch.utils.data.default_collate
+    for data, collate, workers, expected in (
+        (images, images.collate, 2, "threads"),
+        (images.cache("decode", limit="1MiB"), images.collate, 2, "threads"),
+        (images.map(brighten), images.collate, 2, "processes"),
+        (images, draw_for_all, 2, "processes"),
+        (ronde.feed.images(tmp_path, augment=[brighten], labels="none"), images.collate, 2, "processes"),
+        (images, images.collate, 0, "none"),
+        (rows, plain, 2, "none"),
+        (Pipeline(rows).map(draw_two), plain, 2, "processes"),
+        (Pipeline(ronde.feed.dataset(Plain())), plain, 2, "processes"),
+        (Plain(), plain, 2, "processes"),
+    ):
+        assert choose_executor(data, collate, workers)[0] == expected, data
 
 
 # -- bad samples -----------------------------------------------------------------------
@@ -704,34 +655,19 @@ def test_a_loop_over_processes_may_be_left_and_begun_again(stay):
 # -- the next epoch --------------------------------------------------------------------
 
 
-def over_epochs(taken, batch=6, count=4, between=lambda epoch: None):
-    """All batches of some epochs, each told what comes after it."""
+def over_epochs(taken, batch, count, between):
+    """All batches of some epochs."""
     feed = Feed(taken.dataset, taken.order, taken.settings, 3)
     found = []
     try:
         for epoch in range(count):
-            of, after = (
-                partial(shares, e, 0, taken.order.epoch_samples, batch, 0, 1, 4)
-                for e in (epoch, epoch + 1)
-            )
-            for _, batches in feed.read(of, after if epoch + 1 < count else None):
+            of = partial(shares, epoch, 0, taken.order.epoch_samples, batch, 0, 1, 4)
+            for _, batches in feed.read(of):
                 found += batches
             between(epoch)
     finally:
         feed.close()
     return found
-
-
-@pytest.mark.parametrize("executor", ["threads", "processes"])
-# an epoch of many steps, of two, of one: fewer than loaders are ahead
-@pytest.mark.parametrize("batch", some([27, 6, 50], 3))
-def test_reading_over_the_ends_of_epochs_changes_nothing(executor, batch, tmp_path):
-    for data in (DATA["__getitems__"], DATA["two steps"], write_images(tmp_path)):
-        taken = take_over_(data)
-        expected = over_epochs(with_executor(taken, "none"), batch)
-        found = over_epochs(with_executor(taken, executor), batch)
-        assert len(found) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 class Changing(Dataset):
@@ -810,29 +746,6 @@ def write_images(folder):
     return ronde.feed.images(folder, size=8, labels="none", normalize=None)
 
 
-@pytest.mark.parametrize("executor", ["threads", "processes"])
-@pytest.mark.parametrize("most", some([{"workers": 1, "prefetch": 1}, {"workers": 3}], 2))
-def test_an_epoch_without_batches_comes_before_one_that_has_them(tmp_path, executor, most):
-    """A training that is resumed at the end of an epoch; and one loader that is one batch ahead."""
-    taken = with_executor(take_over_(write_images(tmp_path)), executor, **most)
-    expected = over_epochs(with_executor(take_over_(write_images(tmp_path)), "none"), 4, 3)
-    feed = Feed(taken.dataset, taken.order, taken.settings, 3)
-    of = [partial(shares, e, 40 if e == 0 else 0, 40, 4, 0, 1) for e in range(4)]
-    try:
-        assert not list(feed.read(of[0], of[1]))
-        found = [
-            b
-            for e in (1, 2)
-            for _, bs in feed.read(of[e], of[e + 1] if e < 2 else None)
-            for b in bs
-        ]
-    finally:
-        feed.close()
-    assert len(found) == 20 and all(
-        torch.equal(a, b) for a, b in zip(found, expected[10:], strict=True)
-    )
-
-
 def test_a_training_that_is_left_between_two_epochs_ends_at_once(tmp_path):
     (tmp_path / "train.py").write_text(
         "import sys, torch, ronde\n"
@@ -903,7 +816,7 @@ def test_what_loads_ends_with_the_loop_and_is_kept_from_epoch_to_epoch(nothing_k
             first, second = set().union(*seen[-10:-5]), set().union(*seen[-5:])
             assert len(first) == 2
             if executor == "threads":
-                assert first < second, "those of the first epoch, and the evaluation's"
+                assert first <= second, "those of the first epoch stay"
             else:
                 assert len(second) == 2 and not first & second, (
                     "the data is the script's: they start for each epoch"

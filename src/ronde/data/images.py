@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -301,15 +301,9 @@ class CollateViews:
 
 @dataclass(frozen=True)
 class Finish:
-    """Runs the deferred work on the device: transforms, and bytes to floats.
-
-    Attributes:
-        anywhere: each value is a function of the same few others, whatever computes it: the same
-            bits in any thread.
-    """
+    """Runs the deferred work on the device: transforms, and bytes to floats."""
 
     spec: Images
-    anywhere: ClassVar[bool] = True
 
     def __call__(self, batch: Any) -> Any:
         if self.spec.on_device:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
         preserve_state,
         reopen_files,
         shares_within,
-        state_mark,
     )
     from ronde.introspect.random_state import Marks, restore_states, seed_all, states
 
@@ -40,7 +39,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
             "ronde.introspect.object_graph": "attributes stored_functions nested_datasets walk",
             "ronde.introspect.open_handles": (
-                "detached_copy describe_open reopen_files preserve_state shares_within state_mark"
+                "detached_copy describe_open reopen_files preserve_state shares_within"
             ),
             "ronde.introspect.random_state": "Marks restore_states seed_all states",
         },

@@ -7,11 +7,8 @@ import copy
 import functools
 import io
 import random
-import types
-from collections import deque
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -19,11 +16,10 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ronde.introspect.code_owner import is_ronde, user_modules
-from ronde.introspect.object_graph import attributes, children, walk
+from ronde.introspect.object_graph import attributes, walk
 from ronde.introspect.random_state import restore_states, states
 
 _FEW = 1000  # entries of what is copied
-_SMALL_BYTES = 1 << 20
 
 _LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
 # what these libraries say of a file, and keep without it
@@ -150,46 +146,6 @@ def _undo_draws(one: Any) -> functools.partial[Any] | None:
         if issubclass(kind, torch.Generator)
         else None
     )
-
-
-def _parts_of(one: Any) -> dict[Any, Any]:
-    """An object's attributes, a container's first items, or what a function closes over."""
-    cells = one.__closure__ or () if type(one) is FunctionType else ()
-    with contextlib.suppress(ValueError):  # a cell that is not filled yet
-        inside = [*children(one), *(cell.cell_contents for cell in cells)]
-        return {**attributes(one), **dict(enumerate(inside))}
-    return attributes(one)
-
-
-def state_mark(root: Any) -> tuple[Any, ...]:
-    """What tells whether an object, or one that it refers to, was changed: its plain values, which
-    objects it holds, their lengths, and the states of generators. Contents of large arrays are not
-    read.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> data = SimpleNamespace(epoch=0)
-        >>> before = state_mark(data)
-        >>> data.epoch = 1
-        >>> state_mark(data) == before
-        False
-    """
-    found: list[Any] = []
-    for one in walk(root, lambda one: _parts_of(one).values(), functions=True):
-        undo = _undo_draws(one)
-        found.append(str(undo.args) if undo is not None else type(one))
-        if issubclass(type(one), list | tuple | dict | set | deque):
-            found.append(len(one))
-        for name, value in _parts_of(one).items():
-            if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-                found.append((name, value))
-            elif isinstance(value, torch.Tensor):
-                found.append((name, id(value), value._version))
-            elif isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES:
-                found.append((name, value.tobytes()))
-            elif not isinstance(value, types.MethodType):  # which is made anew for each access
-                found.append((name, id(value)))
-    return tuple(found)
 
 
 @contextlib.contextmanager

@@ -9,23 +9,23 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
-    default_collate,
     get_worker_info,
 )
 
 from ronde.data import Order, key_of, named_stages
 from ronde.introspect import Marks
-from ronde.loader.reader import Ask, Reader, StreamReader
+from ronde.loader.choose_executor import choose_executor
+from ronde.loader.reader import Ask, Reader, StreamReader, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.plan.batch import Share
 from ronde.world import FeedError, RondeError
@@ -33,14 +33,18 @@ from ronde.world import FeedError, RondeError
 # Most trainings read in their own process: threads and processes are imported where used.
 if TYPE_CHECKING:
     from ronde.data import Echoed
-    from ronde.loader.request_queue import RequestLine, Shares
     from ronde.loader.thread_workers import Threads
 
 SampleFacts = tuple[list[int], list[Any], bool]
+Shares = Callable[[], Iterator[Share]]
 
 _PREFETCH = 2
 _TRIED = 64  # samples
-_FALSE_ALARMS = 3
+_DRAWS = (
+    "feed: samples draw from torch's, random's or numpy's global generator, which loading threads "
+    "would share with each other and with the training: they are read one by one in the training "
+    "process instead. Draw from ronde.feed.rng(), or set executor: processes"
+)
 
 
 def die_with_parent() -> None:
@@ -81,40 +85,11 @@ def _pinned(batch: Any) -> Any:
     return pin_memory(batch)  # type: ignore[no-untyped-call]
 
 
-def is_own(dataset: Dataset[Any], collate: Any = default_collate) -> bool:
-    """Whether samples come only from Ronde's sources and steps.
-
-    Then the script cannot change them between epochs, and loading processes may keep their copy. A
-    ``Subset`` does not count: scripts replace its indices.
-
-    Example:
-        >>> is_own(torch.utils.data.TensorDataset(torch.zeros(3)))
-        False
-    """
-    if type(dataset).__module__.partition(".")[0] != "ronde":
-        return False
-    # Imported here: most trainings read a Dataset of their own.
-    from ronde.cache import CachedDataset, CachedSource
-    from ronde.data import ArraySource, BaseSource, DatasetSource, Pipeline
-    from ronde.introspect import is_ronde, walk
-
-    source: Any = dataset
-    calls = [collate]
-    while isinstance(source, Pipeline | CachedSource | CachedDataset) and is_ronde(type(source)):
-        if isinstance(source, Pipeline):
-            calls += [source.collate, source.finish]
-        if not isinstance(source, CachedDataset):
-            calls += [step.call for step in source.steps]
-        source = source.dataset if isinstance(source, CachedDataset) else source.source
-    if not isinstance(source, BaseSource) or isinstance(source, DatasetSource):
-        return False
-    # The script may write to an array that it gave.
-    if isinstance(source, ArraySource) and any(
-        isinstance(origin, np.ndarray) for origin in source.origins()
-    ):
-        return False
-    inside = walk([call for call in calls if call is not default_collate], functions=True)
-    return is_ronde(type(source)) and all(is_ronde(one) for one in inside if callable(one))
+def _asks(order: Order, shares: Shares) -> Iterator[Ask]:
+    """The requests for an epoch's micro-batches, in order."""
+    for share in shares():
+        for low, high in share.micro:
+            yield ask_of(order, share, low, high)
 
 
 class _Asks(Sampler[Ask]):
@@ -136,8 +111,6 @@ class Feed:
         settings: how to fetch.
         seed: key of the augmentation's randomness.
         evaluate: bad samples are left out, not replaced.
-        on_cpu: the device is the CPU: loading threads may finish batches, which the training would
-            otherwise wait for.
         say: told what was chosen, once, where there was a choice; a second argument is true where
             it is a warning.
         compares: other ranks read the same data set: :attr:`facts` is for them.
@@ -161,7 +134,6 @@ class Feed:
         seed: int,
         *,
         evaluate: bool = False,
-        on_cpu: bool = False,
         say: Callable[[str, bool], None] | None = None,
         compares: bool = False,
     ) -> None:
@@ -173,9 +145,6 @@ class Feed:
         self.left_out: tuple[int, ...] = ()
         self.facts: SampleFacts | None = None
         self._compares = compares
-        # Only what gives the same bits in any thread: a function of the user's may add up in
-        # another order with fewer compute threads.
-        self._finishes_anywhere = on_cpu and getattr(settings.finish, "anywhere", False)
         self._say = say or (lambda text, warning: None)
         self._probe = settings.probe
         self._asks = _Asks()
@@ -193,18 +162,11 @@ class Feed:
             )
         else:
             self._reader = Reader(dataset, settings, order, seed, evaluate)
-        # Nothing that the script does between two epochs can show in such data.
-        self._is_own = self._reader is not None and is_own(
-            self._reader.dataset, self._reader.collate
-        )
         self._tolerant = self._reader is not None and self._reader.skip
         self._tried = False
         self._warned = False
-        self._false_alarms = 0
-        self._line: RequestLine | None = None
         self._threads: Threads | None = None
         self._loader: DataLoader[Any] | None = None
-        self._mark: tuple[Any, ...] = ()  # of the data set, when processes that stay began
         self._reading: weakref.ref[Generator[Any, None, None]] | None = None
 
     # -- what it reads with ------------------------------------------------------------
@@ -237,14 +199,6 @@ class Feed:
         else:
             if settings.prefetch is not None:
                 options["prefetch_factor"] = settings.prefetch
-            if (
-                settings.executor is not None
-                and self._stream is None
-                and "persistent_workers" not in options
-            ):
-                # Nobody said whether they stay: as in torch's DataLoader they do not, since each
-                # has a copy of data that may change.
-                options["persistent_workers"] = self._is_own
         # The loader draws its base seed from a generator of its own: the script's randomness is
         # left alone.
         options["generator"] = torch.Generator().manual_seed(
@@ -262,38 +216,25 @@ class Feed:
             **options,
         )
 
-    def _inspect_samples(self, share: Share) -> None:
-        """Inspect samples before threads read them, and choose the executor if asked."""
+    def _choose(self) -> None:
+        assert self._reader is not None
+        workers = self.settings.num_workers
+        self.executor, why = choose_executor(self._reader.given, self.settings.collate, workers)
+        chosen = self.executor if self.executor == "none" else f"{self.executor} ({workers})"
+        self._say(f"feed: executor {chosen}, chosen: {why}", False)
+
+    def _draws(self, share: Share) -> bool:
+        """Whether the first samples draw from the global generators, which threads share."""
         from ronde.introspect import preserve_state
-        from ronde.loader.autotune import choose_executor, try_samples
 
         assert self._reader is not None
-        self._tried = True
         low, high = share.micro[0]
-        size = max(1, high - low)
-        # Some of an epoch's samples, beginning with those that come first; the rest of an epoch may
-        # be shorter.
-        count = min(_TRIED, self.order.epoch_samples)
-        low = min(low, self.order.epoch_samples - count)
-        ask = Ask(share.epoch, low, self.order.ids(share.epoch, low, low + count).tolist())
-        workers, threads = self.settings.num_workers, self._compute_threads
-        trial = try_samples(self._reader, ask)
-        if self.executor == "auto":
-            with preserve_state(self._reader.dataset):
-                found, why = choose_executor(self._reader, ask, trial, size, workers, threads)
-            self.executor = cast("Executor", found)
-            self._say(
-                f"feed: executor {found}{'' if found == 'none' else f' ({workers})'}, "
-                f"chosen: {why}",
-                False,
-            )
-        elif trial.draws:
-            self._serialise("they are read one by one in the training process instead")
-
-    def _end_line(self) -> None:
-        if self._line is not None:
-            self._line.end()
-            self._line = None
+        ask = ask_of(self.order, share, low, min(high, low + _TRIED))
+        with preserve_state(self._reader.dataset):  # its own generators too
+            marks = Marks()
+            with suppress(Exception):  # a training read names it
+                self._reader.join(ask, self._reader.read(ask))
+            return not marks.unmoved()
 
     def _warn_of_what_is_open(self) -> None:
         from ronde.introspect import describe_open
@@ -306,15 +247,6 @@ class Feed:
                 "bytes: open it when the first sample is read, or set executor: none",
                 True,
             )
-
-    def _serialise(self, what: str) -> None:
-        self.executor = "none"
-        self._say(
-            "feed: samples draw from torch's, random's or numpy's global generator, which "
-            "loading threads would share with each other and "
-            f"with the training: {what}. Draw from ronde.feed.rng(), or set executor: processes",
-            True,
-        )
 
     @property
     def _compute_threads(self) -> int:
@@ -331,10 +263,7 @@ class Feed:
 
     def close(self) -> None:
         """End threads, processes and the last :meth:`read`; reading again restarts them."""
-        reading = self._reading() if self._reading is not None else None
-        if reading is not None and inspect.getgeneratorstate(reading) != inspect.GEN_RUNNING:
-            reading.close()
-        self._end_line()
+        self._end_reading()
         if self._threads is not None:
             self._threads.stop()
         if self._loader is not None:
@@ -343,22 +272,24 @@ class Feed:
             end_processes(self._loader)
             self._loader = None
 
+    def _end_reading(self) -> None:
+        reading = self._reading() if self._reading is not None else None
+        if reading is not None and inspect.getgeneratorstate(reading) != inspect.GEN_RUNNING:
+            reading.close()
+
     # -- reading -----------------------------------------------------------------------
 
-    def read(
-        self, shares: Shares, after: Shares | None = None
-    ) -> Iterator[tuple[Share, list[Any]]]:
+    def read(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         """Yield each share with its micro-batches, in order.
 
         Args:
             shares: makes the shares of (the rest of) one epoch.
-            after: makes those of the next, where there will be one: loaders that have nothing left
-                to do may begin with it.
 
         Raises:
             SampleError: a sample cannot be used.
             FeedError: a loading process died, or more samples were skipped than may be.
         """
+        self._end_reading()
         self.skipped = []
         if (
             not self._warned
@@ -367,12 +298,16 @@ class Feed:
         ):
             self._warned = True
             self._warn_of_what_is_open()
-        if self.executor in ("auto", "threads") and not self._tried:
+        if self.executor == "auto":
+            self._choose()
+        elif self.executor == "threads" and not self._tried:
             if (first := next(shares(), None)) is None:
                 return iter(())
-            self._inspect_samples(first)
-        echoes = hasattr(self.order, "again")
-        found = self._repeat(shares) if echoes else self._read(shares, after)
+            self._tried = True
+            if self._draws(first):
+                self.executor = "none"
+                self._say(_DRAWS, True)
+        found = self._repeat(shares) if hasattr(self.order, "again") else self._read(shares)
         if self._probe is not None and self.executor != "processes":
             found = self._probed(found)
         found = self._count_skipped(found) if self._tolerant else found
@@ -430,70 +365,18 @@ class Feed:
         ids = [int(self.order.ids(first.epoch, at, at + 1)[0]) for at in places]
         return [Ask(first.epoch, first.start, ids, facts=True)]
 
-    def _read(
-        self, shares: Shares, after: Shares | None = None
-    ) -> Iterator[tuple[Share, list[Any]]]:
+    def _read(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         if self.executor == "threads" or self._direct:
             assert self._reader is not None
             for ask in self._facts_asks(shares):
                 self.facts = (ask.ids, *self._reader.facts(ask))
         if self.executor == "threads":
-            return self._read_in_threads(shares, after if self._may_read_ahead else None)
+            return self._read_in_threads(shares)
         if self._direct:
             return self._from_here(shares)
         if self._loader is None:
             self._make_loader()
-        self._renew_processes()
-        return self._from_loader(shares, after if self._may_read_ahead else None)
-
-    def _renew_processes(self) -> None:
-        """End processes that stay if the script has changed the data set since they started, by
-        ``dataset.set_epoch(epoch)`` for instance: each has a copy of it.
-        """
-        if self._is_own or self._loader is None or not self._loader.persistent_workers:
-            return
-        from ronde.introspect import state_mark
-
-        settings, reader = self.settings, self._reader
-        mark = state_mark([reader and reader.given, settings.collate, settings.init])
-        if mark != self._mark:
-            from ronde.loader.process_workers import end as end_processes
-
-            end_processes(self._loader)
-        self._mark = mark
-
-    @property
-    def _may_read_ahead(self) -> bool:
-        """Whether reading may start the next epoch early: only if nothing the script does in
-        between could matter.
-
-        The script's own sampler may depend on the training's results.
-        """
-        if not self._is_own or self._probe is not None or self.order.draw is not None:
-            return False
-        return self.executor == "threads" or (
-            self._loader is not None and bool(self._loader.persistent_workers)
-        )
-
-    def _continue_ahead(self, shares: Shares) -> RequestLine | None:
-        """The reading in progress, if it matches the request."""
-        line, self._line = self._line, None
-        if line is None:
-            return None
-        first = next(shares(), None)
-        if first is not None and line.road.leads_to(first):
-            return line
-        line.end()
-        return None
-
-    def _keep_ahead(self, line: RequestLine) -> bool:
-        """Keep the next epoch's reading in progress after an epoch was handed out."""
-        if line.road.entered():
-            self._line = line
-            return True
-        if next(line.results, None) is not None:  # it comes to its end
-            raise RondeError("more batches came than were asked for")
-        return False
+        return self._from_loader(shares)
 
     def _from_here(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         reader = self._reader
@@ -502,132 +385,44 @@ class Feed:
         for share in shares():
             yield share, [reader.micro(self.order, share, low, high) for low, high in share.micro]
 
-    def _from_loader(
-        self, shares: Shares, after: Shares | None
-    ) -> Iterator[tuple[Share, list[Any]]]:
+    def _from_loader(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         from ronde.loader.process_workers import batches as from_processes
-        from ronde.loader.request_queue import RequestLine, RequestQueue
 
         assert self._loader is not None
-        line = self._continue_ahead(shares)
-        if line is None:
-            asks = self._facts_asks(shares)
-            road = RequestQueue(self.order, shares, asks)
-            self._asks.source = road.__iter__
-            if self._stream is not None:
-                self._stream.asks = list(road) if self._loader.num_workers else iter(road)
-            line = RequestLine(road, from_processes(self._loader))
-            for ask in asks:
-                self.facts = (ask.ids, *next(line.results))
-        line.road.follow(after)
-        kept = False
+        facts_asks, order = self._facts_asks(shares), self.order
+        self._asks.source = lambda: itertools.chain(facts_asks, _asks(order, shares))
+        if self._stream is not None:
+            asks = self._asks.source()
+            self._stream.asks = list(asks) if self._loader.num_workers else asks
+        results = from_processes(self._loader)
         try:
+            for ask in facts_asks:
+                self.facts = (ask.ids, *next(results))
             for share in shares():
-                micros = list(itertools.islice(line.results, len(share.micro)))
+                micros = list(itertools.islice(results, len(share.micro)))
                 if len(micros) < len(share.micro):
-                    raise RondeError(
-                        f"the loading processes ended with {len(line.road.asked)} batches "
-                        "still to come"
-                    )
-                line.road.hand_out(share)
+                    raise RondeError("the loading processes ended with batches still to come")
                 yield share, micros
                 del micros
-            kept = self._keep_ahead(line)
         finally:
-            if not kept:
-                line.end()
-                # Without this the loader would be part of a cycle; collected as one, its processes
-                # are not told to end, and waited for.
-                self._asks.source = lambda: iter(())
+            results.close()
 
-    def _read_in_threads(
-        self, shares: Shares, after: Shares | None
-    ) -> Iterator[tuple[Share, list[Any]]]:
-        """Read ahead in threads while nothing draws from the global generators.
-
-        A dataset that draws is usually found in its first samples. One that starts later is found
-        by a global generator that moved during a read. The training may also have moved it, so that
-        part is read again here, under keys.
-        """
-        from ronde.loader.request_queue import RequestLine, RequestQueue
-        from ronde.loader.thread_workers import parts_of
-
+    def _read_in_threads(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
         reader = self._reader
         assert reader is not None
         pin = self.settings.options.get("pin_memory") and torch.cuda.is_available()
-        # What is on its way into the next epoch is held by the feed, and shall not hold it.
-        me = weakref.proxy(self)
-        whole = reader.rows is not None
 
-        def cut(ask: Ask, most: int) -> Sequence[Ask]:
-            if whole or most == 1:
-                return (ask,)
-            return [ask.part(low, high) for low, high in parts_of(len(ask.ids), most)]
+        def work(ask: Ask) -> Any:
+            # not Reader.batch: it seeds the global generators, which threads share
+            found = reader[ask] if reader.rows is not None else reader.join(ask, reader.read(ask))
+            return _pinned(found) if pin else found
 
-        def read(ask: Ask) -> tuple[Any, bool]:
-            nonlocal whole
-            if reader.rows is not None:
-                return reader[ask], False
-            marks = Marks() if me._false_alarms < _FALSE_ALARMS else None
-            samples = reader.read(ask)
-            whole = whole or type(samples) is not list  # columns, which are not put together again
-            return samples, marks is not None and not marks.unmoved()
-
-        def finished(ask: Ask, batch: Any) -> Any:
-            if not me._finishes_anywhere:
-                return batch
-            low, high = ask.start, ask.start + len(ask.ids)
-            if reader.skip:
-                return me._finished(ask.epoch, low, high, batch[0]), batch[1]
-            return me._finished(ask.epoch, low, high, batch)
-
-        def join(ask: Ask, parts: list[tuple[Any, bool]]) -> tuple[Any, bool]:
-            if reader.rows is not None:
-                return parts[0]
-            moved = any(part[1] for part in parts)
-            samples = (
-                parts[0][0] if len(parts) == 1 else [sample for part in parts for sample in part[0]]
-            )
-            batch = reader.join(ask, samples)
-            batch = finished(ask, batch)
-            if pin:
-                batch = _pinned(batch)
-            return batch, moved
-
-        line = self._continue_ahead(shares)
-        if line is None:
-            road = RequestQueue(self.order, shares)
-            line = RequestLine(road, self._pool().run(iter(road), cut, read, join))
-        line.road.follow(after)
-        handed, kept = 0, False
+        results = self._pool().run(_asks(self.order, shares), work)
         try:
             for share in shares():
-                micros: list[Any] = []
-                for ask, (batch, moved) in itertools.islice(line.results, len(share.micro)):
-                    if moved and self._false_alarms < _FALSE_ALARMS:
-                        again = reader.batch(ask)
-                        if reader.randomness.draws:
-                            break
-                        del again
-                        self._false_alarms += 1
-                    micros.append(batch)
-                if reader.randomness.draws:
-                    break
-                handed += 1
-                line.road.hand_out(share)
-                yield share, micros
-                del micros
-            else:
-                kept = self._keep_ahead(line)
-                return
+                yield share, list(itertools.islice(results, len(share.micro)))
         finally:
-            if not kept:
-                line.end()
-        self._serialise(
-            "from here on they are read one after another in the training process. What "
-            "was trained on so far may not be repeatable"
-        )
-        yield from self._read(lambda: itertools.islice(shares(), handed, None))
+            results.close()
 
     # -- what is done to a batch -------------------------------------------------------
 
@@ -651,8 +446,8 @@ class Feed:
             yield share, [batch for batch, _ in micros]
 
     def finish(self, share: Share, micros: list[Any]) -> list[Any]:
-        """Run a pipeline's device steps, unless a loading thread already did."""
-        if self.settings.finish is None or (self._finishes_anywhere and self.executor == "threads"):
+        """Run a pipeline's device steps."""
+        if self.settings.finish is None:
             return micros
         return [
             self._finished(

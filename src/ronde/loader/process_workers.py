@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import suppress
 from multiprocessing.util import get_temp_dir
 from typing import Any
@@ -115,7 +115,7 @@ def _find_dead(workers: Sequence[Any], error: Exception) -> FeedError | None:
     return dead
 
 
-def batches(loader: DataLoader[Any]) -> Iterator[Any]:
+def batches(loader: DataLoader[Any]) -> Generator[Any, None, None]:
     """Iterate over a DataLoader.
 
     Args:

@@ -189,8 +189,7 @@ class Bench:
             settings = dataclasses.replace(settings, options=options)
             stop_openmp_threads()
             order, seed = self._draw_once(data.order), self.run.plan.seed
-            on_cpu = self.run.device.type == "cpu"
-            feed = Feed(data.dataset, order, settings, seed, on_cpu=on_cpu)
+            feed = Feed(data.dataset, order, settings, seed)
             stack.callback(feed.close)
             yield feed, board
 

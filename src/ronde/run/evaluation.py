@@ -105,7 +105,6 @@ class _Evaluation:
             settings,
             plan.seed,
             evaluate=True,
-            on_cpu=me.device.type == "cpu",
             say=say,
             compares=me.size > 1 and taken.fingerprint is None and not hooks.observed(),
         )

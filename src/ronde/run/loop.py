@@ -83,7 +83,6 @@ class Loop:
             parts.data.order,
             parts.data.settings,
             parts.plan.seed,
-            on_cpu=parts.world.device.type == "cpu",
             say=parts.report,
             compares=parts.world.size > 1 and parts.data.fingerprint is None and not studied,
         )
@@ -203,10 +202,10 @@ class Loop:
 
     def _read_batches(self) -> Generator[Any, None, None]:
         run, state, order = self.parts, self.parts.state, self.parts.data.order
-        current, following = self._begin_epoch()
+        current = self._begin_epoch()
         draws = self.step.draws
         with draws.reading():
-            for share, micros in draws.aside(self._timed(self.feed.read(current, following))):
+            for share, micros in draws.aside(self._timed(self.feed.read(current))):
                 if run.place.goes_back:
                     return
                 if run.place.share is not None:
@@ -250,8 +249,8 @@ class Loop:
             yield batch
             del batch
 
-    def _begin_epoch(self) -> tuple[Shares, Shares | None]:
-        """What the feed reads in this epoch, and what it may read ahead of the next."""
+    def _begin_epoch(self) -> Shares:
+        """What the feed reads in this epoch."""
         self.is_reading = True
         run, content = self.parts, self.content
         state, plan, order, watcher = run.state, run.plan, run.data.order, run.watcher
@@ -276,7 +275,6 @@ class Loop:
             if not state.epoch_samples:
                 content.schedule.begin_epoch(run)
             ends = content.schedule.ends(order.epoch_samples)
-        more = run.place.in_epochs and epoch + 1 < (watcher.epochs or 0) and not self.studied
         if order.draw is not None:
             checks.check_draw(run.world, order, epoch, "run.batches")
         share_args = (
@@ -289,13 +287,12 @@ class Loop:
             plan.accumulation if plan.pipeline > 1 else None,
         )
         current = partial(shares, epoch, state.epoch_samples, *share_args, ends)
-        following = partial(shares, epoch + 1, 0, *share_args) if more and ends is None else None
         if ends is not None and (epochs := watcher.epochs):
             done = sum(end <= state.epoch_samples for end in ends)
             watcher.total_steps = state.step - done + (epochs - epoch) * len(ends)
         self._rendezvous.heartbeat.ends_at(watcher.total_steps or 0)
         watcher.rate.resume()
-        return current, following
+        return current
 
     def takes_more(self) -> bool:
         """Whether the epoch goes on with the batch that was read."""
