@@ -429,7 +429,12 @@ def test_auto_follows_from_what_the_data_set_is(tmp_path):
         (images.cache("decode", limit="1MiB"), images.collate, 2, "threads"),
         (images.map(brighten), images.collate, 2, "processes"),
         (images, draw_for_all, 2, "processes"),
-        (ronde.feed.images(tmp_path, augment=[brighten], labels="none"), images.collate, 2, "processes"),
+        (
+            ronde.feed.images(tmp_path, augment=[brighten], labels="none"),
+            images.collate,
+            2,
+            "processes",
+        ),
         (images, images.collate, 0, "none"),
         (rows, plain, 2, "none"),
         (Pipeline(rows).map(draw_two), plain, 2, "processes"),
