@@ -141,7 +141,6 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
             inner=7.0 * hidden,
             moved_bytes=LinearCost(0, shared + divided),
             operations=runs.operators,
-            tensors=12,
             tensor=1.0,
             tensor_reduce_bytes=LinearCost(0, 4.0 * tokens),
             tensor_reduces=2,
@@ -311,7 +310,7 @@ class Case:
 
     @property
     def time_error(self) -> float | None:
-        return self.made.raw_step_seconds / self.seconds - 1 if self.seconds else None
+        return self.made.step_seconds / self.seconds - 1 if self.seconds else None
 
     @property
     def memory_error(self) -> float | None:
@@ -351,7 +350,7 @@ def ordered_pairs(cases: list[Case]) -> tuple[int, int]:
             if a.made.plan == b.made.plan or 1 / (1 + CLOSE) <= apart <= 1 + CLOSE:
                 continue
             total += 1
-            right += (apart > 1) == (a.made.raw_step_seconds > b.made.raw_step_seconds)
+            right += (apart > 1) == (a.made.step_seconds > b.made.step_seconds)
     return right, total
 
 
@@ -407,7 +406,7 @@ def held_out() -> None:
             RUNTIMES[name] = dataclasses.replace(RUNTIMES[name], operators=operators)
         found = [f for r in some if not isinstance(f := predicted(r), str)]
         RUNTIMES.update(before)
-        errors = [p.raw_step_seconds / s - 1 for p, s in found if s]
+        errors = [p.step_seconds / s - 1 for p, s in found if s]
         return statistics.mean(map(abs, errors)), statistics.mean(errors)
 
     tried = {n: error(vtrain[::8], n)[0] for n in (60, 80, 90, 100, 110, 120, 140)}
@@ -439,7 +438,7 @@ def main() -> None:
             memory = f"{made.memory_bytes / 2**30:.1f} GiB, {made.verdict}"
             print(
                 f"{row['id']:>5} {row['gpu']:5} × {row['gpu_count']:>5} {row['model'][:18]:18} "
-                f"{spec[:70]:70} ≈ {made.raw_step_seconds:.3f} s, measured {seconds}, {memory}"
+                f"{spec[:70]:70} ≈ {made.step_seconds:.3f} s, measured {seconds}, {memory}"
                 + (f" against {row['peak_mem_gib'][:5]}" if row["peak_mem_gib"] else "")
             )
     show("source", {**dict(sorted(by_source.items())), "all": cases})

@@ -18,7 +18,7 @@ import time
 from plan_offline import plan_of, transformer
 from ronde.plan import Plan
 from ronde.plan.combinations import not_carried_out
-from ronde.predict.accuracy import error_range
+from ronde.predict.assumptions import error_range
 from ronde.predict.datasheets import cluster_of, device_named
 from ronde.predict.predict import predict
 from ronde.predict.prediction import Prediction

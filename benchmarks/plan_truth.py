@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
 import math
@@ -130,8 +131,6 @@ def worker(kind: str, out: Path) -> None:
     from ronde.measure.bench_links import calibrate
     from ronde.measure.quiet_gate import TOLERANCE, NoisyMachine
     from ronde.plan import Plan
-    from ronde.predict.predict import predict
-    from ronde.predict.search import rank_key
 
     os.environ.setdefault("RONDE_RUNS", "none")
 
@@ -184,18 +183,10 @@ def worker(kind: str, out: Path) -> None:
         cluster = calibrate(me)
     except NoisyMachine:
         cluster = calibrate(me, accept_noise=True)
-    predicted = {}
-    for spec in PLANS[me.size]:
-        parsed = Plan.parse(spec)
-        share = -(-batch // (me.size // (parsed.pipeline * parsed.tensor)))
-        count = -(-share // parsed.micro_batch) if parsed.micro_batch else 1
-        import dataclasses
-
-        plan = dataclasses.replace(parsed, workers=me.size, batch_size=batch, accumulation=count)
-        predicted[spec] = predict(plan, costs, cluster)
+    predicted = {spec: prediction_of(spec, costs, cluster) for spec in PLANS[me.size]}
     if me.is_main:
         out.with_suffix(".predicted").write_text(
-            json.dumps({k: v.step_seconds for k, v in predicted.items()})
+            json.dumps({k: v["predicted"] for k, v in predicted.items()})
         )
     # Every plan in turn, round after round: a host has fast and slow seconds, and they differ by
     # more than plans do.
@@ -209,9 +200,7 @@ def worker(kind: str, out: Path) -> None:
             {
                 "case": kind,
                 "plan": spec,
-                "predicted": predicted[spec].step_seconds,
-                "terms": predicted[spec].terms,
-                "ranked": rank_key(predicted[spec], "speed", max(costs.noise, cluster.noise))[1],
+                **predicted[spec],
                 "first": kept[0],
                 "measured": statistics.median(kept[1:]),
                 "quartiles": statistics.quantiles(kept, n=4)[::2],
@@ -228,6 +217,36 @@ def worker(kind: str, out: Path) -> None:
                 }
             )
         )
+
+
+def prediction_of(spec: str, costs: Any, cluster: Any) -> dict[str, Any]:
+    """A plan's seconds, by kind, and as the search ranks it."""
+    from ronde.plan import Plan
+    from ronde.predict.predict import predict
+    from ronde.predict.search import rank_key
+
+    parsed, batch = Plan.parse(spec), costs.batch_size
+    share = -(-batch // (cluster.devices // (parsed.pipeline * parsed.tensor)))
+    count = -(-share // parsed.micro_batch) if parsed.micro_batch else 1
+    plan = dataclasses.replace(
+        parsed, workers=cluster.devices, batch_size=batch, accumulation=count
+    )
+    made = predict(plan, costs, cluster)
+    ranked = rank_key(made, "speed", max(costs.noise, cluster.noise))[1]
+    return {"predicted": made.step_seconds, "terms": made.terms, "ranked": ranked}
+
+
+def predict_again(file: Path) -> dict[str, Any]:
+    """What was measured then, with the predictions of now."""
+    from ronde.predict import Cluster, Costs
+
+    kept: dict[str, Any] = json.loads(file.read_text())
+    by_case = {(m["case"], m["network"]): m for m in kept["measured"]}
+    for row in kept["rows"]:
+        case = by_case[row["case"], row["network"]]
+        costs, cluster = Costs.from_dict(case["costs"]), Cluster.from_dict(case["cluster"])
+        row |= prediction_of(row["plan"], costs, cluster)
+    return {**kept, "summary": report(kept["rows"])}
 
 
 @contextlib.contextmanager
@@ -389,11 +408,18 @@ def main() -> None:
     )
     parser.add_argument("--no-loopback", action="store_true")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", type=Path, help="predict the runs of such a file again")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
         worker(given.worker, given.out)
+        return
+    if given.again:
+        found = predict_again(given.again)
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=2) + "\n")
+        print(json.dumps(found["summary"], indent=2))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or namespaces would stay
     rows: list[dict[str, Any]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from ronde.parallel import Work
 from ronde.plan import Plan
 from ronde.predict.cluster import Cluster
 from ronde.run.losses import LossCall
-from sampling import ALL, long
+from sampling import long
 
 # -- links -----------------------------------------------------------------------------
 
@@ -139,11 +138,11 @@ planner.measure = lambda *a, **k: dataclasses.replace(plain(*a, **k), measured_s
 before = {k: v.clone() for k, v in model.state_dict().items()}
 calls = ronde.run.losses.LossCall(nn.functional.mse_loss, None)
 costs = planner.gauge(work, Plan(batch_size=16, workers=2), calls, None, True, lambda _: None)
-assert costs.clip_seconds == costs.clip_fixed_seconds == 0
+assert costs.clip_seconds == 0
 clipped = planner.gauge(work, Plan(batch_size=16, workers=2, clip_norm=1.0), calls, None, True, lambda _: None)
-assert clipped.clip_seconds >= clipped.clip_fixed_seconds > 0
+assert clipped.clip_seconds > 0
 assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
-assert costs.contention >= 1 and costs.lockstep >= 1 and costs.accumulate_seconds >= 0
+assert costs.contention >= 1 and costs.accumulate_seconds >= 0
 assert costs.optimizer_seconds > 0  # of an optimizer that keeps nothing
 assert all(u.forward_seconds.at(8) > 0 for u in costs.units if u.parameter_bytes)
 Path(sys.argv[1], str(me.rank)).touch()
@@ -264,11 +263,10 @@ run.export(sys.argv[2])
 
 
 @long
-def test_a_plan_that_chooses_itself_trains_the_same_and_corrects_the_next_prediction(tmp_path):
+def test_a_plan_that_chooses_itself_trains_the_same(tmp_path):
     (tmp_path / "train.py").write_text(AUTO)
     told = []
-    times = 2 if ALL else 1
-    for workers, plan in (("1", "replicate"), *[("2", "auto")] * times):
+    for workers, plan in (("1", "replicate"), ("2", "auto")):
         out = tmp_path / f"{plan}.safetensors"
         env = {"RONDE_STATE": str(tmp_path / "state")}
         done = ronde_run(
@@ -287,17 +285,6 @@ def test_a_plan_that_chooses_itself_trains_the_same_and_corrects_the_next_predic
         assert re.search(r"plan \S+: (Use one device\b.*For 2: s|S)plit", text) and re.search(
             r"predicted [\d.]+ m?s a step.*, measured [\d.]+ m?s \([+-]\d+%\)", text
         ), text
-        assert "the next prediction of" in text
-    kept = json.loads((tmp_path / "state" / "corrections.json").read_text())
-    (families,) = kept.values()
-    assert sum(len(rows) for rows in families.values()) == times
-    assert all(
-        row["predicted_seconds"] > 0 and row["measured_seconds"] > 0
-        for rows in families.values()
-        for row in rows
-    )
-    if times == 2 and len(families) == 1:
-        assert "as corrected by earlier runs" in told[2]
 
 
 def test_a_script_that_fails_does_so_before_this_machines_links_are_measured(tmp_path):

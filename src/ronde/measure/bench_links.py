@@ -1,8 +1,7 @@
 """Benchmark the links between workers: every collective, up to the size of a gradient bucket.
 
 All ranks work at once. Each collective gets its own fit, seconds = alpha + bytes / beta, because
-ring formulas misjudge them: on gloo, a reduce-scatter takes more than twice its ring time. On the
-CPU, the overhead of Ronde's runtime is measured too, see :mod:`ronde.measure.runtime_overhead`.
+ring formulas misjudge them: on gloo, a reduce-scatter takes more than twice its ring time.
 ``ronde bench cluster`` starts workers that run ``python -m ronde.measure.bench_links``.
 """
 
@@ -33,8 +32,7 @@ from ronde.loader.loader import die_with_parent
 from ronde.measure.cost_lines import line
 from ronde.measure.link_timing import COLLECTIVES, LinkGroup, LinkTimes, time_links
 from ronde.measure.quiet_gate import TOLERANCE, NoisyMachine
-from ronde.measure.runtime_overhead import measure_runtime, warm
-from ronde.predict import Added, Cluster, LinkFit
+from ronde.predict import Cluster, LinkFit
 from ronde.watch import MARK
 from ronde.world import RondeError, World, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
@@ -62,7 +60,7 @@ _QUICK_SIZES = (64 << 10, 1 << 20, 25 << 20)  # 25 MiB: a bucket of DDP
 _ROUNDS, _QUICK_ROUNDS = 8, 4
 _ATTEMPTS = 3
 _TIMEOUT = 120.0
-_METHOD = 2  # raised when the measurement changes, so that older files are measured again
+_METHOD = 3  # raised when the measurement changes, so that older files are measured again
 _LAUNCHER_VARIABLES = ("RONDE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 
 
@@ -104,8 +102,8 @@ def _base_bytes(me: World) -> float:
     if me.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(me.device)
         return float(max(0, total - free - torch.cuda.memory_reserved(me.device)))
-    if me.size > 1:
-        warm(me)
+    if me.size > 1:  # load the libraries of a sharded training
+        from ronde.parallel import fsdp  # noqa: F401
     return float(resident())
 
 
@@ -146,7 +144,6 @@ def calibrate(
     cpu = me.device.type == "cpu"
     base_bytes = max(gather_json(me, _base_bytes(me)))
     links: dict[str, dict[str, LinkFit]] = {}
-    added: dict[str, Added] = {}
     noise, disturbances, hidden, slower = 0.0, [], 0.0, 1.0
     for scope, (ranks, process_group) in _groups(me, hosts).items() if me.size > 1 else ():
         times, worst = _attempts(me, scope, ranks, process_group, quick, accept_noise, say)
@@ -157,8 +154,6 @@ def calibrate(
         for kind, fit in fits.items():  # nodes are assumed equal: rank 0's node stands for all
             links.setdefault(kind, {})[scope] = fit
         hidden, slower = times.overlap, times.interference
-        if cpu and len(ranks) == me.size:
-            added = measure_runtime(me, fits, quick, say)
     cluster = Cluster(
         name=me.host if nodes == 1 else f"{nodes} nodes with {me.host}",
         nodes=nodes,
@@ -172,7 +167,6 @@ def calibrate(
         base_bytes=base_bytes,
         source=_source(me, disturbances),
         noise=noise,
-        added=added,
     )
     return Cluster.from_dict(broadcast_json(me, cluster.to_dict()))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,6 @@ from ronde.capture import watching
 from ronde.capture.follow import follow
 from ronde.measure.bench_links import calibrate, resident
 from ronde.measure.light_weights import NoInitialValues
-from ronde.measure.pipeline_overhead import (
-    action_seconds,
-    clip_fixed_seconds,
-    optimizer_fixed_seconds,
-    split_seconds,
-)
 from ronde.measure.script_loop import own_loop
 from ronde.measure.stand_in import untouched
 from ronde.measure.study import (
@@ -42,7 +35,7 @@ from ronde.measure.unit_memory import weigh
 from ronde.parallel import Work, batchnorms
 from ronde.parallel.choose_cut import usable
 from ronde.plan import SPLIT_FIELDS, Plan
-from ronde.predict import Cluster, Costs, Explanation, Prediction, corrected, explain, record
+from ronde.predict import Cluster, Costs, Explanation, Prediction, explain
 from ronde.predict.search import search
 from ronde.run import hooks
 from ronde.run.check_prediction import Forecast
@@ -122,7 +115,7 @@ def gauge(
         tell=tell,
     )
     costs = replace(costs, script_bytes=script_bytes)
-    costs = _with_real_cuts(_with_fixed_costs(costs, work, plan), work, plan)
+    costs = _with_real_cuts(_with_tensors(costs, work.model), work, plan)
     costs = under_load(costs, work, plan, calls)
     return divisible(costs, work, calls, plan.precision)
 
@@ -189,19 +182,6 @@ def _why_uncut(work: Work, plan: Plan) -> str | None:
     return f"there is no place to cut the model{why}"
 
 
-def _with_fixed_costs(costs: Costs, work: Work, plan: Plan) -> Costs:
-    """Add the tensors that each unit trains, and costs that do not depend on their size."""
-    fixed = optimizer_fixed_seconds(work.model, work.optimizer)
-    clip_fixed = clip_fixed_seconds(work.model) if plan.clip_norm is not None else 0.0
-    return replace(
-        _with_tensors(costs, work.model),
-        optimizer_fixed_seconds=min(fixed, costs.optimizer_seconds),
-        clip_fixed_seconds=min(clip_fixed, costs.clip_seconds),
-        action_seconds=action_seconds(work),
-        split_seconds=split_seconds(work, costs.batch_size),
-    )
-
-
 def _with_tensors(costs: Costs, model: torch.nn.Module) -> Costs:
     """Add the tensors that each unit trains."""
     holders = {unit.name: i for i, unit in enumerate(costs.units)}
@@ -213,7 +193,7 @@ def _with_tensors(costs: Costs, model: torch.nn.Module) -> Costs:
         if p.requires_grad:
             sizes[holders.get(path, 0)].append(p.numel() * p.element_size())
     pairs = zip(costs.units, sizes, strict=True)
-    units = (replace(u, tensors=len(each), tensor_bytes=tuple(each)) for u, each in pairs)
+    units = (replace(u, tensor_bytes=tuple(each)) for u, each in pairs)
     return replace(costs, units=tuple(units))
 
 
@@ -237,7 +217,6 @@ def answer(
     tell: Callable[[str], None] | None = None,
 ) -> Explanation:
     """Search for the best plan and explain it; ``tell`` shows progress."""
-    cluster = corrected(cluster)
     found = search(costs, cluster, workers, optimize=optimize, like=like, tell=tell)
     return explain(found, costs, cluster, with_flips=with_flips, tell=tell)
 
@@ -267,7 +246,6 @@ def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Fo
             best = explanation.found.best
             choice = {
                 "plan": with_predicted_cut(best).to_dict(),
-                "raw": best.raw_step_seconds,
                 "seconds": best.step_seconds,
                 "terms": best.terms,
                 "sentence": explanation.sentence,
@@ -283,10 +261,10 @@ def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Fo
     fields: dict[str, Any] = {
         name: getattr(winner, name) for name in (*SPLIT_FIELDS, "micro_batch", "accumulation")
     }
-    keep = partial(record, cluster.name, winner.family) if me.is_main else None
-    seconds = choice["raw"], choice["seconds"], choice["terms"]
     gathers_after = winner.shard == "optimizer"
-    forecast = Forecast(winner.family, *seconds, keep, choice["sentence"], gathers_after)
+    forecast = Forecast(
+        winner.family, choice["seconds"], choice["terms"], choice["sentence"], gathers_after
+    )
     return replace(plan, **fields), forecast
 
 

@@ -13,8 +13,7 @@ from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.predict.answer import Explanation, explain, render_answer
-    from ronde.predict.cluster import Added, Cluster, LinkFit
-    from ronde.predict.corrections import corrected, record
+    from ronde.predict.cluster import Cluster, LinkFit
     from ronde.predict.costs import Costs, LinearCost, Unit
     from ronde.predict.datasheets import cluster_of, device_named
     from ronde.predict.input_capacity import (
@@ -38,8 +37,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.predict.answer": "Explanation explain render_answer",
-            "ronde.predict.cluster": "Added Cluster LinkFit",
-            "ronde.predict.corrections": "corrected record",
+            "ronde.predict.cluster": "Cluster LinkFit",
             "ronde.predict.costs": "Costs LinearCost Unit",
             "ronde.predict.datasheets": "cluster_of device_named",
             "ronde.predict.input_capacity": "Capacities Measured StageCapacity Wall from_runs gap "

@@ -14,9 +14,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ronde.predict import answer_tables
-from ronde.predict.accuracy import error_range
 from ronde.predict.answer_tables import format_bytes, format_seconds
-from ronde.predict.assumptions import Precision
+from ronde.predict.assumptions import Precision, error_range
 from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.prediction import TERMS, Prediction
@@ -234,10 +233,9 @@ def _of_capacity(prediction: Prediction) -> str:
 def _beside_one(found: SearchResult, answer: str, alone: Prediction, sure: Precision) -> str:
     """The answer when the workers are hardly faster than one device, or slower."""
     best, one = found.best, alone.plan
-    # The speed-up of the table, but where one device needs another way to fit. What it is corrected
-    # by is known from runs of several workers alone: not by anything.
+    # The speed-up of the table, but where one device needs another way to fit.
     plain = one.recompute == "none" and one.offload == "none" and alone.micro_batches == 1
-    times = best.speedup if plain else alone.raw_step_seconds / best.step_seconds
+    times = best.speedup if plain else alone.step_seconds / best.step_seconds
     if alone.verdict in ("risky", "does not fit"):
         speed = "" if best.speedup > 1 / _NO_FASTER else f"{1 / best.speedup:.1f}× "
         return (
@@ -261,7 +259,7 @@ def _beside_one(found: SearchResult, answer: str, alone: Prediction, sure: Preci
 def _why_slow(best: Prediction, alone: Prediction) -> str:
     """The largest cost of several workers that one device does not have."""
     surplus = {k: best.terms[k] - alone.terms[k] / best.plan.workers for k in TERMS}
-    most = sorted(((v / best.raw_step_seconds, k) for k, v in surplus.items()), reverse=True)[:2]
+    most = sorted(((v / best.step_seconds, k) for k, v in surplus.items()), reverse=True)[:2]
     whole = ("compute", "recompute", "optimizer")
     said = [
         f"{100 * share:.0f} % is {_TERM_WORDS[k]}{' that does not divide' if k in whole else ''}"
@@ -304,7 +302,7 @@ def _too_big(found: SearchResult, what: str) -> str:
 
 def _tail(best: Prediction) -> str:
     waits = ("exchange", "gather", "tensor", "interference")
-    wire = sum(best.terms.get(k, 0.0) for k in waits) / (best.raw_step_seconds or math.inf)
+    wire = sum(best.terms.get(k, 0.0) for k in waits) / (best.step_seconds or math.inf)
     if best.plan.pipeline > 1:
         text = f"a worker waits {100 * best.bubble:.0f} % of the step"
         return text + (f", exchange takes {100 * wire:.0f} %" if wire >= _HIDES else "")
@@ -421,11 +419,6 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
             how = "as the cluster file says"
         rows.append(f"links: {how} ({cluster.source or cluster.name})")
     rows += [*costs.notes, *best.notes]
-    if best.correction != 1.0:
-        rows.append(
-            f"step time is corrected by {best.correction:.3g} from earlier runs here: "
-            f"{format_seconds(best.raw_step_seconds)} → {format_seconds(best.step_seconds)}"
-        )
     return tuple(rows)
 
 

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import math
 import socket
-import statistics
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ronde.plan.plan import Plan
 from ronde.predict import datasheets
-from ronde.predict.accuracy import SHARDED_TIME, error_range
 from ronde.predict.answer_tables import format_bytes, format_seconds
 from ronde.predict.cluster import Cluster
-from ronde.predict.corrections import ratios
 from ronde.predict.costs import Costs
 from ronde.world import usable_cores
 
-_ENOUGH_RUNS = 3  # earlier runs of a family, from which on their spread is its error
-_LEAST_ERROR = 0.02
-_FAR = 1.5  # a correction beyond this: the prediction misses something, and so may the next
+ErrorKind = Literal["sheet time", "sheet memory", "measured time", "measured memory"]
+"""``sheet``: for a device known from its data sheet only; ``measured``: costs and links measured on
+the machine itself.
+"""
+
+_MEAN_ERROR: dict[ErrorKind, float] = {
+    "sheet time": 0.09,
+    "sheet memory": 0.10,
+    "measured time": 0.060,
+    "measured memory": 0.018,
+}
+_SHARDED_TIME = 0.083  # of measured step times of sharded plans
+
+
+def error_range(kind: ErrorKind) -> float:
+    """Mean relative error of predictions of this kind.
+
+    ``sheet`` kinds come from published runs (``benchmarks/plan_offline.py``), ``measured`` kinds
+    from real runs (``benchmarks/plan_truth.py`` and ``plan_memory.py``).
+
+    Example:
+        >>> f"≈ 31.5 s ± {error_range('measured time'):.0%}"
+        '≈ 31.5 s ± 6%'
+    """
+    return _MEAN_ERROR[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +139,15 @@ class Precision:
 
 def _step_error(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[float | None, str]:
     """The relative error of a measured plan's step time, or None and why nothing tells it."""
-    # This family's own runs here say most.
-    seen = ratios(cluster.name, plan.family)
-    if len(seen) >= _ENOUGH_RUNS:
-        middle = statistics.median(seen)
-        own = math.sqrt(statistics.fmean(math.log(r / middle) ** 2 for r in seen))
-        return max(own, _LEAST_ERROR), ""
-    factor = cluster.correction(plan.family, plan.workers)
-    if not 1 / _FAR <= factor <= _FAR:
-        return None, f"earlier runs here took {factor:.2g} times as long as predicted"
     here = cluster.device == "cpu" and cluster.name == socket.gethostname()
     if here and cluster.devices_per_node > (cores := usable_cores()):
         return None, f"{cluster.devices_per_node} workers on {cores} cores were not measured"
     if plan.tensor > 1:
         return None, "no run of this family was compared with its prediction"
-    usual = SHARDED_TIME if plan.shard != "none" else error_range("measured time")
-    # Disturbed, badly fitted or corrected measurements cannot predict better than they agree.
+    usual = _SHARDED_TIME if plan.shard != "none" else error_range("measured time")
+    # Disturbed or badly fitted measurements cannot predict better than they agree.
     shaken = max(costs.noise, cluster.noise)
-    return math.hypot(usual, shaken, costs.fit_error, abs(math.log(factor))), ""
+    return math.hypot(usual, shaken, costs.fit_error), ""
 
 
 def assumptions(cluster: Cluster) -> tuple[Assumption, ...]:

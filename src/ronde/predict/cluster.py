@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,35 +43,12 @@ class LinkFit:
     hop: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
-    """What the runtime adds to a collective: hooks, and copies to and from flat buffers.
-
-    Attributes:
-        call: seconds each time.
-        tensor: seconds for each tensor that is exchanged with others.
-        byte: seconds for each byte.
-    """
-
-    call: float = 0.0
-    tensor: float = 0.0
-    byte: float = 0.0
-
-    def __call__(self, size: float, tensors: float, calls: float = 1.0) -> float:
-        """Seconds for so many bytes; 0 for none."""
-        return self.call * calls + self.tensor * tensors + self.byte * size if size > 0 else 0.0
-
-    def times(self, factor: float) -> Added:
-        """Scale all of it."""
-        return Added(self.call * factor, self.tensor * factor, self.byte * factor)
-
-
 @dataclass(frozen=True)
 class Cluster:
     """Nodes of equal devices.
 
     Attributes:
-        name: under which corrections are kept.
+        name: of the machine, or of its first node.
         nodes: how many.
         devices_per_node: workers that fit on one.
         device: kind, for example ``"cpu"``, ``"NVIDIA H100 80GB"``.
@@ -88,18 +64,11 @@ class Cluster:
             pipeline.
         base_bytes: what a worker holds before any model.
         source: where the numbers come from.
-        corrections: family of plans -> measured / predicted step time, from runs on this cluster.
         bucket_overlap: as ``overlap``, for the buckets of whole gradients that replicas exchange
             during the backward pass.
         host_bytes_per_second: between a device and the host's memory, for offload; 0 where not
             measured (then 12e9 is assumed).
         noise: relative disturbance seen while the links were measured, 0 to 1.
-        added: what the runtime adds: to gathering a block's parameters (``"gather"``) and reducing
-            its gradients (``"reduce"``, both FSDP2), to a bucket of gradients (``"bucket"``, DDP),
-            to sending parameters that were updated (``"update"``, ZeRO-1), to a pass of a
-            micro-batch in a pipeline (``"action"``), and a step of one (``"pipeline"``), to an
-            all-reduce within a divided block (``"tensor"``). Empty where it runs beside the
-            device's work.
         launch_seconds: host time per operator, below which no pass can be; 0 where the costs were
             measured on this device.
         reserved: memory that the allocator holds beside a step's tensors, as a share of them.
@@ -117,14 +86,12 @@ class Cluster:
     links: dict[str, dict[str, LinkFit]] = field(default_factory=dict)
     overlap: float = 0.0
     interference: float = 1.0
-    action_seconds: float = 0.001
+    action_seconds: float = 0.0004  # on 2 cores, with gloo: benchmarks/plan_truth.py
     base_bytes: float = 0.0
     source: str = ""
-    corrections: dict[str, float] = field(default_factory=dict)
     bucket_overlap: float = 1.0
     host_bytes_per_second: float = 0.0
     noise: float = 0.0
-    added: dict[str, Added] = field(default_factory=dict)
     launch_seconds: float = 0.0
     reserved: float = 0.0
     reducers: dict[str, LinkFit] = field(default_factory=dict)
@@ -133,28 +100,6 @@ class Cluster:
     def devices(self) -> int:
         """Number of devices."""
         return self.nodes * self.devices_per_node
-
-    def correction(self, family: str, workers: int = 2) -> float:
-        """Factor for this plan family's predicted step time; without own runs, the geometric mean
-        of other families.
-
-        Single-device runs have no correction: errors mostly lie in what happens between devices.
-        Families that have not run share the others' factor, because a busy host would slow any of
-        them; otherwise the untried would always win.
-
-        Example:
-            >>> here = Cluster(corrections={"replicate": 4.0, "shard": 1.0})
-            >>> [c.correction("pipeline") for c in (here, Cluster())], here.correction("replicate")
-            ([2.0, 1.0], 4.0)
-        """
-        if workers == 1:
-            return 1.0
-        found = self.corrections.get(family)
-        return (
-            statistics.geometric_mean(self.corrections.values())
-            if found is None and self.corrections
-            else found or 1.0
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -276,35 +221,9 @@ def _fit(where: str, value: Any) -> LinkFit:
     return LinkFit(**{name: _FIT[name](f"{where}.{name}", each) for name, each in given.items()})
 
 
-def _added(where: str, value: Any) -> dict[str, Added]:
-    if value is None:
-        return {}
-    by_name = fields.read_mapping(
-        where, value, f"names with call, tensor and byte: {', '.join(_ADDED)}"
-    )
-    fields.choose(where, "the name", by_name, _ADDED)
-    found = {}
-    for name, each in by_name.items():
-        at = f"{where}.{name}"
-        given = fields.read_mapping(at, each, "call, tensor and byte, in seconds")
-        fields.choose(at, "the field", given, [f.name for f in dataclasses.fields(Added)])
-        found[name] = Added(
-            **{part: _SECONDS(f"{at}.{part}", seconds) for part, seconds in given.items()}
-        )
-    return found
-
-
-def _corrections(where: str, value: Any) -> dict[str, float]:
-    if value is None:
-        return {}
-    found = fields.read_mapping(where, value, "families of plans with a factor each")
-    return {str(family): _FACTOR(f"{where}.{family}", factor) for family, factor in found.items()}
-
-
 _COLLECTIVES = get_args(Collective)
 _PLANS = {"all_gather": "shard", "broadcast": "shard=optimizer", "send": "pipeline"}
 """Collective -> plans that need it. What needs a reduce-scatter needs an all-gather too."""
-_ADDED = ("gather", "reduce", "bucket", "update", "action", "pipeline", "tensor")
 _SECONDS = fields.read_number("a number of seconds, 0 or more")
 _SHARE = fields.read_number("a number from 0 to 1", most=1.0)
 _FACTOR = fields.read_number("a number above 0", above=True)
@@ -331,11 +250,9 @@ _FIELDS: dict[str, fields.Reader] = {
     "action_seconds": _SECONDS,
     "base_bytes": fields.read_bytes,
     "source": fields.read_text,
-    "corrections": _corrections,
     "bucket_overlap": _SHARE,
     "host_bytes_per_second": fields.read_number("a number of bytes a second, 0 or more"),
     "noise": _RATIO,
-    "added": _added,
     "launch_seconds": _SECONDS,
     "reserved": _SHARE,
     "reducers": _reducers,

@@ -98,7 +98,6 @@ class Unit:
             ``recompute="full"``.
         selective_seconds: what that adds to its backward pass, for costs that were not measured as
             a whole (``Costs.again_seconds``).
-        tensors: how many parameters it has that take gradients; 0 where not known.
         tensor_bytes: of each of them, in the order of the tree; empty where not known.
         put_off_bytes: gradients from which its weights' part of the backward pass begins, where a
             zero-bubble schedule puts that part off: of what its layers with trained weights return.
@@ -146,7 +145,6 @@ class Unit:
     tied_bytes: int = 0
     selective_saved_bytes: LinearCost = LinearCost()
     selective_seconds: LinearCost = LinearCost()
-    tensors: int = 0
     tensor_bytes: tuple[int, ...] = ()
     put_off_bytes: LinearCost = LinearCost()
     selective_forward_bytes: LinearCost = LinearCost()
@@ -186,8 +184,6 @@ class Costs:
         threads: threads a worker had.
         noise: relative disturbance seen while measuring, 0 to 1.
         base_bytes: what a worker holds before the model: context, libraries, communication buffers.
-        split_seconds: what running the whole model's backward pass of a micro-batch in two parts
-            adds, as zero-bubble schedules do.
         tensor_measured: whether one worker's part of the units that tensor parallelism divides was
             timed and weighed.
         script_bytes: of the host's memory, what the script holds beside the model: its libraries,
@@ -202,15 +198,8 @@ class Costs:
         notes: what to know about how this was measured, a sentence each.
         tensor_divides: what the number of tensor-parallel workers must divide (attention heads), 0
             where not known.
-        optimizer_fixed_seconds: the part of ``optimizer_seconds`` that does not depend on how large
-            the parameters are.
         clip_seconds: clipping the gradients of all parameters once, where the script has
-            ``clip_norm``; ``clip_fixed_seconds`` is the part that does not depend on how large they
-            are.
-        action_seconds: what a pipeline's runtime adds to each forward or backward pass of a
-            micro-batch; 0 where not measured (then it is the cluster's).
-        lockstep: how much longer the layers take where workers wait for each other at every one of
-            them.
+            ``clip_norm``.
         contention: how much longer the layers take while all workers compute than while one does;
             the units' seconds have it in them.
         accumulate_seconds: what adding the gradients of a further micro-batch to those that are
@@ -241,9 +230,6 @@ class Costs:
     fit_error: float = 0.0
     notes: tuple[str, ...] = ()
     tensor_divides: int = 0
-    optimizer_fixed_seconds: float = 0.0
-    action_seconds: float = 0.0
-    lockstep: float = 1.0
     contention: float = 1.0
     accumulate_seconds: float = 0.0
     blocks: bool = False
@@ -251,9 +237,7 @@ class Costs:
     again_seconds: dict[str, LinearCost] = field(default_factory=dict)
     script_bytes: float = 0.0
     tensor_measured: bool = False
-    split_seconds: LinearCost = LinearCost()
     clip_seconds: float = 0.0
-    clip_fixed_seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
     gather_ratio: float = 1.0
     reduce_ratio: float = 1.0
@@ -288,6 +272,4 @@ class Costs:
             level: LinearCost.from_dict(line)
             for level, line in (values.get("again_seconds") or {}).items()
         }
-        if "split_seconds" in rest:
-            rest["split_seconds"] = LinearCost.from_dict(rest["split_seconds"])
         return cls(units=tuple(units), **rest)

@@ -27,7 +27,6 @@ _BASE_BYTES, _RESERVED = 4e9, 0.06  # context, NCCL's buffers; the allocator's f
 _WAVE = 2.1e6  # results that last waves lack: 0.6 × 108 processors × tiles of 128 × 256
 _BACKWARD = 2.0  # times the forward pass: work, traffic, and operators
 _ATTENTION_BACKWARD = 2.5  # fused attention computes its scores again
-_SPLIT_SHARE = 0.07  # of a backward pass, for running it in two parts: measured on a CPU
 _ADAM_WORDS = 7.0  # fp32 words read and written for each parameter
 
 
@@ -148,26 +147,18 @@ def costs_on(costs: Costs, device: Device) -> Costs:
     def scaled(line: LinearCost) -> LinearCost:
         return LinearCost(line.fixed * faster, line.per_sample * faster)
 
-    apart = LinearCost()
-    for unit in units:
-        apart += unit.backward_seconds.times(_SPLIT_SHARE)
     size = sum(u.trainable_bytes + 0.5 * u.optimizer_bytes for u in costs.units)
     rate = device.memory_bytes_per_second * _MEMORY_SHARE
     return dataclasses.replace(
         costs,
         units=units,
         optimizer_seconds=size / 2.0 * _ADAM_WORDS / rate,
-        optimizer_fixed_seconds=0.0,
         clip_seconds=0.0,
-        clip_fixed_seconds=0.0,
         accumulate_seconds=3.0 * sum(u.trainable_bytes for u in costs.units) / rate,
         again_seconds={
             level: scaled(line) for level, line in costs.again_seconds.items() if level != "full"
         },
-        split_seconds=scaled(costs.split_seconds) if here > 0 else apart,
         contention=1.0,
-        lockstep=1.0,
-        action_seconds=0.0,
         noise=0.0,
         device=device.name,
     )

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Protocol
 
 from ronde.plan.plan import Plan
-from ronde.predict.cluster import Added, Cluster, Collective
+from ronde.predict.cluster import Cluster, Collective
 from ronde.predict.collectives import CollectiveCost, Group, collective
 from ronde.predict.costs import Costs
 from ronde.predict.partition import HeldShare
 from ronde.predict.prediction import Verdict
 from ronde.predict.reducer_costs import reducer_cost
-from ronde.predict.unit_arrays import Array, Chain, Gradients
+from ronde.predict.unit_arrays import Chain, Gradients
 
 
 class PredictionSource(Protocol):
@@ -21,10 +20,7 @@ class PredictionSource(Protocol):
 
     costs: Costs
     cluster: Cluster
-    added: Mapping[str, Added]
-    tensors: Array
     gradients: Gradients
-    action_seconds: float
     base_bytes: float
     trainable_bytes: float
 
@@ -93,7 +89,6 @@ class PlanSetup:
         self.gather = wire("all_gather", "shard", gathered)
         self.broadcast = wire("broadcast", "replicas", gathered)
         self.scatter = wire("reduce_scatter", "shard", reduced)
-        self.added = owner.added
         self.made = owner.chain_of(plan, share / micro_batches, groups["tensor"])
         self.peak = self.made
         if largest != share / micro_batches:

@@ -15,12 +15,8 @@ Nothing is fitted to step times. Each strategy is composed as follows:
   replicas. Sharded modules are gathered on every call.
 - *Tensor*: the divisible share of each unit is divided (an estimate: divided products are less
   efficient), and activations are all-reduced, exposed.
-- *On the CPU* each adds runtime overhead (``Cluster.added``: hooks, flat-buffer copies, wake-ups),
-  and a sharded model takes as long at each layer as its slowest worker (``Costs.lockstep``); both
-  are measured.
-- *Workers that share cores* (``Costs.contention``, measured together against alone) run faster
-  while others wait: each pipeline pass is timed by how many others work. Each further micro-batch
-  adds its gradients to the existing ones.
+- *On the CPU* FSDP2's hooks and copies take time of their own.
+- Each further micro-batch adds its gradients to the existing ones.
 - *Recompute*: the forward pass, or its cheap part, once more. *Offload*: gradients down and
   parameters up, exposed.
 
@@ -34,15 +30,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from ronde.plan.batch import micro_batches_of
 from ronde.plan.plan import Plan, Schedule
 from ronde.plan.schedules import allowed, bubble, in_flight, worker_of
-from ronde.predict.cluster import Added, Cluster
+from ronde.predict.cluster import Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective, groups
 from ronde.predict.costs import Costs
 from ronde.predict.datasheets import DEVICES, costs_on
@@ -106,19 +99,7 @@ class Predictor:
         self.base_bytes = max(costs.base_bytes, cluster.base_bytes) + (
             costs.script_bytes if cluster.device == "cpu" else 0.0
         )
-        # Measured while the others sleep; slower, as the layers are, while they work.
-        self.added: Mapping[str, Added] = {
-            name: cluster.added.get(name, Added()).times(costs.contention)
-            for name in ("gather", "reduce", "bucket", "update", "pipeline", "tensor")
-        }
-        self.tensors = np.array([u.tensors for u in costs.units], dtype=float)
         self.gradients = Gradients.of(costs)
-        self.action_seconds = cluster.action_seconds
-        if costs.action_seconds and "action" in cluster.added:
-            self.action_seconds = (
-                costs.action_seconds / cluster.speed
-                + cluster.added["action"].call * costs.contention
-            )
 
     def __call__(self, plan: Plan, quick: bool = False, split_waits: bool = True) -> Prediction:
         """Predict ``plan``.
@@ -178,8 +159,7 @@ class Predictor:
         total = float(self.chain_of(plan, share / count, group).seconds.sum())
         if plan.pipeline > 1 or plan.workers == 1:
             total /= self.costs.contention  # at best nobody else works meanwhile
-        correction = self.cluster.correction(plan.family, plan.workers)
-        return count * total / plan.pipeline / (1.0 - wait) * correction
+        return count * total / plan.pipeline / (1.0 - wait)
 
     def floor_bytes(self, plan: Plan) -> float:
         """Lower bound of a pipeline worker's memory, wherever it is cut. Prunes the search.
@@ -209,17 +189,13 @@ class Predictor:
             if len(self._chains) > 2048:
                 self._chains.clear()
             sums = collective(self.cluster, "all_reduce", group)
-
-            def reduce_seconds(size: float) -> float:
-                return sums(size) + self.added["tensor"].call
-
             found = chain(
                 self.costs,
                 samples,
                 tensor=plan.tensor,
                 recompute=plan.recompute,
                 speed=self.cluster.speed,
-                reduce_seconds=reduce_seconds if plan.tensor > 1 else None,
+                reduce_seconds=sums if plan.tensor > 1 else None,
                 sequence_parallel=plan.sequence_parallel,
                 launch_seconds=self.cluster.launch_seconds,
             )

@@ -74,11 +74,9 @@ class Prediction:
 
     Attributes:
         plan: with its micro-batch and accumulation.
-        raw_step_seconds: one optimizer step, as composed.
-        correction: measured / predicted of earlier runs of this family on this cluster; 1 where
-            there was none.
+        step_seconds: of one optimizer step.
         terms: seconds of the worker that is done last, by kind (``TERMS``); they sum to
-            ``raw_step_seconds``.
+            ``step_seconds``.
         one_device_seconds: the same global batch on one device of this kind, were its memory
             enough.
         memory: bytes of the worker that needs most, by kind (``KINDS``), at its fullest moment.
@@ -98,8 +96,7 @@ class Prediction:
     """
 
     plan: Plan
-    raw_step_seconds: float
-    correction: float
+    step_seconds: float
     terms: dict[str, float]
     one_device_seconds: float
     memory: dict[str, float]
@@ -115,11 +112,6 @@ class Prediction:
     hidden_seconds: float = 0.0
     notes: tuple[str, ...] = ()
     simulated: bool = False
-
-    @property
-    def step_seconds(self) -> float:
-        """One optimizer step, corrected."""
-        return self.raw_step_seconds * self.correction
 
     @property
     def samples_per_second(self) -> float:
@@ -145,7 +137,7 @@ class Prediction:
         """Plain values, including derived ones."""
         values = dataclasses.asdict(self)
         values["plan"] = self.plan.to_dict()
-        for name in ("step_seconds", "samples_per_second", "speedup", "efficiency", "memory_bytes"):
+        for name in ("samples_per_second", "speedup", "efficiency", "memory_bytes"):
             values[name] = getattr(self, name)
         values["spec"], values["family"] = self.plan.spec, self.plan.family
         return values

@@ -19,6 +19,9 @@ from ronde.world import ArgumentError
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _HOST_BYTES_PER_SECOND = 12e9
+# FSDP2 with gloo on 2 cores, a gather or a reduction: fitted to benchmarks/results/plan_truth.json
+_SHARD_CALL_SECONDS, _SHARD_SECONDS_PER_BYTE = 7e-4, 3e-10
+_SPLIT_SHARE = 0.07  # more of a backward pass that runs in two parts: the same
 
 
 class StepPrediction:
@@ -39,10 +42,6 @@ class StepPrediction:
         terms["compute"] = (times * (forward + backward - recompute - reduce) + further) / alone
         terms["recompute"] = times * recompute / alone
         terms["tensor"] = times * reduce
-        if self.setup.plan.tensor > 1:  # its workers wait for each other in every block
-            terms["tensor"] += (
-                (self.setup.costs.lockstep - 1.0) * times * (forward + backward - reduce)
-            )
         hidden = 0.0
         trainable = float(made.trainable.sum())
         parameters = float(made.parameters.sum())
@@ -50,9 +49,7 @@ class StepPrediction:
         sent = times * float(made.reduce_bytes.sum()) * ring(self.setup.plan.tensor)
         if self.setup.fsdp:
             hidden = self._sharded(terms)
-            terms["exchange"] += (self.setup.costs.lockstep - 1.0) * times * (
-                forward + backward
-            ) + self.setup.all_reduce.alpha  # the loss is summed
+            terms["exchange"] += self.setup.all_reduce.alpha  # the loss is summed
             gathers = 2 if self.setup.plan.shard == "parameters" else 1
             sent += times * (gathers * parameters + trainable) * ring(self.setup.parts) / 2.0
             sent += trainable / self.setup.parts * ring(self.setup.groups["copies"].ranks)
@@ -62,7 +59,7 @@ class StepPrediction:
             terms["interference"] = (self.setup.cluster.interference - 1.0) * hidden
             sent += trainable * ring(replicas)
             if self.setup.plan.shard == "optimizer":
-                terms["gather"] = self._broadcasts(trainable, float(self.setup.owner.tensors.sum()))
+                terms["gather"] = self._broadcasts(trainable)
                 sent += trainable * ring(self.setup.parts) / 2.0
         terms["optimizer"] = self._optimizer(trainable)
         terms["host"] = self._host(parameters, trainable)
@@ -82,9 +79,7 @@ class StepPrediction:
         while first < len(behind) and behind[-1] > sent:
             last = min(int(np.searchsorted(behind, sent + limit)), len(behind) - 1)
             filled = float(behind[last]) - sent
-            tensors = float(gradients.tensors[first : last + 1].sum())
             seconds = self.setup.all_reduce.alpha + self.setup.all_reduce.seconds_per_byte * filled
-            seconds += self.setup.added["bucket"](filled, tensors, 1)
             now = max(now, float(at[last])) + seconds
             total += seconds
             sent, first, limit = float(behind[last]), last + 1, _BUCKET
@@ -93,21 +88,27 @@ class StepPrediction:
         exposed = overlap * exposed + (1.0 - overlap) * total
         return exposed, total - exposed
 
-    def _broadcasts(self, trainable: float, tensors: float) -> float:
+    def _broadcasts(self, trainable: float) -> float:
         """Seconds for all workers to send the parameters they updated, one after another."""
         wire, parts = self.setup.broadcast, self.setup.parts
         messages = parts * max(1, math.ceil(trainable / parts / _BUCKET))
-        added = self.setup.added["update"](trainable, tensors)
-        return messages * wire.alpha + trainable * wire.seconds_per_byte + added
+        wired = messages * wire.alpha + trainable * wire.seconds_per_byte
+        return wired + self._handled(trainable)
 
-    def _gathered(self, size: float, tensors: float) -> float:
+    def _gathered(self, size: float) -> float:
         """Seconds of FSDP2's gather of so many bytes."""
-        return self.setup.gather(size) + self.setup.added["gather"](size, tensors)
+        return self.setup.gather(size) + self._handled(size)
 
-    def _reduced(self, size: float, tensors: float, last: bool) -> float:
+    def _reduced(self, size: float, last: bool) -> float:
         """Seconds of FSDP2's gradient reduction; over the copies in the last micro-batch only."""
         copies = self.setup.copies(size / self.setup.parts) if last else 0.0
-        return self.setup.scatter(size) + copies + self.setup.added["reduce"](size, tensors)
+        return self.setup.scatter(size) + copies + self._handled(size)
+
+    def _handled(self, size: float) -> float:
+        """Seconds of the hooks and the copies to and from flat buffers of FSDP2 and ZeRO-1."""
+        if size <= 0 or self.setup.cluster.device != "cpu":
+            return 0.0  # on an accelerator they run beside its kernels
+        return _SHARD_CALL_SECONDS + _SHARD_SECONDS_PER_BYTE * size
 
     def _sharded(self, terms: dict[str, float]) -> float:
         """Add exposed gather and scatter seconds; returns the hidden ones."""
@@ -131,13 +132,10 @@ class StepPrediction:
         parameters, trainable = grouped(made.parameters) * inside, grouped(made.trainable) * inside
         rest = float(made.parameters.sum() - parameters.sum())
         rest_gradients = float(made.trainable.sum() - trainable.sum())
-        tensors = grouped(self.setup.owner.tensors) * inside
-        others = float(self.setup.owner.tensors.sum() - tensors.sum())
-        blocks = list(zip(parameters.tolist(), trainable.tolist(), tensors.tolist(), strict=True))
-        gather = np.array([self._gathered(p, n) for p, _, n in blocks])
-        reduce = np.array([self._reduced(g, n, last_pass) for _, g, n in blocks])
-        rest_gather = self._gathered(rest, others)
-        rest_reduce = self._reduced(rest_gradients, others, last_pass)
+        gather = np.array([self._gathered(p) for p in parameters.tolist()])
+        reduce = np.array([self._reduced(g, last_pass) for g in trainable.tolist()])
+        rest_gather = self._gathered(rest)
+        rest_reduce = self._reduced(rest_gradients, last_pass)
         forward, backward = grouped(made.forward), grouped(made.backward)
         nothing = np.zeros(1)
         again = self.setup.plan.shard == "parameters"
@@ -175,12 +173,9 @@ class StepPrediction:
 
     def _optimizer(self, trainable: float) -> float:
         """Seconds of clipping and the optimizer step."""
-        # FSDP2 gives every worker a part of each parameter, ZeRO-1 some parameters whole.
-        fixed = self.setup.costs.optimizer_fixed_seconds if self.setup.fsdp else 0.0
-        step = fixed + (self.setup.costs.optimizer_seconds - fixed) / self.setup.parts
+        step = self.setup.costs.optimizer_seconds / self.setup.parts
         # ZeRO-1 clips before it divides.
-        fixed, clip = self.setup.costs.clip_fixed_seconds, self.setup.costs.clip_seconds
-        clip = fixed + (clip - fixed) / self.setup.parts if self.setup.fsdp else clip
+        clip = self.setup.costs.clip_seconds / (self.setup.parts if self.setup.fsdp else 1)
         return (step + clip) / self.setup.cluster.speed * self._part(trainable)
 
     def _host(self, parameters: float, trainable: float) -> float:
@@ -247,10 +242,7 @@ class StepPrediction:
         passes = stages.backward
         if plan.schedule in ("zero-bubble", "zbv"):
             # In two parts it takes longer, but for the first stage's.
-            apart = setup.costs.split_seconds.at(setup.share / setup.micro_batches)
-            apart /= setup.cluster.speed * plan.tensor
-            later = np.concatenate([[0.0], passes[1:]])
-            passes = passes + later * (apart / max(1e-12, float(passes.sum())))
+            passes = passes * np.where(np.arange(len(passes)) > 0, 1.0 + _SPLIT_SHARE, 1.0)
         # The first stage's backward pass has no input to be for: a zero-bubble schedule does all of
         # it in the weights' part.
         inputs = (0.0, *(INPUT_SHARE * passes[1:]).tolist())
@@ -269,10 +261,11 @@ class StepPrediction:
         self, stages: Stages, times: Times, quick: bool, split_waits: bool
     ) -> tuple[Timeline, Timeline]:
         """The pipeline's step, and the same with free sends."""
-        setup, plan, owner = self.setup, self.setup.plan, self.setup.owner
+        setup, plan = self.setup, self.setup.plan
+        action_seconds = setup.cluster.action_seconds
         if quick:
             sends = float(np.sum(times.send) + np.sum(times.send_back))
-            found = closed_form(plan, stages, setup.micro_batches, owner.action_seconds, sends)
+            found = closed_form(plan, stages, setup.micro_batches, action_seconds, sends)
             return found, found
         simulated = partial(
             run_step,
@@ -280,7 +273,7 @@ class StepPrediction:
             plan.pipeline,
             plan.virtual,
             setup.micro_batches,
-            overhead_seconds=owner.action_seconds,
+            overhead_seconds=action_seconds,
         )
         count = plan.pipeline * plan.virtual
         found = simulated(times)
@@ -299,29 +292,28 @@ class StepPrediction:
         of_workers = zip(
             by_worker(stages.trainable, stages, workers).tolist(),
             by_worker(stages.parameters, stages, workers).tolist(),
-            by_worker(np.add.reduceat(setup.owner.tensors, starts), stages, workers).tolist(),
             by_worker(modules, stages, workers).tolist(),
             strict=True,
         )
         found = np.zeros((5, workers))
         gather, exchange, sent, optimizer, host = found
         wire = setup.all_reduce
-        for w, (g, p, n, m) in enumerate(of_workers):
+        call = _SHARD_CALL_SECONDS if setup.cluster.device == "cpu" else 0.0
+        for w, (g, p, m) in enumerate(of_workers):
             more = max(0.0, m - 1.0)
             if setup.fsdp:
                 # Each module of a stage is gathered when it is called, and reduced when its
                 # backward pass is done, micro-batch by micro-batch.
                 gathers = micro_batches * (2 if plan.shard == "parameters" else 1)
-                call = setup.gather.alpha + setup.added["gather"].call
-                gather[w] = gathers * (self._gathered(p, n) + more * call)
-                call = setup.scatter.alpha + setup.added["reduce"].call
-                exchange[w] = micro_batches * (self._reduced(g, n, last=False) + more * call)
+                gather[w] = gathers * (self._gathered(p) + more * (setup.gather.alpha + call))
+                reduces = self._reduced(g, last=False) + more * (setup.scatter.alpha + call)
+                exchange[w] = micro_batches * reduces
                 sent[w] = (gathers * p + micro_batches * g) * ring(setup.parts) / 2.0
             elif plan.replicas > 1:
                 exchange[w] = math.ceil(g / _BUCKET) * wire.alpha + wire.seconds_per_byte * g
                 sent[w] = g * ring(plan.replicas)
                 if plan.shard == "optimizer":
-                    gather[w] = self._broadcasts(g, n)
+                    gather[w] = self._broadcasts(g)
                     sent[w] += g * ring(setup.parts) / 2.0
             optimizer[w], host[w] = self._optimizer(g), self._host(p, g)
         return tuple(found)
@@ -334,13 +326,12 @@ class StepPrediction:
         terms = dict.fromkeys(TERMS, 0.0)
         each = 3 if plan.schedule in ("zero-bubble", "zbv") else 2
         actions = setup.micro_batches * plan.virtual * each
-        terms["overhead"] = actions * setup.owner.action_seconds
+        terms["overhead"] = actions * setup.cluster.action_seconds
         for name, seconds in (("recompute", stages.recompute), ("tensor", stages.reduce)):
             of_worker = by_worker(seconds, stages, plan.pipeline)[worker]
             terms[name] = setup.micro_batches * float(of_worker)
         known = terms["overhead"] + terms["recompute"] + terms["tensor"]
         terms["compute"] = max(0.0, timeline.busy[worker] - known)
-        terms["overhead"] += setup.owner.added["pipeline"].call
         waits = timeline.done[worker] - timeline.busy[worker]
         terms["p2p"] = min(waits, max(0.0, timeline.seconds - unsent.seconds))
         terms["bubble"] = waits - terms["p2p"]
@@ -380,8 +371,7 @@ class StepPrediction:
                 placement["stages"] = f"neighbours {where}"
         return Prediction(
             plan=plan,
-            raw_step_seconds=sum(terms.values()),
-            correction=self.setup.cluster.correction(plan.family, plan.workers),
+            step_seconds=sum(terms.values()),
             terms=terms,
             one_device_seconds=self.setup.owner.one_device_seconds(plan.batch_size),
             memory=memory,

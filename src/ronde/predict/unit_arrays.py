@@ -116,13 +116,11 @@ class Gradients:
         share: of the bytes of the unit's gradients.
         before: share of the unit's backward pass that is still to come when it is there, as if each
             took as long.
-        tensors: how many it stands for, where a unit's parameters are not known one by one.
     """
 
     unit: npt.NDArray[np.intp]
     share: Array
     before: Array
-    tensors: Array
 
     @classmethod
     def of(cls, costs: Costs) -> Gradients:
@@ -131,14 +129,13 @@ class Gradients:
         for k in reversed(range(len(costs.units))):
             unit = costs.units[k]
             sizes = unit.tensor_bytes if sum(unit.tensor_bytes) else (unit.trainable_bytes,)
-            each = 1 if len(sizes) > 1 else unit.tensors
             rows += [
-                (k, size / sum(sizes), 1.0 - (i + 1) / len(sizes), each)
+                (k, size / sum(sizes), 1.0 - (i + 1) / len(sizes))
                 for i, size in enumerate(reversed(sizes))
                 if unit.trainable_bytes
             ]
-        found = np.array(rows, dtype=float).reshape(-1, 4)
-        return cls(found[:, 0].astype(np.intp), found[:, 1], found[:, 2], found[:, 3])
+        found = np.array(rows, dtype=float).reshape(-1, 3)
+        return cls(found[:, 0].astype(np.intp), found[:, 1], found[:, 2])
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
 from ronde.run.callback import Callback, StepView
-from ronde.world import RondeError
 
 __all__ = ["Forecast", "PredictionCheck"]
 
@@ -25,20 +23,15 @@ class Forecast:
 
     Attributes:
         family: of the plan.
-        raw_seconds: of one step, as composed.
-        step_seconds: the same, corrected by earlier runs on this cluster.
-        terms: seconds by kind, uncorrected.
-        keep: takes (raw predicted, measured) seconds of a step, stores the residual, and returns
-            the new factor.
+        step_seconds: of one step.
+        terms: seconds by kind.
         sentence: why this plan.
         gathers_after: whether parameters are gathered after the optimizer's step.
     """
 
     family: str
-    raw_seconds: float
     step_seconds: float
     terms: dict[str, float]
-    keep: Callable[[float, float], float] | None = None
     sentence: str = ""
     gathers_after: bool = False
 
@@ -84,25 +77,10 @@ class PredictionCheck(Callback):
         self.last = now
         if len(self.whole) >= self._first + _MEASURED:
             step.callbacks.rest(self)
-            text, error = self._report(step.parts.world.is_main)
-            if error:
-                step.parts.warn(error)
-            step.parts.watcher.say(text)
+            step.parts.watcher.say(self.sentence())
 
-    def _report(self, keep: bool) -> tuple[str, str]:
-        """The comparison in a line, and an error if its residual could not be kept."""
-        text, seconds = self.sentence()
-        forecast = self.forecast
-        if not keep or forecast.keep is None:
-            return text, ""
-        try:
-            factor = forecast.keep(forecast.raw_seconds, seconds)
-        except (OSError, RondeError) as error:
-            return text, f"the comparison could not be kept: {error}"
-        return f"{text}; the next prediction of {forecast.family} here is × {factor:.3g}", ""
-
-    def sentence(self) -> tuple[str, float]:
-        """The comparison in a line, and the measured seconds of a step."""
+    def sentence(self) -> str:
+        """The comparison in a line."""
         import statistics  # and with it decimal and fractions, which few runs need
 
         f = self.forecast
@@ -116,18 +94,14 @@ class PredictionCheck(Callback):
         inside = ", ".join(
             f"{name} {_ms(seconds)}"
             for name, seconds in f.terms.items()
-            if seconds > 0.02 * f.raw_seconds and name != "optimizer"
+            if seconds > 0.02 * f.step_seconds and name != "optimizer"
         )
-        corrected = f", {_ms(f.step_seconds)} as corrected by earlier runs"
-        if f.step_seconds == f.raw_seconds:
-            corrected = ""
-        text = (
-            f"predicted {_ms(f.raw_seconds)} a step{corrected}, measured {_ms(whole)} "
+        return (
+            f"predicted {_ms(f.step_seconds)} a step, measured {_ms(whole)} "
             f"({whole / f.step_seconds - 1:+.0%}): passes and exchange {_ms(early)} → "
             f"{_ms(passes)} ({inside}), optimizer {_ms(late)} → {_ms(optimizer)}, data and the "
             f"rest 0 → {_ms(max(0.0, whole - passes - optimizer))}"
         )
-        return text, whole
 
 
 def _ms(seconds: float) -> str:
