@@ -276,9 +276,9 @@ def parquet(folder: Path) -> Path:
 def ronde_table(data: Path) -> Batches:
     from ronde import feed
 
-    pipeline = feed.table(
-        parquet(data), numeric=NUMERIC, categorical=CATEGORICAL, target="y", cache=data / "matrices"
-    )
+    steps = {name: {} for name in NUMERIC} | {name: {"codes": True} for name in CATEGORICAL}
+    recipe = feed.Recipe(steps, "y").fit(parquet(data))
+    pipeline = feed.table(parquet(data), recipe=recipe, cache=data / "matrices")
     for batch in _by_ronde(pipeline, ROWS):
         yield len(batch[1])
 

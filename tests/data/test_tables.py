@@ -65,7 +65,12 @@ def columns(seed=0, n=N):
     )
 
 
-NUMERIC, CATEGORICAL = ["price", "rooms", "new", "nan"], ["city", "zone", "kind"]
+NUMERIC, CATEGORICAL = ["price", "rooms", "nan"], ["city", "zone", "kind"]
+STEPS = {name: {} for name in NUMERIC} | {name: {"codes": True} for name in CATEGORICAL}
+
+
+def fitted(path, target=None, steps=STEPS):
+    return feed.Recipe(steps, target).fit(path, engine="arrow")
 
 
 def write(table, path):
@@ -86,122 +91,84 @@ def write(table, path):
     return path
 
 
-def oracle(table, missing="mean"):
-    """Row by row, in plain Python."""
+def oracle(table):
+    """Row by row, in plain Python: numbers, codes, and the means that fill."""
     rows = table.to_pylist()
-    means = {}
+    means, levels = {}, {}
     for name in NUMERIC:
         known = [float(r[name]) for r in rows if r[name] is not None and not math.isnan(r[name])]
         means[name] = sum(known) / len(known)
-    vocabularies = {
-        "city": sorted({r["city"] for r in rows if r["city"] is not None}),
-        "zone": [str(v) for v in sorted({r["zone"] for r in rows})],
-        "kind": ["a", "b"],
-    }
-    numbers = []
-    for r in rows:
-        fill = means if missing == "mean" else dict.fromkeys(NUMERIC, missing)
-        numbers.append(
-            [fill[n] if r[n] is None or math.isnan(r[n]) else float(r[n]) for n in NUMERIC]
-        )
-    codes = [
-        [0 if r[n] is None else 1 + vocabularies[n].index(str(r[n])) for n in CATEGORICAL]
+    for name in CATEGORICAL:
+        levels[name] = [None, *sorted({r[name] for r in rows if r[name] is not None})]
+    numbers = [
+        [means[n] if r[n] is None or math.isnan(r[n]) else float(r[n]) for n in NUMERIC]
         for r in rows
     ]
-    return torch.tensor(numbers, dtype=torch.float32), torch.tensor(codes), means, vocabularies
+    codes = [[levels[n].index(r[n]) for n in CATEGORICAL] for r in rows]
+    return torch.tensor(numbers, dtype=torch.float32), torch.tensor(codes), means
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "feather", "arrow"])
 def test_every_row_against_pyarrow(tmp_path, suffix):
     table = columns()
     path = write(table, tmp_path / f"t.{suffix}")
-    numbers, codes, means, vocabularies = oracle(table)
-    data = feed.table(
-        path,
-        numeric=NUMERIC[:2] + NUMERIC[3:],
-        categorical=CATEGORICAL,
-        target="y",
-        cache=tmp_path / "cache",
-    )
-    assert (
-        len(data) == N
-        and data.source.vocabularies == vocabularies
-        and data.source.sizes == [4, 34, 3]
-    )
-    assert [round(data.source.mean[k], 6) for k in (0, 2)] == [
-        round(means[n], 6) for n in ("price", "nan")
-    ]
+    numbers, codes, _ = oracle(table)
+    data = feed.table(path, recipe=fitted(path, "y"), cache=tmp_path / "cache")
+    assert len(data) == N
+    assert data.source.sizes == [4, 34, 3]
     wanted = np.random.default_rng(1).integers(0, N, 50).tolist()
     (x, c), y = data.collate(data.__getitems__(wanted))
-    assert x.dtype == torch.float32 and c.dtype == torch.int64 and y.dtype == torch.float32
-    assert torch.allclose(x, numbers[wanted][:, [0, 1, 3]], rtol=1e-6) and torch.equal(
-        c, codes[wanted]
-    )
+    assert (x.dtype, c.dtype, y.dtype) == (torch.float32, torch.int64, torch.float32)
+    assert torch.allclose(x, numbers[wanted], rtol=1e-6)
+    assert torch.equal(c, codes[wanted])
     assert torch.allclose(y, torch.tensor(table["y"].to_pylist())[wanted])
     one = data[wanted[0]]
-    assert torch.equal(one[0][0], x[0]) and torch.equal(one[0][1], c[0]) and one[1] == y[0]
+    assert torch.equal(one[0][0], x[0])
+    assert torch.equal(one[0][1], c[0])
+    assert one[1] == y[0]
     # rows that were read one by one
     assert torch.equal(data.collate([data[i] for i in wanted])[0][1], c)
-    gone = table["price"].null_count
-    assert (
-        data.source.missing["price"] == gone > 0
-        and data.source.missing["city"] == table["city"].null_count > 0
-    )
 
 
 def test_targets(tmp_path):
     table = columns()
     path = write(table, tmp_path / "t.parquet")
-    for name, dtype in (
-        ("y", torch.float32),
-        ("count", torch.int64),
-        ("label", torch.int64),
-        ("new", torch.int64),
-    ):
-        data = feed.table(path, numeric=["rooms"], target=name, cache=tmp_path / "c")
+    recipe = fitted(path, "count", {"rooms": {}})
+    kinds = {"y": torch.float32, "count": torch.int64, "label": torch.int64, "new": torch.int64}
+    for name, dtype in kinds.items():
+        data = feed.table(path, recipe=recipe, target=name, cache=tmp_path / "c")
         x, y = data.collate(data.__getitems__(range(N)))
-        assert x.shape == (N, 1) and y.dtype == dtype
-        if name == "label":
-            assert data.source.classes == ["maybe", "no", "yes"]
-            assert [data.source.classes[i] for i in y.tolist()] == table["label"].to_pylist()
-        elif name == "count":
-            assert y.tolist() == table["count"].to_pylist()
-    alone = feed.table(path, categorical=["kind"], cache=tmp_path / "c")
-    assert alone.collate(alone.__getitems__([0, 1]))[0].shape == (2, 1) and alone[0][0].shape == (
-        1,
-    )
+        assert x.shape == (N, 1)
+        assert y.dtype == dtype
+        classes = data.source.classes
+        values = [classes[i] for i in y.tolist()] if classes else y.tolist()
+        expected = table[name].to_pylist()
+        assert values == (pytest.approx(expected) if name == "y" else expected)
+    alone = feed.table(path, recipe=fitted(path, None, {"kind": {"codes": True}}), cache=tmp_path)
+    assert alone.collate(alone.__getitems__([0, 1]))[0].shape == (2, 1)
+    assert alone[0][0].shape == (1,)
 
 
-def test_a_test_table_speaks_the_training_tables_language(tmp_path):
+def test_a_test_table_has_the_recipe_and_the_classes_of_the_training_table(tmp_path):
     train, test = columns(0), columns(1)
     test = test.set_column(
         test.column_names.index("city"), "city", pa.array(["Paris", "Bern"] * (N // 2))
     )
-    first = feed.table(
-        write(train, tmp_path / "a.parquet"),
-        numeric=NUMERIC,
-        categorical=CATEGORICAL,
-        target="label",
-        cache=tmp_path / "c",
-    )
+    path = write(train, tmp_path / "a.parquet")
+    first = feed.table(path, recipe=fitted(path, "label"), cache=tmp_path / "c")
     other = feed.table(write(test, tmp_path / "b.parquet"), like=first, cache=tmp_path / "c")
     (x, codes), y = other.collate(other.__getitems__(range(N)))
-    assert codes[:, 0].tolist() == [0, 1] * (N // 2)  # Paris was never seen
+    assert codes[:, 0].tolist() == [0, 1] * (N // 2)  # the training table has no Paris
     assert [first.source.classes[i] for i in y.tolist()] == test["label"].to_pylist()
     means, prices = oracle(train)[2], test["price"].to_pylist()
     assert {round(x[i, 0].item(), 3) for i in range(N) if prices[i] is None} == {
         round(means["price"], 3)
     }
+    bad = test.set_column(9, "label", pa.array(["yes"] * 7 + ["never"] * (N - 7)))
     with pytest.raises(
-        ArgumentError,
-        match=r"b\.parquet: the target 'label' is an unknown class \('never'\); the "
-        r"first such row of the table is 0",
+        ArgumentError, match=r"'label' is an unknown class \('never'\); the first such row .* is 7"
     ):
-        feed.table(
-            write(test.set_column(9, "label", pa.array(["never"] * N)), tmp_path / "b.parquet"),
-            like=first,
-            cache=tmp_path / "c",
-        )
+        feed.table(write(bad, tmp_path / "b.parquet"), like=first, cache=tmp_path / "c")
 
 
 def test_several_files_and_any_number_of_workers(tmp_path):
@@ -209,13 +176,9 @@ def test_several_files_and_any_number_of_workers(tmp_path):
     for i, part in enumerate(parts):
         write(part, tmp_path / f"part{i}.parquet")
     whole = pa.concat_tables([p.set_column(6, "kind", p["kind"].cast(pa.string())) for p in parts])
-    data = feed.table(
-        tmp_path / "part*.parquet",
-        numeric=["rooms"],
-        categorical=["zone"],
-        target="count",
-        cache=tmp_path / "c",
-    )
+    paths = str(tmp_path / "part*.parquet")
+    recipe = fitted(paths, "count", {"rooms": {}, "zone": {"codes": True}})
+    data = feed.table(paths, recipe=recipe, cache=tmp_path / "c")
     order, first = read(data, 0, batch=16)
     assert [int(v) for (x, _), _ in first for v in x[:, 0]] == [
         whole["rooms"].to_pylist()[i] for i in order
@@ -239,7 +202,8 @@ def test_a_table_trains(tmp_path, monkeypatch):
     n = 256
     x = np.random.default_rng(0).standard_normal(n)
     pa.parquet.write_table(pa.table({"x": x, "y": 3 * x + 1}), tmp_path / "t.parquet")
-    data = feed.table(tmp_path / "t.parquet", numeric=["x"], target="y", cache=tmp_path / "c")
+    recipe = fitted(tmp_path / "t.parquet", "y", {"x": {}})
+    data = feed.table(tmp_path / "t.parquet", recipe=recipe, cache=tmp_path / "c")
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Flatten(0))
     run = ronde.distribute(
         model,
@@ -256,63 +220,32 @@ def test_a_table_trains(tmp_path, monkeypatch):
 
 def test_tables_say_what_is_wrong(tmp_path):
     path, cache = write(columns(), tmp_path / "t.parquet"), tmp_path / "c"
+    recipe = fitted(path, None, {"rooms": {}})
     (tmp_path / "bad.parquet").write_bytes(path.read_bytes()[:500])
-    (tmp_path / "bad.csv").write_text("a,b\n1,2\nx,3\n")
-    (tmp_path / "empty.csv").write_text("a,b\n")
+    (tmp_path / "bad.csv").write_text("rooms,b\n1,2\nx,3\n")
+    (tmp_path / "empty.csv").write_text("rooms,b\n")
     (tmp_path / "t.xlsx").write_text("no")
-    for make, kind, says in (
-        (lambda: feed.table(path, cache=cache), ArgumentError, "needs columns"),
-        (
-            lambda: feed.table(path, numeric=["cost"], cache=cache),
-            ArgumentError,
-            r"t\.parquet has no column 'cost': choose among price, rooms",
-        ),
-        (
-            lambda: feed.table(path, numeric=["city"], cache=cache),
-            ArgumentError,
-            "the column 'city' is string, not a number",
-        ),
-        (
-            lambda: feed.table(path, numeric=["rooms"], target="rooms", cache=cache),
-            ArgumentError,
-            "'rooms' is named twice among",
-        ),
-        (
-            lambda: feed.table(path, numeric=["rooms"], target="price", cache=cache),
-            ArgumentError,
-            "the target 'price' is missing; the first such row of the table is",
-        ),
-        (
-            lambda: feed.table(path, numeric=["rooms"], missing="zero", cache=cache),
-            ArgumentError,
-            "expected 'mean', 'nan' or a number",
-        ),
-        (
-            lambda: feed.table(tmp_path / "bad.parquet", numeric=["rooms"], cache=cache),
-            SampleError,
-            r"bad\.parquet cannot be read",
-        ),
-        (
-            lambda: feed.table(tmp_path / "bad.csv", numeric=["a"], cache=cache),
-            SampleError,
-            r"bad\.csv cannot be read: .*'x'",
-        ),
-        (
-            lambda: feed.table(tmp_path / "empty.csv", numeric=["a"], cache=cache),
-            ArgumentError,
-            r"empty\.csv holds no row",
-        ),
-        (
-            lambda: feed.table(tmp_path / "t.xlsx", numeric=["a"], cache=cache),
-            ArgumentError,
-            "is none of .parquet",
-        ),
-        (
-            lambda: feed.table(path, numeric=["rooms"], like=3, cache=cache),
-            ArgumentError,
-            r"like= takes a table from feed\.table",
-        ),
+    (tmp_path / "far.csv").write_text("rooms,y\n1,0.5\n2,inf\n")
+    (tmp_path / "big.csv").write_text("rooms,y\n1,0.5\n2,1e39\n")
+    (tmp_path / "1.csv").write_text("rooms,y\n1,0.5\n")
+    (tmp_path / "2.csv").write_text("rooms,y\n1,a\n")
+    for says, where, more in (
+        (r"takes the columns from recipe=, a fitted one: feed\.Recipe", path, {"recipe": None}),
+        (r"numeric= is unknown; it takes the columns from recipe=", path, {"numeric": ["rooms"]}),
+        (r"like= takes a table from feed\.table", path, {"like": 3}),
+        (r"target 'rooms' is among columns", path, {"target": "rooms"}),
+        (r"t\.parquet has no column 'cost', which is the target", path, {"target": "cost"}),
+        ("target 'price' is missing, or no finite number; the first", path, {"target": "price"}),
+        (r"far\.csv: the target 'y' .* such row of the table is 1", "far.csv", {"target": "y"}),
+        (r"the column 'y' holds 1e\+39, beyond float32", "big.csv", {"target": "y"}),
+        (r"2\.csv: the target 'y' is text: expected number", "[12].csv", {"target": "y"}),
+        (r"bad\.parquet cannot be read", "bad.parquet", {}),
+        (r"bad\.csv cannot be read: .*'x'", "bad.csv", {}),
+        (r"empty\.csv holds no row", "empty.csv", {}),
+        ("is none of .parquet", "t.xlsx", {}),
+        (r"reads local files, not URLs: copy memory://x/t\.csv here", "memory://x/t.csv", {}),
     ):
-        with pytest.raises(kind, match=says):
-            make()
+        place = where if "://" in str(where) else tmp_path / where
+        with pytest.raises((ArgumentError, SampleError), match=says):
+            feed.table(place, **{"recipe": recipe, "cache": cache, **more})
     assert not [p for p in cache.iterdir() if p.name.startswith(".")]

@@ -35,14 +35,11 @@ class Applied:
         self._steps, self._fitted = steps, fitted
         self._key = key if out_of_fold else None
 
-    def __call__(
-        self, batch: Any, place: str = "the table", missing: dict[str, int] | None = None
-    ) -> dict[str, Values]:
+    def __call__(self, batch: Any, place: str = "the table") -> dict[str, Values]:
         """The outputs by name.
 
         Args:
             place: what errors begin with.
-            missing: missing values by column, counted on.
 
         Raises:
             ArgumentError: a column is missing, or of another kind than at the fit.
@@ -55,8 +52,6 @@ class Applied:
             kind = read_as(do)
             column = self._column(batch, name, place)
             column = as_kind(column, kind, f"{place}: the column {name!r}")
-            if missing is not None:
-                missing[name] += column.null_count
             _BY_KIND[kind](made, name, do, self._fitted[name], column, key)
             if "missing_flag" in do:
                 made[f"{name}_missing"] = _numpy(column.is_null()).astype(np.int8)

@@ -135,20 +135,6 @@ def _without_empty(column: Any) -> Any:
     )
 
 
-def has_leading_zeros(file: Path, target: str) -> bool:
-    """Whether a CSV column writes integers like 007: such class names must stay text."""
-    import pyarrow as pa
-    import pyarrow.compute as compute
-
-    return any(
-        compute.any(
-            compute.match_substring_regex(batch.column(target), r"^\s*[+-]?0[0-9]+\s*$")
-        ).as_py()
-        for batch in read_batches(file, [target], frozenset([target]), frozenset())
-        if pa.types.is_string(batch.column(target).type)
-    )
-
-
 def _check(file: Path, names: Sequence[str], columns: Sequence[str]) -> None:
     for column in columns:
         if column not in names:

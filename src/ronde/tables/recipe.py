@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -208,11 +208,6 @@ class Recipe:
             raise ArgumentError(f"engine={engine!r}: choose {', '.join(ENGINES)}.")
         with _Opened(self, data, engine, threads, spark) as opened:
             return self._fit(opened.engine, opened.files)
-
-    def fit_batches(self, batches: Callable[[], Iterable[tuple[Path, Any]]]) -> Recipe:
-        """A copy fitted on record batches and the files they are of, on PyArrow."""
-        reads = self.reads
-        return self._fit(Arrow(lambda: (canonical(b, reads, str(file)) for file, b in batches())))
 
     def _fit(self, engine: Any, files: Sequence[Path] = ()) -> Recipe:
         need("narwhals", "tables", "Fitting a recipe")
