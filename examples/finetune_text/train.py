@@ -20,7 +20,7 @@ parser.add_argument("--data", default="train.parquet", help="Parquet, CSV, or Ar
 parser.add_argument("--valid", default="", help="the same, held out; default: a tenth of --data")
 parser.add_argument("--text", default="text", help="the column of texts")
 parser.add_argument("--label", default="label", help="the column of classes")
-parser.add_argument("--model", default="small", help="a folder that save_pretrained wrote")
+parser.add_argument("--model", default="./small", help="a folder that save_pretrained wrote")
 parser.add_argument("--lora", type=int, default=0, help="rank of LoRA's matrices; 0 trains all")
 parser.add_argument("--length", type=int, default=128, help="most tokens of a text")
 parser.add_argument("--epochs", type=int, default=3)

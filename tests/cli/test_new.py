@@ -124,6 +124,23 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path):
     assert not (tmp_path / "copy").exists()
 
 
+def test_a_folder_that_a_recipe_needs_is_missed_before_a_worker_starts(tmp_path):
+    own = _own(tmp_path / "own", files="{data: config.json}")
+    (own / "full").mkdir()
+    (own / "full" / "config.json").touch()
+    commands = [
+        ["run", "-n", "1", "train.py", *words] for words in (["--data", "./none"], ["--data=."])
+    ]
+    for done, place in zip(ronde_batch(commands, own), ("./none", "."), strict=True):
+        assert done.returncode == 2 and f"error: --data {place} " in done.stderr, done.stderr
+        assert "config.json. Give a folder that save_pretrained wrote." in " ".join(
+            done.stderr.split()
+        )
+    assert not (own / "runs").exists()
+    done = ronde_run(["run", "-n", "1", "train.py", "--data", "full"], own)
+    assert done.returncode == 0 and "'data': 'full'" in done.stdout, done.stderr
+
+
 def test_a_value_is_of_the_default_s_type():
     text = 'parser.add_argument("--n", default=1)'
     with pytest.raises(ArgumentError, match="expected a whole number"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -226,6 +228,25 @@ class _XGBoost:
         return TreeModel.of_xgboost(found, self._rows.levels)
 
 
+@contextlib.contextmanager
+def _without_info() -> Iterator[None]:
+    """Drop what LightGBM's network says: its threads know no verbosity."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+            file.seek(0)
+            for line in file:
+                if not line.startswith(b"[LightGBM] [Info]"):
+                    os.write(1, line)
+
+
 class _LightGBM:
     """One machine of LightGBM on each worker; two on one worker alone, the second with one row.
 
@@ -313,12 +334,14 @@ class _LightGBM:
             return
         base = np.asarray(self._settings.base)
         meeting = _Meeting(len(self._parts))
+        joining = contextlib.ExitStack()
 
         def machine(number: int) -> None:
             at = start
 
             def objective(margin: Any, _: Any) -> Any:
                 def all_rows(parts: list[F64]) -> Any:
+                    joining.close()
                     margins = np.concatenate(parts) + (base if len(base) > 1 else base[0])
                     return gradients(at, margins)
 
@@ -345,7 +368,8 @@ class _LightGBM:
             )
             booster.free_network()
 
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), joining:
+            joining.enter_context(_without_info())
             warnings.filterwarnings("ignore", "Overriding the parameters from Reference")
             meeting.run(machine)
 

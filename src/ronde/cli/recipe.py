@@ -281,7 +281,7 @@ def check_files(recipe: Recipe, values: Mapping[str, str]) -> None:
     """
     for name, needed in recipe.files.items():
         given = values.get(f"--{name}")
-        if given is None:
+        if not given:
             continue
         place = Path(given).expanduser()
         if not place.exists() and not given.startswith((".", "/", "~")):
@@ -293,3 +293,25 @@ def check_files(recipe: Recipe, values: Mapping[str, str]) -> None:
                 if needed == "config.json"
                 else f"--{name} {given} {what} {needed}."
             )
+
+
+def check_command(command: Sequence[str]) -> None:
+    """See that a recipe's script is given the folders it needs, before any worker starts.
+
+    Raises:
+        ArgumentError: a folder is not there, or lacks the file.
+    """
+    script, words = Path(command[0]), command[1:]
+    try:
+        recipe = read_recipe(script.parent)
+    except ArgumentError:  # no recipe's script, or a recipe.yaml of another tool
+        return
+    if script.name != recipe.script:
+        return
+    values = {
+        a.name: str(a.value.value) for a in recipe.arguments if isinstance(a.value, ast.Constant)
+    }
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        values[name] = value if equals else following
+    check_files(recipe, values)

@@ -23,6 +23,7 @@ from ronde.cli.leaving import Limit, check_until, parse_duration, requeue
 from ronde.cli.live_watch import LiveWatch, StopOnOption, WatchOption, check_watch
 from ronde.cli.options import option
 from ronde.cli.prove import proofs_before_run
+from ronde.cli.recipe import check_command
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
 from ronde.cli.script import (
     IN_MAP,
@@ -386,6 +387,7 @@ def _plan_launch(options: Options) -> _LaunchPlan:
         command += box.arguments
         os.environ.update(box.environment)
         options = _in_container(options, box, command)
+    check_command(command)
     if options.name is not None:
         check_name(options.name)
     if options.horovod and (options.until or options.origin):

@@ -57,14 +57,16 @@ def print_summary(
     def row(name: str, value: str, style: str = "") -> None:
         table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets
 
-    trains = start.framework or (
-        f"{start.model}, {start.parameters:,} parameters, {start.optimizer}"
-    )
+    trains = start.framework or start.model
+    if start.parameters:
+        trains += f", {start.parameters:,} parameters, {start.optimizer}"
     row("ran", f"{short(Path(start.script))}: {trains}")
     row("where", where)
     took = clock(summary.seconds or seconds)
     if start.framework:
         row("took", took)
+    elif start.optimizer == "boosting":
+        row("trained", f"{summary.step:,} rounds of {start.samples:,} rows in {took}")
     else:
         plan = Plan.from_dict(start.plan)
         if plan.family != "replicate":
