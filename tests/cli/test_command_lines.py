@@ -55,7 +55,7 @@ def test_options_that_are_mistyped(folder):
 
 
 def test_a_network_is_a_speed_and_goes_with_devices_that_are_not_here(folder):
-    speed = "expected the speed of a node's link to the others, such as 100Gbit, 400Gb/s or 25GB/s."
+    speed = "expected the speed of a node's link to the others, such as 100Gbit or 25GB/s."
     lines = {
         "plan --device H100 --network 100 strict.py": f"--network 100: {speed}",
         "plan --device H100 --network fast strict.py": speed,

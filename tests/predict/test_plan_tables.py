@@ -103,18 +103,6 @@ def test_the_answer_of_the_command_fits_80_columns(explanation):
 
 
 def test_units_suit_the_numbers():
-    assert [
-        answer_tables.format_bytes(v)
-        for v in (0, 29, 232, 1018, 1000 * 1024, 1018 * 1024, 1023 * 1024)
-    ] == [
-        "0 B",
-        "29 B",
-        "232 B",
-        "1018 B",
-        "1000 KiB",
-        "1018 KiB",
-        "0.999 MiB",
-    ]
     cluster = wires(devices_per_node=4, memory_bytes=2.0**34)
     for parameters, head in (
         (2_000, "KiB per device"),

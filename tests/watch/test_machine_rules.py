@@ -227,7 +227,7 @@ def test_the_texts_have_the_numbers_and_end_with_what_to_do(tmp_path):
     assert slow.rank == 1
     assert alert("leaks").text == (
         "memory of the workers grows by 7.2 GiB an hour: full in 3.6 h, and the training takes "
-        "27.5 h more; 6.1 GiB of 32.0 GiB are used"
+        "27.5 h more; 6.13 GiB of 32 GiB are used"
     )
     assert alert("outliers").text == (
         "8 of 491 steps took more than 5 times the median of 20 ms; step 150 took 1.5 s"

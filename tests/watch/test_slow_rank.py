@@ -31,7 +31,7 @@ def test_the_one_that_waits_least_is_who_the_others_wait_for():
         "it is swapping: 900 pages/s.",
     )
     ((rank, sentence),) = looks([1.0, 3.5], steps=11, seconds=50.0)
-    assert rank == 0 and "rank 1 waits for it 2.5 s of each step of 4.5 s" in sentence
+    assert rank == 0 and "rank 1 waits for it 2.5 s of each step of 4.55 s" in sentence
 
 
 @pytest.mark.parametrize(

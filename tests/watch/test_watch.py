@@ -44,7 +44,6 @@ from ronde.watch import (
     Watcher,
     check_name,
     claim_run_dir,
-    clock,
     curve,
     curves,
     latest,
@@ -53,6 +52,7 @@ from ronde.watch import (
     script_stem,
     summarise,
 )
+from ronde.world.units import clock
 
 
 def started(time: float = 1.0, workers: int = 2) -> Started:

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from pathlib import Path
 
 from ronde.world import ArgumentError
 from ronde.world.cores import _ancestors, _own_groups
+from ronde.world.units import parse_bytes
 
 _CGROUP = Path("/sys/fs/cgroup")
-_UNITS = {
-    "": 1.0,
-    "b": 1.0,
-    "k": 1e3,
-    "m": 1e6,
-    "g": 1e9,
-    "t": 1e12,
-    "ki": 2.0**10,
-    "mi": 2.0**20,
-    "gi": 2.0**30,
-    "ti": 2.0**40,
-}
 
 
 def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
@@ -39,9 +27,8 @@ def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
     if isinstance(value, int | float) and not isinstance(value, bool):
         amount = float(value)
     elif isinstance(value, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value.lower())
-        if found and found.group(2) in _UNITS:
-            amount = float(found.group(1)) * _UNITS[found.group(2)]
+        size = parse_bytes(value)
+        amount = math.nan if size is None else size
     if not math.isfinite(amount) or amount < least:
         raise ArgumentError(
             f"{argument}={value!r}: expected a number of bytes, or a size as '2GiB' or '500MB'."

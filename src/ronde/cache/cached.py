@@ -53,6 +53,7 @@ from ronde.introspect import (
 )
 from ronde.world import ArgumentError, RondeError, SampleError
 from ronde.world.temporary import memory_root
+from ronde.world.units import format_bytes
 
 _FORMAT = 2
 # at the end of a record: how long what it says of the files is, which stands before
@@ -109,8 +110,8 @@ class CacheReport:
         asked = self.hits + self.misses
         share = f", {self.hits / asked:.1%} of {asked:,} reads" if asked else ""
         text = (
-            f"{self.held:,} of {self.samples:,} samples in {_size(self.bytes)} of "
-            f"{_size(self.limit)}{share}"
+            f"{self.held:,} of {self.samples:,} samples in {format_bytes(self.bytes)} of "
+            f"{format_bytes(self.limit)}{share}"
         )
         told = {
             "full": "left out: the limit is reached",
@@ -130,13 +131,6 @@ class CacheReport:
                 ),
             ]
         )
-
-
-def _size(amount: float) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if amount >= scale:
-            return f"{amount / scale:.3g} {unit}"
-    return f"{amount:.0f} bytes"
 
 
 # -- where it is -----------------------------------------------------------------------

@@ -44,6 +44,7 @@ from ronde.checkpoint.retention import KeepPolicy
 from ronde.checkpoint.tensor_file import write_tensors
 from ronde.world import CheckpointError
 from ronde.world.fence import refuse_fenced
+from ronde.world.units import format_bytes
 
 __all__ = ["Checkpoint", "export", "find_valid", "list_checkpoints", "trust", "verify", "write"]
 
@@ -219,18 +220,11 @@ def shortage(folder: Path, needed: int) -> str:
     except OSError:
         return ""
     if free >= needed:  # a quota, or others have freed some meanwhile
-        return f" (it takes {_size(needed)})"
+        return f" (it takes {format_bytes(needed)})"
     return (
-        f" (it takes {_size(needed)} and {_size(free)} are free: "
-        f"{_size(needed - free)} are missing)"
+        f" (it takes {format_bytes(needed)} and {format_bytes(free)} are free: "
+        f"{format_bytes(needed - free)} are missing)"
     )
-
-
-def _size(count: int) -> str:
-    unit, scale = next(
-        (u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= s or s < 1e6
-    )
-    return f"{count / scale:,.1f} {unit}"
 
 
 def refused(folder: Path, step: int, error: object) -> str:

@@ -13,6 +13,7 @@ from ronde.cli.options import option
 from ronde.cli.reducers import ServersOption, servers_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
+from ronde.world.units import format_bytes
 
 __all__ = ["register_exchange"]
 
@@ -143,10 +144,6 @@ def _by_size(answer: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
     return found
 
 
-def _size(n: int) -> str:
-    return f"{n / 2**20:g} MiB" if n >= 1 << 20 else f"{n / 2**10:g} KiB"
-
-
 def _show(answer: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -163,7 +160,7 @@ def _show(answer: dict[str, Any]) -> None:
     )
     table.add_column("reducer", no_wrap=True)
     for size in by_size:
-        table.add_column(_size(size), justify="right")
+        table.add_column(format_bytes(size), justify="right")
     fastest = {size: min(r["seconds"] for r in rows.values()) for size, rows in by_size.items()}
     for name in names:
         cells = []
@@ -213,7 +210,7 @@ def _draw(page: Path, answer: dict[str, Any]) -> None:
     body = [
         (
             "",
-            [_size(size), *(f"{rows[n]['seconds'] * 1e3:.3g}" for n in names)],
+            [format_bytes(size), *(f"{rows[n]['seconds'] * 1e3:.3g}" for n in names)],
         )
         for size, rows in by_size.items()
     ]
@@ -223,7 +220,7 @@ def _draw(page: Path, answer: dict[str, Any]) -> None:
         "ronde bench exchange",
         ", ".join(answer["hosts"]),
         f"{best['reducer']} reaches {best['bus_bytes_per_second'] / 1e6:,.0f} MB/s at "
-        f"{_size(best['bytes'])} between {answer['workers']} workers",
+        f"{format_bytes(best['bytes'])} between {answer['workers']} workers",
         [],
         [("Bus bandwidth", "", html.draw("bus", 3.9, "Bus bandwidth over bucket size", plot))],
         [html.Section("Milliseconds", ["bucket", *names], body)],

@@ -15,9 +15,9 @@ from ronde import checkpoint
 from ronde.cli.options import option
 from ronde.cli.show import find_run
 from ronde.plan import Plan
-from ronde.predict.answer_tables import format_bytes
 from ronde.watch import RunDir, plain_console
 from ronde.world import ArgumentError, CheckpointError, RondeError
+from ronde.world.units import format_bytes
 
 
 def _row(path: Path, verified: bool) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from ronde.watch import (
     Evaluated,
     RunDir,
     Summary,
-    clock,
     curves,
     less_is_better,
     plain_console,
@@ -22,6 +21,7 @@ from ronde.watch import (
     summarise,
 )
 from ronde.world import ArgumentError
+from ronde.world.units import clock
 
 __all__ = ["compare"]
 

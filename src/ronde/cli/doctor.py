@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply, rate
+from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply
 from ronde.cli.options import option
 from ronde.cli.script import (
     NOTE_LINES,
@@ -31,6 +31,7 @@ from ronde.cli.spinner import Doing
 from ronde.doctor.verdict import is_between_workers
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
+from ronde.world.units import format_rate
 
 _EXAMPLES = """
 The script runs up to ronde.distribute. There its steps are timed in turns: on real
@@ -221,7 +222,8 @@ def screen(values: dict[str, Any], width: int = 100, verbose: bool = False) -> l
         ],
         _headline(values),
         [
-            f"  synthetic {rate(rates['synthetic'])} samples/s   real {rate(rates['real'])}   ",
+            f"  synthetic {format_rate(rates['synthetic'])} samples/s   "
+            f"real {format_rate(rates['real'])}   ",
             *_gap(values, gap, half),
         ],
     ]
@@ -323,7 +325,9 @@ def _headline(values: dict[str, Any]) -> Line:
         # Not a part of the gap: synthetic steps lose it too.
         text = f": {cause['points']:.0f} % of what the workers reach without it"
         alone = values["samples_per_second"].get("alone")
-        text += f" ({rate(alone)} samples/s)" if alone and cause["stage"] == "exchange" else ""
+        text += (
+            f" ({format_rate(alone)} samples/s)" if alone and cause["stage"] == "exchange" else ""
+        )
     return [("  CAUSE  ", "bold red"), (name, "bold"), text]
 
 
@@ -354,7 +358,9 @@ def _shown(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> list[Line]:
     note = r["note"] or ""
-    capacity = rate(r["capacity_samples_per_second"]) if r["capacity_samples_per_second"] else "-"
+    capacity = (
+        format_rate(r["capacity_samples_per_second"]) if r["capacity_samples_per_second"] else "-"
+    )
     cpu = f"{r['cpu_ms_per_sample']:.2f}" if r["cpu_ms_per_sample"] is not None else "-"
     lost = r["lost_points"]
     if r["name"] == "read" and values["cold"]:
@@ -381,7 +387,7 @@ def _workers_rows(values: dict[str, Any], width: int) -> list[list[Line]]:
     if values["workers"] > 1 and values["samples_per_second"]["alone"]:
         add("exchange", values["exchange_points"], "of the ideal, each worker by itself")
     if straggler is not None:
-        slower = f"rank {straggler['rank']}, {rate(straggler['slower'])} x the others"
+        slower = f"rank {straggler['rank']}, {format_rate(straggler['slower'])} x the others"
         add("straggler", straggler["points"], f"{slower}, {straggler['stage']}")
     loop = values.get("script_loop")
     if loop is not None and loop["points"] >= 0.5:

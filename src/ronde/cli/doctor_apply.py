@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from ronde.world import ArgumentError
+from ronde.world.units import format_rate
 
 _SIGNED = "Written by ronde doctor"
-
-
-def rate(value: float) -> str:
-    """Format samples per second."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
 
 
 def parse_apply(text: str | None) -> list[str]:
@@ -152,7 +148,8 @@ def apply_prescriptions(
         ("applied  ", "bold"),
         f"gap {values['gap']:.0%} -> ",
         (f"{after['gap']:.0%}", style),
-        f", promised {promised:.0%}; {rate(before_rate)} -> {rate(after_rate)} samples/s "
+        f", promised {promised:.0%}; {format_rate(before_rate)} -> "
+        f"{format_rate(after_rate)} samples/s "
         f"(x {after_rate / before_rate:.2f}); "
         f"{gained:.0f} points gained of {hoped:.0f}",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -11,28 +10,7 @@ import threading
 
 from ronde.world import ArgumentError
 
-__all__ = ["Limit", "check_until", "parse_duration", "requeue"]
-
-_UNITS = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
-
-
-def parse_duration(text: str, option: str = "--time-limit") -> float:
-    """Seconds of ``27d``, ``1d12h``, ``90m`` or ``45s``.
-
-    Raises:
-        ArgumentError: it is none of these.
-
-    Example:
-        >>> parse_duration("1h30m")
-        5400.0
-    """
-    if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
-        raise ArgumentError(f"{option} {text}: expected a time, as 27d, 1d12h, 90m, or 45s.")
-    parts = re.findall(r"([\d.]+)([dhms])", text)
-    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
-    if not seconds > 0:
-        raise ArgumentError(f"{option} {text}: expected more than nothing.")
-    return seconds
+__all__ = ["Limit", "check_until", "requeue"]
 
 
 def check_until(text: str | None, kept: bool, hosts: int | None) -> None:

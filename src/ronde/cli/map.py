@@ -21,13 +21,13 @@ import typer
 
 from ronde.cli.fork import find_origin
 from ronde.cli.hosts import HostOptions
-from ronde.cli.leaving import parse_duration
 from ronde.cli.map_container import folder_of_host, items_of_host
-from ronde.cli.options import option
+from ronde.cli.options import TIME, option, parsed
 from ronde.cli.script import IN_MAP, WorkersOption, command_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 from ronde.world.children import end_with_parent
+from ronde.world.units import clock, format_bytes, parse_duration
 
 if TYPE_CHECKING:
     from ronde.launch import Container
@@ -221,7 +221,9 @@ def _plan(options: Options, out: Path, box: Container | None) -> bool:
     if items is None:
         return False
     count = resolve_workers(options.workers) if options.workers != "auto" else os.cpu_count() or 1
-    limit = None if options.limit is None else parse_duration(options.limit, "--limit")
+    limit = (
+        None if options.limit is None else parsed("--limit", options.limit, parse_duration, TIME)
+    )
     tolerate = _tolerated(options.tolerate, len(items))
     plan = MapPlan(command, each, options.retries, limit, tolerate, items.digest)
     cuts = chunk_cuts(items, options.chunk, count)
@@ -321,21 +323,10 @@ def _bar(options: Options, ledger: Any, began: float) -> Iterator[Any]:
                 count = now.done + now.failed
                 status.update(
                     f"{count:,}/{now.items:,} items   {now.done_bytes / now.bytes:.0%}   "
-                    f"{_bytes(new / passed)}/s   {_time(left)} left{bad}"
+                    f"{format_bytes(new / passed)}/s   {clock(left)} left{bad}"
                 )
 
         yield show
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} bytes"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
 def _short(path: Path) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from ronde.world import ArgumentError
 
 
 def option(flags: str, help: str, metavar: str = "", **more: Any) -> Any:
@@ -20,6 +22,24 @@ def option(flags: str, help: str, metavar: str = "", **more: Any) -> Any:
         ('--workers', '-n')
     """
     return typer.Option(*flags.split(), metavar=metavar or None, help=help, **more)
+
+
+TIME = "a time, as 27d, 1d12h, 90m, or 45s"
+
+
+def parsed(flag: str, text: str, parse: Callable[[str], float | None], expected: str) -> float:
+    """The value of an option.
+
+    Raises:
+        ArgumentError: it has none, or is zero.
+
+    Example:
+        >>> parsed("--memory", "1kB", parse_bytes, "a size such as 32GiB")
+        1000.0
+    """
+    if not (value := parse(text)):
+        raise ArgumentError(f"{flag} {text}: expected {expected}.")
+    return value
 
 
 _own_options: list[str] = []

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.options import option
-from ronde.cli.plan import parse_bytes
+from ronde.cli.options import option, parsed
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
+from ronde.world.units import format_bytes, parse_bytes
 
 _EXAMPLES = """
 OUT then holds tar shards and a manifest. feed.tar("OUT") and feed.images("OUT") give the
@@ -100,7 +100,7 @@ def register(app: typer.Typer) -> None:
         endings = (
             [s.strip() for s in suffixes.split(",") if s.strip()] if suffixes is not None else None
         )
-        size = _size(shard_size)
+        size = int(parsed("--shard-size", shard_size, parse_bytes, "a size as 256MiB or 1GB"))
         with (
             _bar("packing", as_json) as progress,
             _stoppable(out, "run the same command again to continue"),
@@ -125,9 +125,8 @@ def register(app: typer.Typer) -> None:
         what = f"{result.samples:,} samples" + (
             f" of {len(result.classes):,} classes" if result.classes else ""
         )
-        done = (
-            f"{what}, {_bytes(result.bytes)} in {result.shards:,} shard{'s' * (result.shards != 1)}"
-        )
+        shards = f"{result.shards:,} shard{'s' * (result.shards != 1)}"
+        done = f"{what}, {format_bytes(result.bytes)} in {shards}"
         if result.already:
             line = f"{out} is packed already: {done}"
         else:
@@ -136,20 +135,6 @@ def register(app: typer.Typer) -> None:
             )
             line = f"packed {done}{went_on}, in {time.monotonic() - began:.1f} s: {out}"
         plain_console().print(line, soft_wrap=True)
-
-
-def _size(text: str) -> int:
-    try:
-        return int(parse_bytes(text))
-    except ArgumentError:
-        raise ArgumentError(f"--shard-size {text}: expected a size as 256MiB or 1GB.") from None
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
 
 
 @contextlib.contextmanager
@@ -204,6 +189,6 @@ def _say_verified(found: Any, as_json: bool) -> None:
     if not found.problems:
         console.print(
             f"{found.path}: {found.samples:,} samples in {found.shards:,} shards, "
-            f"{_bytes(found.bytes)}, all as they were packed",
+            f"{format_bytes(found.bytes)}, all as they were packed",
             soft_wrap=True,
         )

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.options import option
+from ronde.cli.options import option, parsed
 from ronde.cli.script import (
     ArgumentsOption,
     JsonOption,
@@ -25,6 +25,7 @@ from ronde.cli.script import (
 from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, usable_cores
+from ronde.world.units import parse_bytes, parse_rate
 
 _EXAMPLES = """
 The script runs up to ronde.distribute on this machine. Its model is measured there, layer
@@ -44,29 +45,6 @@ ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.ya
 ronde plan --json plan.json -m my.train
 ```
 """
-
-
-def parse_bytes(text: str) -> float:
-    """``"1.5 GiB"`` -> 1610612736.0 bytes."""
-    from ronde.plan.fields import parse_bytes
-
-    size = parse_bytes(text)
-    if not size:
-        raise ArgumentError(f"--memory {text}: expected a size such as 32GiB, 80GB or 512MiB.")
-    return size
-
-
-def _parse_network(text: str) -> float:
-    """``"100Gbit"`` -> 12500000000.0 bytes per second."""
-    from ronde.plan.fields import parse_rate
-
-    rate = parse_rate(text)
-    if not rate:
-        raise ArgumentError(
-            f"--network {text}: expected the speed of a node's link to the others, such as "
-            "100Gbit, 400Gb/s or 25GB/s."
-        )
-    return rate
 
 
 def register(app: typer.Typer) -> None:
@@ -139,7 +117,9 @@ def register(app: typer.Typer) -> None:
         if devices is not None and devices < 1:
             raise ArgumentError(f"--devices {devices} must be 1 or more.")
         check_folders(json=file, save=save)
-        size = parse_bytes(memory) if memory is not None else None
+        size = None
+        if memory is not None:
+            size = parsed("--memory", memory, parse_bytes, "a size such as 32GiB or 512MiB")
         if device is not None and cluster is not None:
             raise ArgumentError(
                 "--device and --cluster both name the devices to plan for: give one of them."
@@ -152,7 +132,10 @@ def register(app: typer.Typer) -> None:
             )
         if per_node is not None and per_node < 1:
             raise ArgumentError(f"--per-node {per_node} must be 1 or more.")
-        link = _parse_network(network) if network is not None else 0.0
+        link = 0.0
+        if network is not None:
+            speed = "the speed of a node's link to the others, such as 100Gbit or 25GB/s"
+            link = parsed("--network", network, parse_rate, speed)
         console = plain_console()
         with Doing(console, lines=True) as say:
             say(f"starting {command[0] if command[0] != '-m' else command[1]}")

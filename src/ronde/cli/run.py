@@ -19,9 +19,9 @@ import typer
 from ronde.cli.foreign_run import record_end, record_start
 from ronde.cli.fork import FromOption, Origin, find_origin
 from ronde.cli.hosts import Gathered, HostOptions, OutputOption, Places, gathered
-from ronde.cli.leaving import Limit, check_until, parse_duration, requeue
+from ronde.cli.leaving import Limit, check_until, requeue
 from ronde.cli.live_watch import LiveWatch, StopOnOption, WatchOption, check_watch
-from ronde.cli.options import option
+from ronde.cli.options import TIME, option, parsed
 from ronde.cli.prove import proofs_before_run
 from ronde.cli.recipe import check_command
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
@@ -58,6 +58,7 @@ from ronde.watch import (
 )
 from ronde.watch.proofs import kept_proofs
 from ronde.world import ArgumentError
+from ronde.world.units import parse_duration
 
 if TYPE_CHECKING:
     from ronde.launch import Container, Outcome
@@ -414,7 +415,9 @@ def _plan_launch(options: Options) -> _LaunchPlan:
     if not kept and restarts is not None and not (box is not None and box.rank > 0):
         raise ArgumentError("--restarts goes on from checkpoints, and --runs none keeps none.")
     check_until(options.until, kept, None if box is None else len(box.hosts))
-    seconds = None if options.time_limit is None else parse_duration(options.time_limit)
+    seconds = None
+    if options.time_limit is not None:
+        seconds = parsed("--time-limit", options.time_limit, parse_duration, TIME)
     if not kept and (options.resume or options.name):
         raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
     check_upload(options.upload, kept)

@@ -11,8 +11,9 @@ import typer
 
 from ronde.cli.compare import compare
 from ronde.cli.options import option
-from ronde.watch import RunDir, clock, figure, plain_console, summarise
+from ronde.watch import RunDir, figure, plain_console, summarise
 from ronde.world import ArgumentError
+from ronde.world.units import clock
 
 
 def _ago(written: float) -> str:

@@ -26,6 +26,7 @@ from ronde.cli.script import (
 from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
+from ronde.world.units import format_rate, format_seconds
 
 if TYPE_CHECKING:
     from ronde.scale import Scaling, Start
@@ -203,10 +204,6 @@ def _measured(
     return measure_sizes(sizes, rounds, start, say)
 
 
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
-
-
 def show(console: Any, answer: Scaling, verbose: bool = False) -> None:
     """Print the table, the fits, the answer, and the notes."""
     from rich.text import Text
@@ -247,7 +244,7 @@ def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
     """Headings, and rows by column; ``interval`` replaces ``real`` if there is room."""
 
     def cost(money: float | None, device_seconds: float) -> str:
-        return _rate(device_seconds if money is None else money)
+        return format_rate(device_seconds if money is None else money)
 
     def up(times: float, efficiency: float) -> str:
         return f"{times:.{1 if times >= 10 else 2}f}× {efficiency:>4.0%}"
@@ -267,12 +264,12 @@ def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
         rows.append(
             {
                 "workers": str(r.workers),
-                "synthetic": _rate(r.synthetic),
-                "real": _rate(r.real),
+                "synthetic": format_rate(r.synthetic),
+                "real": format_rate(r.real),
                 "gap": f"{r.gap:.0%}",
                 "synthetic speed-up": up(r.speedup_synthetic, r.efficiency_synthetic),
                 "real speed-up": up(r.speedup_real, r.efficiency_real),
-                "epoch": _time(r.epoch_seconds),
+                "epoch": format_seconds(r.epoch_seconds),
                 "cost": cost(r.cost_per_epoch, r.cost_per_epoch_device_seconds),
             }
         )
@@ -284,13 +281,13 @@ def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
         rows.append(
             {
                 "workers": f"~{f.workers}",
-                "synthetic": _rate(f.synthetic.value),
-                "real": _rate(f.real.value),
-                "interval": f"{_rate(f.real.low)}…{_rate(f.real.high)}",
+                "synthetic": format_rate(f.synthetic.value),
+                "real": format_rate(f.real.value),
+                "interval": f"{format_rate(f.real.low)}…{format_rate(f.real.high)}",
                 "gap": f"{f.gap:.0%}",
                 "synthetic speed-up": up(times, times / f.workers),
                 "real speed-up": up(f.real.value / real, f.efficiency_real),
-                "epoch": _time(f.epoch_seconds),
+                "epoch": format_seconds(f.epoch_seconds),
                 "cost": cost(f.cost_per_epoch, f.epoch_seconds * f.workers),
             }
         )
@@ -351,11 +348,3 @@ def describe(fit: Any) -> str:
         degrees = f"{fit.freedom} degree{'' if fit.freedom == 1 else 's'} of freedom"
         error = f"error {fit.error:.1%}, {degrees}"
     return f"{text}; {len(fit.points)} sizes, {error}"
-
-
-def _time(seconds: float) -> str:
-    from ronde.watch import clock
-
-    if seconds >= 100:
-        return clock(seconds)
-    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:.0f} s"

@@ -14,6 +14,7 @@ from ronde.cli.script import JsonOption, write_json
 from ronde.cli.show import find_run
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
+from ronde.world.units import format_bytes
 
 _EXAMPLES = """
 The script is started up to ronde.distribute, the run's newest checkpoint is loaded, and the model
@@ -263,9 +264,5 @@ def _show(values: dict[str, Any], out: Path) -> None:
         )
         console.print(f"int8      {small['refused'] or text}", soft_wrap=True)
     signed = "signed" if values["signed"] else "not signed"
-    files = ", ".join(f"{n} ({_size(f['bytes'])})" for n, f in about["files"].items())
+    files = ", ".join(f"{n} ({format_bytes(f['bytes'])})" for n, f in about["files"].items())
     console.print(f"bundle    {out}, serial {about['serial']}, {signed}: {files}", soft_wrap=True)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:.1f} MB" if count >= 1e5 else f"{count / 1e3:.1f} kB"

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ronde.cli.script import short
-from ronde.watch import RunDir, clock, curve, figure, summarise
+from ronde.watch import RunDir, curve, figure, summarise
+from ronde.world.units import clock
 
 __all__ = ["print_summary"]
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.leaving import parse_duration
-from ronde.cli.options import option
+from ronde.cli.options import TIME, option, parsed
 from ronde.cli.script import ModuleOption, command_of
 from ronde.watch import check_name, plain_console, script_stem
 from ronde.world import ArgumentError
+from ronde.world.units import parse_duration
 
 if TYPE_CHECKING:
     from ronde.jobs.tuner import Tuned, TunePlan
@@ -308,7 +308,7 @@ def _budget(text: str | None) -> tuple[float | None, int | None]:
         return None, None
     if re.fullmatch(r"\d+", text):
         return None, int(text)
-    return parse_duration(text, "--budget"), None
+    return parsed("--budget", text, parse_duration, TIME), None
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from ronde.world import ArgumentError
+from ronde.world.units import parse_duration
 
 __all__ = ["Condition", "Flow", "FlowStep", "fill", "load_flow", "parse_condition", "references"]
 
@@ -24,7 +25,6 @@ _KEYS = ("run", "needs", "in", "out", "on", "time", "retries", "retry", "when", 
 _ON = ("workers", "hosts", "slurm")
 _NAME = re.compile(r"[A-Za-z][\w-]{0,63}", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_TIME = re.compile(r"(\d+(\.\d+)?[dhms])+", re.ASCII)
 _REFERENCE = re.compile(r"\{([A-Za-z][\w-]*)((?:\.[\w@-]+)*)\}")
 _CONDITION = re.compile(
     r"\s*([A-Za-z][\w-]*)\.([\w.@-]+)\s*(<=|>=|==|!=|<|>)"
@@ -352,11 +352,8 @@ class _Reader:
     def _time(self, node: yaml.Node | None) -> float | None:
         if node is None:
             return None
-        units = {"d": 86_400, "h": 3_600, "m": 60, "s": 1}
         text = self.scalar(node, "time")
-        parts = re.findall(r"([\d.]+)([dhms])", text)
-        seconds = sum(float(number) * units[unit] for number, unit in parts)
-        if not _TIME.fullmatch(text) or not 0 < seconds < float("inf"):
+        if (seconds := parse_duration(text)) is None:
             raise self.wrong(node, f"time {text}: expected a time, as 20h, 90m, or 45s.")
         return seconds
 

@@ -79,7 +79,7 @@ def chunk_cuts(items: Items, chunk: str, workers: int) -> list[int]:
     Raises:
         ArgumentError: ``chunk`` says none of these.
     """
-    from ronde.plan.fields import parse_bytes
+    from ronde.world.units import parse_bytes
 
     count, total = len(items), items.bytes_of(0, len(items))
     if chunk.isdecimal() and int(chunk) > 0:

@@ -46,8 +46,8 @@ def parse_sizes(text: str) -> list[int]:
         >>> parse_sizes("4KiB-64KiB"), parse_sizes("1MiB")
         ([4096, 16384, 65536], [1048576])
     """
-    from ronde.plan.fields import parse_bytes
     from ronde.world import ArgumentError
+    from ronde.world.units import parse_bytes
 
     def size(word: str) -> int:
         found = parse_bytes(word)

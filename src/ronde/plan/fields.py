@@ -4,57 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ronde.world import ArgumentError
+from ronde.world.units import parse_bytes
 
 Reader = Callable[[str, Any], Any]
 """Where a value stands, in words, and the value -> what it means; or an ArgumentError."""
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 1e3,
-    "mb": 1e6,
-    "gb": 1e9,
-    "tb": 1e12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-
-
-def parse_bytes(written: str) -> float | None:
-    """Parse a size with a unit; None if it is not one.
-
-    Example:
-        >>> parse_bytes("1.5 GiB"), parse_bytes("80G"), parse_bytes("fast")
-        (1610612736.0, 80000000000.0, None)
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", written.lower())
-    unit = found.group(2) if found else ""
-    unit += "b" if unit and not unit.endswith("b") else ""
-    return float(found.group(1)) * _UNITS[unit] if found is not None and unit in _UNITS else None
-
-
-def parse_rate(written: str) -> float | None:
-    """Parse a link's speed into bytes per second; None if it is not one. ``b`` and ``bit`` are
-    bits, ``B`` bytes.
-
-    Example:
-        >>> parse_rate("100Gbit"), parse_rate("25 GB/s"), parse_rate("400Gb/s"), parse_rate("100G")
-        (12500000000.0, 25000000000.0, 50000000000.0, None)
-    """
-    found = re.fullmatch(
-        r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)(bit|bit/s|bits/s|bps|b/s|B/s|Bps)\s*", written
-    )
-    if found is None:
-        return None
-    scale = _UNITS[f"{found.group(2).lower()}b"]
-    return float(found.group(1)) * scale / (1 if "B" in found.group(3) else 8)
 
 
 def _number(value: Any) -> float | None:

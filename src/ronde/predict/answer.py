@@ -14,7 +14,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ronde.predict import answer_tables
-from ronde.predict.answer_tables import format_bytes, format_seconds
 from ronde.predict.assumptions import Precision, error_range
 from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
@@ -22,6 +21,7 @@ from ronde.predict.prediction import TERMS, Prediction
 from ronde.predict.search import SearchResult, search
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
+from ronde.world.units import format_bytes, format_seconds
 
 _DOUBLINGS = 6  # how far each way a flip is looked for: to 64 times, or a 64th
 # plans times layers, for all flips: about 6 s at 30 µs each; fewer doublings for large searches

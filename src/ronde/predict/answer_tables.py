@@ -13,9 +13,9 @@ from rich.text import Text
 
 from ronde.predict.prediction import Prediction
 from ronde.predict.search import SearchResult
+from ronde.world.units import bytes_unit, format_bytes, format_seconds
 
 _STYLES = {"fits": "green", "unknown": "", "risky": "yellow", "does not fit": "red"}
-_UNITS = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _WIDTHS = (38, 28, 20, 0)  # of a text column: it is made narrower before a column is left out
 
 
@@ -93,28 +93,6 @@ def _wrapped(name: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def format_bytes(count: float) -> str:
-    """Format bytes with three digits and a suitable unit.
-
-    Example:
-        >>> format_bytes(232), format_bytes(1020
-        ...     * 1024), format_bytes(1010 * 1024), format_bytes(1.5 * 2**30)
-        ('232 B', '0.996 MiB', '1010 KiB', '1.5 GiB')
-    """
-    for unit, scale in _UNITS:
-        if count >= 0.995 * scale:
-            digits = ".3g" if count < 999 * scale else ".0f"
-            return f"{count / scale:{digits}} {unit}"
-    return f"{count:.0f} B"
-
-
-def format_seconds(value: float) -> str:
-    """Format a time with three digits and a suitable unit."""
-    if abs(value) >= 1:
-        return f"{value:.3g} s" if abs(value) < 1000 else f"{value:.0f} s"
-    return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
-
-
 def times(found: SearchResult, about: str = "") -> Fitted:
     """The best plan of each family: its time, and whether it fits.
 
@@ -143,7 +121,7 @@ def memory(found: SearchResult) -> Fitted:
     """Memory of each family by kind, in one unit; the device's memory has its own."""
     families = list(found.families.values())
     most = max((p.memory_bytes for p in families), default=0.0)
-    unit, scale = next(((u, s) for u, s in _UNITS if most >= 0.995 * s), ("bytes", 1))
+    unit, scale = bytes_unit(most)
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
     rows = []
     for p in families:

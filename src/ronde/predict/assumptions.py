@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from ronde.plan.plan import Plan
 from ronde.predict import datasheets
-from ronde.predict.answer_tables import format_bytes, format_seconds
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs
 from ronde.world import usable_cores
+from ronde.world.units import format_bytes, format_seconds
 
 ErrorKind = Literal["sheet time", "sheet memory", "measured time", "measured memory"]
 """``sheet``: for a device known from its data sheet only; ``measured``: costs and links measured on

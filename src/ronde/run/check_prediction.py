@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ronde.run.callback import Callback, StepView
+from ronde.world.units import format_seconds
 
 __all__ = ["Forecast", "PredictionCheck"]
 
@@ -92,17 +93,14 @@ class PredictionCheck(Callback):
         late = sum(f.terms.get(name, 0.0) for name in after)
         early = sum(f.terms.values()) - late
         inside = ", ".join(
-            f"{name} {_ms(seconds)}"
+            f"{name} {format_seconds(seconds)}"
             for name, seconds in f.terms.items()
             if seconds > 0.02 * f.step_seconds and name != "optimizer"
         )
         return (
-            f"predicted {_ms(f.step_seconds)} a step, measured {_ms(whole)} "
-            f"({whole / f.step_seconds - 1:+.0%}): passes and exchange {_ms(early)} → "
-            f"{_ms(passes)} ({inside}), optimizer {_ms(late)} → {_ms(optimizer)}, data and the "
-            f"rest 0 → {_ms(max(0.0, whole - passes - optimizer))}"
+            f"predicted {format_seconds(f.step_seconds)} a step, measured "
+            f"{format_seconds(whole)} ({whole / f.step_seconds - 1:+.0%}): passes and exchange "
+            f"{format_seconds(early)} → {format_seconds(passes)} ({inside}), "
+            f"optimizer {format_seconds(late)} → {format_seconds(optimizer)}, data and the "
+            f"rest 0 → {format_seconds(max(0.0, whole - passes - optimizer))}"
         )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from ronde.world import ArgumentError
+from ronde.world.units import parse_duration
 
-_UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _KEYS = (
     *("path", "entity", "event_time", "arrival_time", "max_age", "columns", "windows"),
     *("order_by", "event_id"),
@@ -170,11 +170,10 @@ class _Entry:
         return tuple(dict.fromkeys(found))
 
     def seconds(self, key: str, given: Any) -> int:
-        parts = re.findall(r"(\d+)([wdhms])", str(given))
-        total = sum(int(number) * _UNITS[unit] for number, unit in parts)
-        if "".join(map("".join, parts)) != str(given) or not total:
+        total = parse_duration(str(given))
+        if total is None or total != int(total):
             raise self.wrong(f"{key}: {given!r} is not a duration, as 30d, 12h, 90m, or 1d12h.")
-        return total
+        return int(total)
 
     def columns(self) -> dict[str, str]:
         given = self.given["columns"]

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         Silent,
         Stream,
         choose_display,
-        clock,
         figure,
         plain_console,
     )
@@ -86,7 +85,6 @@ __all__ = [
     "check_name",
     "choose_display",
     "claim_run_dir",
-    "clock",
     "figure",
     "curve",
     "curves",
@@ -107,7 +105,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.watch.loss_curve": "curve curves thin",
             "ronde.watch.progress": "Bar Display Lines MARK Silent "
-            "Stream choose_display clock figure plain_console",
+            "Stream choose_display figure plain_console",
             "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
             "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION Started StepRecorded Warned less_is_better read",

@@ -20,6 +20,7 @@ from markupsafe import Markup, escape
 
 from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError, RondeError
+from ronde.world.units import format_rate, format_seconds
 
 __all__ = [
     "FAINT",
@@ -115,7 +116,7 @@ def number_or(value: Any, default: float) -> float:
 def rate(value: Any) -> str:
     """Samples per second."""
     v = show_number(value)
-    return "–" if v is None else f"{v:,.0f}" if abs(v) >= 100 else f"{v:,.3g}"
+    return "–" if v is None else format_rate(v)
 
 
 def percent(value: Any) -> str:
@@ -139,16 +140,7 @@ def plain(value: Any) -> str:
 def show_seconds(value: Any) -> str:
     """A duration."""
     v = show_number(value)
-    if v is None:
-        return "–"
-    if v < 100:
-        return f"{v:.2g} s" if v < 10 else f"{v:.0f} s"
-    hours, rest = divmod(round(v), 3600)
-    return (
-        f"{hours}:{rest // 60:02d}:{rest % 60:02d} h"
-        if hours
-        else f"{rest // 60}:{rest % 60:02d} min"
-    )
+    return "–" if v is None else format_seconds(v)
 
 
 def soft(value: str, remark: str) -> Markup:

@@ -10,8 +10,9 @@ import numpy as np
 from ronde.watch.record import Alert
 from ronde.watch.rule import Alerts, rule
 from ronde.watch.rule_view import HostView, RuleView
-from ronde.watch.slow_rank import STEPS, slowest, time_text
+from ronde.watch.slow_rank import STEPS, slowest
 from ronde.world.identity import ranks_text
+from ronde.world.units import format_bytes, format_seconds
 
 __all__: list[str] = []
 
@@ -113,10 +114,14 @@ def disk_full(view: RuleView, share: float = 0.05, checkpoints: int = 2) -> Aler
         size = view.checkpoint_bytes
         few = free < checkpoints * size
         if few or free < min(share * total, _GIB):
-            more = f"; a checkpoint has {_bytes(size)}" if few else f" ({100 * free / total:.1f} %)"
+            more = (
+                f"; a checkpoint has {format_bytes(size)}"
+                if few
+                else f" ({100 * free / total:.1f} %)"
+            )
             yield Alert(
                 int(host.table.step[-1]),
-                f"{_bytes(free)} are free on the disk of the run{_of(view, host)}{more}",
+                f"{format_bytes(free)} are free on the disk of the run{_of(view, host)}{more}",
                 values={"free": free, "checkpoint": size},
             )
 
@@ -161,7 +166,8 @@ def outlier_steps(
         yield Alert(
             int(step[far][-1]),
             f"{np.count_nonzero(far)} of {len(taken)} steps took more than {times:g} times the "
-            f"median of {time_text(median)}; step {step[worst]:,} took {time_text(taken[worst])}",
+            f"median of {format_seconds(median)}; step {step[worst]:,} took "
+            f"{format_seconds(taken[worst])}",
             remedy=_doctor(view),
             values={"steps": step[far][-8:].tolist(), "median": median},
         )
@@ -196,8 +202,8 @@ def imbalance(view: RuleView, part: float = 0.2, windows: int = 3) -> Alerts:
     why = "".join(f"; {each}" for each in host.why.get(rank, ()))
     yield Alert(
         int(host.table.step[-1]),
-        f"{ranks_text(others)} {'waits' if len(others) == 1 else 'wait'} {time_text(lost)} of each "
-        f"step of {time_text(longest / least)} for rank {rank}{_of(view, host)}{why}",
+        f"{ranks_text(others)} {'waits' if len(others) == 1 else 'wait'} {format_seconds(lost)} of "
+        f"each step of {format_seconds(longest / least)} for rank {rank}{_of(view, host)}{why}",
         rank=rank,
         values={"waited": lost, "step": longest / least},
     )
@@ -228,8 +234,8 @@ def _fills(
     if early or pace < growth * now or left <= 0 or now + pace * left < most:
         return ""
     return (
-        f"{_bytes(pace)} an hour: full in {_hours((most - now) / pace)}, and the training takes "
-        f"{_hours(left)} more; {_bytes(now)} of {_bytes(most)} are used"
+        f"{format_bytes(pace)} an hour: full in {_hours((most - now) / pace)}, and the training "
+        f"takes {_hours(left)} more; {format_bytes(now)} of {format_bytes(most)} are used"
     )
 
 
@@ -248,7 +254,3 @@ def _span(seconds: float) -> str:
 
 def _hours(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"
-
-
-def _bytes(size: float) -> str:
-    return f"{size / _GIB:.1f} GiB" if size >= _GIB else f"{size / (1 << 20):.1f} MiB"

@@ -13,6 +13,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from ronde.world.units import clock
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -29,13 +31,6 @@ def figure(value: float) -> str:
         ('0.2500', '1.500e+64')
     """
     return f"{value:.4f}" if abs(value) < 1e6 or value != value else f"{value:.3e}"
-
-
-def clock(seconds: float) -> str:
-    """``75`` -> ``1:15``."""
-    whole = max(0, int(seconds))
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
 def print_line(text: str, file: TextIO | None = None) -> None:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from ronde.watch.hang_judge import HangVerdict, RankView
 from ronde.world.identity import ranks_text
+from ronde.world.units import format_seconds
 
-__all__ = ["STEPS", "SlowRanks", "slowest", "time_text"]
+__all__ = ["STEPS", "SlowRanks", "slowest"]
 
 STEPS = 10  # of a window, at least
 _PART = 0.2  # of a step that the others wait
@@ -68,8 +69,8 @@ class SlowRanks:
         on = f" on {view.host}" if view.host else ""
         verb = "waits" if len(others) == 1 else "wait"
         return HangVerdict(
-            f"Rank {found}{on} is slow: {ranks_text(others)} {verb} for it {time_text(lost)} of "
-            f"each step of {time_text(seconds / steps)}, up to step {view.step}{why}.",
+            f"Rank {found}{on} is slow: {ranks_text(others)} {verb} for it {format_seconds(lost)} "
+            f"of each step of {format_seconds(seconds / steps)}, up to step {view.step}{why}.",
             found,
             view.step,
             waiting=tuple(others),
@@ -86,8 +87,3 @@ def slowest(waited: Mapping[int, float]) -> tuple[int, float]:
     """
     slow = min(waited, key=lambda r: (waited[r], r))
     return slow, statistics.median(w for r, w in waited.items() if r != slow) - waited[slow]
-
-
-def time_text(seconds: float) -> str:
-    """A time in seconds or milliseconds, with three digits at most."""
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
