@@ -637,10 +637,9 @@ class Drawn(torch.utils.data.Sampler):
         return iter(torch.randperm(self.n).tolist())
 
 
-@pytest.mark.parametrize("stay", [False, True])
-def test_a_loop_over_processes_may_be_left_and_begun_again(stay):
+def test_a_loop_over_processes_may_be_left_and_begun_again():
     sampler = Drawn(200)
-    loader = DataLoader(Works(int), 5, sampler=sampler, num_workers=2, persistent_workers=stay)
+    loader = DataLoader(Works(int), 5, sampler=sampler, num_workers=2)
     taken = take_over_(loader)
     feed = Feed(taken.dataset, taken.order, taken.settings, 0)
     expected = [b.tolist() for b in read(with_executor(taken, "none"), batch=5)]

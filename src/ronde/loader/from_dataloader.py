@@ -34,7 +34,6 @@ _OPTIONS = (
     "timeout",
     "multiprocessing_context",
     "prefetch_factor",
-    "persistent_workers",
     "pin_memory_device",
 )
 
@@ -299,8 +298,11 @@ def take_over(
     if not options.get("pin_memory_device"):
         options.pop("pin_memory_device", None)
     workers = data.num_workers
-    if not workers:
-        options.pop("persistent_workers", None)  # nobody chose that
+    if data.persistent_workers:
+        notes.append(
+            f"{argument}: persistent_workers is not used: loading processes start for each epoch, "
+            "so that they see what the script has changed"
+        )
     if stream and workers > 1:
         notes.append(
             f"{argument} is an IterableDataset: it is read by 1 loading process, not "

@@ -186,12 +186,9 @@ class Feed:
         workers = settings.num_workers if self.executor == "processes" else 0
         if self._stream is not None:
             workers = min(workers, 1)
-            # a process that stays keeps what it was asked for in the epoch before
-            options.pop("persistent_workers", None)
         if workers == 0:
             for name in (
                 "prefetch_factor",
-                "persistent_workers",
                 "multiprocessing_context",
                 "timeout",
             ):
@@ -266,11 +263,7 @@ class Feed:
         self._end_reading()
         if self._threads is not None:
             self._threads.stop()
-        if self._loader is not None:
-            from ronde.loader.process_workers import end as end_processes
-
-            end_processes(self._loader)
-            self._loader = None
+        self._loader = None
 
     def _end_reading(self) -> None:
         reading = self._reading() if self._reading is not None else None

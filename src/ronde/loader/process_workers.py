@@ -19,7 +19,7 @@ from ronde.world import FeedError, world
 
 _DYING_SECONDS = 2.0
 
-_ours: set[int] = set()  # pids, also of processes that stay from one epoch to the next
+_ours: set[int] = set()  # pids
 _waiting = 0  # readers that are asking for a batch right now
 _theirs: Any = None  # torch's handler of SIGCHLD
 
@@ -129,11 +129,11 @@ def batches(loader: DataLoader[Any]) -> Generator[Any, None, None]:
         for batch in loader:
             yield _checked(batch)
         return
-    iterator = _begin(loader)
+    get_temp_dir()  # theirs too then: each would leave one of its own behind
+    iterator = iter(loader)
     workers = list(getattr(iterator, "_workers", ()))
     _settle_signal()
     _ours.update(worker.pid for worker in workers)
-    stay = loader.persistent_workers
     try:
         while True:
             if (dead := _death_message(workers)) is not None:
@@ -152,44 +152,11 @@ def batches(loader: DataLoader[Any]) -> Generator[Any, None, None]:
                 raise
             yield _checked(batch)
             del batch
-    except Exception:
-        stay = False
-        raise
     finally:
-        if not stay:
-            # Now, not when it is collected: an error's traceback may hold it, and what is collected
-            # as part of a cycle cannot tell its processes to end, but waits 5 s for each.
-            loader._iterator = None
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
-
-
-def _begin(loader: DataLoader[Any]) -> Any:
-    """An iterator over its processes, reusing persistent ones.
-
-    Ctrl-C caught by the script ends them with status 0: that is no error, and new ones start.
-    """
-    stayed = list(getattr(loader._iterator, "_workers", ()))
-    # theirs too then, and removed when this process ends; each would leave one of its own behind
-    get_temp_dir()
-    if all(worker.is_alive() for worker in stayed):
-        try:
-            return iter(loader)
-        except RuntimeError:  # they ended just now
-            if not stayed:
-                raise
-    dead = _death_message(stayed)
-    end(loader)
-    if dead is not None:
-        raise dead
-    return iter(loader)
-
-
-def end(loader: DataLoader[Any] | None) -> None:
-    """End persistent processes."""
-    iterator = loader._iterator if loader is not None else None
-    if loader is not None and iterator is not None:
-        loader._iterator = None
+        # Now, not when it is collected: an error's traceback may hold it, and what is collected as
+        # part of a cycle cannot tell its processes to end, but waits 5 s for each.
         iterator._shutdown_workers()  # type: ignore[attr-defined]
+        _ours.difference_update(worker.pid for worker in workers)
 
 
 def _checked(batch: Any) -> Any:

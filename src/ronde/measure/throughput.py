@@ -182,8 +182,7 @@ class Bench:
                 probe = Probe(board, remove, arm.threads)
                 stack.callback(probe.uninstall)
                 settings = dataclasses.replace(settings, probe=probe)
-            # Loaders end with the window, so nothing need check whether they may stay.
-            options = {"persistent_workers": False, **settings.options}
+            options = dict(settings.options)
             if self._slowest_first and not options.get("timeout") and not self.is_stream:
                 options["timeout"] = _PATIENCE_SECONDS + _PATIENCE * self._slowest_first
             settings = dataclasses.replace(settings, options=options)
