@@ -204,19 +204,6 @@ for _ in run.epochs(8 // run.world_size if FAULT == "epochs_by_world" else 8):
                 sys.exit()
         else:
             value = run.step(changed(batch))
-            if FAULT == "logs":
-                with torch.no_grad():
-                    right = (
-                        model(batch[0]).argmax(1) == batch[1]
-                    ).double()  # of this worker's part of the batch
-                run.log(
-                    {
-                        "accuracy": right.mean(),
-                        "loss": value,
-                        "seconds": time.time() % 1000,
-                        "workers": run.world_size,
-                    }
-                )
         if average is not None:
             with torch.no_grad():
                 for mine, theirs in zip(average.parameters(), model.parameters(), strict=True):

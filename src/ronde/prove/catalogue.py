@@ -43,14 +43,9 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Two equal runs of one process differ: an operation is not deterministic.",
         "Look for nondeterministic kernels, separate generators, uninitialized memory, or a clock.",
     ),
-    "rate-by-clock": (
-        "The learning rate depends on something other than the step: the clock?",
-        "Compute it from run.state.step or run.state.samples, or by a scheduler passed to "
-        "ronde.distribute.",
-    ),
     "not-repeatable": (
-        "Two equal runs of one process differ, and no operation is to blame: the script depends on "
-        "the clock, or on a generator that was never seeded.",
+        "Two equal runs of one process differ: the script depends on the clock, or on a generator "
+        "that was never seeded.",
         "Compute it from run.state.step, and draw from generators that the script seeds.",
     ),
     "rows-are-not-samples": (
@@ -59,11 +54,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Filter in the dataset, before ronde.distribute, so that every sample is one row.",
     ),
     "loop-mixes-rows": (
-        "Between run.batches() and run.step(), the loop mixes or selects the rows of the worker's "
-        "share (mixup, CutMix, statistics of the batch, hard samples): those of the global batch "
-        "are not there.",
+        "Between run.batches() and run.step(), the loop changes the batch in a way that depends "
+        "on the worker: it mixes or selects rows of its share (mixup, CutMix, hard samples), "
+        "reads its rank, or draws from its own generator.",
         "Change each row by itself, or mix by what all workers have: run.gather(x) returns the "
-        "rows of the global batch.",
+        "rows of the global batch. Draw from global generators, which ronde seeds.",
     ),
     "optimizer-settings": (
         "The optimizer's settings (weight decay, momentum, the parameters it holds) are not those "
@@ -95,11 +90,6 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The script scales the learning rate by the number of workers, but the global batch stays.",
         "Leave the learning rate alone, or pass batch='grow', which scales both by a stated rule.",
     ),
-    "scheduler-depends-on-workers": (
-        "The scheduler's length, milestones, or warm-up depend on the number of workers. All "
-        "workers take each step together, so there are as many steps as with one process.",
-        "Create the scheduler as for one process.",
-    ),
     "batch-size-depends-on-workers": (
         "The script computes batch_size from the number of workers, but it is already global.",
         "Pass the global batch size, or batch='grow' with the size per worker.",
@@ -118,25 +108,17 @@ CAUSES: dict[str, tuple[str, str]] = {
         "sync_batchnorm=True in ronde.distribute, or a normalization that does not mix samples "
         "(GroupNorm, LayerNorm).",
     ),
-    "state-of-each-pass": (
-        "A layer changes its own state in every forward pass (a counter, a running mean, the "
-        "iterate of spectral normalization), and a step has several passes here.",
-        "Use one pass per step, with neither micro-batches nor a pipeline, or put the layer in "
-        "eval() mode while its state must not change.",
-    ),
     "batch-dependent-collate": (
         "The collate function mixes samples (it standardizes or blends them), so a batch depends "
         "on which samples share a worker.",
         "Do it per sample in the dataset, or in the model, where sync_batchnorm can handle it.",
     ),
-    "batch-changed-by-script": (
-        "Between run.batches() and the model, the script changes the batch in a way that depends "
-        "on the worker: it mixes samples, or draws from its own generator.",
-        "Draw from global generators, which ronde seeds, and change each sample independently.",
-    ),
     "batch-dependent-layer": (
-        "A layer mixes the samples of its batch: its output depends on which share a worker.",
-        "Normalize or attend within a sample. A layer over the whole batch cannot be split.",
+        "An output depends on more than its own sample: a layer mixes the samples of its batch, "
+        "or keeps state that each forward pass changes (a counter, a running mean, spectral "
+        "normalization, a hidden state).",
+        "Normalize or attend within a sample; a layer over the whole batch cannot be split. Let "
+        "each step have one pass, or put a layer whose state must not change in eval() mode.",
     ),
     "padding": (
         "Samples are padded to the longest one in their batch, and the padding changes the "
@@ -166,8 +148,9 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "loss-over-the-batch": (
         "The loss is not a mean over samples: it relates the samples of a batch to each other (a "
-        "contrastive loss, or a root or maximum over all samples).",
-        "Return the mean of each sample's part. A loss over the whole batch cannot be split.",
+        "contrastive loss, a root or maximum over all samples), or weights them unequally.",
+        "Return the mean of each sample's part, or (sum of losses, sum of weights). A loss over "
+        "the whole batch cannot be split.",
     ),
     "state-outside-the-model": (
         "The forward pass, the loss, or a metric depends on state outside the model's parameters "
@@ -184,16 +167,12 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The loss is divided by the number of micro-batches twice: by the script and by ronde.",
         "Pass run.backward() the mean over the micro-batch's samples, unscaled.",
     ),
-    "gradients-cleared": (
-        "The script clears gradients between micro-batches of a step, so only the last ones count.",
-        "Remove zero_grad(): run.update() clears gradients.",
-    ),
     "gradients-changed": (
-        "The script changes gradients between the micro-batches of a step. They cover only part "
-        "of the batch then, and accumulated gradients are changed again each time.",
-        "Change gradients after the last run.backward() of a step and before run.update(): there "
-        "they cover the global batch. Or let clip_norm= in ronde.distribute clip, and the "
-        "optimizer's weight_decay= decay.",
+        "The script clears or changes gradients between the micro-batches of a step: they cover "
+        "only part of the batch then.",
+        "Change gradients after the last run.backward() of a step and before run.update(), which "
+        "clears them. Or let clip_norm= in ronde.distribute clip, and the optimizer's "
+        "weight_decay= decay.",
     ),
     "gradient-hook": (
         "A hook changes the gradients of one worker's samples before they are averaged.",
@@ -210,14 +189,11 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "exchange-by-script": (
         "The script exchanges tensors between workers within the step. "
-        "torch.distributed.all_gather passes no gradient back, and all_reduce sums gradients that "
-        "ronde averages as well.",
-        "Leave averaging to ronde. Gather with torch.distributed.nn.functional.all_gather.",
-    ),
-    "mean-of-means": (
-        "The script averages the workers' results as if all had equally many samples. In the last "
-        "batch they do not, and a worker may have none (it gets one sample that does not count).",
-        "Exchange sums and sample counts, then divide. ronde weights losses and gradients itself.",
+        "torch.distributed.all_gather passes no gradient back, all_reduce sums gradients that "
+        "ronde averages as well, and a mean of workers' means is wrong in a last batch, where "
+        "they have unequal shares.",
+        "Leave averaging to ronde, which weights losses and gradients by samples. Gather with "
+        "torch.distributed.nn.functional.all_gather; exchange sums and counts, then divide.",
     ),
     "batch-dependent-gradients": (
         "The backward pass mixes samples of its batch (a custom autograd function, a hook).",
@@ -234,35 +210,32 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Tie the parameter itself (decoder.weight = encoder.weight), not its .data.",
     ),
     "learning-rate": (
-        "The learning rate differs, although the optimizers started alike.",
+        "The learning rate differs during the training, although the optimizers started alike: it "
+        "is set from the rank, the number of workers, or one worker's values.",
         "Set it through the scheduler passed to ronde.distribute, or from a value that is the "
         "same on all workers: the loss that run.step() and run.update() return.",
     ),
     "scheduler": (
-        "The scheduler was stepped a different number of times.",
-        "Pass it to ronde.distribute, which steps it once per optimizer step; do not step it.",
-    ),
-    "optimizer-randomness": (
-        "The optimizer draws random numbers in its step, different ones on every worker.",
-        "Draw from a generator that has the same seed on every worker, keyed by the step.",
+        "The scheduler was stepped a different number of times, or its length, milestones, or "
+        "warm-up depend on the number of workers.",
+        "Create it as for one process and pass it to ronde.distribute, which steps it once per "
+        "optimizer step; do not step it.",
     ),
     "optimizer-depends-on-workers": (
-        "With equal gradients, the optimizer takes a different step: it has hidden state, or "
-        "depends on the rank or the number of workers.",
-        "An optimizer's step must be a function of gradients, weights, and its state.",
+        "With equal gradients, the optimizer takes a different step: it draws random numbers, has "
+        "hidden state, or depends on the rank or the number of workers.",
+        "An optimizer's step must be a function of gradients, weights, and its state; draw from a "
+        "generator with one seed on every worker, keyed by the step.",
     ),
     "stale-optimizer": (
         "The optimizer does not hold the model's parameters: they were replaced or copied after "
         "it was built, so the model is never trained.",
         "Build the optimizer from model.parameters() after the last change to the model's layers.",
     ),
-    "weights-changed-in-forward": (
-        "The forward pass rewrites weights, and each worker rewrites those that its own samples "
-        "use (nn.Embedding(max_norm=…) does).",
-        "Remove max_norm, or renormalize all rows after the update.",
-    ),
     "weights-changed-by-script": (
-        "The script changes weights between steps, and not in the same way on every worker.",
+        "The script changes weights outside the optimizer's step (between steps, or in the "
+        "forward pass, as nn.Embedding(max_norm=…) does), and not in the same way on every "
+        "worker.",
         "Change them by values that are the same on all workers: the weights and the global loss, "
         "not this worker's samples or rank.",
     ),
@@ -271,16 +244,19 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Compute it from weights or constants, or average it over workers (dist.all_reduce).",
     ),
     "metric-not-a-mean": (
-        "The metric is not a mean over samples: the mean of its parts is not its value over all.",
-        "Return one value per sample or (sum, weight), or use a torchmetrics object.",
+        "The metric is not a mean over samples, or depends on state that each worker keeps: the "
+        "mean of its parts is not its value over all.",
+        "Return one value per sample or (sum, weight), or use a torchmetrics object. Keep state "
+        "in the model's parameters and buffers.",
     ),
     "evaluation-depends-on-workers": (
         "The evaluation depends on the rank or the number of workers.",
         "Call run.evaluate() on every worker with the whole dataset: ronde divides it.",
     ),
     "evaluation-depends-on-batch": (
-        "The model's output in evaluation depends on which samples are evaluated together.",
-        "In eval mode, compute each sample independently of the others.",
+        "The model's output in evaluation depends on more than the sample: on those evaluated "
+        "with it, or on state that each worker keeps.",
+        "In eval mode, compute each sample independently of the others and of earlier calls.",
     ),
     "dropout-in-evaluation": (
         "Dropout is active during evaluation: the result is random. F.dropout is on by default.",

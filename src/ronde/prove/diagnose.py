@@ -1,38 +1,33 @@
-"""Names the cause of a difference: rules over the two traces and over short experiments."""
+"""Names the cause of a difference: one table of rules, over two traces and short experiments."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
-
-import numpy as np
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from ronde.prove.catalogue import Cause, cause
 from ronde.prove.compare import BATCH, EPOCHS, ROWS, Difference
-from ronde.prove.evidence import Case, clock_of, first_steps, module_of
+from ronde.prove.evidence import Case, module_of
 from ronde.prove.experiment import Experiment
-from ronde.prove.loss_evidence import LOSS_ANSWERS, LOSS_CAUSES, ask_gradients
 
-__all__ = ["GONE", "SEEDED", "diagnose", "disagreement"]
+__all__ = ["ALONE_IS_EQUAL", "SEEDED", "diagnose", "disagreement"]
 
-GONE = "told that it is rank 0 of 1 wherever it asks, every worker trains like one process"
+ALONE_IS_EQUAL = (
+    "told that it is rank 0 of 1 wherever it asks, every worker trains like one process"
+)
 """Evidence that the script's own use of its rank is the cause."""
 SEEDED = "where all workers start with the same seed"
 """Where an unseeded script is equal."""
-_STARTS = ("contract", "initial weights", "initial buffers", "data", "order")
-_AFTER_FORWARD = ("outputs", "loss", "gradients", "buffers")
-_DRAWING = ("batch", "dropout", "outputs", "loss", "gradients", "clipped gradients")
-# phase -> cause, and where asking for the rank would explain it
-_BY_READING = {
-    "loop": ("rank-dependent-loop", "between", "setup"),
-    "order": ("sampler-depends-on-workers", "setup", "between"),
-    "weights between steps": ("weights-changed-by-script", "between"),
-    "steps": ("rank-dependent-loop", "between", "setup"),
-}
-_BY_RANK = {
+
+Seen = Callable[[Case], str | None]
+"""What a rule rests on: the evidence, empty if its phase says enough; None: it does not apply."""
+
+# What reads the rank, by the phase in which that shows first.
+_READING_THE_RANK = {
     "loop": "rank-dependent-loop",
-    "batch": "batch-changed-by-script",
+    "batch": "loop-mixes-rows",
     "optimizer settings": "optimizer-settings",
     "optimizer state": "optimizer-depends-on-workers",
     "initial weights": "init-depends-on-workers",
@@ -45,28 +40,72 @@ _BY_RANK = {
     "loss": "rank-dependent-forward",
     "gradients": "rank-dependent-gradients",
     "clipped gradients": "rank-dependent-gradients",
-    "learning rate": "learning-rate-depends-on-workers",
-    "scheduler": "learning-rate-depends-on-workers",
+    "learning rate": "learning-rate",
+    "scheduler": "learning-rate",
     "weights": "optimizer-depends-on-workers",
     "buffers": "buffers",
     "evaluation": "evaluation-depends-on-workers",
     "steps": "rank-dependent-loop",
 }
-_BY_SEED = _BY_RANK.keys() - {
-    "optimizer settings",
-    "optimizer state",
-    "initial weights",
-    "clipped gradients",
-    "scheduler",
-    "weights",
-    "buffers",
+_STARTS = ("contract", "initial weights", "initial buffers", "data", "order")
+_PASSES = ("dropout", "outputs", "loss", "gradients", "clipped gradients")
+_DRAWING = ("batch", *_PASSES)
+_LOSS_KINDS = {
+    "sum": ("loss-is-a-sum", "a sum"),
+    "weighted": ("loss-is-a-weighted-mean", "a mean with weights"),
+    "over-batch": ("loss-over-the-batch", "neither a mean nor a sum, or its gradient does"),
+    "state": ("state-outside-the-model", "another value for the same samples"),
+    "pair-mean": ("loss-pair", "a mean in the first of the pair"),
+    "pair-weight": ("loss-pair", "weights that do not add up"),
+    "pair-other": ("loss-pair", "neither a sum nor a mean in the first of the pair"),
 }
 
 
+@dataclass(frozen=True)
+class CauseRule:
+    """One row of the table.
+
+    Attributes:
+        cause: its name, or what tells it.
+        phases: of the difference.
+        seen: what it rests on.
+        splits: also asks one process that splits the batch as the workers do: it differs too
+            (True), or does not (False).
+    """
+
+    cause: str | Callable[[Case], str]
+    phases: tuple[str, ...]
+    seen: Seen
+    splits: bool | None = None
+
+    def apply(self, case: Case) -> Cause | None:
+        """The cause, if the rule applies."""
+        if case.difference.phase not in self.phases:
+            return None
+        evidence = self.seen(case)
+        if evidence is None:
+            return None
+        splitting = ""
+        if self.splits is not None:
+            left = case.splitting()
+            if left is None or bool(left) != self.splits:
+                return None
+            does = "differs too" if left else "does not differ"
+            splitting = f"one process that splits the batch alike {does}"
+        name = self.cause if isinstance(self.cause, str) else self.cause(case)
+        return cause(name, evidence, splitting)
+
+
 def diagnose(case: Case) -> Cause:
-    """The cause by the first rule of :data:`RULES` that applies."""
-    diagnosis = next((c for c in (rule(case) for rule in RULES) if c), None) or _unknown(case)
-    drift = _drift(case)
+    """The cause by the first rule of :data:`RULES` that applies; else ``unknown``."""
+    diagnosis = next((c for c in (rule.apply(case) for rule in RULES) if c), None)
+    if diagnosis is None:
+        splitting = ""
+        if case.difference.phase in _PASSES and case.splitting() is False:
+            splitting = "one process that splits the batch alike does not differ"
+        reads = case.reads_of_rank("setup", "step", "between", "update", "evaluate")
+        diagnosis = cause("unknown", splitting, case.who_differs(), case.what_is_equal(), reads)
+    drift = case.drift()
     if drift is None:
         return diagnosis
     if diagnosis.id == "randomness":  # harmless only while all workers have the same weights
@@ -74,185 +113,276 @@ def diagnose(case: Case) -> Cause:
     return replace(diagnosis, evidence=(*diagnosis.evidence, drift))
 
 
-def _drift(case: Case) -> str | None:
-    """Whether workers that hold the whole model have different weights after the step."""
-    steps = min(map(len, case.many.all_steps()))
-    if not case.replicated or not 0 < case.difference.step <= steps:
+def disagreement(text: str) -> tuple[Difference, str] | None:
+    """The difference in ronde.distribute's message on disagreeing ranks, and its cause's name."""
+    pattern = r"The ranks disagree on (.+?) in ronde\.distribute: (.*?)\. Every worker"
+    match = re.search(pattern, text, re.S)
+    if not match:
         return None
-    first = case.many.of(0, case.k, "weight")
-    for rank in range(1, case.many.size):
-        for name, theirs in case.many.of(rank, case.k, "weight").items():
-            mine = first.get(name, theirs)
-            floor = 1e-9 * float(np.abs(mine).max(initial=0.0))
-            if mine.shape == theirs.shape and not np.allclose(
-                mine, theirs, rtol=0.0, atol=floor, equal_nan=True
-            ):
-                return (
-                    f"after step {case.difference.step} the workers' own weights differ: {name!r} "
-                    f"of rank {rank} is not that of rank 0"
-                )
-    return None
+    name = match[1]
+    id = _contract(name)
+    if id == "data-depends-on-workers":
+        id = "data-depends-on-rank"
+    if name == "the order that the sampler draws":
+        id = "sampler-depends-on-workers"
+    return Difference("distribute", 0, name, None, None, match[2]), id
 
 
-# -- rules that rest on an experiment, or on the plan --------------------------------------
+# -- what rules rest on --------------------------------------------------------------------
 
 
-def _of_rank(case: Case) -> Cause | None:
-    """The script asks for its rank or the number of workers, and that makes the difference."""
-    d = case.difference
-    if d.phase not in _BY_RANK or not case.is_by_rank():
+def _always(case: Case) -> str:
+    return ""
+
+
+def _reads(*phases: str) -> Seen:
+    """The script asks for its rank, and it was not seen that this makes no difference."""
+    return lambda case: case.asks_for_rank(*phases)
+
+
+def _read_or_not(*phases: str) -> Seen:
+    return lambda case: case.reads_of_rank(*phases) or ""
+
+
+def _noted(text: str, what: str, *phases: str) -> Seen:
+    """The script was seen to do something, in some phases."""
+
+    def seen(case: Case) -> str | None:
+        places = case.many.places(what, *phases)
+        return f"{text} {', '.join(places[:3])}" if places else None
+
+    return seen
+
+
+def _named(*starts: str) -> Seen:
+    return lambda case: "" if case.difference.name.startswith(starts) else None
+
+
+def _other_shape(case: Case) -> str | None:
+    return (
+        case.reads_of_rank("setup") or "" if isinstance(case.difference.one, list | str) else None
+    )
+
+
+def _alone_is_equal(case: Case) -> str | None:
+    if not case.is_by_rank():
         return None
-    id = _BY_RANK[d.phase]
-    if d.phase in ("initial weights", "initial buffers") and isinstance(d.one, list | str):
-        id = "model-depends-on-workers"
-    if d.phase in ("learning rate", "scheduler"):
-        id = _of_rate(case).id
-    if d.phase == "evaluation" and d.name == "number of evaluations":
-        id = "rank-dependent-loop"
-    exchanges = case.many.places("exchange", "step")
-    if d.phase == "gradients" and exchanges:
-        return cause("exchange-by-script", f"the script calls {', '.join(exchanges[:3])}")
-    if d.phase == "order" and not case.reads_of_rank("setup"):
-        id = "rank-dependent-loop"  # the loop's body went on without training
-    return cause(id, case.reads_of_rank(), GONE)
+    return f"{case.reads_of_rank()}; {ALONE_IS_EQUAL}"
 
 
-def _of_files(case: Case) -> Cause | None:
-    """It differs from the start, and the script reads a file that another run wrote."""
-    read = case.many.places("reread")
-    if not read or case.difference.phase not in _STARTS:
+def _seeded_is_equal(case: Case) -> str | None:
+    alike = case.experiment(Experiment.ALIKE)
+    left = case.left(alike) if alike is not None else None
+    if alike is None or (left is not None and left.place <= case.difference.place):
         return None
-    return cause("reads-another-run", f"it reads {', '.join(read[:3])}")
+    rest = "it is equal"
+    if left is not None:
+        rest = f"the next difference is: {left.phase}, step {left.step}, {left.name}"
+    drawn = case.draws() if case.difference.phase in _PASSES else None
+    return "; ".join(filter(None, (drawn, f"{SEEDED}, {rest}")))
 
 
-def _of_seeds(case: Case) -> Cause | None:
-    """The difference goes away if all workers start with the same seed."""
-    d = case.difference
-    alike = case.experiment(Experiment.ALIKE) if d.phase in _BY_SEED else None
-    if alike is None:
-        return None
-    left = case.left(alike)
-    if left is not None and left.place <= d.place:
-        return None
-    evidence = f"{SEEDED}, {_rest(left)}"
-    drawn = case.draws() if d.phase in ("outputs", "loss", "gradients") else None
-    if drawn:  # in every step: that is more than a value drawn once
-        return cause("randomness", drawn, evidence)
-    of_data = d.phase == "data" or d.name.startswith("sample ")
-    return cause("unseeded-data" if of_data else "unseeded-script", evidence)
-
-
-def _of_uneven_shares(case: Case) -> Cause | None:
+def _uneven_shares(case: Case) -> str | None:
     """The script exchanges tensors, and all is equal until workers have unequal sample counts."""
-    if not case.replicated or case.difference.phase in ("order", "data", "evaluation"):
-        return None
     exchanges = case.many.places("exchange", "step", "between", "update")
     shares = case.shares()
     uneven = next((k for k, sizes in enumerate(shares) if len(set(sizes)) > 1), None)
-    if not exchanges or uneven is None or case.difference.step not in (uneven + 1, uneven + 2):
+    if not exchanges or not uneven or case.difference.step not in (uneven + 1, uneven + 2):
         return None
-    evidence = (
-        f"until step {uneven} all workers have the same number of samples, and it is equal; in "
-        f"step {uneven + 1} they have {shares[uneven]}"
+    return (
+        f"it calls {', '.join(exchanges[:3])}; until step {uneven} all workers have the same "
+        f"number of samples, and it is equal; in step {uneven + 1} they have {shares[uneven]}"
     )
-    if uneven == 0:
-        even = case.shares(case.fewer)[: case.difference.step] if case.fewer else []
-        if not even or any(len(set(sizes)) > 1 for sizes in even):
-            return None
-        evidence = (
-            f"on {len(even[0])} workers all have the same number of samples, and it is equal; on "
-            f"{len(shares[0])} they have {shares[0]}"
-        )
-    return cause("mean-of-means", evidence, f"the script calls {', '.join(exchanges[:3])}")
 
 
-def _of_spectral_norm(case: Case) -> Cause | None:
-    """A spectral norm iterates in every forward pass, and a step has several."""
-    iterating = case.opening("iterating")
-    if (
-        not iterating
-        or not case.has_several_passes()
-        or case.difference.phase not in _AFTER_FORWARD
-    ):
-        return None
-    return cause("state-of-each-pass", f"{iterating[0]!r} is normalized by its spectrum")
+def _only_this_plan(case: Case) -> str | None:
+    return "" if case.replicate_equal and not case.replicated else None
 
 
-def _of_plan(case: Case) -> Cause | None:
-    """The plan splits the model, and replicate is equal."""
-    if case.replicated or not case.replicate_equal:
-        return None
-    tied = _tied(case)
-    if tied is not None:
-        return tied
-    change = case.changes_per_call() if case.difference.phase in _AFTER_FORWARD else None
-    return cause("state-of-each-pass", change) if change else cause("plan")
-
-
-def _tied(case: Case) -> Cause | None:
+def _tied(case: Case) -> str | None:
     """Parameters that differ share memory without being one parameter."""
-    for names in case.one.first("opening").get("shared", []):
+    for names in case.opening("shared") if not case.replicated else ():
         if set(case.names) & set(names):
-            return cause("tied-weights", f"{' and '.join(names)} share their memory")
+            return f"{' and '.join(names)} share their memory"
     return None
 
 
-def _of_state(case: Case) -> Cause | None:
-    """State that each worker carries from batch to batch: an earlier step with as many samples is
-    equal. A layer that mixes samples would differ as soon as they are dealt out.
-    """
-    k, shares = case.k, case.shares()
-    if (
-        not 0 < k < len(shares)
-        or shares[k] not in shares[:k]
-        or case.asks_for_rank("step", "between")
-    ):
-        return None
-    if case.difference.phase == "outputs" and case.mixes_samples("step", k):
-        return None
-    are = "is" if k == 1 else "are"
-    return cause(
-        "state-outside-the-model",
-        f"{first_steps(k)} {are} equal, with as many samples on each worker",
-    )
-
-
-def _not_of_splitting(case: Case, by_rank: str) -> Cause:
-    """One process that splits the batch alike does not differ: the rank, if the script asks."""
-    reads = case.asks_for_rank("step", "between") or case.asks_for_rank()
-    evidence = "one process that splits the batch alike does not differ"
-    if reads:
-        return cause(by_rank, reads, evidence)
-    unseen = f"{evidence}, and the script was not seen to ask for its rank"
-    return _of_state(case) or _unknown(case, unseen)
-
-
-# -- rules by phase ------------------------------------------------------------------------
-
-
-def _of_phase(case: Case) -> Cause:
-    """The rule for the phase of the difference."""
-    phase = case.difference.phase
-    if phase in _BY_READING:
-        id, *phases = _BY_READING[phase]
-        return cause(id, case.reads_of_rank(*phases))
+def _draws(case: Case) -> str | None:
     # where each row's draws are the same anyway, the loop does more than draw
-    mixed = phase == "batch" and case.one.is_keyed
-    drawn = case.draws() if phase in _DRAWING and not mixed else None
-    return cause("randomness", drawn) if drawn else _BY_PHASE.get(phase, _unknown)(case)
+    return None if case.difference.phase == "batch" and case.one.is_keyed else case.draws()
 
 
-def _unknown(case: Case, *evidence: str | None) -> Cause:
-    """What is known, where no cause is."""
-    reads = case.reads_of_rank("setup", "step", "between", "update", "evaluate")
-    return cause("unknown", *evidence, case.who_differs(), case.what_is_equal(), reads)
+def _recorded(case: Case) -> str | None:
+    # without digests, the script's own loading processes read the samples
+    recorded = any(step["digests"] for step in case.one.steps())
+    return "the samples are the same, the batch is not" if recorded else None
 
 
-def _of_contract(case: Case) -> Cause:
-    return cause(_contract_id(case.difference.name), case.reads_of_rank("setup"))
+def _collated(case: Case) -> str | None:
+    return _recorded(case) if case.difference.name.startswith(BATCH) else None
 
 
-def _contract_id(name: str) -> str:
+def _collate_draws(case: Case) -> str | None:
+    drawn = case.many.places("collate")
+    return f"drawn from {drawn[0]} in the collate function" if drawn and _collated(case) else None
+
+
+def _changed_batch(case: Case) -> str:
+    own = case.many.places("own generator", "step")
+    drawn = f"drawn from a generator of its own: {own[0]}" if own else case.draws()
+    alone = "the batch that run.batches() yields is the same, the one that run.step() gets is not"
+    return "; ".join(filter(None, (alone, drawn, case.dropped_rows("given"))))
+
+
+def _other_inputs(case: Case) -> str | None:
+    alone = "the batch is the same, the model's inputs are not"
+    return alone if case.has_other_inputs("(model)") else None
+
+
+def _written_in_forward(case: Case) -> str | None:
+    """Weights are written to before the optimizer's step."""
+    names = case.rewritten_weights()
+    if case.difference.phase == "outputs":
+        again = names and "(call " in case.difference.name
+        return (
+            "weights are written to within the step, between two forward passes" if again else None
+        )
+    written = sorted(names & set(case.names))
+    return f"{written[0]!r} is written to before the optimizer's step" if written else None
+
+
+def _batchnorm(case: Case) -> str | None:
+    """The layer at which the outputs part is a batch normalization."""
+    source = case.source()
+    if source.phase == "buffers":
+        name = source.name.rpartition(".")[0]
+    elif source.phase == "outputs":
+        name = module_of(source.name)
+    else:
+        return None
+    synced = ", and sync_batchnorm=True is on: it gets less than the batch"
+    if name in case.opening("batchnorms"):
+        on = case.one.first("opening").get("contract", {}).get("sync_batchnorm")
+        return f"{name!r} is a {case.kind_of(name)}{synced * bool(on)}"
+    if source.phase == "outputs" and (places := case.one.places("batch_norm", "step")):
+        return f"{name!r} differs; torch.nn.functional.batch_norm at {places[0]}"
+    return None
+
+
+def _layer(case: Case) -> str:
+    """The layer at which the outputs part, and how."""
+    source = case.source()
+    name = module_of(source.name)
+    kind = case.kind_of(name)
+    where = f"{name!r} is a {kind}" if kind and source.phase == "outputs" else None
+    return "; ".join(filter(None, (where, case.equal_before())))
+
+
+def _split_outputs(case: Case) -> str | None:
+    return _layer(case) if case.source().phase == "outputs" else None
+
+
+def _carried_state(case: Case) -> str | None:
+    return case.equal_before()
+
+
+def _loss_kind(case: Case) -> str | None:
+    answer = _LOSS_KINDS.get(case.one.loss_kind())
+    return f"asked about parts of a batch, the loss gives {answer[1]}" if answer else None
+
+
+def _loss_cause(case: Case) -> str:
+    return _LOSS_KINDS[case.one.loss_kind()][0]
+
+
+def _mixing_loss(case: Case) -> str | None:
+    return _loss_kind(case) if case.one.loss_kind() in ("state", "over-batch") else None
+
+
+def _divided_twice(case: Case) -> str | None:
+    """Every loss of a step is divided by the number of micro-batches twice."""
+    d = case.difference
+    parts = len(case.many.steps()[case.k]["micro"])
+    if parts < 2 or not isinstance(d.one, float) or not isinstance(d.many, float):
+        return None
+    twice = abs(d.many * parts - d.one) <= 1e-9 * abs(d.one)
+    return f"the loss is {d.many / d.one:.4g} times that of one process" if twice else None
+
+
+def _sum_of_losses(case: Case) -> str | None:
+    """The loss of a script that owns its loop: only its values are known."""
+    local = [p for steps in case.many.all_steps() for p in steps[case.k]["local"] if p[2]]
+    values = [value for value, weight, _ in local if weight is None]
+    one = case.difference.one
+    known = isinstance(one, float) and 0 < len(values) == len(local)
+    if known and abs(sum(values) - one) <= 1e-9 * abs(one):
+        return f"the workers' losses add up to {one:.6g}"
+    return None
+
+
+def _dropped(case: Case) -> str | None:
+    return case.dropped_rows("out")
+
+
+def _selected(case: Case) -> str | None:
+    return case.dropped_rows("given")
+
+
+def _clips(case: Case) -> str | None:
+    if any(case.many.first("notes", r).get("clips_itself") for r in range(case.many.size)):
+        return "the script calls torch.nn.utils.clip_grad_norm_ or clip_grad_value_"
+    return None
+
+
+def _regraded(case: Case) -> str | None:
+    """The script was seen to change gradients between micro-batches."""
+    steps = (steps[case.k] for steps in case.many.all_steps())
+    names = sorted(set(chain.from_iterable(step.get("regraded", []) for step in steps)))
+    by = case.many.places("regraded", "step")[:2]
+    return f"that of {names[0]!r} {' '.join(f'by {place}' for place in by)}" if names else None
+
+
+def _hooked(case: Case) -> str | None:
+    """A parameter or module has a gradient hook that may have caused the difference."""
+    names, hooks = set(case.opening("names")), case.opening("hooked")
+    direct = [h for h in hooks if any(n == h or n.startswith(f"{h}.") for n in case.names)]
+    # a hook on a module changes gradients below it too
+    hooked = direct + [h for h in hooks if h not in names]
+    return f"{hooked[0]!r} has a hook" if hooked else None
+
+
+def _hook_cause(case: Case) -> str:
+    return "rank-dependent-gradients" if case.reads_of_rank("step") else "gradient-hook"
+
+
+def _schedules(case: Case) -> str | None:
+    """The script has a scheduler, which ronde or it steps."""
+    stepped = case.many.places("scheduler") + case.one.places("scheduler")
+    if stepped:
+        return f"the script steps a scheduler at {stepped[0]}"
+    contract = case.one.first("opening").get("contract", {})
+    return "" if contract.get("the scheduler") != "NoneType" else None
+
+
+def _scheduled_by_rank(case: Case) -> str | None:
+    return _schedules(case) if case.is_by_rank() else None
+
+
+def _optimizer_draws(case: Case) -> str | None:
+    return case.draws("drawn_by_optimizer")
+
+
+def _evaluation_draws(case: Case) -> str | None:
+    drawn = any(e.get("drawn") for run in case.runs for e in run.evaluations())
+    return "drawn during evaluation" if drawn else None
+
+
+def _metric(case: Case) -> str | None:
+    return "" if case.difference.name != "loss" else None
+
+
+def _contract(name: str) -> str:
+    """The cause of a difference between arguments."""
     if name == EPOCHS:
         return "rank-dependent-loop"
     if name in ("the length of the data set", "the samples of an epoch"):
@@ -265,333 +395,121 @@ def _contract_id(name: str) -> str:
     return "model-depends-on-workers" if of_model else "arguments-depend-on-workers"
 
 
-def disagreement(text: str) -> tuple[Difference, str] | None:
-    """The difference in ronde.distribute's message on disagreeing ranks, and its cause's name."""
-    pattern = r"The ranks disagree on (.+?) in ronde\.distribute: (.*?)\. Every worker"
-    match = re.search(pattern, text, re.S)
-    if not match:
-        return None
-    name = match[1]
-    id = _contract_id(name)
-    if id == "data-depends-on-workers":
-        id = "data-depends-on-rank"
-    if name == "the order that the sampler draws":
-        id = "sampler-depends-on-workers"
-    return Difference("distribute", 0, name, None, None, match[2]), id
+def _rank_cause(case: Case) -> str:
+    phase = case.difference.phase
+    if phase == "gradients" and case.many.places("exchange", "step"):
+        return "exchange-by-script"
+    if phase == "order" and not case.reads_of_rank("setup"):
+        return "rank-dependent-loop"  # the loop's body went on without training
+    return _READING_THE_RANK[phase]
 
 
-def _of_init(case: Case) -> Cause:
-    if isinstance(case.difference.one, list | str):
-        return cause("model-depends-on-workers", case.reads_of_rank("setup"))
-    if reads := case.asks_for_rank("setup"):
-        return cause("init-depends-on-workers", reads)
-    alike = "one process starts alike every time, and the script was not seen to ask for its rank"
-    return _unknown(case, alike)
-
-
-def _of_data(case: Case) -> Cause:
-    if case.difference.name == ROWS:
-        return cause("rows-are-not-samples", case.dropped_rows("out"))
-    # without digests, the script's own loading processes read the samples
-    recorded = any(s["digests"] for s in case.one.steps())
-    if case.difference.name.startswith(BATCH) and recorded:
-        if drawn := case.many.places("collate"):
-            return cause("randomness", f"drawn from {drawn[0]} in the collate function")
-        return cause("batch-dependent-collate", "the samples are the same, the batch is not")
-    reads = case.asks_for_rank("setup", "between", "step")
-    # one process read the same twice
-    return cause("data-depends-on-rank" if reads else "data-not-by-index", reads)
-
-
-def _of_batch(case: Case) -> Cause:
-    """The batch that the loop passes to ``run.step``, made of the same rows."""
-    if own := case.many.places("own generator", "step"):
-        return cause("batch-changed-by-script", f"drawn from a generator of its own: {own[0]}")
-    alone = "the batch that run.batches() yields is the same, the one that run.step() gets is not"
-    drawn = case.draws()
-    return cause("loop-mixes-rows", alone, drawn, case.dropped_rows("given"))
-
-
-def _of_dropout(case: Case) -> Cause:
-    if reads := case.asks_for_rank():
-        return cause("rank-dependent-forward", reads)
-    return _of_state(case) or _unknown(case)
-
-
-def _of_outputs(case: Case) -> Cause:
-    if case.has_other_inputs("(model)"):
-        alone = "the batch is the same, the model's inputs are not"
-        id = "batch-changed-by-script" if case.reads_of_rank("step") else "loop-mixes-rows"
-        return cause(id, alone)
-    splitting = case.splitting()
-    source = case.difference
-    if isinstance(splitting, Difference) and splitting.phase == "outputs":
-        source = splitting
-    name = module_of(source.name)
-    modules = case.one.first("opening").get("modules", {})
-    kind = modules.get(name)
-    is_batchnorm = name in case.opening("batchnorms")
-    evidence = f"{name!r} is a {kind}" if kind else None
-    if kind and not is_batchnorm and case.has_other_inputs(name):
-        parent = name.rpartition(".")[0]
-        holder = f"{repr(parent) if parent else 'the model'} ({modules.get(parent)})"
-        evidence = f"the inputs of {name!r} differ already: {holder} computes them"
-        if functional := case.one.places("batch_norm", "step"):
-            place = functional[0]
-            return cause("batchnorm", evidence, f"torch.nn.functional.batch_norm at {place}")
-    if "(call " in case.difference.name and case.rewritten_weights():
-        return cause(
-            "weights-changed-by-script",
-            "weights are written to within the step, between two forward passes",
-        )
-    if is_batchnorm:
-        return cause("batchnorm", evidence, _with_sync_batchnorm(case))
-    if splitting is False:
-        return _not_of_splitting(case, "rank-dependent-forward")
-    return _of_mixing(case, name, kind, evidence, splitting)
-
-
-def _with_sync_batchnorm(case: Case) -> str | None:
-    if case.contract("sync_batchnorm"):
-        return (
-            "sync_batchnorm=True is on: it normalizes over a micro-batch or a piece of the global "
-            "batch"
-        )
-    synced = case.experiment(Experiment.SYNC_BATCHNORM)
-    if synced is None:
-        return None
-    return f"with sync_batchnorm=True {_rest(case.left(synced))}"
-
-
-def _rest(d: Difference | None) -> str:
-    if d is None:
-        return "it is equal"
-    return f"the next difference is: {d.phase}, step {d.step}, {d.name}"
-
-
-def _of_mixing(
-    case: Case, name: str, kind: str | None, evidence: str | None, splitting: object
-) -> Cause:
-    """Outputs that differ in one process too, if it splits the batch."""
-    if related := case.related_output():
-        return cause("loss-over-the-batch", related)
-    if padded := case.padded_output():
-        return cause("padding", padded)
-    if change := case.changes_per_call():
-        return cause("state-of-each-pass", change)
-    if (kept := _of_state(case)) is not None:
-        return kept
-    reads = case.reads_of_rank("step")
-    if reads and (splitting is None or kind is None or name.startswith("(")):
-        return cause("rank-dependent-forward", reads)
-    if splitting is None:
-        return cause("batch-dependent-layer", evidence)
-    also = "one process that splits the batch alike differs too"
-    return cause("batch-dependent-layer", evidence, also)
-
-
-def _of_loss(case: Case) -> Cause:
-    if dropped := case.dropped_rows("out"):
-        return cause("rows-are-not-samples", dropped)
-    if dropped := case.dropped_rows("given"):
-        return cause("loop-mixes-rows", dropped)
-    kind = case.one.loss_kind()
-    if kind in LOSS_CAUSES:
-        return cause(LOSS_CAUSES[kind], LOSS_ANSWERS[kind])
-    if factor := case.factor_of_micro_batches():
-        return cause("accumulation", "without micro-batches it is equal", factor)
-    splitting = case.splitting()
-    if splitting is False:
-        return _not_of_splitting(case, "rank-dependent-forward")
-    if related := case.related_output():
-        return cause("loss-over-the-batch", related)
-    if padded := case.padded_output():
-        return cause("padding", padded)
-    if kind in ("mean", "pair") and splitting is None and case.asks_for_rank("step"):
-        return cause("rank-dependent-forward", case.reads_of_rank("step"))
-    if isinstance(splitting, Difference) and splitting.phase == "outputs":
-        return _of_outputs(case)  # a pipeline's stages record no outputs
-    kept = _of_state(case) if kind == "mean" else None
-    if kept is not None:
-        return kept
-    by_gradients = ask_gradients(case)
-    if by_gradients is not None:
-        # the loss was a mean over samples before
-        if case.k > 0 and by_gradients[0] == "loss-over-the-batch":
-            steps = first_steps(case.k)
-            evidence = f"the loss of {steps} is equal, with the same weights"
-            return cause("state-outside-the-model", evidence)
-        return cause(*by_gradients)
-    return _of_own_loop(case)
-
-
-def _of_own_loop(case: Case) -> Cause:
-    """The loss of a script that owns its loop: only its values are known."""
-    local = [p for steps in case.many.all_steps() for p in steps[case.k]["local"] if p[2]]
-    values = [value for value, weight, _ in local if weight is None]
-    one = case.difference.one
-    known = isinstance(one, float) and 0 < len(values) == len(local)
-    if known and abs(sum(values) - one) <= 1e-9 * abs(one):
-        return cause("loss-is-a-sum", f"the workers' losses add up to {one:.6g}")
-    reads = case.reads_of_rank("step")
-    return cause("rank-dependent-forward", reads) if reads else cause("loss-over-the-batch")
-
-
-def _of_gradients(case: Case) -> Cause:
-    changed = _gradients_changed(case)
-    if changed is not None:
-        return changed
-    if factor := case.factor_of_micro_batches():
-        return cause("accumulation", "without micro-batches it is equal", factor)
-    if exchanges := case.many.places("exchange", "step"):
-        return cause("exchange-by-script", f"the script calls {', '.join(exchanges[:3])}")
-    splitting, reads = case.splitting(), case.reads_of_rank("step")
-    hooked = _hooked(case)
-    if splitting is False and not hooked:
-        return _not_of_splitting(case, "rank-dependent-gradients")
-    if reads and splitting is not False:
-        return cause("rank-dependent-gradients", reads)
-    kind = case.one.loss_kind()
-    if not hooked and kind in ("state", "over-batch"):
-        return cause(LOSS_CAUSES[kind], LOSS_ANSWERS[kind])
-    if hooked:
-        id = "rank-dependent-gradients" if reads else "gradient-hook"
-        return cause(id, reads, f"{hooked[0]!r} has a hook")
-    if splitting is None:
-        return _unknown(case)
-    return cause("batch-dependent-gradients", "one process that splits the batch alike differs too")
-
-
-def _gradients_changed(case: Case) -> Cause | None:
-    """The script was seen to change gradients itself."""
-    many = case.many
-    if any(many.first("notes", r).get("clips_itself") for r in range(many.size)):
-        call = "torch.nn.utils.clip_grad_norm_ or clip_grad_value_"
-        return cause("clipping", f"the script calls {call}")
-    if clamps := many.places("clamps", "step"):
-        return cause("clipping", f"the script clips gradients itself: {clamps[0]}")
-    if cleared := many.places("cleared", "step"):
-        return cause("gradients-cleared", f"zero_grad() at {cleared[0]}")
-    regraded = sorted({n for s in many.all_steps() for n in s[case.k].get("regraded", [])})
-    if not regraded:
-        return None
-    by = (f"by {place}" for place in many.places("regraded", "step")[:2])
-    return cause("gradients-changed", f"that of {regraded[0]!r}", *by)
-
-
-def _hooked(case: Case) -> list[str]:
-    """Parameters and modules with gradient hooks that may have caused the difference."""
-    opening = case.many.first("opening")
-    names, hooks = set(opening.get("names", [])), opening.get("hooked", [])
-    direct = [h for h in hooks if any(n == h or n.startswith(f"{h}.") for n in case.names)]
-    # a hook on a module changes gradients below it too
-    return direct + [h for h in hooks if h not in names and h not in direct]
-
-
-def _of_rate(case: Case) -> Cause:
-    scheduled = case.contract("the scheduler") != "NoneType"
-    stepped = case.many.places("scheduler") + case.one.places("scheduler")
-    where = f"the script steps a scheduler at {stepped[0]}" if stepped else None
-    reads = case.asks_for_rank("between", "setup")
-    steps = [s for run in case.runs for s in run.all_steps()]
-    counts = {s[case.k].get("scheduled") for s in steps if case.k < len(s)}
-    if clock := clock_of(case.many, "between", "update"):
-        return cause("rate-by-clock", clock)
-    # stepped equally often everywhere: its values depend on the number of workers
-    if (scheduled or stepped) and len(counts) == 1 and reads:
-        starts = {tuple(s[0]["lr"]) for s in steps}
-        what = "scheduler" if len(starts) == 1 else "learning-rate"
-        return cause(f"{what}-depends-on-workers", reads)
-    return cause("scheduler" if scheduled or stepped else "learning-rate", where, reads)
-
-
-def _of_weights(case: Case) -> Cause:
-    drawn = case.draws("drawn_by_optimizer")
-    if drawn:
-        return cause("optimizer-randomness", drawn)
-    tied = None if case.replicated else _tied(case)
-    if tied is not None:
-        return tied
-    if case.rewritten_weights() & set(case.names):
-        name = case.difference.name
-        evidence = f"{name!r} is written to before the optimizer's step"
-        return cause("weights-changed-in-forward", evidence)
-    return cause("optimizer-depends-on-workers", case.reads_of_rank("update"))
-
-
-def _of_buffers(case: Case) -> Cause:
-    module = case.difference.name.rpartition(".")[0]
-    if module not in case.opening("batchnorms"):
-        return cause("buffers", case.reads_of_rank("step"))
-    evidence = f"{module!r} is a batch normalization"
-    if case.contract("sync_batchnorm"):
-        evidence += ", and sync_batchnorm=True is on: it gets less than the batch"
-    return cause("batchnorm", evidence)
-
-
-def _of_evaluation(case: Case) -> Cause:
+def _seed_cause(case: Case) -> str:
     d = case.difference
-    if d.name == "number of evaluations":
-        return cause("rank-dependent-loop", case.reads_of_rank("between"))
-    if d.name == "samples":
-        reads = case.reads_of_rank("between", "setup", "evaluate")
-        return cause("evaluation-depends-on-workers", reads)
-    if d.name.startswith("sample "):
-        evidence = "the evaluation's data set gives other values under the same index"
-        return cause("unseeded-data", evidence)
-    if any(e.get("drawn") for run in case.runs for e in run.evaluations()):
-        return cause("randomness", "drawn during evaluation")
-    reads = case.reads_of_rank("evaluate")
-    if reads:
-        return cause("evaluation-depends-on-workers", reads)
-    shape = next((e["metrics"].get(d.name) for e in case.one.evaluations()), None)
-    if shape is not None and not case.mixes_samples("evaluate", d.step):
-        return cause(
-            "state-outside-the-model",
-            f"the metric {d.name!r} returns {shape}: these values depend on a worker's own state",
-        )
-    if d.name != "loss" and shape is None:
-        return cause("metric-not-a-mean")
-    kind = case.one.loss_kind()
-    if kind in LOSS_CAUSES and shape is None:
-        return cause(LOSS_CAUSES[kind])
-    if case.mixes_samples("evaluate", d.step) is False:
-        return cause(
-            "state-outside-the-model",
-            "in evaluation a sample's output does not depend on the other samples: it depends on "
-            "a worker's own state",
-        )
-    return cause("evaluation-depends-on-batch")
+    if d.phase in _PASSES and case.draws():  # in every step: more than a value drawn once
+        return "randomness"
+    of_data = d.phase == "data" or d.name.startswith("sample ")
+    return "unseeded-data" if of_data else "unseeded-script"
 
 
-_BY_PHASE: dict[str, Callable[[Case], Cause]] = {
-    "contract": _of_contract,
-    "initial weights": _of_init,
-    "initial buffers": _of_init,
-    "data": _of_data,
-    "batch": _of_batch,
-    "dropout": _of_dropout,
-    "outputs": _of_outputs,
-    "loss": _of_loss,
-    "gradients": _of_gradients,
-    "clipped gradients": _of_gradients,
-    "learning rate": _of_rate,
-    "optimizer settings": lambda case: cause("optimizer-settings", case.reads_of_rank()),
-    "optimizer state": _of_weights,
-    "scheduler": _of_rate,
-    "weights": _of_weights,
-    "buffers": _of_buffers,
-    "evaluation": _of_evaluation,
-}
+_ANY = tuple(_READING_THE_RANK)
+_RATES = ("learning rate", "scheduler")
+_GRADIENTS = ("gradients", "clipped gradients")
+_UPDATED = ("weights", "optimizer state")
+_INITIAL = ("initial weights", "initial buffers")
+_NOT_BY_SEED = {*_UPDATED, "optimizer settings", "initial weights", "scheduler", "buffers"}
+_SEEDED = tuple(p for p in _ANY if p not in {*_NOT_BY_SEED, "clipped gradients"})
+_EXCHANGES = _noted("the script calls", "exchange", "step", "between", "update")
 
-# In this order: the first rules rest on an experiment that removes the difference, which is proof;
-# the last one, by phase, always answers.
-RULES: list[Callable[[Case], Cause | None]] = [
-    _of_rank,
-    _of_files,
-    _of_seeds,
-    _of_uneven_shares,
-    _of_spectral_norm,
-    _of_plan,
-    _of_phase,
-]
+RULES = (
+    CauseRule("model-depends-on-workers", _INITIAL, _other_shape),
+    CauseRule("rank-dependent-loop", ("evaluation",), _named("number of evaluations")),
+    # An experiment in which the difference is gone is proof.
+    CauseRule("scheduler", _RATES, _scheduled_by_rank),
+    CauseRule(_rank_cause, _ANY, _alone_is_equal),
+    CauseRule("reads-another-run", _STARTS, _noted("it reads", "reread")),
+    CauseRule(_seed_cause, _SEEDED, _seeded_is_equal),
+    CauseRule("exchange-by-script", (*_PASSES, *_RATES, *_UPDATED), _uneven_shares),
+    CauseRule("tied-weights", _UPDATED, _tied),
+    # Replicate has one pass a step; one process that splits the batch has several, as this plan.
+    CauseRule(
+        "batch-dependent-layer", ("outputs", "loss", *_GRADIENTS, "buffers"), _only_this_plan, True
+    ),
+    CauseRule("plan", _ANY, _only_this_plan),
+    CauseRule(lambda case: _contract(case.difference.name), ("contract",), _read_or_not("setup")),
+    CauseRule("rank-dependent-loop", ("loop", "steps"), _read_or_not("between", "setup")),
+    CauseRule("sampler-depends-on-workers", ("order",), _read_or_not("setup", "between")),
+    CauseRule("weights-changed-by-script", ("weights between steps",), _read_or_not("between")),
+    CauseRule("randomness", _DRAWING, _draws),
+    CauseRule("init-depends-on-workers", _INITIAL, _reads("setup")),
+    CauseRule(
+        "rows-are-not-samples",
+        ("data",),
+        lambda c: _dropped(c) if c.difference.name == ROWS else None,
+    ),
+    CauseRule("randomness", ("data",), _collate_draws),
+    CauseRule("batch-dependent-collate", ("data",), _collated),
+    CauseRule("data-depends-on-rank", ("data",), _reads("setup", "between", "step")),
+    CauseRule("data-not-by-index", ("data",), _always),  # one process read the same twice
+    CauseRule("loop-mixes-rows", ("batch",), _changed_batch),
+    CauseRule("rank-dependent-forward", ("dropout",), _reads()),
+    # outputs
+    CauseRule("loop-mixes-rows", ("outputs",), _other_inputs),
+    CauseRule("weights-changed-by-script", ("outputs",), _written_in_forward),
+    CauseRule("batchnorm", ("outputs", "loss", "buffers"), _batchnorm),
+    # the loss
+    CauseRule("rows-are-not-samples", ("loss",), _dropped),
+    CauseRule("loop-mixes-rows", ("loss",), _selected),
+    CauseRule(_loss_cause, ("loss",), _loss_kind),
+    CauseRule("accumulation", ("loss",), _divided_twice),
+    # gradients
+    CauseRule("clipping", _GRADIENTS, _clips),
+    CauseRule(
+        "clipping", _GRADIENTS, _noted("the script clips gradients itself:", "clamps", "step")
+    ),
+    CauseRule("gradients-changed", _GRADIENTS, _noted("zero_grad() at", "cleared", "step")),
+    CauseRule("gradients-changed", _GRADIENTS, _regraded),
+    CauseRule("exchange-by-script", _GRADIENTS, _noted("the script calls", "exchange", "step")),
+    CauseRule(_hook_cause, _GRADIENTS, _hooked),
+    # The same split on one process: it is the workers, or it is the split.
+    CauseRule("rank-dependent-gradients", _GRADIENTS, _reads("step", "between"), False),
+    CauseRule("rank-dependent-forward", ("outputs", "loss"), _reads("step", "between"), False),
+    CauseRule("state-outside-the-model", ("outputs", "loss", *_GRADIENTS), _carried_state, False),
+    CauseRule("padding", ("outputs", "loss"), lambda case: case.padded(), True),
+    CauseRule("batch-dependent-layer", ("outputs", "loss"), _split_outputs, True),
+    CauseRule("state-outside-the-model", ("loss",), _carried_state, True),
+    CauseRule("loss-is-a-sum", ("loss",), _sum_of_losses),
+    CauseRule("loss-over-the-batch", ("loss",), _always, True),
+    CauseRule("exchange-by-script", ("outputs", "loss"), _EXCHANGES),
+    CauseRule(_loss_cause, _GRADIENTS, _mixing_loss),
+    CauseRule("batch-dependent-gradients", _GRADIENTS, _always, True),
+    # the update
+    CauseRule("scheduler", _RATES, _schedules),
+    CauseRule("learning-rate", _RATES, _read_or_not("between", "setup")),
+    CauseRule("optimizer-settings", ("optimizer settings",), _read_or_not()),
+    CauseRule("optimizer-depends-on-workers", _UPDATED, _optimizer_draws),
+    CauseRule("weights-changed-by-script", _UPDATED, _written_in_forward),
+    CauseRule("optimizer-depends-on-workers", _UPDATED, _read_or_not("update")),
+    CauseRule("buffers", ("buffers",), _read_or_not("step")),
+    # evaluation
+    CauseRule(
+        "evaluation-depends-on-workers",
+        ("evaluation",),
+        lambda c: (
+            _read_or_not("between", "setup", "evaluate")(c)
+            if c.difference.name == "samples"
+            else None
+        ),
+    ),
+    CauseRule("unseeded-data", ("evaluation",), _named("sample ")),
+    CauseRule("randomness", ("evaluation",), _evaluation_draws),
+    CauseRule(
+        "evaluation-depends-on-workers",
+        ("evaluation",),
+        lambda case: case.reads_of_rank("evaluate"),
+    ),
+    CauseRule("metric-not-a-mean", ("evaluation",), _metric),
+    CauseRule(_loss_cause, ("evaluation",), _loss_kind),
+    CauseRule("evaluation-depends-on-batch", ("evaluation",), _always),
+)
+"""In this order; the first that applies is the cause."""

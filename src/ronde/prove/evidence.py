@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ from ronde.prove.compare import PHASES, Difference, compare
 from ronde.prove.experiment import Experiment
 from ronde.prove.run_trace import RunTrace
 
-__all__ = ["Case", "clock_of", "first_steps", "module_of"]
+__all__ = ["Case", "clock_of", "module_of"]
 
 KINDS = {
     "gradients": "gradient",
@@ -45,7 +45,6 @@ class Case:
         run: runs an experiment; None if it failed.
         replicated: whether the plan splits only the data.
         replicate_equal: whether plain replicate is equal.
-        fewer: the equal run of fewer workers, if there was one.
     """
 
     one: RunTrace
@@ -54,7 +53,6 @@ class Case:
     run: Callable[[Experiment], RunTrace | None]
     replicated: bool = True
     replicate_equal: bool = False
-    fewer: RunTrace | None = None
 
     @property
     def k(self) -> int:
@@ -84,10 +82,6 @@ class Case:
         """A list that was recorded at ``distribute``."""
         names: list[str] = self.one.first("opening").get(key, [])
         return names
-
-    def contract(self, key: str) -> object:
-        """An argument of ``distribute``."""
-        return self.one.first("opening").get("contract", {}).get(key)
 
     def reads_of_rank(self, *phases: str) -> str | None:
         """Where the script asks for its rank or the number of workers."""
@@ -180,16 +174,12 @@ class Case:
         # Those who drew equally often drew the same numbers.
         return f"drawn from {', '.join(sorted(drawn))}" if drawn and len(after) > 1 else None
 
-    def shares(self, run: RunTrace | None = None) -> list[list[int]]:
+    def shares(self) -> list[list[int]]:
         """Samples of each worker, step by step."""
         return [
             [sum(high - low for low, high in step["micro"]) for step in steps]
-            for steps in zip(*(run or self.many).all_steps(), strict=False)
+            for steps in zip(*self.many.all_steps(), strict=False)
         ]
-
-    def has_several_passes(self) -> bool:
-        """Whether a step has several forward passes."""
-        return not self.replicated or self.many.first("opening").get("micro_batch") is not None
 
     def splitting(self) -> Difference | bool | None:
         """The difference of one process that splits the batch as the workers do; False if there is
@@ -201,15 +191,6 @@ class Case:
         left = self.left(split)
         same = left is not None and left.phase != "steps" and left.step <= self.difference.step
         return left if left is not None and same else False
-
-    def mixes_samples(self, during: str, step: int) -> bool | None:
-        """Whether a sample's output depends on the other samples, with the same weights and state.
-        None: that cannot be asked.
-        """
-        parts = self.run(Experiment.PARTS)
-        events = parts.events_of("mixes") if parts else []
-        mixes = [e["mixes"] for e in events if (e["during"], e["step"]) == (during, step)]
-        return any(mixes) if mixes else None
 
     def has_other_inputs(self, name: str) -> bool:
         """Whether a module's inputs differ already."""
@@ -226,73 +207,57 @@ class Case:
         steps = (steps[self.k] for run in self.runs for steps in run.all_steps())
         return {name for step in steps for name in step.get("rewritten", [])}
 
-    def changes_per_call(self) -> str | None:
-        """A layer whose output changes when it is called again with the same inputs."""
-        twice = self.experiment(Experiment.TWICE) if self.has_several_passes() else None
-        left = self.left(twice) if twice is not None else None
-        if left is None or left.phase != "outputs" or left.step > self.difference.step:
+    def drift(self) -> str | None:
+        """Whether workers that hold the whole model have different weights after the step."""
+        steps = min(map(len, self.many.all_steps()))
+        if not self.replicated or not 0 < self.difference.step <= steps:
             return None
-        name = module_of(left.name)
-        return f"computed twice from the same samples, the output of {name!r} is another one"
-
-    def related_output(self) -> str | None:
-        """An output that has, for each sample, one number per sample."""
-        return next((text for text, over_batch in _reshaped_outputs(self) if over_batch), None)
-
-    def padded_output(self) -> str | None:
-        """An output whose samples have another shape in a worker's share."""
-        return next((text for text, over_batch in _reshaped_outputs(self) if not over_batch), None)
-
-    def factor_of_micro_batches(self) -> str | None:
-        """The factor of all gradients, if the difference goes away without micro-batches."""
-        if self.many.first("opening").get("micro_batch") is None:
-            return None
-        whole = self.experiment(Experiment.WHOLE)
-        if whole is None:
-            return None
-        left, d = self.left(whole), self.difference
-        later = left is None or ((left.phase, left.step) > (d.phase, d.step) and left.step > d.step)
-        return _common_factor(self) if later else None
-
-
-def _common_factor(case: Case) -> str | None:
-    """Whether all gradients differ by one and the same factor."""
-    one, many = (run.merged(case.k, "gradient") for run in case.runs)
-    names = [n for n in one if n in many and one[n].shape == many[n].shape]
-    if not names:
+        first = self.many.of(0, self.k, "weight")
+        for rank in range(1, self.many.size):
+            for name, theirs in self.many.of(rank, self.k, "weight").items():
+                mine = first.get(name, theirs)
+                floor = 1e-9 * float(np.abs(mine).max(initial=0.0))
+                if mine.shape == theirs.shape and not np.allclose(
+                    mine, theirs, rtol=0.0, atol=floor, equal_nan=True
+                ):
+                    return (
+                        f"after step {self.difference.step} the workers' own weights differ: "
+                        f"{name!r} of rank {rank} is not that of rank 0"
+                    )
         return None
-    a, b = (np.concatenate([of[n].reshape(-1) for n in names]) for of in (one, many))
-    factor = float(a @ b) / (float(a @ a) or 1.0)
-    floor = 1e-6 * float(np.abs(b).max(initial=0.0))
-    if not factor or not np.allclose(b, factor * a, rtol=0.0, atol=floor):
+
+    def source(self) -> Difference:
+        """The difference, or that of one process that splits the batch: a pipeline's stages record
+        no outputs, and a part of the model may be seen there alone.
+        """
+        if self.difference.phase not in ("outputs", "loss"):
+            return self.difference
+        left = self.splitting()
+        return left if isinstance(left, Difference) and left.phase == "outputs" else self.difference
+
+    def kind_of(self, module: str) -> str | None:
+        """The class of a module of the model."""
+        kind: str | None = self.one.first("opening").get("modules", {}).get(module)
+        return kind
+
+    def equal_before(self) -> str | None:
+        """Whether an earlier step, with as many samples on each worker, is equal: what differs is
+        carried from batch to batch.
+        """
+        k, shares = self.k, self.shares()
+        if not 0 < k < len(shares) or shares[k] not in shares[:k]:
+            return None
+        steps = "the first step is" if k == 1 else f"the first {k} steps are"
+        return f"{steps} equal, with as many samples on each worker"
+
+    def padded(self) -> str | None:
+        """Whether workers' batches are padded to another length than that of one process."""
+        mine = self.one.steps()[self.k]["shapes"]
+        for rank, steps in enumerate(self.many.all_steps()):
+            for key, shape in steps[self.k]["shapes"].items():
+                if key.startswith("out|(batch)") and shape != mine.get(key, shape):
+                    return f"a sample has shape {mine[key]} in one process, {shape} on rank {rank}"
         return None
-    return f"all gradients are {factor:.4g} times those of one process"
-
-
-def _reshaped_outputs(case: Case) -> Iterator[tuple[str, bool]]:
-    """Outputs whose samples have another shape than with one process, and whether the number of
-    samples shows in it.
-    """
-    step = case.one.steps()[case.k]
-    one, whole = step["shapes"], {size for *_, size in step["local"]}
-    for rank, steps in enumerate(case.many.all_steps()):
-        theirs = steps[case.k]
-        part = {size for *_, size in theirs["local"]}
-        for key, shape in theirs["shapes"].items():
-            mine = one.get(key, shape)
-            if mine == shape:
-                continue
-            other = "one or another" if isinstance(shape, str) else str(shape)
-            text = (
-                f"a sample of {key.removeprefix('out|')!r} has shape {mine} with one process, "
-                f"{other} on rank {rank}"
-            )
-            if isinstance(shape, str) or isinstance(mine, str):
-                yield text, "samples" in (shape, mine)
-                continue
-            pairs = [(a, b) for a, b in zip(mine, shape, strict=False) if a != b]
-            same_rank = len(shape) == len(mine)
-            yield text, same_rank and all(a in whole and b in part for a, b in pairs)
 
 
 def clock_of(run: RunTrace, *phases: str) -> str | None:
@@ -304,8 +269,3 @@ def clock_of(run: RunTrace, *phases: str) -> str | None:
 def module_of(name: str) -> str:
     """The module of an output."""
     return re.sub(r"( \(call \d+\)|\[.*)$", "", name)
-
-
-def first_steps(steps: int) -> str:
-    """The first steps, in words."""
-    return "the first step" if steps == 1 else f"the first {steps} steps"

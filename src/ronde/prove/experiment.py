@@ -17,20 +17,15 @@ class Experiment(StrEnum):
     ROUNDED = "rounded"  # every weight moves by one unit in its last place before each step
     AGAIN = "again"  # the reference once more
     SPLIT = "split"  # micro-batches as large as a worker's share
-    TWICE = "twice"  # each forward pass is computed twice: what does it change in the layers?
-    PARTS = "parts"  # also half of each batch, on a copy: do outputs depend on other samples?
     # N workers
     PLAN = "plan"  # nothing is changed
-    REPLICATE = "replicate"  # the same under plain replicate, to compare with
-    WHOLE = "whole"  # without the script's micro-batches
-    SYNC_BATCHNORM = "sync_batchnorm"
     BLIND = "blind"  # the script is told that it is rank 0 of 1, whenever it asks
     ALIKE = "alike"  # every rank starts with the seed of rank 0
 
     @property
     def is_one_process(self) -> bool:
         """Whether the run has one process."""
-        return self.value in ("one", "rounded", "again", "split", "twice", "parts")
+        return self.value in ("one", "rounded", "again", "split")
 
 
 @dataclasses.dataclass(frozen=True)

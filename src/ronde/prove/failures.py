@@ -12,7 +12,7 @@ from ronde.plan import Plan
 from ronde.plan.torch_errors import meaning
 from ronde.prove.catalogue import cause
 from ronde.prove.compare import Difference, compare
-from ronde.prove.diagnose import GONE, SEEDED, disagreement
+from ronde.prove.diagnose import ALONE_IS_EQUAL, SEEDED, disagreement
 from ronde.prove.experiment import Experiment
 from ronde.prove.plan_verdict import PlanVerdict
 from ronde.prove.process_pool import CONSEQUENCES, Failure
@@ -129,8 +129,8 @@ class FailedRun:
             return None
         evidence = f"the script reads {', '.join(reads[:3])}"
         if self._is_gone:
-            return self._loop_differs("what the workers wait for", evidence, GONE)
-        return self._loop_differs(ENDED, evidence, GONE, rank=self.failure.rank)
+            return self._loop_differs("what the workers wait for", evidence, ALONE_IS_EQUAL)
+        return self._loop_differs(ENDED, evidence, ALONE_IS_EQUAL, rank=self.failure.rank)
 
     def _failure(self) -> PlanVerdict:
         failure = self.failure

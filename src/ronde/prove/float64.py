@@ -29,7 +29,7 @@ from ronde.prove.recorded_run import RecordedLoop, RecordedRun
 from ronde.prove.recorder import Recorder
 from ronde.prove.trace_writer import Phase
 from ronde.prove.values import NARROW
-from ronde.run import evaluation, hooks
+from ronde.run import hooks
 
 __all__ = ["install_recorder"]
 
@@ -352,16 +352,6 @@ def _patch_own_generators(recorder: Recorder) -> None:
     np.random.default_rng = default_rng
 
 
-def _patch_metrics(recorder: Recorder) -> None:
-    original = evaluation._sum_and_weight
-
-    def sum_and_weight(name: str, value: Any, samples: float) -> tuple[float, float]:
-        recorder.samples.record_metric(name, value, int(samples))
-        return original(name, value, samples)
-
-    evaluation._sum_and_weight = sum_and_weight
-
-
 def _patch_autocast(recorder: Recorder) -> None:
     def enter(self: Any, *_: Any) -> Any:
         if getattr(self, "_enabled", False):  # torch's own functions enter it disabled
@@ -433,7 +423,6 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
         _patch_clock(_CLOCK_AHEAD_SECONDS)
     _note_clock(recorder)
     _patch_own_generators(recorder)
-    _patch_metrics(recorder)
     _patch_autocast(recorder)
     _watch_files(recorder)
 

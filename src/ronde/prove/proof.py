@@ -9,7 +9,6 @@ runs, :mod:`ronde.prove.compare` compares them, and :mod:`ronde.prove.diagnose` 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,13 +57,9 @@ _BETWEEN = ("loop", "weights between steps", "steps")
 _TITLES = {
     Experiment.AGAIN: "one process once more: two runs of it differ",
     Experiment.SPLIT: "one process that splits the batch",
-    Experiment.TWICE: "one process that computes every forward pass twice",
-    Experiment.PARTS: "one process that computes parts of batches as well",
     Experiment.BLIND: "workers that are told that they are alone",
     Experiment.ALIKE: "workers that start with one seed",
-    Experiment.WHOLE: "without micro-batches",
-    Experiment.REPLICATE: "replicate, to compare with",
-    Experiment.SYNC_BATCHNORM: "with sync_batchnorm",
+    Experiment.PLAN: "replicate, to compare with",
 }
 
 
@@ -127,8 +122,6 @@ class Study:
         self.pool = pool
         self.counts = list(workers) or [pool.workers]
         self._workers = self.counts[0]  # of the runs now
-        self._equal: RunTrace | None = None  # the last run of workers that was
-        self._fewer: RunTrace | None = None  # the equal one of the same plan on fewer workers
         self.command = command
         self.steps = steps
         self.timeout = timeout_seconds
@@ -142,7 +135,7 @@ class Study:
         self._plan_alone: dict[str, Any] | None = None
         self._owns_its_loop = False
         self._chaos: Difference | None = None  # between two runs of one process
-        self._remarks: dict[str, str | None] = {}  # on logs, noise, counts, and late errors
+        self._remarks: dict[str, str | None] = {}  # on noise, counts, and late errors
         self._dropouts: list[str] = []  # places where workers call dropout
         # with random draws that are the same for any number of workers: their shapes, the two runs
         # of one process, and the plans so far
@@ -313,7 +306,7 @@ class Study:
                 verdict.workers = answer.workers[-1]
         self._find_common_fault(verdict, one)
         if verdict.difference is None:
-            notes = [self._remarks.get(kind) for kind in ("logs", "noise", "counts")]
+            notes = [self._remarks.get(kind) for kind in ("noise", "counts")]
             verdict.notes += filter(None, notes)
         if (late := self._remarks["late"]) is not None:
             verdict.notes.append(late)
@@ -345,7 +338,7 @@ class Study:
         if d is None:
             return
         clock = clock_of(one)
-        id = "rate-by-clock" if clock and _is_rate(d) else _UNSEEDED.get(d.phase)
+        id = "not-repeatable" if clock and _is_rate(d) else _UNSEEDED.get(d.phase)
         if id is None or (d.phase == "initial weights" and d.step):
             self.say(_TITLES[Experiment.AGAIN])
             again = self._run_again()
@@ -360,12 +353,9 @@ class Study:
                     f"step {d.step}. Smaller errors than that cannot be seen."
                 )
                 return
-            d, id = same, "nondeterministic-kernel"
-            if _is_rate(d):
-                id = "rate-by-clock"
-            elif d.phase in _BETWEEN or clock_of(one, "step"):
-                id = "not-repeatable"
-        evidence = clock if id in ("rate-by-clock", "not-repeatable") else None
+            by_script = _is_rate(same) or same.phase in _BETWEEN or clock_of(one, "step")
+            d, id = same, "not-repeatable" if by_script else "nondeterministic-kernel"
+        evidence = clock if id == "not-repeatable" else None
         verdict.status, verdict.difference, verdict.cause = "differs", d, cause(id, evidence)
         if d.phase in _AT_FIRST:
             # the first two ran at the same time: only a third reads what they have written
@@ -406,7 +396,7 @@ class Study:
         for workers in self.counts[:1] if grows else self.counts:
             if answer is not None and not _fits(plan, workers):
                 continue
-            self._workers, self._fewer = workers, self._equal if answer is not None else None
+            self._workers = workers
             behind = self._prove_keyed(plan) if answer is not None and self._keyed else None
             now = behind or self._prove_plan(plan, one, rounded, before)
             if answer is None:
@@ -456,8 +446,6 @@ class Study:
         if error:
             return dataclasses.replace(verdict_of(plan, "cannot", result, seconds), error=error)
         if d is None:
-            self._equal = many
-            self._remarks["logs"] = self._remarks.get("logs") or _note_logs(one, rounded, many)
             return verdict_of(plan, "equal", result, seconds)
         why = _known_cause(d, before)
         if why is None:
@@ -465,7 +453,7 @@ class Study:
             split = Plan.parse(plan)
             replicated = split.pipeline == 1 and split.tensor == 1 and split.shard == "none"
             equal = replicated or self._replicate_is_equal(one, rounded, before)
-            why = diagnose(Case(one, many, d, run, replicated, equal, self._fewer))
+            why = diagnose(Case(one, many, d, run, replicated, equal))
         return verdict_of(plan, "differs", result, seconds, why)
 
     def _look_behind(self, plan: str, answer: PlanVerdict, one: RunTrace) -> PlanVerdict:
@@ -549,7 +537,7 @@ class Study:
         for verdict in before:
             if verdict.plan == "replicate":
                 return verdict.status == "equal"
-        trace = self._run("replicate", Experiment.REPLICATE)
+        trace = self._run("replicate", Experiment.PLAN)
         return trace is not None and compare(one, trace, rounded).difference is None
 
     def _notes(self, one: RunTrace) -> list[str]:
@@ -634,25 +622,3 @@ def _differs_in_step(one: RunTrace, many: RunTrace, rounded: RunTrace) -> bool:
         return False
     d = compare(one, many, rounded).difference
     return d is not None and d.step > 0 and d.phase in _COMPUTED
-
-
-def _note_logs(one: RunTrace, rounded: RunTrace, many: RunTrace) -> str | None:
-    """A note on a value that rank 0 of several logs and one process does not."""
-    events = (run.events_of("logged") for run in (one, rounded, many))
-    for a, b, c in zip(*events, strict=False):
-        for name, value in a["values"].items():
-            again, there = b["values"].get(name), c["values"].get(name)
-            if again is None or there is None or a["step"] != c["step"]:
-                continue
-            if not all(map(math.isfinite, (value, again, there))):
-                continue
-            gap = abs(there - value)
-            # times differ between two runs of one process too
-            if gap > 1e-6 * max(abs(value), abs(there)) and gap > _LOST * abs(again - value):
-                return (
-                    f"The training is the same, what the script logs is not: {name!r} after step "
-                    f"{a['step']} is {value:.6g} with one process and {there:.6g} on rank 0 of "
-                    f"{many.size}, the only one that writes it. run.evaluate() and the loss that "
-                    "run.step() returns are of all workers."
-                )
-    return None

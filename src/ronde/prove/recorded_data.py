@@ -9,7 +9,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from ronde.data import BatchOrder, Order
@@ -74,14 +73,12 @@ class SampleRecorder:
 
     Attributes:
         evaluated: the samples of the current evaluation, by index.
-        metrics: what metrics return.
     """
 
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
         self._digests: dict[int, list[str]] = {}  # of the samples read for the step
         self.evaluated: dict[int, str] = {}
-        self.metrics: dict[str, str] = {}
 
     def noted(self, dataset: Any) -> Any:
         """The data set, which notes each sample that the training reads."""
@@ -122,11 +119,6 @@ class SampleRecorder:
 
     def _note_evaluated(self, i: int, value: Any) -> None:
         self.evaluated[int(i)] = digest_value(value)
-
-    def record_metric(self, name: str, value: Any, samples: int) -> None:
-        """Note a metric that returns one value per sample."""
-        if samples > 1 and isinstance(value, torch.Tensor) and value.dim():
-            self.metrics[name] = "one value per sample"
 
 
 def cut_epoch(taken: TakenOver, size: int, steps: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from safetensors.numpy import save_file
 from torch import nn
 
-from ronde.parallel import batchnorms, spectral_norms
+from ronde.parallel import batchnorms
 from ronde.prove.experiment import Experiment
 from ronde.prove.trace_writer import TraceWriter
 from ronde.prove.values import cast, to_array
@@ -43,10 +43,8 @@ def change_arguments(opening: hooks.Opening, trace: TraceWriter, size: int, mine
     if experiment is Experiment.SPLIT and mine:
         share = max(1, -(-size // trace.settings.workers))
         opening.micro_batch = share if asked is None else min(share, asked)
-    elif experiment is Experiment.WHOLE or experiment.is_one_process:
+    elif experiment.is_one_process:
         opening.micro_batch = None
-    if experiment is Experiment.SYNC_BATCHNORM:
-        opening.sync_batchnorm = True
 
 
 def record_opening(
@@ -93,7 +91,6 @@ def record_opening(
         optimized=sorted(names),
         modules={n: type(m).__name__ for n, m in modules.items()},
         batchnorms=batchnorms(model),
-        iterating=spectral_norms(model),
         hooked=hooked,
         shared=[names for names in storages.values() if len(names) > 1],
         micro_batch=opening.micro_batch,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -73,8 +73,3 @@ class RecordedRun(Run):
         if self._recorder.splits_steps(self.port.parts) and 0 < place.backwards < parts:
             return torch.zeros(())
         return super().update()
-
-    def log(self, values: Mapping[str, Any]) -> None:
-        """See :class:`Run`."""
-        self._recorder.record_log(self.port.parts, values)
-        super().log(values)

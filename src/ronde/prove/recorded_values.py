@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ronde.capture import following
-from ronde.profile import deep_copy
 from ronde.prove.experiment import Experiment
 from ronde.prove.recorded_draws import DrawRecorder
 from ronde.prove.trace_writer import Phase, TraceWriter
-from ronde.prove.values import cast, count_rows, half_of, per_sample, probe
+from ronde.prove.values import cast, count_rows, per_sample, probe
 from ronde.run.losses import LossCall
 from ronde.world.tensors import map_tensors, named_tensors
 
@@ -63,21 +60,6 @@ class ValueRecorder:
         if not trace.is_forward() or run.strategy.whole_step or run.plan.tensor != 1:
             return
         self.record_output(name or "(model)", output, inputs)
-        if not name and trace.experiment.is_one_process:
-            self._record_output_gradient(output)
-
-    def _record_output_gradient(self, output: Any) -> None:
-        """Record the loss's gradient at the model's output, once it is known."""
-        i, step = self.micro, self.trace.step
-        for path, tensor in named_tensors(output):
-            if tensor.requires_grad:
-
-                def record(gradient: torch.Tensor, path: str = path) -> None:
-                    with torch._C.DisableTorchFunction():
-                        if self.trace.step is step:
-                            self._record("back", f"(model){path}", gradient, i)
-
-                tensor.register_hook(record)  # type: ignore[no-untyped-call]
 
     def record_output(self, name: str, output: Any, inputs: Any = None) -> None:
         """Record what a module or the script's forward function returned."""
@@ -102,19 +84,10 @@ class ValueRecorder:
             if hasattr(tensor, "full_tensor") or tensor.is_sparse:
                 continue
             key = f"{kind}|{name}{path}{suffix}"
-            self._record_shape(key, list(tensor.shape[1:]), samples)
+            shapes, shape = self.trace.step["shapes"], list(tensor.shape[1:])
+            if shapes.setdefault(key, shape) != shape:
+                shapes[key] = "differ"
             self.trace.tensors[f"{key}|{i}"] = per_sample(tensor, samples)
-
-    def _record_shape(self, key: str, shape: list[int], samples: int) -> None:
-        shapes = self.trace.step["shapes"]
-        known = shapes.setdefault(key, shape)
-        if known in (shape, "differ"):
-            return
-        same = known == "samples" or (
-            len(known) == len(shape)
-            and all(a == b or b == samples for a, b in zip(known, shape, strict=True))
-        )
-        shapes[key] = "samples" if same else "differ"
 
     def record_dropout(self, rate: float, where: str | None, drops: bool = False) -> None:
         """Record a call of dropout and its rate; ``drops``: it is not switched off."""
@@ -126,33 +99,6 @@ class ValueRecorder:
                 rates.append(rate)
 
     # -- the loss ----------------------------------------------------------------------
-
-    def computes_twice(self) -> bool:
-        """Whether to compute this forward pass once more before."""
-        trace = self.trace
-        return trace.experiment is Experiment.TWICE and trace.is_forward()
-
-    def computes_parts(self) -> bool:
-        """Whether to compute this forward pass on half of its samples too."""
-        trace = self.trace
-        evaluating = trace.phase == Phase.EVALUATE and not following()
-        return trace.experiment is Experiment.PARTS and (trace.is_forward() or evaluating)
-
-    def record_mixing(self, values: tuple[Any, ...], half: tuple[Any, ...]) -> None:
-        """Record whether outputs of half of the samples differ from those among all."""
-        alike = []
-        pairs = zip(named_tensors(list(values)), named_tensors(list(half)), strict=False)
-        for (_, whole), (_, part) in pairs:
-            if not whole.dim() or not whole.is_floating_point():
-                continue
-            if 0 < part.shape[0] < whole.shape[0] and whole.shape[1:] == part.shape[1:]:
-                whole = whole.detach()
-                floor = 1e-9 * float(whole.abs().max())
-                alike.append(torch.allclose(whole[: len(part)], part, rtol=0.0, atol=floor))
-        if alike:
-            trace = self.trace
-            step = trace.run.state.step if trace.run is not None else 0
-            trace.event("mixes", during=trace.phase, step=step, mixes=not all(alike))
 
     def record_arguments(self, values: tuple[Any, ...]) -> None:
         """Record the loss's arguments."""
@@ -210,33 +156,10 @@ class RecordedLoss(LossCall):
             batch = cast(batch)
         recorder.draws.start_pass(given)
         recorder.draws.mark_pass()
-        if recorder.computes_twice():
-            with torch.no_grad(), recorder.trace.hidden():
-                super().arguments(
-                    model, deep_copy([batch])[0]
-                )  # a forward function may work in place
-            recorder.draws.draw_again()
-        half = self._of_half(model, batch) if recorder.computes_parts() else None
         values = super().arguments(model, batch)
-        if half is not None:
-            recorder.record_mixing(values, half)
         with torch._C.DisableTorchFunction():
             recorder.record_arguments(values)
         return values
-
-    def _of_half(self, model: nn.Module, batch: Any) -> tuple[Any, ...] | None:
-        """The loss's arguments for the first half of the samples, by a copy of the model."""
-        before = torch.get_rng_state()
-        try:
-            part, samples = half_of(deep_copy([batch])[0])
-            self._recorder.draws.draw_again(samples)
-            with torch.no_grad(), self._recorder.trace.hidden():
-                return super().arguments(copy.deepcopy(model), part)
-        except Exception:  # the batch cannot be cut, or the model cannot be copied
-            return None
-        finally:
-            torch.set_rng_state(before)
-            self._recorder.draws.draw_again()
 
     def check(self, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See :meth:`LossCall.check`."""

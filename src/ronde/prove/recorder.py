@@ -8,12 +8,11 @@ and for some steps only. See also :mod:`ronde.prove.float64`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.numpy import save_file
 
@@ -292,20 +291,8 @@ class Recorder(hooks.Observer):
                 step=parts.state.step,
                 result=outcome.result,
                 samples=outcome.samples,
-                metrics=dict(self.samples.metrics),
                 drawn=self.draws.drawn(),
                 digests=sorted(self.samples.evaluated.items()),
             )
         self.draws.leave()
         self.trace.phase = Phase.BETWEEN
-
-    def record_log(self, run: Parts, values: Mapping[str, Any]) -> None:
-        """Record logged fractions; whole numbers count workers or steps."""
-        numbers = {
-            name: v.item() if isinstance(v, torch.Tensor) and v.numel() == 1 else v
-            for name, v in values.items()
-        }
-        real = (float, np.floating)
-        fractions = {str(name): float(v) for name, v in numbers.items() if isinstance(v, real)}
-        if run is self.trace.run and fractions:
-            self.trace.event("logged", step=run.state.step, values=fractions)

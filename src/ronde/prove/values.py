@@ -22,7 +22,6 @@ __all__ = [
     "digest_value",
     "draws_since",
     "generators",
-    "half_of",
     "per_sample",
     "probe",
     "to_array",
@@ -160,13 +159,6 @@ def _slice(values: tuple[Any, ...], samples: int, low: int, high: int) -> tuple[
         return v
 
     return tuple(map_tensors(cut, v) for v in values)
-
-
-def half_of(batch: Any) -> tuple[Any, int]:
-    """The first half of a batch, and its samples."""
-    samples = next(len(t) for _, t in named_tensors(batch) if t.dim())
-    (half,) = _slice((batch,), samples, 0, -(-samples // 2))
-    return half, -(-samples // 2)
 
 
 def _mean_gradient(
