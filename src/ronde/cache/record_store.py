@@ -37,6 +37,7 @@ import numpy as np
 
 from ronde.cache.budget import disk_reserve, free_disk, free_memory
 from ronde.world import RondeError
+from ronde.world.whole_file import write_whole
 
 _MAGIC = b"RONDEC01"
 _HEADER = 4096
@@ -202,7 +203,7 @@ class Arena:
         for fd in (self._index, self._records):
             os.ftruncate(fd, 0)
         os.ftruncate(self._index, self._index_bytes)
-        _write(self.folder / "about.json", json.dumps(about, indent=1).encode())
+        write_whole(self.folder / "about.json", json.dumps(about, indent=1).encode())
         self._set_head(0, chosen)
         return chosen
 
@@ -486,12 +487,6 @@ def _memory_reserve() -> int:
     import psutil
 
     return max(256 << 20, int(psutil.virtual_memory().total) // 20)
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
-    temporary.write_bytes(data)
-    temporary.rename(path)
 
 
 # -- coming and going ------------------------------------------------------------------

@@ -11,7 +11,6 @@ box of which tensor it holds.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import os
@@ -45,6 +44,7 @@ from ronde.checkpoint.tensor_file import write_tensors
 from ronde.world import CheckpointError
 from ronde.world.fence import refuse_fenced
 from ronde.world.units import format_bytes
+from ronde.world.whole_file import sync, whole_file, write_whole
 
 __all__ = ["Checkpoint", "export", "find_valid", "list_checkpoints", "trust", "verify", "write"]
 
@@ -105,15 +105,6 @@ class Checkpoint:
             return self.load(f"{part}.safetensors")
         with self.source(part) as source:
             return {name: source.read(name) for name in source.entries}
-
-
-def sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def begin(folder: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, bool]:
@@ -178,10 +169,7 @@ def finish(
         body["keep"] = {**dataclasses.asdict(policy), "protected": protected}
     body["state"] = dict(state)
     body["digest"] = manifest_digest(body)
-    manifest = temporary / "manifest.json"
-    manifest.write_text(manifest_text(body), encoding="utf-8")
-    sync(manifest)
-    sync(temporary)
+    write_whole(temporary / "manifest.json", manifest_text(body), durable=True)
     refuse_fenced()
     if target.exists():
         remove(target)
@@ -408,13 +396,9 @@ def find_valid(
 
 def export(tensors: Tensors, path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """Write plain safetensors atomically."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(temporary, tensors, metadata)
-        temporary.rename(path)
+        with whole_file(path) as new:
+            write_tensors(new, tensors, metadata)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} could not be written: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

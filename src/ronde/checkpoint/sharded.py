@@ -23,6 +23,7 @@ from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.identity import ranks_text
+from ronde.world.whole_file import sync
 
 __all__ = ["export_pieces", "gather_pieces", "gather_whole", "prepare_pieces", "write_pieces"]
 
@@ -424,7 +425,7 @@ def export_pieces(
         if file is not None and error is None:
             try:
                 file.flush()
-                files.sync(temporary)
+                sync(temporary)
                 temporary.rename(path)
             except OSError as caught:
                 error = f"{path} could not be written: {caught}"

@@ -11,8 +11,8 @@ import typer
 
 from ronde.cli.options import option
 from ronde.watch import plain_console
-from ronde.watch.whole_file import check_target
 from ronde.world import ArgumentError
+from ronde.world.whole_file import check_target
 
 if TYPE_CHECKING:
     from ronde.tables.point_in_time import Joined

@@ -143,7 +143,7 @@ def _write_notebook(notebook: Path, recipe: Path, data: list[str]) -> None:
 
 def _check_report(report: Path, engine: str) -> None:
     from ronde.watch.html import check_drawing
-    from ronde.watch.whole_file import check_target
+    from ronde.world.whole_file import check_target
 
     if engine == "spark":
         raise ArgumentError("--report draws local files; --engine spark has none.")

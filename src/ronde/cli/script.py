@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.options import option, own_options
-from ronde.watch.whole_file import check_target, write_whole
 from ronde.world import ArgumentError, RondeError
+from ronde.world.whole_file import check_target, write_answer
 
 __all__ = [
     "ArgumentsOption",
@@ -233,7 +233,7 @@ def check_folders(**files: Path | None) -> None:
 
 def write_json(file: Path, values: dict[str, Any]) -> None:
     """Write JSON atomically; write to a pipe or a device directly."""
-    write_whole(file, json.dumps(values, indent=2, default=str) + "\n")
+    write_answer(file, json.dumps(values, indent=2, default=str) + "\n")
 
 
 def short(path: Path) -> str:

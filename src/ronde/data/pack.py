@@ -30,6 +30,7 @@ from ronde.data.sources.folder import FolderSource, folder
 from ronde.data.sources.tar import MANIFEST, PARTIAL, read_manifest, tar
 from ronde.data.sources.tar_index import SUFFIX, TarIndex, header_of
 from ronde.world import ArgumentError, RondeError, SampleError
+from ronde.world.whole_file import sync, write_whole
 
 _LOCK = ".ronde-pack.lock"
 _WRITING = ".writing"
@@ -71,25 +72,6 @@ class Packed:
 
 def _json(values: Any) -> bytes:
     return (json.dumps(values, indent=1, ensure_ascii=True) + "\n").encode()
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _write_whole(path: Path, raw: bytes) -> None:
-    """Write a file atomically; it is on disk when this returns."""
-    temporary = path.with_name(path.name + _WRITING)
-    with open(temporary, "wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)  # noqa: PTH105
-    _sync_folder(path.parent)
 
 
 class _DigestedFile:
@@ -401,7 +383,7 @@ def _done(place: Path, task: _Task) -> Packed | None:
         _is_same(begun, wanted, place, "an unfinished pack")
     else:
         foreign = sorted(
-            p.name for p in place.iterdir() if p.name not in (_LOCK, PARTIAL + _WRITING)
+            p.name for p in place.iterdir() if p.name != _LOCK and p.suffix != _WRITING
         )
         if foreign:
             raise ArgumentError(
@@ -498,7 +480,7 @@ class _Packing:
                 )
             )
         else:
-            _write_whole(partial, _json({**described, "shards": []}))
+            write_whole(partial, _json({**described, "shards": []}), durable=True)
         self._clean()
         names = self.task.source.names
         start = sum(shard["samples"] for shard in self.shards)
@@ -513,7 +495,7 @@ class _Packing:
             self._clean()
             raise
         manifest = {**described, "shards": self.shards}
-        _write_whole(self.place / MANIFEST, _json(manifest))
+        write_whole(self.place / MANIFEST, _json(manifest), durable=True)
         partial.unlink(missing_ok=True)
         return _packed(self.place, manifest, resumed=start)
 
@@ -565,7 +547,7 @@ class _Packing:
     def _finish(self, shard: _Shard, described: dict[str, Any]) -> None:
         index = shard.finish()
         name = _shard_name(len(self.shards))
-        _write_whole(self.place / (name + SUFFIX), index)
+        write_whole(self.place / (name + SUFFIX), index, durable=True)
         entry = {
             "name": name,
             "samples": len(shard.items),
@@ -574,10 +556,10 @@ class _Packing:
             "index_sha256": hashlib.sha256(index).hexdigest(),
         }
         os.replace(shard.path, self.place / name)  # noqa: PTH105
-        _sync_folder(self.place)
+        sync(self.place)
         self.shards.append(entry)
         # Only now does the shard count: whatever happens before, it is written again.
-        _write_whole(self.place / PARTIAL, _json({**described, "shards": self.shards}))
+        write_whole(self.place / PARTIAL, _json({**described, "shards": self.shards}), durable=True)
 
     def _items(self, start: int) -> Any:
         """Samples in order, read ahead by threads."""

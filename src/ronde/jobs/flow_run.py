@@ -28,6 +28,7 @@ from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.watch import RunDir, summarise
 from ronde.world import RondeError
 from ronde.world.children import end_with_parent
+from ronde.world.whole_file import write_whole
 
 __all__ = ["FlowResult", "FlowRun", "content_digest"]
 
@@ -537,9 +538,7 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def _write(path: Path, value: Any) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(value, indent=1) + "\n")
-    new.rename(path)
+    write_whole(path, json.dumps(value, indent=1) + "\n")
 
 
 def _last_line(log: Path) -> str:

@@ -47,6 +47,7 @@ from ronde.jobs.trials import (
 )
 from ronde.watch import RunDir
 from ronde.world import ArgumentError, RondeError
+from ronde.world.whole_file import write_whole
 
 __all__ = ["Tuned", "Tuner", "TunePlan", "load_plan"]
 
@@ -239,9 +240,7 @@ class Tuner:
                 os.utime(self.folder / "result.json")
 
     def _save(self, found: Tuned) -> None:
-        new = self.folder / "result.new"
-        new.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-        new.rename(self.folder / "result.json")
+        write_whole(self.folder / "result.json", json.dumps(found.to_dict(), indent=1) + "\n")
         self._signed = time.monotonic()
 
     def _begin(self) -> None:

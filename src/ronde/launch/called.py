@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ronde.world.whole_file import write_whole
+
 __all__ = ["main"]
 
 
@@ -19,10 +21,7 @@ def _write(path: Path, value: Any) -> None:
         packer: Any = cloudpickle
     except ImportError:
         packer = pickle
-    data = packer.dumps(value)
-    temporary = path.with_suffix(".writing")
-    temporary.write_bytes(data)
-    temporary.rename(path)
+    write_whole(path, packer.dumps(value))
 
 
 def main() -> None:

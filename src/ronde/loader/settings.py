@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ronde.world import ArgumentError
+from ronde.world.whole_file import write_whole
 
 Executor = Literal["auto", "none", "threads", "processes"]
 
@@ -117,12 +117,10 @@ class FeedSettings:
 
     def save(self, path: Path, comment: str = "") -> None:
         """Write them as YAML, atomically."""
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.writing")
         lines = "".join(f"# {line}\n" for line in comment.splitlines())
         import yaml
 
-        temporary.write_text(lines + yaml.safe_dump(self.to_dict(), sort_keys=False))
-        temporary.rename(path)
+        write_whole(path, lines + yaml.safe_dump(self.to_dict(), sort_keys=False))
 
     @classmethod
     def load(cls, path: Path) -> FeedSettings:

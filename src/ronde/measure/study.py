@@ -10,6 +10,7 @@ from typing import Any
 from ronde.data import Order
 from ronde.watch import MARK
 from ronde.world import ArgumentError
+from ronde.world.whole_file import write_whole
 
 
 def study_target() -> tuple[dict[str, Any], Path]:
@@ -40,9 +41,7 @@ def report_progress(text: str) -> None:
 
 def write_study(file: Path, values: dict[str, Any]) -> None:
     """Write a result, whole or not at all."""
-    temporary = file.with_suffix(".writing")
-    temporary.write_text(json.dumps(values))
-    temporary.rename(file)
+    write_whole(file, json.dumps(values))
 
 
 def load_study(file: Path, purpose: str) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from ronde.tables.prepare_report import DrawnRows, draw_column, take_sample
 from ronde.tables.reading import SUFFIXES
 from ronde.tables.recipe import Recipe
 from ronde.tables.steps import KINDS, expected_of, read_as
-from ronde.watch.whole_file import write_whole
 from ronde.world import RondeError
 from ronde.world.paths import files_of
+from ronde.world.whole_file import write_answer
 
 _SWITCHES = ("log", "codes", "one_hot", "cyclic", "missing_flag")
 
@@ -89,7 +89,7 @@ def write_notebook(path: Path, recipe_file: Path, data: Sequence[str]) -> None:
         controls=", ".join(names.values()),
         values=f"{{{values}}}",
     )
-    write_whole(path, head + "".join(cells) + tail)
+    write_answer(path, head + "".join(cells) + tail)
 
 
 class Explorer:

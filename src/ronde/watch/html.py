@@ -18,9 +18,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from ronde.watch.whole_file import write_whole
 from ronde.world import ArgumentError, RondeError
 from ronde.world.units import format_rate, format_seconds
+from ronde.world.whole_file import write_answer
 
 __all__ = [
     "FAINT",
@@ -287,6 +287,6 @@ def write_page(
         sections=sections,
     )
     try:
-        write_whole(Path(path), html)
+        write_answer(Path(path), html)
     except RondeError as error:
         raise RondeError(f"the report {error}") from None

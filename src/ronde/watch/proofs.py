@@ -19,8 +19,8 @@ from typing import Any
 
 from ronde.plan import Plan
 from ronde.watch.run_dir import script_stem
-from ronde.watch.whole_file import write_whole
 from ronde.world.version import VERSION
+from ronde.world.whole_file import write_answer
 
 __all__ = ["Proof", "digests_of", "keep_proofs", "kept_proofs", "plan_kind", "smallest_like"]
 
@@ -152,10 +152,10 @@ def keep_proofs(
             kept[kind] = dataclasses.asdict(proof)
         else:
             kept.pop(kind, None)
-    with contextlib.suppress(OSError):  # write_whole says what is wrong
+    with contextlib.suppress(OSError):  # write_answer says what is wrong
         file.parent.mkdir(parents=True, exist_ok=True)
     values = {**_key(command), "files": dict(files), "proofs": kept}
-    write_whole(file, json.dumps(values, indent=1) + "\n")
+    write_answer(file, json.dumps(values, indent=1) + "\n")
     return file
 
 

@@ -7,12 +7,11 @@ there, because its host was out of reach for a while, writes nothing any more.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from pathlib import Path
 
 from ronde.world.errors import WorldError
+from ronde.world.whole_file import write_whole
 
 __all__ = ["AGAIN", "is_fenced", "is_generation", "name_generation", "refuse_fenced"]
 
@@ -28,14 +27,9 @@ def name_generation(directory: Path, name: str) -> None:
     Raises:
         WorldError: it cannot be written.
     """
-    # hosts may share the directory, and their processes have the same numbers
-    temporary = directory / f"{_FILE}.{secrets.token_hex(4)}"
     try:
-        temporary.write_text(name)
-        temporary.rename(directory / _FILE)
+        write_whole(directory / _FILE, name)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise WorldError(
             f"{directory} cannot be written to: {error.strerror}. Free some space there, or name "
             "another folder with --runs."

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ronde.world.whole_file import write_whole
+
 __all__ = ["Beat", "Heartbeat", "heartbeat", "read_beat"]
 
 _SIZE = 4096
@@ -158,8 +160,7 @@ class Heartbeat:
             with suppress(Exception):
                 found = {"threads": _threads(), "exchanges": _exchanges(), "module": _module()}
                 said = {"token": token.decode(), **found}
-                file.with_suffix(".new").write_text(json.dumps(said))
-                file.with_suffix(".new").rename(file)
+                write_whole(file, json.dumps(said))
 
 
 def _threads() -> str:

@@ -14,7 +14,6 @@ import os
 import posixpath
 import re
 import tarfile
-import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from ronde.data.sources.base import Ints, Names, digest_values
 from ronde.data.sources.byte_ranges import ByteRange, Store
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote
+from ronde.world.whole_file import write_whole
 
 _BLOCK = 512
 _WINDOW = 64 << 10
@@ -456,22 +456,6 @@ def _fits(store: Store, path: str, index: TarIndex) -> bool:
     return len(index.offset) > 0 and index.tar_tag == digest_values(_ends(store, path, index))
 
 
-def write_bytes_whole(path: Path, raw: bytes) -> None:
-    """Write a file atomically."""
-    descriptor, temporary = tempfile.mkstemp(
-        prefix=path.name + ".", suffix=".writing", dir=path.parent
-    )
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(raw)
-        os.chmod(temporary, 0o644)  # noqa: PTH101
-        os.replace(temporary, path)  # noqa: PTH105
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)  # noqa: PTH108
-        raise
-
-
 def cache_folder() -> Path:
     """The folder for indices of tars in read-only folders."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ronde" / "tar-index"
@@ -499,6 +483,6 @@ def index_of(store: Store, path: str) -> TarIndex:
             continue
         with contextlib.suppress(OSError):
             Path(place).parent.mkdir(parents=True, exist_ok=True)
-            write_bytes_whole(Path(place), found.to_bytes())
+            write_whole(Path(place), found.to_bytes())
             break
     return found

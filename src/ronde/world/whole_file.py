@@ -1,14 +1,20 @@
-"""Write answers and reports whole, to a file, pipe or device; check the target before measuring."""
+"""Write files whole: readers see what was there before, or all that is new."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
+import secrets
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from ronde.world import ArgumentError, RondeError
+from ronde.world.errors import ArgumentError, RondeError
+
+__all__ = ["check_target", "whole_file", "sync", "write_answer", "write_whole"]
 
 
 def _descriptor(path: Path) -> int | None:
@@ -25,8 +31,47 @@ def _is_taken_directly(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
-def _temporary_name(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.writing")
+def sync(path: Path) -> None:
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
+    """A new file beside ``path`` that takes its place once the block has ended, and goes if the
+    block fails. ``durable``: it is on disk then.
+
+    Example:
+        >>> with whole_file(Path("model.safetensors")) as new:
+        ...     new.write_bytes(weights)
+    """
+    # hosts may share the folder, and their processes have the same numbers
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.writing")
+    try:
+        yield new
+        if durable:
+            sync(new)
+        new.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync(path.parent)
+
+
+def write_whole(path: Path, data: str | bytes, durable: bool = False) -> None:
+    """Write a file whole. ``durable``: it is on disk when this returns.
+
+    Raises:
+        OSError: it cannot be written; what was there is untouched.
+    """
+    with whole_file(path, durable) as new:
+        new.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
 def check_target(path: Path) -> None:
@@ -53,8 +98,7 @@ def check_target(path: Path) -> None:
             raise ArgumentError(f"{path}: there is no folder {real.parent}.")
         try:
             # os.access is not enough: root may write anywhere, and still cannot in /proc.
-            os.close(os.open(_temporary_name(real), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-            _temporary_name(real).unlink()
+            tempfile.TemporaryFile(dir=real.parent).close()
         except OSError as error:
             raise ArgumentError(
                 f"{path}: nothing can be written to {real.parent}: {error.strerror}."
@@ -63,8 +107,8 @@ def check_target(path: Path) -> None:
         raise ArgumentError(f"{path}: it cannot be written to: {error.strerror}.") from None
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically; write to a pipe, device or open descriptor directly.
+def write_answer(path: Path, text: str) -> None:
+    """Write a file that the user has named whole, and a pipe, device, or open descriptor directly.
 
     Raises:
         RondeError: it cannot be written.
@@ -80,13 +124,6 @@ def write_whole(path: Path, text: str) -> None:
             with open(path, "w", encoding="utf-8") as out:
                 out.write(text)
         else:
-            real = path.resolve()  # a symbolic link stays one
-            temporary = _temporary_name(real)
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                temporary.rename(real)
-            except OSError:
-                temporary.unlink(missing_ok=True)
-                raise
+            write_whole(path.resolve(), text)  # a symbolic link stays one
     except OSError as error:
         raise RondeError(f"{path} cannot be written: {error.strerror}.") from None
