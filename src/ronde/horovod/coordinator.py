@@ -205,9 +205,6 @@ class Coordinator(threading.Thread):
             number, kind, name = message["waits"]
             if (number, kind, name) in self._pending:
                 self._waits[rank] = (number, kind, name)
-        elif "retracts" in message:
-            number, kind, name = message["retracts"]
-            self._retract(rank, (number, kind, name))
         elif "join" in message:
             self._joined.append(rank)
             for key in list(self._pending):
@@ -302,9 +299,7 @@ class Coordinator(threading.Thread):
             if all(v == values[ranks[0]] for v in values.values()):
                 continue
             return _disagreement(key, name, values, metas[ranks[0]].get("names"))
-        if not absent:
-            return None
-        if key[1] in ("layout", "step"):
+        if not absent or key[1] == "layout":
             return None
         if key[1] != "allreduce":
             return (

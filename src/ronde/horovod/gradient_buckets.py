@@ -27,7 +27,6 @@ from ronde.horovod.collectives_api import (
     synchronize,
 )
 from ronde.horovod.compression import Compression, Compressor
-from ronde.horovod.fast_lane import FastLane
 from ronde.horovod.lifecycle import ProcessSet, bridge, global_process_set, size
 from ronde.horovod.transfers import Reduction, dtype_name
 
@@ -35,10 +34,7 @@ __all__ = ["distributed_optimizer"]
 
 Tensor = torch.Tensor
 
-_LANES = 8  # optimizers with a process group of their own; each costs a thread
-_NATIVE = (torch.float16, torch.float32, torch.float64)  # types that gloo sums
 _FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # the sizes of DDP's buckets
-_LARGE = 32 << 10  # bytes of a gradient from which a pass over it costs more than a call
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
     "optimizer.synchronize(): wrap step in 'with optimizer.skip_synchronize():'."
@@ -75,7 +71,6 @@ class _Bucket:
     flat: Tensor | None = None
     views: list[Tensor] = field(default_factory=list)
     waiting: int = 0
-    place: int | None = None  # in the fast lane
     handle: Any = None
     contexts: list[Any] = field(default_factory=list)
 
@@ -108,9 +103,6 @@ class _Gradients:
         self._agreed: tuple[Bridge, int] | None = None
         self._home: Bridge | None = None
         self._number = 0  # of this optimizer among those of its rank
-        self._lane: FastLane | None = None
-        self._lane_order: list[_Bucket] = []
-        self._next = 0  # bucket of the lane
         self._watch()
 
     def _active(self) -> bool:
@@ -135,15 +127,9 @@ class _Gradients:
 
     def reset(self) -> None:
         """Forget what has arrived."""
-        if self._lane is not None and self._lane.sending and self._home is not None:
-            self._home.poison("gradients were dropped while they were sent")
-        self._clear()
-
-    def _clear(self) -> None:
         self._left = dict.fromkeys(self._left, self.passes)
         self._order.clear()
         self.pending = self.synchronized = False
-        self._next = 0
         for bucket in self._buckets:
             bucket.handle, bucket.waiting = None, len(bucket.params)
 
@@ -165,15 +151,7 @@ class _Gradients:
         if bucket is not None:
             bucket.waiting -= 1
             if bucket.waiting == 0 and self._is_current():
-                self._send_ready(bucket)
-
-    def _send_ready(self, bucket: _Bucket) -> None:
-        if bucket.place is None:
-            self._send(bucket)
-            return
-        lane = self._lane_order
-        while self._next < len(lane) and lane[self._next].waiting == 0:
-            self._send(lane[self._next])
+                self._send(bucket)
 
     def _is_current(self) -> bool:
         here = bridge()
@@ -202,19 +180,7 @@ class _Gradients:
         }
         number = self.process_set.process_set_id or 0
         key = (number, "layout", f"optimizer {self._number}")
-        fast = (
-            here.device.type == "cpu"
-            and number == 0
-            and self._number <= _LANES
-            and self.op in (Reduction.Average, Reduction.Sum)
-            and self.predivide == 1.0
-        )
-
-        def run(order: dict[str, Any]) -> Any:
-            whole = fast and None not in order["each"]  # a rank that joined makes no group
-            return order["each"], here.group(None, f" {self._number}") if whole else None
-
-        each, lane = here.wait(here.submit(key, meta, run))
+        each = here.wait(here.submit(key, meta, lambda order: order["each"]))
         said = [e for e in each if e is not None]
         order: list[int] = next((e[0] for e in said if e[0]), [])
         arrived = set(order)
@@ -222,8 +188,6 @@ class _Gradients:
         apart = set() if self.sparse_as_dense else {i for e in said for i in e[1]}
         self._fill(params, order, apart)
         self._agreed = (here, here.joins)
-        if lane is not None:
-            self._open_lane(here, lane)
 
     def _fill(self, params: list[Tensor], order: list[int], apart: set[int]) -> None:
         dense = [params[i] for i in order if i not in apart]
@@ -252,22 +216,12 @@ class _Gradients:
         self._buckets = buckets
         self._bucket_of = {p: b for b in buckets for p in b.params}
 
-    def _open_lane(self, here: Bridge, group: Any) -> None:
-        chosen = [b for b in self._buckets if b.flat is not None and b.flat.dtype in _NATIVE]
-        for i, bucket in enumerate(chosen):
-            bucket.place = i
-        self._lane_order, self._lane, self._next = chosen, None, 0
-        if chosen:
-            flats = [b.flat for b in chosen if b.flat is not None]
-            self._lane = here.lanes[self._number] = FastLane(here, self._number, group, flats)
-
     def _allocate(self, bucket: _Bucket) -> None:
         first = bucket.params[0]
         dtype = self.compression.compress(first.new_empty(0))[0].dtype
         sizes = [p.numel() for p in bucket.params]
-        # one element more, for the count of a fast lane
-        bucket.flat = torch.zeros(sum(sizes) + 1, dtype=dtype, device=first.device)
-        parts = torch.split(bucket.flat[:-1], sizes)
+        bucket.flat = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+        parts = torch.split(bucket.flat, sizes)
         bucket.views = [v.view(p.shape) for v, p in zip(parts, bucket.params, strict=True)]
 
     # ------------------------------------------------------------------ a step
@@ -289,11 +243,6 @@ class _Gradients:
         scales = (1.0 / self.predivide, self.predivide)
         if bucket.flat is not None:
             torch._foreach_copy_(bucket.views, gradients)
-            bucket.flat[-1] = 1.0
-            if bucket.place is not None and self._lane is not None:
-                self._lane.send(bucket.place)
-                bucket.handle, self._next = self._lane, bucket.place + 1
-                return
             bucket.handle = allreduce_async_(
                 bucket.flat, None, bucket.name, self.op, *scales, self.process_set
             )
@@ -313,15 +262,7 @@ class _Gradients:
         return gradient.to_dense() if gradient.is_sparse else gradient
 
     def _receive(self, bucket: _Bucket) -> None:
-        if bucket.place is not None and self._lane is not None and bucket.flat is not None:
-            self._lane.receive(bucket.place)
-            if self.op == Reduction.Average:
-                if bucket.flat.nbytes >= _LARGE * len(bucket.params) and _divide(bucket, size()):
-                    bucket.handle, bucket.waiting = None, len(bucket.params)
-                    return
-                bucket.flat.div_(size())
-        else:
-            result = synchronize(bucket.handle)
+        result = synchronize(bucket.handle)
         bucket.handle, bucket.waiting = None, len(bucket.params)
         if bucket.sparse:
             p = bucket.params[0]
@@ -361,7 +302,7 @@ class _Gradients:
                 self._send(rest)
                 self._receive(rest)
                 self._agreed = None
-            self._clear()
+            self.reset()
         self.synchronized = True
 
     @_outermost
@@ -395,17 +336,6 @@ class _Gradients:
             yield
         finally:
             self.enabled = True
-
-
-def _divide(bucket: _Bucket, count: int) -> bool:
-    """Divide sums on their way into the gradients: large ones are not read twice."""
-    pairs = list(zip(bucket.params, bucket.views, strict=True))
-    if any(p.grad is None or p.grad.is_sparse or p.grad.dtype != v.dtype for p, v in pairs):
-        return False
-    with torch.no_grad():
-        for p, view in pairs:
-            torch.div(view, count, out=p.grad)
-    return True
 
 
 def _by_size(params: Sequence[Tensor]) -> list[list[Tensor]]:
