@@ -37,23 +37,19 @@ def shown(values, facts, to=8):
 FACTS = Facts(1, 2, "processes", 8, devices_per_node=8)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-def test_a_sampler_that_takes_a_third_of_each_epoch_is_the_verdict(at_once):
-    order = {"seconds": 3.0, "share": 0.33, "at_once": at_once}
+def test_a_sampler_that_takes_a_third_of_each_epoch_is_the_verdict():
+    order = {"seconds": 3.0, "share": 0.33}
     values, text = shown(judged(order=order), FACTS)
     assert (
         values["cause"] == {"stage": "sampler", "points": 33.0, "of": "epoch"}
         and not values["healthy"]
     )
-    (cure,) = values["prescriptions"]
-    assert cure["id"] == "sampler" and cure["gain_here_points"] == pytest.approx(33)
-    assert ("at once" in cure["text"]) != at_once
+    assert values["prescriptions"] == []
     assert "CAUSE  the sampler: 33 % of each epoch" in text and "nothing to prescribe" not in text
-    assert "PRESCRIBE" in text and "saves up to 33 %" in text
-    # beside a larger loss it is no verdict, but is prescribed too; a small one is neither
+    # beside a larger loss it is no verdict
     values, _ = shown(judged(real=400, order=order), FACTS)
     assert values["cause"]["stage"] == "read"
-    assert {"sampler", "loaders"} <= {p["id"] for p in values["prescriptions"]}
+    assert "loaders" in {p["id"] for p in values["prescriptions"]}
     assert judged(order={**order, "share": 0.03})["healthy"]
 
 
@@ -100,7 +96,7 @@ def test_a_limit_of_each_worker_is_not_one_that_all_share():
 
 
 def test_the_points_of_a_cause_are_a_part_of_what_they_are_said_to_be():
-    order = {"seconds": 3.0, "share": 0.33, "at_once": True}
+    order = {"seconds": 3.0, "share": 0.33}
     alone = tuple((900.0, 900.0) for _ in range(3))
     for of, values in (
         ("gap", judged(real=400)),

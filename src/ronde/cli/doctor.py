@@ -95,10 +95,6 @@ def register(app: typer.Typer) -> None:
                 "1,2",
             ),
         ] = None,
-        cold: Annotated[
-            bool,
-            option("--cold", "Read the files from the storage too, not from the system's memory."),
-        ] = False,
         feed: FeedOption = None,
         module: ModuleOption = None,
         file: JsonOption = None,
@@ -130,7 +126,7 @@ def register(app: typer.Typer) -> None:
             from ronde.watch.html import check_drawing
 
             check_drawing()  # before a minute of measuring
-        options = {"seconds": seconds, "rounds": rounds, "to": to, "nodes": nodes, "cold": cold}
+        options = {"seconds": seconds, "rounds": rounds, "to": to, "nodes": nodes}
         console = plain_console()
         with Doing(console) as say:
             values = _measured(command, count, fetched, options, say)
@@ -312,8 +308,6 @@ def _headline(values: dict[str, Any]) -> Line:
     row: dict[str, Any] = next((r for r in values["stages"] if r["name"] == cause["stage"]), {})
     if row.get("through"):
         name = f"reading through {row['through']}"
-    if row.get("tail"):
-        name += ": few slow samples"
     name += f", in {cause['within']}" if cause.get("within") else ""
     name += f", rank {cause['rank']}" if "rank" in cause else ""
     text = f": {cause['points']:.0f} of {100 * values['gap']:.0f} points"
@@ -363,11 +357,6 @@ def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> list[Line]:
     )
     cpu = f"{r['cpu_ms_per_sample']:.2f}" if r["cpu_ms_per_sample"] is not None else "-"
     lost = r["lost_points"]
-    if r["name"] == "read" and values["cold"]:
-        speed, share = values["cold"]["cold_bytes_per_second"], values["cold"]["cached_share"]
-        cold = f"cold {speed / 1e6:,.0f} MB/s"
-        cold += f", {share:.0%} in memory" if share is not None else ""
-        note = f"{cold}; {note}" if note else cold
     style = "bold red" if lost >= 5 else "yellow" if lost >= 1 else ""
     cells = f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}"
     return _beside([cells, (f"{lost:>10.0f}", style)], note, width)
@@ -431,8 +420,6 @@ def _prescribed(values: dict[str, Any]) -> list[Line]:
     lines: list[Line] = [[("  PRESCRIBE", "bold"), (gaps, "dim")]]
     for p in found[:5]:
         gap = f"~{p['gain_here_points']:.0f} points"  # of something that is no part of the gap
-        if p["id"] == "sampler":
-            gap = f"saves up to {p['gain_here_points']:.0f} % of each epoch"
         if p["gap_here"] is not None:
             gap = f"{'' if p['tried'] else '~'}{p['gap_here']:.0%} / ~{p['gap_largest']:.0%}"
         text = f"  {p['text']}  ({p['label']})  "

@@ -24,16 +24,14 @@ import torch
 
 from ronde.adapt import apply_settings
 from ronde.data import Pipeline
-from ronde.doctor.loop_trial import LoopTrial
+from ronde.doctor.loop_trial import LoopTrial, ScriptTime, TimedLoop
 from ronde.doctor.prescribe import Facts, Remedy, is_crowded, outlook, prescriptions, remedies
-from ronde.doctor.script_time import ScriptTime, TimedLoop
 from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_shares, judge
 from ronde.introspect import describe_open, preserve_state, shares_within
 from ronde.loader import FeedSettings
 from ronde.measure import Arm, ArmResult, Bench
 from ronde.measure.quiet_gate import busy
 from ronde.measure.study import load_study, report_progress, study_target, write_study
-from ronde.predict.ordered_loading import Tail, find_tail, ordered_rate
 from ronde.run import hooks
 from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
@@ -55,7 +53,6 @@ _OTHER_THREADS = 0.10
 _WAITS = 0.3  # share of a sample's time off the CPU above which storage may be the limit
 _READ_NOTHING = ("augment", "collate")  # whatever these wait for, it is not storage
 _MOST_LOADERS = 64  # of all workers together
-_SLOW_SAMPLES = 20  # that a window should meet
 _MORE = 1.3  # times the rate of threads, with which processes have shown that a lock limited them
 _ORDER_ABOVE = 0.02  # share of an epoch above which drawing its order is reported
 
@@ -99,7 +96,7 @@ class Doctor(hooks.Observer):
 
     def before_backward(self, step: StepView) -> None:
         """See :class:`Callback`."""
-        self.clock.enter(own=True)
+        self.clock.owns_passes = True
 
     def step_ended(self, step: StepView) -> None:
         """See :class:`Callback`."""
@@ -143,10 +140,10 @@ def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str,
         raise ArgumentError(
             f"run.doctor(seconds={seconds!r}): expected how long it may take, in seconds, above 0."
         )
-    unknown = set(options) - {"rounds", "to", "cold"}
+    unknown = set(options) - {"rounds", "to"}
     if unknown:
         raise ArgumentError(
-            f"run.doctor() got {', '.join(sorted(unknown))}: it takes seconds, rounds, to and cold."
+            f"run.doctor() got {', '.join(sorted(unknown))}: it takes seconds, rounds and to."
         )
     if run.port.backwards:
         raise RondeError(
@@ -207,9 +204,6 @@ class _Study:
         self.sweep_ended = True  # it reached the wanted rate, or a limit
         self.machine = [0.0, 0.0, 0.0]  # CPU seconds of all programs, of this one, and in all
         self.scope = "shared"  # of the limit that the sweep ended at
-        self.tail: Tail | None = None
-        self.stretch = 1.0  # of windows in which loaders run, so that slow samples meet all alike
-        self.storage: dict[int, tuple[float, float]] = {}  # readers -> files and bytes per s, cold
 
     # -- measuring ---------------------------------------------------------------------
 
@@ -217,7 +211,7 @@ class _Study:
         """Measure one window, and how long that took."""
         before = self.clock.passed()
         began = _machine()
-        result = self.bench.window(arm, self.window * (self.stretch if arm.loads else 1.0))
+        result = self.bench.window(arm, self.window)
         self.machine = [a + b - c for a, b, c in zip(self.machine, _machine(), began, strict=True)]
         self.costs[name] = self.clock.passed() - before
         self.results.setdefault(name, []).append(result)
@@ -244,13 +238,6 @@ class _Study:
         """Time each stage once, where samples are read."""
         self.tell("timing the stages")
         self.timed = self.measure("timed", Arm("real", timed=True), None)
-        self.tail = find_tail(self.timed.durations)
-        if self.tail is not None:
-            slow = self.tail.share * self.timed.samples_per_second  # samples per second
-            wanted = min(_SLOW_SAMPLES / slow, self.clock.seconds / 8)
-            self.stretch = max(1.0, wanted / self.window)
-            self.timed = self.measure("timed", Arm("real", timed=True), None)
-            self.tail = find_tail(self.timed.durations)
 
     def basic_arms(self) -> dict[str, Arm]:
         """Measure the ceiling and the real rate."""
@@ -388,8 +375,6 @@ class _Study:
             startup_seconds=statistics.median(r.first_batch_seconds for r in real),
             block_seconds=self.blocks(),
             order=self.order(),
-            tail=self.tail,
-            ordered=self.ordered(),
             queued=self.timed.queued,
             others=self.others(),
             notes=tuple(self.notes),
@@ -404,7 +389,7 @@ class _Study:
         share = draws / (draws + self.run.port.data.order.epoch_samples / rate)
         if share < _ORDER_ABOVE:
             return None
-        return {"seconds": draws, "share": share, "at_once": self.bench.drawn_at_once}
+        return {"seconds": draws, "share": share}
 
     def others(self) -> float | None:
         """Share of the cores that other programs took; None if they cannot be told apart."""
@@ -415,17 +400,6 @@ class _Study:
             return None
         share: float = max(0.0, worked - own) / total
         return share
-
-    def ordered(self) -> float:
-        """Samples per second that the loaders of all workers hand over in order."""
-        if self.tail is None or self.timed is None or not self.bench.loaders:
-            return 0.0
-        workers, settings = self.run.world_size, self.run.port.data.settings
-        ahead = settings.prefetch or int(settings.options.get("prefetch_factor") or 2)
-        batch = max(1, self.bench.batch_samples // workers)
-        step = statistics.median(r.step_seconds for r in self.results["synthetic"])
-        rate = ordered_rate(self.timed.durations, batch, self.bench.loaders, ahead, step)
-        return workers * rate
 
     def reach_verdict(self) -> Diagnosis:
         """Measure until the result is clear or the time is over."""
@@ -496,12 +470,8 @@ class _Study:
         facts = self._known_facts()
         if sick and not self.bench.is_stream:
             facts = self._sampled_facts(facts)
-        if self.storage and facts.sample_bytes:
-            sweep = [(n, r / facts.sample_bytes) for n, (_, r) in self.storage.items() if r > 0]
-            facts = dataclasses.replace(facts, storage_sweep=tuple(sweep))
         values = broadcast_json(self.run.port.world, dataclasses.asdict(facts))
-        for sweep_name in ("storage_sweep", "loading_sweep", "durations"):
-            values[sweep_name] = tuple((int(n), float(r)) for n, r in values[sweep_name])
+        values["loading_sweep"] = tuple((int(n), float(r)) for n, r in values["loading_sweep"])
         return Facts(**values)
 
     def _known_facts(self) -> Facts:
@@ -521,7 +491,6 @@ class _Study:
             cores=usable_cores(),
             devices_per_node=max(1, devices, local),
             cuda=cuda,
-            pinned=bool(settings.options.get("pin_memory")),
             prefetch=settings.prefetch or int(settings.options.get("prefetch_factor") or 2),
             sample_bytes=read.bytes if read is not None else 0.0,
             samples=taken.order.n,
@@ -531,8 +500,6 @@ class _Study:
             queued=self.timed.queued if self.timed is not None else 0.0,
             loading_sweep=tuple(self.sweep),
             scope=self.scope,
-            durations=tuple(self.timed.durations) if self.tail and self.timed else (),
-            batch=max(1, self.bench.batch_samples // run.world_size),
             stream=stream,
             held="" if stream else describe_open(taken.dataset) or "",
         )
@@ -548,20 +515,14 @@ class _Study:
             seen = dataset_facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
         if seen.error:
             return facts
-        decoded = seen.decoded_bytes if seen.pipeline or (seen.images and seen.draws) else 0.0
-        files = _files_in(seen.folder, taken.order.n)
+        once = 0.0 if seen.draws else seen.sample_bytes  # a random sample is never the same again
         return dataclasses.replace(
             facts,
             jpeg=seen.jpeg,
             decoders=seen.decoders,
             same_pixels=seen.same_pixels,
-            images=seen.images,
-            draws=seen.draws,
-            shrink=seen.shrink,
-            files=min(round(seen.files * taken.order.n), files),
-            folder=seen.folder,
             sample_bytes=seen.file_bytes or facts.sample_bytes,
-            decoded_bytes=decoded or (0.0 if seen.draws else seen.sample_bytes),
+            decoded_bytes=seen.decoded_bytes if seen.pipeline else once,
             opens=self._opened(),
         )
 
@@ -575,41 +536,13 @@ class _Study:
                 return ""
             return describe_open(taken.dataset) or ""
 
-    def measure_storage(self) -> dict[str, Any] | None:
-        """Measure the storage on the files that were read, warm and cold, on rank 0."""
-        cold = self._read_files() if self.run.is_main else None
-        values: dict[str, Any] | None = broadcast_json(self.run.port.world, cold)
-        return values
-
-    def _read_files(self) -> dict[str, Any] | None:
-        from ronde.profile import cached_share, storage_sweep
-
-        files = self.bench.files
-        if not files:
-            self.notes.append("--cold: no file was seen to be read for a sample.")
-            return None
-        shares = [s for s in map(cached_share, files[:64]) if s is not None]
-        values: dict[str, Any] = {
-            "files": len(files),
-            "cached_share": statistics.fmean(shares) if shares else None,
-        }
-        for name, cold in (("warm", False), ("cold", True)):
-            self.tell(f"reading {len(files)} files, {name}")
-            self.storage = storage_sweep(files, (1, 4, 16), 0.5, cold)
-            rates = [f"{n} at once: {rate:,.0f} files/s" for n, (rate, _) in self.storage.items()]
-            most = max(self.storage.values())
-            values[f"{name}_files_per_second"], values[f"{name}_bytes_per_second"] = most
-            values[f"{name}_readers"] = ", ".join(rates)
-        return values
-
     def find_plateau(self, values: Mapping[str, Any], to: int) -> None:
         """Add loaders, without training, until they reach what ``to`` devices need.
 
         Two well-fed devices say nothing about storage that sixteen will share. If samples never
         wait, the cores decide, which follows from the CPU time per sample.
         """
-        # In order, the loaders wait for slow samples: more of them say nothing of the storage.
-        if self.tail is not None or not self._may_wait_for_storage():
+        if not self._may_wait_for_storage():
             return
         workers, loaders = self.run.world_size, self.bench.loaders
         wanted = 1.1 * to * values["samples_per_second"]["synthetic"] / workers
@@ -778,18 +711,6 @@ def _machine() -> list[float]:
     return [worked, own + ended.children_user + ended.children_system, total]
 
 
-def _files_in(folder: str, most: int) -> int:
-    """Count files below a folder, up to ``most``: several samples may share one."""
-    if not folder:
-        return most
-    count = 0
-    for _, _, names in os.walk(folder):
-        count += len(names)
-        if count >= most:
-            return most
-    return count
-
-
 _WORDS = {
     "synthetic": "recycled batches",
     "real": "real batches",
@@ -809,7 +730,7 @@ def examine(
     Args:
         run: between two of its steps.
         options: ``seconds`` in all, ``rounds``, ``to`` (devices to predict for), ``nodes``,
-            ``cold``, ``verify``.
+            ``verify``.
         tell: called with what is happening.
 
     Returns:
@@ -824,8 +745,6 @@ def examine(
         if verdict.refused is None and not verify:
             study.find_plateau(values, largest)
         values["loading_samples_per_second"] = study.seen().loading
-        if options.get("cold") and not verify:
-            values["cold"] = study.measure_storage()
         facts = study.facts(not verdict.healthy and verdict.refused is None and not verify)
         usable = [] if verify else study.try_remedies(values, remedies(values, facts))
     if run.is_main:

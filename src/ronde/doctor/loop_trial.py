@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ronde.doctor.script_time import ScriptTime, timing_event
+import torch
+
+from ronde.run.loop import Loop
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
@@ -16,10 +18,94 @@ if TYPE_CHECKING:
 
 _POINTS = 5.0  # less is not worth a word
 _LIMIT_SECONDS = 30  # for the script to reach its loop and to take some steps
-_FIRST, _USUAL, _MOST = 12, 24, 60  # steps
+_SKIPPED_STEPS, _FIRST_STEPS, _MOST_STEPS = 3, 12, 60
 _SECONDS = 3.0
-_LONGER = 12.0  # seconds, to see a rare cost again, or the usual number of steps
-_MISSING = "the script's own loop was not timed: it needs 12 steps in its first epoch, within 30 s."
+_MISSING = (
+    "the script's own loop was not timed: it needs run.step(batch), and 12 steps in its first "
+    "epoch within 30 s."
+)
+
+
+class ScriptTime:
+    """The time that a script takes between Ronde's calls in its loop over batches.
+
+    Example:
+        >>> clock = ScriptTime()
+        >>> for _ in range(10):
+        ...     clock.handed()  # run.batches() gives a batch
+        ...     clock.enter()  # run.step() begins
+        ...     clock.leave()  # and ends
+        ...     clock.enter()  # the next batch is asked for
+        >>> sorted(clock.cost())
+        ['after_seconds', 'before_seconds', 'period_seconds']
+    """
+
+    def __init__(self) -> None:
+        self.owns_passes = False  # what is a pass of the script's own, and what is not?
+        self._handed = 0
+        self._seconds = [0.0, 0.0, 0.0]  # before the steps, after them, and evaluating
+        self._whole = [0.0, 0.0, 0.0]  # the same up to the last batch
+        self._start = self._end = 0.0
+        self._since: float | None = None  # since when the script runs
+        self._stepped = 0  # 1 after the step: an index
+
+    def handed(self) -> None:
+        """A batch is given to the script."""
+        self._handed += 1
+        self._end = self._since = perf_counter()
+        self._stepped = 0
+        if self._handed == _SKIPPED_STEPS + 1:
+            self._start, self._seconds = self._end, [0.0, 0.0, 0.0]
+        self._whole = list(self._seconds)
+
+    def enter(self) -> None:
+        """A call of Ronde begins."""
+        if self._since is not None:
+            self._seconds[self._stepped] += perf_counter() - self._since
+            self._since = None
+
+    def leave(self) -> None:
+        """The step ends, and the script goes on."""
+        self._stepped, self._since = 1, perf_counter()
+
+    def pause(self) -> tuple[float, bool]:
+        """Ronde evaluates inside of the loop; give the result to :meth:`resume`."""
+        running = self._since is not None
+        self.enter()
+        return perf_counter(), running
+
+    def resume(self, paused: tuple[float, bool]) -> None:
+        """The script goes on, if it ran."""
+        now = perf_counter()
+        self._seconds[2] += now - paused[0]
+        if paused[1]:
+            self._since = now
+
+    def cost(self) -> dict[str, float] | None:
+        """Mean seconds of a step: ``before_seconds`` from a batch to its step, ``after_seconds``
+        from there to the next batch, of ``period_seconds`` in all. None if it cannot be told.
+        """
+        steps = self._handed - _SKIPPED_STEPS - 1  # whole periods
+        if steps < 1 or self.owns_passes:
+            return None
+        before, after, evaluating = (seconds / steps for seconds in self._whole)
+        period = (self._end - self._start) / steps - evaluating
+        return {"before_seconds": before, "after_seconds": after, "period_seconds": period}
+
+
+class TimedLoop(Loop):
+    """The script's loop under its clock."""
+
+    def __init__(self, clock: ScriptTime, *given: Any, **named: Any) -> None:
+        self._clock = clock
+        super().__init__(*given, **named)
+
+    def items(self, micros: list[Any]) -> Iterator[Any]:
+        """See :class:`Loop`."""
+        for given in super().items(micros):
+            self._clock.handed()
+            yield given
+            self._clock.enter()
 
 
 class LoopTrial:
@@ -39,14 +125,9 @@ class LoopTrial:
         values: dict[str, Any],
         write: Callable[[dict[str, Any]], None],
     ) -> None:
-        self.values = values
-        self.write = write
-        self.steps = 0
-        self.most = _MOST
+        self.values, self.write, self.clock = values, write, clock
+        self.steps, self.most = 0, _MOST_STEPS
         self.start = 0.0
-        self.is_longer = False
-        self.clock = clock
-        clock.event, clock.measurable = timing_event(run.device)
         write({**values, "notes": [*values["notes"], _MISSING]})
         signal.signal(signal.SIGALRM, _give_up)
         signal.alarm(_LIMIT_SECONDS)
@@ -55,21 +136,20 @@ class LoopTrial:
         """A step of the script has ended on every rank."""
         run = step.parts
         self.steps += 1
+        on_gpu = run.world.device.type == "cuda"
+        if self.steps == _SKIPPED_STEPS and on_gpu:  # so that the periods hold their steps
+            torch.cuda.synchronize(run.world.device)
         if self.steps == 1:
-            self.start = time.monotonic()
-        elif self.steps == _FIRST:
-            each = max((time.monotonic() - self.start) / (_FIRST - 1), 1e-4)
-            wanted = max(_FIRST + int(_SECONDS / each), min(_USUAL, int(_LONGER / each)))
-            self.most = min(_MOST, int(broadcast_json(run.world, wanted)))
-        elif self.steps == self.most and not self.is_longer:
-            self.is_longer, each = True, (time.monotonic() - self.start) / (self.steps - 1)
-            wanted = min(self.clock.wanted_steps(), self.steps + int(_LONGER / each))
-            self.most = max(self.most, int(broadcast_json(run.world, wanted)))
+            self.start = perf_counter()
+        elif self.steps == _FIRST_STEPS:
+            each = max((perf_counter() - self.start) / (_FIRST_STEPS - 1), 1e-4)
+            wanted = min(_MOST_STEPS, _FIRST_STEPS + int(_SECONDS / each))
+            self.most = int(broadcast_json(run.world, wanted))
         last = step.share.stop + run.plan.batch_size > run.data.order.epoch_samples
         if self.steps < self.most and not last:
             return  # what follows the epoch's last step may save or evaluate
         signal.alarm(0)
-        values = judge_script_loop(self.values, gather_json(run.world, self.clock.cost()))
+        values = judge_script_loop(self.values, gather_json(run.world, self.clock.cost()), on_gpu)
         if values["script_loop"] is None:
             values["notes"] = [*values["notes"], _MISSING]
         self.write(values)
@@ -81,13 +161,14 @@ def _give_up(*_: Any) -> None:
 
 
 def judge_script_loop(
-    values: Mapping[str, Any], costs: Sequence[Mapping[str, Any] | None]
+    values: Mapping[str, Any], costs: Sequence[Mapping[str, Any] | None], on_gpu: bool = False
 ) -> dict[str, Any]:
     """Add ``script_loop`` to the doctor's answer; above 5 points it is unhealthy and prescribed.
 
     Args:
         values: the doctor's answer.
         costs: of each rank: seconds of a step; None where they are not known.
+        on_gpu: the device works on while the script runs: only what makes steps longer counts.
 
     Example:
         >>> values = {"samples_per_second": {"synthetic": 1000.0, "real": 1000.0}, "batch": 10,
@@ -105,6 +186,10 @@ def judge_script_loop(
     worst = max(found, key=lambda c: float(c["before_seconds"] + c["after_seconds"]))
     before, after = worst["before_seconds"], worst["after_seconds"]
     step, real = values["batch"] / rates["synthetic"], values["batch"] / rates["real"]
+    if on_gpu and before + after > 0:
+        longer = max(0.0, worst["period_seconds"] - (1 + values["noise"]) * real)
+        share = min(1.0, longer / (before + after))
+        before, after = share * before, share * after
     # Loaders work on while the script does. Without them, all times add up.
     whole = before + after + (real if values["executor"] == "none" else step)
     points = 100 * step * (1 / real - 1 / max(real, whole))

@@ -3,8 +3,7 @@ scale.
 
 A remedy is proposed if its mechanism fits the cause, tried briefly on the script's own data if
 possible, and listed only if it promises a gain. Safe ones come first: *same bits* changes nothing
-about the training, *same distribution* gives different but equivalent numbers, *changes the
-training* does.
+about the training, *same distribution* gives different but equivalent numbers.
 """
 
 from __future__ import annotations
@@ -19,27 +18,18 @@ from ronde.doctor.verdict import HEALTHY_POINTS, is_between_workers
 from ronde.loader import FeedSettings
 from ronde.predict import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, walls
 from ronde.predict.input_capacity import own_limit, predict
-from ronde.predict.ordered_loading import ordered_rate
 
 NAMES = (
     "loaders",
     "threads",
-    "prefetch",
-    "fewer-loaders",
     "thread-limit",
-    "pin-memory",
     *(f"decoder-{name}" for name in DECODERS),
-    "feed-images",
     "cache-read",
-    "pack",
     "cache-decode",
-    "device-augment",
-    "echo",
-    "sampler",
 )
 """Every remedy that may be prescribed."""
 
-LABELS = ("same bits", "same distribution", "changes the training")
+LABELS = ("same bits", "same distribution")
 _AS_IS: Mapping[str, float] = {}
 _APART = 0.03  # gaps that differ by more are told apart
 _WORTH = 1.0  # points that a remedy must gain, here or at the largest size
@@ -63,15 +53,10 @@ class Facts:
         cores: usable cores of this node.
         devices_per_node: of a full node.
         cuda: a GPU trains.
-        pinned: batches are page-locked.
         prefetch: batches that each loader may be ahead.
         jpeg: the dataset decodes JPEG images with Pillow.
         decoders: decoder -> milliseconds per image of the dataset.
         same_pixels: decoders that give exactly Pillow's pixels.
-        images: each sample is one image file.
-        draws: samples are random, so finished ones cannot be cached.
-        shrink: 2, 4, or 8 if ``feed.images`` could decode at that fraction of the size.
-        files, folder: number of files with one sample each, and their folder.
         sample_bytes, decoded_bytes: per sample, before and after decoding; 0 if unknown.
         samples: in the dataset.
         memory_bytes: free on this node.
@@ -82,13 +67,8 @@ class Facts:
         held: open files of the dataset, whose position loaders would share; "" if none.
         opens: files that the first sample opens, shared by threads but not by processes.
         loading_sweep: ``(concurrent loaders, samples per second)`` without training.
-        storage_sweep: ``(concurrent readers, samples per second)`` of uncached files; empty
-            without ``--cold``.
         scope: whose limit ``loading_sweep`` ended at: ``shared`` by all workers, each worker's
             ``own``, or ``unknown``, which one worker cannot tell.
-        durations: how long samples take, for :func:`~ronde.predict.ordered_loading.ordered_rate`;
-            empty without a tail.
-        batch: samples of a batch of one worker.
     """
 
     workers: int
@@ -97,16 +77,10 @@ class Facts:
     cores: int
     devices_per_node: int = 1
     cuda: bool = False
-    pinned: bool = False
     prefetch: int = 2
     jpeg: bool = False
     decoders: Mapping[str, float] = field(default_factory=dict)
     same_pixels: tuple[str, ...] = ()
-    images: bool = False
-    draws: bool = False
-    shrink: int = 1
-    files: int = 0
-    folder: str = ""
     sample_bytes: float = 0.0
     decoded_bytes: float = 0.0
     samples: int = 0
@@ -118,10 +92,7 @@ class Facts:
     opens: str = ""
     held: str = ""
     loading_sweep: tuple[tuple[int, float], ...] = ()
-    storage_sweep: tuple[tuple[int, float], ...] = ()
     scope: str = "shared"
-    durations: tuple[tuple[int, float], ...] = ()
-    batch: int = 1
 
 
 @dataclass(frozen=True)
@@ -131,24 +102,22 @@ class Remedy:
     Attributes:
         id: one of :data:`NAMES`.
         text: for the reader.
-        settings: for ``ronde run``; None if the script must change.
+        settings: for ``ronde run``.
         label: one of :data:`LABELS`.
         rate: samples per second expected here; None until tried.
         faster: stage -> factor on its time.
         loaders: factor on the number of loaders.
-        echo: how often each batch is used.
         tried: ``rate`` was measured.
         can_try: it shows within seconds (a cache does not: it fills in the first epoch).
     """
 
     id: str
     text: str
-    settings: FeedSettings | None
+    settings: FeedSettings
     label: str
     rate: float | None = None
     faster: Mapping[str, float] = field(default_factory=dict)
     loaders: float = 1.0
-    echo: int = 1
     tried: bool = False
     can_try: bool = True
 
@@ -208,23 +177,10 @@ def remedies(values: Mapping[str, Any], facts: Facts) -> list[Remedy]:
     if values["healthy"] or values["refused"] or is_between_workers(cause):
         return []
     case = _case(values, facts)
-    sampler = list(_of_sampler(case))
     if cause is not None and cause["stage"] == "sampler" and 100 * values["gap"] <= HEALTHY_POINTS:
-        return sampler
-    kinds = (_of_threads, _of_loaders, _of_device, _of_decoding, _of_storage, _of_repetition)
-    return sampler + [remedy for kind in kinds for remedy in kind(case)]
-
-
-def _of_sampler(case: _Case) -> Iterator[Remedy]:
-    order = case.values.get("order")
-    if order is None or 100 * order["share"] < HEALTHY_POINTS:
-        return
-    text = f"the sampler takes {order['seconds']:.1f} s to draw an epoch's order: "
-    if order.get("at_once"):
-        text += "compute it less often (keep what does not change) or with NumPy or torch"
-    else:
-        text += "draw all indices at once (NumPy, torch.randperm), not one by one"
-    yield _by_hand("sampler", text, "same distribution", _AS_IS)
+        return []
+    kinds = (_of_threads, _of_loaders, _of_decoding, _of_caching)
+    return [remedy for kind in kinds for remedy in kind(case)]
 
 
 def _of_threads(case: _Case) -> Iterator[Remedy]:
@@ -249,8 +205,6 @@ def _of_loaders(case: _Case) -> Iterator[Remedy]:
             each = max(1, facts.cores // facts.workers)
             most = min(_MOST_LOADERS, max(each, math.ceil(each / max(1.0 - case.idle, 0.05))))
             n = min(math.ceil(loaders * case.ratio), most, 4 * loaders)
-            if facts.durations:
-                n = _for_the_tail(case, min(most, 4 * loaders))
             if n > loaders and case.making >= _MAKING and not case.interferes:
                 text = f"{n} {what} for each worker instead of {loaders}"
                 settings, times = FeedSettings(workers=n), n / loaders
@@ -262,32 +216,6 @@ def _of_loaders(case: _Case) -> Iterator[Remedy]:
                 text = f"{n} loading threads instead of processes: no samples to transfer"
                 settings, free = FeedSettings(executor="threads", workers=n), {"transport": 0.0}
                 yield Remedy("threads", text, settings, "same bits", faster=free)
-        if facts.executor != "none" and facts.prefetch < 8:
-            ahead = 4 * facts.prefetch
-            text = f"each loader up to {ahead} batches ahead instead of {facts.prefetch}"
-            yield Remedy("prefetch", text, FeedSettings(prefetch=ahead), "same bits")
-    loading = case.values.get("loading_samples_per_second")
-    if case.interferes and loading and facts.executor != "none" and not facts.stream:
-        ceiling = float(case.values["samples_per_second"]["synthetic"])
-        enough = max(1, math.ceil(1.1 * loaders * ceiling / float(loading)))
-        if enough < loaders:
-            text = (
-                f"{enough} {what} for each worker instead of {loaders}: enough for the step, "
-                "and they take fewer of its cores"
-            )
-            yield Remedy("fewer-loaders", text, FeedSettings(workers=enough), "same bits")
-
-
-def _for_the_tail(case: _Case, most: int) -> int:
-    """The fewest loaders that keep the device fed past slow samples, or as many as are allowed."""
-    facts, ceiling = case.facts, float(case.values["samples_per_second"]["synthetic"])
-    wanted = ceiling / facts.workers
-    step = facts.batch / wanted
-    for n in range(facts.loaders + 1, most):
-        rate = ordered_rate(facts.durations, facts.batch, n, facts.prefetch, step)
-        if rate >= _FED * wanted:
-            return n
-    return most
 
 
 def _first_loaders(case: _Case) -> Iterator[Remedy]:
@@ -306,12 +234,6 @@ def _first_loaders(case: _Case) -> Iterator[Remedy]:
         yield Remedy("loaders", text, settings, "same bits", loaders=n)
 
 
-def _of_device(case: _Case) -> Iterator[Remedy]:
-    if case.facts.cuda and not case.facts.pinned and case.loses("copy"):
-        text = "page-locked batches: the copy runs during the step"
-        yield Remedy("pin-memory", text, FeedSettings(pin_memory=True), "same bits")
-
-
 def _of_decoding(case: _Case) -> Iterator[Remedy]:
     facts = case.facts
     if not facts.jpeg or not case.loses("decode"):
@@ -323,73 +245,30 @@ def _of_decoding(case: _Case) -> Iterator[Remedy]:
         label = "same bits" if name in facts.same_pixels else "same distribution"
         settings, faster = FeedSettings(decoder=name), {"decode": ms / now}
         yield Remedy(f"decoder-{name}", text, settings, label, faster=faster)
-    quicker = 0.3 + 0.7 / facts.shrink**2 if facts.shrink > 1 else 1.0
-    quicker *= ms / now if now else 1.0
-    if facts.images and quicker < 0.9:
-        text = f"read the images with {_images(facts, facts.shrink > 1)} instead of the Dataset"
-        yield _by_hand("feed-images", text, "same distribution", {"decode": quicker})
 
 
-def _of_storage(case: _Case) -> Iterator[Remedy]:
+def _of_caching(case: _Case) -> Iterator[Remedy]:
     facts, room = case.facts, 0.5 * case.facts.memory_bytes
-    if case.loses("read"):
-        whole = facts.sample_bytes * facts.samples
-        if (whole < room or whole == 0) and (facts.pipeline or facts.images):
-            text = f"keep the files in memory{_size(whole)}, from the second epoch on"
-            yield _cache("cache-read", facts, "read", text, facts.images, {"read": 0.02})
-        if facts.files > 1000 and 0 < facts.sample_bytes < 2**18 and facts.folder:
-            reader = f"feed.{'images' if facts.images else 'tar'}(OUT)"
-            text = f"pack the {facts.files:,} small files: ronde pack {facts.folder} OUT, then "
-            text += "pack: OUT" if facts.pipeline else reader
-            label = "same distribution" if facts.images else "same bits"
-            yield _by_hand("pack", text, label, {"read": 0.3})
+    whole = facts.sample_bytes * facts.samples
+    if case.loses("read") and facts.pipeline and (whole < room or whole == 0):
+        text = f"keep the files in memory{_size(whole)}, from the second epoch on"
+        yield _cache("cache-read", "read", text, {"read": 0.02})
     whole = facts.decoded_bytes * facts.samples
     slow = case.loses("decode") or (case.loses("read") and not facts.pipeline)
     if slow and 0 < whole < room:
         text = f"keep decoded samples in memory{_size(whole)}, from the second epoch on"
-        by_hand, faster = facts.images and facts.draws, {"read": 0.02, "decode": 0.02}
-        yield _cache("cache-decode", facts, "decode", text, by_hand, faster)
+        yield _cache("cache-decode", "decode", text, {"read": 0.02, "decode": 0.02})
 
 
 def _size(whole: float) -> str:
     return f" ({whole / 2**30:.1f} GiB)" if whole > 2**29 else ""
 
 
-def _of_repetition(case: _Case) -> Iterator[Remedy]:
-    if case.facts.pipeline and case.loses("augment") and case.facts.cuda:
-        text, settings = "normalize and augment on the device", FeedSettings(device_augment=True)
-        faster = {"augment": 0.1}
-        yield Remedy("device-augment", text, settings, "same distribution", faster=faster)
-    if case.making >= 10:
-        text, settings = "train on each batch twice (data echoing)", FeedSettings(echo=2)
-        yield Remedy("echo", text, settings, "changes the training", echo=2, can_try=False)
-
-
-def _by_hand(id: str, text: str, label: str, faster: Mapping[str, float]) -> Remedy:
-    """A remedy that changes the script, so that no setting can try it."""
-    return Remedy(id, text, None, label, faster=faster, can_try=False)
-
-
 def _cache(
-    id: str,
-    facts: Facts,
-    after: Literal["read", "decode"],
-    text: str,
-    by_hand: bool,
-    faster: Mapping[str, float],
+    id: str, after: Literal["read", "decode"], text: str, faster: Mapping[str, float]
 ) -> Remedy:
-    """A cache in memory, by settings, or in the script where a setting would not reach."""
-    if by_hand:
-        text += f": {_images(facts)}.cache({after!r}) instead of the Dataset"
-        return _by_hand(id, text, "same distribution", faster)
     settings = FeedSettings(cache=after, cache_in="memory")
     return Remedy(id, text, settings, "same bits", faster=faster, can_try=False)
-
-
-def _images(facts: Facts, to_size: bool = False) -> str:
-    """The call to write in place of a Dataset of image files."""
-    folder = repr(facts.folder) if facts.folder else "FOLDER"
-    return f"feed.images({folder}{', decode_to_size=True' if to_size else ''})"
 
 
 def _gained(values: Mapping[str, Any], points: float) -> float:
@@ -432,9 +311,9 @@ def capacities_of(values: Mapping[str, Any], facts: Facts, scope: str | None = N
         waiting = max(stages, key=lambda s: s.wall_seconds - s.cpu_seconds).name
     # Loaders that were asked for more at once and gave no more, with cores to spare: they wait for
     # something that all share.
-    sweep: Sequence[tuple[int, float]] = facts.storage_sweep
+    sweep: Sequence[tuple[int, float]] = ()
     own = math.inf
-    if not sweep and len(facts.loading_sweep) > 1:
+    if len(facts.loading_sweep) > 1:
         best, ended = plateau(facts.loading_sweep)
         ended = ended and not is_crowded(facts.loading_sweep)
         # Threads of one process may wait for its interpreter, which other devices' processes do not
@@ -470,7 +349,7 @@ def capacities_of(values: Mapping[str, Any], facts: Facts, scope: str | None = N
             devices_per_node=facts.devices_per_node,
             buffer_batches=float(max(1, facts.loaders * facts.prefetch)),
             uncertainty=max(0.02, float(values.get("noise", 0.05))),
-            storage_stage=slowest if facts.stream else "read" if facts.storage_sweep else waiting,
+            storage_stage=slowest if facts.stream else waiting,
             serial=facts.executor == "none",
         ),
     )
@@ -620,8 +499,6 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
     """Predicted samples per second of a remedy that was not tried."""
     rates = values["samples_per_second"]
     synthetic, real = float(rates["synthetic"]), float(rates["real"])
-    if remedy.echo > 1:
-        return min(synthetic, real * remedy.echo)
     rows = _loading(values)
     before = _milliseconds(rows, "wall") / 1e3
     after = _milliseconds(rows, "wall", remedy.faster) / 1e3
@@ -648,22 +525,6 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
     return max(real, min(rate, synthetic, max(busy, real), storage))
 
 
-def _in_each_epoch(remedy: Remedy, values: Mapping[str, Any]) -> tuple[int, float, dict[str, Any]]:
-    """A remedy for what happens once an epoch, which is no part of the gap."""
-    points = 100 * float(values["order"]["share"])
-    row = {
-        "id": remedy.id,
-        "text": remedy.text,
-        "settings": None,
-        "label": remedy.label,
-        "gap_here": None,
-        "gap_largest": None,
-        "gain_here_points": points,
-        "tried": False,
-    }
-    return 1, -points, row
-
-
 def prescriptions(
     values: Mapping[str, Any],
     facts: Facts,
@@ -686,12 +547,9 @@ def prescriptions(
     listed: list[tuple[int, float, dict[str, Any]]] = []
     noise = 100 * float(values.get("noise", 0.0))
     for remedy in found:
-        if remedy.id == "sampler":
-            listed.append(_in_each_epoch(remedy, values))
-            continue
         rate = remedy.rate if remedy.rate is not None else _modelled(values, facts, remedy)
         gap_here = max(0.0, 1.0 - rate / synthetic)
-        if remedy.tried and not remedy.faster and remedy.loaders == 1 and remedy.echo == 1:
+        if remedy.tried and not remedy.faster and remedy.loaders == 1:
             measured = _from_trial(values, facts, min(rate, synthetic))
             altered = _on_nodes(capacities_of(measured, facts), largest, nodes)
         else:
@@ -701,8 +559,7 @@ def prescriptions(
             loaders = min(remedy.loaders, max(1.0, times)) if starves else remedy.loaders
             altered = _altered(c, values, replace(remedy, loaders=loaders))
         p = predict(altered, largest)
-        gap_largest = max(0.0, 1.0 - (1.0 - p.gap) * remedy.echo) if remedy.echo > 1 else p.gap
-        gap_largest = min(gap_largest, before) if largest > facts.workers else gap_here
+        gap_largest = min(p.gap, before) if largest > facts.workers else gap_here
         if remedy.tried:
             gap_largest = max(gap_largest, gap_here)  # more devices are fed no better
         gain = 100 * (here - gap_here)
@@ -711,11 +568,11 @@ def prescriptions(
             continue  # it would have shown here
         if gain < max(_WORTH, noise if remedy.tried else 0.0) and gain_largest < max(5.0, noise):
             continue
-        rank = 2 if remedy.echo > 1 else 0 if remedy.label == LABELS[0] else 1
+        rank = LABELS.index(remedy.label)
         row = {
             "id": remedy.id,
             "text": remedy.text,
-            "settings": remedy.settings.to_dict() if remedy.settings is not None else None,
+            "settings": remedy.settings.to_dict(),
             "label": remedy.label,
             "gap_here": gap_here,
             "gap_largest": gap_largest,
@@ -724,6 +581,6 @@ def prescriptions(
         }
         listed.append((rank, -max(gain, 0.5 * gain_largest), row))
     # By gain, in classes of ten points: of two remedies that help about equally, the safer comes
-    # first. Echoing is the last resort.
-    listed.sort(key=lambda x: (x[0] == 2, round(x[1] / 10), x[0], x[1]))
+    # first.
+    listed.sort(key=lambda x: (round(x[1] / 10), x[0], x[1]))
     return [{"number": i, **row} for i, (_, _, row) in enumerate(listed, 1)]

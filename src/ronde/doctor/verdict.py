@@ -9,7 +9,6 @@ times.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
-from ronde.predict.ordered_loading import Tail
 
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
@@ -104,11 +101,7 @@ class Measurements:
         startup_seconds: to the first batch.
         block_seconds: per step, by ``with stage(…)`` block in the training process; blocks cannot
             be removed.
-        cold: storage measurements, with ``--cold``.
-        order: ``seconds`` to draw an epoch's order, their ``share`` of it, and whether it is drawn
-            ``at_once``; None if small.
-        tail: few slow samples that take most of the loading time; None if there are none.
-        ordered: samples per second that the loaders hand over in order, with such a tail.
+        order: ``seconds`` to draw an epoch's order, and their ``share`` of it; None if small.
         queued: seconds that loaders waited for a core, per second on one.
         others: share of the cores that other programs took meanwhile; None if not known.
         notes: for the reader.
@@ -130,10 +123,7 @@ class Measurements:
     loading: float | None = None
     startup_seconds: float = 0.0
     block_seconds: Mapping[str, float] = field(default_factory=dict)
-    cold: Mapping[str, Any] | None = None
     order: Mapping[str, Any] | None = None
-    tail: Tail | None = None
-    ordered: float = 0.0
     queued: float = 0.0
     others: float | None = None
     notes: tuple[str, ...] = ()
@@ -322,21 +312,7 @@ class _Judge:
             if alone >= 1 and row["waits"] > _WAITS and stage.wall_seconds > _WAITS_SECONDS:
                 _add_note(row, f"waits {100 * row['waits']:.0f} % of its time")
             rows.append(row)
-        self.tail(rows)
         return rows
-
-    def tail(self, rows: list[dict[str, Any]]) -> None:
-        """Tell the stage that has most of the loaders' time of its few slow samples."""
-        tail, loading = self.seen.tail, [r for r in rows if r["where"] == "loading"]
-        if tail is None or not loading:
-            return
-        row = max(loading, key=lambda r: r["wall_ms_per_sample"] or 0.0)
-        if self.seen.ordered and row["capacity_samples_per_second"]:
-            # the mean time of a sample would do; in order, the loaders give no more than this
-            most = min(row["capacity_samples_per_second"], self.seen.ordered)
-            row["capacity_samples_per_second"] = max(most, self.shown)
-        _add_note(row, f"1 sample in {1 / tail.share:.0f} takes {1e3 * tail.seconds:.0f} ms")
-        row["tail"] = True
 
     def _python(self, stage: TimedStage, by_time: float) -> float:
         """Sample making itself cannot be removed: it gets what other stages do not explain."""
@@ -481,7 +457,6 @@ def _row(name: str, points: float, low: float, high: float, note: str = "") -> d
         "note": note,
         "through": "",
         "waits": 0.0,
-        "tail": False,
     }
 
 
@@ -612,9 +587,7 @@ def judge(seen: Measurements) -> Diagnosis:
             "neighbour": neighbour,
             "startup_seconds": seen.startup_seconds,
             "order": dict(seen.order) if seen.order else None,
-            "tail": dataclasses.asdict(seen.tail) if seen.tail else None,
             "others": seen.others,
-            "cold": dict(seen.cold) if seen.cold else None,
             "notes": list(seen.notes),
         }
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import itertools
-import time
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -109,13 +107,7 @@ def _sampler_order(sampler: Any, seed: int) -> Callable[[int], Sequence[int]]:
                 sampler.generator.manual_seed(key)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            start = time.perf_counter()
-            indices = iter(sampler)
-            ids = [_index(i, sampler) for i in itertools.islice(indices, 1)]
-            first = time.perf_counter() - start  # an order that is drawn at once takes it all here
-            ids += [_index(i, sampler) for i in indices]
-            draw.__dict__["first_share"] = first / max(time.perf_counter() - start, 1e-9)
-            return ids
+            return [_index(i, sampler) for i in sampler]
         finally:
             restore_states(before)
 

@@ -76,8 +76,6 @@ class ArmResult:
         cpu_seconds: per sample, in the training processes.
         other_threads: share of the loaders' CPU time spent outside their main threads.
         queued: seconds that reading threads waited for a core, per second on a core.
-        durations: per octave of time, the number of samples that took so long to make and their
-            seconds; empty unless timed.
         notes: problems that the readers reported.
     """
 
@@ -94,5 +92,4 @@ class ArmResult:
     cpu_seconds: float = 0.0
     other_threads: float = 0.0
     queued: float = 0.0
-    durations: tuple[tuple[int, float], ...] = ()
     notes: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ from ronde.measure.loader_threads import Drain, ThreadTimes, stop_openmp_threads
 from ronde.measure.step_stages import StepStages
 from ronde.measure.study import refuse_batches
 from ronde.plan import Share, shares
-from ronde.profile import StageTimes, read_board, read_durations, read_notes
+from ronde.profile import StageTimes, read_board, read_notes
 from ronde.run.loop import on_device
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.tensors import tensors_in
@@ -50,7 +50,6 @@ _LEARN_SHARE = 5.0  # of a window, for loaders to read the samples that they the
 _LEARN_SAMPLES = 17  # samples that a loader reads before it replays them, see ronde.profile.replay
 _LEARN_BATCHES = 5
 _ATTEMPTS = 2
-_AT_ONCE = 0.5  # of an epoch's draw, before its first index
 _PATIENCE_SECONDS, _PATIENCE = 15.0, 8.0  # timeout of a batch: seconds, plus times the first
 
 
@@ -62,10 +61,8 @@ class Bench:
             alike.
 
     Attributes:
-        files: files that samples were read from in this rank's last timed window.
         patience: seconds for reading the recycled batches.
         draw_seconds: time in which the script's own sampler draws an epoch; None without one.
-        drawn_at_once: most of that time passes before its first index.
 
     Example:
         >>> with Bench(run) as bench:  # doctest: +SKIP
@@ -80,8 +77,6 @@ class Bench:
         self.in_step = StepStages()
         self.patience = 10.0
         self.draw_seconds: float | None = None
-        self.drawn_at_once = False
-        self.files: list[str] = []
         self._recycled: list[tuple[Share, list[Any]]] = []
         self._step_seconds: dict[Arm, float] = {}
         self._warm = False
@@ -211,7 +206,6 @@ class Bench:
         start = time.perf_counter()
         self._orders[epoch - self.run.state.epoch] = np.asarray(list(draw(epoch)), dtype=np.int64)
         self.draw_seconds = min(self.draw_seconds or float("inf"), time.perf_counter() - start)
-        self.drawn_at_once = getattr(draw, "first_share", 0.0) > _AT_ONCE
 
     def _load_recycled(self) -> None:
         """Load the batches to recycle: eight, more if small, fewer where reading is slow."""
@@ -374,12 +368,6 @@ class Bench:
                 stages_ = _timed(before, read_board(board))
                 extra["stages"] = {name: dataclasses.astuple(t) for name, t in stages_.items()}
                 extra["notes"] = list(read_notes(board))
-                if arm.timed:
-                    from ronde.profile import read_files
-
-                    extra["durations"] = read_durations(board)
-
-                    self.files = [file.path for file in read_files(board)]
             if threads is not None:
                 extra["others"], extra["queued"] = threads.shares()
         return self._result(arm, moments, waits, cpu, **extra)
@@ -488,7 +476,6 @@ class Bench:
             },
         }
         defaults = {"first": 0.0, "stages": {}, "others": 0.0, "queued": 0.0, "notes": []}
-        defaults["durations"] = []
         everyone = gather_json(self.port.world, {**mine, **defaults, **extra})
         self._step_seconds[arm] = max(e["seconds"] for e in everyone) / steps
         return self._merge(everyone, steps)
@@ -522,10 +509,6 @@ class Bench:
             cpu_seconds=sum(e["cpu"] for e in everyone) / (self.batch_samples * steps),
             other_threads=max(e["others"] for e in everyone),
             queued=statistics.fmean(e["queued"] for e in everyone),
-            durations=tuple(
-                (sum(n for n, _ in same), sum(s for _, s in same))
-                for same in zip(*(e["durations"] for e in everyone if e["durations"]), strict=True)
-            ),
             notes=tuple(dict.fromkeys(n for e in everyone for n in e["notes"])),
         )
 

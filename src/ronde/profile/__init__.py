@@ -12,13 +12,11 @@ from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.profile.function_hooks import original_of, swap_attribute
-    from ronde.profile.page_cache import cached_share, storage_sweep
     from ronde.profile.probe import Probe, read_files
     from ronde.profile.replay import deep_copy, same_bits, size_of
     from ronde.profile.shared_counters import (
         StageTimes,
         read_board,
-        read_durations,
         read_notes,
     )
 
@@ -27,9 +25,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.profile.function_hooks": "original_of swap_attribute",
-            "ronde.profile.page_cache": "cached_share storage_sweep",
             "ronde.profile.probe": "Probe read_files",
             "ronde.profile.replay": "deep_copy same_bits size_of",
-            "ronde.profile.shared_counters": "StageTimes read_board read_durations read_notes",
+            "ronde.profile.shared_counters": "StageTimes read_board read_notes",
         },
     )

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
 
@@ -551,7 +550,6 @@ class Probe:
         if account.current < 0:
             account.replayed.clear()
         account.begin(n, self._turns(n))
-        start = perf_counter_ns()
         account.enter(account.python, 0)
         try:
             if "sample" not in self.remove:
@@ -565,8 +563,6 @@ class Probe:
             return made
         finally:
             account.leave()
-            if account.sample > 1:  # the first one opens files and connections
-                account.slot.sample(perf_counter_ns() - start, n)
             account.settle()
             account.size = outer
 

@@ -10,7 +10,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,8 +25,6 @@ INSIDE = 2  # from this bit on FLAGS says which stages began while this one ran
 _NAME_AT = 2048
 _NAME = 64
 _NOTE_AT = _NAME_AT + STAGES * _NAME
-_OCTAVES = 40  # of a sample's nanoseconds
-_HISTOGRAM_AT = _SLOT - _OCTAVES * 16  # for each octave, a count and nanoseconds
 THROUGH = "read through "
 """Begins the name under which a slot counts a library's share of the stage ``read``."""
 
@@ -103,7 +101,6 @@ class Slot:
         whole = memoryview(mmap.mmap(-1, _SLOT)) if path is None else self._claim(path)
         self._head = whole[: _HEAD * 8].cast("q")
         self.values = whole[_HEAD * 8 : (_HEAD + STAGES * FIELDS) * 8].cast("q")
-        self.durations = whole[_HISTOGRAM_AT:_SLOT].cast("q")
         self._whole = whole
         self.index: dict[str, int] = {}
         for i in range(self._head[_NAMES]):
@@ -146,18 +143,12 @@ class Slot:
             self.index[name] = number
         return number
 
-    def sample(self, nanoseconds: int, count: int = 1) -> None:
-        """Count the time that samples took."""
-        at = 2 * min(max(nanoseconds // count, 0).bit_length(), _OCTAVES - 1)
-        self.durations[at] += count
-        self.durations[at + 1] += nanoseconds
-
     def note(self, text: str) -> None:
         """Write a message for readers, once."""
         line = text.replace("\n", " ").encode()[:500] + b"\n"
         used = self._head[_NOTES]
         at = _NOTE_AT + used
-        if at + len(line) <= _HISTOGRAM_AT and line not in bytes(self._whole[_NOTE_AT:at]):
+        if at + len(line) <= _SLOT and line not in bytes(self._whole[_NOTE_AT:at]):
             self._whole[at : at + len(line)] = line
             self._head[_NOTES] = used + len(line)
 
@@ -240,18 +231,6 @@ def read_board(path: Path) -> dict[str, StageTimes]:
         for name, times in _times(slot).items():
             total[name] = total.get(name, StageTimes()) + times
     return total
-
-
-Durations = Sequence[tuple[int, float]]
-"""For each octave of time: how many samples took so long, and their seconds."""
-
-
-def read_durations(path: Path) -> Durations:
-    """How long single samples took so far, over all threads and processes of a board."""
-    total = [0] * (2 * _OCTAVES)
-    for slot in _slots(path):
-        total = [a + b for a, b in zip(total, slot[_HISTOGRAM_AT:].cast("q"), strict=True)]
-    return tuple((total[i], total[i + 1] / 1e9) for i in range(0, len(total), 2))
 
 
 def read_notes(path: Path) -> list[str]:
