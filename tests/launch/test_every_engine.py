@@ -5,6 +5,7 @@ logs, record, and checkpoint, and arguments and variables that nothing has read 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from test_hosts import TRAIN, equal, hosts, one, place  # noqa: F401
 
 from engines import ENGINES, started_by
 from lab import missing, no_slurm, slurm
-from processes import child, ronde_batch
+from processes import child, ronde, ronde_batch
 from sampling import ALL
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -71,3 +72,40 @@ def test_names_that_are_no_hosts(place):  # noqa: F811
     for done in ronde_batch([["run", *o, "train.py", "x.st", "1"] for o in options], place):
         assert done.returncode == 2 and "is not a host" in done.stderr, done.stderr
     assert not (place / "caught").exists()
+
+
+TREES = """
+import sys
+import numpy as np
+import ronde
+from ronde import algorithms
+
+draw = np.random.default_rng(0)
+x = draw.normal(size=(900, 5))
+y = x[:, 0] * x[:, 1] > 0
+model = algorithms.trees((x, y), objective="binary", library=sys.argv[1], rounds=8, depth=3,
+                         validate=(x[::3], y[::3]))
+if ronde.world().is_main:
+    model.save(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "torchrun"] if ALL else ["ssh"])
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_trees_are_the_same_file(hosts, place, short, request, engine, library):  # noqa: F811
+    cluster = request.getfixturevalue("cluster") if engine == "slurm" else None
+    (place / "trees.py").write_text(TREES)
+    files = []
+    for name, how in ((f"{library}-one", "one"), (f"{library}-{engine}", engine)):
+        train, variables = ["trees.py", library, name], {}
+        words = ronde("run", "--workers", "1", *train)
+        if how == "torchrun":
+            words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            words += ["--nproc-per-node", "3", *train]
+        elif how != "one":
+            words, variables = started_by(engine, hosts, cluster, short, 3, train)
+        with child(words, place, variables) as started:
+            done = started.done(120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        files.append((place / name).read_bytes())
+    assert files[0] == files[1]

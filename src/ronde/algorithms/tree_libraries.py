@@ -313,7 +313,8 @@ class _LightGBM:
         for each in reserved:
             each.bind((address, 0))  # not listening: a rank that is early would meet this socket
         ports = [each.getsockname()[1] for each in reserved]
-        every = [f"{address}:{port}" for own in gather_json(me, ports) for port in own]
+        own = [f"{address}:{port}" for port in ports]
+        every = [place for places in gather_json(me, own) for place in places]
         for each in reserved:
             each.close()
         return [
