@@ -1,11 +1,9 @@
-"""Arrays on disk (npy, npz, Arrow), read by batches of rows."""
+"""Arrays on disk (npy) or in memory, read by batches of rows."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ from torch import Tensor, bfloat16
 
 from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values, tensor_of
 from ronde.data.sources.byte_ranges import ByteRange, Store
-from ronde.tables.reading import arrow_batches, open_arrow
 from ronde.world import ArgumentError, SampleError
-from ronde.world.paths import is_remote, local_path, need
+from ronde.world.paths import is_remote, local_path
 
 
 def npy_header(
@@ -133,99 +130,10 @@ class _Held:
         return np.asarray(self.values[ids])
 
 
-class _Arrow:
-    """All columns of several Arrow IPC files, concatenated and memory-mapped."""
-
-    def __init__(self, paths: Sequence[str], columns: Sequence[str] | None) -> None:
-        need("pyarrow", "tables", paths[0])
-        self.paths = list(paths)
-        self.sizes = [Path(path).stat().st_size for path in self.paths]
-        self._wanted = list(columns) if columns is not None else None
-        self._groups: Any = None
-        self._starts: Any = None
-        self._load()
-
-    def _load(self) -> None:
-        import pyarrow as pa
-
-        from ronde.data.sources.parquet import holds_nulls, to_columns
-
-        tables: list[tuple[str, Any]] = []
-        schema: Any = None
-        for path in self.paths:
-            try:
-                reader = open_arrow(pa.memory_map(path))
-                tables += [
-                    (path, pa.Table.from_batches([batch]))
-                    for batch in arrow_batches(reader)
-                    if batch.num_rows
-                ]
-            except (pa.ArrowInvalid, OSError) as error:
-                raise ArgumentError(
-                    f"{path} cannot be read as an Arrow IPC file or stream: "
-                    f"{str(error).splitlines()[0]}"
-                ) from error
-            if schema is not None and not schema.equals(reader.schema):
-                raise ArgumentError(
-                    f"feed.arrays: {path} has different columns, or types, than {self.paths[0]}."
-                )
-            schema = reader.schema
-        names = list(schema.names)
-        for name in self._wanted or ():
-            if name not in names:
-                raise ArgumentError(
-                    f"feed.arrays: {self.paths[0]} has no column {name!r}: choose among "
-                    f"{', '.join(names)}."
-                )
-        self.columns = self._wanted if self._wanted is not None else names
-        tables = [(path, table.select(self.columns)) for path, table in tables]
-        nulls = frozenset(
-            name
-            for name in self.columns
-            if any(holds_nulls(table.column(name)) for _, table in tables)
-        )
-        self._groups = {i: to_columns(table, nulls, path) for i, (path, table) in enumerate(tables)}
-        self._starts = np.cumsum([0, *(table.num_rows for _, table in tables)], dtype=np.int64)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_groups": None}
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def describe(self) -> tuple[Any, ...]:
-        name = os.path.basename(self.paths[0])  # noqa: PTH119
-        if len(self.paths) == 1:
-            return name, self.sizes[0], self.columns
-        return f"{name} and {len(self.paths) - 1} more", self.sizes, self.columns
-
-    def origin(self) -> list[Any]:
-        return list(self.paths)
-
-    def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Any]:
-        from ronde.data.sources.parquet import gather
-
-        if self._groups is None:
-            self._load()
-        return gather(ids, self._starts, self._groups)
-
-
-def _in_order(folder: Path) -> list[Path]:
-    """Arrow files in the order of ``state.json`` (Hugging Face's ``save_to_disk``) or by name."""
-    try:
-        named = [
-            folder / str(each["filename"])
-            for each in json.loads((folder / "state.json").read_text())["_data_files"]
-        ]
-    except (OSError, ValueError, KeyError, TypeError):
-        named = []
-    return named or sorted(p for p in folder.iterdir() if p.suffix == ".arrow")
-
-
 class ArraySource(BaseSource):
     """See :func:`arrays`."""
 
-    def __init__(self, columns: dict[str, Any] | tuple[Any, ...] | _Arrow, alone: bool) -> None:
+    def __init__(self, columns: dict[str, Any] | tuple[Any, ...], alone: bool) -> None:
         self._columns = columns
         self._alone = alone
         lengths = {len(c) for c in self._parts()}
@@ -237,9 +145,7 @@ class ArraySource(BaseSource):
             raise ArgumentError(f"feed.arrays: {self._parts()[0].describe()[0]} has no rows.")
 
     def _parts(self) -> list[Any]:
-        if isinstance(self._columns, dict):
-            return list(self._columns.values())
-        return list(self._columns) if isinstance(self._columns, tuple) else [self._columns]
+        return list(self._columns.values() if isinstance(self._columns, dict) else self._columns)
 
     def __len__(self) -> int:
         return self._length
@@ -263,8 +169,6 @@ class ArraySource(BaseSource):
     def take(self, ids: Sequence[int]) -> Any:
         """Rows as columns: a dict, a tuple or one array, as the source was given."""
         wanted = check_ids(ids, len(self))
-        if isinstance(self._columns, _Arrow):
-            return self._columns.take(wanted)
         if isinstance(self._columns, dict):
             return {name: column.take(wanted) for name, column in self._columns.items()}
         found = tuple(column.take(wanted) for column in self._columns)
@@ -284,41 +188,14 @@ class ArraySource(BaseSource):
         return list(tensor_of(found))
 
 
-def _from_npz(path: str, store: Store) -> dict[str, Any]:
-    size = store.size(path)
-    found: dict[str, Any] = {}
-    try:
-        with zipfile.ZipFile(path) as held, open(path, "rb") as raw:
-            for entry in held.infolist():
-                name = entry.filename.removesuffix(".npy")
-                if entry.compress_type == zipfile.ZIP_STORED:
-                    raw.seek(entry.header_offset + 26)
-                    lengths = raw.read(4)
-                    start = (
-                        entry.header_offset
-                        + 30
-                        + int.from_bytes(lengths[:2], "little")
-                        + int.from_bytes(lengths[2:], "little")
-                    )
-                    offset, shape, kind = npy_header(store, path, size, start)
-                    found[name] = _Rows(store, path, size, offset, shape, kind)
-                else:
-                    with held.open(entry) as part:
-                        found[name] = _Held(
-                            np.lib.format.read_array(part, allow_pickle=False), name
-                        )
-    except (zipfile.BadZipFile, ValueError) as error:
-        if isinstance(error, ArgumentError):
-            raise
-        raise ArgumentError(f"{path} cannot be read as npz: {error}") from None
-    return found
-
-
 def _one(given: Any, name: str, store: Store) -> Any:
     if isinstance(given, str | os.PathLike):
         path = os.fspath(given) if is_remote(os.fspath(given)) else local_path(given)
         if not path.endswith(".npy"):
-            raise ArgumentError(f"feed.arrays: {name}: {path} is no .npy file.")
+            raise ArgumentError(
+                f"feed.arrays: {name}: {path} is no .npy file. Save each array of an .npz with "
+                "numpy.save; feed.parquet reads Arrow files."
+            )
         size = store.size(path)
         return _Rows(store, path, size, *npy_header(store, path, size))
     if isinstance(given, np.memmap) and isinstance(given.filename, str | os.PathLike):
@@ -361,7 +238,6 @@ def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
 def arrays(
     given: str | os.PathLike[str] | Mapping[str, Any] | Sequence[Any],
     *,
-    columns: Sequence[str] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> ArraySource:
     """Rows of arrays on disk, memory-mapped and read by batches of ids.
@@ -370,12 +246,9 @@ def arrays(
     visiting rows.
 
     Args:
-        given: a ``.npy`` file: its rows. A dict of names and ``.npy`` files (or arrays), or an
-            ``.npz``, ``.arrow`` or ``.feather`` file: dicts of a row of each; a tuple or list of
-            them: tuples. A folder: a dict of its ``.npy`` files, or the rows of its ``.arrow``
-            files, one after the other, as Hugging Face's ``save_to_disk`` writes them. Arrow's file
-            and stream formats are both read. ``.npy`` may be URLs.
-        columns: which arrays of an ``.npz`` or Arrow file; None for all.
+        given: a ``.npy`` file: its rows. A dict of names and ``.npy`` files (or arrays), or a
+            folder of ``.npy`` files: dicts of a row of each; a tuple or list of them: tuples. Files
+            may be URLs.
         options: for fsspec.
 
     Raises:
@@ -390,40 +263,12 @@ def arrays(
     store = Store(options)
     if isinstance(given, str | os.PathLike):
         path = os.fspath(given) if is_remote(os.fspath(given)) else local_path(given)
-        if path.endswith(".npy"):
-            return ArraySource((_one(path, path, store),), True)
-        if is_remote(path):
-            raise ArgumentError(f"feed.arrays: {path}: only .npy files are read remotely.")
-        if Path(path).is_dir():
+        if not is_remote(path) and Path(path).is_dir():
             files = sorted(p for p in Path(path).iterdir() if p.suffix == ".npy")
-            if not files and (pieces := _in_order(Path(path))):
-                for piece in pieces:
-                    store.size(str(piece))
-                return ArraySource(_Arrow([str(piece) for piece in pieces], columns), False)
             if not files:
-                inside = sorted(
-                    p.name for p in Path(path).iterdir() if p.is_dir() and any(p.glob("*.arrow"))
-                )
-                which = f" Pass one of its folders: {', '.join(inside)}." if inside else ""
-                raise ArgumentError(
-                    f"feed.arrays: the folder {path} holds no .npy and no .arrow file.{which}"
-                )
+                raise ArgumentError(f"feed.arrays: the folder {path} holds no .npy file.")
             return ArraySource({p.stem: _one(str(p), p.stem, store) for p in files}, False)
-        store.size(path)
-        if path.endswith((".arrow", ".feather", ".ipc")):
-            return ArraySource(_Arrow([path], columns), False)
-        if not path.endswith(".npz"):
-            raise ArgumentError(
-                f"feed.arrays: {path} is none of .npy, .npz, .arrow, .feather or a folder "
-                "of .npy or .arrow files."
-            )
-        held = _from_npz(path, store)
-        for name in columns or ():
-            if name not in held:
-                raise ArgumentError(
-                    f"feed.arrays: {path} has no array {name!r}: choose among {', '.join(held)}."
-                )
-        return ArraySource({name: held[name] for name in columns or held}, False)
+        return ArraySource((_one(path, "array", store),), True)
     if isinstance(given, Mapping):
         if not given:
             raise ArgumentError("feed.arrays: no array was given.")

@@ -284,6 +284,17 @@ class Store:
                 )
         return found
 
+    @contextmanager
+    def open(self, path: str) -> Iterator[Any]:
+        """What pyarrow reads a file by: a local path, or a file object of fsspec's."""
+        if not is_remote(path):
+            yield path
+            return
+        fs = self.file_system(path)
+        # Its reader asks for what it needs; fsspec's own cache would fetch megabytes more.
+        with fs.open(fs._strip_protocol(path), "rb", cache_type="none") as file:
+            yield file
+
     def size(self, path: str) -> int:
         """Bytes of a file.
 

@@ -1,14 +1,14 @@
-"""Rows of Parquet files by batches of ids: row groups are decoded whole and cached."""
+"""Rows of Parquet and Arrow files by batches of ids: row groups are decoded whole and cached."""
 
 from __future__ import annotations
 
 import copy
-import io
 import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,78 +21,126 @@ from ronde.data.sources.base import (
     digest_values,
     unknown_class,
 )
-from ronde.data.sources.byte_ranges import (
-    ByteRange,
-    BytesCache,
-    Store,
-    expand,
-    inside,
-)
+from ronde.data.sources.byte_ranges import BytesCache, Store, expand, inside
 from ronde.data.sources.tar import is_pack
+from ronde.tables.reading import arrow_batches, open_arrow
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote, local_path, need
 
 Columns = dict[str, Any]
 
 
-class _Ranges(io.RawIOBase):
-    """A remote file with some ranges in memory; others are fetched when read."""
+class _RowGroup(NamedTuple):
+    """What a footer says of a row group."""
 
-    def __init__(self, store: Store, path: str, size: int, held: list[tuple[int, bytes]]) -> None:
-        self._store, self._path, self._size, self._held = store, path, size, held
-        self._place = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._place
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._place = offset + (0, self._place, self._size)[whence]
-        return self._place
-
-    def read(self, size: int = -1) -> bytes:
-        length = self._size - self._place if size < 0 else min(size, self._size - self._place)
-        start = self._place
-        self._place += length
-        for at, data in self._held:
-            if at <= start and start + length <= at + len(data):
-                return data[start - at : start - at + length]
-        return self._store.read([ByteRange(self._path, start, length)])[0]
+    rows: int
+    bytes: dict[str, int]  # decoded, by column
+    nulls: frozenset[str]  # columns that are known to hold nulls
 
 
-def plain_type(kind: Any) -> Any:
-    """A type without Arrow views (``string_view``, ``list_view``), which ``take`` cannot handle."""
-    import pyarrow as pa
+class _ParquetFile:
+    """A Parquet file; each process reads its footer once."""
 
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-        return pa.string() if pa.types.is_string_view(kind) else pa.binary()
-    if pa.types.is_dictionary(kind):
-        return pa.dictionary(kind.index_type, plain_type(kind.value_type), kind.ordered)
-    if pa.types.is_struct(kind):
-        return pa.struct(
-            [
-                kind.field(i).with_type(plain_type(kind.field(i).type))
-                for i in range(kind.num_fields)
-            ]
-        )
-    if pa.types.is_map(kind):
-        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
-    if (pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)) and plain_type(
-        kind.value_type
-    ) == kind.value_type:
-        return kind  # ``take`` handles these
-    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
-        return pa.large_list(kind.value_field.with_type(plain_type(kind.value_type)))
-    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)))
-    return kind
+    def __init__(self, path: str, store: Store) -> None:
+        self.path, self.size = path, store.size(path)
+        self._store = store
+        self._metadata: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_metadata": None}
+
+    @property
+    def metadata(self) -> Any:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if self._metadata is None:
+            try:
+                with self._store.open(self.path) as file:
+                    self._metadata = pq.read_metadata(file)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise ArgumentError(
+                    f"{self.path} cannot be read as Parquet: {str(error).splitlines()[0]}"
+                ) from error
+        return self._metadata
+
+    @property
+    def schema(self) -> Any:
+        return self.metadata.schema.to_arrow_schema()
+
+    def groups(self) -> list[_RowGroup]:
+        found = []
+        for g in range(self.metadata.num_row_groups):
+            group = self.metadata.row_group(g)
+            size: dict[str, int] = {}
+            nulls = set()
+            for c in range(group.num_columns):
+                chunk = group.column(c)
+                for name in self.schema.names:
+                    if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}."):
+                        size[name] = size.get(name, 0) + chunk.total_uncompressed_size
+                        if chunk.statistics is not None and chunk.statistics.null_count:
+                            nulls.add(name)
+            found.append(_RowGroup(group.num_rows, size, frozenset(nulls)))
+        return found
+
+    def read(self, g: int, columns: list[str]) -> Any:
+        import pyarrow.parquet as pq
+
+        # Without Arrow's own threads: the reader may be one of many, and a forked process has none
+        # of them. A remote row group is fetched in a few large ranges.
+        with (
+            self._store.open(self.path) as file,
+            pq.ParquetFile(file, metadata=self.metadata, pre_buffer=is_remote(self.path)) as opened,
+        ):
+            table = opened.read_row_group(g, columns=columns, use_threads=False)
+        # Arrow takes "a.b" also for a part of "a".
+        return table.select([i for i, name in enumerate(table.column_names) if name in columns])
+
+
+class _ArrowFile:
+    """An Arrow file or stream, memory-mapped; each record batch is a row group."""
+
+    def __init__(self, path: str, store: Store) -> None:
+        if is_remote(path):
+            raise ArgumentError(f"feed.parquet: {path}: Arrow files are read locally only.")
+        self.path, self.size = path, store.size(path)
+        self._opened: tuple[Any, list[Any]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+    def _open(self) -> tuple[Any, list[Any]]:
+        import pyarrow as pa
+
+        if self._opened is None:
+            try:
+                reader = open_arrow(pa.memory_map(self.path))
+                self._opened = reader.schema, list(arrow_batches(reader))
+            except (pa.ArrowInvalid, OSError) as error:
+                raise ArgumentError(
+                    f"{self.path} cannot be read as Arrow: {str(error).splitlines()[0]}"
+                ) from error
+        return self._opened
+
+    @property
+    def schema(self) -> Any:
+        return self._open()[0]
+
+    def groups(self) -> list[_RowGroup]:
+        return [
+            _RowGroup(
+                batch.num_rows,
+                dict.fromkeys(batch.schema.names, 0),  # in the page cache, not in this process
+                frozenset(n for n in batch.schema.names if holds_nulls(batch.column(n))),
+            )
+            for batch in self._open()[1]
+        ]
+
+    def read(self, g: int, columns: list[str]) -> Any:
+        import pyarrow as pa
+
+        return pa.Table.from_batches([self._open()[1][g]]).select(columns)
 
 
 def holds_nulls(column: Any) -> bool:
@@ -105,132 +153,53 @@ def holds_nulls(column: Any) -> bool:
     )
 
 
-def to_columns(
-    table: Any, nulls: frozenset[str], where: str, as_it_is: str | None = None
-) -> Columns:
-    """An Arrow table as columns: numbers as NumPy arrays, fixed-size lists as 2-D arrays, others as
-    Arrow arrays.
+def _takeable(table: Any) -> Any:
+    """A table without what Arrow's ``take`` lacks or is slow at: views, dictionaries, chunks."""
+    import pyarrow as pa
+
+    for i, field in enumerate(table.schema):
+        kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
+        if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+            kind = pa.string() if pa.types.is_string_view(kind) else pa.binary()
+        if kind != field.type:
+            table = table.set_column(i, field.name, table.column(i).cast(kind))
+    return table.combine_chunks()
+
+
+def _bytes_of(table: Any) -> int:
+    return int(table.nbytes)
+
+
+def _to_column(column: Any, has_nulls: bool, where: str) -> Any:
+    """An Arrow column as a NumPy array, 2-D for fixed-size lists; else as a list.
 
     Args:
-        nulls: columns that hold nulls somewhere: of them, whole numbers are floating-point
-            everywhere, with NaN, and lists of constant length Arrow arrays everywhere. What a
-            column is must not depend on which rows are read together.
-        where: for errors.
-        as_it_is: a column that stays an Arrow array if it is among ``nulls``.
+        has_nulls: whether the column holds nulls in any row: whole numbers are then floating-point
+            in every batch, with NaN, and lists of constant length lists. What a column is must not
+            depend on which rows are read together.
+        where: what the error begins with.
     """
     import pyarrow as pa
 
-    found: Columns = {}
-    for name, chunked in zip(table.column_names, table.columns, strict=True):
-        plain = plain_type(chunked.type)
-        if plain == chunked.type:
-            column = chunked.combine_chunks()
-        elif "list_view" in str(chunked.type):
-            # pyarrow 26 casts these into lists whose last offset lies behind its buffer
-            column = pa.array(chunked.to_pylist(), plain)
-        else:
-            column = chunked.cast(plain).combine_chunks()
-        if isinstance(column, pa.ChunkedArray):  # of no chunk at all, or too long for one array
-            column = (
-                pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-            )
-        if pa.types.is_dictionary(column.type):
-            column = column.dictionary_decode()
-        kind = column.type
-        if pa.types.is_decimal(kind):
-            column, kind = column.cast(pa.float64()), pa.float64()
-        if name == as_it_is and name in nulls:
-            found[name] = column
-            continue
-        whole = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
-        listed = pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type)
-        if whole and name in nulls:
-            column, kind = (
-                column.cast(pa.int8()).cast(pa.float64())
-                if pa.types.is_boolean(kind)
-                else column.cast(pa.float64(), safe=False),
-                pa.float64(),
-            )
-        elif (whole or listed) and name not in nulls and holds_nulls(column):
-            raise SampleError(
-                f"{where}: the column {name!r} holds nulls that the file does not declare. Rewrite "
-                "it with statistics."
-            )
-        if listed and name not in nulls:
-            found[name] = (
-                column.flatten().to_numpy(zero_copy_only=False).reshape(-1, kind.list_size)
-            )
-        elif pa.types.is_primitive(kind):
-            found[name] = column.to_numpy(zero_copy_only=False)
-        else:
-            found[name] = column
-    return found
-
-
-def gather(
-    ids: np.ndarray[Any, np.dtype[np.int64]],
-    starts: np.ndarray[Any, np.dtype[np.int64]],
-    groups: dict[int, Columns],
-) -> Columns:
-    """Rows of several groups, in id order; texts and bytes as lists.
-
-    Args:
-        starts: the first id of each group, and the end.
-        groups: columns of those groups that hold the ids.
-    """
-    import pyarrow as pa
-
-    of = np.searchsorted(starts, ids, side="right") - 1
-    by_group = np.argsort(of, kind="stable")
-    sorted_groups = of[by_group]
-    cuts = np.flatnonzero(np.diff(sorted_groups)) + 1
-    parts = np.split(by_group, cuts)
-    names = list(next(iter(groups.values())))
-    found: Columns = {}
-    rows = [
-        (places, ids[places] - starts[of[places[0]]], groups[int(of[places[0]])])
-        for places in parts
-        if len(places)
-    ]
-    for name in names:
-        columns = [columns[name] for _, _, columns in rows]
-        if all(isinstance(column, np.ndarray) for column in columns):
-            out = np.empty((len(ids), *columns[0].shape[1:]), dtype=np.result_type(*columns))
-            for places, local_rows, group in rows:
-                out[places] = group[name][local_rows]
-            found[name] = out
-        else:
-            values: list[Any] = [None] * len(ids)
-            for places, local_rows, group in rows:
-                for place, value in zip(
-                    places.tolist(), group[name].take(pa.array(local_rows)).to_pylist(), strict=True
-                ):
-                    values[place] = value
-            found[name] = values
-    return found
-
-
-def _leaves(kind: Any) -> int:
-    """How many file columns a field of this type spans."""
-    if hasattr(kind, "storage_type"):
-        return _leaves(kind.storage_type)
-    return (
-        sum(_leaves(kind.field(i).type) for i in range(kind.num_fields)) if kind.num_fields else 1
-    )
-
-
-def _owners(metadata: Any) -> list[str]:
-    """The field of each file column; paths are ambiguous (``a.b`` may be a part of ``a``)."""
-    return [
-        field.name
-        for field in metadata.schema.to_arrow_schema()
-        for _ in range(_leaves(field.type))
-    ]
-
-
-def columns_bytes(columns: Columns) -> int:
-    """Bytes of memory."""
-    return sum(int(column.nbytes) for column in columns.values())
+    kind = column.type
+    if pa.types.is_decimal(kind) or (has_nulls and pa.types.is_integer(kind)):
+        column = column.cast(pa.float64(), safe=False)
+    elif has_nulls and pa.types.is_boolean(kind):
+        column = column.cast(pa.int8()).cast(pa.float64())
+    listed = pa.types.is_fixed_size_list(kind) and pa.types.is_primitive(kind.value_type)
+    if pa.types.is_primitive(column.type):
+        values = column.to_numpy()
+    elif listed and not has_nulls:
+        values = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        values = values.reshape(-1, kind.list_size)
+    else:
+        return column.to_pylist()
+    whole = pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)
+    if (whole or listed) and holds_nulls(column):
+        raise SampleError(
+            f"{where} holds nulls that the file does not declare. Rewrite it with statistics."
+        )
+    return values
 
 
 def _is_bytes(kind: Any) -> bool:
@@ -247,7 +216,6 @@ def _holds_files(kind: Any) -> bool:
     """Whether a column holds bytes, or structs of ``bytes`` and ``path`` (Hugging Face)."""
     import pyarrow as pa
 
-    kind = plain_type(kind)
     if pa.types.is_struct(kind):
         return kind.get_field_index("bytes") >= 0 and _is_bytes(kind.field("bytes").type)
     return _is_bytes(kind)
@@ -261,6 +229,46 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
         return [str(name) for name in feature["names"]] if classed else None
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def _opened(path: str, store: Store) -> _ParquetFile | _ArrowFile:
+    if path.endswith((".arrow", ".feather", ".ipc")):
+        return _ArrowFile(path, store)
+    return _ParquetFile(path, store)
+
+
+def _check_columns(file: Any, columns: Sequence[str], first: Any, first_path: str) -> None:
+    """Refuse a column that a file lacks, has twice, or has with another type than the first."""
+    names = list(file.schema.names)
+    for name in columns:
+        if name not in first.names:
+            raise ArgumentError(
+                f"feed.parquet: {file.path} has no column {name!r}: choose among "
+                f"{', '.join(first.names)}."
+            )
+        if names.count(name) > 1:
+            raise ArgumentError(
+                f"feed.parquet: {file.path} has {names.count(name)} columns named {name!r}. Leave "
+                "it out with columns=[…]."
+            )
+        kind = file.schema.field(name).type if name in names else "missing"
+        if kind != first.field(name).type:
+            raise ArgumentError(
+                f"feed.parquet: the column {name!r} is {first.field(name).type} in {first_path} "
+                f"and {kind} in {file.path}."
+            )
+
+
+def _check_data(schema: Any, name: str, path: str) -> None:
+    """Refuse a column for ``data=`` that holds neither bytes nor texts."""
+    import pyarrow as pa
+
+    kind = schema.field(name).type
+    if not (_holds_files(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise ArgumentError(
+            f"feed.parquet: data={name!r}: the column is {kind} in {path}: expected bytes, or a "
+            "struct of bytes and path."
+        )
 
 
 class ParquetSource(BaseSource):
@@ -281,90 +289,28 @@ class ParquetSource(BaseSource):
         blocks: bool | None,
         sample: tuple[str, str | None, str | None] | None,
     ) -> None:
-        import pyarrow as pa
-
         self.paths = paths
-        self._store = store
         self._sample = sample
         self._number: dict[Any, int] = {}
-        self._metadata: dict[int, Any] = {}
-        self._sizes = [store.size(path) for path in paths]
+        self._files = [_opened(path, store) for path in paths]
+        first = self._files[0].schema
+        self.columns = list(columns) if columns is not None else list(first.names)
+        for file in self._files:
+            _check_columns(file, self.columns, first, paths[0])
+        if sample is not None:
+            _check_data(first, sample[0], paths[0])
+            self.classes = _class_names(first, sample[1])
         counts: list[int] = []
         self._group_file: list[tuple[int, int]] = []
         nulls: set[str] = set()
-        known: list[str] | None = None
         bytes_of: list[int] = []
-        for f, path in enumerate(paths):
-            metadata = self._of_file(f)
-            schema = metadata.schema.to_arrow_schema()
-            names = list(schema.names)
-            twice = next(
-                (name for name in (names if columns is None else columns) if names.count(name) > 1),
-                None,
-            )
-            if twice is not None:
-                raise ArgumentError(
-                    f"feed.parquet: {path} has {names.count(twice)} columns named {twice!r}. Leave "
-                    "it out with columns=[…]."
-                )
-            if known is None:
-                known, first = names, schema
-                for name in columns or ():
-                    if name not in names:
-                        hint = (
-                            f" Values in folder names ({name}=…) are not read. Write them into the "
-                            "files."
-                            if f"/{name}=" in path
-                            else ""
-                        )
-                        raise ArgumentError(
-                            f"feed.parquet: {path} has no column {name!r}: choose among "
-                            f"{', '.join(names)}.{hint}"
-                        )
-                self.columns = list(columns) if columns is not None else names
-                if sample is not None:
-                    kind = (
-                        plain_type(schema.field(sample[0]).type)
-                        if names.count(sample[0]) == 1
-                        else None
-                    )
-                    if kind is not None and not (
-                        _holds_files(kind)
-                        or pa.types.is_string(kind)
-                        or pa.types.is_large_string(kind)
-                    ):
-                        raise ArgumentError(
-                            f"feed.parquet: data={sample[0]!r}: the column is {kind} in "
-                            f"{path}: expected bytes, or a struct of bytes and path."
-                        )
-                    self.classes = _class_names(schema, sample[1])
-            else:
-                for name in self.columns:
-                    if name not in names or schema.field(name).type != first.field(name).type:
-                        has = schema.field(name).type if name in names else "missing"
-                        raise ArgumentError(
-                            f"feed.parquet: the column {name!r} is "
-                            f"{first.field(name).type} in {paths[0]} and {has} in {path}."
-                        )
-            owners = _owners(metadata)
-            for g in range(metadata.num_row_groups):
-                group = metadata.row_group(g)
-                if not group.num_rows:
-                    continue
-                counts.append(group.num_rows)
-                self._group_file.append((f, g))
-                size = 0
-                for c, name in enumerate(owners):
-                    if name in self.columns:
-                        chunk = group.column(c)
-                        size += chunk.total_uncompressed_size
-                        if (
-                            chunk.statistics is not None
-                            and chunk.statistics.has_null_count
-                            and chunk.statistics.null_count
-                        ):
-                            nulls.add(name)
-                bytes_of.append(size)
+        for f, file in enumerate(self._files):
+            for g, group in enumerate(file.groups()):
+                if group.rows:
+                    counts.append(group.rows)
+                    self._group_file.append((f, g))
+                    nulls |= group.nulls
+                    bytes_of.append(sum(group.bytes.get(name, 0) for name in self.columns))
         if not counts:
             raise ArgumentError(
                 f"feed.parquet: no rows in {paths[0]}"
@@ -373,13 +319,13 @@ class ParquetSource(BaseSource):
         self._nulls = frozenset(nulls)
         self._starts = np.cumsum([0, *counts], dtype=np.int64)
         self.groups = len(counts)
-        self._cache: BytesCache[int, Columns] = BytesCache(cache_bytes, columns_bytes)
+        self._cache: BytesCache[int, Any] = BytesCache(cache_bytes, _bytes_of)
         if blocks if blocks is not None else is_remote(paths[0]) or sum(bytes_of) > cache_bytes:
             self.blocks = tuple(counts)
             self.window = int(min(64, max(2, cache_bytes // max(1, max(bytes_of)))))
         names = [p.rpartition("/")[2] for p in paths]
         self._fingerprint = digest_values(
-            "parquet", names, self._sizes, counts, self.columns, sample
+            "parquet", names, [file.size for file in self._files], counts, self.columns, sample
         )
 
     def __len__(self) -> int:
@@ -391,9 +337,6 @@ class ParquetSource(BaseSource):
             f"groups of {len(self.paths):,} files"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metadata": {}}  # each process reads the footers that it needs
-
     @property
     def fingerprint(self) -> str:
         """Covers file names, sizes, row groups and columns."""
@@ -402,92 +345,24 @@ class ParquetSource(BaseSource):
     @property
     def schema(self) -> dict[str, Any]:
         """The Arrow type of each column."""
-        schema = self._of_file(0).schema.to_arrow_schema()
+        schema = self._files[0].schema
         return {name: schema.field(name).type for name in self.columns}
 
-    def _of_file(self, f: int) -> Any:
-        if f not in self._metadata:
-            import pyarrow as pa
-            import pyarrow.parquet as pq
-
-            path = self.paths[f]
-            try:
-                if is_remote(path):
-                    size = self._sizes[f]
-                    tail = min(size, 64 << 10)
-                    held = [
-                        (size - tail, self._store.read([ByteRange(path, size - tail, tail)])[0])
-                    ]
-                    self._metadata[f] = pq.read_metadata(
-                        pa.PythonFile(_Ranges(self._store, path, size, held), mode="r")
-                    )
-                else:
-                    self._metadata[f] = pq.read_metadata(path)
-            except (pa.ArrowInvalid, OSError) as error:
-                raise ArgumentError(
-                    f"{path} cannot be read as Parquet: {str(error).splitlines()[0]}"
-                ) from error
-        return self._metadata[f]
-
-    def _decode(self, wanted: list[int]) -> list[Columns]:
+    def _decode(self, wanted: list[int]) -> list[Any]:
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
-        held = self._fetched(wanted)
-        found: list[Columns] = []
+        found = []
         for number in wanted:
             f, g = self._group_file[number]
-            path = self.paths[f]
+            place = f"{self.paths[f]}, row group {g}"
             try:
-                file: Any = (
-                    pa.PythonFile(
-                        _Ranges(self._store, path, self._sizes[f], held[number]), mode="r"
-                    )
-                    if held
-                    else path
-                )
-                # Without Arrow's own threads: the reader may be one of many, and a forked process
-                # has none of them.
-                with pq.ParquetFile(
-                    file, metadata=self._of_file(f), memory_map=not held, pre_buffer=False
-                ) as opened:
-                    table = opened.read_row_group(g, columns=self.columns, use_threads=False)
-                # Arrow takes "a.b" also for a part of "a".
-                table = table.select(
-                    [i for i, name in enumerate(table.column_names) if name in self.columns]
-                )
+                table = self._files[f].read(g, self.columns)
             except (pa.ArrowException, OSError) as error:
                 raise SampleError(
-                    f"{path}, row group {g}, cannot be read: {str(error).splitlines()[0]}"
+                    f"{place}, cannot be read: {str(error).splitlines()[0]}"
                 ) from error
-            # Labels of samples stay whole numbers beside a null, which is an error of its row: as
-            # floating-point ones they were no classes.
-            label = self._sample[1] if self._sample is not None else None
-            found.append(to_columns(table, self._nulls, f"{path}, row group {g}", label))
+            found.append(_takeable(table))
         return found
-
-    def _fetched(self, wanted: list[int]) -> dict[int, list[tuple[int, bytes]]]:
-        """The bytes of some row groups' columns, fetched together; empty for local files."""
-        if not is_remote(self.paths[0]):
-            return {}
-        places: list[tuple[int, ByteRange]] = []
-        for number in wanted:
-            f, g = self._group_file[number]
-            group = self._of_file(f).row_group(g)
-            for c, name in enumerate(_owners(self._of_file(f))):
-                if name in self.columns:
-                    chunk = group.column(c)
-                    start = chunk.data_page_offset
-                    if chunk.dictionary_page_offset is not None:
-                        start = min(start, chunk.dictionary_page_offset)
-                    places.append(
-                        (number, ByteRange(self.paths[f], start, chunk.total_compressed_size))
-                    )
-        data = self._store.read([place for _, place in places])
-        held: dict[int, list[tuple[int, bytes]]] = {number: [] for number in wanted}
-        for (number, place), raw in zip(places, data, strict=True):
-            held[number].append((place.offset, raw))
-        return held
 
     def _path(self, i: int) -> str:
         """The file that holds row ``i``."""
@@ -506,7 +381,7 @@ class ParquetSource(BaseSource):
         label = self._sample[1] if self._sample is not None else None
         if label is None:
             return self
-        kind = plain_type(self.schema[label])
+        kind = self.schema[label]
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
             if known is not None and known != self.classes:
@@ -529,7 +404,9 @@ class ParquetSource(BaseSource):
         only.columns = [label]
         for group in range(self.groups):
             found.update(
-                v for v in only._decode([group])[0][label].unique().to_pylist() if v is not None
+                v
+                for v in only._decode([group])[0].column(label).unique().to_pylist()
+                if v is not None
             )
         wrong = next(
             (name for name in sorted(found) if known is not None and name not in known), None
@@ -548,8 +425,27 @@ class ParquetSource(BaseSource):
         wanted = check_ids(ids, len(self))
         if not wanted.size:
             return {name: [] for name in self.columns}
-        groups = np.unique(np.searchsorted(self._starts, wanted, side="right") - 1).tolist()
-        return gather(wanted, self._starts, self._cache.get(groups, self._decode))
+        import pyarrow as pa
+
+        groups = np.searchsorted(self._starts, wanted, side="right") - 1
+        held = self._cache.get(np.unique(groups).tolist(), self._decode)
+        by_group = np.argsort(groups, kind="stable")
+        cuts = np.flatnonzero(np.diff(groups[by_group])) + 1
+        parts = [
+            held[int(groups[rows[0]])].take(pa.array(wanted[rows] - self._starts[groups[rows[0]]]))
+            for rows in np.split(by_group, cuts)
+        ]
+        table = pa.concat_tables(parts).take(pa.array(np.argsort(by_group)))
+        # A label stays a whole number beside a null, which is an error of its row.
+        label = self._sample[1] if self._sample is not None else None
+        return {
+            name: table.column(name).to_pylist()
+            if name == label and name in self._nulls
+            else _to_column(
+                table.column(name), name in self._nulls, f"{self.paths[0]}: the column {name!r}"
+            )
+            for name in self.columns
+        }
 
     def read(self, ids: Sequence[int]) -> Any:
         """Rows of these ids, in this order: dicts, or :class:`Sample` with ``data=``.
@@ -595,7 +491,10 @@ def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any
     """
     given = list(paths) if len(paths) > 1 else paths[0]
     data = options.pop("data", None)
-    first, schema = _first_schema(given, options)
+    need("pyarrow", "tables", "feed.parquet")
+    store = Store(options.get("options"))
+    first = expand(given, store, "feed.parquet")[0]
+    schema = _opened(first, store).schema
     names = list(schema.names)
     if data is None:
         held = [
@@ -624,26 +523,6 @@ def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any
     return source if source._number else source.count_classes()
 
 
-def _first_schema(paths: Any, options: Mapping[str, Any]) -> tuple[str, Any]:
-    """The first file, and its schema."""
-    need("pyarrow", "tables", "feed.parquet")
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    store = Store(options.get("options"))
-    first = expand(paths, store, "feed.parquet")[0]
-    try:
-        if is_remote(first):
-            return first, pq.read_schema(
-                pa.PythonFile(_Ranges(store, first, store.size(first), []), mode="r")
-            )
-        return first, pq.read_schema(first)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise ArgumentError(
-            f"{first} cannot be read as Parquet: {str(error).splitlines()[0]}"
-        ) from error
-
-
 def parquet(
     paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
@@ -657,12 +536,13 @@ def parquet(
     cache_bytes: int = 512 << 20,
     options: Mapping[str, Any] | None = None,
 ) -> ParquetSource:
-    """Rows of Parquet files, read by batches of ids (extra ``tables``).
+    """Rows of Parquet or Arrow files, read by batches of ids (extra ``tables``).
 
     A batch is read by column, never by row; torch's ``default_collate`` of it returns tensors. Row
     groups are decoded whole and cached, up to ``cache_bytes`` per process. Integers with nulls
     become floats with NaN. Times are ``datetime64`` with NaT for null, which ``default_collate``
-    turns into the smallest integer.
+    turns into the smallest integer. Arrow files and streams (``.arrow``, ``.feather``, ``.ipc``)
+    are memory-mapped; their record batches are their row groups.
 
     Args:
         paths: a file, a folder, a glob, URLs, or a list of such.
@@ -701,7 +581,8 @@ def parquet(
         if plain and is_pack(text, options):
             raise ArgumentError(f"{text} is a pack of tars. Open it with feed.tar({text!r}).")
         if here:
-            files = inside(text, ".parquet", "feed.parquet")
+            arrow = any(file.suffix == ".arrow" for file in Path(text).iterdir())
+            files = inside(text, ".arrow" if arrow else ".parquet", "feed.parquet")
     if data is None and (label is not None or name is not None):
         raise ArgumentError("feed.parquet: label= and name= go with data=, the column of bytes.")
     if data is not None:
