@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import random
 import signal
 import sys
@@ -20,7 +19,6 @@ from processes import child
 from ronde import feed
 from ronde.cli.app import app
 from ronde.data.pack import pack, verify_pack
-from ronde.data.sources.tar import PARTIAL
 from ronde.world import ArgumentError, SampleError
 
 
@@ -104,73 +102,55 @@ def test_the_shards_are_webdatasets(tmp_path):
     assert len(feed.tar(sorted((tmp_path / "out").glob("*.tar")))) == len(source)
 
 
-def forked(task) -> multiprocessing.Process:
-    """A process of its own, without the seconds that importing torch takes."""
-    child = multiprocessing.get_context("fork").Process(target=task, daemon=True)
-    child.start()
-    return child
-
-
-def test_killed_and_gone_on(tmp_path):
-    """SIGKILL in the middle, several times; the same call then ends with the bytes of one that was
-    left alone.
-    """
+def test_a_killed_pack_leaves_nothing_that_opens(tmp_path):
     files = folder(tmp_path / "files", 1500, largest=30_000)
     pack(files, tmp_path / "whole", shard_bytes=1 << 19)
-    wanted = contents(tmp_path / "whole")
-    out = tmp_path / "out"
-    kills = 0
-    for goal in (0, 1, 4, 9):
-        going = forked(lambda: pack(files, out, shard_bytes=1 << 19))
-        limit = time.monotonic() + 60
-        while (
-            going.is_alive()
-            and len(list(out.glob("shard-*.tar"))) < goal
-            and time.monotonic() < limit
-        ):
-            time.sleep(0.001)
-        going.kill()
-        going.join(30)
-        kills += going.exitcode == -signal.SIGKILL
-        if (out / PARTIAL).exists():
-            with pytest.raises(ArgumentError, match=r"unfinished pack"):
-                verify_pack(out)
-            for opens in (feed.tar, feed.images):
-                with pytest.raises(ArgumentError, match=r"unfinished pack"):
-                    opens(out)
-    assert kills >= 3
-    (out / "shard-000099.tar.writing").write_bytes(b"half")
-    done = pack(files, out, shard_bytes=1 << 19)
-    assert done.resumed > 0 and done.samples == 1506
-    assert contents(out) == wanted
+    out, writing = tmp_path / "out", tmp_path / ".out.writing"
+    command = [
+        sys.executable,
+        "-m",
+        "ronde",
+        "pack",
+        "--shard-size",
+        "512KiB",
+        str(files),
+        str(out),
+    ]
+    for sent, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
+        with child(command, tmp_path) as started:
+            limit = time.monotonic() + 60
+            while not (writing / "shard-000001.tar").exists() and time.monotonic() < limit:
+                time.sleep(0.001)
+            started.process.send_signal(sent)
+            done = started.done(30)
+        assert done.returncode == status
+        assert "Traceback" not in done.stderr
+        assert not out.exists()
+        with pytest.raises(ArgumentError, match=r"is not a pack"):
+            verify_pack(out)
+        assert writing.exists() == (sent == signal.SIGKILL)
+    assert done.stderr.strip().endswith(f"stopped by SIGINT; nothing was packed: {out}")
+    assert pack(files, out, shard_bytes=1 << 19).samples == 1506
+    assert contents(out) == contents(tmp_path / "whole")
 
 
-def test_ctrl_c_is_clean(tmp_path):
-    files = folder(tmp_path / "files", 1500, largest=30_000)
-    out = tmp_path / "out"
-    with child(
-        [sys.executable, "-m", "ronde", "pack", "--shard-size", "512KiB", str(files), str(out)],
-        tmp_path,
-    ) as started:
-        limit = time.monotonic() + 60
-        # The first shard counts once it is written down, which is after it has its name.
-        while (
-            not ((out / PARTIAL).exists() and "shard-000000" in (out / PARTIAL).read_text())
-            and time.monotonic() < limit
-        ):
-            time.sleep(0.001)
-        started.process.send_signal(signal.SIGINT)
-        done = started.done(30)
-    assert done.returncode == 130 and "Traceback" not in done.stderr
-    assert done.stderr.strip().endswith(
-        f"stopped by SIGINT; run the same command again to continue: {out}"
-    )
-    assert (
-        not list(out.glob("*.writing"))
-        and (out / PARTIAL).exists()
-        and not (out / "ronde-pack.json").exists()
-    )
-    assert pack(files, out, shard_bytes=512 << 10).resumed > 0 and verify_pack(out).problems == ()
+def test_a_second_pack_into_the_same_folder_is_refused(tmp_path):
+    files = folder(tmp_path / "files", 5)
+    refused = []
+
+    def again(done, total):
+        with pytest.raises(ArgumentError, match=r"another process is packing into .*out now"):
+            pack(files, tmp_path / "out")
+        refused.append(done)
+
+    pack(files, tmp_path / "out", progress=again)
+    assert refused
+    assert pack(files, tmp_path / "out").already
+    (files / "ant/new.jpg").write_bytes(b"new")
+    with pytest.raises(ArgumentError, match=r"is a pack of other settings \(samples 11\)"):
+        pack(files, tmp_path / "out")
+    with pytest.raises(ArgumentError, match=r"files is not empty \(__odd__\)"):
+        pack(tmp_path / "out", files, labels=None)
 
 
 def test_damage_is_found_and_named(tmp_path):
@@ -223,15 +203,10 @@ def test_the_command(tmp_path):
     as_json = json.loads(
         runner.invoke(app, ["pack", "--verify", "--json", str(tmp_path / "out")]).output
     )
-    assert as_json["ok"] and as_json["samples"] == 11 and as_json["kind"] == "tar"
+    assert as_json["ok"] and as_json["samples"] == 11
     for arguments, text in (
         (["x"], "OUT is missing"),
         (["--verify", "x", "y"], "--verify takes one folder"),
-        (["--format", "zip", "x", "y"], "pack writes tar shards, not 'zip'"),
-        (
-            ["--format", "parquet", "x", "y"],
-            "use pyarrow or datasets and read them with feed.parquet",
-        ),
         (["--shard-size", "big", "x", "y"], "--shard-size big: expected a size"),
     ):
         found = runner.invoke(app, ["pack", *arguments])

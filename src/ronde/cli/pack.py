@@ -20,7 +20,7 @@ _EXAMPLES = """
 OUT then holds tar shards and a manifest. feed.tar("OUT") and feed.images("OUT") give the
 same samples, labels, classes and order as FOLDER, so a training can go on from either.
 The same FOLDER always gives the same bytes. If packing is interrupted, run the command
-again: it resumes with the shard it was writing.
+again: it starts anew.
 
 Examples:
 
@@ -54,11 +54,10 @@ def register(app: typer.Typer) -> None:
             Path | None,
             typer.Argument(
                 metavar="OUT",
-                help="A new or empty folder, or one with an interrupted pack.",
+                help="A new or empty folder.",
                 show_default=False,
             ),
         ] = None,
-        kind: Annotated[str, option("--format", "", hidden=True)] = "tar",
         shard_size: Annotated[
             str, option("--shard-size", "Largest size of a shard.", "SIZE")
         ] = "256MiB",
@@ -103,12 +102,11 @@ def register(app: typer.Typer) -> None:
         size = int(parsed("--shard-size", shard_size, parse_bytes, "a size as 256MiB or 1GB"))
         with (
             _bar("packing", as_json) as progress,
-            _stoppable(out, "run the same command again to continue"),
+            _stoppable(out, "nothing was packed"),
         ):
             result = write(
                 folder,
                 out,
-                kind=kind,
                 shard_bytes=size,
                 labels=labels,
                 suffixes=endings,
@@ -130,10 +128,7 @@ def register(app: typer.Typer) -> None:
         if result.already:
             line = f"{out} is packed already: {done}"
         else:
-            went_on = (
-                f", {result.resumed:,} of them by an earlier command" if result.resumed else ""
-            )
-            line = f"packed {done}{went_on}, in {time.monotonic() - began:.1f} s: {out}"
+            line = f"packed {done}, in {time.monotonic() - began:.1f} s: {out}"
         plain_console().print(line, soft_wrap=True)
 
 

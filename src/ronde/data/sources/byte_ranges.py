@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob as globbing
+import itertools
 import os
 import re
 import threading
@@ -18,25 +19,10 @@ from ronde.data.sources.base import reset_after_fork
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote, local_path, need
 
-_OPEN_FILES = 128  # of one process; far below the usual limit of 1024
-_IN_FLIGHT = 32
+_IN_FLIGHT_REQUESTS = 32
 _TRIES = 3
-_GAP = 32 << 10  # requests for ranges of one remote file are merged across gaps up to this
-_MERGED = 8 << 20  # … up to this size
 # What file systems call that which changes with a file's contents, the surest first.
-_TAGS = (
-    *("ETag", "etag", "e_tag", "md5Hash", "Content-MD5", "Digest", "checksum"),
-    *(
-        "LastModified",
-        "Last-Modified",
-        "last_modified",
-        "updated",
-        "mtime",
-        "modified",
-        "modificationTime",
-        "created",
-    ),
-)
+_TAGS = ("ETag", "etag", "md5Hash", "checksum", "LastModified", "mtime", "updated", "created")
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -58,152 +44,41 @@ class ByteRange(NamedTuple):
     size: int | None = None
 
 
-class _OpenFiles:
-    """This process's open descriptors, closed least recently used first. Thread-safe."""
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._lock = threading.Lock()
-        # (path, size) -> [descriptor, readers]
-        self._held: OrderedDict[tuple[str, int | None], list[int]] = OrderedDict()
-        reset_after_fork(self)
-
-    def reset(self) -> None:
-        """In a forked child, close the copied descriptors; the parent's stay open."""
-        self._lock = threading.Lock()
-        for descriptor, _ in self._held.values():
-            os.close(descriptor)
-        self._held.clear()
-
-    @contextmanager
-    def open(self, path: str, size: int | None) -> Iterator[int]:
-        key = (path, size)
-        with self._lock:
-            entry = self._held.get(key)
-            if entry is None:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                found = os.fstat(descriptor).st_size
-                if size is not None and found != size:
-                    os.close(descriptor)
-                    raise SampleError(
-                        f"{path} changed: it has {found:,} bytes and had {size:,} when it was "
-                        "opened."
-                    )
-                entry = self._held[key] = [descriptor, 0]
-                for old in [k for k, e in self._held.items() if e[1] == 0 and k != key][
-                    : max(0, len(self._held) - self.most)
-                ]:
-                    os.close(self._held.pop(old)[0])
-            self._held.move_to_end(key)
-            entry[1] += 1
-        try:
-            yield entry[0]
-        finally:
-            with self._lock:
-                entry[1] -= 1
-                if not entry[1] and self._held.get(key) is not entry:
-                    os.close(entry[0])
-
-    def refresh(self, path: str, now: os.stat_result) -> None:
-        """Reopen a path if it now names another file, even of the same size."""
-        with self._lock:
-            for key in ((path, now.st_size), (path, None)):
-                entry = self._held.get(key)
-                if entry is not None and not os.path.samestat(os.fstat(entry[0]), now):
-                    del self._held[key]
-                    if not entry[1]:  # else its last reader closes it
-                        os.close(entry[0])
-
-    def count(self) -> int:
-        """Number of open descriptors."""
-        return len(self._held)
+def _truncated(place: ByteRange, got: int) -> str:
+    return (
+        f"{place.path} ends at byte {place.offset + got:,}; {place.length:,} bytes were expected "
+        f"at {place.offset:,}. It is truncated."
+    )
 
 
-open_files = _OpenFiles(_OPEN_FILES)
-
-
-def _pread(descriptor: int, offset: int, length: int, path: str) -> bytes:
-    data = os.pread(descriptor, length, offset)
-    if len(data) == length:
-        return data
-    parts = [data]
-    got = len(data)
-    while got < length:
-        more = os.pread(descriptor, length - got, offset + got)
+def _pread(descriptor: int, place: ByteRange, size: int) -> bytes:
+    length = size - place.offset if place.length is None else place.length
+    data = os.pread(descriptor, length, place.offset)
+    while len(data) < length:  # one call gives 2 GiB at most
+        more = os.pread(descriptor, length - len(data), place.offset + len(data))
         if not more:
-            raise SampleError(
-                f"{path} ends at byte {offset + got:,}; {length:,} bytes were expected at "
-                f"{offset:,}. It is truncated."
-            )
-        parts.append(more)
-        got += len(more)
-    return b"".join(parts)
+            raise SampleError(_truncated(place, len(data)))
+        data += more
+    return data
 
 
-def _read_local(place: ByteRange) -> bytes:
-    path = place.path
+def _read_local(path: str, places: Sequence[ByteRange]) -> list[bytes]:
+    """The ranges of one file."""
     try:
-        if place.length is not None:
-            with open_files.open(path, place.size) as descriptor:
-                return _pread(descriptor, place.offset, place.length, path)
-        # Whole files are many and small: each is opened once, so keeping it open would gain
-        # nothing.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size
-            return _pread(descriptor, 0, size, path) if size else b""
+            for place in places:
+                if place.size not in (None, size):
+                    raise SampleError(
+                        f"{path} changed: it has {size:,} bytes and had {place.size:,} when it was "
+                        "opened."
+                    )
+            return [_pread(descriptor, place, size) for place in places]
         finally:
             os.close(descriptor)
     except OSError as error:
         raise SampleError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-class _FileSystems:
-    """fsspec file systems of this process, one per protocol and options, shared by threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: dict[tuple[str, str], Any] = {}
-        reset_after_fork(self)
-
-    def reset(self) -> None:
-        self._lock = threading.Lock()
-        self._held.clear()
-
-    def of(self, url: str, options: Mapping[str, Any]) -> Any:
-        protocol = url.split("://", 1)[0]
-        key = (protocol, repr(sorted(options.items())))
-        with self._lock:
-            if key not in self._held:
-                need("fsspec", "remote", url)
-                import fsspec
-
-                try:
-                    # fsspec keeps one for each thread; one for all of them shares its connections.
-                    self._held[key] = fsspec.filesystem(
-                        protocol, skip_instance_cache=True, **options
-                    )
-                except (ImportError, ValueError) as error:
-                    raise ArgumentError(
-                        f"{url} cannot be opened: {error}. fsspec needs the package of "
-                        "that protocol."
-                    ) from error
-            return self._held[key]
-
-
-_file_systems = _FileSystems()
-
-
-def _final(error: BaseException) -> bool:
-    """Whether retrying is pointless."""
-    return isinstance(
-        error,
-        FileNotFoundError
-        | PermissionError
-        | IsADirectoryError
-        | ArgumentError
-        | NotImplementedError,
-    )
 
 
 class Store:
@@ -217,8 +92,16 @@ class Store:
         self.options = dict(options or {})
 
     def file_system(self, url: str) -> Any:
-        """The fsspec file system of a URL."""
-        return _file_systems.of(url, self.options)
+        """The fsspec file system of a URL; fsspec keeps one for each thread and process."""
+        need("fsspec", "remote", url)
+        import fsspec
+
+        try:
+            return fsspec.filesystem(url.split("://", 1)[0], **self.options)
+        except (ImportError, ValueError) as error:
+            raise ArgumentError(
+                f"{url} cannot be opened: {error}. fsspec needs the package of that protocol."
+            ) from error
 
     def read(self, places: Sequence[ByteRange]) -> list[bytes]:
         """Read the bytes of each range.
@@ -226,46 +109,22 @@ class Store:
         Raises:
             SampleError: one of them cannot be read; it names the file.
         """
-        if not places:
-            return []
-        if not is_remote(places[0].path):
-            return [_read_local(place) for place in places]
-        return self._read_remote(places)
+        if places and is_remote(places[0].path):
+            return self._read_remote(places)
+        found: list[bytes] = []
+        for path, run in itertools.groupby(places, lambda place: place.path):
+            found += _read_local(path, list(run))
+        return found
 
     def _read_remote(self, places: Sequence[ByteRange]) -> list[bytes]:
-        found: list[bytes | None] = [b"" if place.length == 0 else None for place in places]
-        merged = _merge([(i, place) for i, place in enumerate(places) if place.length != 0])
-        fetched = self._fetch([place for place, _ in merged])
-        for (place, members), data in zip(merged, fetched, strict=True):
-            for i in members:
-                wanted = places[i]
-                start = wanted.offset - place.offset
-                found[i] = (
-                    data
-                    if wanted.length is None or len(data) == wanted.length
-                    else data[start : start + wanted.length]
-                )
-        return [data if data is not None else b"" for data in found]
-
-    def _fetch(self, places: list[ByteRange]) -> list[bytes]:
-        found: list[Any] = [None] * len(places)
-        left = list(range(len(places)))
+        found: list[Any] = [b"" if place.length == 0 else None for place in places]
+        left = [i for i, place in enumerate(places) if place.length != 0]
         for attempt in range(_TRIES):
             if not left:
                 break
             if attempt:
-                time.sleep(0.2 * 4 ** (attempt - 1))
-            fs = self.file_system(places[0].path)
-            paths = [fs._strip_protocol(places[i].path) for i in left]
-            starts = [places[i].offset if places[i].length is not None else None for i in left]
-            ends = [
-                places[i].offset + length if (length := places[i].length) is not None else None
-                for i in left
-            ]
-            extra = {"batch_size": _IN_FLIGHT} if getattr(fs, "async_impl", False) else {}
-            for i, data in zip(
-                left, fs.cat_ranges(paths, starts, ends, on_error="return", **extra), strict=True
-            ):
+                time.sleep(0.2 * 4 ** (attempt - 1))  # seconds: 0.2, 0.8
+            for i, data in zip(left, self._fetch([places[i] for i in left]), strict=True):
                 found[i] = data
             left = [i for i in left if isinstance(found[i], BaseException) and not _final(found[i])]
         for place, data in zip(places, found, strict=True):
@@ -277,12 +136,17 @@ class Store:
                     f"and {len(data):,} arrived. Its server does not support range requests."
                 )
             if place.length is not None and len(data) < place.length:
-                raise SampleError(
-                    f"{place.path} ends at byte {place.offset + len(data):,}; "
-                    f"{place.length:,} bytes were expected at {place.offset:,}. "
-                    "It is truncated."
-                )
+                raise SampleError(_truncated(place, len(data)))
         return found
+
+    def _fetch(self, places: Sequence[ByteRange]) -> list[Any]:
+        """Bytes, or the error of each."""
+        fs = self.file_system(places[0].path)
+        paths = [fs._strip_protocol(place.path) for place in places]
+        starts = [place.offset if place.length is not None else None for place in places]
+        ends = [p.offset + p.length if p.length is not None else None for p in places]
+        extra = {"batch_size": _IN_FLIGHT_REQUESTS} if fs.async_impl else {}
+        return list(fs.cat_ranges(paths, starts, ends, on_error="return", **extra))
 
     @contextmanager
     def open(self, path: str) -> Iterator[Any]:
@@ -294,6 +158,13 @@ class Store:
         # Its reader asks for what it needs; fsspec's own cache would fetch megabytes more.
         with fs.open(fs._strip_protocol(path), "rb", cache_type="none") as file:
             yield file
+
+    def stream(self, path: str) -> Any:
+        """A file object for reading from front to back, with seeks."""
+        if not is_remote(path):
+            return open(path, "rb")
+        fs = self.file_system(path)
+        return fs.open(fs._strip_protocol(path), "rb", cache_type="readahead", block_size=8 << 20)
 
     def size(self, path: str) -> int:
         """Bytes of a file.
@@ -317,7 +188,6 @@ class Store:
                 found = Path(path).stat()
             except OSError as error:
                 raise ArgumentError(f"{path} cannot be opened: {error.strerror}.") from None
-            open_files.refresh(path, found)
             return found.st_size, found.st_mtime_ns, ""
         fs = self.file_system(path)
         try:
@@ -351,35 +221,23 @@ class Store:
     __hash__ = None  # type: ignore[assignment]
 
 
+def _final(error: BaseException) -> bool:
+    """Whether retrying is pointless."""
+    return isinstance(
+        error,
+        FileNotFoundError
+        | PermissionError
+        | IsADirectoryError
+        | ArgumentError
+        | NotImplementedError,
+    )
+
+
 def _reason(error: BaseException) -> str:
     text = str(error).strip().rstrip(".")
     if isinstance(error, FileNotFoundError):
         return "no such file"
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _merge(asked: list[tuple[int, ByteRange]]) -> list[tuple[ByteRange, list[int]]]:
-    """Merge neighboring ranges of a file into one request."""
-    whole = [(place, [i]) for i, place in asked if place.length is None]
-    merged: list[tuple[ByteRange, list[int]]] = []
-    for i, place in sorted(
-        ((i, p) for i, p in asked if p.length is not None), key=lambda e: (e[1].path, e[1].offset)
-    ):
-        assert place.length is not None
-        if merged:
-            last, members = merged[-1]
-            assert last.length is not None
-            end = last.offset + last.length
-            new_end = max(end, place.offset + place.length)
-            if (
-                last.path == place.path
-                and place.offset - end <= _GAP
-                and new_end - last.offset <= max(_MERGED, last.length)
-            ):
-                merged[-1] = (last._replace(length=new_end - last.offset), [*members, i])
-                continue
-        merged.append((place, [i]))
-    return whole + merged
 
 
 def expand(

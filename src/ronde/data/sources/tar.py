@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from torch.utils.data import get_worker_info
@@ -34,9 +34,6 @@ from ronde.world import ArgumentError, SampleError, world
 from ronde.world.paths import is_remote, local_path
 
 MANIFEST = "ronde-pack.json"
-PARTIAL = "ronde-pack.partial.json"
-"""Its place while the pack is not complete."""
-
 _BLOCK_BYTES = 4 << 20
 Label = str | Callable[[dict[str, Any]], Any]
 
@@ -48,83 +45,23 @@ def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
         return None
     try:
         found = json.loads(raw)
-        if found["format"] != "ronde pack" or found["version"] != 1:
+        if [found[name] for name in ("format", "version", "kind")] != ["ronde pack", 1, "tar"]:
             raise ValueError(f"{found['format']} {found['version']}")
+        for shard in found["shards"]:
+            int(shard["samples"]), int(shard["bytes"]), str(shard["name"])
+        int(found["samples"]), list(found["classes"] or ()), str(found["fingerprint"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
-            f"{path}/{MANIFEST} is not a pack manifest that this version of ronde reads: {error}."
+            f"{path}/{MANIFEST} is damaged, or no manifest that this version of ronde reads: "
+            f"{type(error).__name__}: {error}. Remove the pack and pack again, or restore the file."
         ) from None
-    if found.get("kind") == "parquet":
-        raise ArgumentError(
-            f"{path} is a Parquet pack of an earlier version, which ronde no longer opens. Pack "
-            "the original files again."
-        )
-    wrong = _wrong_in(found)
-    if wrong is not None:
-        raise ArgumentError(
-            f"{path}/{MANIFEST} is damaged: {wrong}. Remove the pack and pack again, or "
-            "restore the file."
-        )
     return dict(found)
 
 
-_FIELDS: dict[str, tuple[type, ...]] = {
-    "samples": (int,),
-    "classes": (list, type(None)),
-    "labels": (bool,),
-    "fingerprint": (str,),
-    "pixels_changed": (dict, type(None)),
-    "shards": (list,),
-}
-_CALLED = {
-    int: "a whole number",
-    list: "a list",
-    bool: "true or false",
-    str: "text",
-    dict: "an object",
-}
-_FIELDS_OF_SHARD: dict[str, tuple[type, ...]] = {
-    "name": (str,),
-    "samples": (int,),
-    "bytes": (int,),
-    "sha256": (str,),
-    "index_sha256": (str,),
-}
-
-
-def _wrong_in(manifest: dict[str, Any]) -> str | None:
-    """What a manifest lacks; None if nothing."""
-    if manifest.get("kind") != "tar":
-        return f"its kind is {manifest.get('kind')!r}, expected tar"
-    for name, kinds in _FIELDS.items():
-        if not isinstance(manifest.get(name, ...), kinds):
-            return f"its {name} is missing or not {_CALLED[kinds[0]]}"
-    for number, shard in enumerate(manifest["shards"]):
-        for name, kinds in _FIELDS_OF_SHARD.items():
-            if not isinstance(shard, dict) or not isinstance(shard.get(name), kinds):
-                return f"{name} of shard {number} is missing or not {_CALLED[kinds[0]]}"
-    return None
-
-
-def manifest_of(path: str, store: Store) -> dict[str, Any] | None:
-    """The manifest of a complete pack; None if ``path`` is not a pack.
-
-    Raises:
-        ArgumentError: it cannot be read, or the pack is unfinished: the shards that are there would
-            look like a smaller data set.
-    """
-    found = read_manifest(path, store)
-    if found is None and store.whole(f"{path.rstrip('/')}/{PARTIAL}") is not None:
-        raise ArgumentError(
-            f"{path} is an unfinished pack. Run the command that began it again to finish it."
-        )
-    return found
-
-
 def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> bool:
-    """Whether ``path`` is a complete pack; refuse an unfinished or damaged one."""
+    """Whether ``path`` is a pack; refuse a damaged one."""
     text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
-    return manifest_of(text, Store(options)) is not None
+    return read_manifest(text, Store(options)) is not None
 
 
 class TarSource(BaseSource):
@@ -144,7 +81,6 @@ class TarSource(BaseSource):
         data: Sequence[str] | None,
         label: Label | None,
         manifest: dict[str, Any] | None,
-        read: Literal["auto", "samples", "blocks"],
         cache_bytes: int,
         blocks: bool | None,
     ) -> None:
@@ -163,9 +99,6 @@ class TarSource(BaseSource):
         self._suffix = np.concatenate(kinds)
         self._offset = np.concatenate([index.offset for index in indices])
         self._size = np.concatenate([index.size for index in indices])
-        # A link's bytes are those of another file, which may lie anywhere: no run of bytes then
-        # holds whole samples.
-        self._linked = any(bool((np.diff(index.offset) <= 0).any()) for index in indices)
         self.labels: Any = None
         self._sums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
         self._manifest = manifest
@@ -185,13 +118,11 @@ class TarSource(BaseSource):
         self._wanted: list[bool] | None = None
         if chosen is not None:
             self._wanted = [s in chosen and not (manifest and s == "cls") for s in suffixes]
-        self._read = read
         self._cache: BytesCache[int, bytes] = BytesCache(cache_bytes, len)
         by_blocks = is_remote(paths[0]) if blocks is None else blocks
         self._block_starts: np.ndarray[Any, np.dtype[np.int64]] | None = None
-        if by_blocks or read == "blocks":
+        if by_blocks:
             self._block_starts = self._cut()
-        if by_blocks and self._block_starts is not None:
             self.blocks = tuple(np.diff(self._block_starts).tolist())
             largest = _BLOCK_BYTES + int(self._size.max())
             self.window = int(min(64, max(2, cache_bytes // largest)))
@@ -263,17 +194,11 @@ class TarSource(BaseSource):
         for low, high in zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True):
             if low == high:
                 continue
-            # a link goes back, which begins no block
-            reached = np.maximum.accumulate(begins[low:high])
-            number = (reached - reached[0]) // _BLOCK_BYTES
+            number = (begins[low:high] - begins[low]) // _BLOCK_BYTES
             found += (np.flatnonzero(np.diff(number, prepend=-1)) + low).tolist()
         return np.asarray([*found, len(self)], dtype=np.int64)
 
     def _by_blocks(self) -> bool:
-        if self._block_starts is None or self._read == "samples" or self._linked:
-            return False
-        if self._read == "blocks":
-            return True
         if self.blocks is None or not is_remote(self.paths[0]):
             return False
         # Every reader would fetch every block of a window: with several of them, each fetches what
@@ -403,21 +328,12 @@ def damage_message(path: str, name: str) -> str:
 def _labels_of(indices: list[TarIndex]) -> Any:
     if all("label" in index.more for index in indices):
         return np.concatenate([index.more["label"] for index in indices])
-    if not any("label" in index.more or "label_json" in index.more for index in indices):
+    if not all("label_json" in index.more for index in indices):
         return None
-    found: list[Any] = []
-    for index in indices:  # some shards of an older pack may hold numbers and others not
-        texts = index.more.get("label_json")
-        found += index.more["label"].tolist() if texts is None else json.loads(texts.tobytes())
-    return found
+    return [label for index in indices for label in json.loads(index.more["label_json"].tobytes())]
 
 
 def _packed(path: str, manifest: dict[str, Any], store: Store) -> tuple[list[str], list[TarIndex]]:
-    if manifest["kind"] != "tar":
-        raise ArgumentError(
-            f"{path} is a pack in {manifest['kind']}: open it with "
-            f"feed.{manifest['kind']}({path!r})."
-        )
     paths = [f"{path}/{shard['name']}" for shard in manifest["shards"]]
     indices = []
     for place, shard in zip(paths, manifest["shards"], strict=True):
@@ -451,7 +367,6 @@ def tar(
     label: Label | None = None,
     classes: Sequence[str] | None = None,
     like: Any = None,
-    read: Literal["auto", "samples", "blocks"] = "auto",
     blocks: bool | None = None,
     cache_bytes: int = 512 << 20,
     options: Mapping[str, Any] | None = None,
@@ -462,8 +377,8 @@ def tar(
     are read from the headers once and kept in an index: next to the tar
     (``shard.tar.ronde-index``), or below ``~/.cache/ronde`` if that folder is read-only. The index
     is rebuilt if the tar's size or time changed; for a remote tar its ETag, checksum or time
-    counts, or its first and last header if the server gives none. Links to files in the tar are
-    those files.
+    counts. Remote tars are read in blocks of 4 MiB, which stay in memory up to ``cache_bytes``,
+    where this process reads everything; where several share the work, each reads its samples.
 
     Samples are dicts, ``{"__key__": "0001", "jpg": b"…", "cls": b"7"}``; with ``data=`` they are
     :class:`Sample`. A pack returns what ``feed.folder`` returned: same samples, labels, names,
@@ -480,16 +395,13 @@ def tar(
             class folders.
         like: another source, or a pipeline of one, whose classes count here too: the training
             set's, for a test set.
-        read: how remote tars are read. ``samples``: one range for each file, several in flight;
-            ``blocks``: runs of 4 MiB, kept in memory until ``cache_bytes``; ``auto``: blocks where
-                this process reads everything, samples where several share the work.
         blocks: whether the order goes by such runs (see :class:`Order`); None for remote tars only.
             A training can only be resumed under the order that it began with.
         cache_bytes: memory for blocks.
         options: for fsspec.
 
     Raises:
-        ArgumentError: no such tar; compressed, truncated or damaged; it is named.
+        ArgumentError: no such tar; compressed, truncated, damaged, or with links; it is named.
 
     Example:
         >>> import io, tarfile, tempfile
@@ -505,10 +417,6 @@ def tar(
         Sample(data=b'1', label=1, name='1')
     """
     store = Store(options)
-    if read not in ("auto", "samples", "blocks"):
-        raise ArgumentError(
-            f"feed.tar: read={read!r} is not known: choose auto, samples or blocks."
-        )
     if label is not None and data is None:
         raise ArgumentError(
             'feed.tar: label= needs data=, as in data=("jpg", "png"), label="cls". '
@@ -524,12 +432,10 @@ def tar(
         plain = here or (
             is_remote(text) and not text.endswith(".tar") and not set("*[{") & set(text)
         )
-        manifest = manifest_of(text, store) if plain else None
+        manifest = read_manifest(text, store) if plain else None
         if manifest is not None:
             files, indices = _packed(text, manifest, store)
-            source = TarSource(
-                files, indices, store, None, None, manifest, read, cache_bytes, blocks
-            )
+            source = TarSource(files, indices, store, None, None, manifest, cache_bytes, blocks)
             return source if known is None else source.count_classes(known)
         if here:
             files = inside(text, ".tar", "feed.tar")
@@ -548,5 +454,5 @@ def tar(
             f"feed.tar: no samples in {files[0]}"
             + (f" and {len(files) - 1} more." if len(files) > 1 else ".")
         )
-    source = TarSource(files, indices, store, wanted, label, None, read, cache_bytes, blocks)
+    source = TarSource(files, indices, store, wanted, label, None, cache_bytes, blocks)
     return source if known is None else source.count_classes(known)

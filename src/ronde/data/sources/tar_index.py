@@ -1,7 +1,5 @@
-"""Index of a tar: file offsets, read from its headers once, stored, and checked by size and time or
-tag.
-
-The headers are parsed here, because ``tarfile`` silently treats a damaged header as the end.
+"""Index of a tar: samples and file offsets, read from its headers once, stored, and checked by size
+and time or tag.
 """
 
 from __future__ import annotations
@@ -11,33 +9,27 @@ import hashlib
 import io
 import json
 import os
-import posixpath
 import re
 import tarfile
-import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
-from ronde.data.sources.base import Ints, Names, digest_values
-from ronde.data.sources.byte_ranges import ByteRange, Store
+from ronde.data.sources.base import Ints, Names
+from ronde.data.sources.byte_ranges import Store
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote
 from ronde.world.whole_file import write_whole
 
 _BLOCK = 512
-_WINDOW = 64 << 10
-_REMOTE_WINDOW = 8 << 20
 _VERSION = 2
-_WITHOUT_LINKS = 1  # the version before: its packs are the same, its other indices lack links
 SUFFIX = ".ronde-index"
 _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # WebDataset leaves these out too
-_PAX_RECORD = re.compile(rb"(\d+) ([^=]+)=")
-_Member = tuple[str, int, int]
+_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"BZh")  # gzip, zstd, xz, bzip2
 
 
 @dataclass
@@ -47,8 +39,7 @@ class TarIndex:
     Attributes:
         tar_size: its bytes.
         tar_mtime_ns: its time of change; 0 where that does not count.
-        tar_tag: of a remote tar, what :meth:`Store.stat` says, or a digest of its first and last
-            header where that is nothing.
+        tar_tag: of a remote tar, what :meth:`Store.stat` says.
         keys: of the samples, in the tar's order.
         first: sample ``i`` has members ``first[i]`` … ``first[i + 1]`` − 1.
         suffix: of each member, as a place in ``suffixes``.
@@ -68,6 +59,29 @@ class TarIndex:
     suffixes: list[str]
     more: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     tar_tag: str = ""
+
+    @classmethod
+    def of(cls, members: list[tuple[str, str, int, int]], tar_size: int, **fields: Any) -> TarIndex:
+        """Of members ``(key, suffix, offset, size)``; those of a sample follow each other."""
+        keys: list[str] = []
+        first: list[int] = []
+        for m, (key, _, _, _) in enumerate(members):
+            if not keys or keys[-1] != key:
+                keys.append(key)
+                first.append(m)
+        suffixes = sorted({suffix for _, suffix, _, _ in members})
+        number = {suffix: n for n, suffix in enumerate(suffixes)}
+        return cls(
+            tar_size,
+            fields.pop("tar_mtime_ns", 0),
+            Names.of(keys),
+            np.asarray([*first, len(members)], dtype=np.int64),
+            np.asarray([number[suffix] for _, suffix, _, _ in members], dtype=np.int16),
+            np.asarray([offset for _, _, offset, _ in members], dtype=np.int64),
+            np.asarray([size for _, _, _, size in members], dtype=np.int64),
+            suffixes,
+            **fields,
+        )
 
     def to_bytes(self) -> bytes:
         """Serialize as an npz, whose parts have checksums; equal indices give equal bytes."""
@@ -102,9 +116,7 @@ class TarIndex:
         try:
             with np.load(io.BytesIO(raw), allow_pickle=False) as held:
                 meta = json.loads(held["meta"].tobytes())
-                if meta["version"] != _VERSION and not (
-                    meta["version"] == _WITHOUT_LINKS and "more_names" in held.files
-                ):
+                if meta["version"] != _VERSION:
                     raise ValueError(f"version {meta['version']}")
                 return cls(
                     meta["tar_size"],
@@ -115,12 +127,8 @@ class TarIndex:
                     held["offset"],
                     held["size"],
                     meta["suffixes"],
-                    {
-                        name.removeprefix("more_"): held[name]
-                        for name in held.files
-                        if name.startswith("more_")
-                    },
-                    meta.get("tar_tag", ""),
+                    {n.removeprefix("more_"): held[n] for n in held.files if n[:5] == "more_"},
+                    meta["tar_tag"],
                 )
         except (KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise ValueError(str(error)) from error
@@ -138,346 +146,112 @@ def key_and_suffix(name: str) -> tuple[str, str]:
     return folder + slash + stem, suffix.lower()
 
 
-def header_of(name: str, size: int) -> bytes:
-    """A tar header as ``ronde pack`` writes it."""
-    member = tarfile.TarInfo(name)
-    member.size = size
-    member.mode = 0o644
-    return member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
-
-
 def _no_sample(name: str) -> bool:
-    """Whether a file is debris of a file system or tool."""
-    return name.rpartition("/")[2].startswith(".") or _NO_SAMPLE.match(name) is not None
+    """Whether a file is debris of a file system or tool, or has no ending, such as README."""
+    base = name.rpartition("/")[2]
+    return base.startswith(".") or "." not in base or _NO_SAMPLE.match(name) is not None
 
 
-def _text(raw: bytes) -> str:
-    return raw.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+def members_of(file: IO[bytes], size: int, path: str) -> Iterator[tuple[str, int, int]]:
+    """The files of a tar: ``(name, offset, bytes)``.
 
-
-def _number(field: bytes, path: str, at: int) -> int:
-    """An octal header number, or base 256 for large ones."""
-    if field[0] in (0x80, 0xFF):
-        return int.from_bytes(field[1:], "big") if field[0] == 0x80 else -1
-    text = field.split(b"\0", 1)[0].strip()
-    try:
-        return int(text or b"0", 8)
-    except ValueError:
-        raise ArgumentError(
-            f"{path} is damaged at byte {at:,}: {text!r} is not a number in a tar header."
-        ) from None
-
-
-def _checked(header: bytes) -> bool:
-    stored = header[148:156].split(b"\0", 1)[0].strip()
-    try:
-        wanted = int(stored, 8)
-    except ValueError:
-        return False
-    plain = header[:148] + b" " * 8 + header[156:]
-    if sum(plain) == wanted:
-        return True
-    return sum(b - 256 if b > 127 else b for b in plain) == wanted  # as some old tars added them up
-
-
-def _pax(raw: bytes, path: str, at: int) -> dict[str, str]:
-    """The records of an extended header: ``"21 path=a/long/name\\n"``."""
-    found: dict[str, str] = {}
-    place = 0
-    while place < len(raw) and raw[place] != 0:
-        match = _PAX_RECORD.match(raw, place)
-        if match is None or int(match[1]) < 5:
-            raise ArgumentError(
-                f"{path} is damaged at byte {at:,}: its extended header cannot be read."
-            )
-        end = place + int(match[1])
-        found[match[2].decode("utf-8", "surrogateescape")] = raw[match.end() : end - 1].decode(
-            "utf-8", "surrogateescape"
-        )
-        place = end
-    return found
-
-
-def _resolved(found: list[_Member], links: dict[int, tuple[bool, str]], path: str) -> list[_Member]:
-    """A tar's files and links, each link with its target's offset.
-
-    Args:
-        found: members in the tar's order.
-        links: of some of them, whether it is a hard link, and its target.
-        path: for errors.
+    Raises:
+        ArgumentError: compressed, truncated, damaged, or no tar at all; or it holds a link, or a
+            sparse file, whose bytes are elsewhere.
     """
-    places: dict[str, int] = {}
-    leads: dict[int, int | None] = {}
-    for i, (name, _, _) in enumerate(found):
-        if i in links and links[i][0]:
-            # a hard link is to what came before it
-            leads[i] = places.get(posixpath.normpath(links[i][1]))
-        places[posixpath.normpath(name)] = i
-    for i, (hard, target) in links.items():
-        if not hard:  # its target is as seen from its own folder, and may come later
-            leads[i] = places.get(
-                posixpath.normpath(posixpath.join(posixpath.dirname(found[i][0]), target))
-            )
-    lost: list[int] = []
-    whole: list[_Member] = []
-    for i, (name, offset, length) in enumerate(found):
-        at: int | None = i
-        passed: set[int] = set()
-        while at in leads and at not in passed:
-            passed.add(at)
-            at = leads[at]
-        if at is not None and at not in leads:
-            _, offset, length = found[at]
-            whole.append((name, offset, length))
-        elif not _no_sample(name):
-            lost.append(i)
-    for i in lost:
-        if links[i][0]:
-            raise ArgumentError(
-                f"{path} is damaged: {found[i][0]!r} is a hard link to {links[i][1]!r}, which does "
-                "not come before it."
-            )
-    if lost:
-        name, target = found[lost[0]][0], links[lost[0]][1]
-        warnings.warn(
-            f"ronde: {path}: links without a target in the tar are skipped ({len(lost):,}), such "
-            f"as {name!r} to {target!r}. tar --dereference packs files instead of links.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return whole
-
-
-_COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"BZh")  # gzip, zstd, xz, bzip2
-
-
-def _not_compressed(begin: bytes, path: str) -> None:
-    """Refuse compressed files, by their first bytes."""
+    begin = file.read(_BLOCK)
     if begin.startswith(_COMPRESSED):
         raise ArgumentError(
             f"{path} is compressed, so it has no random access. Unpack it to a plain .tar."
         )
-
-
-def members_of(read: Callable[[int, int], bytes], size: int, path: str) -> list[_Member]:
-    """The files and links of a tar: ``(name, offset, bytes)``. Warns about links out of the tar.
-
-    Args:
-        read: gives ``length`` bytes from ``offset``.
-        size: of the tar.
-        path: for errors.
-
-    Raises:
-        ArgumentError: compressed, truncated, damaged, or no tar at all.
-    """
-    found: list[_Member] = []
-    links: dict[int, tuple[bool, str]] = {}
-    place = 0
-    long_name: str | None = None
-    long_link: str | None = None
-    pax: dict[str, str] = {}
-    ended = False
-    while place < size:
-        if size - place < _BLOCK:
-            if ended:
-                break
-            # a small one may be shorter than a header
-            _not_compressed(read(place, size - place) if place == 0 else b"", path)
-            raise ArgumentError(f"{path} is truncated: it ends at byte {size:,}, inside a header.")
-        header = read(place, _BLOCK)
-        if not any(header):
-            # The end; but tars that were put one after the other go on behind it.
-            ended = True
-            place += _BLOCK
-            continue
-        if not _checked(header):
-            if place == 0:
-                _not_compressed(header, path)
-                raise ArgumentError(f"{path} is not a tar: its first header is invalid.")
-            if ended:
-                raise ArgumentError(
-                    f"{path} has data after its end, at byte {place:,}, that is not a tar."
-                )
-            raise ArgumentError(f"{path} is damaged at byte {place:,}: invalid header.")
-        ended = False
-        kind = header[156:157]
-        length = _number(header[124:136], path, place)
-        data = place + _BLOCK
-        if kind == b"S" or "GNU.sparse.map" in pax or "GNU.sparse.major" in pax:
-            raise ArgumentError(
-                f"{path} holds a sparse file at byte {place:,}, which has no random access. Pack "
-                "it again without --sparse."
-            )
-        if kind in (b"0", b"\0", b"7") and "size" in pax:
-            length = int(pax["size"])
-        if kind in (b"1", b"2", b"3", b"4", b"5", b"6"):
-            length = 0 if kind != b"1" else length  # links, devices and folders hold no bytes
-        if length < 0:
-            raise ArgumentError(f"{path} is damaged at byte {place:,}: a file of {length} bytes.")
-        following = data + -(-length // _BLOCK) * _BLOCK
-        if data + length > size:
-            raise ArgumentError(
-                f"{path} is truncated: it has {size:,} bytes, and a file in it goes to "
-                f"byte {data + length:,}."
-            )
-        if kind == b"L":
-            long_name = _text(read(data, length))
-        elif kind == b"K":
-            long_link = _text(read(data, length))
-        elif kind == b"x":
-            pax = _pax(read(data, length), path, place)
-        elif kind == b"g":
-            pass
-        else:
-            if kind in (b"0", b"\0", b"7", b"1", b"2"):
-                if "path" in pax:
-                    name = pax["path"]
-                elif long_name is not None:
-                    name = long_name
-                else:
-                    name = _text(header[:100])
-                    prefix = _text(header[345:500])
-                    if prefix and header[257:263] == b"ustar\0":
-                        name = f"{prefix}/{name}"
-                if not name.endswith("/"):  # a folder, as very old tars had them
-                    # some tars hold the bytes of a hard link once more
-                    if kind in (b"1", b"2") and not length:
-                        target = (
-                            pax["linkpath"]
-                            if "linkpath" in pax
-                            else long_link
-                            if long_link is not None
-                            else _text(header[157:257])
-                        )
-                        links[len(found)] = (kind == b"1", target)
-                    found.append((name, data, length))
-            long_name, long_link, pax = None, None, {}
-        place = following
-    if not ended:
+    file.seek(0)
+    end = 0
+    try:
+        with tarfile.open(fileobj=file, mode="r:") as held:
+            while (member := held.next()) is not None:
+                end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                if member.issparse() or member.issym() or member.islnk():
+                    kind = "a sparse file" if member.issparse() else "a link"
+                    raise ArgumentError(
+                        f"{path}: {member.name!r} is {kind}, which has no bytes of its own there. "
+                        "Write the tar again with --dereference --hard-dereference."
+                    )
+                if member.isfile():
+                    yield member.name, member.offset_data, member.size
+                held.members = []  # type: ignore[attr-defined]  # it would grow to gigabytes
+    except tarfile.TarError as error:
+        what = "is truncated or damaged" if end else "is not a tar"
+        raise ArgumentError(f"{path} {what}: {error}.") from None
+    # tarfile takes a damaged header for the end.
+    file.seek(end)
+    if len(mark := file.read(_BLOCK)) < _BLOCK:
         raise ArgumentError(
             f"{path} is truncated: it ends at byte {size:,} without an end-of-archive mark."
         )
-    return _resolved(found, links, path) if links else found
-
-
-def _windowed(store: Store, path: str, size: int) -> Callable[[int, int], bytes]:
-    """Buffer small reads; a remote file is streamed: a request costs as much as megabytes."""
-    window = _REMOTE_WINDOW if is_remote(path) else _WINDOW
-    held = b""
-    start = 0
-
-    def read(offset: int, length: int) -> bytes:
-        nonlocal held, start
-        if not (start <= offset and offset + length <= start + len(held)):
-            start = offset
-            held = store.read(
-                [ByteRange(path, offset, min(max(window, length), size - offset), size)]
-            )[0]
-        return held[offset - start : offset - start + length]
-
-    return read
+    if any(mark):
+        raise ArgumentError(f"{path} is damaged at byte {end:,}: invalid header.")
+    if any(file.read(1 << 20)):
+        raise ArgumentError(
+            f"{path} has data after its end, at byte {end:,}: tars that were put one after the "
+            "other. Give them one by one."
+        )
 
 
 def build_index(store: Store, path: str) -> TarIndex:
-    """Walk a tar's headers; refuse a file that is not a tar."""
+    """Read a tar's headers; refuse a file that is not a tar."""
     size, mtime, tag = store.stat(path)
-    keys: list[str] = []
-    first: list[int] = []
-    suffix: list[int] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    known: dict[str, int] = {}
+    members: list[tuple[str, str, int, int]] = []
     here: set[str] = set()
     try:
-        for name, offset, length in members_of(_windowed(store, path, size), size, path):
-            # without an ending (README): as in WebDataset
-            if _no_sample(name) or "." not in name.rpartition("/")[2]:
-                continue
-            key, ending = key_and_suffix(name.removeprefix("./"))
-            if not keys or keys[-1] != key:
-                keys.append(key)
-                first.append(len(offsets))
-                here = set()
-            if ending in here:
-                raise ArgumentError(
-                    f"{path}: the sample {key!r} has two files .{ending}; a sample may have each "
-                    "suffix once."
-                )
-            here.add(ending)
-            suffix.append(known.setdefault(ending, len(known)))
-            offsets.append(offset)
-            sizes.append(length)
-    except SampleError as error:
-        raise ArgumentError(str(error)) from error
-    if len(known) > 1024:
+        with store.stream(path) as file:
+            for name, offset, length in members_of(file, size, path):
+                if _no_sample(name):
+                    continue
+                key, suffix = key_and_suffix(name.removeprefix("./"))
+                if not members or members[-1][0] != key:
+                    here = set()
+                if suffix in here:
+                    raise ArgumentError(
+                        f"{path}: the sample {key!r} has two files .{suffix}; a sample may have "
+                        "each suffix once."
+                    )
+                here.add(suffix)
+                members.append((key, suffix, offset, length))
+    except OSError as error:
+        raise ArgumentError(f"{path} cannot be read: {error}.") from error
+    if len({suffix for _, suffix, _, _ in members}) > 1024:
         raise ArgumentError(
-            f"{path} has {len(known):,} different suffixes, such as .{list(known)[-1]}. A sample's "
+            f"{path} has more than 1,024 different suffixes, such as .{members[-1][1]}. A sample's "
             "name ends at the first dot of the file name."
         )
-    found = TarIndex(
-        size,
-        mtime,
-        Names.of(keys),
-        np.asarray([*first, len(offsets)], dtype=np.int64),
-        np.asarray(suffix, dtype=np.int16),
-        np.asarray(offsets, dtype=np.int64),
-        np.asarray(sizes, dtype=np.int64),
-        list(known),
-        tar_tag=tag,
-    )
-    if not mtime and not tag:
-        found.tar_tag = digest_values(_ends(store, path, found))
-    return found
-
-
-def _ends(store: Store, path: str, index: TarIndex) -> bytes:
-    """Headers of a tar's first and last file, to tell tars of equal size apart."""
-    places = [index.offset.min(), index.offset.max()] if len(index.offset) else []
-    return b"".join(
-        store.read([ByteRange(path, int(at) - _BLOCK, _BLOCK, index.tar_size) for at in places])
-    )
+    return TarIndex.of(members, size, tar_mtime_ns=mtime, tar_tag=tag)
 
 
 def _fits(store: Store, path: str, index: TarIndex) -> bool:
     """Whether an index matches the tar as it is now."""
     size, mtime, tag = store.stat(path)
-    if index.tar_size != size:
-        return False
     if "names" in index.more:  # a pack may have been copied, which changes time and tag
-        written = []
-        for m in (0, len(index.offset) - 1):
-            key = index.keys[int(np.searchsorted(index.first, m, side="right")) - 1]
-            written.append(
-                header_of(f"{key}.{index.suffixes[index.suffix[m]]}", int(index.size[m]))[-_BLOCK:]
-            )
-        return _ends(store, path, index) == b"".join(written)
-    if mtime or tag:
-        return (index.tar_mtime_ns, index.tar_tag) == (mtime, tag)
-    return len(index.offset) > 0 and index.tar_tag == digest_values(_ends(store, path, index))
-
-
-def cache_folder() -> Path:
-    """The folder for indices of tars in read-only folders."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ronde" / "tar-index"
+        return index.tar_size == size
+    return (index.tar_size, index.tar_mtime_ns, index.tar_tag) == (size, mtime, tag)
 
 
 def index_of(store: Store, path: str) -> TarIndex:
     """The stored index of a tar if it matches, else a new one, which is then stored."""
     absolute = path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100
-    elsewhere = cache_folder() / f"{hashlib.sha256(absolute.encode()).hexdigest()[:32]}{SUFFIX}"
-    places = [path + SUFFIX, str(elsewhere)]
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = f"{hashlib.sha256(absolute.encode()).hexdigest()[:32]}{SUFFIX}"
+    places = [path + SUFFIX, str(caches / "ronde" / "tar-index" / name)]
     for place in places:
         raw = None
         with contextlib.suppress(OSError, SampleError):
             raw = store.whole(place) if is_remote(place) else Store().whole(place)
-        if raw is None:
-            continue
         # of another version, or damaged: made anew
-        with contextlib.suppress(ValueError, SampleError):
-            found = TarIndex.from_bytes(raw)
-            if _fits(store, path, found):
+        with contextlib.suppress(ValueError):
+            if raw is not None and _fits(store, path, found := TarIndex.from_bytes(raw)):
                 return found
     found = build_index(store, path)
+    if not found.tar_mtime_ns and not found.tar_tag:
+        return found  # nothing would tell whether the tar is still the same
     for place in places:
         if is_remote(place):
             continue
