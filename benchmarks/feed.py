@@ -72,10 +72,7 @@ def ronde_images(data: Path, **options: Any) -> Batches:
     n = len(pipeline) // BATCH * BATCH
     for epoch in itertools.count():
         for share, micros in loader.read(lambda epoch=epoch: shares(epoch, 0, n, BATCH, 0, 1)):
-            # what is left is done here only where there is no other device
-            if not options.get("on_device"):
-                micros = loader.finish(share, micros)
-            yield sized(micros[0])
+            yield sized(loader.finish(share, micros)[0])
 
 
 def pillow_loader(data: Path, workers: int) -> Batches:
@@ -385,7 +382,6 @@ CONTESTS: dict[str, dict[str, tuple[Callable[[Path], Batches], str | None]]] = {
     "images": {
         "ronde": (lambda data: ronde_images(data), None),
         "ronde, bytes": (lambda data: ronde_images(data, normalize=None), None),
-        "ronde, on device": (lambda data: ronde_images(data, on_device=True), None),
         "torch DataLoader + Pillow, 0 workers": (lambda data: pillow_loader(data, 0), None),
         "torch DataLoader + Pillow, 1 worker": (lambda data: pillow_loader(data, 1), None),
         "DALI on the CPU": (dali, "nvidia.dali"),

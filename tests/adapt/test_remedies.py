@@ -246,11 +246,6 @@ def test_what_does_not_fit_is_refused_in_words(pictures):
             FeedSettings(cache="read"),
             r"cache: read is for .*feed\.images\(FOLDER\)\.cache\(\"read\"\) instead",
         ),
-        (
-            Rows(),
-            FeedSettings(device_augment=True),
-            r"is for ronde\.feed pipelines.*feed\.images\(FOLDER, on_device=True\) instead",
-        ),
         (Rows(), FeedSettings(cache_in="memory"), "go with cache"),
         (Rows(), FeedSettings(pack="/none"), r"is for ronde\.feed pipelines.*feed\.images\(PACK\)"),
         (

@@ -116,7 +116,7 @@ def test_a_killed_pack_leaves_nothing_that_opens(tmp_path):
         str(files),
         str(out),
     ]
-    for sent, status in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)):
+    for sent, status in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
         with child(command, tmp_path) as started:
             limit = time.monotonic() + 60
             while not (writing / "shard-000001.tar").exists() and time.monotonic() < limit:
@@ -129,7 +129,8 @@ def test_a_killed_pack_leaves_nothing_that_opens(tmp_path):
         with pytest.raises(ArgumentError, match=r"is not a pack"):
             verify_pack(out)
         assert writing.exists() == (sent == signal.SIGKILL)
-    assert done.stderr.strip().endswith(f"stopped by SIGINT; nothing was packed: {out}")
+        if sent == signal.SIGINT:
+            assert done.stderr.strip() == f"stopped by SIGINT; nothing was packed: {out}"
     assert pack(files, out, shard_bytes=1 << 19).samples == 1506
     assert contents(out) == contents(tmp_path / "whole")
 

@@ -134,5 +134,4 @@ _REMEDIES = (
     "cache_in",
     "cache_bytes",
     "pack",
-    "device_augment",
 )

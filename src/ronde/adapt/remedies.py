@@ -180,18 +180,15 @@ _FOR_PIPELINES = {
     "decoder": "feed.images(FOLDER, decoder=NAME)",
     "decode_to_size": "feed.images(FOLDER, decode_to_size=True)",
     "pack": "feed.images(PACK) or feed.tar(PACK)",
-    "device_augment": "feed.images(FOLDER, on_device=True)",
 }
 
 
 def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
-    """A Dataset read with the settings ``decoder``, ``decode_to_size``, ``cache``, ``pack`` and
-    ``device_augment``.
+    """A Dataset read with the settings ``decoder``, ``decode_to_size``, ``cache`` and ``pack``.
 
     :func:`ronde.adapt.feed_settings.apply_settings` handles the loading settings (``executor``,
     ``workers``, ``prefetch``, ``threads``, ``pin_memory``, ``echo``). The order of samples stays.
-    So do their bits, except with ``decode_to_size``, ``device_augment``, and decoders that make
-    other pixels.
+    So do their bits, except with ``decode_to_size`` and decoders that make other pixels.
 
     Args:
         dataset: a map-style Dataset or a Pipeline. A plain Dataset takes ``cache: decode`` only.
@@ -236,16 +233,9 @@ def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
         pipeline = dataclasses.replace(
             pipeline, source=_PackedSource(pipeline.source, settings.pack)
         )
-    if (
-        settings.decoder is not None
-        or settings.decode_to_size is not None
-        or settings.device_augment is not None
-    ):
+    if settings.decoder is not None or settings.decode_to_size is not None:
         pipeline = with_settings(
-            pipeline,
-            decoder=settings.decoder,
-            decode_to_size=settings.decode_to_size,
-            on_device=settings.device_augment,
+            pipeline, decoder=settings.decoder, decode_to_size=settings.decode_to_size
         )
     if settings.cache is not None:
         pipeline = pipeline.cache(

@@ -2,20 +2,18 @@
 
 The result equals ``numpy.asarray(PIL.Image.open(file).convert("RGB"))``: height × width × 3,
 ``uint8``. The one exception is 16-bit gray, which ``convert`` would clip: its upper 8 bits are
-kept, as Pillow does for 16-bit color. simplejpeg and OpenCV use the same libjpeg-turbo as Pillow;
-their pixels were found equal bit for bit. Images that another decoder rejects (broken files, CMYK)
-go to Pillow and are counted; if Pillow rejects one too, the error names the file.
+kept, as Pillow does for 16-bit color. simplejpeg uses the same libjpeg-turbo as Pillow; its
+pixels were found equal bit for bit. Images that another decoder rejects (broken files, CMYK)
+go to Pillow; if Pillow rejects one too, the error names the file.
 """
 
 from __future__ import annotations
 
 import importlib
 import io
-import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,12 +35,6 @@ def _reject_cmyk(data: bytes) -> None:
         at += 1 if marker == 0xFF else 2 + (data[at + 2] << 8) + data[at + 3]
 
 
-def _check_end(data: bytes) -> None:
-    """Reject truncated JPEGs for decoders that fill in missing data silently."""
-    if data.rfind(b"\xff\xd9", len(data) - 64) < 0:
-        raise ValueError("no end of image")
-
-
 def _simplejpeg(data: bytes, shrink: int) -> Pixels:
     import simplejpeg
 
@@ -57,33 +49,6 @@ def _simplejpeg(data: bytes, shrink: int) -> Pixels:
         data, min_height=-(-height // shrink), min_width=-(-width // shrink), min_factor=shrink
     )
     return found
-
-
-def _torchcodec(data: bytes, shrink: int) -> Pixels:
-    from torchcodec.decoders import decode_jpeg
-
-    _reject_cmyk(data)
-    _check_end(data)
-    if _orientation(data) != 1:  # torchcodec turns the image, asked or not
-        raise ValueError("EXIF orientation")
-    return np.ascontiguousarray(decode_jpeg(data, mode="RGB").permute(1, 2, 0).numpy())
-
-
-def _opencv(data: bytes, shrink: int) -> Pixels:
-    import cv2
-
-    _reject_cmyk(data)
-    _check_end(data)
-    flags = {
-        1: cv2.IMREAD_COLOR,
-        2: cv2.IMREAD_REDUCED_COLOR_2,
-        4: cv2.IMREAD_REDUCED_COLOR_4,
-        8: cv2.IMREAD_REDUCED_COLOR_8,
-    }[shrink]
-    found = cv2.imdecode(np.frombuffer(data, dtype=np.uint8), flags | cv2.IMREAD_IGNORE_ORIENTATION)
-    if found is None:
-        raise ValueError("OpenCV cannot read it")
-    return np.asarray(cv2.cvtColor(found, cv2.COLOR_BGR2RGB), dtype=np.uint8)
 
 
 def _pillow(data: bytes, shrink: int) -> Pixels:
@@ -118,17 +83,11 @@ class Decoder:
 
 DECODERS: dict[str, Decoder] = {
     "simplejpeg": Decoder(_simplejpeg, "simplejpeg"),
-    "torchcodec": Decoder(
-        _torchcodec,
-        "torchcodec.decoders",
-        install="pip install torchcodec, in the build for your torch",
-    ),
-    "opencv": Decoder(_opencv, "cv2", install="pip install opencv-python-headless"),
     "pillow": Decoder(_pillow, "PIL.Image", frozenset({"jpeg", "png", "webp"})),
 }
 """All decoders, by name. ``DECODERS["mine"] = Decoder(function, "package")`` adds one."""
 
-AUTO = ("simplejpeg", "torchcodec", "pillow")
+AUTO = ("simplejpeg", "pillow")
 """What ``decoder="auto"`` tries, in this order, until one can be imported."""
 
 _loads: dict[str, str | None] = {}
@@ -165,7 +124,7 @@ def check_decoder(decoder: str) -> str:
             if _why_not(name) is None:
                 return name
         raise ArgumentError(
-            "decoder='auto': none of simplejpeg, torchcodec and Pillow can be imported: "
+            "decoder='auto': neither simplejpeg nor Pillow can be imported: "
             "pip install 'ronde[images]'."
         )
     if decoder not in DECODERS:
@@ -178,46 +137,6 @@ def check_decoder(decoder: str) -> str:
             f"decoder={decoder!r} cannot be used here ({why}): {DECODERS[decoder].install}."
         )
     return decoder
-
-
-class Counts(NamedTuple):
-    """Decoding counts of this process.
-
-    Attributes:
-        decoded: images by decoder.
-        fallbacks: images that a decoder would not have and Pillow decoded, by that decoder.
-        reasons: for each of these decoders, what it said of the last such image.
-    """
-
-    decoded: dict[str, int]
-    fallbacks: dict[str, int]
-    reasons: dict[str, str]
-
-
-class _Tally(threading.local):
-    """One thread's counts: no lock, which a forked child could inherit locked."""
-
-    def __init__(self) -> None:
-        self.decoded: Counter[str] = Counter()
-        self.fallbacks: Counter[str] = Counter()
-        self.reasons: dict[str, str] = {}
-        _tallies.append((self.decoded, self.fallbacks, self.reasons))
-
-
-_tallies: list[tuple[Counter[str], Counter[str], dict[str, str]]] = []
-_tally = _Tally()
-
-
-def counts() -> Counts:
-    """Counts over all threads of this process; loading processes keep their own."""
-    decoded: Counter[str] = Counter()
-    fallbacks: Counter[str] = Counter()
-    reasons: dict[str, str] = {}
-    for done, fell, why in list(_tallies):
-        decoded.update(done.copy())
-        fallbacks.update(fell.copy())
-        reasons.update(why.copy())
-    return Counts(dict(decoded), dict(fallbacks), reasons)
 
 
 def format_of(data: bytes) -> str | None:
@@ -334,11 +253,9 @@ def decode_image(
     if chosen != "pillow" and kind in entry.formats:
         try:
             pixels = entry.call(data, shrink)
-            _tally.decoded[chosen] += 1
             return _apply_orientation(pixels, data) if orient else pixels
-        except Exception as error:
-            _tally.fallbacks[chosen] += 1
-            _tally.reasons[chosen] = f"{name}: {error}" if name else str(error)
+        except Exception:
+            pass
     why = _why_not("pillow")
     if why is not None:
         raise ArgumentError(
@@ -349,5 +266,4 @@ def decode_image(
         pixels = DECODERS["pillow"].call(data, shrink)
     except Exception as error:
         raise _error(name, data, error) from None
-    _tally.decoded["pillow"] += 1
     return _apply_orientation(pixels, data) if orient else pixels

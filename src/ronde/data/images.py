@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from ronde.data.transforms import (
     Normalize,
     RandomResizedCrop,
     Resize,
-    Transform,
-    View,
-    render_views,
 )
 from ronde.world import ArgumentError
 
@@ -53,19 +50,6 @@ class _Decoded(NamedTuple):
     first: Drawn | None  # what the first transform drew, where that had to be known before decoding
 
 
-@dataclass(frozen=True, slots=True)
-class _DeferredImage:
-    """An image finished on the device: the pixels needed, and what to do to them.
-
-    Not a tuple: collation must not look inside, and sizes may differ.
-    """
-
-    pixels: Tensor  # height × width × 3
-    numbers: Drawn
-    label: Any
-    name: str
-
-
 @dataclass(frozen=True)
 class Images:
     """Settings of an image pipeline, for any source; see :func:`images` for the arguments."""
@@ -73,7 +57,6 @@ class Images:
     transforms: tuple[Callable[[Any], Any], ...]
     decoder: str = "auto"
     normalize: Normalize | None = None
-    on_device: bool = False
     decode_to_size: bool = False
     orient: bool = False
     dtype: torch.dtype = torch.float32
@@ -84,53 +67,15 @@ class Images:
             raise ArgumentError(
                 f"dtype={self.dtype!r}: expected a floating-point type; normalize=None gives bytes."
             )
-        if not self.on_device:
-            return
-        colour = False
-        for t in self.transforms:
-            name = (
-                type(t).__name__
-                if isinstance(t, Transform)
-                else getattr(t, "__name__", type(t).__name__)
-            )
-            if not isinstance(t, Transform) or (
-                not t.moves and type(t).on_batch is Transform.on_batch
-            ):
-                raise ArgumentError(
-                    f"on_device=True: {name} works on single images. Leave on_device out, "
-                    "or give it to Pipeline.on_device(function), "
-                    "which calls it with whole batches."
-                )
-            if t.moves and colour:
-                raise ArgumentError(
-                    f"on_device=True: {name} moves pixels: it must come before transforms that "
-                    "change colors."
-                )
-            colour = colour or not t.moves
-        if self.result is None:
-            raise ArgumentError(
-                "on_device=True needs results of one size: add a RandomResizedCrop, a CenterCrop "
-                "or a Resize to (height, width)."
-            )
-
-    @property
-    def result(self) -> tuple[int, int] | None:
-        """Height and width of every result, if fixed."""
-        found = None
-        for t in self.transforms:
-            if isinstance(t, Transform) and t.moves and not isinstance(t, HorizontalFlip):
-                found = t.result
-        return found
 
     def pipeline(self, source: Source) -> Pipeline:
         """The pipeline of these images for a source of encoded files."""
         steps = (
             Step("decode", Decode(self)),
-            Step("augment", DevicePlacement(self) if self.on_device else Augment(self)),
+            Step("augment", Augment(self)),
         )
-        collate = CollateViews() if self.on_device else CollateImages()
-        finish = Finish(self) if self.on_device or self.normalize is not None else None
-        return Pipeline(source, steps, collate, finish)
+        finish = Finish(self.normalize, self.dtype) if self.normalize is not None else None
+        return Pipeline(source, steps, CollateImages(), finish)
 
 
 def _shrink(first: Any, height: int, width: int, drawn: Drawn | None) -> int:
@@ -215,30 +160,6 @@ class Augment:
         return image if label is None else (image, label)
 
 
-@dataclass(frozen=True)
-class DevicePlacement:
-    """Picks the pixels the device needs, and what it must do to them."""
-
-    spec: Images
-
-    def __call__(self, sample: _Decoded) -> _DeferredImage:
-        image, label, name, first = sample
-        view = View.whole(image.shape[1], image.shape[2])
-        numbers: list[float] = []
-        for t in self.spec.transforms:
-            assert isinstance(t, Transform)
-            drawn = first if first is not None else t.draw(view.rows, view.columns)
-            first = None
-            if t.moves:
-                view = t.place(view, drawn)
-            else:
-                numbers += drawn
-        pixels = image.permute(1, 2, 0)[
-            view.top : view.top + view.height, view.left : view.left + view.width
-        ]
-        return _DeferredImage(pixels, (*view.numbers(), *numbers), label, name)
-
-
 def _new(shape: tuple[int, ...]) -> Tensor:
     """Allocate a batch of bytes; in shared memory in a loading process, to avoid a copy."""
     if get_worker_info() is None:
@@ -281,58 +202,30 @@ class CollateImages:
         return [batch, *(default_collate(list(c)) for c in list(zip(*samples, strict=True))[1:])]
 
 
-class CollateViews:
-    """Collates rectangles of different sizes to one byte array: ``[pixels, numbers, labels]``."""
-
-    def __call__(self, samples: Sequence[_DeferredImage]) -> Any:
-        if not isinstance(samples[0], _DeferredImage):
-            raise ArgumentError(
-                "on_device=True: your own step after the images' would receive unfinished pixels. "
-                "Use Pipeline.on_device."
-            )
-        height, width = (max(s.pixels.shape[k] for s in samples) for k in (0, 1))
-        batch = _new((len(samples), height, width, 3))
-        for place, s in zip(batch, samples, strict=True):
-            place[: s.pixels.shape[0], : s.pixels.shape[1]].copy_(s.pixels)
-        numbers = torch.tensor([s.numbers for s in samples], dtype=torch.float32)
-        labels = [] if samples[0].label is None else [default_collate([s.label for s in samples])]
-        return [batch, numbers, *labels]
-
-
 @dataclass(frozen=True)
 class Finish:
-    """Runs the deferred work on the device: transforms, and bytes to floats."""
+    """Bytes to floats, on the device.
 
-    spec: Images
+    Attributes:
+        anywhere: each value is a function of the same few others, whatever computes it: the same
+            bits in any thread.
+    """
+
+    normalize: Normalize
+    dtype: torch.dtype
+    anywhere: ClassVar[bool] = True
 
     def __call__(self, batch: Any) -> Any:
-        if self.spec.on_device:
-            pixels, numbers, *labels = batch
-            assert self.spec.result is not None
-            images = render_views(pixels, numbers[:, :7], *self.spec.result)
-            at = 7
-            for t in self.spec.transforms:
-                if isinstance(t, Transform) and not t.moves:
-                    images = t.on_batch(images, numbers[:, at : at + t.drawn])
-                    at += t.drawn
-            images = images.permute(0, 3, 1, 2)
-            if self.spec.normalize is None:
-                images = images.to(torch.uint8)
-        else:
-            images, labels = (
-                (batch[0], list(batch[1:]))
-                if isinstance(batch, list | tuple) and batch
-                else (batch, [])
-            )
-            if (
-                not isinstance(images, Tensor)
-                or images.dtype != torch.uint8
-                or images.ndim != 4
-                or images.shape[1] != 3
-            ):
-                return batch  # the user's own steps made something else of it
-        if self.spec.normalize is not None:
-            images = self.spec.normalize.normalized(images, self.spec.dtype)
+        labelled = isinstance(batch, list | tuple) and bool(batch)
+        images, labels = (batch[0], list(batch[1:])) if labelled else (batch, [])
+        if (
+            not isinstance(images, Tensor)
+            or images.dtype != torch.uint8
+            or images.ndim != 4
+            or images.shape[1] != 3
+        ):
+            return batch  # the user's own steps made something else of it
+        images = self.normalize.normalized(images, self.dtype)
         return [images, *labels] if labels else images
 
 
@@ -441,7 +334,6 @@ def images(
     augment: Any = True,
     normalize: Any = "imagenet",
     decoder: str = "auto",
-    on_device: bool = False,
     decode_to_size: bool = False,
     orient: bool = False,
     dtype: torch.dtype = torch.float32,
@@ -469,10 +361,8 @@ def images(
                 that are random ask :func:`ronde.feed.rng`.
         normalize: ``"imagenet"``, ``(mean, std)`` in [0, 1], or None for bytes. A
             :class:`Normalize` at the end of ``augment`` counts instead.
-        decoder: of JPEG files: ``auto``, ``simplejpeg``, ``torchcodec``, ``opencv`` or ``pillow``;
+        decoder: of JPEG files: ``auto``, ``simplejpeg`` or ``pillow``;
             see :func:`ronde.data.image_decoders.decode`.
-        on_device: the device resizes, flips and colours; the CPU only decodes and cuts out. Random
-            numbers are the same, and so are the pixels up to 1 of 255, before colours.
         decode_to_size: decode a JPEG at a half, a quarter or an eighth where it is at least that
             much larger than needed. Faster for large photographs; other pixels.
         orient: turn images as their EXIF orientation says; False leaves them as they are stored, as
@@ -505,44 +395,25 @@ def images(
     last = transforms[-1] if transforms else None
     if isinstance(last, Normalize):
         normal, transforms = last, transforms[:-1]
-    spec = Images(transforms, decoder, normal, on_device, decode_to_size, orient, dtype)
+    spec = Images(transforms, decoder, normal, decode_to_size, orient, dtype)
     return spec.pipeline(_source(path, labels, options))
 
 
 def with_settings(
-    pipeline: Pipeline,
-    *,
-    decoder: str | None = None,
-    decode_to_size: bool | None = None,
-    on_device: bool | None = None,
+    pipeline: Pipeline, *, decoder: str | None = None, decode_to_size: bool | None = None
 ) -> Pipeline:
     """Copy an :func:`images` pipeline with other settings; None keeps a setting.
 
     Raises:
-        ArgumentError: it is not made of images, or has steps of its own that ``on_device`` would
-            leave without finished pixels.
+        ArgumentError: it is not made of images.
     """
     spec = next((s.call.spec for s in pipeline.steps if isinstance(s.call, Decode)), None)
     if spec is None:
-        raise ArgumentError(
-            "decoder, decode_to_size and on_device are for feed.images pipelines only."
-        )
-    given: dict[str, Any] = {
-        "decoder": decoder,
-        "decode_to_size": decode_to_size,
-        "on_device": on_device,
-    }
+        raise ArgumentError("decoder and decode_to_size are for feed.images pipelines only.")
+    given: dict[str, Any] = {"decoder": decoder, "decode_to_size": decode_to_size}
     changed = replace(spec, **{k: v for k, v in given.items() if v is not None})
     fresh = changed.pipeline(pipeline.source)
-    if changed.on_device != spec.on_device and (
-        len(pipeline.steps) != 2 or not isinstance(pipeline.finish, Finish | None)
-    ):
-        raise ArgumentError(
-            "on_device cannot change here: your own steps follow, and they would receive "
-            "unfinished pixels."
-        )
-    parts = {Decode: fresh.steps[0], Augment: fresh.steps[1], DevicePlacement: fresh.steps[1]}
-    steps = tuple(parts.get(type(step.call), step) for step in pipeline.steps)
-    if changed.on_device != spec.on_device:
-        return replace(pipeline, steps=steps, collate=fresh.collate, finish=fresh.finish)
-    return replace(pipeline, steps=steps)
+    parts = {Decode: fresh.steps[0], Augment: fresh.steps[1]}
+    return replace(
+        pipeline, steps=tuple(parts.get(type(step.call), step) for step in pipeline.steps)
+    )

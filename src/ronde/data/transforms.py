@@ -1,11 +1,7 @@
-"""Image transforms: crop, resize, flip, color. Per image on the CPU, or per batch on the device.
+"""Image transforms: crop, resize, flip, color, each on one image.
 
-Random numbers are drawn separately from their use: ``draw(height, width)`` asks
-:func:`ronde.feed.rng`, on the CPU and per sample, so they do not depend on where pixels are
-computed. On the device, all transforms that move pixels (crop, resize, window, flip) become one
-:class:`View` per sample, computed as two batched matrix products. They use the same antialiased
-triangle filter, order (rows first) and rounding as torch's ``interpolate(uint8, antialias=True)``
-and Pillow's ``resize`` on the CPU.
+``draw(height, width)`` asks :func:`ronde.feed.rng` for the random numbers, which depend on the
+sample alone: the same bits on any number of workers.
 """
 
 from __future__ import annotations
@@ -13,8 +9,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,84 +25,12 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 Drawn = tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class View:
-    """Where a result's pixels come from: a rectangle of the image, resized, cut to a window,
-    possibly mirrored.
-
-    Attributes:
-        top, left, height, width: the rectangle, in pixels of the decoded image.
-        size: height and width that it is resized to; None where it is not resized.
-        y, x, rows, columns: the window of that.
-        flip: whether it is mirrored left to right.
-    """
-
-    top: int
-    left: int
-    height: int
-    width: int
-    size: tuple[int, int] | None
-    y: int
-    x: int
-    rows: int
-    columns: int
-    flip: bool = False
-
-    @classmethod
-    def whole(cls, height: int, width: int) -> View:
-        """The whole image."""
-        return cls(0, 0, height, width, None, 0, 0, height, width)
-
-    def cropped(self, top: int, left: int, height: int, width: int) -> View:
-        """Crop the view."""
-        if self.flip:
-            left = self.columns - left - width
-        if self.size is None:
-            return replace(
-                self,
-                top=self.top + top,
-                left=self.left + left,
-                height=height,
-                width=width,
-                rows=height,
-                columns=width,
-            )
-        return replace(self, y=self.y + top, x=self.x + left, rows=height, columns=width)
-
-    def resized(self, height: int, width: int) -> View:
-        """Resize the view."""
-        if (height, width) == (self.rows, self.columns):
-            return self
-        if self.size is not None:
-            raise ArgumentError(
-                "on_device=True: only one step may resize; leave one out, or compute on "
-                "the CPU (on_device=False)."
-            )
-        return replace(self, size=(height, width), rows=height, columns=width)
-
-    def numbers(self) -> Drawn:
-        """The 7 numbers that :func:`render_views` needs."""
-        height, width = self.size or (self.height, self.width)
-        return (self.height, self.width, height, width, self.y, self.x, float(self.flip))
-
-
 class Transform:
     """Base class of image transforms; any callable also works.
 
     Maps a ``uint8`` tensor 3 × height × width to another. Subclasses override :meth:`apply`, and
-    :meth:`draw` if random. For ``on_device=True`` they also override :meth:`place` (moves pixels)
-    or :meth:`on_batch` (changes values).
+    :meth:`draw` if random.
     """
-
-    moves: ClassVar[bool] = False
-    """Whether it moves pixels."""
-    drawn: ClassVar[int] = 0
-    """How many numbers :meth:`draw` gives."""
-
-    @property
-    def result(self) -> tuple[int, int] | None:
-        """Height and width of every result; None if they depend on the image."""
-        return None
 
     def draw(self, height: int, width: int) -> Drawn:
         """Draw the random numbers for an image of this size, from :func:`ronde.feed.rng`."""
@@ -114,19 +38,6 @@ class Transform:
 
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
         """Transform the image with these numbers."""
-        raise NotImplementedError
-
-    def place(self, view: View, drawn: Drawn) -> View:
-        """The same as :meth:`apply`, for a view."""
-        raise NotImplementedError
-
-    def on_batch(self, images: Tensor, drawn: Tensor) -> Tensor:
-        """The same as :meth:`apply`, for a whole batch on the device.
-
-        Args:
-            images: batch × height × width × 3, floating-point values in 0 … 255.
-            drawn: batch × :attr:`drawn`.
-        """
         raise NotImplementedError
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -177,8 +88,6 @@ class RandomResizedCrop(Transform):
     size: int | tuple[int, int]
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    moves: ClassVar[bool] = True
-    drawn: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
         pair(self.size, "RandomResizedCrop(size)")
@@ -219,10 +128,6 @@ class RandomResizedCrop(Transform):
         top, left, h, w = (int(n) for n in drawn)
         return resized(image[:, top : top + h, left : left + w], *self.result)
 
-    def place(self, view: View, drawn: Drawn) -> View:
-        """Crop, then resize."""
-        return view.cropped(*(int(n) for n in drawn)).resized(*self.result)
-
 
 @dataclass(frozen=True)
 class Resize(Transform):
@@ -233,15 +138,9 @@ class Resize(Transform):
     """
 
     shorter: int | tuple[int, int]
-    moves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         pair(self.shorter, "Resize(shorter)")
-
-    @property
-    def result(self) -> tuple[int, int] | None:
-        """The requested size, if it is (height, width)."""
-        return None if isinstance(self.shorter, int) else pair(self.shorter, "shorter")
 
     def target(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of the result."""
@@ -255,10 +154,6 @@ class Resize(Transform):
         """Resize the image."""
         return resized(image, *self.target(image.shape[-2], image.shape[-1]))
 
-    def place(self, view: View, drawn: Drawn) -> View:
-        """Resize the view."""
-        return view.resized(*self.target(view.rows, view.columns))
-
 
 @dataclass(frozen=True)
 class CenterCrop(Transform):
@@ -269,7 +164,6 @@ class CenterCrop(Transform):
     """
 
     size: int | tuple[int, int]
-    moves: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         pair(self.size, "CenterCrop(size)")
@@ -295,10 +189,6 @@ class CenterCrop(Transform):
         top, left, h, w = self._box(image.shape[-2], image.shape[-1])
         return image[:, top : top + h, left : left + w]
 
-    def place(self, view: View, drawn: Drawn) -> View:
-        """Crop the view."""
-        return view.cropped(*self._box(view.rows, view.columns))
-
 
 @dataclass(frozen=True)
 class HorizontalFlip(Transform):
@@ -309,8 +199,6 @@ class HorizontalFlip(Transform):
     """
 
     p: float = 0.5
-    moves: ClassVar[bool] = True
-    drawn: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.p <= 1:
@@ -323,10 +211,6 @@ class HorizontalFlip(Transform):
     def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
         """Mirror the image if drawn."""
         return image.flip(-1) if drawn[0] else image
-
-    def place(self, view: View, drawn: Drawn) -> View:
-        """Mirror the view if drawn."""
-        return replace(view, flip=view.flip != bool(drawn[0]))
 
 
 _GREY = (0.299, 0.587, 0.114)  # ITU-R 601, as Pillow's mode L
@@ -350,7 +234,6 @@ class ColorJitter(Transform):
     brightness: float = 0.0
     contrast: float = 0.0
     saturation: float = 0.0
-    drawn: ClassVar[int] = 3
 
     def __post_init__(self) -> None:
         for name in ("brightness", "contrast", "saturation"):
@@ -371,12 +254,6 @@ class ColorJitter(Transform):
         """Apply the factors."""
         values = image.permute(1, 2, 0).contiguous().to(torch.float32)
         return self._jittered(values, list(drawn)).to(image.dtype).permute(2, 0, 1)
-
-    def on_batch(self, images: Tensor, drawn: Tensor) -> Tensor:
-        """Apply each image's factors."""
-        return self._jittered(
-            images, [drawn[:, k].to(images.dtype).view(-1, 1, 1, 1) for k in range(3)]
-        )
 
     def _jittered(self, values: Tensor, factors: Sequence[Any]) -> Tensor:
         brightness, contrast, saturation = factors
@@ -405,14 +282,9 @@ def _constants(
 
 @dataclass(frozen=True)
 class Normalize(Transform):
-    """``(pixel
+    """``(pixel / 255 - mean) / std`` per channel, as floats.
 
-    255 - mean)
-
-    std`` per channel, as floats.
-
-    As the last step it always runs on the device, wherever the rest runs: bytes are a quarter of
-    the transfer.
+    As the last step it runs on the device: bytes are a quarter of the transfer.
 
     Args:
         mean: of red, green and blue, in [0, 1].
@@ -455,87 +327,3 @@ class Normalize(Transform):
             )
             found = found.view(n, height, width, 3)
         return found.to(dtype).permute(0, 3, 1, 2)
-
-
-def _filter(
-    source: Tensor, target: Tensor, first: Tensor, mirrored: Tensor | None, count: int, padded: int
-) -> tuple[Tensor, Tensor]:
-    """Integer weights of an antialiased bilinear resize along one axis, as torch and Pillow use for
-    bytes.
-
-    Args:
-        source, target: pixels before and after, for each image.
-        first: the first pixel after that is wanted.
-        mirrored: whether the wanted ones are in reverse.
-        count: how many are wanted.
-        padded: pixels before, of all images alike; those from ``source`` on weigh nothing.
-
-    Returns:
-        The weights, batch × count × padded, and the number by which each image's are too large, a
-        power of two. Sums of weighted bytes stay below 2^24: ``float32`` holds them exactly, in
-        whatever order they are added.
-    """
-    wide = torch.float32 if source.device.type == "mps" else torch.float64
-    at = torch.arange(count, dtype=wide, device=source.device)[None]
-    if mirrored is not None:
-        at = torch.where(mirrored[:, None] > 0, count - 1 - at, at)
-    # The first pixel of all goes along: those at the border weigh the most, and the largest weight
-    # decides how finely they are rounded.
-    at = torch.cat([torch.zeros_like(source, dtype=wide)[:, None], at + first.to(wide)[:, None]], 1)
-    scale = (source.to(wide) / target.to(wide))[:, None]
-    middle = (at + 0.5) * scale
-    whole = middle.floor()
-    pixels = torch.arange(padded, dtype=torch.float32, device=source.device)
-    apart = (pixels - whole[:, :, None].to(torch.float32)).add_(
-        (0.5 - (middle - whole))[:, :, None].to(torch.float32)
-    )
-    weights = 1 - apart.div_(scale.clamp(min=1.0)[:, :, None].to(torch.float32)).abs_()
-    weights = weights.clamp_(min=0).masked_fill_(pixels >= source[:, None, None], 0)
-    weights /= weights.sum(2, keepdim=True)
-    # The finest power of two with which the largest weight, rounded, still fits into 15 bits.
-    most = weights.amax((1, 2), keepdim=True)
-    fine = torch.full_like(most, 2.0**22)
-    for k in range(21, -1, -1):
-        fine = torch.where((most * 2.0 ** (k + 1) + 0.5).floor() >= 2.0**15, 2.0**k, fine)
-    return weights[:, 1:].mul_(fine).add_(0.5).floor_(), fine
-
-
-def render_views(pixels: Tensor, views: Tensor, rows: int, columns: int) -> Tensor:
-    """Resize, crop and mirror a batch of rectangles of different sizes, on their device.
-
-    Args:
-        pixels: batch × height × width × 3 ``uint8``: each rectangle in the upper left corner,
-            anything beyond it.
-        views: batch × 7, what :meth:`View.numbers` gave.
-        rows, columns: of every result.
-
-    Returns:
-        batch × rows × columns × 3, whole numbers 0 … 255 as ``float32``.
-    """
-    n, height, width, _ = pixels.shape
-    h, w, new_h, new_w, y, x, flip = views.to(torch.float32).unbind(1)
-    across, fine_across = _filter(w, new_w, x, flip, columns, width)
-    down, fine_down = _filter(h, new_h, y, None, rows, height)
-    # What lies beyond a rectangle weighs nothing, but must be a number: bytes always are.
-    values = (
-        pixels.permute(0, 2, 1, 3)
-        .to(torch.float32, memory_format=torch.contiguous_format)
-        .view(n, width, height * 3)
-    )
-    half = (
-        torch.bmm(across, values)
-        .div_(fine_across)
-        .add_(0.5)
-        .floor_()
-        .clamp_(0, 255)
-        .view(n, columns, height, 3)
-    )
-    half = half.permute(0, 2, 1, 3).reshape(n, height, columns * 3)
-    return (
-        torch.bmm(down, half)
-        .div_(fine_down)
-        .add_(0.5)
-        .floor_()
-        .clamp_(0, 255)
-        .view(n, rows, columns, 3)
-    )

@@ -15,7 +15,9 @@ Executor = Literal["auto", "none", "threads", "processes"]
 
 _REMOVED = {
     "batched": "Delete the line. To read rows by the batch, use feed.table, or give your Dataset a "
-    "__getitems__ that indexes its rows at once."
+    "__getitems__ that indexes its rows at once.",
+    "device_augment": "Delete the line. Pipeline.on_device(function) augments whole batches "
+    "on the device.",
 }
 
 
@@ -31,7 +33,7 @@ class FeedSettings:
         prefetch: batches that each of them may be ahead.
         threads: compute threads (OpenMP, BLAS, OpenCV) inside each of them.
         pin_memory: page-locked batches, for a GPU.
-        decoder: of JPEG images: ``simplejpeg``, ``torchcodec``, ``opencv`` or ``pillow``.
+        decoder: of JPEG images: ``simplejpeg`` or ``pillow``.
         decode_to_size: decode a large JPEG at a fraction of its size where it is then made smaller,
             in ``feed.images``. It changes pixels slightly.
         cache: ``read`` keeps files; ``decode`` keeps decoded samples, or finished ones of a plain
@@ -39,7 +41,6 @@ class FeedSettings:
         cache_in: ``memory`` (shared by the workers of a node) or a folder on a local disk.
         cache_bytes: the most that it may hold.
         pack: a pack of the folder that a ``ronde.feed`` pipeline reads; see ``ronde pack``.
-        device_augment: normalise and augment on the device.
         echo: how many times each batch is trained on, 1 or more. It changes the training.
     """
 
@@ -54,7 +55,6 @@ class FeedSettings:
     cache_in: str | None = None
     cache_bytes: int | None = None
     pack: str | None = None
-    device_augment: bool | None = None
     echo: int | None = None
 
     @classmethod
@@ -102,7 +102,7 @@ class FeedSettings:
                 raise ArgumentError(
                     f"feed setting {name}: {value!r} must be a whole number, {least} or more."
                 )
-        for name in ("pin_memory", "decode_to_size", "device_augment"):
+        for name in ("pin_memory", "decode_to_size"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, bool):
                 raise ArgumentError(f"feed setting {name}: {value!r} must be true or false.")
