@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ronde.data.contract import Source, Step
     from ronde.data.images import images
     from ronde.data.named_stages import rng, rngs, stage
-    from ronde.data.order import Order, Quality, key_of, permute
+    from ronde.data.order import Order, key_of, permute
     from ronde.data.pack import Packed, pack, verify_pack
     from ronde.data.pipeline import Pipeline
     from ronde.data.sources.arrays import arrays
@@ -73,7 +73,6 @@ __all__ = [
     "Order",
     "Packed",
     "Pipeline",
-    "Quality",
     "RandomResizedCrop",
     "Recipe",
     "Resize",
@@ -121,7 +120,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.contract": "Source Step",
             "ronde.data.images": "images",
             "ronde.data.named_stages": "rng rngs stage",
-            "ronde.data.order": "Order Quality key_of permute",
+            "ronde.data.order": "Order key_of permute",
             "ronde.data.pack": "Packed pack verify_pack",
             "ronde.data.pipeline": "Pipeline",
             "ronde.data.sources.arrays": "arrays",

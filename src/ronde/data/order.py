@@ -10,14 +10,13 @@ Both never change: a run could not resume under an order that changed with a lib
 
 Where samples are best read in runs (remote shards, row groups), blocks are permuted, grouped into
 windows, and the samples of each window permuted. A reader that holds one window reads each block
-once. :meth:`Order.quality` reports what this costs in shuffling.
+once.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -126,41 +125,6 @@ def _sorted_permutation(n: int, key: int) -> Ids:
     found.setflags(write=False)  # kept: whoever sorts what he was given shall have a copy
     _last = ((n, key), found)
     return found
-
-
-@dataclass(frozen=True)
-class Quality:
-    """How well an order shuffles: how many blocks the samples of a global batch come from.
-
-    Attributes:
-        batch_size: samples of a global batch.
-        distinct: blocks that it holds samples of, on average.
-        worst: in the batch that has fewest.
-        ideal: what a permutation of all samples gives on average.
-        blocks: in the whole set.
-        window_samples: of the largest window: what a reader must hold.
-        batches: that were looked at.
-    """
-
-    batch_size: int
-    distinct: float
-    worst: int
-    ideal: float
-    blocks: int
-    window_samples: int
-    batches: int
-
-    @property
-    def share(self) -> float:
-        """``distinct`` over ``ideal``; 1.0 is best."""
-        return self.distinct / self.ideal
-
-    def __str__(self) -> str:
-        return (
-            f"a global batch of {self.batch_size:,} holds samples of {self.distinct:,.1f} "
-            f"blocks of {self.blocks:,}; "
-            f"a permutation of all samples would give {self.ideal:,.1f} ({100 * self.share:.0f} %)"
-        )
 
 
 @dataclass(frozen=True)
@@ -329,57 +293,6 @@ class Order:
         low = start // chunk * chunk
         return np.concatenate(parts)[start - low : stop - low]
 
-    def quality(self, batch_size: int, epoch: int = 0) -> Quality:
-        """Count the blocks in a global batch, and in one of a full permutation.
-
-        Args:
-            batch_size: samples of a global batch.
-            epoch: which; up to 256 of its whole batches are looked at, evenly spread.
-
-        Raises:
-            ArgumentError: a batch that is larger than an epoch.
-
-        Example:
-            >>> print(Order(1000, blocks=(10,) * 100,  # doctest: +NORMALIZE_WHITESPACE
-            ...     window=10).quality(50))
-            a global batch of 50 holds samples of 10.0 blocks of 100; a permutation of all samples
-            would give 40.3 (25 %)
-        """
-        if (
-            isinstance(batch_size, bool)
-            or not isinstance(batch_size, int)
-            or not 1 <= batch_size <= self.epoch_samples
-        ):
-            raise ArgumentError(
-                f"Order.quality: batch_size={batch_size!r} must be from 1 to the epoch's "
-                f"{self.epoch_samples:,} samples."
-            )
-        sizes = (
-            np.ones(self.n, dtype=np.int64)
-            if self.blocks is None
-            else np.asarray(self.blocks, dtype=np.int64)
-        )
-        ends = np.cumsum(sizes)
-        whole = self.epoch_samples // batch_size
-        looked_at = np.unique(np.linspace(0, whole - 1, min(whole, 256)).astype(np.int64))
-        counts = []
-        for k in looked_at.tolist():
-            found = self.ids(epoch, k * batch_size, (k + 1) * batch_size)
-            counts.append(len(np.unique(np.searchsorted(ends, found, side="right"))))
-        largest = self.n
-        if self.blocks is not None and self.shuffle and self.draw is None:
-            _, begins, edges = self._layout(epoch)
-            largest = int(np.diff(begins[edges]).max())
-        return Quality(
-            batch_size,
-            float(np.mean(counts)),
-            min(counts),
-            _ideal(sizes, self.n, batch_size),
-            len(sizes),
-            largest,
-            len(counts),
-        )
-
     def _block(self, epoch: int, index: int) -> Ids:
         held: dict[tuple[int, int], Ids] = self.__dict__.setdefault("_held", {})
         found = held.get((epoch, index))  # several threads may ask at once
@@ -406,24 +319,3 @@ class Order:
                     f"length is {self.length}"
                 )
         return cache[epoch]
-
-
-def _ideal(sizes: Ids, n: int, batch: int) -> float:
-    """Expected number of blocks among ``batch`` of ``n`` samples, drawn without replacement."""
-    values, counts = np.unique(sizes, return_counts=True)
-    found = 0.0
-    for size, count in zip(values.tolist(), counts.tolist(), strict=True):
-        left = n - size - batch  # samples that are neither of the block nor in the batch
-        # C(n - size, batch) / C(n, batch)
-        none = (
-            math.exp(
-                math.lgamma(n - size + 1)
-                + math.lgamma(n - batch + 1)
-                - math.lgamma(n + 1)
-                - math.lgamma(left + 1)
-            )
-            if left >= 0
-            else 0.0
-        )
-        found += count * (1.0 - none)
-    return found
