@@ -5,7 +5,7 @@ One process per worker trains a model. Blocks of 8 steps take turns: nobody watc
 measured (one of 8 with layers' outputs, as ``--watch`` does in 8 measurements); a ``SummaryWriter``
 gets histograms of all gradients and weights at every step; ``wandb.watch`` logs them at every step.
 What a block costs more than the median one that nobody watches is divided by how seldom each
-measures in use: P steps for Ronde, which a run with ``watch=True`` has chosen just before; 10 steps
+measures in use: P steps for Ronde, as with ``watch=True``; 10 steps
 for the others. What a watched run pays in steps that are not measured is timed in a third run.
 
     python benchmarks/watch_cost.py                  # prints a table, writes
@@ -86,26 +86,6 @@ def steps(run: Any) -> Any:
         yield from run.batches()
 
 
-def chosen(name: str) -> int:
-    """Steps between two measurements, as ``watch=True`` chooses them."""
-    import torch
-
-    run = start(name, True)
-    for number, batch in enumerate(steps(run), 1):
-        run.step(batch)
-        if number % 64:
-            continue
-        every = 0
-        if run.is_main:
-            run.port.parts.watcher.flush()
-            lines = map(json.loads, (run.dir.path / "health.jsonl").read_text().splitlines())
-            every = [line["every"] for line in lines if line["type"] == "tensors"][-1]
-        every = int(run.reduce(torch.tensor(every), "max"))
-        if every > 1:
-            return every
-    raise AssertionError
-
-
 class Turns:
     """Lets the measuring callback rest, and wakes it."""
 
@@ -170,7 +150,9 @@ def worker(name: str, rounds: int, kinds: list[str], out: str) -> None:
     """One of the processes."""
     import torch
 
-    every = chosen(name)
+    from ronde.run.options import WATCH_EVERY
+
+    every = WATCH_EVERY
     measured = blocks(name, 1, kinds, rounds)
     # a small difference: it needs more rounds, which short steps allow
     more = 4 if name == "digits" else 1

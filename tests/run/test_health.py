@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -148,19 +147,6 @@ def test_what_a_file_has(train):
     assert len(last["counts"]) == 3
 
 
-def test_chooses_how_often(train):
-    train("b", True, steps=240, batch_size=2)
-    found = lines(train.folder, "b")
-    every = [line["every"] for line in found if line["type"] == "tensors"]
-    steps = [line["step"] for line in found if line["type"] == "health"]
-    assert steps[:20] == [*range(1, 21)]
-    assert len(every) == 1 + bool(steps[20:])  # a slow machine's may be above 240
-    if steps[20:]:
-        assert every[1] >= 8
-        assert math.log2(every[1]).is_integer()
-        assert steps[20:] == [s for s in range(21, 241) if s % every[1] == 0]
-
-
 def test_measures_less_often_in_a_large_file(train, monkeypatch):
     monkeypatch.setattr("ronde.run.callbacks.health._MOST_BYTES", 24 * 4 * 4 * 8)
     train("c", 1, steps=30)
@@ -222,7 +208,7 @@ def test_updates_of_weights_with_gaps_and_other_layouts(train):
 
 def test_the_outputs_of_a_recurrent_layer_are_seen():
     model = torch.nn.ModuleDict({"rnn": torch.nn.GRU(2, 3), "head": torch.nn.Linear(3, 1)})
-    layers = LayerOutputs(model, ronde.Plan(), world(), time.perf_counter)
+    layers = LayerOutputs(model, ronde.Plan(), world())
     layers.open()
     model["head"](model["rnn"](torch.full((4, 1, 2), math.nan))[0])
     layers.close()
@@ -231,7 +217,7 @@ def test_the_outputs_of_a_recurrent_layer_are_seen():
 
 def test_layers_whose_order_no_rank_knows_are_left_out():
     plan = ronde.Plan(workers=2, batch_size=8, pipeline=2, virtual=2, schedule="interleaved")
-    layers = LayerOutputs(torch.nn.Linear(2, 1), plan, world(), time.perf_counter)
+    layers = LayerOutputs(torch.nn.Linear(2, 1), plan, world())
     layers.open()
     assert "several stages" in layers.left_out
     assert layers.first_bad() is None

@@ -25,7 +25,7 @@ WatchOption = Annotated[
     option(
         "--watch",
         "Measure gradients, updates, and activations every P steps, and judge the run by "
-        "rules while it trains. Without P, so seldom that it costs half a percent of the time.",
+        "rules while it trains. Without P, every 32 steps.",
         "[P]",
     ),
 ]

@@ -183,8 +183,7 @@ def distribute(
             and leaves it out if it is not finite again. Eleven such steps in a row are an error.
         tensorboard: also log for TensorBoard (``pip install '.[tensorboard]'`` in a clone).
         watch: measure gradients, updates, weights, and layers' outputs every so many steps, for the
-            rules of ``ronde watch``; True: so seldom that it costs half a percent of the time.
-            ``ronde run --watch`` overrides it.
+            rules of ``ronde watch``; True: every 32 steps. ``ronde run --watch`` overrides it.
         feed: how samples are fetched: :class:`ronde.feed.FeedSettings`, a mapping of its fields, or
             the path of a settings file. ``ronde run --feed`` (or ``RONDE_FEED``) overrides it,
             setting by setting.

@@ -24,6 +24,7 @@ from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json
 
 __all__ = [
+    "WATCH_EVERY",
     "BatchOptions",
     "RunOptions",
     "SaveOptions",
@@ -38,6 +39,8 @@ __all__ = [
     "watch_every",
 ]
 
+WATCH_EVERY = 32
+"""Steps from one measurement of health to the next, unless the script says otherwise."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
@@ -49,13 +52,13 @@ def watch_every(asked: bool | int) -> int | None:
 
     Example:
         >>> watch_every(False), watch_every(True), watch_every(16)
-        (None, 0, 16)
+        (None, 32, 16)
     """
     told = os.environ.get("RONDE_WATCH") or ("auto" if asked is True else str(asked))
     if told == "False":
         return None
     if told == "auto" or (told.isdecimal() and int(told)):
-        return 0 if told == "auto" else int(told)
+        return WATCH_EVERY if told == "auto" else int(told)
     raise ArgumentError(f"watch={told}: expected True, False, or a number of steps above 0.")
 
 
@@ -130,7 +133,7 @@ class RunOptions:
     on_nan: str
     callbacks: Sequence[Any]
     watch: int | None = None
-    """Steps between measurements of health; 0: as many as a budget says; None: no measurements."""
+    """Steps between measurements of health; None: no measurements."""
 
     @property
     def leaves_out(self) -> bool:

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -96,13 +95,9 @@ class HealthFile:
 
     Args:
         path: ``health.jsonl``.
-
-    Attributes:
-        seconds: spent on writing so far.
     """
 
     def __init__(self, path: Path) -> None:
-        self.seconds = 0.0
         self._lines = JsonLines(path)
         self._held: list[
             tuple[torch.Tensor | None, Callable[[Sequence[float]], list[dict[str, Any]]]]
@@ -118,9 +113,7 @@ class HealthFile:
 
     def flush(self) -> None:
         """Write what is held."""
-        begun = time.perf_counter()
         held, self._held = self._held, []
         lines = [line for v, tell in held for line in tell([] if v is None else v.tolist())]
         if lines:
             self._lines.write(lines)
-        self.seconds += time.perf_counter() - begun

@@ -20,7 +20,6 @@ from ronde.run.callback import Callback, StepView
 from ronde.run.callbacks.code_place import code_place
 from ronde.run.callbacks.health_lines import health_lines, inputs_line, targets_line
 from ronde.run.callbacks.layer_outputs import LayerOutputs
-from ronde.run.callbacks.measuring_cost import MeasuringCost
 from ronde.run.callbacks.tensor_norms import TensorNorms
 from ronde.run.parts import Parts
 from ronde.watch.health_record import HEALTH, HealthFile
@@ -30,9 +29,7 @@ from ronde.world.tensors import named_tensors
 __all__ = ["Health"]
 
 _FIRST_STEPS = 10  # whose layers are measured, for how weights were initialized
-_TIMED_STEPS = 20  # all measured, to learn what that costs; fixed P measures the same steps
-_SHARE = 0.005  # of a step, for measuring
-_LEAST = 8
+_EARLY_STEPS = 20  # all measured
 _LAYERS_EVERY = 8  # measured steps
 _MOST_BYTES = 16 << 20  # of the file; then half as many steps are measured
 _NUMBER_BYTES = 8  # of a number in the file, about
@@ -43,11 +40,11 @@ class Health(Callback):
     """See the module.
 
     Args:
-        asked: steps from one measurement to the next; 0 chooses them by what measuring costs.
+        every: steps from one measurement to the next.
         ends: whether the run ends at a loss that is not finite.
     """
 
-    def __init__(self, run: Parts, asked: int, ends: bool) -> None:
+    def __init__(self, run: Parts, every: int, ends: bool) -> None:
         assert run.directory is not None
         self._me, self._ends = run.world, ends
         path = run.directory.path / HEALTH
@@ -55,17 +52,14 @@ class Health(Callback):
         self._bytes = path.stat().st_size if run.world.is_main and path.exists() else 0
         if run.world.is_main:
             run.watcher.before_flush = self._file.flush
-        self._every = asked or 1
-        self._decided = bool(asked)  # how often
-        self._taken = 0  # steps since the start
+        self._every = every
         self._flags: list[Any] = []
         self._parameters: list[torch.nn.Parameter] = []
         self._tensors: TensorNorms | None = None
         self._agreed = False  # on the layers
         self._described = 0  # the step of the newest line, if it says what it has
         self._began = 0.0
-        self._cost = MeasuringCost(run.world)
-        self._layers = LayerOutputs(run.model, run.plan, run.world, self._cost.clock)
+        self._layers = LayerOutputs(run.model, run.plan, run.world)
         self._counts: torch.Tensor | None = None
         self._measures = self._opens = self._ready = False
         self._failed = False
@@ -73,21 +67,16 @@ class Health(Callback):
     def batch_taken(self, step: StepView) -> None:
         """Decide whether this step is measured. A collective at the first one."""
         number = step.number + 1
-        self._taken += 1
-        timed = not self._decided
-        self._measures = timed or number <= _TIMED_STEPS or number % self._every == 0
+        self._measures = number <= _EARLY_STEPS or number % self._every == 0
         self._ready = False
-        if timed:
-            self._cost.begin()
         if not self._measures:
             return
         every = self._every * _LAYERS_EVERY
-        self._opens = number <= _FIRST_STEPS or (not timed and number % every == 0)
-        with self._cost.measuring():
-            self._prepare(step.parts)
-            # a resume learns which layers there are
-            if (self._opens or not self._agreed) and step.share.samples:
-                self._attempt(self._layers.open)
+        self._opens = number <= _FIRST_STEPS or number % every == 0
+        self._prepare(step.parts)
+        # a resume learns which layers there are
+        if (self._opens or not self._agreed) and step.share.samples:
+            self._attempt(self._layers.open)
 
     def _prepare(self, run: Parts) -> TensorNorms:
         """The tensors as they are now. A collective where they have changed, which they do on all
@@ -151,9 +140,8 @@ class Health(Callback):
         """Take the gradients as they are averaged."""
         if self._measures and self._tensors is not None:
             self._ready = True
-            with self._cost.measuring():
-                self._attempt(self._tensors.gradients)
-                self._attempt(self._tensors.keep)
+            self._attempt(self._tensors.gradients)
+            self._attempt(self._tensors.keep)
 
     def after_update(self, step: StepView) -> None:
         """Take updates and weights, and exchange all. A collective."""
@@ -164,48 +152,28 @@ class Health(Callback):
             self._agreed, self._described = True, 0
             self._layers.agree()
         opens = self._opens and bool(self._layers.names)
-        decides = not self._decided and self._taken >= _TIMED_STEPS
-        with self._cost.measuring():
-            self._attempt(tensors.updates)
-            own = torch.zeros(2 + 2 * me.size, dtype=torch.float64, device=me.device)
-            own[0] = self._failed
-            if (lost := step.parts.strategy.local_loss) is not None:
-                own[2 + me.rank] = ~lost.detach().isfinite()
-            layers = self._layers.sums() if opens else own[:0]
-            if opens:
-                own[2 + me.size + me.rank] = ~layers.isfinite().all()
-        if decides and me.is_main:
-            own[1] = self._choose(step.parts)
-        begun = self._cost.clock()
+        self._attempt(tensors.updates)
+        own = torch.zeros(1 + 2 * me.size, dtype=torch.float64, device=me.device)
+        own[0] = self._failed
+        if (lost := step.parts.strategy.local_loss) is not None:
+            own[1 + me.rank] = ~lost.detach().isfinite()
+        layers = self._layers.sums() if opens else own[:0]
+        if opens:
+            own[1 + me.size + me.rank] = ~layers.isfinite().all()
         flat = torch.cat([own, tensors.values.flatten(), layers.flatten()])
         self._exchange(flat, dist.ReduceOp.SUM)
-        self._cost.exchanges.append(self._cost.clock() - begun)
         if opens:
             largest = partial(self._exchange, op=dist.ReduceOp.MAX)
             flat = torch.cat([flat, self._layers.dead(largest)])
-            self._cost.besides += self._layers.seconds
         if me.is_main:
-            with self._cost.measuring():
-                self._describe(step.parts, tensors, number)
-                shown = self._layers if opens else None
-                about = partial(health_lines, _about(step), tensors.all, me.size, shown)
-                self._file.hold(flat, about)
-                if self._opens:
-                    self._attempt(self._look_at_batch, step)
+            self._describe(step.parts, tensors, number)
+            shown = self._layers if opens else None
+            self._file.hold(flat, partial(health_lines, _about(step), tensors.all, me.size, shown))
+            if self._opens:
+                self._attempt(self._look_at_batch, step)
         self._bytes += 4 * _NUMBER_BYTES * len(tensors.names)
-        if decides:
-            self._decided, self._every = True, int(flat[1])
-        elif self._bytes > _MOST_BYTES:
-            self._bytes, self._every = 0, 2 * self._every
-        else:
-            return
-        self._described = 0
-
-    def _choose(self, run: Parts) -> int:
-        """How often this training is to be measured."""
-        run.watcher.flush()  # to know what writing costs
-        writing = self._file.seconds / self._taken
-        return self._cost.every(_SHARE, _LEAST, _LAYERS_EVERY, writing)
+        if self._bytes > _MOST_BYTES:
+            self._bytes, self._every, self._described = 0, 2 * self._every, 0
 
     def ended(self, parts: Parts, status: str) -> None:
         """See :class:`Callback`."""

@@ -27,8 +27,8 @@ def health_lines(
         about: what the line has besides numbers.
         tensors: all parameters by name.
         layers: None where they were not measured.
-        values: of all ranks together: how many cannot measure, a free one, for each rank whether
-            its loss and its layers are not finite; squares of gradients, weights, and updates, and
+        values: of all ranks together: how many cannot measure, for each rank whether its loss and
+            its layers are not finite; squares of gradients, weights, and updates, and
             equal elements, of all tensors; sums of layers; dead units.
 
     Raises:
@@ -36,7 +36,7 @@ def health_lines(
     """
     if values[0]:
         raise RuntimeError(f"{values[0]:.0f} of {ranks} ranks cannot measure this training")
-    count, at = len(tensors), 2 + 2 * ranks
+    count, at = len(tensors), 1 + 2 * ranks
     gradients, weights, updates, equal = (
         values[at + i * count : at + (i + 1) * count] for i in range(4)
     )
@@ -50,7 +50,7 @@ def health_lines(
     found = {"gradient": norms(gradients), "weight": norms(weights), "update": norms(updates)}
     parts = zip(equal, tensors.values(), frozen, strict=True)
     found["same"] = [None if none or not p.numel() else n / p.numel() for n, p, none in parts]
-    bad = [r for r in range(ranks) if values[2 + r] or values[2 + ranks + r]]
+    bad = [r for r in range(ranks) if values[1 + r] or values[1 + ranks + r]]
     if not bad and any(g is not None and not math.isfinite(g) for g in found["gradient"]):
         bad = list(range(ranks))  # they were averaged: whose it was is not known
     lines = [{**about, **_rounded(found), "bad_ranks": bad, "first_bad": None}]

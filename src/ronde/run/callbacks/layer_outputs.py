@@ -49,11 +49,10 @@ class LayerOutputs:
     Attributes:
         left_out: why layers are not measured, or empty.
         names, kinds: of the layers in forward order, the same on all ranks, once agreed on.
-        seconds: spent in hooks, in this step.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, me: World, clock: Callable[[], float]) -> None:
-        self._me, self._model, self._clock = me, model, clock
+    def __init__(self, model: nn.Module, plan: Plan, me: World) -> None:
+        self._me, self._model = me, model
         self._counts_units = plan.tensor == 1  # else ranks hold other units
         self._handles: list[RemovableHandle] = []
         self._found: dict[str, _Layer] = {}
@@ -64,7 +63,6 @@ class LayerOutputs:
         )
         self.names: list[str] = []
         self.kinds: list[str] = []
-        self.seconds = 0.0
         compiled = any(m._compiled_call_impl is not None for m in model.modules())
         self.left_out = _COMPILED if compiled else ""
         if plan.virtual > 1:  # ranks do not tell which layer comes first
@@ -73,7 +71,7 @@ class LayerOutputs:
     def open(self) -> None:
         """Measure from now on."""
         self.close()
-        self._found, self.seconds, self._channels = {}, 0.0, False
+        self._found, self._channels = {}, False
         if self.left_out or _compiles():  # a hook would compile again
             return
         for name, module in self._model.named_modules():
@@ -96,7 +94,6 @@ class LayerOutputs:
         def measure(_module: nn.Module, _inputs: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
                 return
-            begun = self._clock()
             if holds:
                 self._channels = first
             if isinstance(output, tuple) and output:  # a recurrent layer's: outputs, last state
@@ -107,7 +104,6 @@ class LayerOutputs:
             if output.numel():
                 with torch._C.DisableTorchFunction():  # a pipeline follows what the model calls
                     self._measure(name, kind, local_part(output))
-            self.seconds += self._clock() - begun
 
         return measure
 
