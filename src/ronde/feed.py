@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         Transform,
     )
     from ronde.loader.from_dataloader import default_workers, settings_of, take_over
-    from ronde.loader.loader import Feed, die_with_parent
+    from ronde.loader.loader import Feed
     from ronde.loader.reader import other_classes, pipeline_in
     from ronde.loader.settings import FeedSettings, LoaderSettings, settings_file
     from ronde.tables.feature_store import FeatureStore
@@ -87,7 +87,6 @@ __all__ = [
     "clear_cache",
     "dataset",
     "default_workers",
-    "die_with_parent",
     "folder",
     "images",
     "key_of",
@@ -134,7 +133,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize "
             "RandomResizedCrop Resize Transform",
             "ronde.loader.from_dataloader": "default_workers settings_of take_over",
-            "ronde.loader.loader": "Feed die_with_parent",
+            "ronde.loader.loader": "Feed",
             "ronde.loader.reader": "other_classes pipeline_in",
             "ronde.loader.settings": "FeedSettings LoaderSettings settings_file",
             "ronde.tables.feature_store": "FeatureStore",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import time
 
 import pytest
@@ -13,6 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from processes import child, forked, marked, python, ronde, ronde_run
+from ronde.cli.bench import measure_links
 from ronde.measure import bench_links
 from ronde.measure.planner import gauge
 from ronde.parallel import Work
@@ -92,7 +92,11 @@ def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):
     # of the one who keeps it: tests run on busy machines
     monkeypatch.setattr(bench_links, "TOLERANCE", 100.0)
     told = []
-    first = bench_links.default_cluster(2, tell=told.append)
+
+    def quickly(count):
+        return measure_links(count, ["--quick", "--accept-noise"])
+
+    first = bench_links.default_cluster(2, quickly, told.append)
     assert (
         len(told) == 1 and first.devices == 2 and set(first.links) == set(bench_links.COLLECTIVES)
     )
@@ -100,14 +104,13 @@ def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise AssertionError("measured again")
 
-    monkeypatch.setattr(subprocess, "Popen", fail)
-    assert bench_links.default_cluster(2) == first
+    assert bench_links.default_cluster(2, fail) == first
     (kept,) = (tmp_path / "state").iterdir()
     assert kept.suffix == ".yaml"
     # what an earlier version kept is measured again
     monkeypatch.setattr(bench_links, "_METHOD", bench_links._METHOD + 1)
     with pytest.raises(AssertionError, match="measured again"):
-        bench_links.default_cluster(2)
+        bench_links.default_cluster(2, fail)
 
 
 TOGETHER = """
@@ -117,10 +120,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ronde.cli.bench import measure_links
 from ronde.world.connect import connect
 import ronde.run.losses
+from ronde.cli.bench import measure_links
 from ronde.parallel import Work
+from ronde.cli.bench import measure_links
 from ronde.plan import Plan
+from ronde.cli.bench import measure_links
 from ronde.measure import planner
 
 me = connect()
@@ -215,6 +222,7 @@ LOOPS = {
 
 ASKED = """
 import os, runpy, sys
+from ronde.cli.bench import measure_links
 from ronde.measure import script_loop
 for folder in sys.argv[1:]:
     child = os.fork()

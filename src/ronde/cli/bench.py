@@ -1,19 +1,29 @@
-"""``ronde bench``: measure the links between workers for plans, and the reducers."""
+"""``ronde bench``: time the links between workers for plans, and every reducer."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.bench_exchange import register_exchange
+from ronde.cli.hosts import HostOptions, HostsOption, SshConfigOption, gathered
 from ronde.cli.options import Group, option
+from ronde.cli.reducers import ServersOption, servers_of
+from ronde.cli.script import WorkersOption
+from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
+from ronde.world.units import format_bytes
+
+if TYPE_CHECKING:
+    from ronde.predict import Cluster
 
 _EXAMPLES = """
 Examples:
@@ -23,6 +33,16 @@ ronde bench cluster                         one worker per GPU, or per core
 ronde bench cluster --workers 2 --quick     seconds instead of a minute
 ronde plan --cluster cluster.yaml train.py  use the file
 srun -N 4 python -m ronde.measure.bench_links --output cluster.yaml  several nodes
+```
+"""
+
+_EXCHANGE_EXAMPLES = """
+Examples:
+
+```sh
+ronde bench exchange --workers 4                        all reducers, 4 KiB to 256 MiB
+ronde bench exchange --sizes 1MiB,16MiB --html page.html
+ronde bench exchange --hosts a:1,b:1 --servers c,d      between hosts, with servers
 ```
 """
 
@@ -38,7 +58,7 @@ def register(app: typer.Typer) -> None:
     def _root() -> None:
         pass
 
-    register_exchange(bench)
+    _register_exchange(bench)
 
     @bench.command(
         "cluster",
@@ -46,14 +66,7 @@ def register(app: typer.Typer) -> None:
         "ronde plan.\n" + _EXAMPLES,
     )
     def cluster(
-        workers: Annotated[
-            str,
-            option(
-                "--workers -n",
-                "Number of workers. auto: one per GPU, or per usable core (at most 8).",
-                "N|auto",
-            ),
-        ] = "auto",
+        workers: WorkersOption = "auto",
         output: Annotated[Path, option("--output -o", "The file to write.", "FILE")] = Path(
             "cluster.yaml"
         ),
@@ -68,48 +81,60 @@ def register(app: typer.Typer) -> None:
         ] = False,
         as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
     ) -> None:
-        from ronde.launch import Job, check_workers, resolve_workers, run_here
-        from ronde.predict import Cluster
+        from ronde.launch import check_workers, resolve_workers
 
         count = resolve_workers(workers)
         check_workers(count)
         check_file(output)
         console = plain_console()
-        with tempfile.TemporaryDirectory(prefix="ronde-bench-") as folder:
-            file = Path(folder) / "cluster.yaml"
-            command = ["-m", "ronde.measure.bench_links", "--output", str(file)]
-            command += ["--quick"] * quick + ["--accept-noise"] * accept_noise
-            output_parts: list[bytes] = []
-            plural = f"{count} worker{'s' if count > 1 else ''}"
-            job = Job(command, count, None, {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"})
-            if console.is_terminal and not as_json:
-                from rich.text import Text
-
-                with console.status(f"starting {plural}") as status:
-
-                    def show(message: dict[str, Any]) -> None:
-                        status.update(Text(str(message.get("bench", ""))))
-
-                    outcome = run_here(job, output_parts.append, show)
-            else:
-                outcome = run_here(job, output_parts.append, lambda _: None)
-            if outcome.interrupted:
-                plain_console(stderr=True).print(
-                    f"{outcome.error}; every worker has ended, nothing was written", soft_wrap=True
-                )
-                raise typer.Exit(outcome.status)
-            if outcome.status:
-                lines = b"".join(output_parts).decode(errors="replace").strip().splitlines()
-                text = outcome.error or (lines[-1] if lines else "a worker failed")
-                if "too busy" in text:
-                    text += " Or write the file anyway: --accept-noise."
-                raise RondeError(text)
-            measured = Cluster.load(file)
-            measured.save(output)
+        options = ["--quick"] * quick + ["--accept-noise"] * accept_noise
+        with Doing(console) if not as_json else contextlib.nullcontext() as say:
+            measured = measure_links(count, options, say)
+        measured.save(output)
         if as_json:
             print(json.dumps(measured.to_dict()))
         else:
             _show(measured, output, console)
+
+
+def measure_links(
+    count: int, options: Sequence[str], say: Callable[[str], None] | None = None
+) -> Cluster:
+    """Measure the links between workers of this machine.
+
+    Args:
+        count: how many workers.
+        options: of the benchmark, such as ``--quick``.
+        say: told what is measured.
+
+    Raises:
+        RondeError: the machine is too busy, or a worker has failed.
+        typer.Exit: a signal stopped it.
+    """
+    from ronde.launch import Job, run_here
+    from ronde.predict import Cluster
+
+    def show(message: dict[str, Any]) -> None:
+        if say is not None:
+            say(str(message.get("bench", "")))
+
+    with tempfile.TemporaryDirectory(prefix="ronde-bench-") as folder:
+        file, printed = Path(folder) / "cluster.yaml", list[bytes]()
+        command = ["-m", "ronde.measure.bench_links", "--output", str(file), *options]
+        job = Job(command, count, None, {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"})
+        outcome = run_here(job, printed.append, show)
+        if outcome.interrupted:
+            plain_console(stderr=True).print(
+                f"{outcome.error}; every worker has ended, nothing was written", soft_wrap=True
+            )
+            raise typer.Exit(outcome.status)
+        if outcome.status:
+            lines = b"".join(printed).decode(errors="replace").strip().splitlines()
+            text = outcome.error or (lines[-1] if lines else "a worker failed")
+            if "too busy" in text:
+                text += " Or write the file anyway: --accept-noise."
+            raise RondeError(text)
+        return Cluster.load(file)
 
 
 def check_file(output: Path) -> None:
@@ -170,4 +195,193 @@ def _show(cluster: Any, output: Path, console: Any) -> None:
     console.print(
         Text(f"written to {output}   next: ronde plan --cluster {output} SCRIPT", style="cyan"),
         soft_wrap=True,
+    )
+
+
+def _register_exchange(bench: typer.Typer) -> None:
+
+    @bench.command(
+        "exchange",
+        help="Time every reducer between all workers: latency and bus bandwidth over sizes.\n"
+        + _EXCHANGE_EXAMPLES,
+    )
+    def exchange(
+        workers: WorkersOption = "auto",
+        sizes: Annotated[
+            str, option("--sizes", "Sizes of a bucket, or a range in steps of four.", "SIZES")
+        ] = "4KiB-256MiB",
+        reducers: Annotated[
+            str, option("--reducers", "Reducers to time, joined by commas.", "NAMES")
+        ] = "",
+        hosts: HostsOption = None,
+        ssh_config: SshConfigOption = None,
+        servers: ServersOption = None,
+        cluster: Annotated[
+            Path | None,
+            option(
+                "--cluster",
+                "Put the reducers' times into this cluster file, for ronde plan.",
+                "FILE",
+            ),
+        ] = None,
+        page: Annotated[
+            Path | None, option("--html", "Draw the bandwidths into this file.", "FILE")
+        ] = None,
+        as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
+    ) -> None:
+        from ronde.launch import Job
+        from ronde.measure.bench_exchange import default_reducers, parse_sizes
+        from ronde.plan import parse_reducer
+        from ronde.watch.html import check_drawing
+
+        if page is not None:
+            check_drawing()
+        if cluster is not None and not cluster.is_file():
+            raise ArgumentError(f"--cluster {cluster}: there is no such file.")
+        parse_sizes(sizes)
+        names = reducers.split(",") if reducers else default_reducers()
+        for name in names:
+            choice = parse_reducer(name)
+            if choice.kind.local or choice.name == "auto":
+                raise ArgumentError(f"--reducers {name}: it has no exchange of its own to time.")
+        command = ["-m", "ronde.measure.bench_exchange"]
+        command += ["--sizes", sizes, "--reducers", ",".join(names)]
+        places = HostOptions(hosts, ssh_config=ssh_config).places()
+        answers: list[dict[str, Any]] = []
+        said: list[bytes] = []
+
+        def message(values: dict[str, Any]) -> None:
+            if "exchange" in values:
+                answers.append(values["exchange"])
+
+        with (
+            servers_of(servers, places) as started,
+            gathered(places, None, command, workers, None, lambda _: None) as group,
+        ):
+            environment = {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"}
+            environment |= started.variables()
+            job = Job(command, group.workers, None, environment)
+            outcome = group.launch(job, said.append, message)
+        if outcome.interrupted:
+            raise typer.Exit(outcome.status)
+        if outcome.status or not answers:
+            last = b"".join(said).decode(errors="replace").strip().splitlines()
+            raise RondeError(outcome.error or (last[-1] if last else "nothing was measured"))
+        answer = answers[-1]
+        if cluster is not None:
+            _into_cluster(cluster, answer)
+        if page is not None:
+            _draw(page, answer)
+        if as_json:
+            print(json.dumps(answer))
+        else:
+            _show_exchange(answer)
+
+
+def _into_cluster(file: Path, answer: dict[str, Any]) -> None:
+    from ronde.plan import parse_reducer
+    from ronde.predict import Cluster, LinkFit
+
+    fit = answer["fits"].get("ring")
+    if fit is None:
+        raise ArgumentError("--cluster needs the ring at two sizes or more.")
+    known = Cluster.load(file)
+    scope = "cluster" if len(answer["hosts"]) > 1 else "node"
+    link = LinkFit(**fit, ranks=answer["workers"])
+    links = {**known.links, "all_reduce": {**known.links.get("all_reduce", {}), scope: link}}
+    reducers = {
+        str(parse_reducer(name)): LinkFit(**fit, ranks=answer["workers"])
+        for name, fit in answer["fits"].items()
+        if name != "ring"
+    }
+    dataclasses.replace(known, links=links, reducers={**known.reducers, **reducers}).save(file)
+
+
+def _by_size(answer: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for row in answer["rows"]:
+        found.setdefault(row["bytes"], {})[row["reducer"]] = row
+    return found
+
+
+def _show_exchange(answer: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    by_size = _by_size(answer)
+    names = list(dict.fromkeys(row["reducer"] for row in answer["rows"]))
+    where = ", ".join(answer["hosts"])
+    table = Table(
+        title=f"{answer['workers']} workers on {where}: milliseconds (bus MB/s)",
+        title_justify="left",
+        box=SIMPLE_HEAD,  # nine sizes fit into 80 columns
+        padding=0,
+    )
+    table.add_column("reducer", no_wrap=True)
+    for size in by_size:
+        table.add_column(format_bytes(size), justify="right")
+    fastest = {size: min(r["seconds"] for r in rows.values()) for size, rows in by_size.items()}
+    for name in names:
+        cells = []
+        for size, rows in by_size.items():
+            row = rows[name]
+            ms, bus = row["seconds"] * 1e3, row["bus_bytes_per_second"] / 1e6
+            text = f"{ms:.3g}" if ms < 1000 else f"{ms:,.0f}"
+            text += f" ({bus:,.0f})"
+            cells.append(Text(text, style="bold" if row["seconds"] == fastest[size] else ""))
+        table.add_row(name, *cells)
+    console = plain_console()
+    console.print(table)
+    for name, why in answer["skipped"].items():
+        console.print(Text(f"note: {name} was left out: {why}", style="yellow"), soft_wrap=True)
+    lossy = [name for name in names if not _exact(name)]
+    if lossy:
+        told = f"not exact: {', '.join(lossy)}; their bus bandwidth is that of the whole gradient"
+        console.print(Text(told), soft_wrap=True)
+
+
+def _exact(name: str) -> bool:
+    from ronde.plan import parse_reducer
+
+    return parse_reducer(name).kind.exact
+
+
+def _draw(page: Path, answer: dict[str, Any]) -> None:
+    from ronde.watch import html
+
+    names = list(dict.fromkeys(row["reducer"] for row in answer["rows"]))
+    by_size = _by_size(answer)
+
+    def plot(axes: Any) -> str:
+        colors = (html.REAL, html.SYNTHETIC, html.GOOD, html.LOST, html.INK)
+        styles = ("-", (0, (4, 2)), (0, (1, 1)))
+        for i, name in enumerate(names):
+            values = [rows[name]["bus_bytes_per_second"] / 1e6 for rows in by_size.values()]
+            style = styles[i // len(colors) % len(styles)]
+            axes.plot(list(by_size), values, color=colors[i % len(colors)], linestyle=style)
+            axes.annotate(name, (list(by_size)[-1], values[-1]), fontsize=8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xlabel("bytes of a bucket")
+        axes.set_ylabel("bus bandwidth, MB/s")
+        return f"bus bandwidth of {', '.join(names)} over the size of a bucket"
+
+    body = [
+        (
+            "",
+            [format_bytes(size), *(f"{rows[n]['seconds'] * 1e3:.3g}" for n in names)],
+        )
+        for size, rows in by_size.items()
+    ]
+    best = max(answer["rows"], key=lambda row: row["bus_bytes_per_second"])
+    html.write_page(
+        page,
+        "ronde bench exchange",
+        ", ".join(answer["hosts"]),
+        f"{best['reducer']} reaches {best['bus_bytes_per_second'] / 1e6:,.0f} MB/s at "
+        f"{format_bytes(best['bytes'])} between {answer['workers']} workers",
+        [],
+        [("Bus bandwidth", "", html.draw("bus", 3.9, "Bus bandwidth over bucket size", plot))],
+        [html.Section("Milliseconds", ["bucket", *names], body)],
     )

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.bench import measure_links
 from ronde.cli.options import option, parsed
 from ronde.cli.script import (
     ArgumentsOption,
@@ -149,7 +150,10 @@ def register(app: typer.Typer) -> None:
                 if cluster is None:  # last, so that a script that fails does so at once
                     from ronde.measure import default_cluster
 
-                    target = default_cluster(target.devices, tell=say)
+                    def measured_here(count: int) -> Any:
+                        return measure_links(count, ["--quick", "--accept-noise"])
+
+                    target = default_cluster(target.devices, measured_here, say)
             if size is not None:
                 target = dataclasses.replace(target, memory_bytes=size)
             say("searching plans")

@@ -69,7 +69,7 @@ class _Child:
             stdin=subprocess.DEVNULL,
             stderr=self._errors,
             start_new_session=True,
-            preexec_fn=functools.partial(end_with_parent, signal.SIGKILL),
+            preexec_fn=end_with_parent,
             **other,
         )
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import itertools
-import signal
-import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
@@ -29,6 +26,7 @@ from ronde.loader.reader import Ask, Reader, StreamReader, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.plan.batch import Share
 from ronde.world import FeedError, RondeError
+from ronde.world.children import end_with_parent
 
 # Most trainings read in their own process: threads and processes are imported where used.
 if TYPE_CHECKING:
@@ -47,12 +45,6 @@ _DRAWS = (
 )
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent dies, so that no loader stays behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 @dataclass(frozen=True)
 class _WorkerInit:
     user: Callable[[int], None] | None
@@ -60,7 +52,7 @@ class _WorkerInit:
     probe: Any = None
 
     def __call__(self, worker: int) -> None:
-        die_with_parent()
+        end_with_parent()
         if self.threads is not None:
             from ronde.loader.thread_workers import limit_process_threads
 

@@ -15,7 +15,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -28,13 +27,12 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ronde.loader.loader import die_with_parent
 from ronde.measure.cost_lines import line
 from ronde.measure.link_timing import COLLECTIVES, LinkGroup, LinkTimes, time_links
 from ronde.measure.quiet_gate import TOLERANCE, NoisyMachine
 from ronde.predict import Cluster, LinkFit
 from ronde.watch import MARK
-from ronde.world import RondeError, World, openmp_waits, threads_per_worker, usable_cores
+from ronde.world import World, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.meshes import group_of
 
@@ -59,9 +57,7 @@ _SIZES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 12 << 20, 25 << 20)
 _QUICK_SIZES = (64 << 10, 1 << 20, 25 << 20)  # 25 MiB: a bucket of DDP
 _ROUNDS, _QUICK_ROUNDS = 8, 4
 _ATTEMPTS = 3
-_TIMEOUT = 120.0
 _METHOD = 3  # raised when the measurement changes, so that older files are measured again
-_LAUNCHER_VARIABLES = ("RONDE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 
 
 def fit_link(points: Sequence[tuple[float, float]], ranks: int) -> LinkFit:
@@ -224,7 +220,9 @@ def has_cuda() -> bool:
     return os.environ.get("RONDE_DEVICE") != "cpu" and torch.cuda.is_available()
 
 
-def default_cluster(workers: int, tell: Callable[[str], None] | None = None) -> Cluster:
+def default_cluster(
+    workers: int, measure: Callable[[int], Cluster], tell: Callable[[str], None] | None = None
+) -> Cluster:
     """This machine as a cluster of ``workers``, measured once and then kept.
 
     It is kept by host, torch version and workers in ``$RONDE_STATE`` or ``~/.local/state/ronde``.
@@ -232,10 +230,11 @@ def default_cluster(workers: int, tell: Callable[[str], None] | None = None) -> 
 
     Args:
         workers: world size to plan for.
+        measure: starts so many workers, which measure.
         tell: shows progress.
 
     Raises:
-        RondeError: the workers could not be started.
+        RondeError: the links could not be measured.
     """
     cuda = has_cuda()
     most = torch.cuda.device_count() if cuda else max(2, min(8, usable_cores()))
@@ -247,73 +246,11 @@ def default_cluster(workers: int, tell: Callable[[str], None] | None = None) -> 
             return _resized(Cluster.load(file), workers)
     if tell is not None:
         tell(f"measuring the links of {started} workers on this machine, once")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(f".{os.getpid()}.writing")
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        _start_workers(processes, started, temporary)
-        _wait_for(processes)
-        cluster = Cluster.load(temporary)
-        if cluster.noise <= TOLERANCE:
-            temporary.replace(file)
-        return _resized(cluster, workers)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
-        temporary.unlink(missing_ok=True)
-
-
-def _start_workers(processes: list[subprocess.Popen[str]], count: int, output: Path) -> None:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    threads = threads_per_worker(count)
-    environment = {
-        **{
-            k: v
-            for k, v in os.environ.items()
-            if k == "RONDE_DEVICE" or not k.startswith(_LAUNCHER_VARIABLES)
-        },
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": str(threads),
-        **openmp_waits(count, threads),
-    }
-    command = [sys.executable, "-m", "ronde.measure.bench_links", "--quick", "--accept-noise"]
-    for rank in range(count):
-        processes.append(
-            subprocess.Popen(
-                [*command, "--output", str(output)],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                preexec_fn=die_with_parent,
-            )
-        )
-
-
-def _wait_for(processes: list[subprocess.Popen[str]]) -> None:
-    limit = time.monotonic() + _TIMEOUT
-    while any(p.poll() is None for p in processes):
-        failed = next((p for p in processes if p.poll()), None)
-        if failed is not None or time.monotonic() > limit:
-            why = f"it took longer than {_TIMEOUT:.0f} s"
-            if failed is not None and failed.stderr is not None:
-                lines = failed.stderr.read().strip().splitlines()
-                why = lines[-1] if lines else f"a worker exited with status {failed.returncode}"
-            raise RondeError(
-                f"the links of this machine could not be measured: {why}. Give a cluster file: "
-                "ronde bench cluster writes one."
-            )
-        time.sleep(0.05)
+    cluster = measure(started)
+    if cluster.noise <= TOLERANCE:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        cluster.save(file)
+    return _resized(cluster, workers)
 
 
 def _resized(cluster: Cluster, workers: int) -> Cluster:

@@ -18,16 +18,11 @@ import types
 from pathlib import Path
 from typing import Any
 
+from ronde.world.children import end_with_parent
+
 __all__ = ["run_pool_worker"]
 
 _WAIT_SECONDS = 10.0
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _run_as_main(command: list[str]) -> None:
@@ -86,7 +81,7 @@ def _run(job: dict[str, Any]) -> None:
     from ronde.prove.experiment import Settings
     from ronde.prove.float64 import install_recorder
 
-    _die_with_parent()
+    end_with_parent()
     rank, size = int(job["rank"]), int(job["size"])
     output = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -116,7 +111,7 @@ def _run(job: dict[str, Any]) -> None:
 
 def run_pool_worker(pipes: list[int]) -> None:
     """Serve runs until standard input ends; fork a server of its own for each pair of ``pipes``."""
-    _die_with_parent()
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     answered = os.dup(1)
     os.dup2(2, 1)
@@ -127,7 +122,7 @@ def run_pool_worker(pipes: list[int]) -> None:
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
     for asked, answers_of_fork in zip(pipes[::2], pipes[1::2], strict=True):
         if not os.fork():
-            _die_with_parent()
+            end_with_parent()
             os.dup2(asked, 0)
             answered = answers_of_fork
             break
