@@ -15,7 +15,6 @@ import secrets
 import select
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ronde.launch import tunnel
+from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host
 from ronde.world import ArgumentError, RondeError, WorldError
 
@@ -57,14 +57,8 @@ class Driven(Engine):
         if importlib.util.find_spec(package) is None:
             raise ArgumentError(f"--{extra} needs the package {package}: pip install '.[{extra}]'.")
         self._folder = tempfile.mkdtemp(prefix="ronde-")
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-u", "-c", f"from {module} import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._said,
-            start_new_session=True,  # Ctrl-C comes to the launcher alone
-        )
+        main = f"from {module} import main; main()"
+        self._child = Child([sys.executable, "-P", "-u", "-c", main])
         try:
             answer = self._ask({**request, "folder": self._folder})
         except BaseException:
@@ -74,25 +68,20 @@ class Driven(Engine):
         self._orders = {name: place for name, _, place in answer["hosts"]}
 
     def _ask(self, request: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
+        self._child.write(json.dumps(request).encode() + b"\n")
         begin = time.monotonic()
-        while not select.select([self._process.stdout], [], [], _SAY_SECONDS)[0]:
+        while not select.select([self._child.stdout], [], [], _SAY_SECONDS)[0]:
             seconds = time.monotonic() - begin
             print(f"ronde: {self.name} is starting, for {seconds:.0f} s now", file=sys.stderr)
-        line = self._process.stdout.readline()
+        line = self._child.stdout.readline()
         answer = json.loads(line) if line else {"error": self._last() or "it said nothing"}
         if "error" in answer:
             raise WorldError(f"{self.name}: {answer['error']}\nNothing was started.")
         return answer
 
     def _last(self) -> str:
-        self._process.wait()
-        self._said.seek(0)
-        lines = [each for each in self._said.read().decode(errors="replace").splitlines() if each]
-        return lines[-1] if lines else ""
+        self._child.wait()
+        return self._child.printed[-1] if self._child.printed else ""
 
     def command(self, host: Host, agent: Sequence[str]) -> list[str]:
         """A relay, which the driver joins to the agent's pipes."""
@@ -113,14 +102,7 @@ class Driven(Engine):
 
     def close(self) -> None:
         """Give the places back."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(_CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._child.close(_CLOSE_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
-import os
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 
 from ronde.launch import messages as m
 from ronde.launch.agent import Agent
+from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host
 from ronde.launch.facts import Facts
 from ronde.launch.frames import MARKER, Pipe, Silence, receive, to_line
 from ronde.launch.job import Nodes
-from ronde.world import ArgumentError
 
 __all__ = ["SILENCE_SECONDS", "HereLink", "HostLink", "Link"]
 
@@ -26,7 +22,6 @@ _USUAL_SILENCES = 4  # times the longest silence that ended: hosts and networks 
 _HEARD_SECONDS = 1.0  # a host from which others heard something since then is not lost
 _ASK_SECONDS = 0.25
 _CLEAN_SECONDS = 15.0
-_LINES = 60  # the long words of mpirun follow those of ssh
 
 
 class Link:
@@ -109,30 +104,18 @@ class HostLink(Link):
         self, host: Host, arrived: Callable[[Link, m.Message], None], argv: Sequence[str]
     ) -> None:
         super().__init__(host, arrived)
-        self._printed: list[str] = []
         self._silent = ""
         self._silence: Silence | None = None
         self._asked, self._asked_first = 0.0, 0.0  # when others were asked whether they hear it
         self._heard: dict[str, tuple[float, float]] = {}  # address -> when it answered, seconds
-        try:
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C comes to the launcher alone
-            )
-        except OSError as error:
-            raise ArgumentError(f"{argv[0]} cannot be started: {error}") from None
-        self._errors = threading.Thread(target=self._read_errors, daemon=True)
-        self._errors.start()
+        self._child = Child(argv)
         self._lock = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
     def printed(self) -> str:
         """The last lines of the process's standard error."""
-        return "\n".join(self._printed)
+        return "\n".join(self._child.printed)
 
     def order(self, order: m.Message) -> None:
         """See :meth:`Link.order`."""
@@ -140,10 +123,7 @@ class HostLink(Link):
             self._write(order)
 
     def _write(self, order: m.Message) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self.process.stdin.write(to_line(order))
-            self.process.stdin.flush()
+        self._child.write(to_line(order))
 
     def ping(self) -> None:
         """Show that the launcher lives, unless an order is on its way: then that does."""
@@ -151,21 +131,16 @@ class HostLink(Link):
             self._write(m.Ping())
             self._lock.release()
 
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self._printed = [*self._printed[-_LINES:], line.decode(errors="replace").rstrip()]
-
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        pipe = Pipe(self.process.stdout.fileno(), closefd=False)
+        pipe = Pipe(self._child.stdout.fileno(), closefd=False)
         stream = io.BufferedReader(pipe)
         seen = b""
         while not seen.endswith(MARKER) and (byte := stream.read(1)):
             seen += byte
         up = seen.endswith(MARKER)
         if not up:
-            self._printed += seen.decode(errors="replace").splitlines()[-_LINES:]
+            for line in seen.splitlines():
+                self._child.note(line)
         while up and (answer := receive(stream)) is not None:
             if isinstance(answer, m.Heard):
                 self._heard[answer.address] = time.monotonic(), answer.seconds
@@ -173,8 +148,7 @@ class HostLink(Link):
                 self._arrived(self, answer)
             elif self._silence is None:  # from now on it shows that it lives, four times a second
                 self._silence = Silence(pipe)
-        self._errors.join(2.0)
-        status = self.process.wait()
+        status = self._child.wait()
         self.closed = True
         self._arrived(self, m.Closed(status))
 
@@ -193,7 +167,7 @@ class HostLink(Link):
                 f"nothing came from it for {seconds:.1f} s. Its network or the machine itself "
                 "is down, or it is too busy to answer"
             )
-            self._kill()
+            self._child.kill()
 
     def _is_heard(self, every: Sequence[HostLink]) -> bool:
         others = [link for link in every if link is not self and not link.closed]
@@ -211,7 +185,7 @@ class HostLink(Link):
         """See :meth:`Link.why`."""
         if self._silent:
             return self._silent
-        printed = "\n".join(line for line in self._printed if line.strip())
+        printed = self.printed
         if meant := engine.meaning(self.host, status, printed) if engine else "":
             return meant
         for package in ("ronde", "torch"):
@@ -226,17 +200,6 @@ class HostLink(Link):
         last = lines[-1] if lines else "it said nothing"
         return f"{engine.name if engine else 'it'} ended with status {status}: {last}"
 
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # mpirun starts others
-
     def close(self, seconds: float) -> None:
         """See :meth:`Link.close`."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._kill()
-            self.process.wait()
+        self._child.close(seconds)

@@ -4,86 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
 
+from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host, parse_hosts
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["ReductionServers"]
 
 _SECONDS = 60.0
+_STOP_SECONDS = 2.5
 _MODULE = "ronde.exchange.reduction_server"
 
 
-class _Started:
-    """One server: its process, and what it says about itself."""
-
-    def __init__(self, name: str, argv: list[str], token: str) -> None:
-        self.name = name
-        self.printed: list[str] = []
-        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        try:
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,  # Ctrl-C comes to the launcher alone
-            )
-        except OSError as error:
-            raise ArgumentError(f"{argv[0]} cannot be started: {error}") from None
-        self._errors = threading.Thread(target=self._read_errors, daemon=True)
-        self._errors.start()
-        threading.Thread(target=self._read, daemon=True).start()
-        with contextlib.suppress(OSError):
-            assert self.process.stdin is not None
-            self.process.stdin.write(token + "\n")
-            self.process.stdin.flush()
-
-    def _read_errors(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.printed = [*self.printed[-20:], line.rstrip()]
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self._errors.join(2.0)
-        self.lines.put("")
-
-    def places(self, seconds: float) -> list[str]:
-        """Where it listens; empty if it has ended or says nothing."""
-        limit = time.monotonic() + seconds
-        while (left := limit - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                line = self.lines.get(timeout=left)
-                if not line:
-                    return []
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    return list(json.loads(line)["places"])
-                self.printed.append(line.rstrip())
-        return []
-
-    def end(self) -> None:
-        """End it: its input ends, and what does not end by itself is killed."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        try:
-            self.process.wait(2.5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+def _places(server: Child, seconds: float) -> list[str]:
+    """Where a server listens; empty if it has ended or says nothing."""
+    timer = threading.Timer(max(0.0, seconds), server.kill)
+    timer.start()
+    try:
+        for line in server.stdout:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return list(json.loads(line)["places"])
+            server.note(line)  # of a login shell, or of an engine
+    finally:
+        timer.cancel()
+    server.wait()
+    return []
 
 
 class ReductionServers:
@@ -104,7 +56,7 @@ class ReductionServers:
     ) -> None:
         self._away, self._token = away, secrets.token_hex(16)
         self._commands = [] if asked is None else _commands(asked, engine, python, away)
-        self._started: list[_Started | None] = [None] * len(self._commands)
+        self._started: list[Child | None] = [None] * len(self._commands)
         self._places: list[str] = [""] * len(self._commands)
 
     def __enter__(self) -> ReductionServers:
@@ -118,7 +70,7 @@ class ReductionServers:
     ) -> None:
         for server in self._started:
             if server is not None:
-                server.end()
+                server.close(_STOP_SECONDS)
 
     def variables(self) -> dict[str, str]:
         """Start those that do not run, and return the variables by which workers find them.
@@ -129,21 +81,22 @@ class ReductionServers:
         fresh = []
         for i, (name, argv) in enumerate(self._commands):
             server = self._started[i]
-            if server is None or server.process.poll() is not None:
-                self._started[i] = one = _Started(name, argv, self._token)
-                fresh.append((i, one))
+            if server is None or not server.is_running:
+                self._started[i] = one = Child(argv)
+                one.write(f"{self._token}\n".encode())
+                fresh.append((i, name, one))
         limit = time.monotonic() + _SECONDS
-        for i, server in fresh:
-            found = server.places(limit - time.monotonic())
+        for i, name, server in fresh:
+            found = _places(server, limit - time.monotonic())
             if not found:
                 last = server.printed[-1] if server.printed else "it said nothing"
                 raise WorldError(
-                    f"--servers: no reduction server came up on {server.name}: {last}. No worker "
+                    f"--servers: no reduction server came up on {name}: {last}. No worker "
                     "was started."
                 )
             if self._away:
                 found = [place for place in found if not place.startswith("127.")]
-            self._places[i] = f"{server.name}={'|'.join(found)}"
+            self._places[i] = f"{name}={'|'.join(found)}"
         if not self._commands:
             return {}
         return {"RONDE_SERVERS": " ".join(self._places), "RONDE_SERVERS_TOKEN": self._token}
