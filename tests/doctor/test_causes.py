@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from processes import ronde_run
+from ronde.cli.answer_screen import print_answer
 from ronde.cli.doctor import screen
 from ronde.doctor.prescribe import Facts, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Measurements, TimedStage, judge
@@ -29,9 +32,9 @@ def shown(values, facts, to=8):
     values = {**values, "script": "t.py", "model": "Net", "device": "cpu", "measured_seconds": 9.0}
     values["scale"], values["walls"] = outlook(values, facts, to)
     values["prescriptions"] = prescriptions(values, facts, remedies(values, facts), to)
-    lines = screen(values, 118)
-    text = ["".join(part if isinstance(part, str) else part[0] for part in line) for line in lines]
-    return values, "\n".join(text)
+    console = Console(width=200, file=io.StringIO())
+    print_answer(console, screen(values))
+    return values, console.file.getvalue()
 
 
 FACTS = Facts(1, 2, "processes", 8, devices_per_node=8)

@@ -4,6 +4,7 @@ is as it was.
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import time
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from processes import child, marked, python, ronde, ronde_batch, ronde_run
 from ronde.adapt import dataset_facts
+from ronde.cli.answer_screen import print_answer
 from ronde.cli.doctor import screen
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable
 from ronde.doctor.doctor import attributes_kept
@@ -293,7 +295,7 @@ def test_the_numbers_of_a_screen_agree_with_each_other(real):
     rates, gap = values["samples_per_second"], values["gap"]
     assert rates["real"] == pytest.approx(rates["synthetic"] * (1.0 - gap))
     assert rates["real"] <= rates["synthetic"]
-    text = text_of(screen(values, 80))
+    text = text_of(screen(values))
     assert "CAUSE" not in text or not values["healthy"]
     if gap <= (values["gap_high"] - values["gap_low"]) / 2 and not values["refused"]:
         assert "no measurable gap" in text and "GAP" not in text
@@ -304,7 +306,7 @@ def test_the_numbers_of_a_screen_agree_with_each_other(real):
 def test_what_workers_lose_between_them_is_no_part_of_the_gap():
     alone = tuple((5500.0, 5500.0) for _ in range(5))
     values = noisy(0.97, alone=alone)
-    text = text_of(screen(values, 100))
+    text = text_of(screen(values))
     assert values["cause"]["stage"] == "exchange" and 40 < values["cause"]["points"] < 60
     line = next(line for line in text.splitlines() if "CAUSE" in line)
     assert "of what the workers reach without it (11,000 samples/s)" in line
@@ -314,15 +316,15 @@ def test_what_workers_lose_between_them_is_no_part_of_the_gap():
 def test_at_most_three_lines_of_notes_unless_all_are_asked_for():
     values = noisy(0.7)
     values["notes"] = [f"caveat {i}: it changes the gap by {i} points." for i in range(9)]
-    text = text_of(screen(values, 80))
-    assert "caveat 1" in text and "caveat 2" not in text and "9 notes in all: --verbose" in text
-    assert "caveat 8" in text_of(screen(values, 80, verbose=True))
+    text = text_of(screen(values))
+    assert "caveat 2" in text and "caveat 3" not in text and "9 notes in all: --verbose" in text
+    assert "caveat 8" in text_of(screen(values, verbose=True))
 
 
-def text_of(lines):
-    return "\n".join(
-        "".join(part if isinstance(part, str) else part[0] for part in line) for line in lines
-    )
+def text_of(parts):
+    console = Console(width=200, file=io.StringIO())
+    print_answer(console, parts)
+    return console.file.getvalue()
 
 
 class OpensPool(Dataset):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import tempfile
-import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import StyledText, answer_line, note_lines, print_answer
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply
 from ronde.cli.options import option
 from ronde.cli.script import (
-    NOTE_LINES,
     ArgumentsOption,
     FeedOption,
     JsonOption,
@@ -51,8 +51,6 @@ ronde doctor --json doctor.json --report report.html -m my.train
 Exit status: 0 a verdict was given; 1 refused, the machine is too disturbed; 2 the script
 failed or an argument cannot be used; 130 stopped by Ctrl-C.
 """
-
-_LINES = 24
 
 
 def register(app: typer.Typer) -> None:
@@ -136,7 +134,7 @@ def register(app: typer.Typer) -> None:
         try:
             _write(values, file, report)  # first: what is shown may go to a pipe that is closed
         finally:
-            _show(console, values, verbose)
+            print_answer(console, screen(values, verbose))
         if chosen and not values["refused"]:
             # A minute was spent on the answer: it is written before anything else can go wrong.
             def again(settings: str) -> dict[str, Any]:
@@ -187,29 +185,12 @@ def _measured(
         )
 
 
-def _show(console: Any, values: dict[str, Any], verbose: bool) -> None:
-    """One screen."""
-    from rich.text import Text
-
-    lines = [
-        Text.assemble(*parts) for parts in screen(values, max(40, min(console.width, 118)), verbose)
-    ]
-    for text in lines:
-        console.print(text, soft_wrap=True)
-
-
-Line = list[Any]
-
-
-def screen(values: dict[str, Any], width: int = 100, verbose: bool = False) -> list[Line]:
-    """The lines to show, each a list of texts and ``(text, style)``.
-
-    At most 24, more on narrow terminals. Notes take three, unless ``verbose``.
-    """
+def screen(values: dict[str, Any], verbose: bool = False) -> list[Any]:
+    """The lines and the table to show. Notes take three lines, unless ``verbose``."""
     rates = values["samples_per_second"]
     n = values["workers"]
     gap, half = 100 * values["gap"], 50 * (values["gap_high"] - values["gap_low"])
-    top: list[Line] = [
+    top: list[list[StyledText]] = [
         [
             ("ronde doctor", "bold"),
             f" {values['script']}  ·  {values['model']}  ·  {n} "
@@ -229,43 +210,28 @@ def screen(values: dict[str, Any], width: int = 100, verbose: bool = False) -> l
             f"the sampler takes {seconds:.1f} s to draw an epoch's order, {100 * share:.0f} % "
             "of each epoch"
         )
-        first, *others = textwrap.wrap(text, max(20, width - 14))
-        top.append([("  EACH EPOCH  ", "bold yellow"), first])
-        top += [[" " * 14, part] for part in others]
-    table: list[list[Line]] = [
-        [[(f"  {'stage':<17}{'capacity/s':>11}{'cpu ms':>9}{'lost pts':>10}", "dim")]],
-        *(_row(r, values, width) for r in _shown(values["stages"])),
-        *_workers_rows(values, width),
-    ]
+        top.append([("  EACH EPOCH  ", "bold yellow"), text])
     bottom = [*_scale(values), *_prescribed(values)]
-    room = _LINES - len(top) - len(bottom)
-    if len(table) > room:
-        table = table[: max(2, room)]
-    notes: list[Line] = []
-    for text in values["notes"]:
-        for i, part in enumerate(textwrap.wrap(text, width - 8)):
-            notes.append([("  note  " if i == 0 else "        ", "dim"), (part, "dim")])
-    lines = [line for row in table for line in row]
-    most = max(0, min(NOTE_LINES, _LINES - len(top) - len(lines) - len(bottom)))
-    if not verbose and len(notes) > most:
-        hidden = f"  {len(values['notes'])} notes in all: --verbose, or --json"
-        notes = [*notes[: max(0, most - 1)], [(hidden, "dim")]]
-    return [*top, *lines, *bottom, *notes]
+    return [
+        *(answer_line(*parts) for parts in top),
+        _table(values),
+        *(answer_line(*parts) for parts in bottom),
+        *note_lines(values["notes"], verbose),
+    ]
 
 
-def _beside(row: Line, note: str, width: int) -> list[Line]:
-    """A table row with its note: next to it, wrapped, or below if there is too little room."""
-    if not note:
-        return [row]
-    room = width - 51
-    if room < 20:
-        return [row, *([f"      {part}"] for part in textwrap.wrap(note, width - 6))]
-    first, *others = textwrap.wrap(note, room)
-    return [[*row, f"  {first}"], *([" " * 51 + part] for part in others)]
+def _table(values: dict[str, Any]) -> Any:
+    """The stages, and what is lost between workers."""
+    from rich.table import Table
 
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(1, width - 1)] + "…"
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("  stage", no_wrap=True)
+    for head in ("capacity/s", "cpu ms", "lost pts"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", ratio=1)
+    for row in (*_stage_rows(values), *_workers_rows(values)):
+        table.add_row(*row)
+    return table
 
 
 def _loaders(values: dict[str, Any]) -> str:
@@ -275,7 +241,7 @@ def _loaders(values: dict[str, Any]) -> str:
     return f"{values['loaders']} {what} each"
 
 
-def _gap(values: dict[str, Any], gap: float, half: float) -> Line:
+def _gap(values: dict[str, Any], gap: float, half: float) -> list[StyledText]:
     """The gap and its uncertainty; no number if it cannot be told from zero."""
     if gap <= half and not values["refused"]:
         return [("no measurable gap", "bold green"), f" (± {half:.1f} %)"]
@@ -295,7 +261,7 @@ def _is_sampler(cause: dict[str, Any] | None) -> bool:
     return cause is not None and cause["stage"] == "sampler"
 
 
-def _headline(values: dict[str, Any]) -> Line:
+def _headline(values: dict[str, Any]) -> list[StyledText]:
     if values["refused"]:
         return [("  NO VERDICT  ", "bold yellow"), values["refused"]]
     cause = values["cause"]
@@ -350,43 +316,47 @@ def _shown(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _row(r: dict[str, Any], values: dict[str, Any], width: int) -> list[Line]:
-    note = r["note"] or ""
-    capacity = (
-        format_rate(r["capacity_samples_per_second"]) if r["capacity_samples_per_second"] else "-"
-    )
-    cpu = f"{r['cpu_ms_per_sample']:.2f}" if r["cpu_ms_per_sample"] is not None else "-"
-    lost = r["lost_points"]
+_Row = tuple[Any, ...]
+
+
+def _row(name: str, lost: float, note: str, capacity: str = "-", cpu: str = "-") -> _Row:
     style = "bold red" if lost >= 5 else "yellow" if lost >= 1 else ""
-    cells = f"  {_cut(r['name'], 16):<17}{capacity:>11}{cpu:>9}"
-    return _beside([cells, (f"{lost:>10.0f}", style)], note, width)
+    return tuple(
+        answer_line(part) for part in (f"  {name}", capacity, cpu, (f"{lost:.0f}", style), note)
+    )
 
 
-def _workers_rows(values: dict[str, Any], width: int) -> list[list[Line]]:
-    found: list[list[Line]] = []
+def _stage_rows(values: dict[str, Any]) -> Iterator[_Row]:
+    for r in _shown(values["stages"]):
+        capacity, cpu = r["capacity_samples_per_second"], r["cpu_ms_per_sample"]
+        yield _row(
+            r["name"],
+            r["lost_points"],
+            r["note"] or "",
+            format_rate(capacity) if capacity else "-",
+            "-" if cpu is None else f"{cpu:.2f}",
+        )
 
-    def add(name: str, points: float, text: str) -> None:
-        found.append(_beside([f"  {name:<17}{'-':>11}{'-':>9}{points:>10.0f}"], text, width))
 
+def _workers_rows(values: dict[str, Any]) -> Iterator[_Row]:
     neighbour, straggler = values["neighbour"], values["straggler"]
     if neighbour is not None and (neighbour["points"] >= 0.5 or neighbour["slowdown"] > 1.02):
         text = f"step {100 * (neighbour['slowdown'] - 1):.0f} % slower beside the loaders"
         text += f": {neighbour['cause']}" if neighbour["cause"] else ""
-        add("noisy neighbour", neighbour["points"], text)
+        yield _row("noisy neighbour", neighbour["points"], text)
     if values["workers"] > 1 and values["samples_per_second"]["alone"]:
-        add("exchange", values["exchange_points"], "of the ideal, each worker by itself")
+        yield _row("exchange", values["exchange_points"], "of the ideal, each worker by itself")
     if straggler is not None:
         slower = f"rank {straggler['rank']}, {format_rate(straggler['slower'])} x the others"
-        add("straggler", straggler["points"], f"{slower}, {straggler['stage']}")
+        yield _row("straggler", straggler["points"], f"{slower}, {straggler['stage']}")
     loop = values.get("script_loop")
     if loop is not None and loop["points"] >= 0.5:
         before, after = 1e3 * loop["before_seconds"], 1e3 * loop["after_seconds"]
         text = f"{before:.1f} ms before each step, {after:.1f} ms after it; beside the gap"
-        add("script's loop", loop["points"], text)
-    return found
+        yield _row("script's loop", loop["points"], text)
 
 
-def _scale(values: dict[str, Any]) -> list[Line]:
+def _scale(values: dict[str, Any]) -> list[list[StyledText]]:
     rows = values["scale"]
     if len(rows) < 2 or values["refused"]:
         return []
@@ -410,14 +380,14 @@ def _gap_at(row: dict[str, Any]) -> str:
     return f"{row['gap']:.0%}" if shared is None else f"{row['gap']:.0%} or {shared:.0%}"
 
 
-def _prescribed(values: dict[str, Any]) -> list[Line]:
+def _prescribed(values: dict[str, Any]) -> list[list[StyledText]]:
     found = values["prescriptions"]
     if not found:
         return []
     here = values["workers"]
     largest = values["scale"][-1]["devices"] if values["scale"] else here
     gaps = f"  predicted gap at {here} / {largest}; now {values['gap']:.0%}"
-    lines: list[Line] = [[("  PRESCRIBE", "bold"), (gaps, "dim")]]
+    lines: list[list[StyledText]] = [[("  PRESCRIBE", "bold"), (gaps, "dim")]]
     for p in found[:5]:
         gap = f"~{p['gain_here_points']:.0f} points"  # of something that is no part of the gap
         if p["gap_here"] is not None:

@@ -7,11 +7,13 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import StyledText, answer_line, note_lines, print_answer
 from ronde.cli.options import option
 from ronde.cli.script import (
     ArgumentsOption,
@@ -108,7 +110,7 @@ def register(app: typer.Typer) -> None:
             if file is not None:
                 write_json(file, verdict.to_dict())
         finally:
-            _print(console, verdict)
+            print_answer(console, _screen(verdict))
         _keep(runs, command, verdict, script_plan=wanted is None)
         raise typer.Exit(verdict.exit_status)
 
@@ -158,7 +160,7 @@ def _ask_equal(command: list[str], workers: int, plans: list[str] | None) -> Ver
     """A verdict that is equal; any other one is printed, and ends this process."""
     console = plain_console()
     verdict = _ask(console, command, workers, plans, STEPS, _TIMEOUT_SECONDS)
-    _print(console, verdict)
+    print_answer(console, _screen(verdict))
     if verdict.status != "equal":
         print("nothing was trained: --prove asks for a proof first", file=sys.stderr)
         raise typer.Exit(verdict.exit_status)
@@ -228,54 +230,49 @@ def _stopped(number: int, _: object) -> None:
     raise KeyboardInterrupt(number)
 
 
-def _print(console: Any, verdict: Verdict) -> None:
-    from rich.text import Text
-
-    def line(*parts: str | tuple[str, str]) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True)
-
+def _screen(verdict: Verdict) -> Iterator[Any]:
+    """The verdict, plan by plan, the first difference with its cause, and the notes."""
     of = f"{verdict.workers} workers against one process, {_count(verdict.steps, 'step')}, float64"
     if verdict.status == "equal":
-        line(("equal", "bold green"), f": {verdict.holds or of}")
+        yield answer_line(("equal", "bold green"), f": {verdict.holds or of}")
     elif verdict.status == "differs":
-        line(("differs", "bold red"), f": {of}")
+        yield answer_line(("differs", "bold red"), f": {of}")
     else:
-        line(("cannot be proved", "bold yellow"), f": {verdict.error}")
+        yield answer_line(("cannot be proved", "bold yellow"), f": {verdict.error}")
     width = max((len(p.plan) for p in verdict.plans), default=0)
     for plan in verdict.plans:
-        line(f"  {plan.plan:<{width}}  ", *_plan_line(plan))
+        yield answer_line(f"  {plan.plan:<{width}}  ", *_plan_line(plan))
     if verdict.difference is not None and verdict.cause is not None:
-        line("")
+        yield answer_line("")
         for text in describe(verdict.difference):
-            line(text)
-        line(("why   ", "bold"), verdict.cause.why, f"  [{verdict.cause.id}]")
+            yield answer_line(text)
+        yield answer_line(("why   ", "bold"), verdict.cause.why, f"  [{verdict.cause.id}]")
         for seen in verdict.cause.evidence:
-            line("      ", seen)
-        line(("cure  ", "bold"), verdict.cause.cure)
+            yield answer_line("      ", seen)
+        yield answer_line(("cure  ", "bold"), verdict.cause.cure)
         shown = verdict.cause
         for plan in verdict.plans:
             if plan.cause is not None and plan.cause.id != shown.id and plan.difference is not None:
-                line("")
-                line(f"{plan.plan}: ", *describe(plan.difference)[:1])
-                line(("why   ", "bold"), plan.cause.why, f"  [{plan.cause.id}]")
-                line(("cure  ", "bold"), plan.cause.cure)
+                yield answer_line("")
+                yield answer_line(f"{plan.plan}: ", *describe(plan.difference)[:1])
+                yield answer_line(("why   ", "bold"), plan.cause.why, f"  [{plan.cause.id}]")
+                yield answer_line(("cure  ", "bold"), plan.cause.cure)
     aside = sorted({name for plan in verdict.plans for name in plan.aside})
     if aside:
         more = ", …" if len(aside) > 4 else ""
-        line("")
-        line(
+        yield answer_line("")
+        yield answer_line(
             f"set aside: {', '.join(aside[:4])}{more} ({len(aside)}): the gradient is zero "
             "in exact arithmetic, so only rounding remains"
         )
-    for note in verdict.notes:
-        line(("note  ", "dim"), note)
+    yield from note_lines(verdict.notes, verbose=True)
 
 
 def _count(n: int, word: str) -> str:
     return f"{n} {word}{'' if n == 1 else 's'}"
 
 
-def _plan_line(plan: PlanVerdict) -> list[str | tuple[str, str]]:
+def _plan_line(plan: PlanVerdict) -> list[StyledText]:
     if plan.status == "equal":
         largest = (
             f"largest relative difference {plan.largest:.1e} ({plan.where})"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import answer_line, note_lines, print_answer
 from ronde.cli.options import option
 from ronde.cli.script import (
-    NOTE_LINES,
     ArgumentsOption,
     FeedOption,
     JsonOption,
@@ -167,7 +168,7 @@ def register(app: typer.Typer) -> None:
 
                 scale_report(values, report)
         finally:  # show the answer even if it cannot be written
-            show(console, answer, verbose)
+            print_answer(console, answer_parts(answer, verbose))
         if report is not None:
             console.print(f"written: {report}", soft_wrap=True)
 
@@ -204,44 +205,32 @@ def _measured(
     return measure_sizes(sizes, rounds, start, say)
 
 
-def show(console: Any, answer: Scaling, verbose: bool = False) -> None:
-    """Print the table, the fits, the answer, and the notes."""
-    from rich.text import Text
-
-    def line(*parts: str | tuple[str, str]) -> None:
-        console.print(Text.assemble(*parts), soft_wrap=True)
-
+def answer_parts(answer: Scaling, verbose: bool = False) -> Iterator[Any]:
+    """The table, the fits, the answer, and the notes."""
     size = f"each step has {answer.batch_size}"
     if answer.batch != "keep":
         size = f"each worker's part of a step has {answer.rows[0].batch_per_worker:g}"
-    line(
+    yield answer_line(
         ("ronde scale", "bold"),
         f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {size} samples",
     )
-    omitted, interval = _table(console, answer)
+    yield _table(answer)
     if answer.extrapolated:
-        meaning = ": the real rate is its 95 % interval" if interval else ""
-        line(("~", "dim"), f" extrapolated, not measured{meaning}")
-    if omitted:
-        line((f"omitted, too wide: {', '.join(omitted)}; --json has them", "dim"))
+        yield answer_line(("~", "dim"), " extrapolated, not measured")
     for name in ("synthetic", "real"):
         law = answer.laws.get(name)
         if law is not None:
-            line(("fit   ", "bold"), f"{name}: {describe(answer.fits[name][law])}")
+            yield answer_line(("fit   ", "bold"), f"{name}: {describe(answer.fits[name][law])}")
     if answer.wall is not None:
         wall, n = answer.wall, answer.wall.devices
         reached = f"{wall.stage} ({wall.limit}) at {n} worker{'s' if n > 1 else ''}"
-        line(("wall  ", "bold"), reached)
-    line(("so    ", "bold"), answer.sentence)
-    shown = answer.notes if verbose else answer.notes[:NOTE_LINES]
-    for note in shown:
-        line(("note  ", "dim"), note)
-    if len(shown) < len(answer.notes):
-        line((f"{len(answer.notes)} notes in all: --verbose, or --json", "dim"))
+        yield answer_line(("wall  ", "bold"), reached)
+    yield answer_line(("so    ", "bold"), answer.sentence)
+    yield from note_lines(answer.notes, verbose)
 
 
-def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Headings, and rows by column; ``interval`` replaces ``real`` if there is room."""
+def _table(answer: Scaling) -> Any:
+    from ronde.predict.answer_tables import Fitted
 
     def cost(money: float | None, device_seconds: float) -> str:
         return format_rate(device_seconds if money is None else money)
@@ -249,85 +238,42 @@ def _cells(answer: Scaling) -> tuple[dict[str, str], list[dict[str, str]]]:
     def up(times: float, efficiency: float) -> str:
         return f"{times:.{1 if times >= 10 else 2}f}× {efficiency:>4.0%}"
 
-    heads = {
-        "workers": "workers",
-        "synthetic": "synthetic/s",
-        "real": "real/s",
-        "gap": "gap",
-        "synthetic speed-up": "synthetic ×",
-        "real speed-up": "real ×",
-        "epoch": "epoch",
-        "cost": "cost" if answer.cost_per_hour is not None else "device-s",
-    }
-    rows = []
-    for r in answer.rows:
-        rows.append(
-            {
-                "workers": str(r.workers),
-                "synthetic": format_rate(r.synthetic),
-                "real": format_rate(r.real),
-                "gap": f"{r.gap:.0%}",
-                "synthetic speed-up": up(r.speedup_synthetic, r.efficiency_synthetic),
-                "real speed-up": up(r.speedup_real, r.efficiency_real),
-                "epoch": format_seconds(r.epoch_seconds),
-                "cost": cost(r.cost_per_epoch, r.cost_per_epoch_device_seconds),
-            }
+    money = "cost" if answer.cost_per_hour is not None else "device-s"
+    heads = ("workers", "synthetic/s", "real/s", "95 %", "gap", "synthetic ×", "real ×", "epoch")
+    rows = [
+        (
+            str(r.workers),
+            format_rate(r.synthetic),
+            format_rate(r.real),
+            "",
+            f"{r.gap:.0%}",
+            up(r.speedup_synthetic, r.efficiency_synthetic),
+            up(r.speedup_real, r.efficiency_real),
+            format_seconds(r.epoch_seconds),
+            cost(r.cost_per_epoch, r.cost_per_epoch_device_seconds),
         )
-    base, real = (
-        getattr(answer.rows[0], name) / answer.rows[0].workers for name in ("synthetic", "real")
-    )
+        for r in answer.rows
+    ]
+    first = answer.rows[0]
+    base, real = first.synthetic / first.workers, first.real / first.workers
     for f in answer.extrapolated:
         times = f.synthetic.value / base
         rows.append(
-            {
-                "workers": f"~{f.workers}",
-                "synthetic": format_rate(f.synthetic.value),
-                "real": format_rate(f.real.value),
-                "interval": f"{format_rate(f.real.low)}…{format_rate(f.real.high)}",
-                "gap": f"{f.gap:.0%}",
-                "synthetic speed-up": up(times, times / f.workers),
-                "real speed-up": up(f.real.value / real, f.efficiency_real),
-                "epoch": format_seconds(f.epoch_seconds),
-                "cost": cost(f.cost_per_epoch, f.epoch_seconds * f.workers),
-            }
+            (
+                f"~{f.workers}",
+                format_rate(f.synthetic.value),
+                format_rate(f.real.value),
+                f"{format_rate(f.real.low)}…{format_rate(f.real.high)}",
+                f"{f.gap:.0%}",
+                up(times, times / f.workers),
+                up(f.real.value / real, f.efficiency_real),
+                format_seconds(f.epoch_seconds),
+                cost(f.cost_per_epoch, f.epoch_seconds * f.workers),
+            )
         )
-    return heads, rows
-
-
-_OMITTED = ("cost", "interval", "epoch", "synthetic speed-up", "gap", "synthetic")
-"""Columns to omit on a narrow terminal, in this order: no number is better than a cut one."""
-
-
-def _table(console: Any, answer: Scaling) -> tuple[list[str], bool]:
-    """Print the columns that fit; returns those omitted, and whether intervals are shown."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    heads, rows = _cells(answer)
-    measured = len(answer.rows)
-    omitted: list[str] = []
-    for name in ("", *_OMITTED):
-        if name and (name != "interval" or len(rows) > measured):
-            omitted.append(name)
-        interval = "interval" not in omitted
-        shown = [h for h in heads if h not in omitted]
-        table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=0)
-        for h in shown:
-            table.add_column(heads[h], justify="right", no_wrap=True)
-        for i, row in enumerate(rows):
-            if i == measured:
-                table.add_section()
-            cells = [
-                row.get("interval", row[h]) if h == "real" and interval else row[h] for h in shown
-            ]
-            table.add_row(*cells, style="dim italic" if i >= measured else None)
-        options = console.options.update(max_width=10_000)
-        if console.measure(table, options=options).maximum <= console.width:
-            console.print(table)
-            return omitted, interval
-    for row in rows:  # not even three columns: lines, which a terminal wraps instead of cutting
-        console.print(", ".join(f"{h} {row[h]}" for h in shown), soft_wrap=True)
-    return omitted, interval
+    dropped = (money, "95 %", "epoch", "synthetic ×", "gap", "synthetic/s")
+    styles = ["" for _ in answer.rows] + ["dim italic" for _ in answer.extrapolated]
+    return Fitted((*heads, money), tuple(rows), (), dropped, tuple(styles))
 
 
 def describe(fit: Any) -> str:

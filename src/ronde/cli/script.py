@@ -26,7 +26,6 @@ __all__ = [
     "JsonOption",
     "ModuleOption",
     "ReportOption",
-    "NOTE_LINES",
     "VerboseOption",
     "WorkersOption",
     "check_folders",
@@ -55,8 +54,6 @@ ModuleOption = Annotated[
 ]
 IN_MAP = "RONDE_MAP"
 """Variable that ``ronde map`` sets for the ``ronde run`` that starts its workers."""
-
-NOTE_LINES = 3  # of caveats on a screen; the rest with --verbose, and always in the JSON
 
 VerboseOption = Annotated[bool, option("--verbose", "Show every note, not only the first three.")]
 WorkersOption = Annotated[
