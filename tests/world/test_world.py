@@ -14,6 +14,7 @@ import pytest
 from processes import forked, python
 from ronde.world import WorldError, identify, launchers, threads_per_worker, usable_cores
 from ronde.world import cores as cores_module
+from ronde.world.control_groups import control_groups
 from ronde.world.cores import _cgroup_cores
 from ronde.world.launchers import expand_nodelist
 
@@ -429,7 +430,7 @@ def test_container_quota(tmp_path, proc, files, cores):
     (tmp_path / "proc").write_text(proc)
     (tmp_path / "root").mkdir()
     tree(tmp_path / "root", files)
-    assert _cgroup_cores(tmp_path / "root", tmp_path / "proc") == cores
+    assert _cgroup_cores(control_groups("cpu", tmp_path / "root", tmp_path / "proc")) == cores
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
@@ -442,7 +443,7 @@ def test_usable_cores(monkeypatch):
         os.sched_setaffinity(0, mine)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     for quota, cores in ((0.5, 1), (1.9, 1), (2.0, 2), (40.0, 16), (float("inf"), 16)):
-        monkeypatch.setattr(cores_module, "_cgroup_cores", lambda quota=quota: quota)
+        monkeypatch.setattr(cores_module, "_cgroup_cores", lambda _, quota=quota: quota)
         assert usable_cores() == cores
 
 

@@ -7,10 +7,8 @@ import os
 from pathlib import Path
 
 from ronde.world import ArgumentError
-from ronde.world.cores import _ancestors, _own_groups
+from ronde.world.control_groups import control_groups, number_in
 from ronde.world.units import parse_bytes
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
@@ -36,13 +34,6 @@ def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
     return int(amount)
 
 
-def _number(path: Path) -> float:
-    try:
-        return float(path.read_text())
-    except (OSError, ValueError):  # "max", or no such file
-        return math.inf
-
-
 def _reclaimable(folder: Path, name: str) -> float:
     """Page cache that the kernel frees before it kills a process."""
     try:
@@ -54,30 +45,18 @@ def _reclaimable(folder: Path, name: str) -> float:
     return 0.0
 
 
-def _cgroup_room(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) -> float:
-    """Bytes this process's cgroup still allows (v1 or v2); infinite without a limit."""
-    groups = _own_groups(proc)
+def _cgroup_room() -> float:
+    """Bytes this process's control groups still allow (v1 or v2); infinite without a limit."""
     room = math.inf
-    for mount, inside, limit, used, stat in (
-        (root, groups.get("", "/"), "memory.max", "memory.current", "inactive_file"),
-        (
-            root / "memory",
-            groups.get("memory", "/"),
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
-        if not mount.is_dir():
-            continue
-        for folder in _ancestors(mount, inside):
-            most = _number(folder / limit)
+    for folder in control_groups("memory"):
+        for limit, used, stat in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            most, taken = number_in(folder / limit), number_in(folder / used)
             if most < 2**60:  # version 1 writes a huge number where there is no limit
-                taken = _number(folder / used)
-                room = min(
-                    room,
-                    most - (taken if math.isfinite(taken) else 0.0) + _reclaimable(folder, stat),
-                )
+                taken = taken if math.isfinite(taken) else 0.0
+                room = min(room, most - taken + _reclaimable(folder, stat))
     return max(0.0, room)
 
 

@@ -28,7 +28,7 @@ from ronde.watch.hang_judge import (
     rate_text,
     waits_for_others,
 )
-from ronde.watch.process_facts import ProcessFacts, is_stopped, process_facts, reasons
+from ronde.watch.process_facts import ProcessFacts, catches, is_stopped, process_facts, reasons
 from ronde.watch.stack_place import StackPlace, locate
 from ronde.watch.tcp_facts import TcpConnection, connections_of, tcp_connections
 from ronde.world.heartbeat import Beat, read_beat
@@ -280,11 +280,9 @@ def _dump(pid: int, file: Path) -> str:
     number = stack_signal()
     if number is None:
         return ""
+    if not catches(pid, number):
+        return ""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        caught = int(next(x for x in status.splitlines() if x.startswith("SigCgt")).split()[1], 16)
-        if not caught >> (number - 1) & 1:
-            return ""
         before = file.stat().st_size
         _signal_main_thread(pid, number)
         text, limit = "", time.monotonic() + _ANSWER_SECONDS
@@ -298,7 +296,7 @@ def _dump(pid: int, file: Path) -> str:
                 break
             text = said
         return text
-    except (OSError, StopIteration, ValueError, IndexError):
+    except OSError:
         return ""
 
 

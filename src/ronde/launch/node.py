@@ -28,6 +28,7 @@ from ronde.launch.memory_folder import MemoryFolder
 from ronde.launch.supervise import Starter, Stopped, WorkerFailure, Workers
 from ronde.launch.tensorflow import TensorFlowCluster
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView
+from ronde.watch.process_facts import catches
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.fence import AGAIN
 from ronde.world.network import listen_on
@@ -255,10 +256,8 @@ def reap(kept: int = 0) -> None:
 def warn_workers() -> None:
     """Send SIGUSR1, a scheduler's warning, to the workers that handle it; others it would end."""
     for process in psutil.Process().children():
-        with contextlib.suppress(OSError, StopIteration, ValueError):
-            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-            caught = int(next(x for x in lines if x.startswith("SigCgt")).split()[1], 16)
-            if caught >> (signal.SIGUSR1 - 1) & 1:
+        if catches(process.pid, signal.SIGUSR1):
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGUSR1)
 
 

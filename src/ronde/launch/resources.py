@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from ronde.watch.process_facts import ProcessFacts, process_facts, reasons
+from ronde.world.control_groups import memory_limit
 from ronde.world.cores import usable_cores
 from ronde.world.heartbeat import Beat, read_beat
 
@@ -139,7 +140,7 @@ class ResourceWatch:
             "cores": cores,
             "idle": round(100.0 * idle / whole, 1) if whole > 0 else None,
             "memory": self._memory(),
-            "memory_limit": _memory_limit(),
+            "memory_limit": int(min(psutil.virtual_memory().total, memory_limit())),
             "disk_free": disk.free if disk else None,
             "disk_total": disk.total if disk else None,
             **self._gpus.values(),
@@ -265,20 +266,3 @@ def _percentiles(values: Sequence[float]) -> list[float]:
     ordered = sorted(values)
     last = len(ordered) - 1
     return [round(ordered[round(q * last)], 1) for q in (0.05, 0.5, 0.95)] if ordered else []
-
-
-def _memory_limit() -> int:
-    """Bytes that processes here may use: the machine's, or those of the control group."""
-    limit = int(psutil.virtual_memory().total)
-    with contextlib.suppress(OSError, IndexError):
-        groups = Path("/proc/self/cgroup").read_text().splitlines()
-        for line in groups:
-            _, controllers, path = line.split(":", 2)
-            name = "memory.limit_in_bytes" if controllers else "memory.max"
-            root = Path("/sys/fs/cgroup") / ("memory" if controllers else "")
-            if controllers and "memory" not in controllers.split(","):
-                continue
-            for folder in (root / path.lstrip("/"), root):
-                with contextlib.suppress(OSError, ValueError):
-                    limit = min(limit, int((folder / name).read_text()))
-    return limit

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ronde.launch.console import Router
+from ronde.watch.process_facts import catches
 from ronde.world.fence import AGAIN
 
 __all__ = ["Stopped", "WorkerFailure", "Workers"]
@@ -202,7 +203,7 @@ class Workers:
         self._asked = self._asked or time.monotonic()
         for process in self._processes:
             running = process.poll() is None and process.pid not in self._told
-            if running and _catches(process.pid, signal.SIGUSR1):
+            if running and catches(process.pid, signal.SIGUSR1):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)
                     self._told.add(process.pid)
@@ -235,16 +236,6 @@ def _interpreter(
             stderr=file,
             start_new_session=True,
         )
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process handles a signal; others it would end."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        caught = int(next(x for x in lines if x.startswith("SigCgt")).split()[1], 16)
-    except (OSError, StopIteration, ValueError):
-        return False
-    return bool(caught >> (number - 1) & 1)
 
 
 def _stopped_at(pid: int) -> str:

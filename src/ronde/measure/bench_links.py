@@ -34,6 +34,7 @@ from ronde.predict import Cluster, LinkFit
 from ronde.watch import MARK
 from ronde.world import World, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
+from ronde.world.control_groups import memory_limit
 from ronde.world.meshes import group_of
 
 # torch 2.13 has new names for these; torch 2.11 knows only the old ones.
@@ -77,10 +78,7 @@ def _device_memory(me: World, local: int) -> float:
     """Bytes of memory for one worker."""
     if me.device.type == "cuda":
         return float(torch.cuda.get_device_properties(me.device).total_memory)
-    total = float(psutil.virtual_memory().total)
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            total = min(total, float(Path(name).read_text()))
+    total = min(float(psutil.virtual_memory().total), memory_limit())
     return total / max(1, local)
 
 

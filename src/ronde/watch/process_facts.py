@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 
 from ronde.watch.tcp_facts import TcpConnection, connections_of
+from ronde.world.control_groups import control_groups
 
-__all__ = ["ProcessFacts", "is_stopped", "process_facts", "reasons"]
+__all__ = ["ProcessFacts", "catches", "is_stopped", "process_facts", "reasons"]
 
 _FULL_BYTES = 1 << 20
 _LOADER = "pt_data_worker"  # what torch calls a DataLoader's process
@@ -121,18 +122,22 @@ def process_facts(
 
 
 def _throttled(pid: int) -> int:
-    """How often the process's cgroup used up its share of CPU; cgroup 2 and 1."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and "cpu" not in controllers.split(","):
-                continue
-            root = Path("/sys/fs/cgroup") / controllers
-            for folder in (root / path.lstrip("/"), root):
-                with contextlib.suppress(OSError):
-                    text = (folder / "cpu.stat").read_text()
-                    return int(text.partition("nr_throttled ")[2].split()[0])
+    """How often the process's control group used up its share of CPU."""
+    for folder in control_groups("cpu", process=Path(f"/proc/{pid}/cgroup")):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            text = (folder / "cpu.stat").read_text()
+            return int(text.partition("nr_throttled ")[2].split()[0])
     return 0
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process handles a signal; others it would end."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        caught = int(next(x for x in lines if x.startswith("SigCgt")).split()[1], 16)
+    except (OSError, StopIteration, ValueError):
+        return False
+    return bool(caught >> (number - 1) & 1)
 
 
 def reasons(

@@ -5,39 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
+
+from ronde.world.control_groups import control_groups
 
 __all__ = ["openmp_waits", "schedule_as_batch", "threads_per_worker", "usable_cores"]
 
 _SPINS = 10_000  # of GOMP_SPINCOUNT: some tens of microseconds
-
-_CGROUP = Path("/sys/fs/cgroup")
-
-
-def _own_groups(proc: Path) -> dict[str, str]:
-    """Map each controller ('' for cgroup v2) to this process's path in its hierarchy."""
-    groups: dict[str, str] = {}
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return groups
-    for line in lines:
-        parts = line.split(":", 2)
-        if len(parts) == 3:
-            for controller in parts[1].split(","):
-                groups[controller] = parts[2]
-    return groups
-
-
-def _ancestors(root: Path, inside: str) -> list[Path]:
-    """The process's own cgroup folder and those above it: a limit on any of them applies."""
-    folder = root / inside.lstrip("/")
-    found = [folder]
-    while folder != root and root in folder.parents:
-        folder = folder.parent
-        found.append(folder)
-    # Inside a container the path in /proc may be the host's: then only the root itself exists here.
-    return [f for f in found if f.is_dir()] or [root]
 
 
 def _quota_v2(folder: Path) -> float:
@@ -57,17 +32,9 @@ def _quota_v1(folder: Path) -> float:
         return math.inf
 
 
-def _cgroup_cores(root: Path = _CGROUP, proc: Path = Path("/proc/self/cgroup")) -> float:
-    """Cores the cgroup quota (v1 or v2) allows; infinite if there is none."""
-    groups = _own_groups(proc)
-    limit = math.inf
-    for folder in _ancestors(root, groups.get("", "/")):
-        limit = min(limit, _quota_v2(folder))
-    for mount in ("cpu", "cpu,cpuacct", "cpuacct,cpu"):
-        if (root / mount).is_dir():
-            for folder in _ancestors(root / mount, groups.get("cpu", "/")):
-                limit = min(limit, _quota_v1(folder))
-    return limit
+def _cgroup_cores(groups: Sequence[Path]) -> float:
+    """Cores the quotas of control groups (v1 or v2) allow; infinite if there is none."""
+    return min((min(_quota_v2(f), _quota_v1(f)) for f in groups), default=math.inf)
 
 
 def usable_cores() -> int:
@@ -84,7 +51,7 @@ def usable_cores() -> int:
         cores = len(os.sched_getaffinity(0))
     else:  # macOS
         cores = os.cpu_count() or 1
-    return max(1, min(cores, math.floor(min(_cgroup_cores(), 1e9))))
+    return max(1, min(cores, math.floor(min(_cgroup_cores(control_groups("cpu")), 1e9))))
 
 
 def threads_per_worker(local_size: int, cores: int | None = None) -> int:
