@@ -298,6 +298,14 @@ def _divided(zero: bool) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _written(me, *arguments: object) -> Path:
+    """The path of a checkpoint, written by all."""
+    from ronde import checkpoint as c
+    from ronde.world.consensus import broadcast_json
+
+    return Path(broadcast_json(me, str(c.prepare_pieces(me, *arguments)())))
+
+
 def pieces(folder: Path) -> None:
     """Written by 1, 2, 3 and 4 workers, read by each; from the files, from rank 0, and by torch's
     own reader.
@@ -310,7 +318,7 @@ def pieces(folder: Path) -> None:
     def write(size: int) -> None:
         me = connect()
         parts = {"model": {n: c.piece_of(t, n) for n, t in _divided(False).items()}}
-        path = c.write_pieces(
+        path = _written(
             me,
             folder / str(size),
             1,
@@ -319,9 +327,9 @@ def pieces(folder: Path) -> None:
             {"n": size},
         )
         if size == 3:
-            c.write_pieces(me, folder / "3", 2, parts, {}, {"n": 2})
+            _written(me, folder / "3", 2, parts, {}, {"n": 2})
         if size > 1:  # the same again: it is there already
-            assert c.write_pieces(me, folder / str(size), 1, parts, {}, {}) == path
+            assert _written(me, folder / str(size), 1, parts, {}, {}) == path
         c.export_pieces(me, parts["model"], {"other": "f64"}, folder / f"{size}.safetensors")
         if me.is_main:
             exported = load_file(folder / f"{size}.safetensors")
@@ -385,7 +393,7 @@ def pieces(folder: Path) -> None:
                 "y": c.Piece(torch.ones(2), (4,), c.Box((2 * me.rank,), (2,))),
             }
         }
-        path = c.write_pieces(me, folder / "refused", 1, good, {}, {})
+        path = _written(me, folder / "refused", 1, good, {}, {})
         texts = []
         real = c.files.add
         for how in ("full", "shape", "hole"):
@@ -401,7 +409,7 @@ def pieces(folder: Path) -> None:
             elif how == "hole":
                 parts["model"]["y"] = c.Piece(torch.ones(2), (4,), c.Box((me.rank,), (2,)))
             try:
-                c.write_pieces(me, folder / "refused", 2, parts, {}, {})
+                _written(me, folder / "refused", 2, parts, {}, {})
             except ronde.CheckpointError as error:
                 texts.append(str(error))
             c.files.add = real

@@ -3,8 +3,8 @@ never a pickle.
 
 Offers :func:`write`, :func:`verify`, :func:`find_valid` (files), the state of models, optimizers
 and generators as named tensors, and the same where every worker holds pieces only:
-:func:`write_pieces`, :func:`pull`, :func:`export_pieces`. :class:`Saver` writes in the background;
-:func:`wait_for_saves` waits for it.
+:func:`prepare_pieces`, :func:`pull`, :func:`export_pieces`. :class:`Saver` writes in the
+background; :func:`wait_for_saves` waits for it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         export_pieces,
         gather_whole,
         prepare_pieces,
-        write_pieces,
     )
     from ronde.checkpoint.state import (
         join_optimizer,
@@ -103,7 +102,6 @@ __all__ = [
     "verify",
     "wait_for_saves",
     "write",
-    "write_pieces",
 ]
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
@@ -118,7 +116,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of piece_of pull shard_like",
             "ronde.checkpoint.remote": "RemoteCheckpoints Uploads",
             "ronde.checkpoint.retention": "KeepPolicy",
-            "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces write_pieces",
+            "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces",
             "ronde.checkpoint.names": "group_names tied_names",
             "ronde.checkpoint.state": "join_optimizer load_model load_optimizer "
             "model_pieces model_state model_wants optimizer_pieces optimizer_state "

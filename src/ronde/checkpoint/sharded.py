@@ -25,7 +25,7 @@ from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.identity import ranks_text
 from ronde.world.whole_file import sync
 
-__all__ = ["export_pieces", "gather_pieces", "gather_whole", "prepare_pieces", "write_pieces"]
+__all__ = ["export_pieces", "gather_pieces", "gather_whole", "prepare_pieces"]
 
 Parts = Mapping[str, Mapping[str, Piece]]
 Tensors = Mapping[str, torch.Tensor]
@@ -203,7 +203,11 @@ def prepare_pieces(
     """Agree on who writes what of a checkpoint. A collective.
 
     Args:
-        parts, whole, state, keep, protected: as for :func:`write_pieces`.
+        parts: ``"model"``, ``"optimizer"`` -> what this worker holds of it.
+        whole: file name -> tensors that rank 0 writes as they are.
+        state: plain JSON values; those of rank 0 count.
+        keep: how many of the newest to keep, or which; None for all.
+        protected: a step whose checkpoint stays besides the newest.
         copied: file name -> tensors that this worker writes, to copies of them, if the training
             goes on meanwhile.
         stop: once it is set, rank 0 waits no longer for the others.
@@ -292,41 +296,6 @@ def prepare_pieces(
                 shutil.rmtree(temporary, ignore_errors=True)
 
     return write
-
-
-def write_pieces(
-    me: World,
-    folder: Path,
-    step: int,
-    parts: Parts,
-    whole: Mapping[str, Tensors],
-    state: Mapping[str, Any],
-    keep: KeepPolicy | int | None = None,
-    protected: int | None = None,
-) -> Path:
-    """Write a checkpoint together and return its path. A collective.
-
-    Args:
-        parts: ``"model"``, ``"optimizer"`` -> what this worker holds of it.
-        whole: file name -> tensors that rank 0 writes as they are.
-        state: plain JSON values; those of rank 0 count.
-        keep: how many of the newest to keep, or which; None for all.
-        protected: a step whose checkpoint stays besides the newest.
-
-    Raises:
-        CheckpointError: on every rank, if any of them could not write; what was there before is
-            untouched.
-    """
-    write = prepare_pieces(me, folder, step, parts, whole, state, keep, protected)
-    told: dict[str, Any] = {}
-    try:
-        told = {"path": str(write())}
-    except CheckpointError as error:
-        told = {"error": f"{error}"}
-    told = broadcast_json(me, told)
-    if "error" in told:
-        raise CheckpointError(told["error"])
-    return Path(told["path"])
 
 
 # -- one plain file --------------------------------------------------------------------
