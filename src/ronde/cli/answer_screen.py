@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ronde.watch import plain_console
+
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["StyledText", "answer_line", "note_lines", "print_answer"]
+__all__ = ["StyledText", "answer_line", "note_lines", "print_answer", "tell"]
 
 StyledText = str | tuple[str, str]
 """Text, or text and its style."""
@@ -30,6 +32,11 @@ def note_lines(notes: Sequence[str], verbose: bool) -> list[Text]:
     if len(shown) < len(notes):
         lines.append(answer_line((f"{len(notes)} notes in all: --verbose, or --json", "dim")))
     return lines
+
+
+def tell(text: str) -> None:
+    """Print a sentence, which the terminal wraps."""
+    plain_console().print(text, soft_wrap=True, highlight=False)
 
 
 def print_answer(console: Any, parts: Iterable[Any]) -> None:

@@ -31,7 +31,7 @@ from ronde.cli.spinner import Doing
 from ronde.doctor.verdict import is_between_workers
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
-from ronde.world.units import format_rate
+from ronde.world.units import count_of, format_rate
 
 _EXAMPLES = """
 The script runs up to ronde.distribute. There its steps are timed in turns: on real
@@ -169,7 +169,7 @@ def _measured(
     def failed(error: str) -> str:
         return f"the script failed before it was examined: {error}"
 
-    say(f"starting {workers} worker{'s' if workers > 1 else ''}")
+    say(f"starting {count_of(workers, 'worker')}")
     with tempfile.TemporaryDirectory(prefix="ronde-doctor-") as folder:
         return load_doctor(
             examine(
@@ -193,8 +193,8 @@ def screen(values: dict[str, Any], verbose: bool = False) -> list[Any]:
     top: list[list[StyledText]] = [
         [
             ("ronde doctor", "bold"),
-            f" {values['script']}  ·  {values['model']}  ·  {n} "
-            f"worker{'s' if n > 1 else ''} on {values['device']}, {_loaders(values)}  ·  "
+            f" {values['script']}  ·  {values['model']}  ·  "
+            f"{count_of(n, 'worker')} on {values['device']}, {_loaders(values)}  ·  "
             f"{values['measured_seconds']:.0f} s, {values['rounds']} rounds",
         ],
         _headline(values),

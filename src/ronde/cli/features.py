@@ -12,6 +12,7 @@ import typer
 from ronde.cli.options import option
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
+from ronde.world.units import count_of
 from ronde.world.whole_file import check_target
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def _join(
 def _show(done: Joined, out: Path) -> None:
     console = plain_console()
     events = sum(facts.events for facts in done.facts)
-    tables = f"{len(done.facts)} table{'s' * (len(done.facts) > 1)}"
+    tables = count_of(len(done.facts), "table")
     said = [f"join     {done.labels:,} labels, {tables}, {events:,} events: {done.seconds:.1f} s"]
     for facts in done.facts:
         parts = []

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import tell
 from ronde.cli.options import option
-from ronde.watch import check_name, plain_console
+from ronde.watch import check_name
 from ronde.world import ArgumentError
 
 __all__ = ["register"]
@@ -80,7 +81,7 @@ def register(app: typer.Typer) -> None:
             if text is not None and text not in flow.steps:
                 raise ArgumentError(f"{asked} {text}: {file} has no such step.")
         if check:
-            _tell(f"{file}: {len(flow.steps)} steps, in this order: {', '.join(flow.order())}")
+            tell(f"{file}: {len(flow.steps)} steps, in this order: {', '.join(flow.order())}")
             return
         if export is not None:
             from ronde.jobs.flow_export import export_flow
@@ -96,14 +97,14 @@ def register(app: typer.Typer) -> None:
             parallel=parallel,
             only=only or "",
             anew=anew or "",
-            tell=(lambda text: None) if as_json else _tell,
+            tell=(lambda text: None) if as_json else tell,
         )
         if why is not None:
             found = run.why(why)
-            _tell(f"{why}: {'; '.join(found) if found else 'nothing has changed: it is kept'}")
+            tell(f"{why}: {'; '.join(found) if found else 'nothing has changed: it is kept'}")
             return
         if not as_json:
-            _tell(f"ronde flow {file}  ·  {len(flow.steps)} steps  ·  {folder}")
+            tell(f"ronde flow {file}  ·  {len(flow.steps)} steps  ·  {folder}")
         came: list[int] = []
 
         def stop(number: int, _: object) -> None:
@@ -126,7 +127,3 @@ def _pair(text: str) -> tuple[str, Any]:
     if not is_there:
         raise ArgumentError(f"--set {text}: expected NAME=VALUE.")
     return name, value
-
-
-def _tell(text: str) -> None:
-    plain_console().print(text, soft_wrap=True, highlight=False)

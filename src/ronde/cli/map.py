@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import tell
 from ronde.cli.fork import find_origin
 from ronde.cli.hosts import HostOptions
 from ronde.cli.map_container import folder_of_host, items_of_host
 from ronde.cli.options import TIME, option, parsed
-from ronde.cli.script import IN_MAP, WorkersOption, command_of
+from ronde.cli.script import IN_MAP, WorkersOption, command_of, short
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 from ronde.world.children import end_with_parent
@@ -148,7 +149,7 @@ def _map(options: Options) -> None:
         out = folder_of_host(box, out)
     if options.resume is None:
         if not _plan(options, out, box):
-            _tell(f"no items for {box and box.current}")
+            tell(f"no items for {box and box.current}")
             return
     elif options.items or options.out or options.arguments or options.model:
         raise ArgumentError("--resume goes on with a map as it was planned: give it alone.")
@@ -157,8 +158,8 @@ def _map(options: Options) -> None:
     (root / STOPPED).unlink(missing_ok=True)
     ledger, began = JobLedger(root), time.monotonic()
     if not options.quiet and not options.as_json:
-        shown = [_short(Path(plan.command[0])), *plan.command[1:]]
-        _tell(f"ronde map {' '.join(shown)}  ·  {len(items):,} items  ·  {out.name}")
+        shown = [short(Path(plan.command[0])), *plan.command[1:]]
+        tell(f"ronde map {' '.join(shown)}  ·  {len(items):,} items  ·  {out.name}")
     again = f"go on with: ronde map --resume {options.resume or options.out}"
     if not ledger.left:
         ledger.add(without_output(ledger, len(items)))
@@ -166,7 +167,7 @@ def _map(options: Options) -> None:
     write_failed(ledger, items, out)
     if (root / STOPPED).exists():
         told, failed = (root / STOPPED).read_text().rstrip("."), out / FAILED
-        where = f"They are in {_short(failed)}; {again}" if failed.exists() else again.capitalize()
+        where = f"They are in {short(failed)}; {again}" if failed.exists() else again.capitalize()
         tell_service(f"{told}. {where}.")
         typer.echo(f"error: {told}. {where}.", err=True)
         raise typer.Exit(1)
@@ -183,9 +184,9 @@ def _map(options: Options) -> None:
     if options.as_json:
         print(json.dumps(result.to_dict() | {"wall_seconds": time.monotonic() - began}, indent=1))
     elif not options.quiet:
-        bad = f", {result.failed:,} set aside ({_short(out / FAILED)})" if result.failed else ""
+        bad = f", {result.failed:,} set aside ({short(out / FAILED)})" if result.failed else ""
         took = f"{time.monotonic() - began:.1f} s"
-        _tell(f"{result.done:,} items in {result.chunks:,} chunks{bad}, in {took}: {_short(out)}")
+        tell(f"{result.done:,} items in {result.chunks:,} chunks{bad}, in {took}: {short(out)}")
     if result.failed:
         tell_service(f"{result.failed:,} items set aside: {out / FAILED}")
     raise typer.Exit(1 if result.failed else 0)
@@ -327,11 +328,3 @@ def _bar(options: Options, ledger: Any, began: float) -> Iterator[Any]:
                 )
 
         yield show
-
-
-def _short(path: Path) -> str:
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _tell(text: str) -> None:
-    plain_console().print(text, soft_wrap=True, highlight=False)

@@ -14,7 +14,7 @@ import typer
 from ronde.cli.options import option, parsed
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
-from ronde.world.units import format_bytes, parse_bytes
+from ronde.world.units import count_of, format_bytes, parse_bytes
 
 _EXAMPLES = """
 OUT then holds tar shards and a manifest. feed.tar("OUT") and feed.images("OUT") give the
@@ -123,7 +123,7 @@ def register(app: typer.Typer) -> None:
         what = f"{result.samples:,} samples" + (
             f" of {len(result.classes):,} classes" if result.classes else ""
         )
-        shards = f"{result.shards:,} shard{'s' * (result.shards != 1)}"
+        shards = count_of(result.shards, "shard")
         done = f"{what}, {format_bytes(result.bytes)} in {shards}"
         if result.already:
             line = f"{out} is packed already: {done}"

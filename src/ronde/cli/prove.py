@@ -26,6 +26,7 @@ from ronde.cli.script import (
 from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
+from ronde.world.units import count_of
 
 if TYPE_CHECKING:
     from ronde.prove.compare import Difference
@@ -232,7 +233,9 @@ def _stopped(number: int, _: object) -> None:
 
 def _screen(verdict: Verdict) -> Iterator[Any]:
     """The verdict, plan by plan, the first difference with its cause, and the notes."""
-    of = f"{verdict.workers} workers against one process, {_count(verdict.steps, 'step')}, float64"
+    of = (
+        f"{verdict.workers} workers against one process, {count_of(verdict.steps, 'step')}, float64"
+    )
     if verdict.status == "equal":
         yield answer_line(("equal", "bold green"), f": {verdict.holds or of}")
     elif verdict.status == "differs":
@@ -268,10 +271,6 @@ def _screen(verdict: Verdict) -> Iterator[Any]:
     yield from note_lines(verdict.notes, verbose=True)
 
 
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}{'' if n == 1 else 's'}"
-
-
 def _plan_line(plan: PlanVerdict) -> list[StyledText]:
     if plan.status == "equal":
         largest = (
@@ -281,7 +280,7 @@ def _plan_line(plan: PlanVerdict) -> list[StyledText]:
         )
         return [
             ("equal", "green"),
-            f"    {largest}; {plan.compared} tensors, {_count(plan.evaluations, 'evaluation')}",
+            f"    {largest}; {plan.compared} tensors, {count_of(plan.evaluations, 'evaluation')}",
         ]
     if plan.status == "differs" and plan.difference is not None:
         return [("differs", "red"), f"  {describe(plan.difference)[0]}"]

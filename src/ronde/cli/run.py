@@ -58,7 +58,7 @@ from ronde.watch import (
 )
 from ronde.watch.proofs import kept_proofs
 from ronde.world import ArgumentError
-from ronde.world.units import parse_duration
+from ronde.world.units import count_of, parse_duration
 
 if TYPE_CHECKING:
     from ronde.launch import Container, Outcome
@@ -741,7 +741,7 @@ def _live(
 
 def _announce(launch: _LaunchPlan, screen: _Screen, group: Gathered, directory: RunDir) -> None:
     """Say what is about to start."""
-    workers = f"{group.workers} worker{'s' if group.workers > 1 else ''}"
+    workers = count_of(group.workers, "worker")
     if launch.options.quiet:
         for note in group.notes:  # they may be warnings
             typer.echo(f"note: {note}", err=True)

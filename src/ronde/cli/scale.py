@@ -27,7 +27,7 @@ from ronde.cli.script import (
 from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
-from ronde.world.units import format_rate, format_seconds
+from ronde.world.units import count_of, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from ronde.scale import Scaling, Start
@@ -192,7 +192,7 @@ def _measured(
 
     def start(n: int, first: bool) -> Start:
         def failed(error: str) -> str:
-            workers = f"{n} worker{'s' if n > 1 else ''}"
+            workers = count_of(n, "worker")
             return f"the script failed with {workers} before it was measured: {error}"
 
         options = start_options(2, seconds, batch, first)
@@ -223,7 +223,7 @@ def answer_parts(answer: Scaling, verbose: bool = False) -> Iterator[Any]:
             yield answer_line(("fit   ", "bold"), f"{name}: {describe(answer.fits[name][law])}")
     if answer.wall is not None:
         wall, n = answer.wall, answer.wall.devices
-        reached = f"{wall.stage} ({wall.limit}) at {n} worker{'s' if n > 1 else ''}"
+        reached = f"{wall.stage} ({wall.limit}) at {count_of(n, 'worker')}"
         yield answer_line(("wall  ", "bold"), reached)
     yield answer_line(("so    ", "bold"), answer.sentence)
     yield from note_lines(answer.notes, verbose)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ronde.cli.script import short
 from ronde.watch import RunDir, curve, figure, summarise
-from ronde.world.units import clock
+from ronde.world.units import clock, count_of
 
 __all__ = ["print_summary"]
 
@@ -51,9 +51,9 @@ def print_summary(
     table.add_column(style="bold")
     table.add_column()
     hosts = ", ".join(f"{host}:{n}" for host, n in start.hosts.items()) or start.host
-    where = f"{start.workers} worker{'s' if start.workers > 1 else ''} on {hosts}"
+    where = f"{count_of(start.workers, 'worker')} on {hosts}"
     if not start.framework:
-        where += f" ({start.device}), {start.threads} thread{'s' if start.threads > 1 else ''} each"
+        where += f" ({start.device}), {count_of(start.threads, 'thread')} each"
 
     def row(name: str, value: str, style: str = "") -> None:
         table.add_row(name, Text(value, style=style))  # a Text, not markup: names may hold brackets

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import tell
 from ronde.cli.options import TIME, option, parsed
-from ronde.cli.script import ModuleOption, command_of
+from ronde.cli.script import ModuleOption, command_of, short
 from ronde.watch import check_name, plain_console, script_stem
 from ronde.world import ArgumentError
 from ronde.world.units import parse_duration
@@ -186,9 +187,9 @@ def _tune(options: Options) -> None:
         plan = _plan(options, max(devices // options.workers, 1))
         folder = _claim(options, plan)
     if not quiet:
-        _tell(
+        tell(
             f"ronde tune {' '.join(plan.command)}  ·  {plan.trials} trials  ·  {devices} "
-            f"{'GPUs' if gpus else 'cores'}  ·  {_short(folder)}"
+            f"{'GPUs' if gpus else 'cores'}  ·  {short(folder)}"
         )
     seconds, samples = _budget(options.budget)
     tuner = Tuner(
@@ -201,7 +202,7 @@ def _tune(options: Options) -> None:
         target=options.target,
         seconds=seconds,
         samples=samples,
-        tell=(lambda text: None) if quiet else _tell,
+        tell=(lambda text: None) if quiet else tell,
     )
     began = time.monotonic()
     with _asked(tuner) as asked:
@@ -359,14 +360,14 @@ def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
         table.add_row(*row[: len(table.columns)])
     console.print(table)
     if len(found.trials) > 20:
-        console.print(f"… {len(found.trials) - 20} more in {_short(folder)}/result.json")
+        console.print(f"… {len(found.trials) - 20} more in {short(folder)}/result.json")
     share = (
         f", {found.samples / found.whole:.0%} of what all trials would take" if found.whole else ""
     )
     ended = {"target": "; the target is reached", "budget": "; the budget is used up"}
-    _tell(f"{found.samples:,} samples in {seconds:.0f} s{share}{ended.get(found.ended, '')}")
+    tell(f"{found.samples:,} samples in {seconds:.0f} s{share}{ended.get(found.ended, '')}")
     if not found.best:
-        _tell(f"no trial has a result for --goal {plan.goal}")
+        tell(f"no trial has a result for --goal {plan.goal}")
         return
     best = found.best
     said = "   ".join(f"{name} {_brief(value)}" for name, value in best["values"].items())
@@ -375,17 +376,8 @@ def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
     from ronde.jobs.trials import argument_words
 
     words = [*plan.command, *argument_words(best["values"], plan.style)]
-    _tell(f"again, whole: ronde run {' '.join(words)}")
+    tell(f"again, whole: ronde run {' '.join(words)}")
 
 
 def _brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _short(path: Path) -> str:
-    path = path.absolute()
-    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def _tell(text: str) -> None:
-    plain_console().print(text, soft_wrap=True, highlight=False)

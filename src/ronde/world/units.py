@@ -7,6 +7,7 @@ import re
 __all__ = [
     "bytes_unit",
     "clock",
+    "count_of",
     "format_bytes",
     "format_rate",
     "format_seconds",
@@ -105,6 +106,16 @@ def format_rate(value: float) -> str:
         ('1,234', '7.25')
     """
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:,.3g}"
+
+
+def count_of(n: int, word: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> count_of(1, "worker"), count_of(1200, "step")
+        ('1 worker', '1,200 steps')
+    """
+    return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
 def clock(seconds: float) -> str:
