@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.world import CheckpointError
+from ronde.world.paths import file_digest
 
 __all__ = [
     "FILE",
@@ -20,7 +21,6 @@ __all__ = [
     "WHOLE",
     "check_files",
     "damaged",
-    "file_digest",
     "list_checkpoints",
     "manifest_digest",
     "manifest_text",
@@ -31,12 +31,6 @@ __all__ = [
 FORMAT, WHOLE, SHARDED = "ronde.checkpoint", 1, 2
 NAME = re.compile(r"step-(\d{9,})")
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def manifest_digest(body: Mapping[str, Any]) -> str:

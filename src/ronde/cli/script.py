@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import importlib.util
 import json
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +15,7 @@ import typer
 
 from ronde.cli.options import option, own_options
 from ronde.world import ArgumentError, RondeError
+from ronde.world.paths import find_module
 from ronde.world.whole_file import check_target, write_answer
 
 __all__ = [
@@ -88,14 +87,7 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
         ArgumentError: no script, or none that is there.
     """
     if module is not None:
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            found = importlib.util.find_spec(module)
-        except (ImportError, ValueError, AttributeError):
-            found = None
-        finally:
-            sys.path.pop(0)
-        if found is None:
+        if find_module(module) is None:
             raise ArgumentError(
                 f"module not found: {module}. Python looked in {Path.cwd()} and in "
                 "its installed packages."

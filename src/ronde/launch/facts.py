@@ -8,7 +8,6 @@ import importlib.util
 import platform
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from ronde.launch.engine import Host
 from ronde.launch.node import devices
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.network import addresses
+from ronde.world.paths import find_module
 from ronde.world.temporary import memory_root
 from ronde.world.version import VERSION
 
@@ -44,13 +44,7 @@ _ALIKE = {
 def digest_of(command: Sequence[str]) -> str:
     """The digest of a worker's script or module; a short sentence where there is none."""
     if command[0] == "-m":
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            found = importlib.util.find_spec(command[1])
-        except (ImportError, ValueError, AttributeError):
-            found = None
-        finally:
-            sys.path.pop(0)
+        found = find_module(command[1])
         if found is None or not found.origin:
             return "no such module"
         path = Path(found.origin)

@@ -7,7 +7,6 @@ checked before anything is parsed. No torch is imported here.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.world import ArgumentError, RondeError
-from ronde.world.paths import need
+from ronde.world.paths import file_digest, need
 
 __all__ = ["Bundle", "ShipError", "make_key", "verify_bundle", "write_bundle"]
 
@@ -75,11 +74,6 @@ def make_key(private: Path, public: Path) -> None:
     public.write_bytes(key.public_key().public_bytes(s.Encoding.PEM, pem))
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write_bundle(
     path: Path,
     fill: Callable[[Path], None],
@@ -109,7 +103,7 @@ def write_bundle(
         temporary.mkdir(parents=True)
         fill(temporary)
         files = {
-            f.name: {"bytes": f.stat().st_size, "sha256": _sha256(f)}
+            f.name: {"bytes": f.stat().st_size, "sha256": file_digest(f)}
             for f in sorted(temporary.iterdir())
         }
         text = json.dumps(
@@ -203,6 +197,6 @@ def verify_bundle(path: Path, key: Path | None = None) -> Bundle:
         file = path / name
         if Path(name).name != name or name not in there or file.is_symlink():
             raise ShipError(f"{path}: the file {name!r} is missing or outside the bundle.")
-        if file.stat().st_size != facts.get("bytes") or _sha256(file) != facts.get("sha256"):
+        if file.stat().st_size != facts.get("bytes") or file_digest(file) != facts.get("sha256"):
             raise ShipError(f"{file} was changed after the bundle was made.")
     return Bundle(path, about, key is not None)

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from ronde.checkpoint.manifest import file_digest
 from ronde.tables.apply import Applied
 from ronde.tables.arrow import READ_BY, arrow_of_spark, family
 from ronde.tables.engines import Arrow, Kinds, canonical, duckdb_engine, spark_engine
@@ -20,7 +19,7 @@ from ronde.tables.fit import fit_steps
 from ronde.tables.reading import SUFFIXES, columns_of, read_batches
 from ronde.tables.steps import PreparedColumn, checked, near, outputs_of, read_as
 from ronde.world import ArgumentError
-from ronde.world.paths import files_of, is_remote, need
+from ronde.world.paths import file_digest, files_of, is_remote, need
 
 ENGINES = ("duckdb", "arrow", "spark")
 _VERSION = 1

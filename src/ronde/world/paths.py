@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from ronde.world.errors import ArgumentError
@@ -110,3 +114,20 @@ def need_java(what: str) -> None:
             f"{what} needs Java on this machine, and {where}. Install it (Debian: apt-get "
             "install default-jre-headless), or set JAVA_HOME."
         )
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """The module that ``python -m NAME`` runs in this folder; None if there is none."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    finally:
+        sys.path.pop(0)
