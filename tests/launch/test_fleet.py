@@ -80,7 +80,7 @@ def test_a_silent_host_that_others_hear_is_not_lost():
 
     silent, *others = link("10.0.0.1"), link("10.0.0.2"), link("10.0.0.3")
     silent._is_heard = lambda others: HostLink._is_heard(silent, others)
-    silent._kill = lambda: killed.append(silent)
+    silent._child = SimpleNamespace(kill=lambda: killed.append(silent))
 
     def lost(seconds: float) -> bool:
         silent._silence = SimpleNamespace(seconds=lambda: seconds, longest=0.0)
