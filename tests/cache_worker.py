@@ -4,6 +4,7 @@ by test_cache.py.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -17,7 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from ronde.feed import cached
+from ronde.cache import cached as of_all
+from ronde.feed import cached as _cached
+
+
+def cached(source, after="read", **options):
+    """With a version, which a cache on disk of no files needs."""
+    return _cached(source, after, **{"version": "1", **options})
+
+
+def as_a_stranger(**options):
+    """As another worker of the launch makes the first cache of the script."""
+    of_all._made_in_memory = itertools.count()
+    return cached(Toy(), **options)
 
 
 class Toy:
@@ -82,6 +95,7 @@ def hammer(where: str, limit: str) -> dict:
     """Six processes at a time read and check; some of them are killed wherever they are, and others
     take their place.
     """
+    os.environ.update(RANK="0", WORLD_SIZE="9", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
     # held by this process, so that a cache in memory stays
     first = cached(Toy(), where=where, limit=limit)
     draw = random.Random(1)
@@ -97,7 +111,7 @@ def hammer(where: str, limit: str) -> dict:
             running.append(
                 child(
                     lambda s=seed: read_at_random(
-                        first if s % 2 else cached(Toy(), where=where, limit=limit, check=False),
+                        first if s % 2 else as_a_stranger(where=where, limit=limit),
                         s,
                         40,
                     )
@@ -115,7 +129,7 @@ def hammer(where: str, limit: str) -> dict:
         most = max(most, files_bytes(first._folder))
     wrong = read_at_random(first, 99, 200)
     report = first.report()
-    held = [i for i in range(300) if first._opened().get(i).data is not None]
+    held = [i for i in range(300) if first._opened().get(i) is not None]
     intact = all(same(first.read([i])[0], oracle(i)) for i in held)
     told = {
         "killed": killed,

@@ -246,7 +246,7 @@ def test_what_does_not_fit_is_refused_in_words(pictures):
             FeedSettings(cache="read"),
             r"cache: read is for .*feed\.images\(FOLDER\)\.cache\(\"read\"\) instead",
         ),
-        (Rows(), FeedSettings(cache_in="memory"), "go with cache"),
+        (Rows(), FeedSettings(cache_bytes=9), "goes with cache"),
         (Rows(), FeedSettings(pack="/none"), r"is for ronde\.feed pipelines.*feed\.images\(PACK\)"),
         (
             Pictures(pictures),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import json
 import os
 import random
@@ -19,13 +20,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from cache_worker import Toy, oracle, same
+import ronde
+from cache_worker import Toy, cached, oracle, same
 from processes import TESTS, python
 from ronde.data.named_stages import sample_key
 from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
+from ronde.data.sources.arrays import arrays
 from ronde.data.sources.base import Row, Sample
 from ronde.data.sources.folder import folder
-from ronde.feed import Pipeline, cached, cached_dataset, clear_cache, rng
+from ronde.feed import Pipeline, cached_dataset, clear_cache, rng
 from ronde.world import ArgumentError, SampleError
 
 WORKER = TESTS / "cache_worker.py"
@@ -217,7 +220,8 @@ class Counted(Toy):
 
 def test_each_sample_is_read_once_and_is_the_callers_own(where):
     source = Counted(50, "once")
-    kept = cached(source, where=where, limit="10MiB", check=False)
+    kept = cached(source, where=where, limit="10MiB")
+    source.asked.clear()  # one sample, to see that nothing draws
     ids = [*range(49, -1, -1), 3, 3]
     for _ in range(3):
         for i, value in zip(ids, kept.read(ids), strict=True):
@@ -239,10 +243,10 @@ def test_each_sample_is_read_once_and_is_the_callers_own(where):
 
 def test_what_came_first_stays_and_the_bound_holds(where):
     source = Counted(200, "first")
-    kept = cached(source, where=where, limit="1MB", check=False)
+    kept = cached(source, where=where, limit="1MB")
     order = random.Random(2).sample(range(200), 200)
     kept.read(order)
-    held = {i for i in range(200) if kept._opened().get(i).data is not None}
+    held = {i for i in range(200) if kept._opened().get(i) is not None}
     files = sum(
         p.stat().st_blocks * 512 for p in kept._folder.iterdir() if p.name.startswith("cache.")
     )
@@ -265,46 +269,69 @@ def test_a_cache_on_disk_is_used_again_and_only_by_the_same(tmp_path):
     for name in ("a/1.npy", "a/2.npy", "b/3.npy"):
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(name.encode() * 10)
-    size = {"to": 2}
 
-    def pipeline(step):
-        return cached(
-            Pipeline(folder(path)).map(step, "decode"), "decode", where=where, limit="1MiB"
-        )
-
-    def small(sample):
-        return sample.data[: size["to"]]
-
-    def reads(step):
-        made = pipeline(step)
+    def reads(size, version):
+        made = Pipeline(folder(path)).map(lambda sample: sample.data[:size], "decode")
+        made = made.cache("decode", where, "1MiB", version=version)
         values = [made[i] for i in range(3)]
-        report = made.source.report()
-        folder_name = made.source._folder.name
+        hits = made.source.report().hits
         made.source.close()
-        return values, report.hits, folder_name
+        return values, hits
 
-    first, hits, name = reads(small)
-    assert first == [b"a/", b"a/", b"b/"] and hits == 0
-    assert reads(small) == (
-        first,
-        3,
-        name,
-    )  # another object of the same pipeline; counted over both
-    size["to"] = 3  # what a closure holds
-    assert reads(small)[0] == [b"a/1", b"a/2", b"b/3"]
-    assert reads(lambda s: s.data[:4])[0][0] == b"a/1."
-    assert reads(lambda s: s.data[:5])[0][0] == b"a/1.n"
-    size["to"] = 2
-    assert reads(small)[2] == name
+    first = [b"a/", b"a/", b"b/"]
+    assert reads(2, "1") == (first, 0)
+    assert reads(2, "1") == (first, 3)  # hits are counted over both
+    assert reads(3, "2") == ([b"a/1", b"a/2", b"b/3"], 0)
+    assert reads(2, "1") == (first, 6)
     # Written anew with another content of the same size: its fingerprint, names and sizes, is the
     # same.
     before = folder(path).fingerprint
     (path / "a/1.npy").write_bytes(b"Z" * len(b"a/1.npy" * 10))
     assert folder(path).fingerprint == before
-    values, hits, other = reads(small)
-    assert (values[0], hits, other != name) == (b"ZZ", 0, True)
+    assert reads(2, "1") == ([b"ZZ", *first[1:]], 0)
     assert clear_cache(where) > 0
     assert not list(Path(where).iterdir())
+
+
+def test_a_cache_on_disk_without_files_or_of_steps_needs_a_version(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"{i}")
+    files, where = folder(tmp_path, labels="none"), tmp_path / "cache"
+    cached(files, where=where, version="").close()
+    for call, reason in (
+        (lambda: cached(Toy(3), where=where, version=""), "Toy names no files"),
+        (lambda: cached_dataset(Plain(), where=where), "Plain names no files"),
+        (lambda: cached(arrays(np.ones(3)), where=where, version=""), "ArraySource names no files"),
+        (
+            lambda: Pipeline(files).map(len, "decode").cache("decode", where),
+            "the code of the step 'decode' may change",
+        ),
+    ):
+        with pytest.raises(ArgumentError, match=rf"{reason}\. Pass version='…', and change it"):
+            call()
+
+
+def test_caches_in_memory_of_one_launch_are_shared_by_its_workers_alone(monkeypatch):
+    """Two datasets that look alike have a cache each; a second worker finds both."""
+
+    def two():
+        monkeypatch.setattr(ronde.cache.cached, "_made_in_memory", itertools.count())
+        return [cached_dataset([i, i + 1], limit="1MiB") for i in (5, 7)]
+
+    alone = [each._folder for _ in range(2) for each in two()]
+    assert len(set(alone)) == 4
+    gc.collect()
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("MASTER_ADDR", "h"), ("MASTER_PORT", 29)):
+        monkeypatch.setenv(name, str(value))
+    one, other = two(), two()
+    assert [each[0] for each in one] == [5, 7]
+    assert [each[0] for each in other] == [5, 7]
+    assert [each.report().hits for each in other] == [1, 1]
+    monkeypatch.setenv("MASTER_PORT", "30")
+    assert not {each._folder for each in two()} & {each._folder for each in one}
+    for each in (*one, *other):
+        each.close()
+    gc.collect()
 
 
 # -- randomness ------------------------------------------------------------------------
@@ -326,25 +353,13 @@ def plus_rng(sample):
     return sample["label"] + int(rng().integers(1 << 30))
 
 
-own = np.random.default_rng()
-
-
-def plus_own(sample):
-    return sample["label"] + int(own.integers(1 << 30))
-
-
 @pytest.mark.parametrize(
-    "step", [plus_rng, plus_global, plus_torch, plus_python, plus_own], ids=lambda f: f.__name__
+    "step", [plus_rng, plus_global, plus_torch, plus_python], ids=lambda f: f.__name__
 )
 def test_a_step_that_draws_is_refused_by_name(step):
     pipeline = Pipeline(Toy(9, "draws")).map(dict, "decode").map(step, "flip")
     before = np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(), random.getstate()
-    with pytest.raises(
-        ArgumentError,
-        match="the step 'flip' draws random numbers"
-        if step is not plus_own
-        else "came out differently",
-    ):
+    with pytest.raises(ArgumentError, match="the step 'flip' draws random numbers"):
         cached(pipeline, "flip")
     assert (
         np.random.get_state()[1].tolist(),
@@ -362,11 +377,23 @@ def test_a_step_that_draws_is_refused_by_name(step):
         def __getitem__(self, i):
             return step({"label": i})
 
-    with pytest.raises(
-        ArgumentError,
-        match="draws random numbers" if step is not plus_own else "came out differently",
-    ):
+    with pytest.raises(ArgumentError, match="the data set draws random numbers"):
         cached_dataset(Rows())
+
+
+def test_a_sample_that_draws_later_is_not_kept_and_is_reported_once():
+    kept = cached_dataset([0] * 9, limit="1MiB")
+    kept.dataset = Lately()
+    with pytest.warns(RuntimeWarning, match="the data set draws random numbers") as warned:
+        first, again = ([kept[i] for i in range(9)] for _ in range(2))
+    assert len(warned) == 1 and first[:5] == again[:5] == [0.0] * 5
+    assert (kept.report().held, kept.report().random) == (5, 8)
+    kept.close()
+
+
+class Lately:
+    def __getitem__(self, i):
+        return random.random() if i >= 5 else 0.0
 
 
 def test_augmentation_after_it_has_the_same_bits_cold_and_warm():
@@ -384,6 +411,36 @@ def test_augmentation_after_it_has_the_same_bits_cold_and_warm():
                 assert np.array_equal(kept[i], expected)
     assert kept.source.report().hits == 40
     kept.source.close()
+
+
+def test_a_closed_cache_leaves_the_files_of_others_alone(where, tmp_path):
+    one, two = (cached(Toy(30), where=where, limit="4MiB") for _ in range(2))
+    one.read(range(15))
+    arena = one._opened()
+    one.close()
+    strangers = [open(tmp_path / f"stranger{i}", "w+b", buffering=0) for i in range(8)]  # noqa: SIM115
+    for stranger in strangers:
+        stranger.write(b"precious" * 1000)
+    for call in (lambda: arena.get(3), lambda: arena.put([(3, [b"x"])])):
+        with pytest.raises(OSError, match=r"Bad file|No such file"):
+            call()
+    assert all_right(two) and all_right(one), "it reads on from the source"
+    assert all((tmp_path / f"stranger{i}").read_bytes() == b"precious" * 1000 for i in range(8))
+    for stranger in strangers:
+        stranger.close()
+    two.close()
+
+
+def test_a_record_on_disk_is_checked_each_time(tmp_path):
+    kept = reopened(tmp_path)
+    assert all_right(kept) and all_right(kept)
+    data = kept._folder / "cache.bin"
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size // 2)
+        file.write(bytes(8 << 10))
+    assert all_right(kept)
+    assert kept.report().corrupt >= 1
+    kept.close()
 
 
 def test_a_bad_sample_is_named_and_the_others_are_kept():
@@ -423,7 +480,7 @@ class Plain(Dataset):
     ("place", "start"), [("memory", "fork"), ("folder", "fork"), ("memory", "spawn")]
 )
 def test_loading_processes_share_it(tmp_path, place, start):
-    kept = cached_dataset(Plain(), where="memory" if place == "memory" else tmp_path)
+    kept = cached_dataset(Plain(), where="memory" if place == "memory" else tmp_path, version="1")
     assert kept.classes == ("a", "b") and len(kept) == 64
     loader = DataLoader(
         kept,
@@ -448,7 +505,7 @@ def test_loading_processes_share_it(tmp_path, place, start):
 
 
 def test_many_threads_read_and_fill_it():
-    kept = cached(Toy(100, "threads"), limit="1500kB", check=False)
+    kept = cached(Toy(100, "threads"), limit="1500kB")
 
     def go(seed: int) -> bool:
         draw = random.Random(seed)
@@ -480,7 +537,7 @@ def test_processes_that_are_killed_leave_a_cache_that_is_right(told, place, limi
 
 
 def reopened(tmp_path, n=40):
-    return cached(Toy(n, "damage"), where=tmp_path / "c", limit="4MiB", check=False)
+    return cached(Toy(n, "damage"), where=tmp_path / "c", limit="4MiB")
 
 
 def all_right(kept) -> bool:
@@ -577,7 +634,7 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path):
     place = kept._folder
     kept.close()
     place.chmod(0o755)
-    with pytest.warns(RuntimeWarning, match="nothing is cached.*0700"):
+    with pytest.warns(RuntimeWarning, match="nothing more is cached.*0700"):
         kept = reopened(tmp_path)
         assert all_right(kept)
     assert "0700" in kept.report().off and "no cache" in str(kept.report())
@@ -585,7 +642,7 @@ def test_a_folder_of_somebody_else_is_not_used(tmp_path):
     place.chmod(0o700)
     clear_cache(tmp_path / "c")
     place.symlink_to(tmp_path / "elsewhere")
-    with pytest.warns(RuntimeWarning, match="nothing is cached"):
+    with pytest.warns(RuntimeWarning, match="nothing more is cached"):
         assert all_right(reopened(tmp_path))
     assert not list((tmp_path / "elsewhere").iterdir())
 

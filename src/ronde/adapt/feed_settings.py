@@ -131,7 +131,6 @@ _REMEDIES = (
     "decoder",
     "decode_to_size",
     "cache",
-    "cache_in",
     "cache_bytes",
     "pack",
 )

@@ -209,10 +209,8 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
             "these feed settings are for data sets that are read by index; this one can "
             "only be iterated."
         )
-    if settings.cache is None and (
-        settings.cache_in is not None or settings.cache_bytes is not None
-    ):
-        raise ArgumentError("feed settings cache_in and cache_bytes go with cache: read or decode.")
+    if settings.cache is None and settings.cache_bytes is not None:
+        raise ArgumentError("feed setting cache_bytes goes with cache: read or decode.")
     if isinstance(dataset, Pipeline):
         return _apply_to_pipeline(dataset, settings)
     refused = {name: instead for name, instead in _FOR_PIPELINES.items() if getattr(settings, name)}
@@ -238,9 +236,7 @@ def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
             pipeline, decoder=settings.decoder, decode_to_size=settings.decode_to_size
         )
     if settings.cache is not None:
-        pipeline = pipeline.cache(
-            settings.cache, settings.cache_in or "memory", settings.cache_bytes
-        )
+        pipeline = pipeline.cache(settings.cache, "memory", settings.cache_bytes)
     return pipeline
 
 
@@ -250,7 +246,7 @@ def _cached_samples(dataset: Any, settings: FeedSettings) -> Any:
 
     try:
         with preserve_state(dataset):
-            return cached_dataset(dataset, settings.cache_in or "memory", settings.cache_bytes)
+            return cached_dataset(dataset, "memory", settings.cache_bytes)
     except ArgumentError as error:
         raise ArgumentError(
             "feed setting cache: decode keeps the finished samples of a Dataset, which "

@@ -267,7 +267,7 @@ def _size(whole: float) -> str:
 def _cache(
     id: str, after: Literal["read", "decode"], text: str, faster: Mapping[str, float]
 ) -> Remedy:
-    settings = FeedSettings(cache=after, cache_in="memory")
+    settings = FeedSettings(cache=after)
     return Remedy(id, text, settings, "same bits", faster=faster, can_try=False)
 
 

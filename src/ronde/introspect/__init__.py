@@ -1,8 +1,8 @@
 """Inspect a user's objects from outside: their parts, their code's owner, their open files.
 
-Knows nothing about training. Offers :func:`~ronde.introspect.fingerprint.digest` (cache keys),
-:mod:`~ronde.introspect.object_graph` (one walker), :mod:`~ronde.introspect.code_owner`,
-:mod:`~ronde.introspect.open_handles` and :mod:`~ronde.introspect.random_state`.
+Knows nothing about training. Offers :mod:`~ronde.introspect.object_graph` (one walker),
+:mod:`~ronde.introspect.code_owner`, :mod:`~ronde.introspect.open_handles` and
+:mod:`~ronde.introspect.random_state`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         is_user_module,
         user_modules,
     )
-    from ronde.introspect.fingerprint import CannotDescribe, digest, installed_version
     from ronde.introspect.object_graph import attributes, nested_datasets, stored_functions, walk
     from ronde.introspect.open_handles import (
         describe_open,
@@ -36,7 +35,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.introspect.code_owner": "LIBRARY_FOLDERS is_ronde is_user_file is_user_module "
             "user_modules",
-            "ronde.introspect.fingerprint": "CannotDescribe digest installed_version",
             "ronde.introspect.object_graph": "attributes stored_functions nested_datasets walk",
             "ronde.introspect.open_handles": (
                 "detached_copy describe_open reopen_files preserve_state shares_within"

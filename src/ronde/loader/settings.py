@@ -18,6 +18,8 @@ _REMOVED = {
     "__getitems__ that indexes its rows at once.",
     "device_augment": "Delete the line. Pipeline.on_device(function) augments whole batches "
     "on the device.",
+    "cache_in": "Delete the line where it says memory. For a cache on disk, write "
+    "pipeline.cache(…, where=FOLDER, version=…) in the script.",
 }
 
 
@@ -38,7 +40,7 @@ class FeedSettings:
             in ``feed.images``. It changes pixels slightly.
         cache: ``read`` keeps files; ``decode`` keeps decoded samples, or finished ones of a plain
             Dataset that draws no random numbers.
-        cache_in: ``memory`` (shared by the workers of a node) or a folder on a local disk.
+            It stands in memory, shared by the workers of a node.
         cache_bytes: the most that it may hold.
         pack: a pack of the folder that a ``ronde.feed`` pipeline reads; see ``ronde pack``.
         echo: how many times each batch is trained on, 1 or more. It changes the training.
@@ -52,7 +54,6 @@ class FeedSettings:
     decoder: str | None = None
     decode_to_size: bool | None = None
     cache: Literal["read", "decode"] | None = None
-    cache_in: str | None = None
     cache_bytes: int | None = None
     pack: str | None = None
     echo: int | None = None
