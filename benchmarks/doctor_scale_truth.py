@@ -10,8 +10,7 @@ of ronde runs in the devices: only the prediction is ronde's. A host that wakes 
 noticed, and they are run again.
 
 What the prediction may see: the runs at 1 and 2 devices (synthetic, real, the loaders alone), a
-sweep over concurrent readers of the store, seconds of core per sample, how much the time between
-two batches wavers, the number of cores, the length of the queues, the share that the cache answers.
+sweep over concurrent readers of the store, seconds of core per sample, and the number of cores.
 It is written down before 4, 8 and 16 are run.
 
     python benchmarks/doctor_scale_truth.py            # about 15 minutes, nearly all of it asleep
@@ -68,7 +67,6 @@ class Case:
         ahead: batches in its queue.
         per_node: devices of a node: cores grow with nodes, the store does not. 0: all on one node.
         serial: share of a step that a device spends on a batch before it starts (never hidden).
-        cached: share of reads that never reach the store.
     """
 
     name: str
@@ -81,7 +79,6 @@ class Case:
     ahead: int = 4
     per_node: int = 0
     serial: float = 0.0
-    cached: float = 0.0
 
 
 CASES = [
@@ -91,7 +88,6 @@ CASES = [
     Case("store, wall at 3", store=3, ahead=2),
     Case("store, wall at 40: never met", store=40),
     Case("store, wall at 5, wavering much", store=5, waver=1.0),
-    Case("store, wall at 8, cache answers half", store=4, cached=0.5),
     Case("store, wall at 10, 10 % serial", store=10, serial=0.1),
     Case("store, wall at 6, slow to answer", store=6, latency=1.2, threads=4),
     Case("cores, wall at 4: on the knee", cores=4),
@@ -164,7 +160,7 @@ class Device:
         while True:
             now += case.latency * STEP * lognormal(rng, 0.5)
             until(now)
-            if math.isfinite(case.store) and rng.random() >= case.cached:
+            if math.isfinite(case.store):
                 now = self.store.serve(
                     now, BATCH * lognormal(rng, case.waver) / (case.store * RATE)
                 )
@@ -356,44 +352,45 @@ def sweep(case: Case, context, seconds: float) -> list[tuple[int, float]]:
 def judge(case: Case, seconds: float) -> dict:
     """One case: measured at 1 and 2, predicted, then measured at 4, 8 and 16."""
     context = mp.get_context("fork")
-    runs, wavers = [], []
+    runs = []
     for n in (1, 2):
         synthetic, *_ = run(context, case, n, "synthetic", 2.0)
         real, each, _ = run(context, case, n, "real", seconds)
-        loading, _, waver = run(context, case, n, "loading", seconds)
+        loading, *_ = run(context, case, n, "loading", seconds)
         runs.append(
             Measured(
                 n, synthetic, real, loading, cpu_seconds=each if math.isfinite(case.cores) else 0.0
             )
         )
-        wavers.append(waver)
     swept = sweep(case, context, seconds / 4)
-    cores = float(CORES)
-    like = Capacities(
-        RATE,
-        buffer_batches=case.ahead,
-        variation=wavers[0],
-        dataset_bytes=1.0,
-        cache_bytes_per_node=case.cached,
-    )
-    found = from_runs(
-        runs,
-        stages=(StageCapacity("decode", runs[0].cpu_seconds),) if math.isfinite(case.cores) else (),
-        sweep=swept,
-        cores_per_node=cores if math.isfinite(case.cores) else math.inf,
-        devices_per_node=case.per_node or 64,
-        like=like,
-    )
-    predicted = {n: predict(found, n, None if case.per_node else 1) for n in (4, 8, 16)}
     rows = []
     for n in (4, 8, 16):
         synthetic, *_ = run(context, case, n, "synthetic", 2.0)
         real, *_ = run(context, case, n, "real", seconds)
-        gap = 1 - real / synthetic
-        p = predicted[n]
+        rows.append({"devices": n, "measured": 1 - real / synthetic})
+    kept = {"case": case.name, "runs": [asdict(r) for r in runs], "sweep": swept, "rows": rows}
+    return predicted(case, kept)
+
+
+def predicted(case: Case, kept: dict) -> dict:
+    """What was measured, with what its first two sizes say of the others."""
+    runs = [Measured(**r) for r in kept["runs"]]
+    known = math.isfinite(case.cores)
+    found = from_runs(
+        runs,
+        stages=(StageCapacity("decode", runs[0].cpu_seconds),) if known else (),
+        sweep=kept["sweep"],
+        cores_per_node=float(CORES) if known else math.inf,
+        devices_per_node=case.per_node or 64,
+        like=Capacities(RATE),
+    )
+    rows = []
+    for row in kept["rows"]:
+        n, gap = row["devices"], row["measured"]
+        p = predict(found, n, None if case.per_node else 1)
         nodes = p.nodes
         # On the knee: what is scarce would do for 0.85 to 1.15 of the devices.
-        ratios = [case.store / (1 - case.cached) / n, case.cores * nodes / n, case.loaders]
+        ratios = [case.store / n, case.cores * nodes / n, case.loaders]
         knee = any(0.85 <= r <= 1.15 for r in ratios) and min(ratios) > 0.85
         error = 100 * (p.gap - gap)
         limit = 10 if knee else 5
@@ -411,7 +408,7 @@ def judge(case: Case, seconds: float) -> dict:
                 "in_interval": p.low - 0.02 <= gap <= p.high + 0.02,
             }
         )
-    return {"case": case.name, "runs": [asdict(r) for r in runs], "sweep": swept, "rows": rows}
+    return {**kept, "rows": rows}
 
 
 # Devices that take 120 ms for a step: with 30 ms, eight workers and their loaders keep two
@@ -463,6 +460,7 @@ def main() -> None:
     )
     arguments.add_argument("--only", default="", help="cases whose name contains this")
     arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--again", type=Path, help="predict the runs of such a file again")
     asked = arguments.parse_args()
     if asked.doctor:
         ask_doctor(asked.only, 2 * asked.seconds)
@@ -477,8 +475,13 @@ def main() -> None:
         )
     all_rows, kept = [], []
     pool = concurrent.futures.ProcessPoolExecutor(asked.jobs, mp_context=context)
-    for case, made in [(case, pool.submit(judge, case, asked.seconds)) for case in cases]:
-        found = made.result()
+    if asked.again:
+        before = {k["case"]: k for k in json.loads(asked.again.read_text())}
+        made = [(c, pool.submit(predicted, c, before[c.name])) for c in cases]
+    else:
+        made = [(c, pool.submit(judge, c, asked.seconds)) for c in cases]
+    for case, answer in made:
+        found = answer.result()
         kept.append(found)
         all_rows += found["rows"]
         one, two = found["runs"]

@@ -324,7 +324,6 @@ def capacities_of(values: Mapping[str, Any], facts: Facts, scope: str | None = N
                 sweep = facts.loading_sweep
             else:
                 own = best / facts.workers
-    busy = min(1.0, float(rates["real"]) * (cpu + facts.step_cpu_seconds) / facts.cores)
     loading = values.get("loading_samples_per_second")
     if loading is not None:
         loading = max(float(loading), float(rates["real"]))
@@ -335,7 +334,6 @@ def capacities_of(values: Mapping[str, Any], facts: Facts, scope: str | None = N
         loading,
         cpu,
         0.0 if facts.cuda else facts.step_cpu_seconds,
-        busy,
         nodes_of(Capacities(1.0, devices_per_node=facts.devices_per_node), facts.workers),
     )
     c = from_runs(
@@ -347,7 +345,6 @@ def capacities_of(values: Mapping[str, Any], facts: Facts, scope: str | None = N
         like=Capacities(
             float(rates["synthetic"]) / facts.workers,
             devices_per_node=facts.devices_per_node,
-            buffer_batches=float(max(1, facts.loaders * facts.prefetch)),
             uncertainty=max(0.02, float(values.get("noise", 0.05))),
             storage_stage=slowest if facts.stream else waiting,
             serial=facts.executor == "none",

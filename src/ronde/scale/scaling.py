@@ -105,9 +105,6 @@ def _capacities(
         step = _median(s.cpu.get("synthetic") for s in some)
         whole = _median(s.cpu.get("real") for s in some)
         input_cpu = max(0.0, whole - step) if whole is not None and step is not None else 0.0
-        busy = None
-        if whole is not None and math.isfinite(cores):
-            busy = min(1.0, row.real * whole / cores)
         each = next((s.loading_each for s in some if s.loading_each), ())
         runs.append(
             Measured(
@@ -117,19 +114,16 @@ def _capacities(
                 _median(s.loading for s in some),
                 input_cpu,
                 step or 0.0,
-                busy,
                 slowest_loading=min(each, default=None),
                 fastest_loading=max(each, default=None),
             )
         )
-    first = starts[fitting[0].workers][0]
-    overlap = 4.0 if first.loaders else 1.0
     capacities = from_runs(
         runs,
         stages=(StageCapacity("input", max(runs[-1].cpu_seconds, 0.0)),),
         cores_per_node=cores,
         devices_per_node=per_node,
-        like=Capacities(fitting[0].synthetic / fitting[0].workers, buffer_batches=overlap),
+        like=Capacities(fitting[0].synthetic / fitting[0].workers),
     )
     return capacities, runs[-1].uneven
 
