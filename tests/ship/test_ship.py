@@ -36,6 +36,7 @@ from ronde.ship import (
     watch_captures,
     write_bundle,
 )
+from ronde.ship.export import export_program
 from ronde.ship.quantize import judge_int8, quantize
 from ronde.ship.runtime import stored_samples
 from ronde.world import ArgumentError, RondeError
@@ -188,7 +189,7 @@ class Fixed(nn.Module):
 def test_models_that_cannot_be_exported_say_why(tmp_path: Path) -> None:
     for model, text in (
         (Branch(), r"test_ship.py:\d+: return self.a\(x\) if x.sum"),
-        (Fixed(), "batch of 1"),
+        (Fixed(), "its code takes a batch of 8 only"),
     ):
         call = call_of(model, lambda m: m(torch.ones(8, 4)))
         with pytest.raises(ShipError, match=text):
@@ -196,6 +197,30 @@ def test_models_that_cannot_be_exported_say_why(tmp_path: Path) -> None:
             check_export(model, tmp_path / "m.onnx", call)
     with pytest.raises(RondeError, match="without calling the model"):
         call_of(Fixed(), lambda m: None)
+
+
+class Odd(nn.Module):
+    """Positional, variadic, and keyword arguments, a dictionary, and a constant; nested outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 3)
+
+    def forward(self, x, *rest, scale, twice=False, **named):  # type: ignore[no-untyped-def]
+        out = self.a(x["z"]) + x["b"] * scale + self.a(rest[0]) * (2 if twice else 1)
+        return out, {"more": (out.sum(1), out * named["last"]), "none": None}
+
+
+def test_odd_signatures_are_exported(tmp_path: Path) -> None:
+    model, g = Odd(), torch.Generator().manual_seed(0)
+    b, rest, scale, last = (torch.randn(9, n, generator=g) for n in (3, 4, 1, 3))
+    x = {"z": torch.randn(9, 4, generator=g), "b": b}
+    call = call_of(model, lambda m: m(x, rest, last=last, scale=scale, twice=True))
+    export_onnx(model, call, tmp_path / "m.onnx")
+    assert [f.samples for f in check_export(model, tmp_path / "m.onnx", call)] == [9] * 3
+    part = call.rows(0, 2)
+    program = export_program(model, call).module()(*part.args, **part.kwargs)
+    assert all(torch.equal(*pair) for pair in zip(program[1]["more"], model(*part.args, **part.kwargs)[1]["more"], strict=True))  # fmt: skip
 
 
 def test_int8_is_judged_by_class(made: Made, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -36,17 +37,33 @@ def _quiet() -> Iterator[None]:
             logging.root.manager.disable = before
 
 
-def symbolic_batch(model: nn.Module, call: ModelCall) -> dict[str, Any]:
-    """The shapes that torch's exporters are told: of every tensor, the first size is the batch."""
+def export_program(model: nn.Module, call: ModelCall) -> torch.export.ExportedProgram:
+    """A model as a graph of torch, in evaluation mode; each tensor's first size is the batch, and
+    symbolic.
+    """
+    model = inference_copy(model)
+    _name_keywords(model, call)
     batch = torch.export.Dim("batch", min=1)
-    signature = inspect.signature(model.forward)
-    given = signature.bind(*call.args, **call.kwargs).arguments
+    given = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
     shapes = tree_map(lambda v: {0: batch} if isinstance(v, torch.Tensor) else None, dict(given))
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD and name in shapes:
-            shapes.update(shapes.pop(name))
-    result: dict[str, Any] = shapes
-    return result
+    return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes)
+
+
+def _name_keywords(model: nn.Module, call: ModelCall) -> None:
+    """Show the ``**kwargs`` of a model's ``forward`` as arguments with the names of the call:
+    torch 2.13 exports no other.
+    """
+    forward, signature = model.forward, inspect.signature(model.forward)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    more = [n for n in call.kwargs if n not in {p.name for p in own}]
+    named = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in more]
+
+    def explicit(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    if named:
+        explicit.__signature__ = signature.replace(parameters=own + named)  # type: ignore[attr-defined]
+        model.forward = explicit
 
 
 def export_onnx(model: nn.Module, call: ModelCall, path: Path) -> None:
@@ -71,19 +88,10 @@ def export_onnx(model: nn.Module, call: ModelCall, path: Path) -> None:
         )
     if call.samples < 2:
         raise ShipError("an export needs a batch of two samples or more.")
-    dynamic = symbolic_batch(model, call)
     try:
         with _quiet(), torch.no_grad():
-            torch.onnx.export(
-                inference_copy(model),
-                call.args,
-                str(path),
-                kwargs=call.kwargs,
-                dynamo=True,
-                dynamic_shapes=dynamic,
-                external_data=False,
-                verbose=False,
-            )
+            program = export_program(model, call)
+            torch.onnx.export(program, (), str(path), external_data=False, verbose=False)
     except Exception as error:
         raise ShipError(f"torch cannot export this model: {_reason(error)}") from error
 
@@ -98,5 +106,7 @@ def _reason(error: BaseException) -> str:
         if error.__cause__ is None:
             break
         error = error.__cause__
+    if fixed := re.search(r"specialized it to be a constant \((\d+)\)", str(error)):
+        return f"its code takes a batch of {fixed[1]} only."
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines or [type(error).__name__])[0][:300] + place

@@ -19,7 +19,7 @@ from ronde.parallel import Work
 from ronde.plan import Plan
 from ronde.run import hooks
 from ronde.ship.bundle import ShipError, write_bundle
-from ronde.ship.export import export_onnx, symbolic_batch
+from ronde.ship.export import export_onnx, export_program
 from ronde.ship.floor import Floor, check_export, model_outputs
 from ronde.ship.quantize import judge_int8, quantize
 from ronde.ship.runtime import EXPECTED, INT8, MODEL, RECIPE, open_session
@@ -184,9 +184,7 @@ def _write_torch(folder: Path, model: torch.nn.Module, call: ModelCall, to: str)
         checkpoint.export(dict(model.state_dict()), folder / "model.safetensors")
         return
     try:
-        program = torch.export.export(
-            model, call.args, call.kwargs, dynamic_shapes=symbolic_batch(model, call)
-        )
+        program = export_program(model, call)
     except Exception as error:
         raise ShipError(f"torch cannot export this model: {str(error)[:300]}") from None
     own = model_outputs(model, call)
