@@ -25,7 +25,7 @@ def open_session(model: Path | bytes, *, optimized: bool = True, threads: int = 
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # its exceptions say the same
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     data = model if isinstance(model, bytes) else model.read_bytes()
