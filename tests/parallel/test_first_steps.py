@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import ronde
 import zygote
 from processes import PATHS, TESTS, forked
-from ronde.parallel.first_steps import late_gradient
+from ronde.parallel.replica_check import late_gradient
 from ronde.world.tensors import local_part
 from sampling import some
 
@@ -75,10 +75,10 @@ def leftover() -> list[str | None]:
     return answers
 
 
-def worker(folder: Path) -> None:
+def worker(folder: Path, plans: list[str]) -> None:
     size = int(os.environ["WORLD_SIZE"])
     told = {}
-    for plan in PLANS[size]:
+    for plan in plans:
         told[plan] = [train(plan, 0.0, 0), train(plan, 1e-4, 1), train(plan, 1e-4, 2)]
     if size == 2:
         told["leftover"] = leftover()
@@ -89,7 +89,7 @@ def worker(folder: Path) -> None:
 def test_what_differs_between_workers_is_named(tmp_path):
     for size, plans in PLANS.items():
         done = zygote.run(
-            forked(TESTS / "parallel" / "test_first_steps.py", size, tmp_path),
+            forked(TESTS / "parallel" / "test_first_steps.py", size, tmp_path, *plans),
             env={**os.environ, "PYTHONPATH": PATHS, "RONDE_RUNS": "none"},
             cwd=tmp_path,
             timeout=90,
@@ -111,4 +111,4 @@ def test_what_differs_between_workers_is_named(tmp_path):
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
+    worker(Path(sys.argv[1]), sys.argv[2:])

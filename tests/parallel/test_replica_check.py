@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from processes import TESTS, python
-from ronde.parallel.first_steps import part_digest
+from ronde.parallel.replica_check import part_digest
 from sampling import ALL
 
 CASES = [("replicate", 2, 0, "differs between rank 0 and rank 1"), ("replicate", 2, -1, "")]

@@ -36,7 +36,6 @@ _IMPORTS = (
     "ronde.introspect.open_handles",
     "ronde.loader.sample_facts",
     "ronde.parallel.ddp",
-    "ronde.parallel.first_steps",
     "ronde.parallel.optimizer_coupling",
     "ronde.parallel.own_calls",
     "ronde.parallel.replica_check",

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ronde.parallel.first_steps import CHECKED_STEPS, check_step
-from ronde.parallel.replica_check import ReplicaCheck
+from ronde.parallel.replica_check import CHECKED_STEPS, ReplicaCheck, check_step
 from ronde.run.callback import Callback, StepView
 from ronde.run.callbacks.non_finite import NAN_EVERY
 from ronde.run.checks import setting

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ronde.checkpoint import box_of
-from ronde.parallel.first_steps import held_parameters
+from ronde.parallel.replica_check import held_parameters
 from ronde.run.parts import Parts
 from ronde.world.consensus import gather_json
 from ronde.world.tensors import local_part
