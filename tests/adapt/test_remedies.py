@@ -159,30 +159,6 @@ def test_finished_samples_are_kept():
         apply_remedies(Random(), FeedSettings(cache="decode"))
 
 
-class Large(Dataset):
-    def __init__(self, where, how):
-        self.where, self.how = where, how
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, i):
-        return self.how(Image.open(self.where / f"{i}.jpg").convert("RGB")), i
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    where = tmp_path_factory.mktemp("large")
-    numbers = np.random.default_rng(2)
-    for i in range(6):
-        _image(numbers, 400, 300).save(where / f"{i}.jpg", quality=92)
-    return where
-
-
-def to_tensor(image):
-    return torch.from_numpy(np.array(image))
-
-
 class Rows(Dataset):
     def __init__(self):
         self.x, self.y = torch.randn(N, 3), np.arange(N)
@@ -197,7 +173,7 @@ class Rows(Dataset):
 # -- facts, pipelines, and what cannot be ----------------------------------------------
 
 
-def test_facts_say_which_remedies_are_possible(pictures, large):
+def test_facts_say_which_remedies_are_possible(pictures):
     state = torch.get_rng_state(), random.getstate()
     found = dataset_facts(Pictures(pictures, transform=flip), samples=N)
     assert torch.equal(torch.get_rng_state(), state[0])
@@ -212,9 +188,7 @@ def test_facts_say_which_remedies_are_possible(pictures, large):
     assert found.same_pixels == ("pillow", "simplejpeg")
     assert found.decoders.keys() == set(found.same_pixels) and min(found.decoders.values()) > 0
     assert found.images and not found.imread
-    assert found.shrink == 1
     assert 60 * 48 * 3 <= found.decoded_bytes <= 62 * 48 * 3
-    assert dataset_facts(Large(large, lambda image: to_tensor(image.resize((60, 60))))).shrink == 4
     rows = dataset_facts(Rows())
     assert (rows.jpeg, rows.images, rows.files, rows.draws) == (False, False, 0.0, False)
 
@@ -247,12 +221,6 @@ def test_what_does_not_fit_is_refused_in_words(pictures):
             r"cache: read is for .*feed\.images\(FOLDER\)\.cache\(\"read\"\) instead",
         ),
         (Rows(), FeedSettings(cache_bytes=9), "goes with cache"),
-        (Rows(), FeedSettings(pack="/none"), r"is for ronde\.feed pipelines.*feed\.images\(PACK\)"),
-        (
-            Pictures(pictures),
-            FeedSettings(decode_to_size=True),
-            r"is for ronde\.feed pipelines.*decode_to_size=True\) instead",
-        ),
     ):
         with pytest.raises(ArgumentError, match=text):
             apply_remedies(dataset, settings)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from ronde import feed
 from ronde.data import image_decoders
-from ronde.data.images import with_settings
+from ronde.data.images import with_decoder
 from ronde.data.named_stages import sample_key
 from ronde.feed import (
     CenterCrop,
@@ -109,7 +109,7 @@ def test_what_a_decoder_will_not_have_goes_to_pillow():
     broken = good[:middle] + b"\xff\x00\x12\x00" * 8 + good[middle + 32 :]
     for data in (FILES["jpeg CMYK"](photo()), broken):
         with pytest.raises(Exception):
-            image_decoders.DECODERS["simplejpeg"].call(data, 1)
+            image_decoders.DECODERS["simplejpeg"].call(data)
         assert np.array_equal(
             image_decoders.decode_image(data, "simplejpeg", name="x/y.jpg"), by_pillow(data)
         )
@@ -134,7 +134,7 @@ def test_what_cannot_be_decoded_names_the_file(decoder, data, says):
 
 
 def test_a_decoder_of_ones_own_is_one_function_and_one_line(folder, monkeypatch):
-    def white(data, shrink):
+    def white(data):
         return np.full((50, 50, 3), 255, dtype=np.uint8)
 
     monkeypatch.setitem(image_decoders.DECODERS, "white", image_decoders.Decoder(white, "json"))
@@ -146,7 +146,7 @@ def test_decoders_that_cannot_be_used(folder, monkeypatch):
         image_decoders.DECODERS,
         "gone",
         image_decoders.Decoder(
-            lambda data, shrink: None, "no_such_package_here", install="pip install gone"
+            lambda data: None, "no_such_package_here", install="pip install gone"
         ),
     )
     with pytest.raises(
@@ -298,13 +298,12 @@ def test_the_same_bits_whoever_reads(folder):
     assert not torch.equal(again[0][0], first[0][0])
 
 
-@pytest.mark.parametrize("decode_to_size", [False, True])
-def test_what_a_cache_keeps_serves_any_crop(folder, decode_to_size):
+def test_what_a_cache_keeps_serves_any_crop(folder):
     augment = [RandomResizedCrop(24), HorizontalFlip()]
     plain = [batch(feed.images(folder, augment=augment), keys=key)[0] for key in (1, 2)]
     assert not torch.equal(*plain)
     kept = feed.cached(
-        feed.images(folder, augment=augment, decode_to_size=decode_to_size),
+        feed.images(folder, augment=augment),
         after="decode",
         limit="64MiB",
     )
@@ -315,16 +314,15 @@ def test_what_a_cache_keeps_serves_any_crop(folder, decode_to_size):
     kept.source.close()
 
 
-def test_settings_can_be_changed_afterwards(folder):
+def test_the_decoder_can_be_changed_afterwards(folder):
     data = feed.images(folder, size=24)
     mapped = data.map(lambda sample: sample)
-    changed = with_settings(mapped, decoder="pillow", decode_to_size=True)
+    changed = with_decoder(mapped, "pillow")
     assert changed.steps[0].call.spec.decoder == "pillow"
-    assert changed.steps[0].call.spec.decode_to_size
-    assert changed.steps[2] == mapped.steps[2]
-    assert torch.equal(batch(with_settings(mapped, decoder="pillow"))[0], batch(data)[0])
+    assert changed.steps[1:] == mapped.steps[1:]
+    assert torch.equal(batch(changed)[0], batch(data)[0])
     with pytest.raises(ArgumentError, match=r"feed\.images pipelines only"):
-        with_settings(feed.Pipeline(feed.dataset([1, 2])), decoder="pillow")
+        with_decoder(feed.Pipeline(feed.dataset([1, 2])), "pillow")
 
 
 def test_tars_packs_and_images_without_labels(folder, tmp_path):

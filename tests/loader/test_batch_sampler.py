@@ -257,7 +257,6 @@ REFUSED = [
     (Own("torch"), {"drop_last": True}, "drop_last=True contradicts the batch_sampler"),
     (Own("torch"), {"shuffle": False}, "shuffle=False contradicts the batch_sampler"),
     (Own("torch"), {"batch": "grow"}, "batch='grow' needs global batches of one size"),
-    (Own("torch"), {"feed": {"echo": 2}}, "feed setting echo cannot be combined"),
 ]
 
 

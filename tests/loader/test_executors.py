@@ -4,7 +4,6 @@ Bad samples, dead processes, settings.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import os
@@ -1223,44 +1222,3 @@ def test_a_resume_under_another_sampler_or_another_end_of_the_epoch_is_refused(
         with pytest.raises(CheckpointError, match=text):
             start(name, True, **options)
     assert start("own", True, sampler=Backwards()).state.step == 4
-
-
-# -- echo ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_echoed_batches_are_exact_wherever_the_run_stops(executor):
-    class Counts(Plain):
-        read = 0
-
-        def __getitem__(self, i):
-            Counts.read += 1
-            return super().__getitem__(i)
-
-    data = Counts()
-    plain = torch.cat(read(with_executor(take_over_(data, batch_size=8), "none"), batch=8)).tolist()
-    expected = [
-        row for start in range(0, 48, 8) for _ in range(3) for row in plain[start : start + 8]
-    ] + plain[48:] * 3
-    taken = with_executor(take_over_(data, batch_size=8), executor, echo=3)
-    assert taken.order.epoch_samples == 150
-    by_blocks = dataclasses.replace(
-        taken.order, of=dataclasses.replace(taken.order.of, blocks=(25, 25), shuffle=True)
-    )
-    assert by_blocks.kind != taken.order.kind  # a run is not resumed under another order
-    Counts.read = 0
-    for size in (1, 2):
-        assert torch.cat(read(taken, size, batch=8)).tolist() == expected
-    if executor == "none":
-        # each batch once; the short one at the end is too short to be told apart
-        assert Counts.read == 2 * (48 + 6)
-    for offset in (8, 40):
-        assert torch.cat(read(taken, 1, batch=8, offset=offset)).tolist() == expected[offset:]
-    with pytest.raises(ArgumentError, match="the script's own sampler"):
-        with_executor(
-            take_over_(
-                DataLoader(data, batch_size=8, sampler=WeightedRandomSampler([1.0] * 50, 60))
-            ),
-            executor,
-            echo=2,
-        )

@@ -8,9 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
-from ronde.data import Pipeline, echoed
 from ronde.loader import FeedSettings, TakenOver, default_workers
 from ronde.world import ArgumentError
 
@@ -69,7 +66,7 @@ def summarize(settings: FeedSettings) -> str:
 def apply_settings(
     taken: TakenOver, settings: FeedSettings, local_size: int | None = None
 ) -> TakenOver:
-    """Apply feed settings to a data source. Samples and order stay; ``echo`` repeats batches.
+    """Apply feed settings to a data source. Samples and order stay.
 
     Args:
         local_size: training workers on this node, None to ask the launcher: loaders are shared out
@@ -89,7 +86,7 @@ def apply_settings(
         changes["executor"] = None
     if workers is not None:
         changes["num_workers"] = workers
-    for name in ("prefetch", "threads", "echo"):
+    for name in ("prefetch", "threads"):
         if getattr(settings, name) is not None:
             changes[name] = getattr(settings, name)
     options = dict(loader.options)
@@ -104,33 +101,11 @@ def apply_settings(
         from ronde.adapt import remedies
 
         dataset = remedies.apply_remedies(dataset, settings)
-        # images worked on the device are collated, and finished, in another way
-        if isinstance(dataset, Pipeline):
-            kept = (
-                loader.collate
-                if loader.collate is not getattr(taken.dataset, "collate", None)
-                else dataset.collate
-            )
-            loader = dataclasses.replace(loader, collate=kept, finish=dataset.finish)
-    order = taken.order
-    if loader.echo > 1:
-        if isinstance(dataset, IterableDataset):
-            raise ArgumentError(
-                "feed setting echo: a stream is read in its own order, so its batches "
-                "cannot be repeated."
-            )
-        if taken.batch_size is None:
-            raise ArgumentError(
-                "feed setting echo needs a batch size: give ronde.distribute(…, batch_size=N)."
-            )
-        order = echoed(order, loader.echo, taken.batch_size)
-    return dataclasses.replace(taken, dataset=dataset, settings=loader, order=order)
+    return dataclasses.replace(taken, dataset=dataset, settings=loader)
 
 
 _REMEDIES = (
     "decoder",
-    "decode_to_size",
     "cache",
     "cache_bytes",
-    "pack",
 )

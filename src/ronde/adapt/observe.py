@@ -27,7 +27,6 @@ class Observation:
         files: path and size of each file read, sample by sample.
         images: format, width and height of each image decoded by Pillow or read by OpenCV.
         jpegs: the bytes of the JPEG images that Pillow decoded.
-        resized: width and height before and after, of each image that Pillow resized.
         samples: how many.
         imread: OpenCV read files by itself.
     """
@@ -35,7 +34,6 @@ class Observation:
     files: list[tuple[str, int]] = field(default_factory=list)
     images: list[tuple[str, int, int]] = field(default_factory=list)
     jpegs: list[bytes] = field(default_factory=list)
-    resized: list[tuple[tuple[float, float], tuple[int, int]]] = field(default_factory=list)
     samples: int = 0
     imread: bool = False
 
@@ -54,13 +52,6 @@ class Observation:
             image.fp.seek(0)
             self.jpegs.append(bytes(image.fp.read()))
             image.fp.seek(at)
-
-    def note_resize(
-        self, _: Any, image: Any, size: Any, resample: Any = None, box: Any = None, *args: Any
-    ) -> None:
-        """Note an image that Pillow resized."""
-        before = image.size if box is None else (box[2] - box[0], box[3] - box[1])
-        self.resized.append((tuple(before), tuple(size)))
 
     def note_imread(self, image: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
         """Note a file that OpenCV read."""
@@ -95,9 +86,7 @@ def _watching(dataset: Any, seen: Observation, modules: Sequence[str]) -> Iterat
         (io, "open", seen.note_open),
     ]
     if "PIL.Image" in modules:
-        pillow = sys.modules["PIL.Image"]
-        places.append((pillow, "open", seen.note_image))
-        places.append((pillow.Image, "resize", seen.note_resize))
+        places.append((sys.modules["PIL.Image"], "open", seen.note_image))
     if "cv2" in modules:
         places.append((sys.modules["cv2"], "imread", seen.note_imread))
     with contextlib.ExitStack() as undo:

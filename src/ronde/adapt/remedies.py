@@ -5,7 +5,6 @@ A :class:`ronde.feed.Pipeline` takes all of them. A plain Dataset takes a cache 
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -41,8 +40,6 @@ class DatasetFacts:
         same_pixels: decoders that give exactly Pillow's pixels.
         images: each sample is one image file, as ``feed.images`` reads them.
         imread: OpenCV reads its files.
-        shrink: 2, 4 or 8 where ``feed.images`` could decode most images at that fraction of their
-            size, else 1.
         files: read for one sample.
         folder: that they all lie in, or "".
         file_bytes: read for one sample, in files.
@@ -58,7 +55,6 @@ class DatasetFacts:
     same_pixels: tuple[str, ...] = ()
     images: bool = False
     imread: bool = False
-    shrink: int = 1
     files: float = 0.0
     folder: str = ""
     file_bytes: float = 0.0
@@ -83,7 +79,7 @@ def compare_decoders(images: Sequence[bytes]) -> tuple[dict[str, float], tuple[s
     spent: dict[str, list[int]] = {name: [] for name in names}
     equal = set(names)
     for data in images:
-        calls = {name: partial(DECODERS[name].call, data, 1) for name in names}
+        calls = {name: partial(DECODERS[name].call, data) for name in names}
         try:
             pixels = {name: call() for name, call in calls.items()}
         except Exception:
@@ -154,7 +150,6 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
         images=not pipeline
         and len(observation.images) == len(observation.files) == observation.samples,
         imread=observation.imread,
-        shrink=_shrink(observation) if jpegs else 1,
         files=len(observation.files) / n,
         folder=folder_of([path for path, _ in observation.files]),
         file_bytes=sum(size for _, size in observation.files) / n,
@@ -164,31 +159,19 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     )
 
 
-def _shrink(observation: Observation) -> int:
-    """The largest reduction (1/2, 1/4, 1/8) that leaves most images enough pixels to resize."""
-    room = [
-        min(before[0] / after[0], before[1] / after[1])
-        for before, after in observation.resized
-        if min(after) > 0
-    ]
-    return next((f for f in (8, 4, 2) if room and float(np.median(room)) >= f), 1)
-
-
 # -- applying them ---------------------------------------------------------------------
 
 _FOR_PIPELINES = {
     "decoder": "feed.images(FOLDER, decoder=NAME)",
-    "decode_to_size": "feed.images(FOLDER, decode_to_size=True)",
-    "pack": "feed.images(PACK) or feed.tar(PACK)",
 }
 
 
 def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
-    """A Dataset read with the settings ``decoder``, ``decode_to_size``, ``cache`` and ``pack``.
+    """A Dataset read with the settings ``decoder`` and ``cache``.
 
     :func:`ronde.adapt.feed_settings.apply_settings` handles the loading settings (``executor``,
-    ``workers``, ``prefetch``, ``threads``, ``pin_memory``, ``echo``). The order of samples stays.
-    So do their bits, except with ``decode_to_size`` and decoders that make other pixels.
+    ``workers``, ``prefetch``, ``threads``, ``pin_memory``). The order of samples stays.
+    So do their bits, except with decoders that make other pixels.
 
     Args:
         dataset: a map-style Dataset or a Pipeline. A plain Dataset takes ``cache: decode`` only.
@@ -225,16 +208,10 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
 
 
 def _apply_to_pipeline(pipeline: Pipeline, settings: FeedSettings) -> Pipeline:
-    from ronde.data import with_settings
+    from ronde.data import with_decoder
 
-    if settings.pack is not None:
-        pipeline = dataclasses.replace(
-            pipeline, source=_PackedSource(pipeline.source, settings.pack)
-        )
-    if settings.decoder is not None or settings.decode_to_size is not None:
-        pipeline = with_settings(
-            pipeline, decoder=settings.decoder, decode_to_size=settings.decode_to_size
-        )
+    if settings.decoder is not None:
+        pipeline = with_decoder(pipeline, settings.decoder)
     if settings.cache is not None:
         pipeline = pipeline.cache(settings.cache, "memory", settings.cache_bytes)
     return pipeline
@@ -253,35 +230,3 @@ def _cached_samples(dataset: Any, settings: FeedSettings) -> Any:
             "is not possible here. For images, use "
             f'feed.images(FOLDER).cache("decode") instead: {error}'
         ) from None
-
-
-def _opened_pack(path: str) -> Any:
-    from ronde.data import is_pack, tar
-
-    if not is_pack(path):
-        raise ArgumentError(f"feed setting pack: {path} is not what ronde pack wrote.")
-    return tar(path)
-
-
-class _PackedSource:
-    """A pack that replaces its folder: the folder's order and fingerprint, the pack's bytes."""
-
-    def __init__(self, source: Any, path: str) -> None:
-        self._packed = _opened_pack(path)
-        self.fingerprint: str = source.fingerprint
-        if self._packed.fingerprint != self.fingerprint:
-            raise ArgumentError(
-                f"feed setting pack: {path} is not a pack of {source!r}, as it is now."
-            )
-        self.source = source
-
-    def __len__(self) -> int:
-        return len(self._packed)
-
-    def read(self, ids: Sequence[int]) -> list[Any]:
-        return list(self._packed.read(ids))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "source":
-            raise AttributeError(name)
-        return getattr(self.source, name)

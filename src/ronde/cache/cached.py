@@ -622,13 +622,7 @@ def cached(
                     f"{', '.join(['read', *names])}."
                 )
             count = len(names) - names[::-1].index(after)
-        # A step may do less than all where it knows what comes of it: what is kept must serve
-        # whatever comes.
-        kept = tuple(
-            replace(s, call=s.call.settled()) if hasattr(s.call, "settled") else s
-            for s in data.steps[:count]
-        )
-        source = CachedSource(data.source, kept, options)
+        source = CachedSource(data.source, data.steps[:count], options)
         return replace(data, source=source, steps=data.steps[count:])
     if after != "read":
         raise ArgumentError(f"after={after!r} is for a pipeline: a source only reads.")

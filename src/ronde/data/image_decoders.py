@@ -35,28 +35,18 @@ def _reject_cmyk(data: bytes) -> None:
         at += 1 if marker == 0xFF else 2 + (data[at + 2] << 8) + data[at + 3]
 
 
-def _simplejpeg(data: bytes, shrink: int) -> Pixels:
+def _simplejpeg(data: bytes) -> Pixels:
     import simplejpeg
 
     _reject_cmyk(data)
-    found: Pixels
-    if shrink == 1:
-        found = simplejpeg.decode_jpeg(data)
-        return found
-    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-    # The smallest scale whose result is not below: exactly 1/shrink, rounded up as libjpeg does.
-    found = simplejpeg.decode_jpeg(
-        data, min_height=-(-height // shrink), min_width=-(-width // shrink), min_factor=shrink
-    )
+    found: Pixels = simplejpeg.decode_jpeg(data)
     return found
 
 
-def _pillow(data: bytes, shrink: int) -> Pixels:
+def _pillow(data: bytes) -> Pixels:
     from PIL import Image
 
     with Image.open(io.BytesIO(data)) as image:
-        if shrink > 1 and image.format == "JPEG":
-            image.draft(image.mode, (image.width // shrink, image.height // shrink))
         if image.mode.startswith("I;16"):  # convert() makes 255 of all that is above
             return np.repeat((np.asarray(image) >> 8).astype(np.uint8)[:, :, None], 3, axis=2)
         return np.array(image.convert("RGB"))
@@ -67,15 +57,13 @@ class Decoder:
     """One entry of :data:`DECODERS`.
 
     Attributes:
-        call: ``call(data, shrink)`` gives height × width × 3 ``uint8`` or raises anything.
-            ``shrink`` is 1, 2, 4 or 8: a decoder that can gives the image at that fraction of its
-                size, one that cannot ignores it.
+        call: ``call(data)`` gives height × width × 3 ``uint8`` or raises anything.
         module: which must be importable.
         formats: that it is given, among ``jpeg``, ``png`` and ``webp``; Pillow has the rest.
         install: what to do where the module is missing.
     """
 
-    call: Callable[[bytes, int], Pixels]
+    call: Callable[[bytes], Pixels]
     module: str
     formats: frozenset[str] = frozenset({"jpeg"})
     install: str = "pip install 'ronde[images]'"
@@ -164,25 +152,6 @@ def _error(name: str, data: bytes, error: Exception) -> SampleError:
     return SampleError(f"{name or 'an image'} ({len(data):,} bytes) cannot be decoded: {what}.")
 
 
-def image_size(data: bytes, name: str = "") -> tuple[int, int]:
-    """Height and width from the file's header, before orientation."""
-    if format_of(data) == "jpeg" and _why_not("simplejpeg") is None:
-        import simplejpeg
-
-        try:
-            height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-            return int(height), int(width)
-        except ValueError:
-            pass
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data)) as image:
-            return image.height, image.width
-    except Exception as error:
-        raise _error(name, data, error) from None
-
-
 def _orientation(data: bytes) -> Any:
     """The EXIF orientation; 1 is as stored."""
     from PIL import Image
@@ -211,7 +180,7 @@ def _apply_orientation(pixels: Pixels, data: bytes) -> Pixels:
 
 
 def decode_image(
-    data: bytes, decoder: str = "auto", *, name: str = "", shrink: int = 1, orient: bool = False
+    data: bytes, decoder: str = "auto", *, name: str = "", orient: bool = False
 ) -> Pixels:
     """Decode one image.
 
@@ -223,9 +192,6 @@ def decode_image(
         decoder: for the formats that it takes; see :data:`DECODERS`. Pillow decodes the others, and
             what this one rejects.
         name: of the file, for the error.
-        shrink: 2, 4 or 8 decode a JPEG at that fraction of its size, rounded up: faster, and other
-            pixels than decoding whole and making it smaller. A decoder or format that cannot gives
-            the whole size.
         orient: turn the image as its EXIF orientation says. False, as ``PIL.Image.open`` does,
             leaves the pixels as they are stored (but of a TIFF, which Pillow always turns).
 
@@ -252,7 +218,7 @@ def decode_image(
     kind = format_of(data)
     if chosen != "pillow" and kind in entry.formats:
         try:
-            pixels = entry.call(data, shrink)
+            pixels = entry.call(data)
             return _apply_orientation(pixels, data) if orient else pixels
         except Exception:
             pass
@@ -263,7 +229,7 @@ def decode_image(
             f"be imported ({why}): pip install 'ronde[images]'."
         )
     try:
-        pixels = DECODERS["pillow"].call(data, shrink)
+        pixels = DECODERS["pillow"].call(data)
     except Exception as error:
         raise _error(name, data, error) from None
     return _apply_orientation(pixels, data) if orient else pixels

@@ -17,7 +17,6 @@ from ronde.data.contract import Source, Step
 from ronde.data.pipeline import Pipeline
 from ronde.data.transforms import (
     CenterCrop,
-    Drawn,
     HorizontalFlip,
     Normalize,
     RandomResizedCrop,
@@ -25,7 +24,7 @@ from ronde.data.transforms import (
 )
 from ronde.world import ArgumentError
 
-__all__ = ["Images", "images", "with_settings"]
+__all__ = ["Images", "images", "with_decoder"]
 
 SUFFIXES = (
     ".jpg",
@@ -47,7 +46,6 @@ class _Decoded(NamedTuple):
     image: Tensor  # 3 × height × width, a view of what the decoder gave
     label: Any
     name: str
-    first: Drawn | None  # what the first transform drew, where that had to be known before decoding
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Images:
     transforms: tuple[Callable[[Any], Any], ...]
     decoder: str = "auto"
     normalize: Normalize | None = None
-    decode_to_size: bool = False
     orient: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -78,70 +75,17 @@ class Images:
         return Pipeline(source, steps, CollateImages(), finish)
 
 
-def _shrink(first: Any, height: int, width: int, drawn: Drawn | None) -> int:
-    """The largest power of two by which decoding may shrink an image."""
-    if isinstance(first, RandomResizedCrop) and drawn is not None:
-        ratio = min(drawn[2] / first.result[0], drawn[3] / first.result[1])
-    elif isinstance(first, Resize):
-        h, w = first.target(height, width)
-        ratio = min(height / h, width / w)
-    else:
-        return 1
-    return next((n for n in (8, 4, 2) if ratio >= n), 1)
-
-
 @dataclass(frozen=True)
 class Decode:
-    """Decodes a file's bytes to pixels.
-
-    With ``decode_to_size``, a leading random crop is drawn before decoding.
-
-    Args:
-        spec: how images are made.
-        whole: decode every image at its full size, and draw nothing: what is kept then serves any
-            part of it.
-    """
+    """Decodes a file's bytes to pixels."""
 
     spec: Images
-    whole: bool = False
-
-    def settled(self) -> Decode:
-        """The same step without random draws, for caching: a function of the file alone."""
-        return replace(self, whole=True)
 
     def __call__(self, sample: Any) -> _Decoded:
         """Decode ``(bytes, label, name)``."""
         data, label, name = sample
-        spec = self.spec
-        # An image that is turned afterwards has its sides swapped: it is decoded whole.
-        if (
-            self.whole
-            or not spec.decode_to_size
-            or spec.orient
-            or decoding.format_of(data) != "jpeg"
-        ):
-            pixels = decoding.decode_image(data, spec.decoder, name=name, orient=spec.orient)
-            return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), label, name, None)
-        height, width = decoding.image_size(data, name)
-        first = spec.transforms[0] if spec.transforms else None
-        drawn = first.draw(height, width) if isinstance(first, RandomResizedCrop) else None
-        pixels = decoding.decode_image(
-            data, spec.decoder, name=name, shrink=_shrink(first, height, width, drawn)
-        )
-        if drawn is not None and pixels.shape[:2] != (height, width):
-            drawn = _scaled(
-                drawn,
-                pixels.shape[0] / height,
-                pixels.shape[1] / width,
-                pixels.shape[0],
-                pixels.shape[1],
-            )
-        return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), label, name, drawn)
-
-
-def _scaled(box: Drawn, down: float, across: float, height: int, width: int) -> Drawn:
-    h, w = max(1, round(box[2] * down)), max(1, round(box[3] * across))
-    return (min(round(box[0] * down), height - h), min(round(box[1] * across), width - w), h, w)
+        pixels = decoding.decode_image(data, self.spec.decoder, name=name, orient=self.spec.orient)
+        return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), label, name)
 
 
 @dataclass(frozen=True)
@@ -151,12 +95,9 @@ class Augment:
     spec: Images
 
     def __call__(self, sample: _Decoded) -> Any:
-        image, label, _, first = sample
-        for t in self.spec.transforms:
-            if first is not None:
-                image, first = t.apply(image, first), None  # type: ignore[attr-defined]
-            else:
-                image = t(image)
+        image, label, _ = sample
+        for transform in self.spec.transforms:
+            image = transform(image)
         return image if label is None else (image, label)
 
 
@@ -334,7 +275,6 @@ def images(
     augment: Any = True,
     normalize: Any = "imagenet",
     decoder: str = "auto",
-    decode_to_size: bool = False,
     orient: bool = False,
     dtype: torch.dtype = torch.float32,
     **options: Any,
@@ -363,8 +303,6 @@ def images(
             :class:`Normalize` at the end of ``augment`` counts instead.
         decoder: of JPEG files: ``auto``, ``simplejpeg`` or ``pillow``;
             see :func:`ronde.data.image_decoders.decode`.
-        decode_to_size: decode a JPEG at a half, a quarter or an eighth where it is at least that
-            much larger than needed. Faster for large photographs; other pixels.
         orient: turn images as their EXIF orientation says; False leaves them as they are stored, as
             Pillow does.
         dtype: of the normalised images.
@@ -395,25 +333,19 @@ def images(
     last = transforms[-1] if transforms else None
     if isinstance(last, Normalize):
         normal, transforms = last, transforms[:-1]
-    spec = Images(transforms, decoder, normal, decode_to_size, orient, dtype)
+    spec = Images(transforms, decoder, normal, orient, dtype)
     return spec.pipeline(_source(path, labels, options))
 
 
-def with_settings(
-    pipeline: Pipeline, *, decoder: str | None = None, decode_to_size: bool | None = None
-) -> Pipeline:
-    """Copy an :func:`images` pipeline with other settings; None keeps a setting.
+def with_decoder(pipeline: Pipeline, decoder: str) -> Pipeline:
+    """Copy an :func:`images` pipeline with another JPEG decoder.
 
     Raises:
-        ArgumentError: it is not made of images.
+        ArgumentError: it is not made of images, or the decoder cannot be used here.
     """
     spec = next((s.call.spec for s in pipeline.steps if isinstance(s.call, Decode)), None)
     if spec is None:
-        raise ArgumentError("decoder and decode_to_size are for feed.images pipelines only.")
-    given: dict[str, Any] = {"decoder": decoder, "decode_to_size": decode_to_size}
-    changed = replace(spec, **{k: v for k, v in given.items() if v is not None})
-    fresh = changed.pipeline(pipeline.source)
-    parts = {Decode: fresh.steps[0], Augment: fresh.steps[1]}
-    return replace(
-        pipeline, steps=tuple(parts.get(type(step.call), step) for step in pipeline.steps)
-    )
+        raise ArgumentError("decoder is for feed.images pipelines only.")
+    decode = Step("decode", Decode(replace(spec, decoder=decoder)))
+    steps = (decode if isinstance(step.call, Decode) else step for step in pipeline.steps)
+    return replace(pipeline, steps=tuple(steps))

@@ -30,7 +30,6 @@ from ronde.world.children import end_with_parent
 
 # Most trainings read in their own process: threads and processes are imported where used.
 if TYPE_CHECKING:
-    from ronde.data import Echoed
     from ronde.loader.thread_workers import Threads
 
 SampleFacts = tuple[list[int], list[Any], bool]
@@ -292,34 +291,12 @@ class Feed:
             if self._draws(first):
                 self.executor = "none"
                 self._say(_DRAWS, True)
-        found = self._repeat(shares) if hasattr(self.order, "again") else self._read(shares)
+        found = self._read(shares)
         if self._probe is not None and self.executor != "processes":
             found = self._probed(found)
         found = self._count_skipped(found) if self._tolerant else found
         self._reading = weakref.ref(cast("Generator[Any, None, None]", found))
         return found
-
-    def _repeat(self, shares: Shares) -> Iterator[tuple[Share, list[Any]]]:
-        """Read each batch once and yield copies for its turns, because scripts may modify them."""
-        from ronde.profile import deep_copy
-
-        order = cast("Echoed", self.order)
-
-        def firsts() -> Iterator[Share]:
-            last = None
-            for share in shares():
-                if last is None or not order.again(last, share):
-                    yield share
-                last = share
-
-        batches = self._read(firsts)
-        last: Share | None = None
-        micros: list[Any] = []
-        for share in shares():
-            if last is None or not order.again(last, share):
-                _, micros = next(batches)
-            last = share
-            yield share, deep_copy(micros)
 
     def _probed(
         self, found: Iterator[tuple[Share, list[Any]]]

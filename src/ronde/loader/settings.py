@@ -16,6 +16,9 @@ Executor = Literal["auto", "none", "threads", "processes"]
 _REMOVED = {
     "batched": "Delete the line. To read rows by the batch, use feed.table, or give your Dataset a "
     "__getitems__ that indexes its rows at once.",
+    "echo": "Delete the line.",
+    "pack": "Delete the line, and give the pack to feed.images or feed.tar.",
+    "decode_to_size": "Delete the line, and shrink photographs once, before training.",
     "device_augment": "Delete the line. Pipeline.on_device(function) augments whole batches "
     "on the device.",
     "cache_in": "Delete the line where it says memory. For a cache on disk, write "
@@ -36,14 +39,10 @@ class FeedSettings:
         threads: compute threads (OpenMP, BLAS, OpenCV) inside each of them.
         pin_memory: page-locked batches, for a GPU.
         decoder: of JPEG images: ``simplejpeg`` or ``pillow``.
-        decode_to_size: decode a large JPEG at a fraction of its size where it is then made smaller,
-            in ``feed.images``. It changes pixels slightly.
         cache: ``read`` keeps files; ``decode`` keeps decoded samples, or finished ones of a plain
             Dataset that draws no random numbers.
             It stands in memory, shared by the workers of a node.
         cache_bytes: the most that it may hold.
-        pack: a pack of the folder that a ``ronde.feed`` pipeline reads; see ``ronde pack``.
-        echo: how many times each batch is trained on, 1 or more. It changes the training.
     """
 
     executor: Executor | None = None
@@ -52,11 +51,8 @@ class FeedSettings:
     threads: int | None = None
     pin_memory: bool | None = None
     decoder: str | None = None
-    decode_to_size: bool | None = None
     cache: Literal["read", "decode"] | None = None
     cache_bytes: int | None = None
-    pack: str | None = None
-    echo: int | None = None
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FeedSettings:
@@ -94,7 +90,6 @@ class FeedSettings:
             ("prefetch", 1),
             ("threads", 1),
             ("cache_bytes", 1),
-            ("echo", 1),
         ):
             value = getattr(self, name)
             if value is not None and (
@@ -103,10 +98,10 @@ class FeedSettings:
                 raise ArgumentError(
                     f"feed setting {name}: {value!r} must be a whole number, {least} or more."
                 )
-        for name in ("pin_memory", "decode_to_size"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, bool):
-                raise ArgumentError(f"feed setting {name}: {value!r} must be true or false.")
+        if self.pin_memory is not None and not isinstance(self.pin_memory, bool):
+            raise ArgumentError(
+                f"feed setting pin_memory: {self.pin_memory!r} must be true or false."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The set values."""
@@ -195,7 +190,6 @@ class LoaderSettings:
         finish: done to each batch after it has reached the device.
         on_error: of a bad sample, ``raise`` or ``skip``.
         max_skipped: largest share of an epoch's samples that may be skipped.
-        echo: how many times each batch is trained on.
         probe: looks on wherever samples are read: ``attach(dataset, collate)``, ``install()`` and
             ``uninstall()``, and can be pickled.
     """
@@ -210,7 +204,6 @@ class LoaderSettings:
     finish: Callable[[Any], Any] | None = None
     on_error: Literal["raise", "skip"] = "raise"
     max_skipped: float = 0.01
-    echo: int = 1
     probe: Any = None
 
     @property

@@ -401,11 +401,6 @@ def _taken(data: Any, batches: BatchOptions, me: World) -> TakenOver:
         from ronde.adapt import apply_settings, requested_settings
 
         taken = apply_settings(taken, requested_settings(batches.feed), me.local_size)
-    if batches.batch == "grow" and taken.settings.echo > 1:
-        raise ArgumentError(
-            "feed setting echo cannot be used with batch='grow': which samples are repeated would "
-            "depend on the number of workers."
-        )
     return taken
 
 
