@@ -273,6 +273,7 @@ def _finished(place: Path, wanted: dict[str, Any]) -> Packed | None:
 @contextlib.contextmanager
 def _written(place: Path) -> Iterator[Path]:
     """A temporary folder that becomes ``place``; it is removed after an error."""
+    place = place.resolve()
     temporary = place.with_name(f".{place.name}.writing")
     temporary.mkdir(parents=True, exist_ok=True)
     # The system releases a killed process's lock; what it has left is written over.

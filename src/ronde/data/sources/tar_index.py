@@ -25,7 +25,7 @@ from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote
 from ronde.world.whole_file import write_whole
 
-_BLOCK = 512
+_BLOCK_BYTES = 512  # of a tar
 _VERSION = 2
 SUFFIX = ".ronde-index"
 _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # WebDataset leaves these out too
@@ -159,7 +159,7 @@ def members_of(file: IO[bytes], size: int, path: str) -> Iterator[tuple[str, int
         ArgumentError: compressed, truncated, damaged, or no tar at all; or it holds a link, or a
             sparse file, whose bytes are elsewhere.
     """
-    begin = file.read(_BLOCK)
+    begin = file.read(_BLOCK_BYTES)
     if begin.startswith(_COMPRESSED):
         raise ArgumentError(
             f"{path} is compressed, so it has no random access. Unpack it to a plain .tar."
@@ -169,7 +169,7 @@ def members_of(file: IO[bytes], size: int, path: str) -> Iterator[tuple[str, int
     try:
         with tarfile.open(fileobj=file, mode="r:") as held:
             while (member := held.next()) is not None:
-                end = member.offset_data + -(-member.size // _BLOCK) * _BLOCK
+                end = member.offset_data + -(-member.size // _BLOCK_BYTES) * _BLOCK_BYTES
                 if member.issparse() or member.issym() or member.islnk():
                     kind = "a sparse file" if member.issparse() else "a link"
                     raise ArgumentError(
@@ -184,7 +184,7 @@ def members_of(file: IO[bytes], size: int, path: str) -> Iterator[tuple[str, int
         raise ArgumentError(f"{path} {what}: {error}.") from None
     # tarfile takes a damaged header for the end.
     file.seek(end)
-    if len(mark := file.read(_BLOCK)) < _BLOCK:
+    if len(mark := file.read(_BLOCK_BYTES)) < _BLOCK_BYTES:
         raise ArgumentError(
             f"{path} is truncated: it ends at byte {size:,} without an end-of-archive mark."
         )
