@@ -1,6 +1,7 @@
 """Boosted trees on 1, 2, and 3 workers: Ronde beside the libraries' own distributed mode.
 
     python benchmarks/trees.py            # AUC on test rows for each number of workers
+    python benchmarks/trees.py --alone    # AUC beside the library alone on one machine
     python benchmarks/trees.py --rate     # seconds of a worker at a million rows, 1 and 2 workers
 
 Each world is forked from this process, with one thread a worker. The libraries' own mode is the one
@@ -141,11 +142,58 @@ def rondes(library, size, rows, test, rounds=ROUNDS, timed=False):
     return world(size, work)
 
 
+def holed(number, n):
+    """Rows with two columns of categories and missing values."""
+    rng = np.random.default_rng(number)
+    x = rng.normal(size=(n, 6))
+    x[:, 4], x[:, 5] = rng.integers(0, 12, n), rng.integers(0, 3, n)
+    y = x[:, 0] * x[:, 1] + np.sin(2 * x[:, 2]) + (x[:, 4] % 3) + rng.normal(size=n) / 2
+    x[rng.random(x.shape) < 0.1] = np.nan
+    return x.astype(np.float32), (y > 1).astype(float)
+
+
+def alone(library, x, y, tx):
+    """Predictions of a plain training with the library."""
+    if library == "xgboost":
+        kinds = {"feature_types": ["q"] * 4 + ["c"] * 2, "enable_categorical": True}
+        params = {"objective": "binary:logistic", "max_depth": DEPTH, "eta": RATE, "nthread": 1}
+        params |= {"tree_method": "hist", "max_bin": BINS}
+        booster = xgb.train(params, xgb.QuantileDMatrix(x, y, max_bin=BINS, **kinds), ROUNDS)
+        return booster.predict(xgb.DMatrix(tx, **kinds))
+    params = {"objective": "binary", "max_depth": DEPTH, "num_leaves": 2**DEPTH, "max_bin": BINS}
+    params |= {"learning_rate": RATE, "num_threads": 1, "verbosity": -1}
+    return lgb.train(params, lgb.Dataset(x, y, categorical_feature=[4, 5]), ROUNDS).predict(tx)
+
+
+def beside_alone(library, rows, sets):
+    found = []
+    for seed in range(sets):
+        x, y = holed(seed, 2 * max(rows, 2000))
+        (x, y), (tx, ty) = (x[:rows], y[:rows]), (x[rows:], y[rows:])
+        common = {"rounds": ROUNDS, "depth": DEPTH, "rate": RATE, "bins": BINS}
+        model = algorithms.trees(
+            (x, y), objective="binary", library=library, categories=[4, 5], **common
+        )
+        found.append(auc(model.predict(tx), ty) - auc(alone(library, x, y, tx), ty))
+    largest = max(map(abs, found))
+    print(
+        f"{library:9} {rows:6,} rows: AUC beside the library alone {np.mean(found):+.4f} on "
+        f"average, at most {largest:.4f} on {sets} sets",
+        flush=True,
+    )
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rate", action="store_true")
+    parser.add_argument("--alone", action="store_true")
     parser.add_argument("--rows", type=int)
     given = parser.parse_args()
+    if given.alone:
+        for library in ("xgboost", "lightgbm"):
+            beside_alone(library, 720, 10)
+            beside_alone(library, 20_000, 4)
+        return
     if given.rate:
         rows = made(given.rows or 1_000_000)
         for library in ("xgboost", "lightgbm"):

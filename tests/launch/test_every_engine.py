@@ -102,6 +102,7 @@ def test_trees_are_the_same_file(hosts, place, short, request, engine, library):
         if how == "torchrun":
             words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             words += ["--nproc-per-node", "3", *train]
+            variables = {"TMPDIR": str(short)}  # it leaves a folder there
         elif how != "one":
             words, variables = started_by(engine, hosts, cluster, short, 3, train)
         with child(words, place, variables) as started:
