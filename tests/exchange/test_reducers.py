@@ -49,7 +49,6 @@ SCRIPT = textwrap.dedent(
     import torch.nn.functional as F
     from torch.utils.data import TensorDataset
     import ronde
-    from ronde.parallel import ddp
 
     stop, grow, pause = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     g = torch.Generator().manual_seed(0)
@@ -58,19 +57,15 @@ SCRIPT = textwrap.dedent(
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    if grow == "noise":
-        ddp._MEASURE_EVERY = {False: 1, True: 1}
     run = ronde.distribute(
         model, optimizer, data, loss=F.cross_entropy, batch_size=8,
         forward=lambda model, batch: (model(batch[0]), batch[1]),
-        save_every=2 if grow == "noise" else 3, async_save=False,
+        save_every=3, async_save=False,
     )
     if grow == "grow":
         run.grow_batch({4: 12, 8: 16}, lr_rule="linear")
-    if grow == "noise":
-        run.grow_batch(largest=20)
     sizes, ids = [], []
-    for epoch in run.epochs(4 if grow == "noise" else 2):
+    for epoch in run.epochs(2):
         for batch in run.batches():
             before = run.state.samples
             if grow != "no":
@@ -151,23 +146,6 @@ def test_a_batch_that_grows_survives_a_resume(tmp_path):
         said = launch(tmp_path, *resume, "grow", "0")
         assert ids_of(said) == order[from_sample:], said
         assert same_bits(weights(tmp_path, "whole"), weights(tmp_path, f"cut{stop}"))
-
-
-@long
-def test_a_batch_that_grows_by_the_noise_scale(tmp_path):
-    """Doubled from the third epoch on, √2 times the rate of AdamW; a resume has it too."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    arguments = ["-n", "2"]
-    said = launch(tmp_path, *arguments, "--name", "whole", "train.py", "-1", "noise", "0")
-    assert f"SIZES {[8] * 12 + [16] * 6} 0.014142136" in said, said
-    assert "global batch 8 -> 16 from step 12 on, learning rate × 1.41421 (sqrt); the" in said
-    order = ids_of(said)
-    if not ALL:
-        return
-    launch(tmp_path, *arguments, "--name", "cut", "train.py", "15", "noise", "0", fails=True)
-    said = launch(tmp_path, *arguments, "--name", "cut", "--resume", "train.py", "-1", "noise", "0")
-    assert ids_of(said) == order[12 * 8 + 2 * 16 :]
-    assert same_bits(weights(tmp_path, "whole"), weights(tmp_path, "cut"))
 
 
 @pytest.fixture(scope="module")

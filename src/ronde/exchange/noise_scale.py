@@ -103,17 +103,6 @@ class NoiseScale:
             return max(0.0, c / (b + root)) if b + root > 0 else 0.0, None
         return max(0.0, (b - root) / a), (b + root) / a
 
-    def to_list(self) -> list[float]:
-        """Its state as plain numbers. Waits for the device."""
-        means = self._means.tolist() if self._means is not None else []
-        return [self.steps, self.count, *means]
-
-    def load(self, values: list[float]) -> None:
-        """Take over :meth:`to_list`. Without a spread, as once written, measuring starts anew."""
-        self.steps, means = int(values[0]), values[2:]
-        self.count = int(values[1]) if len(means) == 5 else 0
-        self._means = torch.tensor(means, dtype=torch.float64) if self.count else None
-
     @property
     def value(self) -> float | None:
         """The noise scale in samples; None while it cannot be told."""

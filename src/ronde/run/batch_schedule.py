@@ -11,7 +11,7 @@ from ronde.plan import LR_RULES
 from ronde.run import lr_rules
 from ronde.run.checks import is_whole
 from ronde.world import ArgumentError, CheckpointError, PlanError
-from ronde.world.consensus import agree, broadcast_json
+from ronde.world.consensus import agree
 
 if TYPE_CHECKING:
     from ronde.run.parts import Parts
@@ -23,15 +23,14 @@ class BatchSchedule:
     """Which global batch each step has.
 
     Args:
-        at: optimizer steps done -> the size from then on; None: by the noise scale.
-        largest: where growth by the noise scale ends.
+        at: optimizer steps done -> the size from then on.
         rule: how the learning rate follows, of :data:`~ronde.plan.LR_RULES`.
+        base: the size before.
     """
 
-    def __init__(self, at: Mapping[int, int] | None, largest: int, rule: str, base: int) -> None:
-        self._by_noise = at is None
-        self._largest, self._rule = largest, rule
-        self.sizes: list[list[int]] = [[0, base], *map(list, sorted((at or {}).items()))]
+    def __init__(self, at: Mapping[int, int], rule: str, base: int) -> None:
+        self._rule = rule
+        self.sizes: list[list[int]] = [[0, base], *map(list, sorted(at.items()))]
         self.epoch_step = 0  # optimizer steps done before this epoch
 
     def size(self, step: int) -> int:
@@ -46,75 +45,42 @@ class BatchSchedule:
             step += 1
         return found[1:]
 
-    def begin_epoch(self, run: Parts) -> None:
-        """Called before an epoch's first batch is taken. A collective."""
-        self.epoch_step = step = run.state.step
-        noise = run.strategy.noise
-        if not self._by_noise or noise is None:
-            return
-        now = self.size(step)
-        told = broadcast_json(run.world, noise.value)
-        if told is not None and told >= 2 * now and 2 * now <= self._largest:
-            times = 2 ** int(math.log2(min(told, self._largest) / now))
-            self.sizes.append([step, now * times])
-            self._follow(run, now, now * times, f"; the gradient noise scale is about {told:,.0f}")
-
     def after_step(self, run: Parts) -> None:
         """Let the learning rate follow a change that begins with the next batch."""
         for (_, before), (first, size) in itertools.pairwise(self.sizes):
-            if first == run.state.step and not self._by_noise:
-                self._follow(run, before, size, "")
+            if first != run.state.step:
+                continue
+            factor = {"linear": size / before, "sqrt": math.sqrt(size / before), "none": 1.0}
+            lr_rules.scale_rates(run.optimizer, run.scheduler, factor[self._rule])
+            run.watcher.say(
+                f"global batch {before} -> {size} from step {first} on, learning rate × "
+                f"{factor[self._rule]:g} ({self._rule})"
+            )
 
-    def _follow(self, run: Parts, before: int, size: int, why: str) -> None:
-        factor = {"linear": size / before, "sqrt": math.sqrt(size / before), "none": 1.0}
-        lr_rules.scale_rates(run.optimizer, run.scheduler, factor[self._rule])
-        run.watcher.say(
-            f"global batch {before} -> {size} from step {run.state.step} on, learning rate × "
-            f"{factor[self._rule]:g} ({self._rule}){why}"
-        )
-
-    def to_dict(self, run: Parts) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        noise = run.strategy.noise
-        return {
-            "sizes": self.sizes,
-            "epoch_step": self.epoch_step,
-            "by_noise": self._by_noise,
-            "rule": self._rule,
-            "noise": noise.to_list() if noise is not None and self._by_noise else None,
-        }
+        return {"sizes": self.sizes, "epoch_step": self.epoch_step, "rule": self._rule}
 
-    def load(self, run: Parts, saved: Mapping[str, Any]) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Continue as the checkpoint's run would have.
 
         Raises:
             CheckpointError: it had another schedule.
         """
-        same = saved["by_noise"] == self._by_noise and saved["rule"] == self._rule
-        if not same or (not self._by_noise and saved["sizes"] != self.sizes):
+        if saved["rule"] != self._rule or saved["sizes"] != self.sizes:
             raise CheckpointError(
                 "the checkpoint cannot be continued: its run.grow_batch() had other arguments "
                 f"(batches {saved['sizes']}, {saved['rule']}). Give the same."
             )
-        self.sizes, self.epoch_step = saved["sizes"], saved["epoch_step"]
-        if saved["noise"] is not None and run.strategy.noise is not None:
-            run.strategy.noise.load(saved["noise"])
+        self.epoch_step = saved["epoch_step"]
 
 
 def schedule_of(
-    run: Parts,
-    at: Mapping[int, int] | None,
-    largest: int | None,
-    lr_rule: str | None,
-    alone: bool,
-    rolls_back: bool,
+    run: Parts, at: Mapping[int, int], lr_rule: str | None, alone: bool, rolls_back: bool
 ) -> BatchSchedule:
     """Check the arguments of ``run.grow_batch``. A collective."""
     plan, call = run.plan, "run.grow_batch()"
-    if (at is None) == (largest is None):
-        raise ArgumentError(f"{call}: give at={{step: samples}}, or largest=samples.")
-    steps = dict(at or {})
-    for step, size in (*steps.items(), *([] if largest is None else [(1, largest)])):
+    for step, size in at.items():
         if not is_whole(step) or not is_whole(size) or step < 1 or size < 1:
             raise ArgumentError(
                 f"{call}: {step!r}: {size!r} is no step and no batch, both whole numbers above 0."
@@ -129,11 +95,10 @@ def schedule_of(
         (run.data.order.ends(0) is not None, "a batch_sampler decides on each batch"),
         (not alone, "other runs share its batches"),
         (rolls_back, "on_nan='rollback' would not shrink it again"),
-        (largest is not None and run.strategy.noise is None, "this plan measures no noise scale"),
     )
     for applies, why in refused:
         if applies:
             raise PlanError(f"{call} does not go with this run: {why}.")
     rule = lr_rules.choose_rule(run.optimizer, lr_rule)
-    agree(run.world, {"steps": sorted(steps.items()), "largest": largest, "rule": rule}, call)
-    return BatchSchedule(at, largest or 0, rule, plan.batch_size)
+    agree(run.world, {"steps": sorted(at.items()), "rule": rule}, call)
+    return BatchSchedule(at, rule, plan.batch_size)

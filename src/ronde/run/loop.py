@@ -273,7 +273,7 @@ class Loop:
         ends: Sequence[int] | None = order.ends(epoch)
         if content.schedule is not None:
             if not state.epoch_samples:
-                content.schedule.begin_epoch(run)
+                content.schedule.epoch_step = state.step
             ends = content.schedule.ends(order.epoch_samples)
         if order.draw is not None:
             checks.check_draw(run.world, order, epoch, "run.batches")

@@ -143,7 +143,7 @@ def prepare(
         if (values := exchange_values(run)) is not None:
             more[part]["exchange"] = values
         if content.schedule is not None:
-            more[part]["batch_schedule"] = content.schedule.to_dict(run)
+            more[part]["batch_schedule"] = content.schedule.to_dict()
     if stateful or not whole:
         return _prepare_together(contents, folder, step, keep, more, own, averaged, copied, stop)
     if not (first.parts.world.is_main if writes is None else writes):

@@ -455,9 +455,8 @@ class Run(CollectiveCalls):
 
     def grow_batch(
         self,
-        at: Mapping[int, int] | None = None,
+        at: Mapping[int, int],
         *,
-        largest: int | None = None,
         lr_rule: Literal["linear", "sqrt", "none"] | None = None,
     ) -> None:
         """Grow the global batch in the middle of the run. Call it on every worker, before the first
@@ -465,8 +464,6 @@ class Run(CollectiveCalls):
 
         Args:
             at: optimizer steps done -> global samples per step from then on.
-            largest: grow by the measured gradient noise scale instead: at the start of an epoch,
-                the batch doubles as often as it stays below the noise scale and ``largest``.
             lr_rule: how the learning rate follows a batch that is k times as large: ``"linear"``
                 (× k), ``"sqrt"`` (× √k), or ``"none"``; None chooses by the optimizer, as for
                 ``batch="grow"``.
@@ -483,9 +480,9 @@ class Run(CollectiveCalls):
 
         content, loop = self._content, self._loop
         alone = self._group.alone and not self._parts.follows and not loop.followers
-        schedule = schedule_of(self._parts, at, largest, lr_rule, alone, self._rolls_back)
+        schedule = schedule_of(self._parts, at, lr_rule, alone, self._rolls_back)
         if content.saved_schedule is not None:
-            schedule.load(self._parts, content.saved_schedule)
+            schedule.load(content.saved_schedule)
         elif self.state.step:
             raise CheckpointError(
                 "the checkpoint cannot be continued with run.grow_batch(), which its run did not "
