@@ -15,7 +15,7 @@ from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.checkpoint.background import Saver, Written, wait_for_saves
-    from ronde.checkpoint.exact_values import decode_exact, encode_exact
+    from ronde.checkpoint.exact_values import decode_exact, encode, encode_exact
     from ronde.checkpoint.files import (
         Checkpoint,
         export,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
         pull,
         shard_like,
     )
-    from ronde.checkpoint.plain_values import decode, encode
     from ronde.checkpoint.remote import RemoteCheckpoints, Uploads
     from ronde.checkpoint.retention import KeepPolicy
     from ronde.checkpoint.sharded import (
@@ -71,7 +70,6 @@ __all__ = [
     "Want",
     "Written",
     "box_of",
-    "decode",
     "decode_exact",
     "encode",
     "encode_exact",
@@ -109,8 +107,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.checkpoint.background": "Saver Written wait_for_saves",
-            "ronde.checkpoint.exact_values": "decode_exact encode_exact",
-            "ronde.checkpoint.plain_values": "decode encode",
+            "ronde.checkpoint.exact_values": "decode_exact encode encode_exact",
             "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints remove "
             "trust verify write",
             "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of piece_of pull shard_like",

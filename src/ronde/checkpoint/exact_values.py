@@ -1,13 +1,15 @@
-"""A script's values as JSON and a file of tensors. Every type comes back as it was, or is refused.
+"""Values as JSON without pickle. Floats keep every bit; tuples, counters, and tensors their type.
 
-:mod:`ronde.checkpoint.plain_values` is for the state of torch's own objects, and lets small
-changes of type pass (a named tuple becomes a tuple).
+:func:`encode_exact` is for a script's own values, with a file of tensors beside: every type comes
+back as it was, or is refused. :func:`encode` is for the state of torch's own objects, and lets
+small changes of type pass (a named tuple becomes a tuple).
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,11 @@ from torch import nn
 from ronde.checkpoint.pieces import DTYPES
 from ronde.world import CheckpointError
 
-__all__ = ["decode_exact", "encode_exact"]
+__all__ = ["decode_exact", "encode", "encode_exact"]
 
 _KIND = "__ronde__"
 _PAIRS: dict[str, Any] = {"map": dict, "ordered": OrderedDict, "counter": Counter}
+_LARGEST = 4096  # elements of a tensor among numbers
 _HELD = "numbers, strings, None, lists, tuples, dicts, deques, tensors, and NumPy arrays"
 
 
@@ -75,6 +78,63 @@ def encode_exact(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> An
     raise _refuse(where, f"of type {kind.__name__}")
 
 
+def encode(value: Any, where: str = "state") -> Any:
+    """Plain JSON values for ``value``, its small tensors among them; for :func:`decode_exact`.
+
+    Args:
+        where: what it is, for the error.
+
+    Raises:
+        CheckpointError: something in it is neither a number, a text, a container of such, nor a
+            small tensor.
+
+    Example:
+        >>> decode_exact(encode({"betas": (0.9, 0.999), "milestones": Counter([3, 3])}))
+        {'betas': (0.9, 0.999), 'milestones': Counter({3: 2})}
+    """
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | str | int | float):
+        return value
+    if isinstance(value, torch.Tensor):
+        return _inlined(value, where)
+    if isinstance(value, list | tuple | deque):
+        items = [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        deep = isinstance(value, deque)
+        more = {"maxlen": value.maxlen} if isinstance(value, deque) else {}
+        return {_KIND: "deque" if deep else "tuple", "items": items, **more}
+    if type(value) is dict and all(isinstance(k, str) and k != _KIND for k in value):
+        return {k: encode(v, f"{where}.{k}") for k, v in value.items()}
+    if isinstance(value, Mapping):
+        kinds = (name for name, each in _PAIRS.items() if name != "map" and isinstance(value, each))
+        pairs = [[encode(k, where), encode(v, f"{where}[{k!r}]")] for k, v in value.items()]
+        return {_KIND: next(kinds, "map"), "items": pairs}
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which cannot be written to a checkpoint without "
+        "pickle. Keep numbers, texts, lists, dictionaries and tensors in state_dict()."
+    )
+
+
+def _inlined(value: torch.Tensor, where: str) -> dict[str, Any]:
+    if value.numel() > _LARGEST:
+        raise CheckpointError(
+            f"{where} is a tensor of {value.numel()} elements: too large to be written beside the "
+            "numbers"
+        )
+    if value.is_complex() or value.is_sparse or value.is_quantized:
+        raise CheckpointError(
+            f"{where} is a tensor of type {value.dtype} ({value.layout}), which JSON does not hold"
+        )
+    return {
+        _KIND: "tensor",
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": list(value.shape),
+        "values": value.detach().cpu().reshape(-1).tolist(),
+    }
+
+
 def _refuse(where: str, found: str) -> CheckpointError:
     return CheckpointError(
         f"{where!r} is {found}, which a checkpoint cannot hold without pickle. It can hold {_HELD}."
@@ -111,12 +171,14 @@ def _pack_tensor(value: torch.Tensor, where: str, tensors: dict[str, torch.Tenso
 
 
 def decode_exact(
-    value: Any, tensors: Mapping[str, torch.Tensor], device: torch.device | str = "cpu"
+    value: Any,
+    tensors: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    device: torch.device | str = "cpu",
 ) -> Any:
-    """Decode :func:`encode_exact`.
+    """Decode :func:`encode_exact`, or :func:`encode`.
 
     Args:
-        tensors: of the file.
+        tensors: of the file beside.
         device: where tensors go that were not on the CPU.
 
     Raises:
@@ -129,6 +191,11 @@ def decode_exact(
     kind = value.get(_KIND)
     if kind is None:
         return {k: decode_exact(v, tensors, device) for k, v in value.items()}
+    if kind == "tensor" and "values" in value:
+        dtype = getattr(torch, str(value["dtype"]), None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"unknown tensor type {value['dtype']!r} in a checkpoint")
+        return torch.tensor(value["values"], dtype=dtype).reshape(value["shape"])
     if kind in ("tensor", "parameter", "array"):
         if (found := tensors.get(value["name"])) is None:
             raise CheckpointError(f"the checkpoint lacks the tensor {value['name']!r}.")

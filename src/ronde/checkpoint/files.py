@@ -60,7 +60,7 @@ class Checkpoint:
     Attributes:
         path: its folder.
         step: optimizer steps done when it was written.
-        state: plain values (see :mod:`ronde.checkpoint.plain_values`).
+        state: plain values (see :mod:`ronde.checkpoint.exact_values`).
         files: names of its safetensors files.
         digest: of its manifest, which has those of the files.
         tensors: part (``"model"``) -> name -> where its pieces are, where several workers wrote it.

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ronde.checkpoint.exact_values import decode_exact, encode
 from ronde.checkpoint.names import group_names
 from ronde.checkpoint.pieces import Box, Piece, Want, piece_of, replicated, shard_like
-from ronde.checkpoint.plain_values import decode, encode
 from ronde.world import CheckpointError
 from ronde.world.tensors import local_part
 
@@ -132,7 +132,10 @@ def load_optimizer(
     _same_optimizer(optimizer, names, saved)
     index = {name: i for i, name in enumerate(n for group in names for n in group)}
     state: dict[int, dict[str, Any]] = {}
-    for key, value in [*tensors.items(), *((k, decode(v)) for k, v in saved["values"].items())]:
+    for key, value in [
+        *tensors.items(),
+        *((k, decode_exact(v)) for k, v in saved["values"].items()),
+    ]:
         name, _, field = key.rpartition("/")
         if name not in index:
             raise CheckpointError(
@@ -144,7 +147,7 @@ def load_optimizer(
     for own, group in zip(names, saved["groups"], strict=True):
         groups.append(
             {
-                **{k: decode(v) for k, v in group["settings"].items()},
+                **{k: decode_exact(v) for k, v in group["settings"].items()},
                 "params": [index[n] for n in own],
             }
         )
@@ -340,7 +343,7 @@ def optimizer_wants(
         first = index
         for p, own in zip(group["params"], names, strict=True):
             name = own if own in known else tied.get(own, own)
-            mine = {field: decode(v) for field, v in plain.get(name, {}).items()}
+            mine = {field: decode_exact(v) for field, v in plain.get(name, {}).items()}
             for field, shape in fields.get(name, ()):
                 wants.append(_want_state(f"{name}/{field}", field, shape, p, mine))
             if mine or name in fields:
@@ -348,7 +351,7 @@ def optimizer_wants(
             index += 1
         parts.append(
             {
-                **{k: decode(v) for k, v in was["settings"].items()},
+                **{k: decode_exact(v) for k, v in was["settings"].items()},
                 "params": list(range(first, index)),
             }
         )

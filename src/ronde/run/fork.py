@@ -74,5 +74,5 @@ def forked(saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> dict
 
 
 def _shown(value: Any) -> str:
-    value = checkpoint.decode(value)
+    value = checkpoint.decode_exact(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -309,9 +309,9 @@ def _settle(
     """Restore the values that all workers share, after the tensors."""
     run = content.parts
     if run.scheduler is not None:
-        run.scheduler.load_state_dict(checkpoint.decode(saved["scheduler"]))
+        run.scheduler.load_state_dict(checkpoint.decode_exact(saved["scheduler"]))
     if run.scaler is not None and saved["scaler"] is not None:
-        run.scaler.load_state_dict(checkpoint.decode(saved["scaler"]))
+        run.scaler.load_state_dict(checkpoint.decode_exact(saved["scaler"]))
     factor = saved["plan"]["lr_factor"]
     if factor != run.plan.lr_factor:  # batch="grow", on another number of workers
         lr_rules.scale_rates(run.optimizer, run.scheduler, run.plan.lr_factor / factor)
