@@ -216,7 +216,8 @@ def answer_parts(answer: Scaling, verbose: bool = False) -> Iterator[Any]:
     )
     yield _table(answer)
     if answer.extrapolated:
-        yield answer_line(("~", "dim"), " extrapolated, not measured")
+        meaning = " extrapolated, not measured: the real rate is its 95 % interval"
+        yield answer_line(("~", "dim"), meaning)
     for name in ("synthetic", "real"):
         law = answer.laws.get(name)
         if law is not None:
@@ -239,13 +240,12 @@ def _table(answer: Scaling) -> Any:
         return f"{times:.{1 if times >= 10 else 2}f}× {efficiency:>4.0%}"
 
     money = "cost" if answer.cost_per_hour is not None else "device-s"
-    heads = ("workers", "synthetic/s", "real/s", "95 %", "gap", "synthetic ×", "real ×", "epoch")
+    heads = ("workers", "synthetic/s", "real/s", "gap", "synthetic ×", "real ×", "epoch")
     rows = [
         (
             str(r.workers),
             format_rate(r.synthetic),
             format_rate(r.real),
-            "",
             f"{r.gap:.0%}",
             up(r.speedup_synthetic, r.efficiency_synthetic),
             up(r.speedup_real, r.efficiency_real),
@@ -262,7 +262,6 @@ def _table(answer: Scaling) -> Any:
             (
                 f"~{f.workers}",
                 format_rate(f.synthetic.value),
-                format_rate(f.real.value),
                 f"{format_rate(f.real.low)}…{format_rate(f.real.high)}",
                 f"{f.gap:.0%}",
                 up(times, times / f.workers),
@@ -271,7 +270,7 @@ def _table(answer: Scaling) -> Any:
                 cost(f.cost_per_epoch, f.epoch_seconds * f.workers),
             )
         )
-    dropped = (money, "95 %", "epoch", "synthetic ×", "gap", "synthetic/s")
+    dropped = (money, "epoch", "synthetic ×", "gap", "synthetic/s")
     styles = ["" for _ in answer.rows] + ["dim italic" for _ in answer.extrapolated]
     return Fitted((*heads, money), tuple(rows), (), dropped, tuple(styles))
 
