@@ -299,11 +299,20 @@ def _divided(zero: bool) -> dict[str, torch.Tensor]:
 
 
 def _written(me, *arguments: object) -> Path:
-    """The path of a checkpoint, written by all."""
+    """The path of a checkpoint, written by all; all raise what rank 0 does."""
+    import ronde
     from ronde import checkpoint as c
     from ronde.world.consensus import broadcast_json
 
-    return Path(broadcast_json(me, str(c.prepare_pieces(me, *arguments)())))
+    write, told = c.prepare_pieces(me, *arguments), []
+    try:
+        told = [str(write()), ""]
+    except ronde.CheckpointError as error:
+        told = ["", str(error)]
+    path, error = broadcast_json(me, told)
+    if error:
+        raise ronde.CheckpointError(error)
+    return Path(path)
 
 
 def pieces(folder: Path) -> None:
