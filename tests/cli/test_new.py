@@ -105,6 +105,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path):
     _own(tmp_path / "twice" / "a"), _own(tmp_path / "twice" / "b")
     (_own(tmp_path / "link") / "secret").symlink_to("/etc/hostname")
     _own(tmp_path / "key", plan="shard")
+    _own(tmp_path / "out", script="../full/train.py")
     commands = [["new", "--from", "catalogue", *words] for words, _ in REFUSED]
     sentences = [sentence for _, sentence in REFUSED]
     for place, sentence in (
@@ -113,6 +114,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path):
         ("twice", "two recipes are named own: twice/a and twice/b."),
         ("link", "link/secret is a link. A recipe has files only."),
         ("key", "key/recipe.yaml: a recipe has no key plan. Did you mean plans?"),
+        ("out", "out/recipe.yaml: script '../full/train.py' is no name of a file in the folder."),
     ):
         commands.append(["new", "--from", place, "own", "copy"])
         sentences.append(sentence)

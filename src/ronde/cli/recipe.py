@@ -196,6 +196,9 @@ def read_recipe(folder: Path) -> Recipe:
     for key in ("name", "task", "about"):
         if not isinstance(given.get(key), str):
             raise ArgumentError(f"{file}: {key} is missing, or no text.")
+    script = given.get("script", "train.py")
+    if not isinstance(script, str) or script != Path(script).name:
+        raise ArgumentError(f"{file}: script {script!r} is no name of a file in the folder.")
     for key in ("packages", "test", "plans", "large"):
         value = given.setdefault(key, [])
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
