@@ -339,6 +339,42 @@ def test_a_difference_on_the_command_line(tmp_path: Path) -> None:
     assert verdict["cause"]["id"] == "batchnorm" and verdict["difference"]["phase"] == "outputs"
 
 
+TWO_IN_A_LOOP = """
+import sys
+import torch, ronde
+torch.manual_seed(0)
+made, judge = torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)
+data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randn(30, 2))
+mse = torch.nn.functional.mse_loss
+
+def judged(model, batch):
+    return model(batch[0]) - model(made(batch[1]).detach()), torch.ones(len(batch[0]), 1)
+
+def fooled(model, batch):
+    return judge(model(batch[1])), torch.ones(len(batch[0]), 1)
+
+def last(output, target):
+    return mse(output, target, reduction="sum" if "sum" in sys.argv else "mean")
+
+one = ronde.distribute(judge, torch.optim.SGD(judge.parameters(), 0.1), data, loss=mse, forward=judged, batch_size=8)
+two = ronde.distribute(made, torch.optim.SGD(made.parameters(), 0.1), one, loss=last, forward=fooled, name="made")
+for epoch in one.epochs(3):
+    for batch in one.batches():
+        one.step(batch)
+        two.step(batch)
+"""
+
+
+@pytest.mark.parametrize(("argument", "status"), [("sum", "differs"), ("mean", "equal")])
+def test_a_run_that_shares_the_batches_of_another_is_proved(
+    pool: Pool, tmp_path: Path, argument: str, status: str
+) -> None:
+    (tmp_path / "train.py").write_text(TWO_IN_A_LOOP)
+    verdict = Study(pool, [str(tmp_path / "train.py"), argument], 3, 60).verdict(["replicate"])
+    assert verdict.status == status, verdict
+    assert status == "equal" or verdict.cause.id == "loss-is-a-sum"
+
+
 def test_a_script_that_distributes_nothing_cannot_be_proved(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     verdict = Study(pool, [str(tmp_path / "train.py")], 2, 60).verdict(["replicate"])

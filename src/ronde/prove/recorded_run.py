@@ -42,7 +42,10 @@ class RecordedLoop(Loop):
 
     def hand_out(self, share: Share, micros: list[Any]) -> list[Any]:
         """See :class:`Loop`."""
-        return self._recorder.begin_step(self.parts, share, super().hand_out(share, micros))
+        ready = super().hand_out(share, micros)
+        for follower in self._following():
+            self._recorder.begin_step(follower.parts, share, ready)
+        return self._recorder.begin_step(self.parts, share, ready)
 
     def items(self, micros: list[Any]) -> Iterator[Any]:
         """See :class:`Loop`. Micro-batches go one by one to a loop written for one per step."""

@@ -36,7 +36,7 @@ from ronde.run.parts import Parts
 from ronde.run.step_port import RunView
 from ronde.watch.proofs import digests_of
 from ronde.watch.run_dir import RunDir
-from ronde.world import World
+from ronde.world import PlanError, World
 
 __all__ = ["Recorder"]
 
@@ -211,11 +211,14 @@ class Recorder(hooks.Observer):
     def record_given(self, run: Parts, batch: Any) -> None:
         """Record the batch that the loop passes to ``run.step``."""
         trace = self.trace
-        if run is not trace.run:
+        share = run.place.share
+        if run is not trace.run or share is None:
             return
-        self.draws.count()
         # a list, where the script asks for micro-batches
-        parts = list(batch) if len(trace.sizes) > 1 else [batch]
+        parts = list(batch) if len(share.micro) > 1 else [batch]
+        if not trace.step:  # a run of several in a loop takes another step on the same batch
+            self.begin_step(run, share, parts)
+        self.draws.count()
         if len(parts) == len(trace.sizes) and trace.phase == Phase.STEP:
             with torch._C.DisableTorchFunction():
                 self.values.record_batch("given", parts)
@@ -224,6 +227,11 @@ class Recorder(hooks.Observer):
     def around_backward(self, run: Parts) -> Iterator[None]:
         """The backward pass of a script with its own loop."""
         mine = run is self.trace.run
+        if mine and not self.trace.step:
+            raise PlanError(
+                f"prove records one step of {run.part!r} for each batch, and it takes several by "
+                "run.backward(): use run.step(batch)."
+            )
         if mine:
             self.state.before_backward(run)
             self.draws.count()
@@ -261,8 +269,8 @@ class Recorder(hooks.Observer):
         trace.step["drawn_by_optimizer"] = self.draws.since_mark()
         self.state.after_update(step.parts)
         save_file(trace.tensors, trace.folder / f"step-{trace.step['step']}.safetensors")
-        trace.tensors = {}
         trace.event("step", **trace.step)
+        trace.tensors, trace.step = {}, {}
         self.draws.leave()
         trace.phase = Phase.BETWEEN
 
