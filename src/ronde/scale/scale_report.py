@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,73 +9,69 @@ from typing import Any
 from markupsafe import Markup
 
 from ronde.watch import html
-from ronde.world import ArgumentError
 
 Values = Mapping[str, Any]
+Row = tuple[str, Sequence[str]]
 
 
 def scale_report(values: Values, path: str | os.PathLike[str]) -> None:
     """Write ``values``, the JSON of ``ronde scale``, as one HTML file.
 
     Raises:
-        ArgumentError: matplotlib is not installed, or the values have no row.
+        ArgumentError: matplotlib is not installed.
         RondeError: the file cannot be written.
     """
-    rows = list(values.get("rows") or ())
-    if not rows:
-        raise ArgumentError("the values of a scaling report have no 'rows': nothing was measured.")
-    first, last = rows[0], rows[-1]
-    n = last["workers"]
-    speedup, synthetic_speedup = (f"{last[f'speedup_{k}']:.2f}×" for k in ("real", "synthetic"))
-    efficiency, synthetic_efficiency = (
-        html.percent(last[f"efficiency_{k}"]) for k in ("real", "synthetic")
-    )
-    first_gap = f"at {first['workers']}: {html.percent(first['gap'])}"
+    rows, further = values["rows"], values["extrapolated"]
+    last = rows[-1]
     numbers = [
-        (f"speed-up at {n}", speedup, f"synthetic {synthetic_speedup}"),
-        (f"efficiency at {n}", efficiency, f"synthetic {synthetic_efficiency}"),
-        (f"gap at {n}", html.percent(last["gap"]), first_gap),
-        ("stop at", str(values.get("stop_at", "–")), "workers"),
+        (
+            f"{what} at {last['workers']}",
+            show(last[f"{kind}_real"]),
+            f"synthetic {show(last[f'{kind}_synthetic'])}",
+        )
+        for what, kind, show in (
+            ("speed-up", "speedup", _times),
+            ("efficiency", "efficiency", html.percent),
+        )
+    ]
+    numbers += [
+        (f"gap at {last['workers']}", html.percent(last["gap"]), ""),
+        ("stop at", str(values["stop_at"]), "workers"),
     ]
     # A speed-up is relative to the rate per worker at the smallest size.
-    base = {name: first[name] / first["workers"] for name in ("synthetic", "real")}
-    further = list(values.get("extrapolated") or ())
+    base = {name: rows[0][name] / rows[0]["workers"] for name in ("synthetic", "real")}
     legend = (
         "Relative to the same rate at the smallest size. Solid: measured. Dashed, with a band: "
         "extrapolated, not measured"
     )
-    gap_legend = "Hatched: extrapolated, not measured"
-    stop = html.show_number(values.get("stop_at"))
-    charts = [
-        ("Speed-up", legend, _speedup(rows, further, base, stop)),
-        ("Gap between synthetic and real", gap_legend, _gaps(rows, further)),
-    ]
-    priced = html.show_number(values.get("cost_per_device_hour")) is not None
     sections = [
-        _sizes(rows, further, base, priced),
+        _sizes(rows, further, base, values.get("cost_per_device_hour") is not None),
         _fits(values),
-        html.Section(foot=_wall(values.get("wall"))),
-        html.Section("Notes", items=[str(note) for note in values.get("notes") or ()]),
+        html.Section(foot=_wall(values["wall"])),
+        html.Section("Notes", items=[str(note) for note in values["notes"]]),
     ]
-    script, sentence = values.get("script", ""), str(values.get("sentence") or "")
-    html.write_page(path, "ronde scale", script, sentence, numbers, charts, sections)
+    charts = [("Speed-up", legend, _speedup(rows, further, base, values["stop_at"]))]
+    html.write_page(
+        path, "ronde scale", values["script"], values["sentence"], numbers, charts, sections
+    )
 
 
-def _wall(wall: Any) -> str:
-    if not isinstance(wall, Mapping):
+def _times(value: float) -> str:
+    return f"{value:.2f}×"
+
+
+def _wall(wall: Values | None) -> str:
+    if wall is None:
         return ""
-    limit = f" ({wall['limit']})" if wall.get("limit") else ""
-    count = f"{wall.get('devices')} worker{'' if wall.get('devices') == 1 else 's'}"
-    return Markup("<p><strong>Wall:</strong> {}{} is met at {}.</p>").format(
-        str(wall.get("stage")), limit, count
+    return Markup("<p><strong>Wall:</strong> {} ({}) is met at {} workers.</p>").format(
+        wall["stage"], wall["limit"], wall["devices"]
     )
 
 
 def _speedup(
-    rows: Sequence[Values], further: Sequence[Values], base: Mapping[str, float], stop: float | None
+    rows: Sequence[Values], further: Sequence[Values], base: Mapping[str, float], stop: int
 ) -> Markup:
-    sizes = [r["workers"] for r in rows]
-    beyond = [f["workers"] for f in further]
+    sizes, beyond = [r["workers"] for r in rows], [f["workers"] for f in further]
     every = [*sizes, *beyond]
 
     def plot(axes: Any) -> str:
@@ -84,32 +79,19 @@ def _speedup(
         axes.plot(ends, ends, color=html.INK, linewidth=1.0, linestyle=(0, (1, 2)), label="ideal")
         for name, color, marker in (("synthetic", html.SYNTHETIC, "s"), ("real", html.REAL, "o")):
             measured = [r[f"speedup_{name}"] for r in rows]
-            axes.plot(sizes, measured, "-", color=color, marker=marker, markersize=5, label=name)
-            if further:
-                guesses = [f[name] / base[name] for f in further]
-                xs = [sizes[-1], *beyond]
-                ys, dashes = [measured[-1], *guesses], (0, (4, 2))
-                axes.plot(xs, ys, linestyle=dashes, color=color, linewidth=1.3)
-                axes.plot(beyond, guesses, marker, color=color, markersize=5, fillstyle="none")
-                prefix = "" if name == "real" else "synthetic_"
-                low, high = (
-                    [html.number_or(f.get(prefix + end), f[name]) / base[name] for f in further]
-                    for end in ("low", "high")
-                )
-                bounds = [measured[-1], *low], [measured[-1], *high]
-                axes.fill_between(xs, *bounds, color=color, alpha=0.15, linewidth=0)
+            axes.plot(sizes, measured, color=color, marker=marker, markersize=5, label=name)
+            xs, last = [sizes[-1], *beyond], measured[-1]
+            keys = (name, *(("low", "high") if name == "real" else (f"{name}_low", f"{name}_high")))
+            guesses, low, high = ([last, *(f[k] / base[name] for f in further)] for k in keys)
+            axes.plot(xs, guesses, linestyle=(0, (4, 2)), color=color, linewidth=1.3)
+            axes.fill_between(xs, low, high, color=color, alpha=0.15, linewidth=0)
         html.sizes_axis(axes, every, "workers")
         axes.set_yscale("log", base=2)
-        reached = [r[f"speedup_{name}"] for r in rows for name in base]
-        top = max(every[-1], *reached)
-        ticks = [2**k for k in range(math.ceil(math.log2(max(top, 1))) + 1)]
-        axes.set_yticks(ticks, [f"{t}×" for t in ticks])
-        axes.minorticks_off()
-        axes.set_ylim(max(min(1.0, *reached) * 0.85, 1 / 64), top * 1.12)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
         axes.grid(axis="y")
-        if stop is not None and stop < every[-1]:
-            left, label = stop**2 > every[-1] * every[0], f"stop at {stop:.0f}"
-            html.mark_size(axes, stop, label, left=left, y=0.02, shift=2, va="baseline")
+        if stop < every[-1]:
+            left = stop**2 > every[-1] * every[0]
+            html.mark_size(axes, stop, f"stop at {stop}", left=left, y=0.02, shift=2, va="baseline")
         axes.legend(loc="upper left", fontsize=9.5)
         text = "; ".join(
             f"{r['workers']} workers: {r['speedup_real']:.2f} real, "
@@ -122,92 +104,50 @@ def _speedup(
     return html.draw("speedup", 3.9, "Speed-up over the number of workers", plot)
 
 
-def _gaps(rows: Sequence[Values], further: Sequence[Values]) -> Markup:
-    def plot(axes: Any) -> str:
-        gaps = [100 * float(r["gap"]) for r in [*rows, *further]]
-        places = range(len(gaps))
-        split = len(rows)
-        axes.bar(places[:split], gaps[:split], color=html.REAL, width=0.62, linewidth=0)
-        if further:
-            style = {"facecolor": "none", "edgecolor": html.REAL, "hatch": "///"}
-            axes.bar(places[split:], gaps[split:], width=0.62, linewidth=1.2, **style)
-        above = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 9.5}
-        for i, value in enumerate(gaps):
-            axes.annotate(f"{value:.0f} %", (i, value), **above)
-        axes.set_xticks(places, [str(r["workers"]) for r in [*rows, *further]])
-        axes.set_xlabel("workers")
-        axes.set_ylabel("gap, % of synthetic")
-        axes.set_ylim(0, max(10.0, max(gaps) * 1.18))
-        axes.tick_params(axis="x", length=0)
-        text = "; ".join(f"{r['workers']} workers: {html.percent(r['gap'])}" for r in rows)
-        more = "; ".join(f"{f['workers']}: {html.percent(f['gap'])}" for f in further)
-        return text + (f". Extrapolated: {more}" if more else "")
-
-    return html.draw("gaps", 3.9, "Gap over the number of workers", plot)
-
-
 def _sizes(
     rows: Sequence[Values], further: Sequence[Values], base: Mapping[str, float], priced: bool
 ) -> html.Section:
     heads = ["workers", "synthetic, samples/s", "real, samples/s", "gap", "speed-up"]
     heads += ["efficiency", "epoch", "cost per epoch" if priced else "device-seconds per epoch"]
-    body: list[tuple[str, Sequence[str]]] = []
-    for r in rows:
+    body: list[Row] = []
+    for r in (*rows, *further):
+        n, guess = r["workers"], "low" in r
+        ups = [r[name] / base[name] for name in ("real", "synthetic")]
+        real = html.rate(r["real"])
+        if guess:
+            real = html.soft(real, f"{html.rate(r['low'])} to {html.rate(r['high'])}")
         cells = [
-            str(r["workers"]),
+            f"~{n}" if guess else str(n),
             html.rate(r["synthetic"]),
-            html.rate(r["real"]),
+            real,
             html.percent(r["gap"]),
-            html.soft(f"{r['speedup_real']:.2f}×", f"{r['speedup_synthetic']:.2f}×"),
-            html.soft(html.percent(r["efficiency_real"]), html.percent(r["efficiency_synthetic"])),
+            html.soft(*map(_times, ups)),
+            html.soft(*(html.percent(up / n) for up in ups)),
             html.show_seconds(r["epoch_seconds"]),
-            html.plain(r.get("cost_per_epoch" if priced else "cost_per_epoch_device_seconds")),
+            html.plain(r["cost_per_epoch"] if priced else r["epoch_seconds"] * n),
         ]
-        body.append(("", cells))
-    for f in further:
-        n, up = f["workers"], f["real"] / base["real"]
-        synthetic = f["synthetic"] / base["synthetic"]
-        rates = (html.rate(f[k]) for k in ("real", "low", "high"))
-        cells = [
-            f"~{n}",
-            html.rate(f["synthetic"]),
-            Markup("{}<br>{} to {}").format(*rates),
-            html.percent(f["gap"]),
-            f"{up:.1f}× ({synthetic:.1f}×)",
-            f"{html.percent(up / n)} ({html.percent(synthetic / n)})",
-            html.show_seconds(f.get("epoch_seconds")),
-            html.plain(f.get("cost_per_epoch"))
-            if priced
-            else html.plain(html.number_or(f.get("epoch_seconds"), 0.0) * n),
-        ]
-        body.append(("guess", cells))
-    foot = "Speed-up and efficiency: real, and synthetic in brackets."
-    if further:
-        foot += " Rows with ~ are extrapolated, not measured; the real rate has its 95 % interval."
-    paragraph = Markup('<p class="soft">{}</p>').format(foot)
-    return html.Section("Measured and extrapolated", heads, body, foot=paragraph)
+        body.append(("guess" if guess else "", cells))
+    foot = Markup(
+        '<p class="soft">Speed-up and efficiency: real, and synthetic in brackets. Rows with ~ are '
+        "extrapolated, not measured; the real rate has its 95 % interval.</p>"
+    )
+    return html.Section("Measured and extrapolated", heads, body, foot=foot)
 
 
 def _fits(values: Values) -> html.Section:
     names = {"amdahl": "Amdahl's law", "usl": "universal scalability law"}
-    rows: list[tuple[str, Sequence[str]]] = []
-    for which, laws in (values.get("fits") or {}).items():
+    rows: list[Row] = []
+    for which, laws in values["fits"].items():
         for law, fit in laws.items():
-            low, high = fit.get("low") or {}, fit.get("high") or {}
-            contention, coherency = (
-                html.soft(html.plain(fit.get(k)), f"{html.plain(a)} to {html.plain(b)}")
+            parts = [
+                html.soft(html.plain(fit[k]), f"{html.plain(low)} to {html.plain(high)}")
                 for k in ("contention", "coherency")
-                for a, b in [(low.get(k), high.get(k))]
-            )
-            used = " (used)" if (values.get("laws") or {}).get(which) == law else ""
-            freedom = "assumed" if fit.get("error_assumed") else fit.get("degrees_of_freedom")
-            cells = [
-                f"{which}: {names.get(law, law)}{used}",
-                contention,
-                coherency if law == "usl" else "–",
-                html.rate(fit.get("peak")) if fit.get("peak") else "none",
-                f"{html.number_or(fit.get('relative_error'), 0.0):.1%}, {freedom}",
+                for low, high in [(fit["low"][k], fit["high"][k])]
             ]
-            rows.append(("", cells))
+            used = " (used)" if values["laws"].get(which) == law else ""
+            freedom = "assumed" if fit["error_assumed"] else fit["degrees_of_freedom"]
+            peak = html.rate(fit["peak"]) if fit["peak"] else "none"
+            error = f"{fit['relative_error']:.1%}, {freedom}"
+            rows.append(("", [f"{which}: {names.get(law, law)}{used}", *parts, peak, error]))
     heads = ["fit", "contention", "coherency", "best with", "error of a point, degrees of freedom"]
     return html.Section("Fits", heads, rows)
