@@ -29,7 +29,7 @@ from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
 from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
 from ronde.run.content import CheckpointContent
-from ronde.run.group import RunGroup, current
+from ronde.run.group import RunGroup, current, open_run_dir
 from ronde.run.loop import on_device, to_device
 from ronde.run.losses import LossCall
 from ronde.run.options import (
@@ -48,7 +48,6 @@ from ronde.run.options import (
 )
 from ronde.run.parts import DTYPES, Parts
 from ronde.run.run import Run
-from ronde.run.run_directory import open_run_dir
 from ronde.run.step_draws import probe_draws
 from ronde.watch import Record, Watcher, choose_display
 from ronde.world import ArgumentError, PlanError, World

@@ -8,9 +8,11 @@ that is made later is a training of its own, in a directory of its own.
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ronde.loader import Feed
@@ -19,13 +21,14 @@ from ronde.run.content import CheckpointContent, Ending
 from ronde.run.parts import Parts
 from ronde.run.saving import Saving
 from ronde.watch import RunDir, check_name
-from ronde.world import ArgumentError, CheckpointError, RondeError
+from ronde.world import ArgumentError, CheckpointError, RondeError, World
+from ronde.world.consensus import broadcast_json
 
 if TYPE_CHECKING:
     from ronde import checkpoint
     from ronde.run.memory_copies import MemoryCopies
 
-__all__ = ["Choice", "Member", "RunGroup", "count_groups", "current"]
+__all__ = ["Choice", "Member", "RunGroup", "current", "open_run_dir"]
 
 _groups = 0  # that this process has made
 _latest: weakref.ref[RunGroup] | None = None
@@ -311,8 +314,40 @@ def current() -> RunGroup | None:
     return _latest() if _latest is not None else None
 
 
-def count_groups(besides: int = 0) -> int:
-    """How many groups this process has made, and runs ``besides`` that are in none."""
+def open_run_dir(me: World, name: str | None, alone: bool = False) -> tuple[RunDir | None, bool]:
+    """This run's directory, chosen by rank 0 or the launcher, and whether it is resumed. A
+    collective.
+
+    Args:
+        alone: whether the run is in no :class:`RunGroup`, and counts by itself.
+    """
     global _groups
-    _groups += besides
-    return _groups
+    from ronde.watch import claim_run_dir, lock_run, script_stem  # of a new training, on rank 0
+
+    answer: dict[str, Any] = {"path": None}
+    if me.is_main:
+        base = os.environ.get("RONDE_RUNS", "runs")
+        of_launcher = os.environ.get("RONDE_RUN_DIR")
+        answer["resume"] = resume = os.environ.get("RONDE_RESUME") == "1"
+        try:
+            if base == "none" and not of_launcher:
+                answer["resume"] = False
+            elif of_launcher:
+                # The launcher made it. Later runs of the same script get directories beside it.
+                number = _groups + 1
+                path = Path(of_launcher if number == 1 else f"{of_launcher}.{number}")
+                path.mkdir(exist_ok=True)
+                if number > 1:  # the launcher holds the first
+                    lock_run(RunDir(path))
+                answer["path"] = str(path)
+            else:
+                run = claim_run_dir(Path(base), name, script_stem(), resume)
+                lock_run(run)
+                answer["path"] = str(run.path.absolute())
+        except (RondeError, OSError) as error:
+            answer["error"] = str(error)
+    answer = broadcast_json(me, answer)
+    _groups += alone
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return (RunDir(Path(answer["path"])) if answer["path"] else None), bool(answer["resume"])

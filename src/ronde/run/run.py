@@ -17,8 +17,7 @@ from ronde.run import checkpoints, failure_note, hooks
 from ronde.run.average import Decay, WeightAverage
 from ronde.run.best import BestCheckpoint
 from ronde.run.callbacks.callback_order import callbacks_of
-from ronde.run.callbacks.recording import Recording
-from ronde.run.callbacks.upkeep import AveragesWeights, Growth
+from ronde.run.callbacks.upkeep import AveragesWeights, Growth, Recording
 from ronde.run.collective_calls import CollectiveCalls
 from ronde.run.content import CheckpointContent
 from ronde.run.gather import Gathering

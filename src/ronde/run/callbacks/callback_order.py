@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any
 from ronde.run import hooks
 from ronde.run.callback import Callback, Callbacks
 from ronde.run.callbacks.non_finite import NonFiniteGuard, NonFiniteLoss
-from ronde.run.callbacks.recording import Recording
-from ronde.run.callbacks.upkeep import AveragesWeights, BestIsSaved, Growth, Heartbeats, SavesEvery
+from ronde.run.callbacks.upkeep import (
+    AveragesWeights,
+    BestIsSaved,
+    Growth,
+    Heartbeats,
+    Recording,
+    SavesEvery,
+)
 from ronde.run.content import CheckpointContent
 from ronde.run.first_steps_check import FirstStepsCheck
 from ronde.run.gather import Gathering
