@@ -441,13 +441,13 @@ class PeakMemory:
         returns: Array,
         gradients: float,
     ) -> dict[str, float]:
-        """Upper bound of a pipeline worker's peak: all gradients, all activations in flight."""
+        """A pipeline worker's peak, about: all gradients, all activations in flight."""
         mine = stages.worker == worker
         sent = np.maximum(0.0, min(self.setup.micro_batches, _PENDING) - flight) * stages.send_bytes
         if self.setup.fsdp:
             gradients += float(stages.trainable[mine].max())
         put_off = (
-            float(stages.put_off[mine].max())
+            float(stages.put_off[mine].sum())
             if self.setup.plan.schedule in ("zero-bubble", "zbv")
             else 0.0
         )
