@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         Normalize,
         RandomResizedCrop,
         Resize,
-        Transform,
     )
     from ronde.loader.from_dataloader import default_workers, settings_of, take_over
     from ronde.loader.loader import Feed
@@ -79,7 +78,6 @@ __all__ = [
     "Sample",
     "Source",
     "Step",
-    "Transform",
     "apply_settings",
     "arrays",
     "cached",
@@ -131,7 +129,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.sources.tokens": "tokens",
             "ronde.data.tabular": "table",
             "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize "
-            "RandomResizedCrop Resize Transform",
+            "RandomResizedCrop Resize",
             "ronde.loader.from_dataloader": "default_workers settings_of take_over",
             "ronde.loader.loader": "Feed",
             "ronde.loader.reader": "other_classes pipeline_in",

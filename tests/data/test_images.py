@@ -184,7 +184,7 @@ def test_crops_and_flips_are_exact():
     crop = RandomResizedCrop(24)
     for key in range(20):
         with sample_key(key):
-            top, left, h, w = crop.draw(90, 121)
+            top, left, h, w = crop.box(90, 121)
         with sample_key(key):
             found = crop(x)
         part = x[:, top : top + h, left : left + w].contiguous()

@@ -1,16 +1,14 @@
-"""Image transforms: crop, resize, flip, color, each on one image.
+"""Image transforms: crop, resize, flip, color; each maps ``uint8`` 3 × height × width to another.
 
-``draw(height, width)`` asks :func:`ronde.feed.rng` for the random numbers, which depend on the
-sample alone: the same bits on any number of workers.
+Those that are random ask :func:`ronde.feed.rng`, whose numbers depend on the sample alone: the same
+bits on any number of workers.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,28 +19,6 @@ from ronde.world import ArgumentError
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of red, green and blue over ImageNet, in [0, 1]."""
-
-Drawn = tuple[float, ...]
-
-
-class Transform:
-    """Base class of image transforms; any callable also works.
-
-    Maps a ``uint8`` tensor 3 × height × width to another. Subclasses override :meth:`apply`, and
-    :meth:`draw` if random.
-    """
-
-    def draw(self, height: int, width: int) -> Drawn:
-        """Draw the random numbers for an image of this size, from :func:`ronde.feed.rng`."""
-        return ()
-
-    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Transform the image with these numbers."""
-        raise NotImplementedError
-
-    def __call__(self, image: Tensor) -> Tensor:
-        """Draw numbers and transform the image."""
-        return self.apply(image, self.draw(image.shape[-2], image.shape[-1]))
 
 
 def pair(size: int | tuple[int, int], argument: str) -> tuple[int, int]:
@@ -72,7 +48,7 @@ def resized(image: Tensor, height: int, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RandomResizedCrop(Transform):
+class RandomResizedCrop:
     """Crop a random part of random shape and resize it; the same distribution as torchvision's.
 
     Args:
@@ -98,13 +74,8 @@ class RandomResizedCrop(Transform):
                     "0, the smaller one first."
                 )
 
-    @property
-    def result(self) -> tuple[int, int]:
-        """The requested size."""
-        return pair(self.size, "size")
-
-    def draw(self, height: int, width: int) -> Drawn:
-        """Top, left, height and width of the crop."""
+    def box(self, height: int, width: int) -> tuple[int, int, int, int]:
+        """Draw the crop in an image of this size: top, left, height and width."""
         area = height * width
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         numbers = rng()
@@ -123,14 +94,14 @@ class RandomResizedCrop(Transform):
             w = max(1, round(height * self.ratio[1]))
         return ((height - h) // 2, (width - w) // 2, h, w)
 
-    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+    def __call__(self, image: Tensor) -> Tensor:
         """Crop, then resize."""
-        top, left, h, w = (int(n) for n in drawn)
-        return resized(image[:, top : top + h, left : left + w], *self.result)
+        top, left, h, w = self.box(*image.shape[-2:])
+        return resized(image[:, top : top + h, left : left + w], *pair(self.size, "size"))
 
 
 @dataclass(frozen=True)
-class Resize(Transform):
+class Resize:
     """Resize the whole image.
 
     Args:
@@ -142,21 +113,20 @@ class Resize(Transform):
     def __post_init__(self) -> None:
         pair(self.shorter, "Resize(shorter)")
 
-    def target(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the result."""
+    def _target(self, height: int, width: int) -> tuple[int, int]:
         if not isinstance(self.shorter, int):
             return pair(self.shorter, "shorter")
         if height <= width:
             return self.shorter, max(1, int(self.shorter * width / height))
         return max(1, int(self.shorter * height / width)), self.shorter
 
-    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+    def __call__(self, image: Tensor) -> Tensor:
         """Resize the image."""
-        return resized(image, *self.target(image.shape[-2], image.shape[-1]))
+        return resized(image, *self._target(*image.shape[-2:]))
 
 
 @dataclass(frozen=True)
-class CenterCrop(Transform):
+class CenterCrop:
     """Crop the center of the image.
 
     Args:
@@ -168,13 +138,10 @@ class CenterCrop(Transform):
     def __post_init__(self) -> None:
         pair(self.size, "CenterCrop(size)")
 
-    @property
-    def result(self) -> tuple[int, int]:
-        """The requested size."""
-        return pair(self.size, "size")
-
-    def _box(self, height: int, width: int) -> tuple[int, int, int, int]:
-        h, w = self.result
+    def __call__(self, image: Tensor) -> Tensor:
+        """Crop the image."""
+        height, width = image.shape[-2:]
+        h, w = pair(self.size, "size")
         if h > height or w > width:
             # No ArgumentError, which would end a training that skips bad samples: it is this
             # image's fault. Whoever reads it names it.
@@ -182,16 +149,12 @@ class CenterCrop(Transform):
                 f"CenterCrop({self.size}): the image is only {height} × {width} there "
                 "(height × width); put a Resize before it."
             )
-        return round((height - h) / 2), round((width - w) / 2), h, w
-
-    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Crop the image."""
-        top, left, h, w = self._box(image.shape[-2], image.shape[-1])
+        top, left = round((height - h) / 2), round((width - w) / 2)
         return image[:, top : top + h, left : left + w]
 
 
 @dataclass(frozen=True)
-class HorizontalFlip(Transform):
+class HorizontalFlip:
     """Mirror left to right with a probability.
 
     Args:
@@ -204,13 +167,9 @@ class HorizontalFlip(Transform):
         if not 0 <= self.p <= 1:
             raise ArgumentError(f"HorizontalFlip(p={self.p}): expected a probability, 0 … 1.")
 
-    def draw(self, height: int, width: int) -> Drawn:
-        """1 to mirror, else 0."""
-        return (float(rng().random() < self.p),)
-
-    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Mirror the image if drawn."""
-        return image.flip(-1) if drawn[0] else image
+    def __call__(self, image: Tensor) -> Tensor:
+        """Mirror the image, or not."""
+        return image.flip(-1) if rng().random() < self.p else image
 
 
 _GREY = (0.299, 0.587, 0.114)  # ITU-R 601, as Pillow's mode L
@@ -221,7 +180,7 @@ def _grey(images: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ColorJitter(Transform):
+class ColorJitter:
     """Change brightness, contrast and saturation by random factors, in this order.
 
     A factor is uniform in [max(0, 1 - x), 1 + x]. Values are clamped to 0 … 255 after each step and
@@ -242,21 +201,14 @@ class ColorJitter(Transform):
                     f"ColorJitter({name}={getattr(self, name)}): expected 0 or more."
                 )
 
-    def draw(self, height: int, width: int) -> Drawn:
-        """Draw the three factors."""
-        u = rng().random(3).tolist()
+    def __call__(self, image: Tensor) -> Tensor:
+        """Draw the three factors, and apply them."""
         spans = (self.brightness, self.contrast, self.saturation)
-        return tuple(
-            max(0.0, 1 - x) + r * (1 + x - max(0.0, 1 - x)) for x, r in zip(spans, u, strict=True)
+        brightness, contrast, saturation = (
+            max(0.0, 1 - x) + r * (1 + x - max(0.0, 1 - x))
+            for x, r in zip(spans, rng().random(3).tolist(), strict=True)
         )
-
-    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
-        """Apply the factors."""
         values = image.permute(1, 2, 0).contiguous().to(torch.float32)
-        return self._jittered(values, list(drawn)).to(image.dtype).permute(2, 0, 1)
-
-    def _jittered(self, values: Tensor, factors: Sequence[Any]) -> Tensor:
-        brightness, contrast, saturation = factors
         if self.brightness:
             values = (values * brightness).clamp_(0, 255)
         if self.contrast:
@@ -265,7 +217,7 @@ class ColorJitter(Transform):
         if self.saturation:
             grey = _grey(values)
             values = (values * saturation).add_(grey * (1 - saturation)).clamp_(0, 255)
-        return values.round_() if self.brightness or self.contrast or self.saturation else values
+        return values.round_().to(image.dtype).permute(2, 0, 1)
 
 
 @functools.lru_cache(maxsize=16)
@@ -281,7 +233,7 @@ def _constants(
 
 
 @dataclass(frozen=True)
-class Normalize(Transform):
+class Normalize:
     """``(pixel / 255 - mean) / std`` per channel, as floats.
 
     As the last step it runs on the device: bytes are a quarter of the transfer.
@@ -301,7 +253,7 @@ class Normalize(Transform):
                 "each, std above 0."
             )
 
-    def apply(self, image: Tensor, drawn: Drawn) -> Tensor:
+    def __call__(self, image: Tensor) -> Tensor:
         """Normalize one image, ``float32``."""
         return self.normalized(image[None], torch.float32)[0]
 
