@@ -199,6 +199,24 @@ def test_folder_errors_name_the_file(tmp_path):
     assert source.read([0])[0].data == b"1"
 
 
+def test_links_to_folders_above_and_to_themselves(tmp_path):
+    here = write(
+        tmp_path / "files",
+        {"a/1.txt": b"1", "a/deep/3.txt": b"3", "b/2.txt": b"2", "c/4.txt": b"4"},
+    )
+    (here / "a/up").symlink_to("..")
+    (here / "a/deep/a").symlink_to("../../a")
+    (here / "b/else").symlink_to("../c")  # leads to no folder above: its files are taken
+    source = feed.folder(here)
+    assert list(source.names) == ["a/1.txt", "a/deep/3.txt", "b/2.txt", "b/else/4.txt", "c/4.txt"]
+    assert [s.label for s in source.read(range(5))] == [0, 0, 1, 1, 2]
+    (here / "b/self").symlink_to("self")
+    with pytest.raises(
+        ArgumentError, match=r"the link .*/files/b/self cannot be followed: Too many levels"
+    ):
+        feed.folder(here)
+
+
 # Tars
 
 
@@ -396,6 +414,19 @@ def test_loading_processes_open_their_own_files(tmp_path, method):
     )
     assert [one for batch in loader for one in batch] == expected
     assert source.read([29])[0].name == expected[29][0]
+
+
+def test_tars_stay_open_up_to_a_limit_and_a_replaced_one_is_opened_anew(tmp_path):
+    for i in range(300):
+        tar_of(tmp_path / f"{i:03}.tar", [("a.bin", bytes([i % 256]) * 600)])
+    source = feed.tar(tmp_path)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with ThreadPoolExecutor(8) as pool:
+        for i, found in enumerate(pool.map(lambda i: source.read([i % 300]), range(900))):
+            assert found[0]["bin"] == bytes([i % 300 % 256]) * 600
+    assert len([*Path("/proc/self/fd").iterdir()]) - before <= 128
+    tar_of(tmp_path / "new", [("a.bin", b"n" * 600)]).rename(tmp_path / "299.tar")
+    assert feed.tar(tmp_path / "299.tar")[0]["bin"] == b"n" * 600
 
 
 # Parquet

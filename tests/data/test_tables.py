@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import sys
 
 import numpy as np
 import pyarrow as pa
@@ -249,3 +250,25 @@ def test_tables_say_what_is_wrong(tmp_path):
         with pytest.raises((ArgumentError, SampleError), match=says):
             feed.table(place, **{"recipe": recipe, "cache": cache, **more})
     assert not [p for p in cache.iterdir() if p.name.startswith(".")]
+
+
+def test_a_full_disk_is_named_and_nothing_is_left(tmp_path, monkeypatch):
+    path = write(columns(), tmp_path / "t.parquet")
+    recipe = fitted(path, None, {"rooms": {}})
+
+    def full(*_):
+        raise OSError("4096 requested and 0 written")
+
+    monkeypatch.setattr(sys.modules["ronde.data.tabular"], "_build", full)
+    with pytest.raises(
+        ArgumentError, match=r"kept: the disk is full \(.*folder on another disk with cache="
+    ):
+        feed.table(path, recipe=recipe, cache=tmp_path / "kept")
+    assert not list((tmp_path / "kept").iterdir())
+    monkeypatch.undo()
+    data = feed.table(path, recipe=recipe, cache=tmp_path / "kept")
+    (numeric,) = (tmp_path / "kept").glob("*/numeric")
+    numeric.write_bytes(numeric.read_bytes()[:-1])
+    with pytest.raises(ArgumentError, match=r"missing or damaged .* Run again to rebuild it"):
+        data.source.read([0])
+    assert len(feed.table(path, recipe=recipe, cache=tmp_path / "kept")[0][0]) == 1

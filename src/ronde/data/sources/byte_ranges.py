@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob as globbing
 import itertools
 import os
@@ -62,21 +63,37 @@ def _pread(descriptor: int, place: ByteRange, size: int) -> bytes:
     return data
 
 
+class _Descriptor:
+    """A file that is open for reading, until its last reader lets go of it."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+@functools.lru_cache(maxsize=128)  # files of this process; the usual limit is 1,024
+def _kept_open(path: str, device: int, inode: int) -> _Descriptor:
+    return _Descriptor(path)
+
+
 def _read_local(path: str, places: Sequence[ByteRange]) -> list[bytes]:
     """The ranges of one file."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(descriptor).st_size
-            for place in places:
-                if place.size not in (None, size):
-                    raise SampleError(
-                        f"{path} changed: it has {size:,} bytes and had {place.size:,} when it was "
-                        "opened."
-                    )
-            return [_pread(descriptor, place, size) for place in places]
-        finally:
-            os.close(descriptor)
+        info = os.stat(path)  # noqa: PTH116
+        for place in places:
+            if place.size not in (None, info.st_size):
+                raise SampleError(
+                    f"{path} changed: it has {info.st_size:,} bytes and had {place.size:,} when it "
+                    "was opened."
+                )
+        # Whole files are many and small: each is opened once. Parts are read again and again, and
+        # on a network file system opening costs as much as reading.
+        whole = all(place.length is None for place in places)
+        file = _Descriptor(path) if whole else _kept_open(path, info.st_dev, info.st_ino)
+        return [_pread(file.number, place, info.st_size) for place in places]
     except OSError as error:
         raise SampleError(f"{path} cannot be read: {error.strerror or error}.") from error
 

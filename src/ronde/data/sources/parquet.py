@@ -545,18 +545,19 @@ def parquet(
     are memory-mapped; their record batches are their row groups.
 
     Args:
-        paths: a file, a folder, a glob, URLs, or a list of such.
+        paths: a file, a folder of ``.parquet`` or else of ``.arrow`` files, a glob, URLs, or a
+            list of such.
         columns: which are read; None for all.
         data: a column of bytes, or of structs of ``bytes`` and ``path`` as Hugging Face's data sets
             have it: samples are then :class:`Sample` of it, ``label`` and ``name``, as
-                :func:`folder` gives them.
+            :func:`folder` gives them.
         label: the column of labels, with ``data``. Hugging Face's names of its classes are the
             source's ``classes``.
         name: the column of names, with ``data``; the struct's path or else the row's number where
             there is none.
         classes: with ``label``, the names that labels count from 0; the column is then read once,
-            whole. In Hugging Face's data
-            sets, numbers stand for names: they become those of the same names here.
+            whole. In Hugging Face's data sets, numbers stand for names: they become those of the
+            same names here.
         like: another source, or a pipeline of one, whose classes count here too: the training
             set's, for a test set.
         blocks: whether the order goes by row groups (see :class:`Order`); None where files are
@@ -581,8 +582,9 @@ def parquet(
         if plain and is_pack(text, options):
             raise ArgumentError(f"{text} is a pack of tars. Open it with feed.tar({text!r}).")
         if here:
-            arrow = any(file.suffix == ".arrow" for file in Path(text).iterdir())
-            files = inside(text, ".arrow" if arrow else ".parquet", "feed.parquet")
+            endings = {file.suffix for file in Path(text).iterdir()} & {".parquet", ".arrow"}
+            ending = ".arrow" if endings == {".arrow"} else ".parquet"
+            files = inside(text, ending, "feed.parquet")
     if data is None and (label is not None or name is not None):
         raise ArgumentError("feed.parquet: label= and name= go with data=, the column of bytes.")
     if data is not None:
