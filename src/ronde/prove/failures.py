@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.plan.torch_errors import meaning
 from ronde.prove.catalogue import cause
@@ -69,11 +67,6 @@ class FailedRun:
         if known is not None:
             return self._refused(known)
         divides = plan.family != "replicate"
-        if divides and failure.kind != "ArgumentError" and _in_layout(failure, self.many):
-            return self._refused(
-                "in the pass by which ronde.distribute lays this plan out, the script fails: "
-                f"{failure.kind}: {failure.text}"
-            )
         is_argument = failure.kind == "ArgumentError"
         # an earlier ronde.distribute divided the same model
         shared = is_argument and "divided over workers already" in failure.text
@@ -142,20 +135,6 @@ class FailedRun:
         if failure.trace:
             error += f"\n{failure.trace.rstrip()}"
         return PlanVerdict(self.plan, "failed", error=error, seconds=self.seconds)
-
-
-def _in_layout(failure: Failure, many: RunTrace) -> bool:
-    """Whether the script's own code failed while ronde.distribute followed it: it may use a name
-    (``run``) that is not there yet.
-    """
-    ready = any(many.first("ready", r) for r in range(many.size))
-    if ready or not many.first("opening", failure.rank):
-        return False
-    files = re.findall(r'File "(.+?)", line', failure.trace)
-    distribute = str(Path(__file__).resolve().parents[1] / "run" / "distribute.py")
-    calls = [i for i, file in enumerate(files) if file == distribute]
-    inside = files[calls[-1] :] if calls else []
-    return any(not file.startswith("<") and is_user_file(file) for file in inside)
 
 
 def note_late_error(run: RunTrace) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from ronde.world.consensus import gather_json
 from ronde.world.identity import ranks_text
 from ronde.world.rendezvous import Rendezvous
 
-__all__ = ["CollectiveCalls", "barrier", "gather_objects", "main_first", "reduce"]
+__all__ = ["CollectiveCalls"]
 
 
 class CollectiveCalls:
@@ -37,7 +37,7 @@ class CollectiveCalls:
             >>> run.barrier()  # doctest: +SKIP
             >>> vocabulary = torch.load("vocabulary.pt")  # doctest: +SKIP
         """
-        barrier(self._rendezvous)
+        self._rendezvous.meet("run.barrier()")
 
     def reduce(self, value: Any, op: Literal["mean", "sum", "max"] = "mean") -> Any:
         """Combine a value of each rank. Call it on every worker: all get the same result.
@@ -62,7 +62,26 @@ class CollectiveCalls:
             >>> run.reduce({"reward": 12.5, "episodes": 3}, "sum")  # doctest: +SKIP
             {'reward': 31.0, 'episodes': 7}
         """
-        return reduce(self._rendezvous, value, op)
+        call, error = f"run.reduce(value, {op!r})", None
+        named = dict(value) if isinstance(value, Mapping) else {"": value}
+        plain: dict[str, Any] = {}
+        try:
+            if op not in _OPS:
+                raise ArgumentError(f"{call}: the operation must be one of {', '.join(_OPS)}.")
+            plain = {name: _reducible(name, each, op) for name, each in named.items()}
+        except ArgumentError as caught:
+            error = f"{caught}"
+        numbers = {name: v for name, v in plain.items() if not isinstance(v, torch.Tensor)}
+        kind = {name: _kind(v) for name, v in sorted(plain.items())}
+        shown = json.dumps(kind if isinstance(value, Mapping) else kind.get("", ""))
+        everyone = _same(self._rendezvous, call, {"kind": shown, "numbers": numbers}, error)
+        result: dict[str, Any] = {}
+        for name in sorted(plain):
+            if name in numbers:
+                result[name] = _reduce_numbers([each["numbers"][name] for each in everyone], op)
+            else:
+                result[name] = _reduce_tensor(self._rendezvous, plain[name], op)
+        return {name: result[name] for name in named} if isinstance(value, Mapping) else result[""]
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """Collect a JSON value of each rank. Call it on every worker.
@@ -81,9 +100,16 @@ class CollectiveCalls:
             >>> run.gather_objects({"rank": run.rank})  # doctest: +SKIP
             [{'rank': 0}, {'rank': 1}]
         """
-        return gather_objects(self._rendezvous, obj)
+        error = None
+        try:
+            _check_json(obj, "obj")
+        except ArgumentError as caught:
+            error = f"{caught}"
+        _same(self._rendezvous, "run.gather_objects(obj)", {}, error)
+        return gather_json(self._rendezvous.me, obj)
 
-    def main_first(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
         """Run a block on rank 0, then on all other ranks. Enter it on every worker.
 
         Raises:
@@ -93,7 +119,26 @@ class CollectiveCalls:
             >>> with run.main_first():  # rank 0 downloads, the others find it  # doctest: +SKIP
             ...     data = load_dataset("wikitext")
         """
-        return main_first(self._rendezvous)
+        meeting = self._rendezvous
+        if not self.is_main:
+            with meeting.call(_FIRST):
+                error = meeting.meet(_FIRST)[0]
+            if error is not None:
+                raise WorldError(f"rank 0 failed in 'with run.main_first():', {error}")
+            yield
+            return
+        meeting.begun += 1
+        at = meeting.begun
+        try:
+            yield
+        except BaseException as error:
+            # Others wait for rank 0 in the meeting, where they read why it failed. If the block
+            # itself met them, they have their error already.
+            if meeting.begun == at:
+                with suppress(WorldError):
+                    meeting.meet(_FIRST, f"{type(error).__name__}: {error}", at_most_seconds=5.0)
+            raise
+        meeting.meet(_FIRST)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on rank 0; nothing on other ranks."""
@@ -103,47 +148,6 @@ class CollectiveCalls:
 
 _OPS = ("mean", "sum", "max")
 _FIRST = "run.main_first()"
-
-
-def barrier(meeting: Rendezvous) -> None:
-    """See :meth:`Run.barrier`."""
-    meeting.meet("run.barrier()")
-
-
-def gather_objects(meeting: Rendezvous, value: Any) -> list[Any]:
-    """See :meth:`Run.gather_objects`."""
-    error = None
-    try:
-        _check_json(value, "obj")
-    except ArgumentError as caught:
-        error = f"{caught}"
-    _same(meeting, "run.gather_objects(obj)", {}, error)
-    return gather_json(meeting.me, value)
-
-
-@contextmanager
-def main_first(meeting: Rendezvous) -> Iterator[None]:
-    """See :meth:`Run.main_first`."""
-    me = meeting.me
-    if not me.is_main:
-        with meeting.call(_FIRST):
-            error = meeting.meet(_FIRST)[0]
-        if error is not None:
-            raise WorldError(f"rank 0 failed in 'with run.main_first():', {error}")
-        yield
-        return
-    meeting.begun += 1
-    at = meeting.begun
-    try:
-        yield
-    except BaseException as error:
-        # Others wait for rank 0 in the meeting, where they read why it failed. If the block itself
-        # met them, they have their error already.
-        if meeting.begun == at:
-            with suppress(WorldError):
-                meeting.meet(_FIRST, f"{type(error).__name__}: {error}", at_most_seconds=5.0)
-        raise
-    meeting.meet(_FIRST)
 
 
 def _same(
@@ -195,30 +199,6 @@ def _check_json(value: Any, where: str) -> None:
 
 
 # -- reduce ----------------------------------------------------------------------------
-
-
-def reduce(meeting: Rendezvous, value: Any, op: str) -> Any:
-    """See :meth:`Run.reduce`."""
-    call, error = f"run.reduce(value, {op!r})", None
-    named = dict(value) if isinstance(value, Mapping) else {"": value}
-    plain: dict[str, Any] = {}
-    try:
-        if op not in _OPS:
-            raise ArgumentError(f"{call}: the operation must be one of {', '.join(_OPS)}.")
-        plain = {name: _reducible(name, each, op) for name, each in named.items()}
-    except ArgumentError as caught:
-        error = f"{caught}"
-    numbers = {name: v for name, v in plain.items() if not isinstance(v, torch.Tensor)}
-    kind = {name: _kind(v) for name, v in sorted(plain.items())}
-    shown = json.dumps(kind if isinstance(value, Mapping) else kind.get("", ""))
-    everyone = _same(meeting, call, {"kind": shown, "numbers": numbers}, error)
-    result: dict[str, Any] = {}
-    for name in sorted(plain):
-        if name in numbers:
-            result[name] = _reduce_numbers([each["numbers"][name] for each in everyone], op)
-        else:
-            result[name] = _reduce_tensor(meeting, plain[name], op)
-    return {name: result[name] for name in named} if isinstance(value, Mapping) else result[""]
 
 
 def _kind(value: Any) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dis
 import math
 import random
 from collections import deque
@@ -159,17 +158,17 @@ class _Attributes:
 
 
 class _Variables:
-    """A function's variables in its closure, and the global names that it sets."""
+    """A function's variables in its closure, and the global values that it names."""
 
     def __init__(self, function: FunctionType) -> None:
         self._globals = function.__globals__
-        names = {i.argval for i in dis.get_instructions(function) if i.opname == "STORE_GLOBAL"}
-        read = [n for n in function.__code__.co_names if n in self._globals]
+        named = [n for n in function.__code__.co_names if n in self._globals]
         # A counter may be an item of a list that the function only reads.
+        kinds = (*_PLAIN, list, dict, set, deque)
         self._kept = {
             n: _Copy(self._globals[n], _NO_BYTES)
-            for n in read
-            if n in names or isinstance(self._globals[n], list | dict | set | deque)
+            for n in named
+            if isinstance(self._globals[n], kinds)
         }
         self._cells: list[tuple[CellType, _Copy]] = []
         for cell in function.__closure__ or ():
