@@ -275,14 +275,7 @@ def choose_cut(
             bad = next((p for p in refused if p.name == name), None)
             if bad is not None:
                 raise ArgumentError(f"split_at: no stage can begin at {name}: {bad.why_not}.")
-        cut_at(
-            costs,
-            split_at,
-            plan.pipeline,
-            virtual=plan.virtual,
-            schedule=plan.schedule,
-            micro_batches=plan.accumulation,
-        )
+        cut_at(costs, split_at, stages)
         if call is not None:
             count_parts(model, points, call)  # for what it refuses
         return split_at
@@ -301,14 +294,14 @@ def choose_cut(
         )
 
     fine = best(costs.units)
-    limit = _slowest(fine, plan.pipeline) * _WHOLE_BLOCKS + _FEW_OPERATIONS
+    limit = fine.seconds * _WHOLE_BLOCKS + _FEW_OPERATIONS
     tried = 0
     for depth in range(max(unit.name.count(".") for unit in costs.units) + 1):
         whole = _between_blocks(model, costs.units, depth)
         places = sum(u.cut_after for u in whole[:-1])
         if places >= stages - 1 and places > tried:
             tried, coarse = places, best(whole)
-            if _slowest(coarse, plan.pipeline) <= limit:
+            if coarse.seconds <= limit:
                 return coarse.names(costs)
     return fine.names(costs)
 
@@ -339,10 +332,3 @@ def _between_blocks(model: nn.Module, units: tuple[Unit, ...], depth: int) -> tu
         dataclasses.replace(u, cut_after=u.cut_after and begins_block(after.name))
         for u, after in zip(units, [*units[1:], units[-1]], strict=True)
     )
-
-
-def _slowest(made: Cut, workers: int) -> float:
-    seconds = [0.0] * workers
-    for stage in made.stages:
-        seconds[stage.worker] += stage.seconds
-    return max(seconds)

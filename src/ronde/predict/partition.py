@@ -8,7 +8,6 @@ for ``"speed"`` and 0.8 for ``"memory"``. Ties go to the cut with the most even 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,7 +17,7 @@ import numpy as np
 from ronde.plan.plan import Schedule
 from ronde.plan.schedules import in_flight, worker_of
 from ronde.predict.costs import Costs
-from ronde.predict.unit_arrays import Array, Chain, Recompute, chain, holders
+from ronde.predict.unit_arrays import Array, Chain, chain
 from ronde.world import ArgumentError
 
 ALPHA = {"speed": 0.2, "memory": 0.8}
@@ -41,72 +40,18 @@ class HeldShare:
 
 
 @dataclass(frozen=True, slots=True)
-class StageCost:
-    """One stage of a cut.
-
-    Attributes:
-        start, stop: its units, as a slice.
-        worker: of the pipeline, from 0.
-        forward_seconds, backward_seconds: of one micro-batch, without sends.
-        send_seconds, send_back_seconds: of its output to the next stage, of its input's gradient to
-        the one before. parameter_bytes, trainable_bytes, optimizer_bytes, buffer_bytes: whole,
-        before any sharding; its copy of tied parameters too.
-        saved_bytes: activations of one micro-batch.
-        transient_bytes: most for a moment beside that.
-        in_flight: micro-batches whose activations it holds at once.
-        send_bytes, send_back_bytes: of one micro-batch.
-        tied_bytes: gradients that it averages with other stages once per step.
-    """
-
-    start: int
-    stop: int
-    worker: int
-    forward_seconds: float
-    backward_seconds: float
-    send_seconds: float
-    send_back_seconds: float
-    parameter_bytes: float
-    trainable_bytes: float
-    optimizer_bytes: float
-    buffer_bytes: float
-    saved_bytes: float
-    transient_bytes: float
-    in_flight: int
-    send_bytes: float
-    send_back_bytes: float
-    tied_bytes: float
-
-    @property
-    def seconds(self) -> float:
-        """Forward plus backward of one micro-batch."""
-        return self.forward_seconds + self.backward_seconds
-
-    def memory_bytes(self, held: HeldShare) -> float:
-        """States plus activations."""
-        return (
-            self.parameter_bytes * held.parameters
-            + self.trainable_bytes * held.gradients
-            + self.optimizer_bytes * held.optimizer
-            + self.buffer_bytes
-            + self.in_flight * self.saved_bytes
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Cut:
     """A model cut into stages.
 
     Attributes:
         bounds: first unit of each stage, and the number of units at the end.
-        stages: what each costs.
         cost: of the worst stage, as the programme weighs it (shares of time and of memory).
-        alpha: weight of memory that was used; higher than asked where a cap on memory made it so.
+        seconds: of one micro-batch on the slowest worker, without sends.
     """
 
     bounds: tuple[int, ...]
-    stages: tuple[StageCost, ...]
     cost: float
-    alpha: float
+    seconds: float
 
     def names(self, costs: Costs) -> list[str]:
         """First units of all stages but the first: the values of ``split_at``."""
@@ -122,11 +67,7 @@ def cut(
     optimize: Literal["speed", "memory"] = "speed",
     micro_samples: float = 1.0,
     micro_batches: int | None = None,
-    memory_bytes: float | None = None,
     held: HeldShare = HeldShare(),
-    recompute: Recompute = "none",
-    tensor: int = 1,
-    speed: float = 1.0,
     send_seconds: Seconds | None = None,
 ) -> Cut:
     """Cut a model into ``workers * virtual`` stages.
@@ -140,18 +81,13 @@ def cut(
         optimize: whether time or memory is evened out.
         micro_samples: samples of one micro-batch.
         micro_batches: per step; None for many.
-        memory_bytes: most that a worker may hold in states and activations; None for no limit.
         held: part of its states that a worker holds.
-        recompute: activations that the backward pass computes again.
-        tensor: workers that hold each layer together.
-        speed: of the device against the one that was measured.
         send_seconds: bytes -> seconds from one stage to the next; None for nothing.
 
     Raises:
-        ArgumentError: there are fewer places to cut than stages, or no cut stays below
-            ``memory_bytes``.
+        ArgumentError: there are fewer places to cut than stages.
     """
-    made = chain(costs, micro_samples, tensor=tensor, recompute=recompute, speed=speed)
+    made = chain(costs, micro_samples)
     found = cut_chain(
         made,
         workers,
@@ -159,25 +95,17 @@ def cut(
         schedule=schedule,
         optimize=optimize,
         micro_batches=micro_batches,
-        memory_bytes=memory_bytes,
         held=held,
         send_seconds=send_seconds,
     )
     if found is not None:
         return found
-    stages = workers * virtual
-    if len(made.cuts) + 1 < stages:
-        reasons = [u for u in costs.units[:-1] if not u.cut_after and u.why_not]
-        why = f" ({reasons[0].name}: {reasons[0].why_not})" if reasons else ""
-        raise ArgumentError(
-            f"pipeline: {stages} stages were asked for, and the model can be cut into "
-            f"{len(made.cuts) + 1} at most{why}. "
-            "Ask for fewer stages, or name the places with split_at."
-        )
+    reasons = [u for u in costs.units[:-1] if not u.cut_after and u.why_not]
+    why = f" ({reasons[0].name}: {reasons[0].why_not})" if reasons else ""
     raise ArgumentError(
-        f"pipeline: no cut into {stages} stages keeps every worker below "
-        f"{(memory_bytes or 0) / 2**30:.3g} GiB. "
-        'Use more stages, recompute="full", shard, or smaller micro-batches.'
+        f"pipeline: {workers * virtual} stages were asked for, and the model can be cut into "
+        f"{len(made.cuts) + 1} at most{why}. "
+        "Ask for fewer stages, or name the places with split_at."
     )
 
 
@@ -189,51 +117,35 @@ def cut_chain(
     schedule: Schedule = "1f1b",
     optimize: Literal["speed", "memory"] = "speed",
     micro_batches: int | None = None,
-    memory_bytes: float | None = None,
     held: HeldShare = HeldShare(),
     send_seconds: Seconds | None = None,
 ) -> Cut | None:
     """Like :func:`cut`, for an existing chain; None if there is no cut."""
-    flights = _flights(schedule, workers, virtual, micro_batches)
-    count = len(flights)
-    if len(made.cuts) + 1 < count:
+    many = micro_batches if micro_batches is not None else 4 * workers
+    flights = in_flight(schedule, workers, virtual, many)
+    if len(made.cuts) + 1 < len(flights):
         return None
     places = np.array([0, *made.cuts, len(made)])
     tables = _Sums(made, places, held, send_seconds, micro_batches or workers)
-    alpha = ALPHA[optimize]
-    for weight in (alpha, *(a for a in (0.5, 0.8, 1.0) if a > alpha)):
-        cap = None if memory_bytes is None or virtual > 1 else memory_bytes
-        solved = _solve(tables, flights, weight, cap)
-        if solved is None:
-            return None  # with one stage a worker the cap is exact: no other weight helps
-        chosen, cost = solved
-        bounds = tuple(int(places[i]) for i in chosen)
-        stages = _stages(made, bounds, workers, schedule, flights, send_seconds)
-        exact = memory_bytes is None or virtual == 1
-        if exact or max(_by_worker(stages, workers, held)) <= (memory_bytes or 0):
-            return Cut(bounds, stages, cost, weight)
-    return None
+    chosen, cost = _solve(tables, flights, ALPHA[optimize])
+    bounds = tuple(int(places[i]) for i in chosen)
+    each = np.add.reduceat(made.seconds, bounds[:-1])
+    on = [worker_of(s, workers, schedule) for s in range(len(flights))]
+    return Cut(bounds, cost, float(np.bincount(on, weights=each).max()))
 
 
 def cut_at(
     costs: Costs,
     names: Sequence[str],
-    workers: int,
-    *,
-    virtual: int = 1,
-    schedule: Schedule = "1f1b",
-    micro_samples: float = 1.0,
-    micro_batches: int | None = None,
-    recompute: Recompute = "none",
-) -> Cut:
-    """The cut a user names; each name is a module that starts a stage.
+    count: int,
+) -> tuple[int, ...]:
+    """The bounds of ``count`` stages that a user names; each name is a module that starts one.
 
     Raises:
         ArgumentError: a name is not in the model or cannot begin a stage, or there is not one fewer
             than stages.
     """
-    made = chain(costs, micro_samples, recompute=recompute)
-    count = workers * virtual
+    made = chain(costs, 1.0)
     if len(names) != count - 1:
         raise ArgumentError(
             f"split_at names {len(names)} modules ({', '.join(names)}); {count} stages "
@@ -258,45 +170,11 @@ def cut_at(
                 "the order in which they run."
             )
         bounds.append(at)
-    return _describe(made, (*bounds, len(made)), workers, virtual, schedule, micro_batches)
+    return (*bounds, len(made))
 
 
 def _few(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 12 else ", ".join([*names[:6], "…", *names[-5:]])
-
-
-def _describe(
-    made: Chain,
-    bounds: tuple[int, ...],
-    workers: int,
-    virtual: int,
-    schedule: Schedule,
-    micro_batches: int | None,
-) -> Cut:
-    flights = _flights(schedule, workers, virtual, micro_batches)
-    stages = _stages(made, bounds, workers, schedule, flights, None)
-    places = np.array([0, *made.cuts, len(made)])
-    tables = _Sums(made, places, HeldShare(), None, micro_batches or workers)
-    index = np.searchsorted(places, bounds)
-    shares = [
-        tables.block(ALPHA["speed"], n, None, int(j), int(j) + 1)[int(i), 0]
-        for (i, j), n in zip(itertools.pairwise(index), flights, strict=True)
-    ]
-    return Cut(bounds, stages, float(max(shares)), ALPHA["speed"])
-
-
-def _flights(
-    schedule: Schedule, workers: int, virtual: int, micro_batches: int | None
-) -> tuple[int, ...]:
-    count = micro_batches if micro_batches is not None else 4 * workers
-    return in_flight(schedule, workers, virtual, count)
-
-
-def _by_worker(stages: tuple[StageCost, ...], workers: int, held: HeldShare) -> list[float]:
-    total = [0.0] * workers
-    for stage in stages:
-        total[stage.worker] += stage.memory_bytes(held)
-    return total
 
 
 class _Sums:
@@ -344,7 +222,7 @@ class _Sums:
             )
             self.ties.append((sums(owners), len(tie.units), tie.units[0], seconds, copy))
 
-    def block(self, alpha: float, flight: int, cap: float | None, low: int, high: int) -> Array:
+    def block(self, alpha: float, flight: int, low: int, high: int) -> Array:
         """Cost of a stage from ``i`` (row) to ``low + j`` (column); infinite if not allowed."""
         seconds, states, saved = self._parts(low, high)
         total = float(self.states[-1] + flight * self.saved[-1]) or 1.0
@@ -352,8 +230,6 @@ class _Sums:
         share += (alpha / total) * states
         # never 0: where no stage may be it is infinite
         share += max(1.0 - alpha, 1e-12) / (float(self.time[-1]) or 1.0) * seconds
-        if cap is not None:
-            share[states + flight * saved > cap] = np.inf
         return share
 
     def _parts(self, low: int, high: int) -> tuple[Array, Array, Array]:
@@ -380,22 +256,18 @@ class _Sums:
         return seconds, states, saved
 
 
-def _solve(
-    tables: _Sums, flights: tuple[int, ...], alpha: float, cap: float | None
-) -> tuple[list[int], float] | None:
-    """The best cut and its worst stage's cost; None if there is none."""
+def _solve(tables: _Sums, flights: tuple[int, ...], alpha: float) -> tuple[list[int], float]:
+    """The best cut and its worst stage's cost."""
     places = len(tables.places)
     worst = np.full(places, np.inf)
     worst[0] = 0.0
     for flight in flights:
         after = np.full(places, np.inf)
         for low in range(0, places, _BLOCK):
-            share = tables.block(alpha, flight, cap, low, min(low + _BLOCK, places))
+            share = tables.block(alpha, flight, low, min(low + _BLOCK, places))
             after[low : low + _BLOCK] = np.maximum(worst[:, None], share).min(axis=0)
         worst = after
     bound = float(worst[-1])
-    if not np.isfinite(bound):
-        return None
     # Again, among the cuts that are as good: the least sum of squares, so that the other stages are
     # even too.
     total = np.full(places, np.inf)
@@ -405,7 +277,7 @@ def _solve(
     for s, flight in enumerate(flights):
         after = np.full(places, np.inf)
         for low in range(0, places, _BLOCK):
-            share = tables.block(alpha, flight, cap, low, min(low + _BLOCK, places))
+            share = tables.block(alpha, flight, low, min(low + _BLOCK, places))
             share[share > bound * (1.0 + 1e-9) + 1e-300] = np.inf
             candidate = total[:, None] + share * share
             origin = candidate.argmin(axis=0)
@@ -416,55 +288,3 @@ def _solve(
     for s in range(len(flights) - 1, -1, -1):
         chosen.append(int(origins[s, chosen[-1]]))
     return chosen[::-1], bound
-
-
-def _stages(
-    made: Chain,
-    bounds: tuple[int, ...],
-    workers: int,
-    schedule: Schedule,
-    flights: tuple[int, ...],
-    send_seconds: Seconds | None,
-) -> tuple[StageCost, ...]:
-    stages = []
-    last = len(bounds) - 2
-    on = np.array([worker_of(s, workers, schedule) for s in range(last + 1)], dtype=float)
-    holding = [holders(t, bounds, on)[0] for t in made.ties]  # one stage of each worker
-    for s, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        units = slice(start, stop)
-        worker = worker_of(s, workers, schedule)
-        forth = back = 0.0
-        if s < last and worker_of(s + 1, workers, schedule) != worker:
-            forth = float(made.crossing[stop - 1])
-        if s and worker_of(s - 1, workers, schedule) != worker:
-            back = float(made.crossing_grad[start - 1])
-        shared = [
-            t for t, held in zip(made.ties, holding, strict=True) if s in held and len(held) > 1
-        ]
-        # the first stage of all counts it with its units
-        copies = [t for t in shared if not start <= t.units[0] < stop]
-        stages.append(
-            StageCost(
-                start=start,
-                stop=stop,
-                worker=worker,
-                forward_seconds=float(made.forward[units].sum()),
-                backward_seconds=float(made.backward[units].sum()),
-                send_seconds=send_seconds(forth) if send_seconds and forth else 0.0,
-                send_back_seconds=send_seconds(back) if send_seconds and back else 0.0,
-                parameter_bytes=float(made.parameters[units].sum())
-                + sum(t.parameter_bytes for t in copies),
-                trainable_bytes=float(made.trainable[units].sum())
-                + sum(t.trainable_bytes for t in copies),
-                optimizer_bytes=float(made.optimizer[units].sum())
-                + sum(t.optimizer_bytes for t in copies),
-                buffer_bytes=float(made.buffers[units].sum()),
-                saved_bytes=float(made.saved[units].sum()),
-                transient_bytes=float(made.transient_backward[units].max()),
-                in_flight=flights[s],
-                send_bytes=forth,
-                send_back_bytes=back,
-                tied_bytes=sum(t.trainable_bytes for t in shared),
-            )
-        )
-    return tuple(stages)

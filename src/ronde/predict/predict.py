@@ -213,14 +213,7 @@ class Predictor:
     ) -> tuple[int, ...] | None:
         """A plan's pipeline cut, or None."""
         if plan.split_at:
-            return cut_at(
-                self.costs,
-                plan.split_at,
-                plan.pipeline,
-                virtual=plan.virtual,
-                schedule=plan.schedule,
-                micro_batches=micro_batches,
-            ).bounds
+            return cut_at(self.costs, plan.split_at, plan.pipeline * plan.virtual)
         key: tuple[Any, ...]
         key = (plan.pipeline, plan.virtual, plan.recompute, plan.tensor, plan.optimize)
         if not quick:
