@@ -19,6 +19,7 @@ from ronde.exchange.reducer import Exchange, Members, Reducer
 from ronde.plan.reducers import ReducerChoice, parse_reducer
 from ronde.world import World
 from ronde.world.consensus import broadcast_json, gather_json
+from ronde.world.paths import state_folder
 
 __all__ = ["bucket_sizes", "choose_reducer", "exact_candidates", "time_buckets"]
 
@@ -62,14 +63,11 @@ def bucket_sizes(total: int, bucket_mib: float) -> list[int]:
 
 
 def _state_file(members: Members, total: int) -> Path:
-    folder = os.environ.get("RONDE_STATE") or (
-        Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ronde"
-    )
     backend = dist.get_backend()
     servers = len(os.environ.get("RONDE_SERVERS", "").split())
     facts = [_METHOD, members.hosts, members.nodes, str(members.device.type), backend, servers]
     key = hashlib.sha256(repr([*facts, total, torch.__version__]).encode()).hexdigest()[:16]
-    return Path(folder) / f"exchange-{key}.json"
+    return state_folder() / f"exchange-{key}.json"
 
 
 def choose_reducer(me: World, members: Members, total_bytes: int, build: Build) -> tuple[str, str]:

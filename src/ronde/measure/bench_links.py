@@ -36,6 +36,7 @@ from ronde.world import World, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.control_groups import memory_limit
 from ronde.world.meshes import group_of
+from ronde.world.paths import state_folder
 
 # torch 2.13 has new names for these; torch 2.11 knows only the old ones.
 warnings.filterwarnings(
@@ -207,12 +208,6 @@ def _source(me: World, disturbances: list[str]) -> str:
 # -- a cluster without a file ----------------------------------------------------------
 
 
-def _state_folder() -> Path:
-    if folder := os.environ.get("RONDE_STATE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ronde"
-
-
 def has_cuda() -> bool:
     """Whether workers of this machine train on GPUs."""
     return os.environ.get("RONDE_DEVICE") != "cpu" and torch.cuda.is_available()
@@ -238,7 +233,7 @@ def default_cluster(
     most = torch.cuda.device_count() if cuda else max(2, min(8, usable_cores()))
     started = min(workers, most)
     kind = f"{socket.gethostname()}-{'cuda' if cuda else 'cpu'}-torch{torch.__version__}"
-    file = _state_folder() / f"cluster-{kind}-{started}-method{_METHOD}.yaml"
+    file = state_folder() / f"cluster-{kind}-{started}-method{_METHOD}.yaml"
     if file.exists():
         with contextlib.suppress(Exception):
             return _resized(Cluster.load(file), workers)

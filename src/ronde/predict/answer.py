@@ -16,7 +16,7 @@ from rich.text import Text
 from ronde.predict import answer_tables
 from ronde.predict.assumptions import Precision, error_range
 from ronde.predict.cluster import Cluster, LinkFit
-from ronde.predict.costs import Costs, LinearCost, Unit
+from ronde.predict.costs import Costs
 from ronde.predict.prediction import TERMS, Prediction
 from ronde.predict.search import SearchResult, search
 from ronde.watch import plain_console
@@ -43,7 +43,6 @@ class Flip:
         spec: the plan.
         limit: the last value of the grid.
         holds: the last value before ``at`` where the same family wins.
-        note: how the change was modelled.
     """
 
     variable: str
@@ -54,7 +53,6 @@ class Flip:
     spec: str
     limit: float
     holds: float
-    note: str = ""
 
     def sentence(self) -> str:
         """The flip as a sentence."""
@@ -475,34 +473,24 @@ def flips(
     def at_memory(value: float) -> tuple[str, str]:
         return winner(costs, dataclasses.replace(cluster, memory_bytes=value), workers)
 
-    def at_sequence(value: float) -> tuple[str, str]:
-        return winner(stretched(costs, value / costs.sequence), cluster, workers)
-
-    asked: list[tuple[str, float, Callable[[float], tuple[str, str]], str]] = [
-        ("global batch", costs.batch_size, at_batch, "")
+    asked: list[tuple[str, float, Callable[[float], tuple[str, str]]]] = [
+        ("global batch", costs.batch_size, at_batch)
     ]
     if workers > 1 and cluster.links:
-        how = "every link's bandwidth times this, same latency"
-        asked.append(("link speed", 1.0, at_link, how))
-    how = "doubled and halved; nodes of as many devices as now"
-    asked.append(("workers", workers, at_workers, how))
+        asked.append(("link speed", 1.0, at_link))
+    asked.append(("workers", workers, at_workers))
     if cluster.memory_bytes:
-        asked.append(("memory", cluster.memory_bytes, at_memory, ""))
-    if costs.sequence:
-        how = "activations, messages and times scale with it"
-        asked.append(("sequence length", costs.sequence, at_sequence, how))
+        asked.append(("memory", cluster.memory_bytes, at_memory))
     now = ask(costs, cluster, workers, simulate=0)
     each = (now.considered - now.left_out.get("slower", 0)) * max(1, len(costs.units))
     doublings = max(1, min(_DOUBLINGS, _LOOKED_AT // max(1, each * 2 * len(asked))))
     here = _named(found.best)
     every = []
-    for variable, value, at, note in asked:
+    for variable, value, at in asked:
         for direction in ("down", "up"):
             if tell is not None:
                 tell(f"looking for when the answer would flip: {variable} {direction}")
-            every.append(
-                find_flip(variable, value, at, direction, now=here, doublings=doublings, note=note)
-            )
+            every.append(find_flip(variable, value, at, direction, now=here, doublings=doublings))
     return tuple(flip for flip in every if flip.limit != flip.now)
 
 
@@ -519,7 +507,6 @@ def find_flip(
     *,
     now: tuple[str, str] | None = None,
     doublings: int = _DOUBLINGS,
-    note: str = "",
 ) -> Flip:
     """Double or halve ``value`` until another family wins.
 
@@ -530,7 +517,6 @@ def find_flip(
         direction: ``"up"`` or ``"down"``.
         now: the winner at ``value``; None to ask.
         doublings: how many at most.
-        note: how the change is modelled.
 
     Example:
         >>> find_flip("memory", 8.0, lambda v: ("replicate", "") if v >= 3.0 else ("shard", ""),
@@ -547,40 +533,9 @@ def find_flip(
     for at in grid:
         family, spec = winner(at)
         if family != here:
-            return Flip(variable, direction, value, at, family, spec, limit, holds, note)
+            return Flip(variable, direction, value, at, family, spec, limit, holds)
         holds = at
-    return Flip(variable, direction, value, None, "", "", limit, holds, note)
-
-
-def stretched(costs: Costs, factor: float) -> Costs:
-    """The model with sequences ``factor`` times as long: activations, messages and sample times
-    scale linearly, and fused attention's work with the square.
-
-    Attention that is not fused grows faster, so this is a lower bound for it.
-    """
-
-    def unit(one: Unit) -> Unit:
-        changed: dict[str, Any] = {
-            name: value.stretched(factor)
-            for name, value in vars(one).items()
-            if isinstance(value, LinearCost)
-        }
-        # A fused attention's work grows with the square.
-        square = one.attention_flops * factor * (factor - 1.0)
-        return dataclasses.replace(
-            one,
-            flops=one.flops * factor + square,
-            attention_flops=one.attention_flops * factor + square,
-            vector_flops=one.vector_flops * factor,
-            **changed,
-        )
-
-    return dataclasses.replace(
-        costs,
-        units=tuple(unit(u) for u in costs.units),
-        input_bytes=costs.input_bytes * factor,
-        sequence=max(1, round(costs.sequence * factor)),
-    )
+    return Flip(variable, direction, value, None, "", "", limit, holds)
 
 
 # For the terminal.
@@ -639,9 +594,6 @@ def render_answer(
             said = [flip.sentence().partition(": ")[2] for flip in directions]
             line = f"  {variable}: {'; '.join(said)}"
             parts.append(Text(line, style="" if found_one else "dim"))
-        if any(f.variable == "sequence length" for f in explanation.flips):
-            scale = "  (sequence length: activations, messages and times scale with it)"
-            parts.append(Text(scale, style="dim"))
         if any(f.variable == "workers" and f.direction == "up" for f in explanation.flips):
             parts.append(Text("  (workers: on more nodes of as many devices as now)", style="dim"))
     parts.append(Text())
@@ -694,12 +646,11 @@ def _rate(best: Prediction) -> str:
     return f"{best.samples_per_second:.4g} samples/s"
 
 
-_WHOLE = ("global batch", "workers", "sequence length")
+_WHOLE = ("global batch", "workers")
 _MOST_WORKERS = 4096
 _SHOW: dict[str, tuple[Callable[[float], str], str]] = {  # and the unit
     "global batch": (lambda v: f"{v:.0f}", " sample"),
     "link speed": (lambda v: f"× {v:.3g}", ""),
     "workers": (lambda v: f"{v:.0f}", " device"),
     "memory": (format_bytes, ""),
-    "sequence length": (lambda v: f"{v:.0f}", ""),
 }

@@ -34,12 +34,6 @@ class LinearCost:
         found = self.fixed + self.per_sample * samples
         return max(found, *(f + p * samples for f, p in self.bends)) if self.bends else found
 
-    def stretched(self, factor: float) -> LinearCost:
-        """The per-sample part times ``factor``."""
-        return LinearCost(
-            self.fixed, self.per_sample * factor, tuple((f, p * factor) for f, p in self.bends)
-        )
-
     def times(self, factor: float) -> LinearCost:
         """All of it times ``factor``."""
         bends = tuple((f * factor, p * factor) for f, p in self.bends)

@@ -18,6 +18,15 @@ BUILT_LIST = "ronde-built.json"
 """Marks a folder made by ``build_once``."""
 
 
+def state_folder() -> Path:
+    """The folder for what is kept between runs: ``$RONDE_STATE``, ``$XDG_STATE_HOME/ronde``, or
+    ``~/.local/state/ronde``.
+    """
+    if folder := os.environ.get("RONDE_STATE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ronde"
+
+
 def is_remote(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a URL such as ``s3://bucket/shards``; ``file://`` is local."""
     return isinstance(path, str) and "://" in path and not path.startswith("file://")
