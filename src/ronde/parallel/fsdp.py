@@ -16,7 +16,6 @@ Repairs of FSDP2 itself are in :mod:`ronde.parallel.fsdp_repairs`.
 
 from __future__ import annotations
 
-import random
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -38,6 +36,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ronde.capture.pass_state import SavedState
 from ronde.checkpoint import shard_like
 from ronde.parallel import fsdp_repairs
 from ronde.parallel.batchnorm import absent, synchronise
@@ -374,8 +373,8 @@ class _OutsideUses(TorchFunctionMode):
                 self.outside |= used  # type: ignore[arg-type]
         return result
 
-    def watch(self, name: str, block: nn.Module) -> list[Any]:
-        """Hook a block; returns the handles."""
+    def watch(self, name: str, block: nn.Module) -> None:
+        """Hook a block."""
 
         def enter(_module: nn.Module, _inputs: Any) -> None:
             self.active.append(name)
@@ -384,10 +383,8 @@ class _OutsideUses(TorchFunctionMode):
         def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
             self.active.pop()
 
-        return [
-            block.register_forward_pre_hook(enter, prepend=True),
-            block.register_forward_hook(leave, always_call=True),
-        ]
+        block.register_forward_pre_hook(enter, prepend=True)
+        block.register_forward_hook(leave, always_call=True)
 
 
 def _called_blocks(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -397,14 +394,13 @@ def _called_blocks(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
     evaluation mode, use up no randomness, and buffers are put back.
     """
     model, uses = work.model, _OutsideUses(blocks)
-    handles = [h for name, block in blocks.items() for h in uses.watch(name, block)]
-    modes = [(m, m.training) for m in model.modules()]
-    buffers = [(b, b.clone()) for b in model.buffers()]
+    before = SavedState(model)
     model.eval()
+    for name, block in blocks.items():
+        uses.watch(name, block)
     always = set(blocks)
     device = next(model.parameters()).device
     cuda = [device] if device.type == "cuda" else []
-    generators = random.getstate(), np.random.get_state()
     try:
         for samples in (1, 2, 4):
             uses.calls.clear()
@@ -416,14 +412,7 @@ def _called_blocks(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
         if always == set(blocks):
             return dict(blocks)
     finally:
-        random.setstate(generators[0])
-        np.random.set_state(generators[1])
-        for handle in handles:
-            handle.remove()
-        for m, training in modes:
-            m.training = training
-        for b, value in buffers:
-            b.data.copy_(value)
+        before.restore()
     return {n: block for n, block in blocks.items() if n in always and n not in uses.outside}
 
 

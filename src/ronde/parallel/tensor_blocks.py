@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ronde.capture.pass_state import SavedState
 from ronde.parallel.tensor_layers import (
     Block,
     BlockRuntime,
@@ -78,10 +79,9 @@ class _Trace:
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no fused kernels, fixed randomness; the model is put back afterwards."""
-    modes = [(m, m.training) for m in model.modules()]
+    before = SavedState(model)
     flags = [(p, p.requires_grad) for p in model.parameters()]
     fast = torch.backends.mha.get_fastpath_enabled()
-    buffers = [(b, b.clone()) for b in model.buffers()]
     model.eval()
     plain = ExitStack()
     for m in model.modules():
@@ -101,12 +101,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
         plain.close()
         for p, flag in flags:
             p.requires_grad_(flag)
-        for m, training in modes:
-            m.training = training
-        with torch.no_grad():
-            for b, old in buffers:
-                if not b.equal(old):
-                    b.copy_(old)
+        before.restore()
 
 
 def _trace(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
