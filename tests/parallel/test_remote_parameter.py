@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from processes import ronde_run
-from ronde.parallel.remote_parameter import Keeper, element, make_remote
+from ronde.parallel.remote_parameter import RemoteParameters, element, make_remote
 from sampling import some
 
 SCRIPT = """
@@ -105,10 +105,10 @@ def test_reading_or_writing_it_is_an_error_that_names_it(what, tmp_path):
 
 
 def test_clipping_gradients_passes_over_it():
-    model, keeper = nn.Linear(3, 2), Keeper("pipeline=2")
+    model, remote = nn.Linear(3, 2), RemoteParameters("pipeline=2")
     weight = model.weight
     weight.data = element(weight.dtype, weight.device).expand(weight.shape)
-    make_remote(weight, "weight", 1, keeper)
+    make_remote(weight, "weight", 1, remote)
     model.bias.grad = torch.tensor([3.0, 4.0])
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == 5.0
     nn.utils.clip_grad_value_(model.parameters(), 0.7)

@@ -829,11 +829,11 @@ def test_the_comparison_can_fail():
 
 
 def _recognise(model: nn.Module, tensor: int = 2, x: torch.Tensor | None = None):
-    from ronde.parallel.tensor_blocks import recognise
+    from ronde.parallel.tensor_blocks import recognize
 
     model = model.double()
     given = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCABULARY if x is None else x
-    return recognise(model, lambda: model(given).square().sum(), tensor)
+    return recognize(model, lambda: model(given).square().sum(), tensor)
 
 
 def _inner(model: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.capture.event_recorder import as_tuple, whole_size
-    from ronde.capture.follow import aside, following
+    from ronde.capture.follow import following, not_training
     from ronde.capture.global_draws import (
         GlobalDraws,
         Recorded,
@@ -38,7 +38,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.capture.event_recorder": "as_tuple whole_size",
-            "ronde.capture.follow": "aside following",
+            "ronde.capture.follow": "not_training following",
             "ronde.capture.global_draws": "GlobalDraws Recorded drawing draws_globally "
             "recorded_draws replaced resume_draws",
             "ronde.capture.intercept": "Interceptor NUMBERS compiled data_shaped not_an_event stay "

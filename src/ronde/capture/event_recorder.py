@@ -135,13 +135,13 @@ class EventRecorder(Interceptor):
         self,
         model: nn.Module,
         fake: FakeTensorMode | None,
-        ghosts: FakeTensorMode,
+        placeholders: FakeTensorMode,
         frames: CheckpointFrames,
     ) -> None:
         super().__init__()
         self.sizes = True
         self.fake = fake
-        self.ghosts = ghosts
+        self.placeholders = placeholders
         self.frames = frames
         self.paths = {id(m): name for name, m in model.named_modules()}
         self.buffers: dict[int, tuple[nn.Module, str]] = {
@@ -191,7 +191,7 @@ class EventRecorder(Interceptor):
             value.storage = storage_of(tensor)
             value.why_not = why_not or self._unsendable(tensor)
             if not value.why_not or why_not:
-                value.like = (self.ghosts, tensor.stride(), tensor.device)
+                value.like = (self.placeholders, tensor.stride(), tensor.device)
         if before >= 0:
             value.data_shaped = self.values[before].data_shaped
         if tensor.grad_fn is not None:
@@ -523,7 +523,7 @@ class EventRecorder(Interceptor):
         value = Value(
             len(self.values), maker, False, tuple(like.shape), like.dtype, False, kind=kind
         )
-        value._ghost = like
+        value._placeholder = like
         self.values.append(value)
         made.append(value.index)
         return value

@@ -36,7 +36,7 @@ def following() -> bool:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
+def not_training() -> Iterator[None]:
     """Mark a forward pass as not part of the training."""
     _under_way.append(None)
     try:
@@ -50,11 +50,11 @@ def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> 
 
     Tries fake activations first, unless ``real``. Raises what the pass itself raises for real.
     """
-    ghosts = FakeTensorMode(allow_non_fake_inputs=True)
+    placeholders = FakeTensorMode(allow_non_fake_inputs=True)
     # The caller forks a device's own generator; following uses the host's only.
-    for fake in (None,) if real else (ghosts, None):
+    for fake in (None,) if real else (placeholders, None):
         try:
-            return _follow(model, call, fake, ghosts)
+            return _follow(model, call, fake, placeholders)
         except Exception:
             if fake is None:
                 raise
@@ -62,7 +62,10 @@ def follow(model: nn.Module, call: Callable[[], Any], *, real: bool = False) -> 
 
 
 def _follow(
-    model: nn.Module, call: Callable[[], Any], fake: FakeTensorMode | None, ghosts: FakeTensorMode
+    model: nn.Module,
+    call: Callable[[], Any],
+    fake: FakeTensorMode | None,
+    placeholders: FakeTensorMode,
 ) -> Trace:
     whole: list[Any] = []  # the mode refers to them weakly
     for p in model.parameters() if fake is not None else ():
@@ -76,7 +79,7 @@ def _follow(
         _under_way.append(None)
         try:
             with CheckpointFrames() as frames, counted_draws():
-                recorder = EventRecorder(model, fake, ghosts, frames)
+                recorder = EventRecorder(model, fake, placeholders, frames)
                 with recorder:
                     result = call()
                 recorder.finish(result)

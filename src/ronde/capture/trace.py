@@ -33,7 +33,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    like: tuple[Any, ...] = ()  # fake mode, strides, and device for :attr:`ghost`
+    like: tuple[Any, ...] = ()  # fake mode, strides, and device for :attr:`placeholder`
     readers: list[int] = field(default_factory=list)  # event numbers; len(events): it is returned
     kind: str = "tensor"  # or "number", "array": taken out of a tensor, sent as one
     data_shaped: bool = False  # its shape may depend on values
@@ -41,20 +41,22 @@ class Value:
     why_not: str = ""  # why it cannot be sent
     before: int = -1  # the value before an in-place change made this one
     reached: bool = False  # the loss's gradient reaches it
-    _ghost: torch.Tensor | None = None
+    _placeholder: torch.Tensor | None = None
 
     @property
-    def ghost(self) -> torch.Tensor:
+    def placeholder(self) -> torch.Tensor:
         """A fake tensor that stands for it on other stages."""
-        if self._ghost is None:
+        if self._placeholder is None:
             if not self.like:
                 why = self.why_not or "every stage computes it"
                 raise ArgumentError(f"a tensor of shape {self.shape} cannot be left out: {why}.")
             mode, strides, device = self.like
             with torch._C.DisableTorchFunction(), mode:
-                ghost = torch.empty_strided(self.shape, strides, dtype=self.dtype, device=device)
-                self._ghost = ghost.requires_grad_(self.requires_grad)
-        return self._ghost
+                placeholder = torch.empty_strided(
+                    self.shape, strides, dtype=self.dtype, device=device
+                )
+                self._placeholder = placeholder.requires_grad_(self.requires_grad)
+        return self._placeholder
 
     @property
     def bytes(self) -> int:

@@ -22,7 +22,7 @@ from ronde.measure.time_units import autocast_of
 from ronde.measure.timed_model import TimedModel
 from ronde.parallel import Work
 from ronde.parallel.sequence_parallel import layer_lists
-from ronde.parallel.tensor_blocks import recognise
+from ronde.parallel.tensor_blocks import recognize
 from ronde.parallel.tensor_layers import Block, split_dims
 from ronde.parallel.tensor_parallel import one_part
 from ronde.predict import Costs, LinearCost
@@ -69,7 +69,7 @@ def divisible(
 
 
 def _blocks(work: Work, batch: Any) -> tuple[Block, ...]:
-    return recognise(work.model, lambda: work.compute(batch)[0], 2).blocks
+    return recognize(work.model, lambda: work.compute(batch)[0], 2).blocks
 
 
 def _in_short(work: Work, sequence: int) -> tuple[Block, ...]:

@@ -25,7 +25,7 @@ __all__ = [
     "normalizes_batch",
     "set_present",
     "spectral_norms",
-    "synchronise",
+    "synchronize_batchnorms",
 ]
 
 _present = [True]
@@ -146,7 +146,7 @@ def normalize_over(
     return result
 
 
-def synchronise(model: nn.Module, group: dist.ProcessGroup) -> None:
+def synchronize_batchnorms(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make every batch normalization of ``model`` use all workers' statistics, in place.
 
     Every worker must then run the same number of forward passes.

@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves
 from ronde.capture.pass_state import SavedState
 from ronde.checkpoint import shard_like
 from ronde.parallel import fsdp_repairs
-from ronde.parallel.batchnorm import absent, synchronise
+from ronde.parallel.batchnorm import absent, synchronize_batchnorms
 from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
 from ronde.parallel.dtensor_fixes import fix_dtensors
@@ -780,7 +780,7 @@ def shard(plan: Plan, work: Work, me: World) -> Strategy:
     """The strategy of a plan that only shards: the model, or the optimizer's state."""
     mesh = replica_mesh(plan, me)
     if plan.sync_batchnorm:
-        synchronise(work.model, group_of("batchnorm"))
+        synchronize_batchnorms(work.model, group_of("batchnorm"))
     if plan.shard == "optimizer":
         if work.fill is not None:
             work.fill(lambda name: True)

@@ -14,13 +14,13 @@ __all__ = ["STRATEGIES", "carry_out"]
 
 
 def _replicate(plan: Plan, work: Work, me: World) -> Strategy:
-    from ronde.parallel.batchnorm import batchnorms, synchronise
+    from ronde.parallel.batchnorm import batchnorms, synchronize_batchnorms
     from ronde.parallel.ddp import Replicate
     from ronde.world.meshes import group_of
 
     if plan.sync_batchnorm:
         # A group of its own: its exchanges in the backward pass never queue among DDP's.
-        synchronise(work.model, group_of("batchnorm"))
+        synchronize_batchnorms(work.model, group_of("batchnorm"))
     run_empty = plan.sync_batchnorm and bool(batchnorms(work.model))
     return Replicate(work.model, me, run_empty, plan.reducer, work.optimizer)
 

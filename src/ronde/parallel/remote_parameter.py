@@ -18,7 +18,7 @@ from torch import nn
 
 from ronde.world import PlanError
 
-__all__ = ["Keeper", "absent", "element", "make_remote"]
+__all__ = ["RemoteParameters", "held_elsewhere", "element", "make_remote"]
 
 # Attributes of a tensor that show its values, and functions that do not.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__"}
@@ -35,7 +35,7 @@ _ALIKE = {"bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "to", 
 
 
 @dataclass(eq=False)
-class Keeper:
+class RemoteParameters:
     """Shared by all remote parameters of a model."""
 
     plan: str  # as a user writes it, for errors
@@ -59,7 +59,7 @@ class _Absent:
     """A tensor or parameter without values: refuses reads and writes."""
 
     __slots__ = ()
-    _ronde_keeper: Keeper
+    _ronde_remote: RemoteParameters
     _ronde_name: str
     _ronde_stage: int
 
@@ -70,14 +70,14 @@ class _Absent:
         kwargs = kwargs or {}
         one = next(_absent_in((*args, *kwargs.values())), None)
         with torch._C.DisableTorchFunctionSubclass():
-            if one is None or one._ronde_keeper.open:
+            if one is None or one._ronde_remote.open:
                 return func(*args, **kwargs)
             name = func.__name__
             attribute = getattr(getattr(func, "__self__", None), "__name__", "")
             if name == "__get__" and attribute not in _VALUES:
                 return _same_shape(one, one) if attribute == "data" else func(*args)
-            if name == "__set__" and absent(args[0]):
-                settable = ("data",) if absent(args[1]) else ("grad", "requires_grad")
+            if name == "__set__" and held_elsewhere(args[0]):
+                settable = ("data",) if held_elsewhere(args[1]) else ("grad", "requires_grad")
                 if attribute in settable:
                     return func(*args)
             if name in _ABOUT:
@@ -91,9 +91,12 @@ class _Absent:
         with torch._C.DisableTorchFunctionSubclass():
             made = _same_shape(self, self)
             if isinstance(self, nn.Parameter):
-                plain, keeper = made.as_subclass(torch.Tensor), Keeper(self._ronde_keeper.plan)
+                plain, remote = (
+                    made.as_subclass(torch.Tensor),
+                    RemoteParameters(self._ronde_remote.plan),
+                )
                 made = nn.Parameter(plain, requires_grad=self.requires_grad)
-                make_remote(made, self._ronde_name, self._ronde_stage, keeper)
+                make_remote(made, self._ronde_name, self._ronde_stage, remote)
         memo[id(self)] = made
         return made
 
@@ -111,19 +114,19 @@ def _without_values(kind: type) -> Any:
     return type(kind.__name__, (_Absent, kind), {"__slots__": ()})
 
 
-def absent(value: Any) -> bool:
+def held_elsewhere(value: Any) -> bool:
     """Whether another worker holds a tensor's values."""
     return isinstance(value, _Absent)
 
 
-def make_remote(parameter: nn.Parameter, name: str, stage: int, keeper: Keeper) -> None:
+def make_remote(parameter: nn.Parameter, name: str, stage: int, remote: RemoteParameters) -> None:
     """Mark a parameter, already shrunk to one element, as held by another worker.
 
     It stays the same object: optimizers and the script's own lists refer to it.
     """
-    _label(parameter, keeper, name, stage)
+    _label(parameter, remote, name, stage)
     parameter.__class__ = _without_values(type(parameter))
-    keeper.parameters.append(parameter)
+    remote.parameters.append(parameter)
 
 
 def _absent_in(values: Iterable[Any]) -> Iterator[Any]:
@@ -137,7 +140,7 @@ def _absent_in(values: Iterable[Any]) -> Iterator[Any]:
 def _refusal(one: Any) -> PlanError:
     return PlanError(
         f"The script reads or writes {one._ronde_name!r}, which belongs to stage "
-        f"{one._ronde_stage}: under plan={one._ronde_keeper.plan!r} another worker holds its "
+        f"{one._ronde_stage}: under plan={one._ronde_remote.plan!r} another worker holds its "
         "values. model.state_dict(keep_vars=True) has this worker's parameters (for a moving "
         "average, see docs/checkpoints.md). run.export(path) writes the whole model. Under "
         "replicate or shard='optimizer' every worker holds all values."
@@ -154,9 +157,9 @@ def _same_shape(one: Any, like: Any) -> Any:
     """A tensor without values, with the shape of ``one`` and the type of ``like``."""
     whole = element(like.dtype, like.device).expand(one.shape)
     made = whole.as_subclass(_without_values(torch.Tensor))
-    _label(made, one._ronde_keeper, one._ronde_name, one._ronde_stage)
+    _label(made, one._ronde_remote, one._ronde_name, one._ronde_stage)
     return made
 
 
-def _label(tensor: Any, keeper: Keeper, name: str, stage: int) -> None:
-    tensor._ronde_keeper, tensor._ronde_name, tensor._ronde_stage = keeper, name, stage
+def _label(tensor: Any, remote: RemoteParameters, name: str, stage: int) -> None:
+    tensor._ronde_remote, tensor._ronde_name, tensor._ronde_stage = remote, name, stage

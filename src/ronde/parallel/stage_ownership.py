@@ -29,7 +29,7 @@ from ronde.parallel import choose_cut
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh
 from ronde.parallel.fsdp_repairs import KeepContainers, clone_views, exchange_unused
-from ronde.parallel.remote_parameter import Keeper, absent, element, make_remote
+from ronde.parallel.remote_parameter import RemoteParameters, element, held_elsewhere, make_remote
 from ronde.parallel.stage_run import Diverged, Guards, Program, has_guards, program
 from ronde.parallel.strategy import Flags, Work, trainable
 from ronde.parallel.tensor_parallel import Divided
@@ -103,7 +103,9 @@ class StageOwnership:
         # key of a parameter -> the sharded module that holds it, of any worker
         self._sharded_as: dict[int, int] = {}
         self._paths: dict[Any, list[_Path]] = {}
-        self._keeper = Keeper(plan.spec)  # open while modules run for a stage, or are followed
+        self._remote = RemoteParameters(
+            plan.spec
+        )  # open while modules run for a stage, or are followed
         self._stage_of: dict[int, int] = {}  # key of a parameter -> the first stage that uses it
         # key of a parameter -> the workers that hold it; empty before the cut
         self._holders: dict[int, set[int]] = {}
@@ -196,7 +198,7 @@ class StageOwnership:
             ) from error
 
     def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
-        with self._undivided(), self.opened(), self._keeper.plain():
+        with self._undivided(), self.opened(), self._remote.plain():
             trace = follow(self.model, lambda: call(batch))
         if self._divided is not None:
             trace.together = tuple(
@@ -248,7 +250,7 @@ class StageOwnership:
     def _guards(
         self, made: Program, call: Callable[[Any], Any], batch: Any, until: int | None = None
     ) -> tuple[Any, ...]:
-        with self.opened(), self._keeper.plain():
+        with self.opened(), self._remote.plain():
             return Guards(made, until).read(lambda: call(batch))
 
     def _add_path(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:
@@ -336,7 +338,7 @@ class StageOwnership:
         self._place_buffers(made)
         self._group_tied(everyone)
         for whole in self._stand_ins.values() if self._divided is not None else ():
-            _hollow(whole)
+            _drop_values(whole)
         self._release()
         for group in self.work.optimizer.param_groups:
             group["params"] = [p for p in group["params"] if id(p) in self._held]
@@ -403,13 +405,13 @@ class StageOwnership:
                     path = names[id(p)]
                     if (owner, name) in self._stand_ins:
                         p = owner._parameters[name] = self._stand_ins.pop((owner, name))
-                    elif absent(p):  # tied, and released under another name
+                    elif held_elsewhere(p):  # tied, and released under another name
                         continue
                     else:
-                        _hollow(p)
+                        _drop_values(p)
                     key = self.key(p)
                     stage = self._stage_of.get(key, min(self._holders[key]))
-                    make_remote(p, path, stage, self._keeper)
+                    make_remote(p, path, stage, self._remote)
 
     def list_parameters(self) -> None:
         """List the parameters this worker trains."""
@@ -485,7 +487,7 @@ class StageOwnership:
         for name, p in changed.items():
             self._followed_as[id(after[name])] = self._followed_as.pop(id(p), p)
             if not isinstance(p, DTensor):
-                _hollow(p)
+                _drop_values(p)
         self.counted |= {id(after[name]) for name, p in changed.items() if id(p) in self.counted}
 
     def check_replicas(self, programs: Sequence[Program]) -> None:
@@ -541,14 +543,14 @@ class StageOwnership:
         """Refuse the script's own calls of the model, and of modules that other workers hold."""
 
         def refuse_own_call(module: nn.Module, name: str) -> None:
-            if keeper.open:
+            if absent.open:
                 return
             lacks = "this worker does not hold its weights"
             if module is self.model:
                 lacks = "a loop of its own cannot drive the stages of a pipeline"
             text = (
                 f"the script calls {repr(name) if name else 'the model'} itself, and under "
-                f"plan={keeper.plan!r} {lacks} (rank {meeting.me.rank}). Let run.step() and "
+                f"plan={absent.plan!r} {lacks} (rank {meeting.me.rank}). Let run.step() and "
                 "run.evaluate() call the model, or use plan='replicate', 'shard', or 'tensor', "
                 "under which the script can. For samples, let all ranks enter 'with "
                 "run.whole_model() as model:' and call that model."
@@ -565,7 +567,7 @@ class StageOwnership:
             # Not a hook: modules with hooks are followed in another way.
             module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
-        keeper, meeting = self._keeper, rendezvous(self.me)
+        absent, meeting = self._remote, rendezvous(self.me)
         for name, module in self.model.named_modules():
             if module in self.sharded:  # before its weights are gathered from the replicas
                 refuse = partial(lambda name, module, *_: refuse_own_call(module, name), name)
@@ -578,11 +580,11 @@ class StageOwnership:
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Allow calls of modules with remote parameters, to run a stage or follow a pass."""
-        was, self._keeper.open = self._keeper.open, True
+        was, self._remote.open = self._remote.open, True
         try:
             yield
         finally:
-            self._keeper.open = was
+            self._remote.open = was
 
     def owns(self, name: str) -> bool:
         """Whether this worker holds a parameter or buffer, by its ``state_dict()`` name."""
@@ -614,7 +616,7 @@ class StageOwnership:
         return self._flags.changed()
 
 
-def _hollow(parameter: nn.Parameter) -> None:
+def _drop_values(parameter: nn.Parameter) -> None:
     """Shrink the tensor to one element. :mod:`ronde.capture.follow` needs its strides."""
     strides = parameter.stride()
     parameter.data = element(parameter.dtype, parameter.device).expand(parameter.shape)

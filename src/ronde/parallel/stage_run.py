@@ -1,10 +1,10 @@
 """Run one stage of a forward pass: the script's own Python runs, other stages' events are skipped.
 
 An earlier stage's event (a module call, or a torch function between such calls) is not executed:
-its result is a *ghost* with the right shape, or the tensor that was sent here. The pass stops where
-the next stage begins. No graph is captured, so loops, branches on shapes or the batch, containers,
-and the model's own caches work as on one device. Every stage computes what depends only on the
-batch and constants; such calls are not counted as events.
+its result is a *placeholder* with the right shape, or the tensor that was sent here. The pass stops
+where the next stage begins. No graph is captured, so loops, branches on shapes or the batch,
+containers, and the model's own caches work as on one device. Every stage computes what depends only
+on the batch and constants; such calls are not counted as events.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ronde.capture import (
     TraceEvent,
     Value,
     as_tuple,
-    aside,
     data_shaped,
+    not_training,
     resume_draws,
     whole_size,
 )
@@ -196,7 +196,7 @@ class StageRun(Interceptor):
         self._last = stage == len(program.bounds) - 1
         self._token = next(_tokens)  # marks tensors that this run made or received
         self._objects: dict[int, torch.Tensor] = {}  # value -> the tensor that stands for it here
-        self._ghosts: dict[int, int] = {}  # identity of a ghost -> its value
+        self._placeholders: dict[int, int] = {}  # identity of a placeholder -> its value
         self._memory: set[int] = set()  # storages of constants that were changed in place
         self._alive: list[Any] = []  # keeps those storages, so that no other tensor gets them
         for value, tensor in received.items():
@@ -221,7 +221,7 @@ class StageRun(Interceptor):
         if not self._last and self._stop in (0, begin):
             return None  # an empty stage
         try:
-            with _without_ghosts(self.program), self:
+            with _without_placeholders(self.program), self:
                 self.result = call()
         except _Left:
             return None
@@ -306,7 +306,7 @@ class StageRun(Interceptor):
     def _unknown_size(self, tensor: torch.Tensor) -> bool:
         """Whether its size depends on activation values."""
         if isinstance(tensor, FakeTensor):
-            value = self._ghosts.get(id(tensor))
+            value = self._placeholders.get(id(tensor))
             return value is not None and self._values[value].data_shaped
         return getattr(tensor, "_ronde_sized", 0) == self._token
 
@@ -368,7 +368,7 @@ class StageRun(Interceptor):
         resume_draws(event.drawn)
         if event.shared:
             return function(*args, **kwargs)
-        self._refuse_ghosts(event, args, kwargs)
+        self._refuse_placeholders(event, args, kwargs)
         result = function(*args, **kwargs)
         if event.changes:
             inputs = _inputs(args, kwargs)
@@ -402,7 +402,7 @@ class StageRun(Interceptor):
     def _compare(self, event: TraceEvent, result: Any) -> None:
         """Mark an event's results leaf by leaf; constants that it returns stay constants.
 
-        If the path may depend on activations, the results must match the ghosts of other stages.
+        If the path may depend on activations, results must match the placeholders of other stages.
         """
         strict = self.program.erratic
         try:
@@ -446,14 +446,14 @@ class StageRun(Interceptor):
             raise _other_shape(event, made, value)
         self.sent[number] = made
 
-    def _refuse_ghosts(self, event: TraceEvent, args: Any, kwargs: Any) -> None:
+    def _refuse_placeholders(self, event: TraceEvent, args: Any, kwargs: Any) -> None:
         """Refuse to compute with a tensor that is not here."""
         for value in (*args, *kwargs.values()):
             if type(value) is torch.Tensor or value is None or type(value) is nn.Parameter:
                 continue
             for tensor in (value,) if isinstance(value, torch.Tensor) else tensors_in(value):
                 if isinstance(tensor, FakeTensor) and (
-                    event.kind == "op" or self._ghosts.get(id(tensor), -1) in event.reads
+                    event.kind == "op" or self._placeholders.get(id(tensor), -1) in event.reads
                 ):
                     raise _not_sent(event)
 
@@ -465,7 +465,7 @@ class StageRun(Interceptor):
             self._alive.append(tensor)
 
     def _skip(self, event: TraceEvent, args: Any, kwargs: Any) -> Any:
-        """Return what another stage's event would: ghosts, received tensors, constants."""
+        """Return what another stage's event would: placeholders, received tensors, constants."""
         if event.changes:
             inputs = _inputs(args, kwargs)
             for place, value in event.changes:
@@ -493,13 +493,13 @@ class StageRun(Interceptor):
     def _stand_in(self, value: Value) -> Any:
         held = self._objects.get(value.index)
         if value.kind != "tensor":
-            held = value.ghost if held is None else held
+            held = value.placeholder if held is None else held
             return held.item() if value.kind == "number" else held.numpy()
         if held is not None:
             return held
-        ghost = value.ghost
-        self._ghosts[id(ghost)] = value.index
-        return ghost
+        placeholder = value.placeholder
+        self._placeholders[id(placeholder)] = value.index
+        return placeholder
 
 
 class Guards(StageRun):
@@ -517,7 +517,7 @@ class Guards(StageRun):
     def read(self, call: Callable[[], Any]) -> tuple[Any, ...]:
         """The readings of ``call()``, as far as it takes the recorded path."""
         # It ends at another path, or where the script needs values that are not computed here.
-        with suppress(_Left, Exception), _without_ghosts(self.program), aside(), self:
+        with suppress(_Left, Exception), _without_placeholders(self.program), not_training(), self:
             call()
         return tuple(self._readings)
 
@@ -596,8 +596,8 @@ def _inputs(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _without_ghosts(program: Program) -> Iterator[None]:
-    """Undo what modules keep for the next pass where it is a ghost."""
+def _without_placeholders(program: Program) -> Iterator[None]:
+    """Undo what modules keep for the next pass where it is a placeholder."""
 
     def attributes(module: nn.Module, name: str) -> dict[str, Any]:
         return module._buffers if name in module._buffers else module.__dict__

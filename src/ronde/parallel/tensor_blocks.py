@@ -36,12 +36,12 @@ from ronde.parallel.tensor_layers import (
     split_dims,
 )
 
-__all__ = ["DivisibleBlocks", "common_path", "quiet", "recognise"]
+__all__ = ["DivisibleBlocks", "common_path", "quiet", "recognize"]
 
 
 @dataclass(frozen=True)
 class DivisibleBlocks:
-    """What :func:`recognise` finds.
+    """What :func:`recognize` finds.
 
     Attributes:
         blocks: those that can be divided, in the order in which they run.
@@ -649,7 +649,7 @@ def _select(
         selection.fail(failure[0].signature, failure[1])
 
 
-def recognise(
+def recognize(
     model: nn.Module,
     run: Callable[[], torch.Tensor],
     tensor: int,
@@ -668,7 +668,7 @@ def recognise(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
-        >>> result = recognise(model, lambda: model(torch.ones(2, 4)).sum(), 2)
+        >>> result = recognize(model, lambda: model(torch.ones(2, 4)).sum(), 2)
         >>> [(b.kind, b.column, b.row) for b in result.blocks]
         [('mlp', ('0',), '2')]
     """

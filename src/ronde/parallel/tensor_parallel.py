@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from ronde.capture import draws_globally, following, not_an_event
 from ronde.checkpoint import shard_like
-from ronde.parallel.batchnorm import absent, batchnorms, synchronise
+from ronde.parallel.batchnorm import absent, batchnorms, synchronize_batchnorms
 from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
 from ronde.parallel.dtensor_fixes import fix_dtensors
@@ -57,7 +57,7 @@ from ronde.parallel.strategy import (
     part_gradients,
     trainable,
 )
-from ronde.parallel.tensor_blocks import DivisibleBlocks, quiet, recognise
+from ronde.parallel.tensor_blocks import DivisibleBlocks, quiet, recognize
 from ronde.parallel.tensor_layers import (
     Block,
     BlockRuntime,
@@ -466,7 +466,7 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
             handle.remove()
 
     try:
-        whole = recognise(model, run, plan.tensor, gradients=True)
+        whole = recognize(model, run, plan.tensor, gradients=True)
     except _FAILURES as error:
         raise ArgumentError(
             f"tensor={plan.tensor}: finding what to split takes a forward pass and a loss over "
@@ -857,7 +857,9 @@ def tensor(plan: Plan, work: Work, me: World) -> Strategy:
     divided = _divided(plan, work, me, together, sharded)
     divided.whole.clear()
     if plan.sync_batchnorm:
-        synchronise(work.model, data.get_group() if data.ndim == 1 else group_of("batchnorm"))
+        synchronize_batchnorms(
+            work.model, data.get_group() if data.ndim == 1 else group_of("batchnorm")
+        )
     if sharded:
         return TensorShard(work, me, data, divided, plan)
     return Tensor(work, me, data, divided, plan.sync_batchnorm and bool(batchnorms(work.model)))

@@ -88,7 +88,7 @@ def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
     """What forward and loss draw for two numbers of samples: it tells where the samples are."""
     if not _may_draw(work.model, calls) or any(p.is_meta for p in work.model.parameters()):
         return {}
-    from ronde.capture import aside, compiled, recorded_draws
+    from ronde.capture import compiled, not_training, recorded_draws
     from ronde.capture.pass_state import SavedState
 
     everything = work.model.modules()
@@ -101,7 +101,7 @@ def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
     try:
         for samples in _PROBED:
             batch = work.sample(samples)
-            with torch.no_grad(), aside(), recorded_draws() as made, fork_rng(devices):
+            with torch.no_grad(), not_training(), recorded_draws() as made, fork_rng(devices):
                 work.compute(batch)
             probes[samples] = made
     except Exception:
