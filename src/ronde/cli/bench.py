@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import Doing
 from ronde.cli.hosts import HostOptions, HostsOption, SshConfigOption, gathered
 from ronde.cli.options import Group, option
 from ronde.cli.reducers import ServersOption, servers_of
 from ronde.cli.script import WorkersOption
-from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 from ronde.world.units import format_bytes

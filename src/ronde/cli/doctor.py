@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import StyledText, answer_line, note_lines, print_answer
+from ronde.cli.answer_screen import Doing, StyledText, answer_line, note_lines, print_answer
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply
 from ronde.cli.options import option
 from ronde.cli.script import (
@@ -27,7 +27,6 @@ from ronde.cli.script import (
     feed_of,
     write_json,
 )
-from ronde.cli.spinner import Doing
 from ronde.doctor.verdict import is_between_workers
 from ronde.watch import plain_console
 from ronde.world import ArgumentError

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import Doing
 from ronde.cli.bench import measure_links
 from ronde.cli.options import option, parsed
 from ronde.cli.script import (
@@ -23,7 +24,6 @@ from ronde.cli.script import (
     examined_command,
     write_json,
 )
-from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.units import parse_bytes, parse_rate

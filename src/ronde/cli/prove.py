@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import StyledText, answer_line, note_lines, print_answer
+from ronde.cli.answer_screen import Doing, StyledText, answer_line, note_lines, print_answer
 from ronde.cli.options import option
 from ronde.cli.script import (
     ArgumentsOption,
@@ -23,7 +23,6 @@ from ronde.cli.script import (
     examined_command,
     write_json,
 )
-from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 from ronde.world.units import count_of

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ronde.cli.answer_screen import Doing
 from ronde.cli.script import examine
-from ronde.cli.spinner import Doing
 from ronde.watch import plain_console, read
 from ronde.world import ArgumentError, RondeError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import answer_line, note_lines, print_answer
+from ronde.cli.answer_screen import Doing, answer_line, note_lines, print_answer
 from ronde.cli.options import option
 from ronde.cli.script import (
     ArgumentsOption,
@@ -24,7 +24,6 @@ from ronde.cli.script import (
     feed_of,
     write_json,
 )
-from ronde.cli.spinner import Doing
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.units import count_of, format_rate, format_seconds
