@@ -63,7 +63,7 @@ def test_a_network_is_a_speed_and_goes_with_devices_that_are_not_here(folder):
         "plan --device H100 --network 100G strict.py": speed,
         "plan --network 100Gbit strict.py": "--network describes devices that are not here: add",
         "plan --per-node 4 strict.py": "--per-node describes devices that are not here",
-        "plan --device H100 --per-node 0 strict.py": "--per-node 0 must be 1 or more.",
+        "plan --device H100 --per-node 0 strict.py": "'--per-node'",
         "plan --device H100 --devices 12 --per-node 8 strict.py": "nodes of 8 H100-80GB.",
     }
     for done, text in zip(

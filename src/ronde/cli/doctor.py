@@ -66,11 +66,14 @@ def register(app: typer.Typer) -> None:
         arguments: ArgumentsOption = None,
         workers: WorkersOption = "auto",
         verbose: VerboseOption = False,
-        to: Annotated[int, option("--to", "Predict the gap up to N devices.", "N")] = 32,
+        to: Annotated[int, option("--to", "Predict the gap up to N devices.", "N", min=1)] = 32,
         nodes: Annotated[
             int | None,
             option(
-                "--nodes", "Nodes that those devices are on. Default: as many as they fill.", "N"
+                "--nodes",
+                "Nodes that those devices are on. Default: as many as they fill.",
+                "N",
+                min=1,
             ),
         ] = None,
         seconds: Annotated[
@@ -79,10 +82,12 @@ def register(app: typer.Typer) -> None:
                 "--seconds",
                 "How long measuring may take, in all; twice that on a disturbed machine.",
                 "S",
+                min=1,
+                max=3600,
             ),
         ] = 60.0,
         rounds: Annotated[
-            int, option("--rounds", "How often each rate is measured, at least.", "R")
+            int, option("--rounds", "How often each rate is measured, at least.", "R", min=1)
         ] = 3,
         apply: Annotated[
             str | None,
@@ -102,15 +107,6 @@ def register(app: typer.Typer) -> None:
         command = examined_command("doctor", module, arguments or [])
         count = resolve_workers(workers)
         check_workers(count)
-        for name, value, least in (
-            ("--to", to, 1),
-            ("--rounds", rounds, 1),
-            ("--nodes", nodes, 1),
-        ):
-            if value is not None and value < least:
-                raise ArgumentError(f"{name} {value} must be {least} or more.")
-        if not 0 < seconds < float("inf"):
-            raise ArgumentError(f"--seconds {seconds:g} must be above 0.")
         if nodes is not None and nodes > to:
             raise ArgumentError(f"--nodes {nodes} is more than the {to} devices of --to.")
         chosen = parse_apply(apply)

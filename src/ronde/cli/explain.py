@@ -50,21 +50,18 @@ def register_explain(app: typer.Typer) -> None:
         method: Annotated[
             str, option("--method", "shapley, ig, or trees.", metavar="METHOD")
         ] = "shapley",
-        rows: Annotated[int, option("--rows", "Rows to explain.", metavar="N")] = 100,
+        rows: Annotated[int, option("--rows", "Rows to explain.", "N", min=1)] = 100,
         output: Annotated[
             int | None, option("--output", "Which of the model's outputs.", metavar="N")
         ] = None,
         budget: Annotated[
-            int, option("--coalitions", "Of each row, for shapley.", metavar="N")
+            int, option("--coalitions", "Of each row, for shapley.", "N", min=64)
         ] = 2048,
         json_file: JsonOption = None,
         report: ReportOption = None,
     ) -> None:
         if method not in _METHODS:
             raise ArgumentError(f"--method {method}: expected {', '.join(_METHODS)}.")
-        for name, number, least in (("--rows", rows, 1), ("--coalitions", budget, 64)):
-            if number < least:
-                raise ArgumentError(f"{name} {number}: expected {least} or more.")
         if method == "trees":
             values = _trees(run, data, rows)
         else:

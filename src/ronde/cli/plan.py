@@ -62,7 +62,8 @@ def register(app: typer.Typer) -> None:
         arguments: ArgumentsOption = None,
         verbose: VerboseOption = False,
         devices: Annotated[
-            int | None, option("--devices -n", "Plan for N devices. Default: this machine's.", "N")
+            int | None,
+            option("--devices -n", "Plan for N devices. Default: this machine's.", "N", min=1),
         ] = None,
         cluster: Annotated[
             Path | None,
@@ -90,7 +91,10 @@ def register(app: typer.Typer) -> None:
         per_node: Annotated[
             int | None,
             option(
-                "--per-node", "With --device: devices of a node. Default: 8, 72 for GB200.", "N"
+                "--per-node",
+                "With --device: devices of a node. Default: 8, 72 for GB200.",
+                "N",
+                min=1,
             ),
         ] = None,
         memory: Annotated[
@@ -115,8 +119,6 @@ def register(app: typer.Typer) -> None:
         command = examined_command("plan", module, arguments or [])
         if optimize not in ("speed", "memory"):
             raise ArgumentError(f"--optimize {optimize}: choose speed or memory.")
-        if devices is not None and devices < 1:
-            raise ArgumentError(f"--devices {devices} must be 1 or more.")
         check_folders(json=file, save=save)
         size = None
         if memory is not None:
@@ -131,8 +133,6 @@ def register(app: typer.Typer) -> None:
                 f"{asked} describes devices that are not here: add --device KIND. A cluster file "
                 "has links and nodes of its own."
             )
-        if per_node is not None and per_node < 1:
-            raise ArgumentError(f"--per-node {per_node} must be 1 or more.")
         link = 0.0
         if network is not None:
             speed = "the speed of a node's link to the others, such as 100Gbit or 25GB/s"

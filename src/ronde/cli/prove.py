@@ -85,7 +85,7 @@ def register(app: typer.Typer) -> None:
         steps: Annotated[int, option("--steps", "Optimizer steps to compare.", "K")] = STEPS,
         module: ModuleOption = None,
         timeout: Annotated[
-            float, option("--timeout", "Time limit for one run of the script.", "SECONDS")
+            float, option("--timeout", "Time limit for one run of the script.", "SECONDS", min=1)
         ] = _TIMEOUT_SECONDS,
         file: JsonOption = None,
         runs: Annotated[
@@ -99,8 +99,6 @@ def register(app: typer.Typer) -> None:
         ] = Path("runs"),
     ) -> None:
         command = examined_command("prove", module, arguments or [])
-        if timeout <= 0:
-            raise ArgumentError(f"--timeout {timeout:g} must be above 0.")
         check_folders(json=file)
         wanted: str | list[str] | None = "all" if plans and "all" in plans else plans
         counts = _counts(workers)

@@ -93,15 +93,21 @@ def register(app: typer.Typer) -> None:
                 "--to",
                 "Extrapolate up to N workers. Default: 64, or the largest size measured.",
                 "N",
+                min=1,
             ),
         ] = None,
         seconds: Annotated[
-            float, option("--seconds", "How long each rate is measured at a time.", "S")
+            float,
+            option(
+                "--seconds", "How long each rate is measured at a time.", "S", min=0.01, max=3600
+            ),
         ] = 2.0,
         rounds: Annotated[
-            int, option("--rounds", "How often each size is started, in turns.", "R")
+            int, option("--rounds", "How often each size is started, in turns.", "R", min=1)
         ] = 2,
-        cost: Annotated[float | None, option("--cost", "Price of a device-hour.", "PRICE")] = None,
+        cost: Annotated[
+            float | None, option("--cost", "Price of a device-hour.", "PRICE", min=0)
+        ] = None,
         batch: Annotated[
             str | None,
             option(
@@ -124,14 +130,6 @@ def register(app: typer.Typer) -> None:
         sizes = parse_sizes(workers) if workers is not None else default_sizes(count)
         for n in sizes:
             check_workers(n)
-        if to is not None and to < 1:
-            raise ArgumentError(f"--to {to} must be 1 or more.")
-        if not 0 < seconds < float("inf"):
-            raise ArgumentError(f"--seconds {seconds:g} must be above 0.")
-        if rounds < 1:
-            raise ArgumentError(f"--rounds {rounds} must be 1 or more.")
-        if cost is not None and not 0 <= cost < float("inf"):
-            raise ArgumentError(f"--cost {cost:g} must be 0 or more.")
         if batch not in (None, "keep", "grow"):
             raise ArgumentError(f"--batch {batch}: choose keep or grow.")
         check_folders(json=file, report=report)
