@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import queue
 import secrets
 import select
 import signal
@@ -87,18 +86,19 @@ class MpiWorld:
             text=True,
             start_new_session=True,  # Ctrl-C comes to the launcher alone
         )
-        lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        threading.Thread(target=_read, args=(process, lines), daemon=True).start()
+        assert process.stdout is not None
         left, said = sum(count for _, count in self._hosts), [""]
-        limit = time.monotonic() + _START_SECONDS
-        while left and (seconds := limit - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                if not (line := lines.get(timeout=seconds)):
-                    break
-                if line == "ready\n":
-                    left -= 1
-                else:
+        timer = threading.Timer(_START_SECONDS, self._end, [0.0])
+        timer.start()
+        try:
+            for line in process.stdout:
+                if line != "ready\n":
                     said.append(line)
+                elif not (left := left - 1):
+                    break
+        finally:
+            timer.cancel()
+        threading.Thread(target=process.stdout.read, daemon=True).start()  # or mpirun would block
         if left:
             self._end(0.0)
             why = "".join(said[-8:]).strip() or f"nothing was said in {_START_SECONDS:.0f} s"
@@ -122,13 +122,6 @@ class MpiWorld:
 def shared_name(hosts: Sequence[str]) -> str:
     """The name of a world that launchers of several hosts know without a word: hosts have one."""
     return hashlib.sha256("\n".join(hosts).encode()).hexdigest()[:32]
-
-
-def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.put(line)
-    lines.put("")
 
 
 class _Rank:
