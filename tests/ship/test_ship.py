@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
 import shutil
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -16,6 +20,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from safetensors.numpy import save_file
 from torch import nn
 
 from processes import python, ronde_run
@@ -38,7 +43,7 @@ from ronde.ship import (
 )
 from ronde.ship.export import export_program
 from ronde.ship.quantize import judge_int8, quantize
-from ronde.ship.runtime import stored_samples
+from ronde.ship.runtime import open_session, stored_samples
 from ronde.world import ArgumentError, RondeError
 
 Made = tuple[nn.Module, ModelCall, Path, torch.Tensor]
@@ -129,8 +134,6 @@ def test_planted_faults_are_refused(made: Made, fault: str) -> None:
 
 def test_accuracy_alone_would_pass_a_wrong_export(made: Made) -> None:
     _, call, path, labels = made
-    from ronde.ship.runtime import open_session
-
     graph = onnx.load(path)
     FAULTS["last weights + 1e-3"](graph)
     right = []
@@ -271,7 +274,22 @@ def test_every_change_of_a_bundle_is_refused(bundle: Path, tmp_path: Path) -> No
     with pytest.raises(ShipError, match="link is a link"):
         verify_bundle(bundle, public)
     (bundle / "link").unlink()
-    for text in ("[" * 100_000, '{"files": {"a": 1}, "serial": 1}', "[]"):
+    data = (bundle / "about.sig").read_bytes()
+    (bundle / "about.sig").write_bytes(data * 1000)
+    with pytest.raises(ShipError, match="was changed after signing"):
+        verify_bundle(bundle, public)
+    (bundle / "about.sig").unlink()
+    with pytest.raises(ShipError, match="is not signed"):
+        verify_bundle(bundle, public)
+    (bundle / "about.sig").write_bytes(data)
+    for name in ("model.onnx", "about.json"):  # a pipe would be read for ever
+        (bundle / name).rename(tmp_path / "kept")
+        os.mkfifo(bundle / name)
+        with pytest.raises(ShipError, match=r"is no file: a bundle|has no about\.json"):
+            verify_bundle(bundle, public)
+        (tmp_path / "kept").rename(bundle / name)
+    huge = json.dumps({"files": {str(i): {} for i in range(100_000)}, "serial": 1, "format": 1})
+    for text in ("[" * 100_000, '{"files": {"a": 1}, "serial": 1}', "[]", huge):
         odd = tmp_path / "odd"
         odd.mkdir()
         (odd / "about.json").write_text(text)
@@ -296,6 +314,32 @@ def test_every_change_of_a_bundle_is_refused(bundle: Path, tmp_path: Path) -> No
         shutil.rmtree(outside)
         del about["files"][name]
     verify_bundle(bundle, public)
+
+
+def test_models_that_anybody_packed_are_refused_in_a_sentence(made: Made, tmp_path: Path) -> None:
+    graph, stored = onnx.load(made[2]), tmp_path / "stored.safetensors"
+    feeds = {"x": made[1].tensors[0][:2].numpy()}
+    outputs = open_session(made[2]).run(None, feeds)
+    save_file({"input.x": feeds["x"], "output.0": outputs[0]}, stored)
+    weight = tensor_of(graph, (10, 64))
+    weight.ClearField("raw_data")
+    weight.data_location = onnx.TensorProto.EXTERNAL
+    weight.external_data.add(key="location", value="../secret")
+    (tmp_path / "secret").write_bytes(bytes(10 * 64 * 4))
+    for i, (model, about, text) in enumerate((
+        (b"garbage", {"limits": [1.0]}, "ONNX Runtime refuses the model: "),
+        (graph.SerializeToString(), {"limits": [1.0]}, "ONNX Runtime refuses the model: "),
+        (made[2].read_bytes(), {}, "lacks a limit or a stored value for an output"),
+        (made[2].read_bytes(), {"limits": []}, "lacks a limit or a stored value for an output"),
+    )):  # fmt: skip
+
+        def fill(into: Path, model: bytes = model) -> None:
+            (into / "model.onnx").write_bytes(model)
+            shutil.copy(stored, into / "expected.safetensors")
+
+        write_bundle(tmp_path / str(i), fill, about)
+        with pytest.raises(ShipError, match=text):
+            ShippedModel(tmp_path / str(i)).check()
 
 
 def test_verifying_imports_no_torch(bundle: Path, tmp_path: Path) -> None:
@@ -348,9 +392,30 @@ def test_a_server_answers_bad_clients_and_lives(
             status, answer = ask(body)
             assert status == 400 and text in answer["error"], (body[:20], answer)
         assert ask(b"{}", "/nothing")[0] == 404
-        with socket.create_connection(address) as large:  # it says 100 MB and sends none
-            large.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
-            assert large.recv(1000).startswith(b"HTTP/1.1 413")
+        for length, status in {"100000000": 413, "9" * 5000: 413, "\xb2": 411, "-1": 411}.items():
+            with socket.create_connection(address) as large:  # it says so, and sends none
+                head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n"
+                large.sendall(head.encode("latin-1"))
+                assert large.recv(1000).startswith(f"HTTP/1.1 {status}".encode()), length
+        with socket.create_connection(address) as large, contextlib.suppress(OSError):
+            large.sendall(b"POST /predict HTTP/1.1\r\nContent-Length: 100000000\r\n\r\n")
+            for _ in range(100):  # it sends them, whatever it is told
+                large.sendall(bytes(1_000_000))
+        with socket.create_connection(address) as noise:
+            noise.sendall(bytes(range(256)) * 20 + b"\r\n\r\n")
+            assert b"400" in noise.recv(1000)
+        idle = [socket.create_connection(address) for _ in range(100)]
+        assert good() == 200
+        for client in idle:
+            client.close()
+        with socket.create_connection(address) as endless:  # a header that never ends
+            endless.sendall(b"POST /predict HTTP/1.1\r\nHost: ")
+            with pytest.raises(ConnectionError):  # the server hangs up, though each byte is in time
+                for _ in range(1200):
+                    endless.sendall(b"x")
+                    time.sleep(0.05)
+                    if endless in select.select([endless], [], [], 0)[0] and not endless.recv(1):
+                        raise ConnectionError
         slow = [socket.create_connection(address) for _ in range(8)]
         for client in slow:
             client.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +15,9 @@ from safetensors.numpy import save_file
 
 from lab import lab, missing
 from processes import python, ronde_run
-from ronde.ship import ShipError, current_bundle, make_key, write_bundle
+from ronde.ship import ShipError, current_bundle, install_bundle, make_key, write_bundle
 from ronde.ship.delivery import fulfill, pack_order
+from ronde.world import RondeError
 
 
 def write_double(folder: Path) -> None:
@@ -49,6 +53,54 @@ def test_a_device_needs_no_torch_and_trusts_nobody(tmp_path: Path) -> None:
     with (tmp_path / "order").open("rb") as file, pytest.raises(ShipError, match="was changed"):
         fulfill(file)
     assert not root.exists()
+
+
+def test_an_order_that_is_cut_or_hostile_changes_nothing(tmp_path: Path) -> None:
+    key, public, root = tmp_path / "key.pem", tmp_path / "public.pem", tmp_path / "root"
+    make_key(key, public)
+    for serial in (1, 2, 3):
+        path = tmp_path / f"b{serial}"
+        write_bundle(path, write_double, {"limits": [0.0]}, key=key, serial=serial)
+    install_bundle(tmp_path / "b1", root, public)
+    install_bundle(tmp_path / "b2", root, public)
+    packed = io.BytesIO()
+    pack_order(packed, str(root), tmp_path / "b3", public)
+    whole = packed.getvalue()
+    end = len(whole.rstrip(b"\0"))
+    for cut in range(0, end, 512):  # a connection that ends there: at worst, it looks like no more
+        with pytest.raises((RondeError, OSError, tarfile.TarError)):
+            fulfill(io.BytesIO(whole[:cut]))
+        assert current_bundle(root, public).serial == 2
+
+    def member(name: str, kind: bytes, link: str = "") -> Callable[[tarfile.TarFile], None]:
+        def add(tar: tarfile.TarFile) -> None:
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.size = kind, link, 2 if kind == tarfile.REGTYPE else 0
+            tar.addfile(info, io.BytesIO(b"xx"))
+
+        return add
+
+    for more, text in {
+        member("../../out", tarfile.REGTYPE): "outside the destination",
+        member("bundle/../../out", tarfile.REGTYPE): "outside the destination",
+        member("bundle/out", tarfile.SYMTYPE, "/etc/passwd"): "absolute path",
+        member("bundle/out", tarfile.SYMTYPE, "../../out"): "outside the destination",
+        member("bundle/out", tarfile.LNKTYPE, "../out"): "outside the destination",
+        member("bundle/out", tarfile.SYMTYPE, "about.json"): "out is a link: a bundle has none",
+        member("bundle/out", tarfile.DIRTYPE): "out is no file",
+        member("bundle/out", tarfile.CHRTYPE): "is a special file",
+        member("bundle/out", tarfile.FIFOTYPE): "is a special file",
+        member("bundle/out", tarfile.REGTYPE): "out is not the bundle's",
+        member("bundle/model.onnx", tarfile.REGTYPE): "model.onnx was changed",
+    }.items():
+        order = tmp_path / "order.tar"
+        order.write_bytes(whole)
+        with tarfile.open(order, "a") as tar:
+            more(tar)
+        with pytest.raises((RondeError, tarfile.TarError), match=text):
+            fulfill(io.BytesIO(order.read_bytes()))
+        assert current_bundle(root, public).serial == 2 and not (tmp_path / "out").exists()
+    assert fulfill(io.BytesIO(whole + b"more" * 5000)) == 3  # behind its end, a tar is not read
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())

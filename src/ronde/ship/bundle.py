@@ -23,6 +23,7 @@ __all__ = ["Bundle", "ShipError", "make_key", "verify_bundle", "write_bundle"]
 FORMAT = 1
 ABOUT, SIGNATURE = "about.json", "about.sig"
 _MOST_ABOUT_BYTES = 1 << 20
+_SIGNATURE_BYTES = 64
 
 
 class ShipError(RondeError):
@@ -149,10 +150,10 @@ def _check_signature(path: Path, text: bytes, key: Path) -> None:
         raise ArgumentError(f"--key {key} cannot be read as a public key: {error}") from None
     if not isinstance(public, Ed25519PublicKey):
         raise ArgumentError(f"--key {key} is no Ed25519 key.")
-    try:
-        signature = (path / SIGNATURE).read_bytes()
-    except OSError:
-        raise ShipError(f"{path} is not signed.") from None
+    if not (path / SIGNATURE).is_file():
+        raise ShipError(f"{path} is not signed.")
+    with (path / SIGNATURE).open("rb") as file:
+        signature = file.read(_SIGNATURE_BYTES + 1)
     try:
         public.verify(signature, text)
     except InvalidSignature:
@@ -171,11 +172,15 @@ def verify_bundle(path: Path, key: Path | None = None) -> Bundle:
     Raises:
         ShipError: something was changed, is missing, or is not the bundle's.
     """
-    try:
-        with (path / ABOUT).open("rb") as file:
-            text = file.read(_MOST_ABOUT_BYTES + 1)
-    except OSError:
-        raise ShipError(f"{path} is no bundle: it has no {ABOUT}.") from None
+    if not (path / ABOUT).is_file():
+        raise ShipError(f"{path} is no bundle: it has no {ABOUT}.")
+    for entry in path.iterdir():
+        if entry.is_symlink():
+            raise ShipError(f"{entry} is a link: a bundle has none.")
+        if not entry.is_file():
+            raise ShipError(f"{entry} is no file: a bundle has nothing else.")
+    with (path / ABOUT).open("rb") as file:
+        text = file.read(_MOST_ABOUT_BYTES + 1)
     if key is not None:
         _check_signature(path, text, key)
     about: Any = None
@@ -187,15 +192,12 @@ def verify_bundle(path: Path, key: Path | None = None) -> Bundle:
         raise ShipError(f"{path / ABOUT} is damaged.")
     if about.get("format") != FORMAT:
         raise ShipError(f"{path} is of format {about.get('format')!r}; this Ronde reads {FORMAT}.")
-    for entry in path.iterdir():
-        if entry.is_symlink():
-            raise ShipError(f"{entry} is a link: a bundle has none.")
     there = {f.name for f in path.iterdir()} - {ABOUT, SIGNATURE}
     for name in sorted(there - files.keys()):
         raise ShipError(f"{path / name} is not the bundle's.")
     for name, facts in files.items():
         file = path / name
-        if Path(name).name != name or name not in there or file.is_symlink():
+        if Path(name).name != name or name not in there:
             raise ShipError(f"{path}: the file {name!r} is missing or outside the bundle.")
         if file.stat().st_size != facts.get("bytes") or file_digest(file) != facts.get("sha256"):
             raise ShipError(f"{file} was changed after the bundle was made.")

@@ -34,7 +34,8 @@ def pack_order(
     """
     with tempfile.TemporaryDirectory() as place, tarfile.open(fileobj=file, mode="w|") as tar:
         order = Path(place) / "order.json"
-        order.write_text(json.dumps({"root": root}))
+        # said, not concluded from what came: a cut connection must not become a rollback
+        order.write_text(json.dumps({"root": root, "install": bundle is not None}))
         tar.add(order, order.name)
         if bundle and key:
             tar.add(key, _KEY)
@@ -55,10 +56,11 @@ def fulfill(stream: IO[bytes]) -> int:
         folder = Path(place)
         with tarfile.open(fileobj=stream, mode="r|") as tar:
             tar.extractall(folder, filter="data")
-        root = Path(json.loads((folder / "order.json").read_text())["root"])
-        if not (folder / _BUNDLE).is_dir():
-            return restore_previous(root)
-        return install_bundle(folder / _BUNDLE, root, folder / _KEY).serial
+        order = json.loads((folder / "order.json").read_text())
+        root = Path(order["root"])
+        if order["install"]:
+            return install_bundle(folder / _BUNDLE, root, folder / _KEY).serial
+        return restore_previous(root)
 
 
 def _main() -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from ronde.measure.model_call import ModelCall, inference_copy
 from ronde.ship.bundle import ShipError
-from ronde.ship.runtime import open_session
+from ronde.ship.runtime import first_line, open_session
 
 __all__ = ["Floor", "check_export", "model_outputs"]
 
@@ -101,10 +101,7 @@ def check_export(model: nn.Module, path: Path | bytes, call: ModelCall) -> list[
     worst = [0.0] * len(own)
     sessions = {}
     for optimized in (True, False):
-        try:
-            sessions[optimized] = open_session(path, optimized=optimized)
-        except Exception as error:  # onnxruntime's own classes have no common base
-            raise ShipError(f"ONNX Runtime refuses the export: {_first(error)}") from None
+        sessions[optimized] = open_session(path, optimized=optimized)
     for size in dict.fromkeys((*_SIZES, whole)):
         for low in _starts(whole, size):
             part = call.rows(low, min(low + size, whole))
@@ -127,7 +124,7 @@ def _truth(
         true = [_array(o) for o in model_outputs(twin, call.double())] if twin else mine
     except RuntimeError as error:
         raise ShipError(
-            f"the model itself fails for a batch of {call.samples}: {_first(error)}"
+            f"the model itself fails for a batch of {call.samples}: {first_line(error)}"
         ) from None
     return mine, true
 
@@ -144,10 +141,6 @@ def _starts(whole: int, size: int) -> Sequence[int]:
     """
     starts = range(0, whole, size)
     return starts[:: max(1, len(starts) // _BATCHES)]
-
-
-def _first(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _limits(
@@ -200,7 +193,7 @@ def _run(session: Any, part: ModelCall) -> list[np.ndarray[Any, Any]]:
         return list(session.run(None, feeds))
     except Exception as error:
         raise ShipError(
-            f"the export fails for a batch of {part.samples}: {_first(error)}"
+            f"the export fails for a batch of {part.samples}: {first_line(error)}"
         ) from None
 
 

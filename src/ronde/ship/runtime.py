@@ -12,14 +12,18 @@ from ronde.ship.bundle import Bundle, ShipError, verify_bundle
 from ronde.world import ArgumentError
 from ronde.world.paths import need
 
-__all__ = ["ShippedModel", "open_session", "stored_samples"]
+__all__ = ["ShippedModel", "first_line", "open_session", "stored_samples"]
 
 MODEL, INT8, EXPECTED = "model.onnx", "model.int8.onnx", "expected.safetensors"
 RECIPE = "recipe.json"
 
 
 def open_session(model: Path | bytes, *, optimized: bool = True, threads: int = 0) -> Any:
-    """An ONNX Runtime session on the CPU, from bytes: files that the model names are not read."""
+    """An ONNX Runtime session on the CPU, from bytes: files that the model names are not read.
+
+    Raises:
+        ShipError: the model is damaged, or this ONNX Runtime cannot run it.
+    """
     need("onnxruntime", "ship", "running an exported model")
     import onnxruntime
 
@@ -29,7 +33,15 @@ def open_session(model: Path | bytes, *, optimized: bool = True, threads: int = 
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     data = model if isinstance(model, bytes) else model.read_bytes()
-    return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    try:
+        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its own classes have no common base
+        raise ShipError(f"ONNX Runtime refuses the model: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def stored_samples(bundle: Bundle) -> tuple[dict[str, np.ndarray[Any, Any]], list[Any]]:
@@ -88,6 +100,7 @@ class ShippedModel:
 
         Raises:
             ArgumentError: names, shapes, or types are not the model's.
+            ShipError: the model fails on these values.
         """
         inputs = self.named(inputs)
         if inputs.keys() != self.inputs.keys():
@@ -96,7 +109,10 @@ class ShippedModel:
                 f"{', '.join(map(str, inputs)) or 'none'}."
             )
         ready = {name: self._array(name, value) for name, value in inputs.items()}
-        return list(self._session.run(None, ready))
+        try:
+            return list(self._session.run(None, ready))
+        except Exception as error:
+            raise ShipError(f"the model fails: {first_line(error)}") from None
 
     def named(self, inputs: Any) -> Mapping[str, Any]:
         """Inputs by name: one array is that of a model with one input."""
@@ -174,8 +190,10 @@ class ShippedModel:
         """
         inputs, expected = stored_samples(self.bundle)
         worst = 0.0
-        limits = self.bundle.about["limits"]
         found = self.predict(inputs)
+        limits = self.bundle.about.get("limits")
+        if not isinstance(limits, list) or not len(limits) == len(expected) == len(found):
+            raise ShipError(f"{self.bundle.path} lacks a limit or a stored value for an output.")
         for i, (got, wanted, limit) in enumerate(zip(found, expected, limits, strict=True)):
             with np.errstate(invalid="ignore"):
                 difference = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
