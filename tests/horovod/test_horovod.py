@@ -7,7 +7,6 @@ import torch
 
 from processes import TESTS, ronde_run
 from ronde.cli.horovodrun import translate
-from ronde.horovod.coordinator import Coordinator
 from ronde.world import ArgumentError
 
 NO_FILES = {"RONDE_RUNS": "none"}
@@ -18,13 +17,6 @@ def test_every_operation_and_every_refusal_on_three_ranks(tmp_path):
     checks = ["-q", "-p", "no:cacheprovider", "--noconftest", str(TESTS / "horovod_checks.py")]
     done = ronde_run([*command, *checks], tmp_path, 150, NO_FILES)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-
-
-def test_ranks_that_have_left_are_named():
-    coordinator = Coordinator.__new__(Coordinator)
-    coordinator._left = {2: "shut down", 0: "shut down", 1: "ended"}
-    assert coordinator._ranks_left([0, 1, 2]) == "rank 1 has ended; ranks 0, 2 have shut down"
-    assert coordinator._ranks_left([2]) == "rank 2 has shut down"
 
 
 def test_trainings_are_those_of_one_process(tmp_path):

@@ -33,7 +33,6 @@ class SixteenBits(Reducer):
     leave to the backend; fp16 is scaled by a power of two, so that it cannot overflow.
     """
 
-    exact = False
     lanes = 2
 
     def __init__(self, choice: ReducerChoice, members: Members) -> None:
@@ -72,8 +71,6 @@ class SixteenBits(Reducer):
 
 class _Feedback(Reducer):
     """What reducers with error feedback share: a residual for each parameter."""
-
-    exact = False
 
     def _with_residual(self, bucket: Bucket) -> None:
         """Add to each gradient what earlier steps did not send."""

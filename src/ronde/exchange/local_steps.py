@@ -24,8 +24,6 @@ class LocalSteps(Reducer):
     memory does not survive.
     """
 
-    exact = False
-
     def __init__(self, choice: ReducerChoice, members: Members) -> None:
         super().__init__(choice, members)
         self.every = int(choice.values[0])

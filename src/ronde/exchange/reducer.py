@@ -99,7 +99,6 @@ class Reducer:
     room and an entry of :data:`ronde.exchange.KINDS`.
 
     Attributes:
-        exact: whether the result is the mean, up to rounding.
         lanes: buckets in flight. All workers put bucket ``i`` into lane ``i % lanes``.
         bucket_mib: the size at which a bucket is closed.
         every: optimizer steps from one moment at which all workers have the same weights to the
@@ -108,7 +107,6 @@ class Reducer:
         state: tensors that one step leaves to the next, by name.
     """
 
-    exact = True
     lanes = 1
     bucket_mib = 25.0
     every = 1
@@ -117,6 +115,11 @@ class Reducer:
     def __init__(self, choice: ReducerChoice, members: Members) -> None:
         self.choice, self.members = choice, members
         self.state: dict[str, torch.Tensor] = {}
+
+    @property
+    def exact(self) -> bool:
+        """Whether the result is the mean, up to rounding."""
+        return self.choice.kind.exact
 
     def average(self, bucket: Bucket) -> None:
         """Replace ``bucket.flat`` by its mean over all workers. Runs in the lane, without

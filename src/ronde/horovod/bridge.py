@@ -243,11 +243,10 @@ class Bridge:
                 handle.result = message["joined"]
             handle.done.set()
             return
-        number, kind, name = message.get("go") or message["of"]
-        key = (number, kind, name)
+        key: Key = tuple(message.get("go") or message["of"])
         if "meta" in message:
             try:
-                contribute_zeros(self.teams[number], message["meta"], self.device)
+                contribute_zeros(self.teams[key[0]], message["meta"], self.device)
             except Exception as error:
                 self.poison(f"{describe(key)} failed on rank {self.rank}: {error}")
             return

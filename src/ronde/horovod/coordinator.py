@@ -199,12 +199,10 @@ class Coordinator(threading.Thread):
 
     def _handle(self, rank: int, message: dict[str, Any]) -> None:
         if "do" in message:
-            number, kind, name = message["do"]
-            self._announce(rank, (number, kind, name), message["meta"])
+            self._announce(rank, tuple(message["do"]), message["meta"])
         elif "waits" in message:
-            number, kind, name = message["waits"]
-            if (number, kind, name) in self._pending:
-                self._waits[rank] = (number, kind, name)
+            if (key := tuple(message["waits"])) in self._pending:
+                self._waits[rank] = key
         elif "join" in message:
             self._joined.append(rank)
             for key in list(self._pending):
@@ -245,10 +243,7 @@ class Coordinator(threading.Thread):
         metas = self._pending[key].metas
         absent = [r for r in self._members(key) if r not in metas]
         if gone := [r for r in absent if r in self._left]:
-            self._fail(
-                key,
-                f"{describe(key)} cannot complete: {self._ranks_left(gone)}.",
-            )
+            self._fail(key, f"{describe(key)} cannot complete: {self._ranks_left(gone)}.")
             return
         if any(r not in self._joined for r in absent):
             return
