@@ -69,13 +69,12 @@ class DrawRecorder:
         self._range = (key, low - share.start, high - share.start, share.global_samples)
         self.draw_again()
 
-    def draw_again(self, samples: int | None = None) -> None:
-        """The pass under way starts once more, on its first ``samples``."""
+    def draw_again(self) -> None:
+        """The pass under way starts once more."""
         if self.keyed is not None and not following():
-            key, low, high, whole = self._range
             self._others.update(draws_since(self._marks))
             self._inside.clear()  # a pipeline's stage leaves a pass halfway
-            self.keyed.begin(key, low, high if samples is None else low + samples, whole)
+            self.keyed.begin(*self._range)
             self._marks = generators()
 
     def leave(self) -> None:
