@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import re
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -35,27 +33,6 @@ class Sample(NamedTuple):
     data: bytes
     label: Any
     name: str
-
-
-# Objects with locks or open files, which a forked child must not inherit as they are.
-_forked: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-class _Resets(Protocol):
-    def reset(self) -> None: ...
-
-
-def reset_after_fork(thing: _Resets) -> None:
-    """Call ``thing.reset()`` first in every forked child."""
-    _forked.add(thing)
-
-
-def _in_child() -> None:
-    for thing in list(_forked):
-        thing.reset()
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 class Names(Sequence[str]):

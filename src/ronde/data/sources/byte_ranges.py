@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -16,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ronde.data.sources.base import reset_after_fork
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote, local_path, need
 
@@ -296,6 +296,19 @@ def expand(
     return found
 
 
+def one_folder(paths: Any, ending: str) -> str | None:
+    """The folder that ``paths`` names, if it is one: a local one that is there, whatever its name
+    looks like, or a URL that is no pattern and has not this ending.
+    """
+    if not isinstance(paths, str | os.PathLike):
+        return None
+    text = os.fspath(paths)
+    if not is_remote(text):
+        text = local_path(paths).rstrip("/")
+        return text if Path(text).is_dir() else None
+    return None if text.endswith(ending) or set("*[{") & set(text) else text.rstrip("/")
+
+
 def inside(folder: str, ending: str, argument: str) -> list[str]:
     """A local folder's files with this suffix, sorted; the folder's name is not a pattern."""
     found = sorted(globbing.glob(f"{globbing.escape(folder)}/*{ending}"))  # noqa: PTH207
@@ -317,6 +330,17 @@ def _braces(text: str) -> list[str]:
     ]
 
 
+_caches: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _reset_caches() -> None:
+    for cache in list(_caches):
+        cache.reset()
+
+
+os.register_at_fork(after_in_child=_reset_caches)
+
+
 class BytesCache(Generic[K, V]):
     """The last values, up to a number of bytes. Thread-safe; concurrent requests build a value
     once.
@@ -330,7 +354,7 @@ class BytesCache(Generic[K, V]):
         self.most_bytes = most_bytes
         self._size = size
         self.reset()
-        reset_after_fork(self)
+        _caches.add(self)
 
     def reset(self) -> None:
         """Empty it. In a forked child, values the parent's threads were building never arrive."""

@@ -21,11 +21,11 @@ from ronde.data.sources.base import (
     digest_values,
     unknown_class,
 )
-from ronde.data.sources.byte_ranges import BytesCache, Store, expand, inside
+from ronde.data.sources.byte_ranges import BytesCache, Store, expand, inside, one_folder
 from ronde.data.sources.tar import is_pack
 from ronde.tables.reading import arrow_batches, open_arrow
 from ronde.world import ArgumentError, SampleError
-from ronde.world.paths import is_remote, local_path, need
+from ronde.world.paths import is_remote, need
 
 Columns = dict[str, Any]
 
@@ -571,25 +571,19 @@ def parquet(
     """
     need("pyarrow", "tables", "feed.parquet")
     store = Store(options)
-    files: list[str] = []
-    if isinstance(paths, str | os.PathLike):
-        text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local_path(paths)).rstrip("/")
-        here = not is_remote(text) and os.path.isdir(text)  # noqa: PTH112
-        # A folder that exists is itself, whatever its name looks like.
-        plain = here or (
-            is_remote(text) and not text.endswith(".parquet") and not set("*[{") & set(text)
-        )
-        if plain and is_pack(text, options):
-            raise ArgumentError(f"{text} is a pack of tars. Open it with feed.tar({text!r}).")
-        if here:
-            endings = {file.suffix for file in Path(text).iterdir()} & {".parquet", ".arrow"}
-            ending = ".arrow" if endings == {".arrow"} else ".parquet"
-            files = inside(text, ending, "feed.parquet")
+    place = one_folder(paths, ".parquet")
+    if place is not None and is_pack(place, options):
+        raise ArgumentError(f"{place} is a pack of tars. Open it with feed.tar({place!r}).")
+    if place is not None and not is_remote(place):
+        endings = {file.suffix for file in Path(place).iterdir()} & {".parquet", ".arrow"}
+        ending = ".arrow" if endings == {".arrow"} else ".parquet"
+        files = inside(place, ending, "feed.parquet")
+    else:
+        files = expand(paths, store, "feed.parquet")
     if data is None and (label is not None or name is not None):
         raise ArgumentError("feed.parquet: label= and name= go with data=, the column of bytes.")
     if data is not None:
         columns = [c for c in (data, label, name) if c is not None]
-    files = files or expand(paths, store, "feed.parquet")
     known = classes_of(classes, like, "feed.parquet")
     if known is not None and label is None:
         raise ArgumentError("feed.parquet: classes= and like= go with data= and label=.")

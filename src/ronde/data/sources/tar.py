@@ -7,7 +7,6 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from ronde.data.sources.byte_ranges import (
     Store,
     expand,
     inside,
+    one_folder,
 )
 from ronde.data.sources.tar_index import SUFFIX, TarIndex, index_of
 from ronde.world import ArgumentError, SampleError, world
@@ -424,22 +424,14 @@ def tar(
         )
     known = classes_of(classes, like, "feed.tar")
     wanted = [data] if isinstance(data, str) else None if data is None else list(data)
-    files: list[str] = []
-    if isinstance(paths, str | os.PathLike):
-        text = (os.fspath(paths) if is_remote(os.fspath(paths)) else local_path(paths)).rstrip("/")
-        here = not is_remote(text) and Path(text).is_dir()
-        # A folder that exists is itself, whatever its name looks like.
-        plain = here or (
-            is_remote(text) and not text.endswith(".tar") and not set("*[{") & set(text)
-        )
-        manifest = read_manifest(text, store) if plain else None
-        if manifest is not None:
-            files, indices = _packed(text, manifest, store)
-            source = TarSource(files, indices, store, None, None, manifest, cache_bytes, blocks)
-            return source if known is None else source.count_classes(known)
-        if here:
-            files = inside(text, ".tar", "feed.tar")
-    if not files:
+    place = one_folder(paths, ".tar")
+    if place is not None and (manifest := read_manifest(place, store)) is not None:
+        files, indices = _packed(place, manifest, store)
+        source = TarSource(files, indices, store, None, None, manifest, cache_bytes, blocks)
+        return source if known is None else source.count_classes(known)
+    if place is not None and not is_remote(place):
+        files = inside(place, ".tar", "feed.tar")
+    else:
         files = expand(paths, store, "feed.tar")
     remote = {is_remote(path) for path in files}
     if len(remote) > 1:
