@@ -353,6 +353,19 @@ def plus_rng(sample):
     return sample["label"] + int(rng().integers(1 << 30))
 
 
+own = np.random.default_rng()
+
+
+def plus_own(sample):
+    return sample["label"] + int(own.integers(1 << 30))
+
+
+def test_a_generator_of_its_own_is_refused_too():
+    pipeline = Pipeline(Toy(9)).map(dict, "decode").map(plus_own, "flip")
+    with pytest.raises(ArgumentError, match="a generator of its own draws random numbers"):
+        cached(pipeline, "flip")
+
+
 @pytest.mark.parametrize(
     "step", [plus_rng, plus_global, plus_torch, plus_python], ids=lambda f: f.__name__
 )

@@ -32,6 +32,8 @@ from sampling import long, some
 
 def seen(rounds, stages=(), **more):
     given = {"workers": 1, "loaders": 2, "executor": "processes", "cores": 8, "batch": 16, **more}
+    wait = [(given["batch"] * (1 / r["real"] - 1 / r["synthetic"]),) for r in rounds]
+    given = {"waits": tuple((max(w, 0.0),) * given["workers"] for (w,) in wait), **given}
     return Measurements(rounds=tuple(rounds), stages=tuple(stages), **given)
 
 
@@ -50,16 +52,14 @@ STAGES = (
     TimedStage("read", wall_seconds=0.0002, cpu_seconds=0.0001),
     TimedStage("decode", wall_seconds=0.004, cpu_seconds=0.004),
     TimedStage("augment", wall_seconds=0.0003, cpu_seconds=0.0003),
-    TimedStage("python", wall_seconds=0.0001, cpu_seconds=0.0001, removable=False),
+    TimedStage("python", wall_seconds=0.0001, cpu_seconds=0.0001),
 )
 
 
-def test_the_stage_whose_removal_closes_the_gap_is_the_cause():
+def test_the_stage_that_takes_the_loaders_time_is_the_cause():
     found = judge(
         seen(
-            rounds(
-                synthetic=1000, real=400, without__decode=990, without__augment=425, beside=1000
-            ),
+            rounds(synthetic=1000, real=400, beside=1000),
             STAGES,
         )
     ).values
@@ -76,12 +76,12 @@ def test_the_stage_whose_removal_closes_the_gap_is_the_cause():
 
 
 def test_two_stages_that_each_close_the_gap_keep_it_between_them():
-    both = rounds(synthetic=1000, real=500, without__decode=990, without__read=930, beside=1000)
+    both = rounds(synthetic=1000, real=500, beside=1000)
     stages = (TimedStage("read", wall_seconds=0.002), TimedStage("decode", wall_seconds=0.0025))
     rows = {r["name"]: r for r in judge(seen(both, stages)).values["stages"]}
     assert rows["decode"]["lost_points"] + rows["read"]["lost_points"] <= 51
-    assert rows["read"]["alone_points"] == pytest.approx(43, abs=2)
-    assert "43 if it alone were free" in rows["read"]["note"]
+    assert rows["read"]["alone_points"] > 40
+    assert "if it alone were free" in rows["read"]["note"]
 
 
 def test_stages_that_follow_each_other_share_the_gap_by_their_time():
@@ -89,9 +89,7 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
         TimedStage(n, wall_seconds=t)
         for n, t in (("read", 0.001), ("decode", 0.006), ("augment", 0.003))
     ]
-    rates = rounds(
-        synthetic=1000, real=1 / 0.011, without__read=100, without__decode=200, without__augment=125
-    )
+    rates = rounds(synthetic=1000, real=1 / 0.011)
     found = judge(seen(rates, stages, loaders=0, executor="none")).values
     rows = {r["name"]: r for r in found["stages"]}
     assert found["cause"]["stage"] == "decode"
@@ -105,7 +103,7 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
     rows = {
         r["name"]: r for r in judge(seen(rates, short, loaders=0, executor="none")).values["stages"]
     }
-    assert rows["decode"]["lost_points"] == pytest.approx(11, abs=1)
+    assert rows["decode"]["lost_points"] < 5
 
 
 @pytest.mark.parametrize("real", [1000, 985, 960])
@@ -128,8 +126,7 @@ def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
 def test_a_machine_that_slows_down_makes_no_gap_uncertain():
     # Every round has a gap of 20 %, and a machine of its own speed.
     drifting = [
-        {"synthetic": 1000 * f, "real": 800 * f, "without:decode": 990 * f, "beside": 1000 * f}
-        for f in (0.97, 1.0, 1.03, 1.0)
+        {"synthetic": 1000 * f, "real": 800 * f, "beside": 1000 * f} for f in (0.97, 1.0, 1.03, 1.0)
     ]
     found = judge(seen(drifting, STAGES)).values
     assert found["gap"] == pytest.approx(0.2) and found["gap_high"] - found["gap_low"] < 0.01
@@ -143,7 +140,8 @@ def test_the_interval_of_a_gap_covers_it_where_reading_alone_is_noisy():
         arms = {
             "synthetic": (1000, 0.01),
             "real": (800, 0.06),
-            **{f"without:{n}": (900, 0.01) for n in "abcd"},
+            "beside": (900, 0.01),
+            "limited": (900, 0.01),
         }
         noisy = [
             {name: rate * (1 + s * rng.standard_normal()) for name, (rate, s) in arms.items()}
@@ -161,18 +159,14 @@ def test_a_rank_with_a_smaller_share_or_none_is_no_straggler():
 
 
 def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
-    found = judge(
-        seen(rounds(synthetic=1000, real=700, beside=720, without__decode=985), STAGES)
-    ).values
+    found = judge(seen(rounds(synthetic=1000, real=700, beside=720), STAGES)).values
     assert found["cause"]["stage"] == "neighbour"
     assert found["neighbour"]["points"] == pytest.approx(28, abs=2)
     assert "decode" in found["neighbour"]["cause"]
-    assert next(r for r in found["stages"] if r["name"] == "decode")["lost_points"] < 3
+    assert next(r for r in found["stages"] if r["name"] == "decode")["lost_points"] < 5
     assert found["cause"]["within"] == "decode"
     # Loaders that could not feed a faster step are the cause themselves.
-    found = judge(
-        seen(rounds(synthetic=1000, real=500, beside=600, without__decode=985), STAGES, loading=540)
-    ).values
+    found = judge(seen(rounds(synthetic=1000, real=500, beside=600), STAGES, loading=540)).values
     assert found["cause"]["stage"] == "decode" and found["neighbour"]["points"] < 5
     assert next(r for r in found["stages"] if r["name"] == "decode")[
         "lost_points"
@@ -188,13 +182,9 @@ def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
 
 
 def test_what_one_thread_in_the_loaders_mends_is_oversubscription():
-    found = judge(
-        seen(
-            rounds(synthetic=1000, real=300, limited=980, without__augment=985, beside=900), STAGES
-        )
-    ).values
+    found = judge(seen(rounds(synthetic=1000, real=300, limited=980, beside=900), STAGES)).values
     assert found["cause"]["stage"] == "oversubscription"
-    assert "augment" in found["cause"]["within"]
+    assert found["cause"]["within"] == "decode"
     facts = Facts(1, 2, "processes", 8)
     listed = prescriptions(found, facts, remedies(found, facts), 8)
     assert listed[0]["id"] == "thread-limit" and listed[0]["settings"] == {"threads": 1}
@@ -253,7 +243,7 @@ def test_remedies_that_were_tried_and_bring_nothing_are_left_out():
 
     values = judge(
         seen(
-            rounds(synthetic=1000, real=400, without__read=990, beside=1000),
+            rounds(synthetic=1000, real=400, beside=1000),
             (TimedStage("read", wall_seconds=0.005, cpu_seconds=0.004),),
         )
     ).values

@@ -1,5 +1,5 @@
-"""The probe: it finds the stages of data sets that were not written for it, times and removes them,
-and leaves no trace.
+"""The probe: it finds the stages of data sets that were not written for it, times them, and leaves
+no trace.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from torch.utils.data import (
 from ronde.data import named_stages
 from ronde.feed import Feed, LoaderSettings, Order, stage
 from ronde.plan.batch import Share
-from ronde.profile.probe import Probe, read_files
-from ronde.profile.replay import KEPT
-from ronde.profile.shared_counters import read_board, read_notes
+from ronde.profile.probe import Probe
+from ronde.profile.shared_counters import read_board
 from ronde.world import ArgumentError, RondeError
 
 N = 40
@@ -143,11 +142,6 @@ def test_the_stages_of_a_plain_data_set_are_found_wherever_it_is_read(
     assert found["augment"].calls == N  # the calls inside it are part of it
     assert found["collate"].calls == N / 8
     assert found["read"].bytes == size_of(folder)
-    assert "read" in found["decode"].contains
-    assert probe.removable() == {"read", "decode", "augment", "collate", "sample"}
-    assert {f.path for f in read_files(board)} == {str(p) for p in folder.glob("*.jpg")}
-    assert sum(f.size for f in read_files(board)) == size_of(folder)
-    assert read_notes(board) == []
 
 
 @pytest.mark.parametrize(("executor", "workers"), [("none", 0), ("threads", 2), ("processes", 2)])
@@ -173,10 +167,9 @@ def test_it_goes_into_each_of_rondes_executors(folder, tmp_path, executor, worke
     for name in ("python", "read", "decode", "augment", "collate"):
         assert found[name].samples >= N, name  # and what was read to see what the samples are like
     assert found["read"].samples == found["decode"].samples == found["python"].samples
-    # and a stage can be taken out there
-    read(Probe(other := tmp_path / "other", {"decode"}))
+    # and samples can be replayed there
+    read(Probe(other := tmp_path / "other", replay=True))
     assert read_board(other)["decode"].samples < read_board(other)["python"].samples
-    assert read_notes(other) == []
 
 
 def quiet(image):
@@ -235,7 +228,7 @@ def _plain(value):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_read_and_decode_are_found_timed_and_taken_out(folder, way):
+def test_ways_to_read_and_decode_are_found_and_timed(folder, way):
     how, stages_of_it = WAYS[way]
     dataset = _Things(folder, how)
     plain = [_plain(dataset[i]) for i in range(N)]
@@ -246,23 +239,6 @@ def test_ways_to_read_and_decode_are_found_timed_and_taken_out(folder, way):
     if "read" in found:
         assert found["read"].samples == N
         assert found["read"].bytes > 0
-
-    for name in sorted(stages_of_it):
-        again, probe = looked_at(dataset, collate=list, epochs=2, remove={name})
-        assert probe.notes() == []
-        given = [_plain(s) for b in again for s in b]
-        assert given[:KEPT] == plain[:KEPT]  # what there was to learn from
-        learnt = probe.times()
-        # going through the headers changes the open archive, and stays
-        if way == "tar" and name == "read":
-            assert learnt[name].calls < 2 * found[name].calls
-        else:
-            assert learnt[name].samples < 2 * N  # later it was not done
-        if stages_of_it == {name} or name == "decode":
-            # and an earlier result stands there
-            assert all(one in plain[:KEPT] for one in given[KEPT:])
-        for other in stages_of_it - {name}:
-            assert learnt[other].samples >= 2 * N - KEPT, (name, other)  # the others were
 
 
 # -- whose time it is ------------------------------------------------------------------
@@ -297,9 +273,6 @@ def test_time_belongs_to_the_innermost_stage_and_all_of_it_to_some():
     assert sum(t.wall_seconds for t in found.values()) <= took
     # it slept
     assert sum(t.cpu_seconds for t in found.values()) < sum(t.wall_seconds for t in found.values())
-    assert found["augment"].contains == {"parse"}
-    assert "parse" not in probe.removable()  # a block of lines
-    assert "augment" in probe.removable()
 
 
 def test_batches_made_of_rows_and_streams_are_counted(tmp_path):
@@ -487,159 +460,43 @@ def test_it_leaves_no_trace(folder):
     assert {k for k in before if places()[k] is not before[k]} == set()
 
 
-# -- taking stages out -----------------------------------------------------------------
+# -- replaying samples -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["read", "decode", "augment", "collate", "sample"])
-def test_each_stage_of_a_plain_data_set_can_be_taken_out(folder, name):
+@pytest.mark.parametrize("many", [False, True])
+def test_after_its_first_samples_each_process_gives_these_out_again(folder, tmp_path, many):
     dataset = Pictures(folder, quiet)
-    plain = batches(dataset, epochs=3)
-    again, probe = looked_at(dataset, epochs=3, remove={name})
-    found = probe.times()
-    assert probe.notes() == []
+    if many:
+        dataset.__class__ = PicturesAtOnce
+    plain, board = batches(dataset, epochs=2), tmp_path / "board"
+    again, _ = looked_at(dataset, board, collate=taking_apart, epochs=2, replay=True)
     assert same(plain[:2], again[:2])  # two batches of eight to learn from
-    assert [len(b[0]) for b in again] == [len(b[0]) for b in plain]
-    first = {
-        tuple(image.flatten().tolist())
-        for b in plain[: 4 if name == "collate" else 2]
-        for image in b[0]
-    }
-    assert all(tuple(image.flatten().tolist()) in first for b in again[4:] for image in b[0])
-    if name in ("read", "decode", "augment"):  # labels are still each sample's own
-        assert [b[1].tolist() for b in again] == [b[1].tolist() for b in plain]
-        done = {k: t.samples for k, t in found.items()}
-        assert done == {
-            k: KEPT if k == name else 3 * N
-            for k in ("python", "read", "decode", "augment", "collate")
-        }
-    if name == "decode":
-        # taking out the decoding leaves the reading
-        assert found["read"].bytes == 3 * size_of(folder)
-    if name == "sample":
-        assert found["decode"].samples == KEPT
-        assert found["python"].samples == 3 * N
-    if name == "collate":
-        assert found["collate"].calls == 4
-        assert found["augment"].samples == 3 * N
+    assert [len(b[0]) for b in again] == [8] * 10
+    first = {tuple(image.flatten().tolist()) for b in plain[:2] for image in b[0]}
+    assert all(tuple(image.flatten().tolist()) in first for b in again[2:] for image in b[0])
+    found = read_board(board)
+    assert found["decode"].samples == 16
+    assert found["python"].samples == 2 * N
+    assert found["collate"].calls == 10
 
 
-def test_whole_batches_are_replayed_in_loading_processes(folder, tmp_path):
-    probe = Probe(tmp_path / "board", {"sample", "collate"})
-    watched = batches(*probe.attach(Pictures(folder), default_collate), workers=1, epochs=1)
-    assert [len(b[1]) for b in watched] == [8] * 5
-    assert watched[4][1].tolist() == watched[0][1].tolist()
-    assert read_board(tmp_path / "board")["collate"].calls == 4
+class PicturesAtOnce(Pictures):
+    def __getitems__(self, ids):
+        return [list(self[i]) for i in ids]
 
 
-def test_parts_of_one_sample_stay_together(folder):
-    """Image and mask of the same picture, and the size that was asked for before decoding."""
-
-    def pair(where, i):
-        image, mask = Image.open(where / f"{i}.jpg"), Image.open(where / f"{i}.png")
-        size = image.size
-        pixels = np.asarray(image.convert("L"), dtype=np.int64)
-        other = np.asarray(mask, dtype=np.int64)
-        assert pixels.shape == other.shape == size[::-1]
-        assert np.abs(pixels - other).mean() < 12  # they show the same, one of them compressed
-        return np.concatenate([pixels.ravel(), other.ravel()])
-
-    for kind in (_Things, lambda f, h: Subset(_Things(f, h), range(N))):
-        _, probe = looked_at(kind(folder, pair), collate=len, epochs=3, remove={"decode"})
-        assert probe.notes() == []
-        assert probe.times()["decode"].samples == KEPT
-
-
-@pytest.mark.parametrize("kind", ["array", "dict"])
-def test_results_that_the_data_set_changes_are_given_unchanged(folder, kind):
-    values = {
-        "array": lambda i: np.full(5, i),
-        "dict": lambda i: {"x": [i]},
-    }
-
-    class Changes:
-        def __len__(self):
-            return N
-
-        @stage("decode")
-        def make(self, i):
-            return values[kind](i)
-
-        def __getitem__(self, i):
-            value = self.make(i)
-            if kind == "dict":
-                seen = value["x"][0]
-                value["x"].append(99)
-                assert len(value["x"]) == 2
-            else:
-                seen = int(value[0])
-                value += 99
-            return seen
-
-    again, probe = looked_at(Changes(), collate=list, epochs=2, remove={"decode"})
-    given = [s for b in again for s in b]
-    assert given[KEPT:] == [i % KEPT for i in range(KEPT, 2 * N)]
-    assert probe.notes() == []
-
-
-def test_where_replaying_breaks_the_data_set_the_stage_stays_in(folder, tmp_path):
-    def strict(where, i):
-        found = json.loads((where / f"{i}.json").read_text(encoding="utf-8"))
-        if found["label"] != i:
-            raise ValueError(f"expected {i}")
-        return i
-
-    for name in ("read", "decode"):
-        board = tmp_path / name
-        again, _ = looked_at(_Things(folder, strict), board, collate=list, epochs=2, remove={name})
-        assert [s for b in again for s in b] == [*range(N)] * 2  # every sample is right
-        (note,) = read_notes(board)
-        assert note.startswith(f"{name}: not taken out")
-        assert f"expected {KEPT}" in note
-
-    def broken(where, i):
-        if i == 20:
-            raise KeyError("of its own")
-        return (
-            strict(where, i)
-            if i < KEPT
-            else json.loads((where / f"{i}.json").read_text(encoding="utf-8"))["label"]
-        )
-
-    probe = Probe(tmp_path / "own", {"decode"})
-    watched, _ = probe.attach(_Things(folder, broken), list)
-    for i in range(N):
-        if i == 20:
-            with pytest.raises(KeyError, match="of its own"):
-                watched[i]
-        else:
-            assert watched[i] == i % KEPT
-    probe.uninstall()
-    assert probe.notes() == []  # that error has nothing to do with what is taken out
-
-
-def test_a_block_of_lines_is_said_not_to_be_removable(tmp_path):
-    class Blocks:
-        def __len__(self):
-            return N
-
-        def __getitem__(self, i):
-            with stage("parse"):
-                return i
-
-    again, probe = looked_at(Blocks(), tmp_path / "board", collate=list, remove={"parse"})
-    assert [s for b in again for s in b] == [*range(N)]
-    assert probe.notes() == [
-        "parse: a block of lines (with stage(...)) cannot be taken out; make it a function."
-    ]
-    assert "parse" not in probe.removable()
+def taking_apart(samples):
+    found = default_collate([tuple(sample) for sample in samples])
+    for sample in samples:
+        if isinstance(sample, list):
+            sample.clear()
+    return found
 
 
 # -- the board -------------------------------------------------------------------------
 
 
 def test_what_cannot_be_asked_for():
-    with pytest.raises(ArgumentError, match="Use 'sample' to remove all of it"):
-        Probe(None, {"python"})
     for threads in (0, True, 1.5):
         with pytest.raises(ArgumentError, match="whole number"):
             Probe(None, threads=threads)
@@ -652,8 +509,5 @@ def test_what_cannot_be_asked_for():
         first.uninstall()
     second.install()
     second.uninstall()
-    copy = pickle.loads(pickle.dumps(Probe(Path("x"), {"read"}, 2)))  # noqa: S301
-    assert (copy.board, copy.remove, copy.threads) == (Path("x"), {"read"}, 2)
-
-
-# -- threads and storage ---------------------------------------------------------------
+    copy = pickle.loads(pickle.dumps(Probe(Path("x"), True, 2)))  # noqa: S301
+    assert (copy.board, copy.replay, copy.threads) == (Path("x"), True, 2)

@@ -266,9 +266,6 @@ def _headline(values: dict[str, Any]) -> list[StyledText]:
             text += f"; the first batch takes {values['startup_seconds']:.1f} s"
         return [("  healthy", "bold green"), text]
     name = _NAMES.get(cause["stage"], cause["stage"])
-    row: dict[str, Any] = next((r for r in values["stages"] if r["name"] == cause["stage"]), {})
-    if row.get("through"):
-        name = f"reading through {row['through']}"
     name += f", in {cause['within']}" if cause.get("within") else ""
     name += f", rank {cause['rank']}" if "rank" in cause else ""
     text = f": {cause['points']:.0f} of {100 * values['gap']:.0f} points"

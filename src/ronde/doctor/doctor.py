@@ -47,7 +47,7 @@ _ROUNDS = 3
 _TO = 32
 _WIDE = 0.06  # of the ceiling, between the fastest and the slowest window of the real training
 _FOR_REMEDIES = 0.4  # share of the budget that trying remedies may need
-_REMOVED_ABOVE = 0.05  # share of the loaders' time, or of a step: smaller stages are only timed
+_PYTHON_SHARE = 0.05  # of the loaders' time: less of it is not looked into
 _CLEARLY = 0.03  # a larger gap after the first round adds arms at once
 _OTHER_THREADS = 0.10
 _WAITS = 0.3  # share of a sample's time off the CPU above which storage may be the limit
@@ -198,7 +198,6 @@ class _Study:
         self.timed: ArmResult | None = None
         self.collate_seconds: float | None = None
         self.costs: dict[str, float] = {}
-        self.notes: list[str] = []
         # (loaders of all workers, samples per second), without training
         self.sweep: list[tuple[int, float]] = []
         self.sweep_ended = True  # it reached the wanted rate, or a limit
@@ -221,15 +220,13 @@ class _Study:
             self.alone.append(result.per_rank)
         if name == "real":
             self.waits.append(result.wait_seconds)
-        self.notes += [n for n in result.notes if n not in self.notes]
         return result
 
     def round(self, arms: Mapping[str, Arm], backwards: bool) -> None:
         """Measure every arm once."""
         into: dict[str, float] = {}
         for name in reversed(list(arms)) if backwards else list(arms):
-            kind, _, stage = name.partition(":")
-            self.tell(f"round {len(self.per_round) + 1}: {_WORDS.get(kind, name)}{stage}")
+            self.tell(f"round {len(self.per_round) + 1}: {_WORDS.get(name, name)}")
             self.measure(name, arms[name], into)
         into.pop("alone", None)
         self.per_round.append(into)
@@ -246,41 +243,22 @@ class _Study:
             arms["alone"] = Arm("alone")
         return arms
 
-    def promising_arms(self, verdict: Diagnosis) -> dict[str, Arm]:
+    def promising_arms(self) -> dict[str, Arm]:
         """Arms worth adding, most promising first."""
         assert self.timed is not None
         executor = self.bench.executor
-        stages = {s.name: s for s in self.stages()}
-        total = sum(s.wall_seconds for s in stages.values() if s.where == "loading")
-        step = self.results["synthetic"][-1].step_seconds
-        per_rank = self.bench.batch_samples / self.run.world_size
-        promised = {r["name"]: r["alone_points"] for r in verdict.values["stages"]}
-        ranked: list[tuple[float, str, Arm]] = []
-        for name, s in stages.items():
-            inside = sum(i.wall_seconds for i in stages.values() if i.name in s.contains)
-            whole = total if s.where == "loading" else step / per_rank
-            share = (s.wall_seconds + inside) / whole if whole else 0.0
-            if s.removable and name != "python" and share >= _REMOVED_ABOVE:
-                arm = Arm("real", remove=frozenset({name}))
-                ranked.append((promised.get(name, 0.0), f"without:{name}", arm))
+        stages = [s for s in self.stages() if s.where == "loading"]
+        total = sum(s.wall_seconds for s in stages)
+        python = sum(s.wall_seconds for s in stages if s.name == "python")
+        arms: dict[str, Arm] = {}
+        # Time that no stage explains is lost between the processes, or in Python.
+        if executor == "processes" or (total and python / total >= _PYTHON_SHARE):
+            arms["replayed"] = Arm("real", samples=True)
         if executor == "processes" and self.timed.other_threads > _OTHER_THREADS:
-            ranked.append((1e3, "limited", Arm("real", threads=1)))
-        python = stages.get("python", TimedStage("python")).wall_seconds
-        if executor == "processes" or (total and python / total >= _REMOVED_ABOVE):
-            # Time that no stage explains is lost between the processes, or in Python.
-            capacity = self.run.world_size * max(1, self.bench.loaders) / total if total else 0.0
-            unexplained = capacity > 1.2 * verdict.values["samples_per_second"]["real"]
-            promise = 2e3 if unexplained else promised.get("python", 0.0) + 1.0
-            ranked.append((promise, "replayed", Arm("real", samples=True)))
+            arms["limited"] = Arm("real", threads=1)
         if executor != "none":
-            # right after the most promising arm, or after those that come first anyway
-            promises = sorted((promise for promise, _, _ in ranked), reverse=True)
-            second = (promises[0] + promises[1]) / 2 if len(promises) > 1 else -1.0
-            if promises and promises[0] >= 1e3:
-                second = 5e2
-            ranked.append((second, "beside", Arm("beside")))
-        ranked.sort(key=lambda arm: -arm[0])
-        return {name: arm for _, name, arm in ranked}
+            arms["beside"] = Arm("beside")
+        return arms
 
     def stages(self) -> list[TimedStage]:
         """Stage times of the loaders and of the step."""
@@ -298,9 +276,6 @@ class _Study:
                     statistics.fmean(t.wall_seconds for t in times),
                     walls,
                     statistics.fmean(t.bytes for t in times),
-                    all(t.removable for t in times),
-                    frozenset(n for t in times for n in t.contains),
-                    next((t.through for t in times if t.through), ""),
                 )
             )
         if self.bench.executor == "threads":
@@ -312,7 +287,7 @@ class _Study:
         for name, t in self.timed.in_step.items():
             if name not in names:
                 cpu, wall = t.cpu_seconds / per_rank, t.wall_seconds / per_rank
-                stages.append(TimedStage(name, "step", cpu, wall, removable=t.removable))
+                stages.append(TimedStage(name, "step", cpu, wall))
         return stages
 
     def blocks(self) -> dict[str, float]:
@@ -329,7 +304,7 @@ class _Study:
         collate = next((s for s in stages if s.name == "collate"), None)
         if self.bench.executor != "processes" or collate is None or not total:
             return
-        if collate.wall_seconds / total < _REMOVED_ABOVE:
+        if collate.wall_seconds / total < _PYTHON_SHARE:
             return
         n = max(1, min(32, self.bench.batch_samples // self.run.world_size))
         ids = taken.order.ids(self.run.state.epoch, 0, n).tolist()
@@ -377,7 +352,6 @@ class _Study:
             order=self.order(),
             queued=self.timed.queued,
             others=self.others(),
-            notes=tuple(self.notes),
         )
 
     def order(self) -> dict[str, float] | None:
@@ -414,7 +388,7 @@ class _Study:
             verdict = judge(self.seen())
             done = len(self.per_round)
             if not arms and (verdict.values["gap"] > _CLEARLY or verdict.values["gap_low"] > 0.02):
-                arms = self.promising_arms(verdict)
+                arms = self.promising_arms()
             price = sum(self.costs.get(n, 3 * self.window) for n in (*basic_arms, *arms))
             if done >= max(2, wanted):
                 if self._is_clear(verdict, price):
@@ -715,7 +689,6 @@ _WORDS = {
     "synthetic": "recycled batches",
     "real": "real batches",
     "alone": "each worker by itself",
-    "without": "without ",
     "replayed": "samples replayed",
     "beside": "recycled batches beside the loaders",
     "limited": "loaders with one compute thread",

@@ -63,9 +63,6 @@ class TimedStage:
         cpu_seconds, wall_seconds: per sample, in the thread that ran it.
         wall_by_rank: wall seconds per sample on each rank; 0 if a rank had none.
         bytes: read per sample.
-        removable: it can be removed.
-        contains: stages that are removed with it.
-        through: the library that most of its time is spent in.
     """
 
     name: str
@@ -74,9 +71,6 @@ class TimedStage:
     wall_seconds: float = 0.0
     wall_by_rank: tuple[float, ...] = ()
     bytes: float = 0.0
-    removable: bool = True
-    contains: frozenset[str] = frozenset()
-    through: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,7 @@ class Measurements:
         executor: ``none``, ``threads``, or ``processes``.
         cores: usable cores of this node.
         rounds: one dictionary per round, arm -> samples per second of all ranks. Arms:
-            ``synthetic``, ``real``, ``beside``, ``limited``, ``replayed``, and ``without:STAGE``.
+            ``synthetic``, ``real``, ``beside``, ``limited``, and ``replayed``.
         alone: per round, samples per second of each rank by itself; empty if not measured.
         waits: per real round, seconds per step that each rank waits for its batch.
         arm_waits: arm -> the longest usual wait of a rank, in the round with the shortest.
@@ -104,7 +98,6 @@ class Measurements:
         order: ``seconds`` to draw an epoch's order, and their ``share`` of it; None if small.
         queued: seconds that loaders waited for a core, per second on one.
         others: share of the cores that other programs took meanwhile; None if not known.
-        notes: for the reader.
     """
 
     workers: int
@@ -126,7 +119,6 @@ class Measurements:
     order: Mapping[str, Any] | None = None
     queued: float = 0.0
     others: float | None = None
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -277,24 +269,14 @@ class _Judge:
         gap = 100 * max(0.0, self.gap)
         spread = 100 * self.noise
         for stage in seen.stages:
-            lift = self.lift(f"without:{stage.name}")
-            measured = lift is not None
-            if lift is None:
-                value = self.modelled(stage)
-                if stage.name == "python":
-                    value = self._python(stage, value)
-                lift = Interval(value, value - spread - 0.3 * value, value + spread + 0.3 * value)
-            elif stage.contains:
-                # What goes with it is not its own: by the time that each takes.
-                inner = sum(s.wall_seconds for s in seen.stages if s.name in stage.contains)
-                own = stage.wall_seconds / max(stage.wall_seconds + inner, 1e-12)
-                lift = Interval(lift.value * own, lift.low * own, lift.high * own)
+            value = self.modelled(stage)
+            if stage.name == "python":
+                value = self._python(stage, value)
+            half = spread + 0.3 * value
             in_loaders = stage.where == "loading" and seen.loaders
             each = seen.workers * (seen.loaders if in_loaders else 1)
-            alone = min(max(lift.value, 0.0), gap)
-            row = _row(
-                stage.name, alone, min(max(lift.low, 0.0), gap), min(max(lift.high, 0.0), gap)
-            )
+            alone = min(value, gap)
+            row = _row(stage.name, alone, max(min(value - half, gap), 0.0), min(value + half, gap))
             if stage.wall_seconds > 0:
                 # Timing costs something too: a stage lets through what was measured with it.
                 row["capacity_samples_per_second"] = max(each / stage.wall_seconds, self.shown)
@@ -304,11 +286,6 @@ class _Judge:
             row["wall_ms_per_sample"] = 1e3 * stage.wall_seconds
             row["bytes_per_sample"] = stage.bytes
             row["where"] = stage.where
-            row["measured"] = measured
-            row["through"] = stage.through
-            if not measured and alone >= 1:
-                by_time = "by its share of the time"
-                row["note"] = by_time if stage.removable else "timed; it cannot be removed"
             if alone >= 1 and row["waits"] > _WAITS and stage.wall_seconds > _WAITS_SECONDS:
                 _add_note(row, f"waits {100 * row['waits']:.0f} % of its time")
             rows.append(row)
@@ -330,17 +307,11 @@ class _Judge:
         seen = self.seen
         if seen.executor != "processes":
             return
-        # Transfer stays whatever stage is removed: it costs at most the shortest remaining wait.
-        left = math.inf
-        removed = [f"without:{s.name}" for s in seen.stages if s.where == "loading"]
-        for arm in ("replayed", *removed):
-            wait = seen.arm_waits.get(arm)
-            if wait is not None and _middle(seen, arm) is not None:
-                step = seen.batch / self.ceiling
-                left = min(left, 100 * wait / (step + wait))
-        if left == math.inf:
+        wait = seen.arm_waits.get("replayed")
+        if wait is None or _middle(seen, "replayed") is None:
             return
-        points = min(left, 100 * max(0.0, self.gap))
+        step = seen.batch / self.ceiling
+        points = min(100 * wait / (step + wait), 100 * max(0.0, self.gap))
         collate = next((r for r in rows if r["name"] == "collate"), None)
         if collate is not None:
             # Collation in a loading process also copies into shared memory: that part is transfer.
@@ -351,7 +322,7 @@ class _Judge:
             if copying > 0.3:
                 points += taken * copying
                 collate["alone_points"] = collate["lost_points"] = taken * (1.0 - copying)
-            elif "replayed" in seen.arm_waits and "without:collate" not in seen.arm_waits:
+            else:
                 points = max(0.0, points - taken)  # it was still collated there
         points = min(points, 100 * max(0.0, self.gap))
         half = 100 * self.noise
@@ -453,9 +424,7 @@ def _row(name: str, points: float, low: float, high: float, note: str = "") -> d
         "lost_points": points,
         "low": low,
         "high": high,
-        "measured": True,
         "note": note,
-        "through": "",
         "waits": 0.0,
     }
 
@@ -523,8 +492,7 @@ def judge(seen: Measurements) -> Diagnosis:
         seen: at least two rounds with ``synthetic`` and ``real``.
 
     Example:
-        >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i,
-        ...     "without:decode": 995.0} for i in range(4))
+        >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i} for i in range(4))
         >>> stages = (TimedStage("decode", wall_seconds=0.003), TimedStage("read",
         ...     wall_seconds=0.0001))
         >>> found = judge(Measurements(1, 2, "processes", 2, 16, rounds, stages)).values
@@ -588,7 +556,7 @@ def judge(seen: Measurements) -> Diagnosis:
             "startup_seconds": seen.startup_seconds,
             "order": dict(seen.order) if seen.order else None,
             "others": seen.others,
-            "notes": list(seen.notes),
+            "notes": [],
         }
     )
 

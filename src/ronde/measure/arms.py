@@ -20,7 +20,6 @@ class Arm:
             exchange, each rank by itself. ``real``: with the input pipeline. ``beside``: synthetic
             while the loaders run, their batches thrown away. ``loading``: the loaders without
             training.
-        remove: stages of the input pipeline to take out, by replaying their earlier results.
         samples: replay whole samples through the real loaders, which leaves the transport.
         threads: compute threads inside loading processes; None leaves them alone.
         settings: settings file to read with.
@@ -29,7 +28,6 @@ class Arm:
     """
 
     kind: str = "real"
-    remove: frozenset[str] = frozenset()
     samples: bool = False
     threads: int | None = None
     settings: FeedSettings | None = None
@@ -44,16 +42,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class Timed:
-    """Cost of a stage per sample: time and bytes read, whether it can be taken out, the stages
-    that ran inside it, and the library that most of its time is spent in.
-    """
+    """Cost of a stage per sample: time and bytes read."""
 
     cpu_seconds: float
     wall_seconds: float
     bytes: float = 0.0
-    removable: bool = True
-    contains: tuple[str, ...] = ()
-    through: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +69,6 @@ class ArmResult:
         cpu_seconds: per sample, in the training processes.
         other_threads: share of the loaders' CPU time spent outside their main threads.
         queued: seconds that reading threads waited for a core, per second on a core.
-        notes: problems that the readers reported.
     """
 
     samples_per_second: float
@@ -92,4 +84,3 @@ class ArmResult:
     cpu_seconds: float = 0.0
     other_threads: float = 0.0
     queued: float = 0.0
-    notes: tuple[str, ...] = ()

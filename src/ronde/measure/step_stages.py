@@ -28,7 +28,7 @@ class StepStages:
         self.wall: dict[str, float] = defaultdict(float)
         self.cpu: dict[str, float] = defaultdict(float)
         self._inside = False
-        self._remove: frozenset[str] | None = frozenset()  # None: all
+        self._replay = False
         self._batch = 0
         self._calls: Counter[str] = Counter()
         self._results: dict[tuple[int, str, int], Any] = {}
@@ -42,9 +42,9 @@ class StepStages:
         return self.before if self._owner[0] == os.getpid() else None
 
     @contextlib.contextmanager
-    def step(self, batch: int, remove: frozenset[str] | None) -> Iterator[None]:
-        """One step on the recycled batch of this number, without some stages (None: all)."""
-        self._batch, self._remove, self._inside = batch, remove, True
+    def step(self, batch: int, *, replay: bool) -> Iterator[None]:
+        """One step on the recycled batch of this number; ``replay``: without these stages."""
+        self._batch, self._replay, self._inside = batch, replay, True
         self._calls.clear()
         try:
             yield
@@ -68,7 +68,7 @@ class StepStages:
         self.functions.add(name)
         self._calls[name] += 1
         key = (self._batch, name, self._calls[name])
-        if (self._remove is None or name in self._remove) and key in self._results:
+        if self._replay and key in self._results:
             return self._results[key]
         self._start(name)
         try:

@@ -33,7 +33,7 @@ from ronde.measure.loader_threads import Drain, ThreadTimes, stop_openmp_threads
 from ronde.measure.step_stages import StepStages
 from ronde.measure.study import refuse_batches
 from ronde.plan import Share, shares
-from ronde.profile import StageTimes, read_board, read_notes
+from ronde.profile import StageTimes, read_board
 from ronde.run.loop import on_device
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.tensors import tensors_in
@@ -47,8 +47,7 @@ _SMALL_BYTES = 64 << 20  # batches below this together: recycle twice as many
 _FEWEST_STEPS = 4
 _WARM_SHARE = 1.0  # of a window, for the queues to settle
 _LEARN_SHARE = 5.0  # of a window, for loaders to read the samples that they then replay
-_LEARN_SAMPLES = 17  # samples that a loader reads before it replays them, see ronde.profile.replay
-_LEARN_BATCHES = 5
+_LEARN_SAMPLES = 17  # samples that a loader reads before it replays them, see ronde.profile.probe
 _ATTEMPTS = 2
 _PATIENCE_SECONDS, _PATIENCE = 15.0, 8.0  # timeout of a batch: seconds, plus times the first
 
@@ -168,13 +167,12 @@ class Bench:
             # A connection may belong to the thread that opened it: each window opens its own.
             stack.enter_context(reopen_files(data.dataset))
             board: Path | None = None
-            remove = (arm.remove - self.in_step.functions) | ({"sample"} if arm.samples else set())
-            if remove or arm.timed or arm.threads is not None:
+            if arm.samples or arm.timed or arm.threads is not None:
                 from ronde.profile import Probe
 
                 self._windows += 1
                 board = self._folder / f"board-{self._windows}"
-                probe = Probe(board, remove, arm.threads)
+                probe = Probe(board, arm.samples, arm.threads)
                 stack.callback(probe.uninstall)
                 settings = dataclasses.replace(settings, probe=probe)
             options = dict(settings.options)
@@ -292,7 +290,7 @@ class Bench:
         def step() -> None:
             k = next(turn)
             share, micros = self._recycled[k]
-            with self.in_step.step(k, None):
+            with self.in_step.step(k, replay=True):
                 train(share, micros)
 
         for _ in range(2):
@@ -336,7 +334,6 @@ class Bench:
             feed, board, reader, share, first = self._first_batch(arm, stack)
             stack.enter_context(self._listening())
             drain = stack.enter_context(Drain(reader)) if arm.kind == "beside" else None
-            removed = None if drain is not None else arm.remove
             waits: list[float] = []
 
             def step() -> None:
@@ -349,7 +346,7 @@ class Bench:
                     share, micros = next(reader)
                 waits.append(time.perf_counter() - before)
                 if arm.kind != "loading":
-                    with self.in_step.step(k, removed):
+                    with self.in_step.step(k, replay=drain is not None):
                         if arm.kind == "real":
                             micros = on_device(feed, share, micros, self.run.device)
                         self.port.step(share, micros)
@@ -367,7 +364,6 @@ class Bench:
             if board is not None:
                 stages_ = _timed(before, read_board(board))
                 extra["stages"] = {name: dataclasses.astuple(t) for name, t in stages_.items()}
-                extra["notes"] = list(read_notes(board))
             if threads is not None:
                 extra["others"], extra["queued"] = threads.shares()
         return self._result(arm, moments, waits, cpu, **extra)
@@ -378,11 +374,10 @@ class Bench:
         micro_batches = len(share.micro)
         rest = -(-3 * depth // micro_batches)
         learn = 0
-        if arm.samples or arm.remove:
+        if arm.samples:
             # Every loader reads some samples itself before it replays them.
             per_batch = max(1, max(high - low for low, high in share.micro))
-            batches = _LEARN_BATCHES if "collate" in arm.remove else 0
-            batches = max(-(-_LEARN_SAMPLES // per_batch), batches)
+            batches = -(-_LEARN_SAMPLES // per_batch)
             learn = -(-(depth + multiple * batches) // micro_batches)
         start = time.perf_counter()
         for done in itertools.count(1):
@@ -471,11 +466,11 @@ class Bench:
             "cpu": cpu,
             "samples": self._recycled[0][0].samples,
             "in_step": {
-                name: [in_step.cpu[name] / steps, wall / steps, name in in_step.blocks]
+                name: [in_step.cpu[name] / steps, wall / steps]
                 for name, wall in in_step.wall.items()
             },
         }
-        defaults = {"first": 0.0, "stages": {}, "others": 0.0, "queued": 0.0, "notes": []}
+        defaults = {"first": 0.0, "stages": {}, "others": 0.0, "queued": 0.0}
         everyone = gather_json(self.port.world, {**mine, **defaults, **extra})
         self._step_seconds[arm] = max(e["seconds"] for e in everyone) / steps
         return self._merge(everyone, steps)
@@ -484,16 +479,10 @@ class Bench:
         longest = max(e["seconds"] for e in everyone)
         in_step: dict[str, Timed] = {}
         for each in everyone:
-            for name, (cpu, wall, block) in each["in_step"].items():
+            for name, (cpu, wall) in each["in_step"].items():
                 if name not in in_step or wall > in_step[name].wall_seconds:
-                    in_step[name] = Timed(cpu, wall, removable=not block)
-        by_rank = tuple(
-            {
-                n: Timed(c, w, b, r, tuple(inside), through)
-                for n, (c, w, b, r, inside, through) in e["stages"].items()
-            }
-            for e in everyone
-        )
+                    in_step[name] = Timed(cpu, wall)
+        by_rank = tuple({n: Timed(*t) for n, t in e["stages"].items()} for e in everyone)
         samples, seconds = ([e[key] for e in everyone] for key in ("samples", "seconds"))
         return ArmResult(
             samples_per_second=self.batch_samples * steps / longest,
@@ -509,7 +498,6 @@ class Bench:
             cpu_seconds=sum(e["cpu"] for e in everyone) / (self.batch_samples * steps),
             other_threads=max(e["others"] for e in everyone),
             queued=statistics.fmean(e["queued"] for e in everyone),
-            notes=tuple(dict.fromkeys(n for e in everyone for n in e["notes"])),
         )
 
 
@@ -539,14 +527,7 @@ def _timed(before: Mapping[str, StageTimes], after: Mapping[str, StageTimes]) ->
     if samples <= 0:
         return {}
     return {
-        name: Timed(
-            t.cpu_seconds / samples,
-            t.wall_seconds / samples,
-            t.bytes / samples,
-            t.removable,
-            tuple(sorted(t.contains)),
-            next((lib for lib, s in t.through.items() if s > 0.5 * t.wall_seconds), ""),
-        )
+        name: Timed(t.cpu_seconds / samples, t.wall_seconds / samples, t.bytes / samples)
         for name, t in since.items()
         if t.calls
     }

@@ -1,4 +1,4 @@
-"""Instrumentation for the doctor: time the stages of any dataset, or replay earlier results.
+"""Instrumentation for the doctor: time the stages of any dataset.
 
 Offers :class:`~ronde.profile.probe.Probe`. While it is installed, known functions of other
 libraries are timed; afterwards every function is the original again.
@@ -12,21 +12,17 @@ from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.profile.function_hooks import original_of, swap_attribute
-    from ronde.profile.probe import Probe, read_files
-    from ronde.profile.replay import deep_copy, same_bits, size_of
-    from ronde.profile.shared_counters import (
-        StageTimes,
-        read_board,
-        read_notes,
-    )
+    from ronde.profile.probe import Probe
+    from ronde.profile.sample_values import deep_copy, same_bits, size_of
+    from ronde.profile.shared_counters import StageTimes, read_board
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "ronde.profile.function_hooks": "original_of swap_attribute",
-            "ronde.profile.probe": "Probe read_files",
-            "ronde.profile.replay": "deep_copy same_bits size_of",
-            "ronde.profile.shared_counters": "StageTimes read_board read_notes",
+            "ronde.profile.probe": "Probe",
+            "ronde.profile.sample_values": "deep_copy same_bits size_of",
+            "ronde.profile.shared_counters": "StageTimes read_board",
         },
     )

@@ -13,135 +13,67 @@ from typing import Any
 
 import numpy as np
 
-from ronde.profile.page_cache import in_cache
-from ronde.profile.replay import MISSING
-from ronde.profile.shared_counters import BLOCK, FUNCTION
-from ronde.profile.stage_timer import StageTimer, current_timer, local
+from ronde.profile.stage_timer import current_timer
 
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
-_WHOLE = 16 << 20  # files up to this size are replayed as a whole, larger ones read by read
-_FILES = 256  # files that each thread writes down
 
 
-def suffix_of(path: Any) -> str:
-    """The file name's suffix, which tells its kind."""
-    if isinstance(path, str | os.PathLike):
-        return os.path.splitext(os.fspath(path))[1].lower()  # noqa: PTH122 - 0.5 µs, where a Path takes 3
-    return type(path).__name__
-
-
-def timed_function(
-    original: Callable[..., Any], stage: str, first: str, library: str = ""
-) -> Callable[..., Any]:
+def timed_function(original: Callable[..., Any], stage: str, first: str = "") -> Callable[..., Any]:
     """Make a replacement for a function that reads, decodes, or augments.
 
     Args:
-        first: the kind of its first argument: ``path``, ``name``, ``count``, or anything else;
-            ``keep`` and ``wait`` are never replayed.
-        library: its name for the reader, where it reads.
+        first: the kind of its first argument, if its bytes are to be counted: ``path`` or
+            ``count``.
     """
 
     @functools.wraps(original)
     def function(*args: Any, **kwargs: Any) -> Any:
-        account: StageTimer | None = getattr(local, "account", None)
-        if account is None or account.current < 0:
+        account = current_timer()
+        if account is None:
             return original(*args, **kwargs)
-        number = account.slot.stage(stage)
-        if account.current == number:
-            return account.run_library(library, number, FUNCTION, original, args, kwargs)
         # Reading and decoding count everywhere. Augmentation counts only outside of named stages,
         # and inside reading: the user's ``read_image`` may do all of it.
         if stage == "augment" and account.current not in (account.python, account.read):
             return original(*args, **kwargs)
         if stage == "subprocess" and account.current != account.python:
             return original(*args, **kwargs)  # a program that reads or decodes
-        if first == "wait":
-            return account.run_library(library, number, BLOCK, original, args, kwargs)
-        probe = account.probe
-        place = None
-        if stage in probe.remove and first != "keep":
-            place = probe.place(account, stage, original, _kind(args, first))
-            found = probe.earlier(account, place, args)
-            if found is not MISSING:
-                if first == "path" and stage == "decode":
-                    # taking out the decoding leaves the reading
-                    read_for(args[0] if args else None)
-                return found
-        value = account.run_library(library, number, FUNCTION, original, args, kwargs)
-        if stage == "read":
+        number = account.slot.stage(stage)
+        outermost = account.current != number
+        value = account.run(number, original, *args, **kwargs)
+        if stage == "read" and outermost:
             if first == "count":
                 account.count_bytes(len(value))
-            elif first == "path" and args:
-                note_read(account, args[0], not kwargs.get("mmap_mode"))
-        if place is not None:
-            probe.learn(account, place, value, args)
+            elif first == "path" and args and not kwargs.get("mmap_mode"):
+                account.count_bytes(_file_bytes(args[0]))
         return value
 
     return function
 
 
-def _kind(args: tuple[Any, ...], first: str) -> str:
-    """What tells this call's argument from others at the same place."""
-    at = 1 if first in ("name", "count") else 0
-    if len(args) <= at:
-        return ""
-    if first == "count":
-        return str(args[1])
-    return suffix_of(args[at]) if first in ("path", "name") else type(args[0]).__name__
-
-
-def note_read(account: StageTimer, path: Any, all_of_it: bool) -> None:
-    """Note that another library's function has read this file."""
+def _file_bytes(path: Any) -> int:
     try:
-        size = os.stat(path).st_size if isinstance(path, str | os.PathLike) else 0  # noqa: PTH116
+        return os.stat(path).st_size if isinstance(path, str | os.PathLike) else 0  # noqa: PTH116
     except OSError:
-        return
-    if size and all_of_it:
-        account.count_bytes(size)
-    if size and account.files < _FILES:
-        account.files += 1
-        account.probe.note_file(os.fspath(path), size, None)
-
-
-def read_for(path: Any) -> None:
-    """Read a file that will not be decoded."""
-    if isinstance(path, str | os.PathLike):
-        with open(path, "rb") as file:
-            file.read()
-    elif hasattr(path, "read") and hasattr(path, "seek"):
-        path.seek(0)
-        path.read()
+        return 0
 
 
 class _TimedFile(io.FileIO):
     """A file whose reads count as a stage while a sample is made."""
 
-    ronde_large: str | None = None  # its kind, where it is too large to be replayed as a whole
-
     def readinto(self, buffer: Any, /) -> int:
         account = current_timer()
-        if account is None or account.current == account.read:
-            return self._count(account, super().readinto(buffer))
-        probe = account.probe
-        place = None
-        if self.ronde_large is not None and "read" in probe.remove:
-            place = probe.place(account, "read", _TimedFile, f"{self.ronde_large} {len(buffer)}")
-            earlier = probe.earlier(account, place)
-            if earlier is not MISSING:
-                buffer[: len(earlier)] = earlier
-                return len(earlier)
-        n = account.run(account.read, super().readinto, buffer)
-        if place is not None:
-            probe.learn(account, place, bytes(buffer[:n]), final=True)
-        return self._count(account, n)
+        if account is None:
+            return super().readinto(buffer)  # type: ignore[return-value]
+        n: int = account.run(account.read, super().readinto, buffer)
+        account.count_bytes(n or 0)
+        return n
 
     def readall(self) -> bytes:
         account = current_timer()
-        if account is None or account.current == account.read:
-            data = super().readall()
-        else:
-            data = account.run(account.read, super().readall)
-        self._count(account, len(data))
+        if account is None:
+            return super().readall()
+        data: bytes = account.run(account.read, super().readall)
+        account.count_bytes(len(data))
         return data
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -150,47 +82,6 @@ class _TimedFile(io.FileIO):
         buffer = bytearray(size)
         n = self.readinto(memoryview(buffer))
         return bytes(buffer[:n])
-
-    @staticmethod
-    def _count(account: StageTimer | None, n: int | None) -> int:
-        if account is not None:
-            account.count_bytes(n or 0)
-        return n  # type: ignore[return-value]
-
-
-class HeldFile(io.RawIOBase):
-    """A file whose bytes are in memory."""
-
-    def __init__(self, data: bytes, name: Any) -> None:
-        super().__init__()
-        self.name = name
-        self.mode = "rb"
-        self._data = io.BytesIO(data)
-
-    def readable(self) -> bool:  # noqa: D102
-        return True
-
-    def seekable(self) -> bool:  # noqa: D102
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:  # noqa: D102
-        return self._data.readinto(buffer)
-
-    def readall(self) -> bytes:  # noqa: D102
-        return self._data.read()
-
-    def write(self, data: Any, /) -> int:  # noqa: D102
-        raise io.UnsupportedOperation("File not open for writing")
-
-    def seek(self, at: int, whence: int = 0, /) -> int:  # noqa: D102
-        return self._data.seek(at, whence)
-
-    def tell(self) -> int:  # noqa: D102
-        return self._data.tell()
-
-    def close(self) -> None:  # noqa: D102
-        self._data.close()
-        super().close()
 
 
 def opener(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -208,69 +99,33 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
         closefd: bool = True,
         opener: Any = None,
     ) -> Any:
-        account: StageTimer | None = getattr(local, "account", None)
+        account = current_timer()
+        arguments = (file, mode, buffering, encoding, errors, newline, closefd, opener)
         if (
             account is None
-            or account.current < 0
             or account.current == account.read
             or mode not in _READING
             or isinstance(file, int)
             or buffering == 1
             or (buffering == 0 and "b" not in mode)
         ):
-            return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-        name = os.fspath(file)
-        probe = account.probe
-        place = None
-        if "read" in probe.remove:
-            place = probe.place(account, "read", "open", suffix_of(file))
-            data = probe.earlier(account, place)
-            if data is not MISSING:
-                return wrap_raw(HeldFile(data, name), mode, buffering, encoding, errors, newline)
+            return original(*arguments)
         account.enter(account.read)
         try:
             if theirs:
                 # Another's ``open``, which may do what ours would not: a slow store played, a log,
                 # a file system of its own.
-                given = original(file, mode, buffering, encoding, errors, newline, closefd, opener)
-                found = _timed_again(given, name)
-                if found is None:
-                    if place is None:
-                        return _TimedObject(given)
-                    try:
-                        data = given.read()
-                    finally:
-                        given.close()
-                    if isinstance(data, str):
-                        encoding = encoding or "utf-8"
-                        data = data.encode(encoding)
-                    probe.learn(account, place, bytes(data), final=True)
-                    return wrap_raw(
-                        HeldFile(bytes(data), name), mode, buffering, encoding, errors, newline
-                    )
-                raw = found
+                given = original(*arguments)
+                raw = _timed_again(given, os.fspath(file))
+                if raw is None:
+                    return _TimedObject(given)
             else:
-                raw = _TimedFile(name, "r", closefd, opener)
-            about = os.fstat(raw.fileno())
-            if not stat.S_ISREG(about.st_mode):
+                raw = _TimedFile(os.fspath(file), "r", closefd, opener)
+            if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
                 raw.close()
-                return original(file, mode, buffering, encoding, errors, newline, closefd, opener)
+                return original(*arguments)
         finally:
             account.leave()
-        size = about.st_size
-        if account.files < _FILES:
-            account.files += 1
-            account.enter(-1)
-            probe.note_file(os.fsdecode(name), size, in_cache(raw.fileno()) if size else None)
-            account.leave()
-        if place is not None and size:  # files of the system have none, and are what they are
-            if size <= _WHOLE:
-                account.enter(-1)
-                data = os.pread(raw.fileno(), size, 0)
-                account.leave()
-                probe.learn(account, place, data, final=True)
-            else:
-                raw.ronde_large = suffix_of(file)
         return wrap_raw(raw, mode, buffering, encoding, errors, newline)
 
     return open
@@ -296,7 +151,7 @@ class _TimedObject:
 
     def _ronde_read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         account = current_timer()
-        if account is None or account.current == account.read:
+        if account is None:
             return function(*args, **kwargs)
         value = account.run(account.read, function, *args, **kwargs)
         if isinstance(value, bytes | str):
@@ -352,53 +207,6 @@ def wrap_raw(
     return text
 
 
-# Pillow opens first and decodes when the pixels are asked for.
-
-
-class _Picture:
-    """A decoded image that copies are made from; they share pixels until someone writes."""
-
-    def __init__(self, image: Any) -> None:
-        self.kind: Any = type(image)
-        pixels = image.im.copy()
-        self.values = {**vars(image), "_im": pixels, "fp": None, "tile": [], "_readonly": 1}
-        self.nbytes = image.size[0] * image.size[1] * 4
-
-    def make(self) -> Any:
-        image = self.kind.__new__(self.kind)
-        image.__dict__.update(self.values)
-        image.info = dict(self.values["info"])
-        image.tile = []
-        return image
-
-
-def image_open(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``PIL.Image.open``."""
-
-    @functools.wraps(original)
-    def function(*args: Any, **kwargs: Any) -> Any:
-        account = current_timer()
-        if account is None or account.current == account.decode:
-            return original(*args, **kwargs)
-        probe = account.probe
-        removes = "decode" in probe.remove
-        place: Any = None
-        if removes:
-            place = probe.place(
-                account, "decode", original, suffix_of(args[0] if args else kwargs.get("fp"))
-            )
-            picture = probe.earlier(account, place)
-            if picture is not MISSING:
-                read_for(args[0] if args else kwargs.get("fp"))
-                return picture.make()
-        image = account.run(account.decode, original, *args, **kwargs)
-        if removes:
-            account.opened.append((image, place))
-        return image
-
-    return function
-
-
 def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
     """Replaces ``PIL.ImageFile.ImageFile.load`` and the formats' own; ``plain`` is the first, which
     does nothing without tiles.
@@ -409,47 +217,18 @@ def image_load(original: Callable[..., Any], plain: bool) -> Callable[..., Any]:
         account = current_timer()
         if account is None or (plain and not self.tile):
             return original(self, *args, **kwargs)
-        if account.current == account.decode:
-            value = original(self, *args, **kwargs)
-        else:
-            value = account.run(account.decode, original, self, *args, **kwargs)
-        if account.opened:
-            for i, (image, place) in enumerate(account.opened):
-                # one that has more pictures to come is left alone
-                if image is self and not self.tile and not getattr(self, "fp", None):
-                    del account.opened[i]
-                    account.probe.learn(account, place, _Picture(self), final=True)
-                    break
-        return value
+        return account.run(account.decode, original, self, *args, **kwargs)
 
     return load
 
 
 def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]:
     """Replaces ``PIL.Image.Image.convert``: decoding for an image file, augmentation otherwise."""
+    decode, augment = timed_function(original, "decode"), timed_function(original, "augment")
 
     @functools.wraps(original)
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        account = current_timer()
-        if account is None:
-            return original(self, *args, **kwargs)
-        file = isinstance(self, base)
-        number = account.decode if file else account.slot.stage("augment")
-        if account.current == number or not (
-            file or account.current in (account.python, account.read)
-        ):
-            return original(self, *args, **kwargs)
-        probe, stage = account.probe, "decode" if file else "augment"
-        place = None
-        if stage in probe.remove:
-            place = probe.place(account, stage, original, str(args[0]) if args else "")
-            found = probe.earlier(account, place, (self,))
-            if found is not MISSING:
-                return found
-        value = account.run(number, original, self, *args, **kwargs)
-        if place is not None:
-            probe.learn(account, place, value)
-        return value
+        return (decode if isinstance(self, base) else augment)(self, *args, **kwargs)
 
     return convert
 

@@ -25,7 +25,6 @@ _OPENCV_FUNCTIONS = (
     "resize cvtColor flip rotate warpAffine warpPerspective GaussianBlur blur remap LUT "
     "copyMakeBorder normalize addWeighted medianBlur filter2D equalizeHist"
 )
-# what keeps a connection: its answers belong together, so single ones are never replayed
 _CONNECTIONS = (
     ("urllib.request", "urlopen OpenerDirector.open"),
     ("http.client", "HTTPConnection.request HTTPConnection.getresponse HTTPResponse.read"),
@@ -42,11 +41,8 @@ _CONNECTIONS = (
     ("h5py", "Dataset.read_direct"),
 )
 _PROGRAMS = "run check_output Popen.communicate Popen.wait"
-_LIBRARIES = {"urllib": "HTTP", "http": "HTTP", "requests": "HTTP", "httpx": "HTTP"}
-_LIBRARIES |= {"socket": "a socket", "ssl": "a socket", "botocore": "boto3"}
-_FILES = ("os", "numpy", "torch", "torchvision")  # of whose calls nobody need be told
-# module, attribute (dotted for a class's method), stage, kind of the first argument; "keep": it
-# changes its object and is never replayed; "wait": nor can the stage be taken out
+# module, attribute (dotted for a class's method), stage, kind of the first argument, by which the
+# bytes that were read are counted
 FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("numpy", "load", "read", "path"),
     ("numpy", "fromfile", "read", "path"),
@@ -57,8 +53,8 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("os", "read", "read", "count"),
     ("os", "pread", "read", "count"),
     ("tarfile", "_FileInFile.read", "read", "count"),
-    ("tarfile", "TarFile._load", "read", "keep"),  # every header up to the end
-    ("zipfile", "ZipFile.read", "read", "name"),
+    ("tarfile", "TarFile._load", "read", ""),  # every header up to the end
+    ("zipfile", "ZipFile.read", "read", ""),
     ("h5py", "Dataset.__getitem__", "read", ""),
     ("zarr", "Array.__getitem__", "read", ""),
     ("pyarrow.parquet", "read_table", "read", "path"),
@@ -70,14 +66,14 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
     ("torchvision.io", "read_file", "read", "path"),
     ("nibabel", "load", "read", "path"),
     ("wave", "Wave_read.readframes", "read", "count"),
-    ("h5py", "File.__init__", "read", "keep"),
+    ("h5py", "File.__init__", "read", ""),
     ("requests", "get", "read", ""),
     ("requests", "Session.request", "read", ""),
     ("httpx", "Client.send", "read", ""),
     ("pandas", "read_sql", "read", ""),
     ("pandas", "read_sql_query", "read", ""),
-    *((module, name, "read", "wait") for module, names in _CONNECTIONS for name in names.split()),
-    *(("subprocess", name, "subprocess", "wait") for name in _PROGRAMS.split()),
+    *((module, name, "read", "") for module, names in _CONNECTIONS for name in names.split()),
+    *(("subprocess", name, "subprocess", "") for name in _PROGRAMS.split()),
     ("json", "loads", "decode", ""),
     ("json", "load", "decode", ""),
     ("pickle", "loads", "decode", ""),
@@ -147,29 +143,15 @@ def _torchvision() -> Iterator[tuple[str, str, str, str]]:
             yield module, name, "augment", ""
 
 
-def find_functions() -> Iterator[tuple[Any, str, str, str, str]]:
-    """Known functions of imported modules: owner, attribute, stage, kind of first argument, and the
-    library's name where it reads something other than plain files.
-    """
+def find_functions() -> Iterator[tuple[Any, str, str, str]]:
+    """Known functions of imported modules: owner, attribute, stage, kind of first argument."""
     for module, path, stage, first in (*FUNCTIONS, *_torchvision()):
         owner: Any = sys.modules.get(module)
         *outer, name = path.split(".")
         for part in outer:
             owner = getattr(owner, part, None)
         if owner is not None and callable(getattr(owner, name, None)):
-            top = module.partition(".")[0]
-            library = "" if stage != "read" or top in _FILES else _LIBRARIES.get(top, top)
-            yield owner, name, stage, first, library
-
-
-def find_connections(dataset: Any) -> list[tuple[Any, str, Any]]:
-    """Connections and cursors of sqlite3 that a dataset has opened: owner, attribute, value."""
-    module = sys.modules.get("sqlite3")
-    if module is None:
-        return []
-    kinds = (module.Connection, module.Cursor)
-    places = [(one, one if type(one) is dict else attributes(one)) for one in walk(dataset)]
-    return [(o, n, v) for o, names in places for n, v in names.items() if type(v) in kinds]
+            yield owner, name, stage, first
 
 
 def _names_transform(name: str) -> bool:

@@ -1,10 +1,9 @@
-"""The doctor's probe inside a dataset: what each stage costs per sample, and the rate without it.
+"""The doctor's probe inside a dataset: what each stage costs per sample.
 
 Works on any dataset. While a probe is installed, the functions that usually read, decode and
 augment (see :mod:`ronde.profile.known_functions`) are replaced by versions that read two clocks,
 but only in a thread that is making a sample; other threads reach the original after one comparison.
-Time belongs to the innermost stage. A stage is removed by replaying earlier results (see
-:mod:`ronde.profile.replay`).
+Time belongs to the innermost stage.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,31 +31,24 @@ from ronde.profile.function_hooks import (
     Named,
     image_convert,
     image_load,
-    image_open,
     opener,
     original_of,
     split_imread,
     swap_attribute,
     timed_function,
 )
-from ronde.profile.replay import MISSING, Rings
-from ronde.profile.shared_counters import (
-    BLOCK,
-    FIELDS,
-    SAMPLES,
-    Slot,
-    StageTimes,
-    read_board,
-    read_notes,
-)
-from ronde.profile.sqlite_hooks import ObservedQueries, timed_connect
+from ronde.profile.sample_values import size_of
+from ronde.profile.shared_counters import FIELDS, SAMPLES, Slot, StageTimes, read_board
+from ronde.profile.sqlite_hooks import timed_connect
 from ronde.profile.stage_timer import StageTimer, local
 from ronde.profile.thread_limit import ThreadLimit
 from ronde.world import ArgumentError, RondeError
+from ronde.world.tensors import map_leaves
 
-__all__ = ["Probe", "ReadFile", "StageTimes", "read_board", "read_files", "read_notes"]
+__all__ = ["Probe"]
 
-_BATCHES = 4  # kept where collating is taken out
+_KEPT_SAMPLES = 16  # that each process makes itself before it gives them out again
+_KEPT_BYTES = 128 << 20
 
 _active: Probe | None = None
 _lock = threading.RLock()
@@ -72,7 +63,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Probe:
-    """Times the stages of any map-style dataset, in any threads and processes, and can remove some.
+    """Times the stages of any map-style dataset, in any threads and processes.
 
     It travels into loading processes by pickling and installs itself at the first sample. While it
     only times, samples are unchanged bit for bit.
@@ -80,11 +71,12 @@ class Probe:
     Args:
         board: file on which all readers add up; see :func:`read_board`. None keeps this process's
             own count in memory.
-        remove: stages to take out. ``sample`` replays whole samples, and ``collate`` whole batches.
+        replay: after its first samples, each process gives these out again and again: what is left
+            is the cost of collating batches and handing them over.
         threads: compute threads (OpenMP, BLAS, OpenCV) allowed to whoever reads; None leaves them.
 
     Raises:
-        ArgumentError: a stage that cannot be removed by its nature, or fewer than one thread.
+        ArgumentError: fewer than one thread.
 
     Example:
         >>> squares = [i * i for i in range(100)]
@@ -98,16 +90,11 @@ class Probe:
     """
 
     def __init__(
-        self, board: Path | None, remove: Iterable[str] = frozenset(), threads: int | None = None
+        self, board: Path | None, replay: bool = False, threads: int | None = None
     ) -> None:
         self.board = board
-        self.remove = frozenset([remove] if isinstance(remove, str) else remove)
+        self.replay = replay
         self.threads = threads
-        if "python" in self.remove:
-            raise ArgumentError(
-                "remove='python': the rest of making a sample has no results to replay. "
-                "Use 'sample' to remove all of it."
-            )
         if threads is not None and (
             isinstance(threads, bool) or not isinstance(threads, int) or threads < 1
         ):
@@ -125,17 +112,14 @@ class Probe:
         self._named: dict[int, tuple[Any, str, str]] = {}
         self._modules = 0
         self._watched: list[Any] = []
-        self._rings = Rings()
-        self._made = self._batches = 0
-        self._given_up: set[str] = set()
+        self._kept: list[Any] = []  # samples to give out again
+        self._turn = self._kept_bytes = 0
         self._slots: list[Slot] = []
-        self._files: list[ReadFile] = []
-        self._outside: dict[Any, int] = {}
         self._before: named_stages.Listener | None = None
         self._limit: ThreadLimit | None = None
 
     def __reduce__(self) -> Any:
-        return Probe, (self.board, self.remove, self.threads)
+        return Probe, (self.board, self.replay, self.threads)
 
     # What others ask
 
@@ -148,18 +132,6 @@ class Probe:
             for name, times in slot.times().items():
                 total[name] = total.get(name, StageTimes()) + times
         return total
-
-    def notes(self) -> list[str]:
-        """Remarks on stages that could not be removed."""
-        if self.board is not None:
-            return read_notes(self.board)
-        return list(dict.fromkeys(line for slot in self._slots for line in slot.notes()))
-
-    def removable(self) -> frozenset[str]:
-        """Observed stages that can be removed; ``sample`` always can."""
-        return frozenset(name for name, times in self.times().items() if times.removable) | {
-            "sample"
-        }
 
     # Putting it in place
 
@@ -203,10 +175,7 @@ class Probe:
             self._patch()
 
     def uninstall(self) -> None:
-        """Restore every function, attribute and thread limit.
-
-        Counts stay on the board, and results for replay stay available for another install.
-        """
+        """Restore every function, attribute and thread limit. Counts stay on the board."""
         with _lock:
             if self._token is not None and self._installed_in == os.getpid():
                 self._undo_all()
@@ -254,9 +223,6 @@ class Probe:
                         # an object that does not let itself be changed keeps what it has
                         with suppress(Exception):
                             self._name(owner, name, stage)
-                for owner, name, value in found.find_connections(dataset):
-                    with suppress(Exception):
-                        self._set(owner, name, ObservedQueries(value))
                 for owner, name, value in list(stored_functions(dataset)):
                     where = self._named.get(id(value))
                     if where is not None and where[0] is value:
@@ -294,8 +260,8 @@ class Probe:
             if (id(builtins), "open") not in self._patched:
                 for module in (builtins, io):
                     self._replace(module, "open", opener, replaced)
-            for owner, name, stage, first, library in found.find_functions():
-                timed = functools.partial(timed_function, stage=stage, first=first, library=library)
+            for owner, name, stage, first in found.find_functions():
+                timed = functools.partial(timed_function, stage=stage, first=first)
                 self._replace(owner, name, timed, replaced)
             if "sqlite3" in sys.modules:
                 self._replace(sys.modules["sqlite3"], "connect", timed_connect, replaced)
@@ -336,7 +302,7 @@ class Probe:
 
         image: Any = Image
         base = ImageFile.ImageFile
-        self._replace(image, "open", image_open, replaced)
+        self._replace(image, "open", functools.partial(timed_function, stage="decode"), replaced)
         self._replace(image.Image, "convert", functools.partial(image_convert, base=base), replaced)
         kinds, own = [base], []
         while kinds:
@@ -361,134 +327,20 @@ class Probe:
             return function(*args, **kwargs)
         if name == "collate" and len(args) == 1:
             return self.batch(function, args[0])
-        place: Place | None = None
-        if name in self.remove:
-            kind = type(args[0]).__name__ if args else ""
-            place = self.place(account, name, _key(function), kind)
-            earlier = self.earlier(account, place, args)
-            if earlier is not MISSING:
-                return earlier
-        value = account.run(number, function, *args, **kwargs)
-        if place is not None:
-            self.learn(account, place, value, args)
-        return value
+        return account.run(number, function, *args, **kwargs)
 
     def enter(self, name: str) -> None:
         """A named block begins."""
         if self._token is None:
             return
         account = self.account()
-        if name in self.remove:
-            account.slot.note(
-                f"{name}: a block of lines (with stage(...)) cannot be taken out; make it "
-                "a function."
-            )
-        account.enter(account.slot.stage(name), BLOCK)
+        account.enter(account.slot.stage(name))
 
     def leave(self, name: str) -> None:
         """A named block ends."""
         account: StageTimer | None = getattr(local, "account", None)
         if account is not None and account.stack and account.probe is self:
             account.leave()
-
-    # Replaying
-
-    def place(self, account: StageTimer, stage: str, key: Any, kind: str) -> Place:
-        """The position of this call within its sample.
-
-        Args:
-            key: what tells this function from others.
-            kind: what tells this call's argument from others that may stand at the same place.
-        """
-        what = (stage, key, kind)
-        if account.current < 0:  # outside of a sample: the way to the device
-            turn = self._outside[what] = self._outside.get(what, -1) + 1
-            return what, 0, turn
-        nth = account.counts.get(what, 0)
-        account.counts[what] = nth + 1
-        # Where samples are made together, the nth call is the nth sample's.
-        return (what, nth, account.turn) if account.size <= 1 else (what, 0, account.turn + nth)
-
-    def earlier(self, account: StageTimer, place: Place, args: Sequence[Any] = ()) -> Any:
-        """This call's result in an earlier sample, or MISSING.
-
-        Args:
-            args: its arguments; images among them that are not decoded yet are decoded, since that
-                is not what is taken out.
-        """
-        what, nth, turn = place
-        stage = what[0]
-        if account.real or stage in self._given_up:
-            return MISSING
-        if _many(args, account.size):  # one result for each of the samples that are made together
-            turns = range(account.turn, account.turn + account.size)
-            value: Any = [self._rings.give((what, "each"), k) for k in turns]
-            if any(v is MISSING for v in value):
-                value = self._rings.give((what, nth, account.size), turn)
-        else:
-            value = self._rings.give((what, nth, 1), turn)
-        if value is not MISSING:
-            account.replayed.add(stage)
-            if stage not in ("read", "decode"):
-                for argument in args:
-                    _decode(argument)
-        return value
-
-    def learn(
-        self,
-        account: StageTimer,
-        place: Place,
-        value: Any,
-        args: Sequence[Any] = (),
-        final: bool = False,
-    ) -> None:
-        """Keep a call's result for later samples.
-
-        Args:
-            final: nobody else holds it, so nobody changes it.
-        """
-        what, nth, turn = place
-        account.enter(-1)
-        try:
-            pairs: list[tuple[Any, int, Any]]
-            if _many(args, account.size):
-                if isinstance(value, list) and len(value) == account.size:
-                    pairs = [((what, "each"), account.turn + k, v) for k, v in enumerate(value)]
-                else:
-                    pairs = [((what, nth, account.size), turn, value)]
-            else:
-                pairs = [((what, nth, 1), turn, value)]
-            for where, when, one in pairs:
-                kept = self._rings.keep(where, when, one, final)
-                if kept is not None and not final:
-                    account.pending.append(kept)
-            if self._rings.full:
-                account.slot.note(
-                    f"{what[0]}: its results are large: only the first of them are "
-                    "replayed, or none."
-                )
-        finally:
-            account.leave()
-
-    def note_file(self, path: str, size: int, cached: bool | None) -> None:
-        """Record a file opened while a sample is made."""
-        file = ReadFile(os.path.abspath(path), size, cached)  # noqa: PTH100 - it follows no links
-        if self.board is None:
-            self._files.append(file)
-            return
-        text = f"{file.size}\t{'?' if cached is None else int(cached)}\t{file.path}\n"
-        line = text.encode(errors="surrogateescape")
-        if b"\n" not in line[:-1]:
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            out = os.open(_files_of(self.board), flags, 0o600)
-            try:
-                os.write(out, line)  # appended as a whole, whoever else writes
-            finally:
-                os.close(out)
-
-    def files(self) -> list[ReadFile]:
-        """Files that samples were read from, the first few hundred per thread."""
-        return list(self._files) if self.board is None else read_files(self.board)
 
     # Making samples
 
@@ -504,67 +356,50 @@ class Probe:
         at = account.python * FIELDS + SAMPLES
         before = account.values[at]
         account.size = 0
-        account.replayed.clear()
         limit = self._limit
-        account.enter(account.python, 0)
+        account.enter(account.python)
         try:
             if limit is not None:
                 limit.begin()
-            return self._call_or_stop_replay(account, function, argument)
+            return function(argument)
         finally:
             account.leave()
-            account.settle()
             if limit is not None:
                 limit.end()
             if account.values[at] == before:
                 account.values[at] += samples
 
-    def _call_or_stop_replay(
-        self, account: StageTimer, function: Callable[[Any], Any], argument: Any
-    ) -> Any:
-        """Call it. If it fails only with replayed results, stop replaying."""
-        try:
-            return function(argument)
-        except Exception as error:
-            blamed = account.replayed - self._given_up
-            if not blamed or account.real:
-                raise
-            account.real = True
-            account.counts.clear()
-            try:
-                value = function(argument)
-            finally:
-                account.real = False
-            self._given_up |= blamed
-            names = ", ".join(sorted(blamed))
-            account.slot.note(
-                f"{names}: not taken out, since the data set fails on results of earlier "
-                f"samples ({type(error).__name__}: {error})."
-            )
-            return value
-
     def one(self, function: Callable[[Any], Any], argument: Any, n: int, many: bool = False) -> Any:
         """Run ``function(argument)``, which makes one sample, or a list of ``n`` if ``many``."""
         account = self.account()
         outer = account.size
-        if account.current < 0:
-            account.replayed.clear()
-        account.begin(n, self._turns(n))
-        account.enter(account.python, 0)
+        account.begin(n)
+        account.enter(account.python)
         try:
-            if "sample" not in self.remove:
-                return self._call_or_stop_replay(account, function, argument)
-            kept = [self._rings.give("sample", account.turn + k) for k in range(n)]
-            if not any(k is MISSING for k in kept):
+            if self.replay and len(self._kept) >= _KEPT_SAMPLES:
+                kept = [self._again() for _ in range(n)]
                 return kept if many else kept[0]
-            made = self._call_or_stop_replay(account, function, argument)
-            for k, sample in enumerate(made if many else [made]):
-                self._rings.keep("sample", account.turn + k, sample, final=True)
+            made = function(argument)
+            if self.replay:
+                self._keep(made if many else [made])
             return made
         finally:
             account.leave()
-            account.settle()
             account.size = outer
+
+    def _keep(self, samples: Any) -> None:
+        with _lock:
+            for sample in list(samples)[: _KEPT_SAMPLES - len(self._kept)]:
+                self._kept_bytes += size_of(sample)
+                if self._kept and self._kept_bytes > _KEPT_BYTES:
+                    # No room for more: those there are stand for the rest.
+                    self._kept += [self._kept[0]] * (_KEPT_SAMPLES - len(self._kept))
+                    return
+                self._kept.append(_rebuilt(sample))
+
+    def _again(self) -> Any:
+        self._turn += 1
+        return _rebuilt(self._kept[self._turn % _KEPT_SAMPLES])
 
     def batch(self, collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
         """Run ``collate(samples)``."""
@@ -573,33 +408,18 @@ class Probe:
         if account.current == number:
             return collate(samples)
         outer = account.size
-        account.sample += 1
-        account.size = n = len(samples) if hasattr(samples, "__len__") else 1
+        account.begin(len(samples) if hasattr(samples, "__len__") else 1)
         try:
-            removes = "collate" in self.remove - self._given_up and not account.real
-            if removes:
-                place, turn = ("collate", n), self._batches
-                self._batches += 1
-                earlier = self._rings.give(place, turn, _BATCHES)
-                if earlier is not MISSING:
-                    account.replayed.add("collate")
-                    return earlier
-            value = account.run(number, collate, samples)
-            if removes:
-                self._rings.keep(place, turn, value, final=True)
-            return value
+            return account.run(number, collate, samples)
         finally:
             account.size = outer
 
-    def _turns(self, n: int) -> int:
-        """Reserve numbers for the next ``n`` samples of this process."""
-        with _lock:
-            before = self._made
-            self._made += n
-        return before
+
+def _rebuilt(sample: Any) -> Any:
+    """The sample in containers of its own, which a collate function may take apart."""
+    return map_leaves(lambda leaf: leaf, sample)
 
 
-Place = tuple[tuple[str, Any, str], int, int]
 Replaced = dict[int, tuple[Any, Any]]
 """id of a function -> the function, and its replacement."""
 
@@ -607,60 +427,6 @@ Replaced = dict[int, tuple[Any, Any]]
 def _in_stage(value: Any, stage: str) -> Any:
     """A callable under a stage's name, unless it has one already."""
     return value if type(value) is Named or hasattr(value, "ronde_stage") else Named(value, stage)
-
-
-def _decode(argument: Any) -> None:
-    """Decode images of which only the header was read: decoding is not what was removed."""
-    if isinstance(argument, dict):
-        argument = list(argument.values())
-    for image in argument if isinstance(argument, list | tuple) else (argument,):
-        if getattr(image, "tile", None) and hasattr(image, "load"):
-            image.load()
-
-
-def _many(args: Sequence[Any], size: int) -> bool:
-    several = size > 1 and len(args) > 0 and isinstance(args[0], list | tuple | range)
-    return several and len(args[0]) == size
-
-
-def _key(function: Any) -> Any:
-    """A key equal for all calls of one function; bound methods are new objects each time."""
-    owner = getattr(function, "__self__", None)
-    if owner is not None and hasattr(function, "__func__"):
-        return id(owner), function.__func__
-    return getattr(function, "__code__", None) or id(function)
-
-
-@dataclass(frozen=True)
-class ReadFile:
-    """A file a sample was read from.
-
-    Attributes:
-        path: of the file, absolute.
-        size: in bytes.
-        cached: its beginning was in memory when it was opened; None where that is not known.
-    """
-
-    path: str
-    size: int
-    cached: bool | None
-
-
-def _files_of(board: Path) -> Path:
-    return board.with_name(f"{board.name}.files")
-
-
-def read_files(board: Path) -> list[ReadFile]:
-    """Files read by any process on this board, each once, in order of first use."""
-    try:
-        lines = _files_of(board).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    found: dict[str, ReadFile] = {}
-    for line in lines:
-        size, cached, path = line.decode(errors="surrogateescape").split("\t", 2)
-        found.setdefault(path, ReadFile(path, int(size), None if cached == "?" else cached == "1"))
-    return list(found.values())
 
 
 def _one_by_one(dataset: Any) -> bool:
