@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.options import option
+from ronde.cli.options import Group, option
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
 from ronde.world.units import count_of
@@ -53,7 +53,7 @@ Memory = Annotated[
 def register(app: typer.Typer) -> None:
     """Add the verb."""
     group = typer.Typer(
-        help="Features that cannot see the future.\n" + _EXAMPLES, no_args_is_help=True
+        cls=Group, help="Features that cannot see the future.\n" + _EXAMPLES, no_args_is_help=True
     )
     group.command("join")(_join)
     group.command("publish")(_publish)
