@@ -8,9 +8,8 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ronde.introspect import stored_functions
@@ -25,17 +24,15 @@ class Observation:
 
     Attributes:
         files: path and size of each file read, sample by sample.
-        images: format, width and height of each image decoded by Pillow or read by OpenCV.
+        images: format, width and height of each image that Pillow opened.
         jpegs: the bytes of the JPEG images that Pillow decoded.
         samples: how many.
-        imread: OpenCV read files by itself.
     """
 
     files: list[tuple[str, int]] = field(default_factory=list)
     images: list[tuple[str, int, int]] = field(default_factory=list)
     jpegs: list[bytes] = field(default_factory=list)
     samples: int = 0
-    imread: bool = False
 
     def note_open(self, _: Any, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> None:
         """Note a file that ``open`` opened for reading."""
@@ -52,13 +49,6 @@ class Observation:
             image.fp.seek(0)
             self.jpegs.append(bytes(image.fp.read()))
             image.fp.seek(at)
-
-    def note_imread(self, image: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
-        """Note a file that OpenCV read."""
-        if image is not None:
-            self.imread = True
-            self.note_open(None, filename)
-            self.images.append(("OpenCV", image.shape[1], image.shape[0]))
 
 
 def _noted(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -79,16 +69,14 @@ def _noted(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable
 
 
 @contextlib.contextmanager
-def _watching(dataset: Any, seen: Observation, modules: Sequence[str]) -> Iterator[None]:
-    """Note calls of these modules' functions, and of those that the dataset stores itself."""
+def _watching(dataset: Any, seen: Observation) -> Iterator[None]:
+    """Note what opens files and images, also as functions that the dataset stores itself."""
     places: list[tuple[Any, str, Callable[..., None]]] = [
         (sys.modules["builtins"], "open", seen.note_open),
         (io, "open", seen.note_open),
     ]
-    if "PIL.Image" in modules:
+    if "PIL.Image" in sys.modules:
         places.append((sys.modules["PIL.Image"], "open", seen.note_image))
-    if "cv2" in modules:
-        places.append((sys.modules["cv2"], "imread", seen.note_imread))
     with contextlib.ExitStack() as undo:
         for owner, name, note in places:
             undo.callback(monkeypatch.put(owner, name, _noted(note), 1))
@@ -105,20 +93,12 @@ def _watching(dataset: Any, seen: Observation, modules: Sequence[str]) -> Iterat
 def observe(dataset: Any, ids: list[int]) -> tuple[Observation, list[Any]]:
     """Make some samples; return what was observed, and the samples."""
     seen, samples = Observation(), []
-    modules = [name for name in ("PIL.Image", "cv2") if name in sys.modules]
+    knew_pillow = "PIL.Image" in sys.modules
     many = getattr(dataset, "__getitems__", None)
-    with _watching(dataset, seen, modules):
+    with _watching(dataset, seen):
         for i in ids:
             samples.append(dataset[i] if many is None else many([i])[0])
             seen.samples += 1
-    if modules != [name for name in ("PIL.Image", "cv2") if name in sys.modules]:
+    if not knew_pillow and "PIL.Image" in sys.modules:
         return observe(dataset, ids)  # the dataset imported its decoder meanwhile
     return seen, samples
-
-
-def folder_of(files: list[str]) -> str:
-    """The common folder of these files, or ''."""
-    try:
-        return os.path.commonpath([str(Path(f).parent) for f in files]) if files else ""
-    except ValueError:
-        return ""

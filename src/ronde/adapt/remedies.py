@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from ronde.adapt.observe import Observation, folder_of, observe
+from ronde.adapt.observe import Observation, observe
 from ronde.data import AUTO, DECODERS, Pipeline, available
 from ronde.introspect import preserve_state, seed_all
 from ronde.loader import FeedSettings
@@ -38,10 +38,6 @@ class DatasetFacts:
         decoders: milliseconds of CPU time per image of the dataset, with each decoder that can be
             used here.
         same_pixels: decoders that give exactly Pillow's pixels.
-        images: each sample is one image file, as ``feed.images`` reads them.
-        imread: OpenCV reads its files.
-        files: read for one sample.
-        folder: that they all lie in, or "".
         file_bytes: read for one sample, in files.
         decoded_bytes: of the images of one sample.
         sample_bytes: of one finished sample.
@@ -53,10 +49,6 @@ class DatasetFacts:
     jpeg: bool = False
     decoders: dict[str, float] = field(default_factory=dict)
     same_pixels: tuple[str, ...] = ()
-    images: bool = False
-    imread: bool = False
-    files: float = 0.0
-    folder: str = ""
     file_bytes: float = 0.0
     decoded_bytes: float = 0.0
     sample_bytes: float = 0.0
@@ -101,7 +93,7 @@ def _cpu(work: Callable[[], Any]) -> int:
     return min(times)
 
 
-def _some(observation: Observation) -> list[bytes]:
+def _jpegs_to_compare(observation: Observation) -> list[bytes]:
     """Images for comparing decoders, few enough to take well under a second."""
     found: list[bytes] = []
     pixels = 0
@@ -123,7 +115,7 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
         samples: how many to look at.
 
     Example:
-        >>> dataset_facts([1.0, 2.0, 3.0]).files
+        >>> dataset_facts([1.0, 2.0, 3.0]).file_bytes
         0.0
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
@@ -139,19 +131,13 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     except Exception as error:  # a bad sample: reading says so when its turn comes
         return DatasetFacts(error=f"{type(error).__name__}: {error}")
     n = max(1, observation.samples)
-    jpegs = _some(observation)
+    jpegs = _jpegs_to_compare(observation)
     decoders, same_pixels = compare_decoders(jpegs)
-    pipeline = isinstance(dataset, Pipeline)
     return DatasetFacts(
-        pipeline=pipeline,
+        pipeline=isinstance(dataset, Pipeline),
         jpeg=bool(jpegs),
         decoders=decoders,
         same_pixels=same_pixels,
-        images=not pipeline
-        and len(observation.images) == len(observation.files) == observation.samples,
-        imread=observation.imread,
-        files=len(observation.files) / n,
-        folder=folder_of([path for path, _ in observation.files]),
         file_bytes=sum(size for _, size in observation.files) / n,
         decoded_bytes=sum(w * h * 3 for _, w, h in observation.images) / n,
         sample_bytes=sum(map(size_of, made)) / n,
