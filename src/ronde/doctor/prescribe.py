@@ -365,32 +365,6 @@ def _on_nodes(c: Capacities, to: int, nodes: int | None) -> Capacities:
     return c if nodes is None else replace(c, devices_per_node=max(1, -(-to // nodes)))
 
 
-def _from_trial(values: Mapping[str, Any], facts: Facts, rate: float) -> dict[str, Any]:
-    """The measurements expected with a remedy that speeds up no single stage (threads, executor,
-    prefetch).
-
-    Only its rate is known: the loaders alone gain as much, and CPU time per sample is capped by
-    that rate.
-    """
-    rates = values["samples_per_second"]
-    rows = _loading(values)
-    cpu = _milliseconds(rows, "cpu") / 1e3
-    room = max(0.0, facts.cores / rate - facts.step_cpu_seconds)
-    least = min(1.0, room / cpu) if cpu > 0 else 1.0
-    loading = values.get("loading_samples_per_second")
-    if loading is not None:
-        loading = max(rate, float(loading) * rate / float(rates["real"]))
-    stages = [
-        {**r, "cpu_ms_per_sample": float(r["cpu_ms_per_sample"] or 0.0) * least} for r in rows
-    ]
-    return {
-        **values,
-        "samples_per_second": {**rates, "real": rate},
-        "loading_samples_per_second": loading,
-        "stages": [*stages, *(r for r in values["stages"] if r not in rows)],
-    }
-
-
 def _sizes(here: int, to: int) -> list[int]:
     sizes = [here]
     while sizes[-1] * 2 <= to:
@@ -455,41 +429,31 @@ def _seen_to_give(facts: Facts, loaders: float) -> float:
     return max(rate for _, rate in sweep[: enough + 1])
 
 
-def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy) -> Capacities:
-    """The capacities with a remedy applied."""
-    rows = _loading(values)
-    before, after = _milliseconds(rows, "wall"), _milliseconds(rows, "wall", remedy.faster)
-    quicker = before / after if after > 0 and before > 0 else 1.0
+def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy, rate: float) -> Capacities:
+    """The capacities with a remedy that gives so many samples per second here."""
+    rates, rows = values["samples_per_second"], _loading(values)
+    times = rate / float(rates["real"])
+    if not remedy.tried or rate >= _FED * float(rates["synthetic"]):
+        # the devices here are fed: how much more it would give follows from the loaders' times
+        before, after = _milliseconds(rows, "wall"), _milliseconds(rows, "wall", remedy.faster)
+        quicker = before / after if after > 0 else 1.0
+        times = max(times, quicker * remedy.loaders)
     stages = tuple(
         replace(
             s,
             cpu_seconds=s.cpu_seconds * remedy.faster.get(s.name, 1.0),
-            samples_per_second=s.samples_per_second * quicker * remedy.loaders,
+            samples_per_second=s.samples_per_second * times,
         )
         for s in c.stages
     )
-    read = remedy.faster.get("read", 1.0)
-    storage = c.storage_samples_per_second / max(read, 1e-6)
-    closes = 1.0 - _not_loading(values) if quicker * remedy.loaders > 1.01 else 0.0
-    # step and samples take turns: as much less is lost as samples take less
-    if not values["loaders"] and remedy.loaders == 1:
-        closes *= 1.0 - 1.0 / quicker
-    serial = c.serial and remedy.id != "loaders"
+    storage = c.storage_samples_per_second / max(remedy.faster.get("read", 1.0), 1e-6)
     return replace(
         c,
         stages=stages,
         storage_samples_per_second=storage,
-        overhead=c.overhead * (1.0 - closes),
-        serial=serial,
+        overhead=min(c.overhead, max(0.0, 1.0 - rate / float(rates["synthetic"]))),
+        serial=c.serial and remedy.id != "loaders",
     )
-
-
-def _not_loading(values: Mapping[str, Any]) -> float:
-    """Share of the gap that no loader can close."""
-    gap = 100 * float(values["gap"])
-    rows = [r for r in values["stages"] if r.get("where") == "loading"]
-    inside = sum(float(r["lost_points"]) for r in rows if r["name"] != "transport")
-    return min(1.0, max(0.0, 1.0 - inside / gap)) if gap > 0 else 1.0
 
 
 def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
@@ -546,16 +510,7 @@ def prescriptions(
     for remedy in found:
         rate = remedy.rate if remedy.rate is not None else _modelled(values, facts, remedy)
         gap_here = max(0.0, 1.0 - rate / synthetic)
-        if remedy.tried and not remedy.faster and remedy.loaders == 1:
-            measured = _from_trial(values, facts, min(rate, synthetic))
-            altered = _on_nodes(capacities_of(measured, facts), largest, nodes)
-        else:
-            starves = facts.loaders > 0 and remedy.loaders > 1 and rate < _FED * synthetic
-            times = rate / float(values["samples_per_second"]["real"])
-            # no more than they bring here
-            loaders = min(remedy.loaders, max(1.0, times)) if starves else remedy.loaders
-            altered = _altered(c, values, replace(remedy, loaders=loaders))
-        p = predict(altered, largest)
+        p = predict(_altered(c, values, remedy, rate), largest)
         gap_largest = min(p.gap, before) if largest > facts.workers else gap_here
         if remedy.tried:
             gap_largest = max(gap_largest, gap_here)  # more devices are fed no better
