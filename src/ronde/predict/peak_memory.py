@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 
 import numpy as np
 
-from ronde.plan.schedules import in_flight
+from ronde.plan.schedules import actions, in_flight
 from ronde.predict.plan_setup import PlanSetup
 from ronde.predict.prediction import KINDS, StageRow
 from ronde.predict.stage_arrays import Stages, by_worker, edges, stage_arrays, within
@@ -14,6 +15,9 @@ from ronde.predict.unit_arrays import Array, holders
 
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _PENDING = 256  # sends that the pipeline's runtime keeps open
+_WALKED = (
+    1_500  # micro-batches × stages up to which a pipeline's memory is followed action by action
+)
 _GLOO_SEGMENT = float(1 << 20)  # largest piece of a tensor that gloo's ring sends at once
 _MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta")
 
@@ -378,7 +382,10 @@ class PeakMemory:
         tied = by_worker(stages.tied_bytes, stages, workers)
         found = []
         for w in range(workers):
-            moment = self._fullest(w, stages, flight, arrives, returns, held_gradients[w])
+            if quick or self.setup.micro_batches * len(stages.worker) > _WALKED:
+                moment = self._flown(w, stages, flight, arrives, returns, held_gradients[w])
+            else:
+                moment = self._walked(w, stages, arrives, returns, undivided[1])
             # Gradients are copied into buckets and summed when no activation is held any more; then
             # the optimizer steps.
             summed = max(
@@ -432,7 +439,7 @@ class PeakMemory:
         )
         return memory, rows
 
-    def _fullest(
+    def _flown(
         self,
         worker: int,
         stages: Stages,
@@ -441,13 +448,13 @@ class PeakMemory:
         returns: Array,
         gradients: float,
     ) -> dict[str, float]:
-        """A pipeline worker's peak, about: all gradients, all activations in flight."""
+        """Upper bound of a pipeline worker's peak: all gradients, all activations in flight."""
         mine = stages.worker == worker
         sent = np.maximum(0.0, min(self.setup.micro_batches, _PENDING) - flight) * stages.send_bytes
         if self.setup.fsdp:
             gradients += float(stages.trainable[mine].max())
         put_off = (
-            float(stages.put_off[mine].sum())
+            float(stages.put_off[mine].max())
             if self.setup.plan.schedule in ("zero-bubble", "zbv")
             else 0.0
         )
@@ -457,3 +464,151 @@ class PeakMemory:
             "transient": float(stages.transient[mine].max()),
             "communication": float((sent + flight * arrives + returns)[mine].sum()),
         }
+
+    def _walked(
+        self, worker: int, stages: Stages, arrives: Array, returns: Array, undivided: Array
+    ) -> dict[str, float]:
+        """A pipeline worker's peak, action by action as at run time.
+
+        A received tensor is held until its gradient is sent. The last 256 sent tensors are held to
+        the end of the step; a sent activation is one that its stage has saved.
+        """
+        plan, made, bounds = self.setup.plan, self.setup.peak, stages.bounds
+        part = 1.0 / self.setup.parts if self.setup.fsdp else 1.0
+        held = (stages.trainable - undivided) * part + undivided  # gradients of a stage
+        order = actions(plan.schedule, plan.pipeline, plan.virtual, self.setup.micro_batches, True)[
+            worker
+        ]
+        forward: dict[
+            int, tuple[float, float, float]
+        ] = {}  # most in a pass: saved so far, for a moment, exchanged
+        first: dict[
+            int, tuple[float, float, float, float]
+        ] = {}  # and of a stage's first backward pass: gradients
+        later: dict[int, tuple[float, float, float, float]] = {}
+        split = plan.schedule in ("zero-bubble", "zbv")
+        # gradients of what several units share, where the pass makes them
+        tied = np.zeros(len(made))
+        owned, weights = made.trainable.copy(), made.parameters.copy()
+        for_a_moment = made.transient_backward.copy()
+        for tie in made.ties:
+            tied[list(tie.units)] += tie.trainable_bytes
+            if len(holders(tie, bounds, stages.worker)[0]) > 1:
+                # The others' gradient of it is made on another worker.
+                for_a_moment[tie.units[0]] = max(
+                    0.0, for_a_moment[tie.units[0]] - tie.trainable_bytes
+                )
+            owned[tie.units[0]] -= tie.trainable_bytes
+            weights[tie.units[0]] -= tie.parameter_bytes
+        for s in {a.stage for a in order}:
+            units = slice(bounds[s], bounds[s + 1])
+            kept, new, shared = np.cumsum(made.saved[units]), owned[units], tied[units]
+            so_far, late = np.cumsum(new[::-1])[::-1], np.cumsum(shared[::-1])[::-1]
+            gathered = waiting = reducing = np.zeros(len(kept))
+            if self.setup.fsdp:
+                begins = edges(made.blocks[units])
+                run = np.repeat(np.arange(len(begins)), np.diff([*begins, len(kept)]))
+                # Each module is gathered by itself; what goes into a reduction is held until the
+                # stage's whole backward pass is done.
+                gathered = np.add.reduceat(weights[units], begins)[run] * (
+                    plan.shard == "parameters"
+                )
+                own = np.add.reduceat(new, begins)[run]
+                waiting = np.cumsum(np.add.reduceat(new, begins)[::-1])[::-1][run] - own
+                # Parameters are let go of before gradients are copied into a buffer, and reduced
+                # into another.
+                reducing = np.maximum(gathered, own * (1.0 + part))
+            else:
+                own = new
+            first_gradients = so_far * part + late + (own if self.setup.fsdp else 0.0)
+            at = int((kept + made.transient[units] + 2 * gathered).argmax())
+            forward[s] = float(kept[at]), float(made.transient[units][at]), float(2 * gathered[at])
+            wire = waiting + reducing
+            # In later micro-batches a gradient is made, and then added to what is there.
+            both = (
+                (first, first_gradients, for_a_moment[units]),
+                (later, np.full(len(kept), held[s]), for_a_moment[units] + own + late),
+            )
+            for table, gradients_at, transient_at in both:
+                at = int((kept + transient_at + gradients_at + wire).argmax())
+                table[s] = (
+                    float(gradients_at[at]),
+                    float(kept[at]),
+                    float(transient_at[at]),
+                    float(wire[at]),
+                )
+        activations = gradients_held = communication = 0.0
+        best: dict[str, float] = {}
+        most = -1.0
+        done: set[int] = set()
+        passed: set[tuple[int, int]] = set()
+        sent: dict[tuple[int, int], float] = {}
+        pending: deque[tuple[float, tuple[int, int] | None]] = deque()
+
+        def look(gradients: float, saved: float, transient: float, exchanged: float) -> None:
+            nonlocal most, best
+            total = gradients + saved + transient + exchanged
+            if total > most:
+                most = total
+                best = {
+                    "gradients": gradients,
+                    "activations": saved,
+                    "transient": transient,
+                    "communication": exchanged,
+                }
+
+        for stage, kind, micro in order:
+            key = (stage, micro)
+            if kind == "RECV_F":
+                communication += float(arrives[stage])
+            elif kind == "RECV_B":
+                communication += float(returns[stage])
+            elif kind == "F":
+                kept_most, transient, exchanged = forward[stage]
+                look(gradients_held, activations + kept_most, transient, communication + exchanged)
+                activations += float(stages.saved[stage])
+            elif kind == "SEND_F":
+                message = float(stages.send_bytes[stage])
+                sent[key] = min(message, float(stages.saved[stage]))
+                communication += message - sent[key]
+                pending.append((message, key))
+            if kind == ("W" if split else "B"):
+                gradients_most, kept_most, transient, exchanged = (
+                    later if stage in done else first
+                )[stage]
+                others = gradients_held - (float(held[stage]) if stage in done else 0.0)
+                # the first stage's whole pass is in its later part
+                kept_most = float(stages.saved[stage]) if split and stage else kept_most
+                look(
+                    others + gradients_most,
+                    activations - float(stages.saved[stage]) + kept_most,
+                    transient,
+                    communication + exchanged,
+                )
+                if stage not in done:
+                    gradients_held += float(held[stage])
+                    done.add(stage)
+            elif kind == "I" and stage:
+                # No weight has a gradient of this pass yet, and nothing that it has saved is let go
+                # of.
+                activations += float(stages.put_off[stage])
+                look(gradients_held, activations, forward[stage][1], communication)
+            if kind in ("B", "I"):
+                communication += float(stages.back_bytes[stage] - returns[stage])
+            elif kind == "SEND_B":
+                communication -= float(arrives[stage])
+                pending.append((float(stages.back_bytes[stage]), None))
+            if kind == ("W" if split else "B"):
+                activations -= float(stages.saved[stage]) + (
+                    float(stages.put_off[stage]) if split and stage else 0.0
+                )
+                communication += sent.get(key, 0.0)  # what was sent stays
+                passed.add(key)
+            if len(pending) > _PENDING:
+                message, origin = pending.popleft()
+                if origin is None or origin in passed:
+                    communication -= message
+                else:
+                    communication -= message - sent[origin]
+                    sent[origin] = 0.0
+        return best
