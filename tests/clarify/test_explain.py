@@ -148,3 +148,63 @@ def test_explain_a_run(tmp_path: Path, method: str) -> None:
         }.items():  # fmt: skip
             wrong = ronde_run(["clarify", "explain", *words], tmp_path)
             assert wrong.returncode == 2 and text in wrong.stderr, wrong.stderr
+
+
+TEXT = """
+tokens = torch.randint(10, 30, (256, 8))
+tokens[torch.arange(256), torch.randint(0, 8, (256,))] = 3 + 4 * label  # a word for each class
+data = torch.utils.data.TensorDataset(tokens, label)
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(30, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.embed(x).mean(1))
+
+
+model = Bag()
+"""
+IMAGE = """
+x = 0.1 * torch.randn(256, 1, 14, 14)
+x[:, 0, 4:6, 10:12] += 2 * label[:, None, None]  # patch 19 of 7 by 7
+data = torch.utils.data.TensorDataset(x, label)
+model = nn.Sequential(nn.Conv2d(1, 4, 2, 2), nn.ReLU(), nn.Flatten(), nn.Linear(196, 2))
+"""
+CLASSIFY = """
+run = ronde.distribute(model, torch.optim.Adam(model.parameters(), lr=0.05), data, loss=nn.functional.cross_entropy, batch_size=32)
+run.fit(6)
+"""
+
+
+@pytest.mark.parametrize(("world", "method"), [(TEXT, "shapley"), (IMAGE, "ig")])
+def test_the_planted_word_and_patch_are_the_strongest(
+    tmp_path: Path, world: str, method: str
+) -> None:
+    head = "import torch\nfrom torch import nn\nimport ronde\n\ntorch.manual_seed(0)\nlabel = torch.arange(256) % 2\n"
+    (tmp_path / "train.py").write_text(head + world + CLASSIFY)
+    done = ronde_run(["run", "--workers", "1", "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    places = [5, 2, 7, 0]
+    if world is TEXT:
+        rows = np.random.default_rng(0).integers(10, 30, (4, 8))
+        rows[range(4), places] = [3, 7, 3, 7]
+        expected = places
+    else:
+        rows = 0.1 * np.random.default_rng(0).normal(size=(4, 1, 14, 14))
+        rows[1::2, 0, 4:6, 10:12] += 2
+        expected = [19] * 4
+    np.savez(tmp_path / "some.npz", input=rows)
+    options = ["--data", "some.npz", "--output", "1", "--method", method]
+    files = ["--json", "e.json", "--report", "e.html"]
+    done = ronde_run(["clarify", "explain", *options, *files], tmp_path, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = np.array(json.loads((tmp_path / "e.json").read_text())["values"])
+    assert np.abs(values).argmax(axis=1).tolist() == expected
+    strongest = values[range(4), expected]
+    assert (strongest[1::2] > 0).all() and (strongest[::2] < 0).all()
+    kind = "token" if world is TEXT else "patch"
+    best = int(np.abs(values).mean(axis=0).argmax())
+    assert f"{kind} {best} moves the output most" in (tmp_path / "e.html").read_text()
