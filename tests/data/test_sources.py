@@ -540,6 +540,14 @@ def test_parquet_errors(tmp_path):
         ArgumentError, match=r"'x' is double in .*part-0.parquet and string in .*part-9.parquet"
     ):
         feed.parquet(str(tmp_path / "*.parquet"), columns=["x"])
+    viewed = pa.array([["a"]], pa.list_(pa.string_view()))
+    pq.write_table(pa.table({"x": viewed}), tmp_path / "view.parquet")
+    with pytest.raises(ArgumentError, match=r"'x' is list<.*string_view>.*views inside of a type"):
+        feed.parquet(tmp_path / "view.parquet")
+    dotted = pa.table({"a": [1, 2], "a.b": [None, 2]})
+    pq.write_table(dotted, tmp_path / "dotted.parquet")
+    found = feed.parquet(tmp_path / "dotted.parquet").take([0, 1])
+    assert found["a"].dtype == np.int64 and found["a.b"].dtype == np.float64
     raw = paths[0].read_bytes()
     (tmp_path / "cut.parquet").write_bytes(raw[: len(raw) // 2])
     with pytest.raises(ArgumentError, match=r"cut.parquet cannot be read as Parquet"):
@@ -748,7 +756,14 @@ def test_web_server(tmp_path):
         # file.
         server.fail = 1
         assert source.read([3])[0].data == expected[3]["jpg"]
+        table = feed.parquet(f"{server.url}/tables/part-0.parquet")
+        server.fail = 1
+        assert table.take([3])["x"] == feed.parquet(tmp_path / "tables").take([3])["x"]
         server.fail = 1000
+        with pytest.raises(
+            SampleError, match=r"part-1.parquet cannot be read: ClientResponse.*503"
+        ):
+            feed.parquet(f"{server.url}/tables/part-1.parquet")
         with pytest.raises(SampleError, match=r"0.tar cannot be read: ClientResponseError: 503"):
             source.read([3])
         server.fail = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import glob as globbing
+import io
 import itertools
 import os
 import re
@@ -166,14 +167,12 @@ class Store:
         return list(fs.cat_ranges(paths, starts, ends, on_error="return", **extra))
 
     @contextmanager
-    def open(self, path: str) -> Iterator[Any]:
-        """What pyarrow reads a file by: a local path, or a file object of fsspec's."""
+    def open(self, path: str, size: int) -> Iterator[Any]:
+        """What pyarrow reads a file of so many bytes by: a local path, or a file object."""
         if not is_remote(path):
             yield path
             return
-        fs = self.file_system(path)
-        # Its reader asks for what it needs; fsspec's own cache would fetch megabytes more.
-        with fs.open(fs._strip_protocol(path), "rb", cache_type="none") as file:
+        with _RemoteFile(self, path, size) as file:
             yield file
 
     def stream(self, path: str) -> Any:
@@ -236,6 +235,34 @@ class Store:
         return isinstance(other, Store) and other.options == self.options
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class _RemoteFile(io.RawIOBase):
+    """A remote file whose reads are those of :meth:`Store.read`: tried again, and then named."""
+
+    def __init__(self, store: Store, path: str, size: int) -> None:
+        self._store, self._path, self._size = store, path, size
+        self._place = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._place = offset + (0, self._place, self._size)[whence]
+        return self._place
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._size - self._place)
+        length = left if size < 0 else min(size, left)
+        data = self._store.read([ByteRange(self._path, self._place, length)])[0]
+        self._place += length
+        return data
 
 
 def _final(error: BaseException) -> bool:

@@ -38,49 +38,57 @@ class _RowGroup(NamedTuple):
     nulls: frozenset[str]  # columns that are known to hold nulls
 
 
+def _leaves(kind: Any) -> int:
+    """How many columns of a Parquet file a field of this type spans."""
+    kind = getattr(kind, "storage_type", kind)
+    return sum(_leaves(kind.field(i).type) for i in range(kind.num_fields)) or 1
+
+
 class _ParquetFile:
     """A Parquet file; each process reads its footer once."""
 
     def __init__(self, path: str, store: Store) -> None:
         self.path, self.size = path, store.size(path)
         self._store = store
-        self._metadata: Any = None
+        self._opened: tuple[Any, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_metadata": None}
+        return {**self.__dict__, "_opened": None}
 
-    @property
-    def metadata(self) -> Any:
+    def _open(self) -> tuple[Any, Any]:
+        """Its metadata and schema."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        if self._metadata is None:
+        if self._opened is None:
             try:
-                with self._store.open(self.path) as file:
-                    self._metadata = pq.read_metadata(file)
+                with self._store.open(self.path, self.size) as file:
+                    metadata = pq.read_metadata(file)
+                self._opened = metadata, metadata.schema.to_arrow_schema()
             except (pa.ArrowInvalid, OSError) as error:
                 raise ArgumentError(
                     f"{self.path} cannot be read as Parquet: {str(error).splitlines()[0]}"
                 ) from error
-        return self._metadata
+        return self._opened
 
     @property
     def schema(self) -> Any:
-        return self.metadata.schema.to_arrow_schema()
+        return self._open()[1]
 
     def groups(self) -> list[_RowGroup]:
+        metadata, schema = self._open()
+        # Not by its path: "a.b" may be a part of "a", or a column of its own.
+        names = [field.name for field in schema for _ in range(_leaves(field.type))]
         found = []
-        for g in range(self.metadata.num_row_groups):
-            group = self.metadata.row_group(g)
+        for g in range(metadata.num_row_groups):
+            group = metadata.row_group(g)
             size: dict[str, int] = {}
             nulls = set()
-            for c in range(group.num_columns):
+            for c, name in enumerate(names):
                 chunk = group.column(c)
-                for name in self.schema.names:
-                    if chunk.path_in_schema == name or chunk.path_in_schema.startswith(f"{name}."):
-                        size[name] = size.get(name, 0) + chunk.total_uncompressed_size
-                        if chunk.statistics is not None and chunk.statistics.null_count:
-                            nulls.add(name)
+                size[name] = size.get(name, 0) + chunk.total_uncompressed_size
+                if chunk.statistics is not None and chunk.statistics.null_count:
+                    nulls.add(name)
             found.append(_RowGroup(group.num_rows, size, frozenset(nulls)))
         return found
 
@@ -90,8 +98,10 @@ class _ParquetFile:
         # Without Arrow's own threads: the reader may be one of many, and a forked process has none
         # of them. A remote row group is fetched in a few large ranges.
         with (
-            self._store.open(self.path) as file,
-            pq.ParquetFile(file, metadata=self.metadata, pre_buffer=is_remote(self.path)) as opened,
+            self._store.open(self.path, self.size) as file,
+            pq.ParquetFile(
+                file, metadata=self._open()[0], pre_buffer=is_remote(self.path)
+            ) as opened,
         ):
             table = opened.read_row_group(g, columns=columns, use_threads=False)
         # Arrow takes "a.b" also for a part of "a".
@@ -237,8 +247,19 @@ def _opened(path: str, store: Store) -> _ParquetFile | _ArrowFile:
     return _ParquetFile(path, store)
 
 
+def _holds_views(kind: Any) -> bool:
+    """Whether a type is, or holds, texts or bytes as Arrow's views."""
+    import pyarrow as pa
+
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return True
+    return any(_holds_views(kind.field(i).type) for i in range(kind.num_fields))
+
+
 def _check_columns(file: Any, columns: Sequence[str], first: Any, first_path: str) -> None:
-    """Refuse a column that a file lacks, has twice, or has with another type than the first."""
+    """Refuse a column that a file lacks, has twice, or has with another type than the first, or
+    whose rows Arrow cannot take.
+    """
     names = list(file.schema.names)
     for name in columns:
         if name not in first.names:
@@ -256,6 +277,12 @@ def _check_columns(file: Any, columns: Sequence[str], first: Any, first_path: st
             raise ArgumentError(
                 f"feed.parquet: the column {name!r} is {first.field(name).type} in {first_path} "
                 f"and {kind} in {file.path}."
+            )
+        if kind.num_fields and _holds_views(kind):
+            raise ArgumentError(
+                f"feed.parquet: the column {name!r} is {kind} in {file.path}: views inside of a "
+                "type cannot be read. Write them as string or binary, or leave the column out with "
+                "columns=[…]."
             )
 
 
