@@ -58,9 +58,11 @@ class _Writer:
         """Keep bytes as they lie in memory: their name, and the dimensions from the outermost.
 
         An image is often channels × height × width over interleaved pixels, and speed depends on
-        keeping that layout.
+        keeping that layout. The bytes of an element, its last dimension, stay together: a dimension
+        that repeats elements has stride 0.
         """
-        order = sorted(range(value.ndim), key=lambda d: -value.strides[d])
+        last = value.ndim - 1
+        order = [*sorted(range(last), key=lambda d: -value.strides[d]), last]
         name = str(len(self.arrays))
         self.arrays[name] = np.ascontiguousarray(value.transpose(order))
         return [name, order]
@@ -95,7 +97,7 @@ class _Writer:
         if value.dtype.hasobject:
             raise CannotEncode("a NumPy array of Python objects")
         dtype = value.dtype
-        if dtype.fields is not None or dtype.subdtype is not None or dtype.metadata:
+        if dtype.metadata or np.dtype(dtype.str) != dtype:  # structured, or another package's
             raise CannotEncode(f"a NumPy array of dtype {dtype}")
         if not dtype.itemsize or any(stride < 0 for stride in value.strides):
             value = value.copy()
