@@ -115,6 +115,8 @@ def alike(a, b) -> bool:
         torch.arange(6).reshape(2, 3).t(),
         torch.tensor(2.5, dtype=torch.bfloat16),
         torch.zeros(0, 4),
+        torch.ones(1, 2, 3).expand(3, 2, 3),
+        np.broadcast_to(np.arange(3.0), (2, 3)),
         torch.tensor([True, False]),
         torch.tensor([1 + 2j]).conj(),
         torch.zeros(3, dtype=torch.float8_e5m2),
@@ -289,6 +291,11 @@ def test_a_cache_on_disk_is_used_again_and_only_by_the_same(tmp_path):
     (path / "a/1.npy").write_bytes(b"Z" * len(b"a/1.npy" * 10))
     assert folder(path).fingerprint == before
     assert reads(2, "1") == ([b"ZZ", *first[1:]], 0)
+    old = Path(where, "ronde-cache-0123")  # of a version that knew no file "use"
+    old.mkdir(mode=0o700)
+    for name in ("cache.bin", "cache.idx", "lock"):
+        (old / name).write_bytes(b"x")
+    os.utime(old, (0, 0))
     assert clear_cache(where) > 0
     assert not list(Path(where).iterdir())
 
@@ -298,10 +305,15 @@ def test_a_cache_on_disk_without_files_or_of_steps_needs_a_version(tmp_path):
         (tmp_path / f"{i}.txt").write_text(f"{i}")
     files, where = folder(tmp_path, labels="none"), tmp_path / "cache"
     cached(files, where=where, version="").close()
+    own = Plain()
+    own.path = str(tmp_path / "0.txt")
     for call, reason in (
-        (lambda: cached(Toy(3), where=where, version=""), "Toy names no files"),
-        (lambda: cached_dataset(Plain(), where=where), "Plain names no files"),
-        (lambda: cached(arrays(np.ones(3)), where=where, version=""), "ArraySource names no files"),
+        (lambda: cached(Toy(3), where=where, version=""), "Toy is not made of files alone"),
+        (lambda: cached_dataset(own, where=where), "Plain is not made of files alone"),
+        (
+            lambda: cached(arrays(np.ones(3)), where=where, version=""),
+            "ArraySource is not made of files alone",
+        ),
         (
             lambda: Pipeline(files).map(len, "decode").cache("decode", where),
             "the code of the step 'decode' may change",
@@ -327,9 +339,12 @@ def test_caches_in_memory_of_one_launch_are_shared_by_its_workers_alone(monkeypa
     assert [each[0] for each in one] == [5, 7]
     assert [each[0] for each in other] == [5, 7]
     assert [each.report().hits for each in other] == [1, 1]
+    monkeypatch.setattr(ronde.cache.cached, "_made_in_memory", itertools.count())
+    extra = cached_dataset((8, 9), limit="1MiB")  # of a worker that makes another one first
+    assert extra[0] == 8
     monkeypatch.setenv("MASTER_PORT", "30")
     assert not {each._folder for each in two()} & {each._folder for each in one}
-    for each in (*one, *other):
+    for each in (*one, *other, extra):
         each.close()
     gc.collect()
 

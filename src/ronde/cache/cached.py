@@ -40,7 +40,7 @@ from ronde.data import (
     sample_keys,
     stage,
 )
-from ronde.introspect import Marks, attributes, restore_states, seed_all, states, walk
+from ronde.introspect import Marks, attributes, is_ronde, restore_states, seed_all, states, walk
 from ronde.world import ArgumentError, RondeError, SampleError, world
 from ronde.world.launchers import identify
 from ronde.world.temporary import memory_root
@@ -107,12 +107,20 @@ _made_in_memory = itertools.count()
 
 
 def _files_of(source: Any) -> list[str]:
-    """The paths and URLs behind a source; none where some of its samples come from elsewhere."""
+    """The paths and URLs behind a source of Ronde's; none where a sample depends on anything else.
+
+    What a class of the user's makes of its ``path`` may change with its code.
+    """
+    inner = source
+    while isinstance(inner, CachedSource):
+        inner = inner.source
+    if not is_ronde(type(inner)):
+        return []
     if callable(file := getattr(source, "file", None)):
         return [str(file(i)) for i in range(len(source))]
     if callable(getattr(source, "origins", None)) and (origins := source.origins()) is not None:
-        in_memory = any(isinstance(origin, np.ndarray) for origin in origins)
-        return [] if in_memory else [each for each in origins if isinstance(each, str)]
+        elsewhere = any(isinstance(origin, np.ndarray) or callable(origin) for origin in origins)
+        return [] if elsewhere else [each for each in origins if isinstance(each, str)]
     paths = getattr(source, "paths", None) or [getattr(source, "path", None)]
     return [os.fspath(path) for path in paths if isinstance(path, str | os.PathLike)]
 
@@ -124,6 +132,11 @@ def _state(path: str) -> list[Any]:
     except OSError:
         return [path]
     return [path, found.st_size, found.st_mtime_ns]
+
+
+def _fingerprint(source: Any) -> str:
+    found = getattr(source, "fingerprint", "")
+    return found if isinstance(found, str) else ""
 
 
 def _key_on_disk(source: Any, steps: Sequence[Step], version: str) -> str:
@@ -138,7 +151,7 @@ def _key_on_disk(source: Any, steps: Sequence[Step], version: str) -> str:
         reason = (
             f"the code of the step {steps[-1].name!r} may change"
             if steps
-            else f"{kind.__name__} names no files"
+            else f"{kind.__name__} is not made of files alone"
         )
         raise ArgumentError(
             f"a cache on disk could serve another version's samples: {reason}. Pass version='…', "
@@ -146,7 +159,7 @@ def _key_on_disk(source: Any, steps: Sequence[Step], version: str) -> str:
         )
     parts = [
         *(kind.__module__.removeprefix("__main__"), kind.__qualname__, len(source), version),
-        str(getattr(source, "fingerprint", "")),
+        _fingerprint(source),
         [step.name for step in steps],
         list(map(_state, files)),
         source._key if isinstance(source, _Cache) else "",
@@ -154,17 +167,19 @@ def _key_on_disk(source: Any, steps: Sequence[Step], version: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _key_in_memory(samples: int) -> tuple[str, bool]:
+def _key_in_memory(source: Any, steps: Sequence[Step]) -> tuple[str, bool]:
     """The key of the next cache in memory, and whether the workers of this node share it.
 
-    Every worker makes the same caches in the same order, because all run one script.
+    Every worker makes the same caches in the same order, because all run one script. What the
+    source is keeps two caches apart that only one of the workers made between them.
     """
     found = identify(os.environ)
     k = next(_made_in_memory)
     if found.size == 1 or found.address is None:
         return secrets.token_hex(12), False
-    launch = f"{found.address}:{found.port} {k} {samples}"
-    return hashlib.sha256(launch.encode()).hexdigest(), True
+    about = type(source).__qualname__, len(source), _fingerprint(source)
+    parts = [found.address, found.port, k, *about, [step.name for step in steps]]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest(), True
 
 
 def _prefix(memory: bool) -> str:
@@ -247,7 +262,7 @@ class _Cache(Dataset[Any]):
         self._memory = options.where == "memory"
         self._share = 1
         if self._memory:
-            self._key, shared = _key_in_memory(self._n)
+            self._key, shared = _key_in_memory(source, steps)
             self._share = 1 if shared else world().local_size
             remove_unused(memory_root(), _prefix(True))
         else:

@@ -342,11 +342,18 @@ def _remove(folder: Path) -> int | None:
         if not _holds(folder, use, fcntl.LOCK_EX | fcntl.LOCK_NB):
             return None
         # The file that newcomers wait for goes last.
-        for path in [*(p for p in folder.iterdir() if p.name != "use"), folder / "use"]:
-            freed += path.lstat().st_blocks * 512
-            path.unlink()
+        freed = _delete([*(p for p in folder.iterdir() if p.name != "use"), folder / "use"])
         os.close(use)
         folder.rmdir()
+    return freed
+
+
+def _delete(files: Iterable[Path]) -> int:
+    """Delete files; bytes freed."""
+    freed = 0
+    for path in files:
+        freed += path.lstat().st_blocks * 512
+        path.unlink()
     return freed
 
 
@@ -367,5 +374,7 @@ def remove_unused(parent: Path, prefix: str) -> int:
             if (folder / "use").exists():
                 freed += _remove(folder) or 0
             elif time.time() - folder.lstat().st_mtime > 60:  # else it is being made
+                freed += _delete(folder.glob("cache.*"))  # of a version before the file "use"
+                _delete(folder.glob("lock"))
                 folder.rmdir()
     return freed

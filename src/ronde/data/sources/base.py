@@ -207,7 +207,7 @@ class BaseSource(Dataset[Any]):
         raise NotImplementedError
 
     def origins(self) -> Sequence[Any] | None:
-        """Paths, URLs and in-memory arrays behind the samples, for caches that check contents.
+        """Paths, URLs, in-memory arrays and the user's functions behind the samples, for caches.
 
         None if the attributes ``path``, ``paths`` or the method ``file(i)`` say it.
         """

@@ -167,6 +167,10 @@ class TarSource(BaseSource):
         """Covers tar names, sizes and samples; for a pack, the packed folder's fingerprint."""
         return self._fingerprint
 
+    def origins(self) -> list[Any]:
+        """The tars, and the function that makes the labels, if there is one."""
+        return [*self.paths, *([self._label] if callable(self._label) else [])]
+
     def name(self, i: int) -> str:
         """Sample ``i``'s key and tar."""
         return f"{self.keys[i]} in {self.paths[self._shard(i)]}"
