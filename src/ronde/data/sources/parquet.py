@@ -272,7 +272,7 @@ def _check_columns(file: Any, columns: Sequence[str], first: Any, first_path: st
                 f"feed.parquet: {file.path} has {names.count(name)} columns named {name!r}. Leave "
                 "it out with columns=[…]."
             )
-        kind = file.schema.field(name).type if name in names else "missing"
+        kind: Any = file.schema.field(name).type if name in names else "missing"
         if kind != first.field(name).type:
             raise ArgumentError(
                 f"feed.parquet: the column {name!r} is {first.field(name).type} in {first_path} "
