@@ -31,8 +31,8 @@ def test_what_is_shown():
     assert [units.format_bytes(n) for n in sizes] == (
         ["0 B", "29 B", "1018 B", "1000 KiB", "1018 KiB", "0.999 MiB", "1.5 GiB"]
     )
-    times = (0, 25e-6, 0.0123, 1.2345, 99, 100, 3700)
+    times = (0, 25e-6, 0.0123, 1.2345, 99, 100, 3700, 0.9996, 0.9996e-3)
     assert [units.format_seconds(t) for t in times] == (
-        ["0 s", "25 µs", "12.3 ms", "1.23 s", "99 s", "1:40 min", "1:01:40 h"]
+        ["0 s", "25 µs", "12.3 ms", "1.23 s", "99 s", "1:40 min", "1:01:40 h", "1 s", "1 ms"]
     )
     assert [units.format_rate(r) for r in (0.125, 12.34, 1234.5)] == ["0.125", "12.3", "1,234"]

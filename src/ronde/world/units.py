@@ -93,9 +93,9 @@ def format_seconds(value: float) -> str:
     """
     if value >= 100:
         return f"{clock(value)} {'h' if value >= 3600 else 'min'}"
-    if value == 0 or abs(value) >= 1:
+    if value == 0 or abs(value) >= 0.9995:  # what rounds to 1000 ms is 1 s
         return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g} µs"
+    return f"{value * 1e3:.3g} ms" if abs(value) >= 0.9995e-3 else f"{value * 1e6:.3g} µs"
 
 
 def format_rate(value: float) -> str:
