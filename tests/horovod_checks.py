@@ -120,6 +120,9 @@ def test_gradients():
     assert torch.equal(got, torch.full((5, 3), 2.0))
     got = gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum), 1.0)
     assert torch.equal(got, torch.full((5, 3), 3.0))
+    few = torch.ones(4, requires_grad=True)  # the last rank keeps one row
+    hvd.reducescatter(few, op=hvd.Sum).sum().backward()
+    assert few.grad.tolist() == [3.0] * 4
     with pytest.raises(NotImplementedError, match=r"gradient of a reduction with hvd\.Max"):
         gradient(lambda x: hvd.allreduce(x, op=hvd.Max), 1.0)
 

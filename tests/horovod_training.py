@@ -6,6 +6,7 @@ The oracle is a plain loop over both ranks' batches in this process.
 from __future__ import annotations
 
 import copy
+import time
 import warnings
 
 import horovod.torch as hvd
@@ -173,6 +174,24 @@ for call, text in (
     else:
         raise AssertionError(text)
 opt.step()
+
+# gradients that are dropped while they are under way
+mine, single = net(), net()
+opt, other = hvd.DistributedOptimizer(sgd(mine)), sgd(single)
+for step in range(2):
+    opt.zero_grad()
+    if step == 1:
+        if R == 1:
+            time.sleep(0.3)  # rank 0's stay under way
+        loss_of(mine, R, 7).backward()
+        opt.set_backward_passes_per_step(1)
+        opt.zero_grad()
+    loss_of(mine, R, step).backward()
+    opt.step()
+    other.zero_grad()
+    sum(loss_of(single, r, step) / N for r in range(N)).backward()
+    other.step()
+same(mine, single)
 
 mine = net()
 opt = hvd.DistributedOptimizer(sgd(mine), backward_passes_per_step=4)

@@ -127,6 +127,8 @@ class _Gradients:
 
     def reset(self) -> None:
         """Forget what has arrived."""
+        if any(bucket.handle is not None for bucket in self._buckets):
+            self._agreed = None  # what is under way goes on in these buckets: fill others
         self._left = dict.fromkeys(self._left, self.passes)
         self._order.clear()
         self.pending = self.synchronized = False

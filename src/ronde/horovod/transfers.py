@@ -179,7 +179,9 @@ def contribute_zeros(team: Team, meta: dict[str, Any], device: torch.device) -> 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor's memory."""
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
+    # one element may have a stride of 0, as the gradient of a sum: a view of bytes refuses it
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
