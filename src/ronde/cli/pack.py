@@ -74,7 +74,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         pattern: Annotated[
             str | None,
-            option("--pattern", "What the path below FOLDER must match, as '*/a*.jpg'.", "GLOB"),
+            option("--pattern", "What the path below FOLDER must match, as `*/a*.jpg`.", "GLOB"),
         ] = None,
         verify: Annotated[
             bool, option("--verify", "Check a pack instead: every shard and sample.")

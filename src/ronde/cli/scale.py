@@ -106,7 +106,7 @@ def register(app: typer.Typer) -> None:
             int, option("--rounds", "How often each size is started, in turns.", "R", min=1)
         ] = 2,
         cost: Annotated[
-            float | None, option("--cost", "Price of a device-hour.", "PRICE", min=0)
+            float | None, option("--cost", "Price of a device-hour.", "PRICE", min=0, max=1e9)
         ] = None,
         batch: Annotated[
             str | None,

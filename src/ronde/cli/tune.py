@@ -36,8 +36,8 @@ Examples:
 
 ```sh
 ronde tune --space lr=log:1e-4..1e-1 --goal max:accuracy train.py
-ronde tune --space lr=log:1e-4..1e-1 --space batch=32,64 --goal min:loss --trials 27
---method hyperband --max 9ep train.py --epochs 9
+ronde tune --space lr=log:1e-4..1e-1 --space batch=32,64 --goal min:loss --trials 27 \\
+  --method hyperband --max 9ep train.py --epochs 9
 ronde tune --space space.py --method bayes --devices 8 --workers 2 --goal max:accuracy train.py
 ronde tune --resume tune-1                      after anything; no sample is trained twice
 ```
