@@ -315,7 +315,7 @@ def test_help_and_version(tmp_path):
 
 
 def test_help_shows_flags_without_a_type_and_no_line_wider_than_the_terminal(tmp_path):
-    verbs = [[], ["run"], ["plan"], ["bench", "cluster"]]
+    verbs = [[], ["run"], ["plan"], ["bench", "cluster"], ["pack"]]
     for verb, done in zip(
         verbs,
         ronde_batch([[*v, "--help"] for v in verbs], tmp_path, env={"COLUMNS": "60"}),
@@ -323,6 +323,7 @@ def test_help_shows_flags_without_a_type_and_no_line_wider_than_the_terminal(tmp
     ):
         assert "bool" not in done.stdout and "--help" in done.stdout, verb
         assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= 60, verb
+    assert " */a*.jpg." in done.stdout  # the stars of a pattern are not Markdown's
 
 
 # -- what fails while it runs ----------------------------------------------------------
@@ -366,6 +367,17 @@ def test_no_file_is_named_that_is_not_kept(tmp_path):
     assert done.returncode != 0 and "failed first: killed by signal 9" in done.stderr
     assert "the last words\nthe rest of its output was not kept: --runs none" in done.stderr
     assert ".log" not in done.stderr and "--resume" not in done.stderr
+
+
+def test_a_plan_of_another_version_hides_no_failure(tmp_path):
+    (tmp_path / "fails.py").write_text(
+        "import os, pathlib\n"
+        "pathlib.Path(os.environ['RONDE_RUN_DIR'], 'plan.yaml').write_text('reducer: int8')\n"
+        "raise ValueError('no good')\n"
+    )
+    done = ronde_run(["run", "-n", "1", "--name", "old", "fails.py"], tmp_path)
+    assert done.returncode == 1 and "ValueError: no good" in done.stderr
+    assert "its output: runs/old/logs/rank-0.log" in done.stderr
 
 
 def test_all_ranks_raise(place):

@@ -904,7 +904,9 @@ def _tell_failure(outcome: Outcome, directory: RunDir, lost: str = "") -> None:
         from ronde.plan import Plan
         from ronde.plan.torch_errors import meaning
 
-        meant = meaning(outcome.error or "", Plan.load(directory.plan))
+        meant = None
+        with contextlib.suppress(ArgumentError):  # the plan of another version
+            meant = meaning(outcome.error or "", Plan.load(directory.plan))
         if meant is not None and meant not in (outcome.traceback or ""):  # as a note
             console.print(Text(f"that is: {meant}"), soft_wrap=True)
     log = directory.logs / f"rank-{outcome.rank}.log"

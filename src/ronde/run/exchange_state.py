@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ronde import checkpoint
-from ronde.plan import parse_reducer
+from ronde.plan import REDUCERS, parse_reducer
 from ronde.world import ArgumentError, CheckpointError, PlanError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
@@ -94,11 +94,13 @@ def restore_exchange(
         return
     if exchange is None or str(exchange.reducer.choice) != saved["reducer"]:
         now = run.plan.reducer if me.size > 1 else "one worker, which has none"
+        again = f"Go on with --reducer {saved['reducer']} on two workers or more, or start"
+        if saved["reducer"].partition(":")[0] not in REDUCERS:
+            again = "This version has no such reducer: start"
         raise CheckpointError(
             f"the checkpoint cannot be continued: it holds what reducer {saved['reducer']!r} has "
-            f"not sent yet, and now it is {now!r}, so that would be lost. Go on with --reducer "
-            f"{saved['reducer']} on two workers or more, or start a new run with init= the "
-            "checkpoint's path."
+            f"not sent yet, and now it is {now!r}, so that would be lost. {again} a new run with "
+            "init= the checkpoint's path."
         )
     ranks = [me.rank] if state["workers"] == me.size else list(range(state["workers"]))
     loaded: dict[str, torch.Tensor] = {}
