@@ -187,6 +187,21 @@ class Reports(Dataset):
         )
 
 
+def test_an_error_is_told_though_another_thread_hangs(monkeypatch):
+    monkeypatch.setattr("ronde.loader.thread_workers._PATIENCE_SECONDS", 0.1)
+    hangs = threading.Event()
+
+    def work(i):
+        if i == 1:
+            hangs.wait()
+        raise OSError("the storage is gone")
+
+    with pytest.raises(OSError, match="the storage is gone"):
+        list(Threads(2, 4).run(iter(range(4)), work))
+    assert not hangs.is_set()
+    hangs.set()
+
+
 @pytest.mark.parametrize("threads", [None, 2])
 def test_compute_threads_of_loading_threads_are_limited_and_no_others(threads):
     before = torch.get_num_threads()

@@ -34,9 +34,9 @@ from ronde.world.units import count_of, format_rate
 
 _EXAMPLES = """
 The script runs up to ronde.distribute. There its steps are timed in turns: on real
-batches that are reused (the synthetic ceiling), with its real input, and with one
-input stage at a time taken out. Then some steps of the script's own loop are timed. Ronde
-writes nothing.
+batches that are reused (the synthetic ceiling), with its real input, and with samples
+that are given out again. Stages are timed where samples are made. Then some steps of the
+script's own loop are timed. Ronde writes nothing.
 
 Examples:
 

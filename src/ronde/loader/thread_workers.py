@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
+import queue
 import re
 import sys
+import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+_PATIENCE_SECONDS = 10.0
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,6 +66,34 @@ def limit_process_threads(n: int) -> None:
         sys.modules["cv2"].setNumThreads(n)
 
 
+_Task = tuple[Future[Any], Callable[[], Any]]
+_Tasks = queue.SimpleQueue[_Task | None]
+
+
+def _work(tasks: _Tasks, compute_threads: int) -> None:
+    limit_compute_threads(compute_threads)
+    while (task := tasks.get()) is not None:
+        future, call = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+        del task, future, call  # a thread that waits holds no batch
+
+
+def _stop(tasks: _Tasks, threads: list[threading.Thread]) -> None:
+    """End threads after their current job. One that hangs, on storage say, is left behind: an error
+    must be told, and the process must end.
+    """
+    for _ in threads:
+        tasks.put(None)
+    until = time.monotonic() + _PATIENCE_SECONDS
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
+
+
 class Threads:
     """A fixed number of loading threads, started on demand and kept until :meth:`stop`.
 
@@ -72,13 +107,32 @@ class Threads:
         self.workers = workers
         self.ahead = max(1, ahead)
         self.compute_threads = compute_threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads: list[threading.Thread] = []
+
+    def _started(self) -> _Tasks:
+        """What the threads take their jobs from."""
+        if not any(thread.is_alive() for thread in self._threads):  # nor are they after a fork
+            self._tasks: _Tasks = queue.SimpleQueue()
+            self._threads = [
+                threading.Thread(
+                    target=_work,
+                    args=(self._tasks, self.compute_threads),
+                    name=f"ronde-load-{k}",
+                    daemon=True,
+                )
+                for k in range(self.workers)
+            ]
+            for thread in self._threads:
+                thread.start()
+            # at the latest before the interpreter is taken down
+            self._end = weakref.finalize(self, _stop, self._tasks, self._threads)
+        return self._tasks
 
     def stop(self) -> None:
         """End the threads after their current job; they restart on demand."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+        if self._threads:
+            self._end()
+            self._threads = []
 
     def run(self, asked: Iterator[T], work: Callable[[T], R]) -> Generator[R, None, None]:
         """Yield the results in the order of the jobs. Leaving the loop ends the threads.
@@ -91,15 +145,12 @@ class Threads:
         Raises:
             Exception: what ``work`` raised, when its job's turn comes.
         """
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                self.workers, "ronde-load", limit_compute_threads, (self.compute_threads,)
-            )
-        pool, flight = self._pool, deque[Future[R]]()
+        tasks, flight = self._started(), deque[Future[R]]()
         whole = False
         try:
             for job in asked:
-                flight.append(pool.submit(work, job))
+                flight.append(Future())
+                tasks.put((flight[-1], functools.partial(work, job)))
                 if len(flight) >= self.ahead:
                     yield flight.popleft().result()
             while flight:
@@ -107,4 +158,6 @@ class Threads:
             whole = True
         finally:
             if not whole:
+                for future in flight:
+                    future.cancel()
                 self.stop()
