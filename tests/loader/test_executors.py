@@ -437,6 +437,8 @@ def test_auto_never_shares_an_open_file(tmp_path, lazily):
 
 def test_auto_follows_from_what_the_data_set_is(tmp_path):
     images, rows = write_images(tmp_path), ronde.feed.arrays({"x": np.arange(9)})
+    packed = ronde.feed.pack(tmp_path, tmp_path.with_name("packed"), labels="none").path
+    shard = f"{packed}/shard-000000.tar"
     plain = torch.utils.data.default_collate
     for data, collate, workers, expected in (
         (images, images.collate, 2, "threads"),
@@ -449,6 +451,8 @@ def test_auto_follows_from_what_the_data_set_is(tmp_path):
             2,
             "processes",
         ),
+        (ronde.feed.tar(packed), plain, 2, "threads"),
+        (ronde.feed.tar(shard, data="jpg", label=draw_two), plain, 2, "processes"),
         (images, images.collate, 0, "none"),
         (rows, plain, 2, "none"),
         (Pipeline(rows).map(draw_two), plain, 2, "processes"),
