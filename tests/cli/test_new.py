@@ -106,6 +106,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path):
     (_own(tmp_path / "link") / "secret").symlink_to("/etc/hostname")
     _own(tmp_path / "key", plan="shard")
     _own(tmp_path / "out", script="../full/train.py")
+    _own(tmp_path / "files", files="[data]")
     commands = [["new", "--from", "catalogue", *words] for words, _ in REFUSED]
     sentences = [sentence for _, sentence in REFUSED]
     for place, sentence in (
@@ -115,6 +116,7 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written(tmp_path):
         ("link", "link/secret is a link. A recipe has files only."),
         ("key", "key/recipe.yaml: a recipe has no key plan. Did you mean plans?"),
         ("out", "out/recipe.yaml: script '../full/train.py' is no name of a file in the folder."),
+        ("files", "files/recipe.yaml: files is names of arguments, each with the name of a file."),
     ):
         commands.append(["new", "--from", place, "own", "copy"])
         sentences.append(sentence)
@@ -141,6 +143,10 @@ def test_a_folder_that_a_recipe_needs_is_missed_before_a_worker_starts(tmp_path)
     assert not (own / "runs").exists()
     done = ronde_run(["run", "-n", "1", "train.py", "--data", "full"], own)
     assert done.returncode == 0 and "'data': 'full'" in done.stdout, done.stderr
+    (own / "train.py").write_text("def main(:\n")
+    done = ronde_run(["run", "-n", "1", "--runs", "none", "train.py"], own)
+    assert done.returncode == 1 and "rank 0 failed first" in done.stderr, done.stderr
+    assert 'train.py", line 1' in done.stderr and "recipe.py" not in done.stderr
 
 
 def test_a_value_is_of_the_default_s_type():

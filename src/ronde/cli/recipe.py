@@ -204,6 +204,9 @@ def read_recipe(folder: Path) -> Recipe:
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise ArgumentError(f"{file}: {key} is a list of texts.")
         given[key] = tuple(value)
+    value = given.setdefault("files", {})
+    if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
+        raise ArgumentError(f"{file}: files is names of arguments, each with the name of a file.")
     found = Recipe(folder=folder, **given)
     if not (folder / found.script).is_file():
         raise ArgumentError(f"{file}: {folder} has no {found.script}.")
@@ -307,13 +310,12 @@ def check_command(command: Sequence[str]) -> None:
     script, words = Path(command[0]), command[1:]
     try:
         recipe = read_recipe(script.parent)
-    except ArgumentError:  # no recipe's script, or a recipe.yaml of another tool
-        return
+        arguments = recipe.arguments if script.name == recipe.script else []
+    except (ArgumentError, SyntaxError, ValueError):
+        return  # no recipe, a recipe.yaml of another tool, or a script that its worker refuses
     if script.name != recipe.script:
         return
-    values = {
-        a.name: str(a.value.value) for a in recipe.arguments if isinstance(a.value, ast.Constant)
-    }
+    values = {a.name: str(a.value.value) for a in arguments if isinstance(a.value, ast.Constant)}
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         values[name] = value if equals else following
