@@ -158,3 +158,10 @@ def test_a_fleet_installs_and_rolls_back(tmp_path: Path) -> None:
         assert "model.onnx was changed after the bundle was made" in install(3).stderr
         done = fleet("rollback", "/nowhere", "--python", "/no/python", on=first)
         assert done.returncode == 1 and "there is no /no/python" in done.stderr
+
+
+def test_a_host_whose_python_cannot_be_started_is_named(tmp_path: Path) -> None:
+    words = ["ship", "rollback", "root", "--hosts", "localhost", "--python", "/no/python"]
+    done = ronde_run(words, tmp_path)
+    assert done.returncode == 1 and "/no/python cannot be started: No such file" in done.stderr
+    assert "Traceback" not in done.stderr and "--hosts localhost" in done.stderr

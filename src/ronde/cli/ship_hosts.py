@@ -52,10 +52,13 @@ def _order(places: Places, host: Any, packed: str) -> tuple[int, str]:
     """The serial number that is current on a host now, or 0 and why the order failed."""
     python = places.python or sys.executable
     command = places.engine.command(host, [python, "-P", "-m", "ronde.ship.delivery"])
-    with open(packed, "rb") as order:
-        done = subprocess.run(
-            command, stdin=order, capture_output=True, text=True, errors="replace", check=False
-        )
+    try:
+        with open(packed, "rb") as order:
+            done = subprocess.run(
+                command, stdin=order, capture_output=True, text=True, errors="replace", check=False
+            )
+    except OSError as error:  # no ssh, or no such Python on this machine
+        return 0, f"{command[0]} cannot be started: {error.strerror}."
     if done.returncode == 0:
         answer = json.loads(done.stdout.splitlines()[-1])
         return answer.get("serial", 0), answer.get("error", "")
