@@ -73,7 +73,7 @@ def test_a_start_is_drawn_by_distance(rows):
 def test_what_cannot_be_clustered_is_refused(rows):
     for bad, said in [
         (np.where(rows > 120, np.nan, rows), "missing or infinite"),
-        (np.array(3.0), r"the shape \(\): it must be"),
+        (np.array(3.0), r"the shape \(1,\): it must be"),
         (rows[:, 0], "must be"),
         (np.ones((50, 2)), "k=2: there are 1 distinct rows"),
     ]:

@@ -152,6 +152,11 @@ def test_a_second_pack_into_the_same_folder_is_refused(tmp_path):
         pack(files, tmp_path / "out")
     with pytest.raises(ArgumentError, match=r"files is not empty \(__odd__\)"):
         pack(tmp_path / "out", files, labels=None)
+    begun = tmp_path / "begun"  # by an earlier version, which would go on with it
+    begun.mkdir()
+    (begun / "ronde-pack.partial.json").write_text("{}")
+    with pytest.raises(ArgumentError, match=r"begun is an unfinished pack of an earlier version"):
+        feed.tar(begun)
 
 
 def test_damage_is_found_and_named(tmp_path):

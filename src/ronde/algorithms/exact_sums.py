@@ -70,7 +70,8 @@ def matrix_of(data: Any, me: World, own_rows: bool) -> F64:
         ArgumentError: it is no matrix, or a value is missing or infinite; on every rank.
     """
     if isinstance(data, np.ndarray):
-        total = len(data) if data.ndim else 0
+        data = np.atleast_1d(data)
+        total = len(data)
         x = data if own_rows or data.ndim != 2 else data[own_slice(total, me)]
     else:
         frame, _, total = own_frame(data, me, own_rows)

@@ -34,6 +34,7 @@ from ronde.world import ArgumentError, SampleError, world
 from ronde.world.paths import is_remote, local_path
 
 MANIFEST = "ronde-pack.json"
+_UNFINISHED = "ronde-pack.partial.json"  # that earlier versions wrote
 _BLOCK_BYTES = 4 << 20
 Label = str | Callable[[dict[str, Any]], Any]
 
@@ -42,6 +43,12 @@ def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
     """A pack's manifest, or None if ``path`` is not a pack; refuse one that cannot be read."""
     raw = store.whole(f"{path.rstrip('/')}/{MANIFEST}")
     if raw is None:
+        # Its shards would look like a smaller data set.
+        if store.whole(f"{path.rstrip('/')}/{_UNFINISHED}") is not None:
+            raise ArgumentError(
+                f"{path} is an unfinished pack of an earlier version of ronde. Remove it and pack "
+                "again."
+            )
         return None
     try:
         found = json.loads(raw)
@@ -332,9 +339,13 @@ def damage_message(path: str, name: str) -> str:
 def _labels_of(indices: list[TarIndex]) -> Any:
     if all("label" in index.more for index in indices):
         return np.concatenate([index.more["label"] for index in indices])
-    if not all("label_json" in index.more for index in indices):
+    if not any("label_json" in index.more for index in indices):
         return None
-    return [label for index in indices for label in json.loads(index.more["label_json"].tobytes())]
+    found: list[Any] = []
+    for index in indices:  # some shards of an older pack may hold numbers and others texts
+        texts = index.more.get("label_json")
+        found += index.more["label"].tolist() if texts is None else json.loads(texts.tobytes())
+    return found
 
 
 def _packed(path: str, manifest: dict[str, Any], store: Store) -> tuple[list[str], list[TarIndex]]:
