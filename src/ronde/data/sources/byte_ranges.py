@@ -24,8 +24,10 @@ from ronde.world.paths import is_remote, local_path, need
 _IN_FLIGHT_REQUESTS = 32
 _TRIES = 3
 # What file systems call that which changes with a file's contents, the surest first.
-_TAGS = ("ETag", "etag", "md5Hash", "checksum", "Last-Modified", "LastModified", "last_modified")
-_TAGS += ("mtime", "updated", "created")
+_TAGS = (
+    *("ETag", "etag", "md5Hash", "checksum", "Last-Modified", "LastModified", "last_modified"),
+    *("mtime", "updated", "created"),
+)
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
