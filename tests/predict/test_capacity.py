@@ -112,6 +112,19 @@ def test_more_of_anything_is_never_slower():
             assert predict(c, n, nodes + 1).rate >= here * (1 - 1e-9)
 
 
+def test_samples_made_between_the_steps_cost_their_time_beside_any_other_limit():
+    # 10 ms for a sample and 10 ms for its step: 50 a second of each device, until 150 are read
+    slow = Capacities(
+        100.0,
+        (StageCapacity("decode", samples_per_second=100.0),),
+        storage_samples_per_second=150.0,
+        serial=True,
+    )
+    found = [predict(slow, n) for n in (1, 2, 4)]
+    assert [round(p.rate) for p in found] == [50, 100, 150]
+    assert [p.wall for p in found] == [None, None, "read"], "loaders as fast as the steps"
+
+
 @pytest.mark.parametrize(
     ("values", "named"),
     [

@@ -172,11 +172,17 @@ def _rate(
 ) -> tuple[float, str | None, Limit | None]:
     """Real samples per second and the limiting resource; ``scale`` multiplies the input's rate."""
     demand = _ceiling(c, devices, nodes) * (1.0 - c.overhead)
-    limits = [(scale * limit, stage, what) for limit, stage, what in _limits(c, devices, nodes)]
-    supply, stage, what = min(limits, default=(math.inf, None, None))
-    if what == "loaders" and c.serial:  # one after the other: their times add up
-        return supply * demand / (supply + demand), stage, what
-    return (supply, stage, what) if supply < demand else (demand, None, None)
+    rate: float = demand
+    wall: str | None = None
+    scarce: Limit | None = None
+    for limit, stage, what in _limits(c, devices, nodes):
+        supply = through = scale * limit
+        if what == "loaders" and c.serial:  # one after the other: their times add up
+            through = supply * demand / (supply + demand)
+        if through < rate:
+            rate = through
+            wall, scarce = (stage, what) if supply < demand else (None, None)
+    return rate, wall, scarce
 
 
 def nodes_of(capacities: Capacities, devices: int) -> int:
