@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ronde.watch import html
+from ronde.world.units import count_of
 
 Values = Mapping[str, Any]
 Row = tuple[str, Sequence[str]]
@@ -63,8 +64,8 @@ def _times(value: float) -> str:
 def _wall(wall: Values | None) -> str:
     if wall is None:
         return ""
-    return Markup("<p><strong>Wall:</strong> {} ({}) is met at {} workers.</p>").format(
-        wall["stage"], wall["limit"], wall["devices"]
+    return Markup("<p><strong>Wall:</strong> {} ({}) is met at {}.</p>").format(
+        wall["stage"], wall["limit"], count_of(wall["devices"], "worker")
     )
 
 
