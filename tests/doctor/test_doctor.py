@@ -311,8 +311,19 @@ def test_at_most_three_lines_of_notes_unless_all_are_asked_for():
     assert "caveat 8" in text_of(screen(values, verbose=True))
 
 
-def text_of(parts):
-    console = Console(width=200, file=io.StringIO())
+def test_a_narrow_terminal_cuts_no_number():
+    stage = TimedStage("a_long_name_of_a_stage_of_ones_own", "loading", 0.00001, 0.00002)
+    values = noisy(0.55, stages=(stage,))
+    values["stages"][0]["note"] = "waits 91 % of its time; 40 if it alone were free"
+    wide, narrow = (text_of(screen(values), width) for width in (200, 60))
+    cells = next(line for line in wide.splitlines() if "a_long" in line).split()[1:4]
+    assert "," in cells[0]
+    line = next(line for line in narrow.splitlines() if "a_long" in line)
+    assert line.split()[1:4] == cells
+
+
+def text_of(parts, width=200):
+    console = Console(width=width, file=io.StringIO())
     print_answer(console, parts)
     return console.file.getvalue()
 

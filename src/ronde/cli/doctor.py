@@ -220,10 +220,12 @@ def _table(values: dict[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("  stage", no_wrap=True)
+    table.add_column(
+        "  stage", no_wrap=True, max_width=18
+    )  # of the script's own, a long one is cut
     for head in ("capacity/s", "cpu ms", "lost pts"):
         table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("", ratio=1)
+    table.add_column("", overflow="fold")
     for row in (*_stage_rows(values), *_workers_rows(values)):
         table.add_row(*row)
     return table
