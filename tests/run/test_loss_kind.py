@@ -230,3 +230,19 @@ def test_losses_are_told_apart(name):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
     assert torch.equal(generators[0], torch.get_rng_state())
     assert generators[1:] == (random.getstate(), str(np.random.get_state()))
+
+
+baseline = torch.zeros(())
+
+
+def reinforce(logits, target):
+    global baseline
+    losses = F.cross_entropy(logits, target, reduction="none")
+    baseline = 0.9 * baseline + 0.1 * losses.detach().mean()
+    return (losses - baseline).mean()
+
+
+def test_a_tensor_that_the_loss_sets_is_put_back():
+    before = baseline
+    kind_of(reinforce, LOGITS, Y)
+    assert baseline is before and not baseline

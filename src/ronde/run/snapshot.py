@@ -162,14 +162,9 @@ class _Variables:
 
     def __init__(self, function: FunctionType) -> None:
         self._globals = function.__globals__
-        named = [n for n in function.__code__.co_names if n in self._globals]
+        names = [n for n in function.__code__.co_names if n in self._globals]
         # A counter may be an item of a list that the function only reads.
-        kinds = (*_PLAIN, list, dict, set, deque)
-        self._kept = {
-            n: _Copy(self._globals[n], _NO_BYTES)
-            for n in named
-            if isinstance(self._globals[n], kinds)
-        }
+        self._kept = {n: _Copy(self._globals[n], _NO_BYTES) for n in names}
         self._cells: list[tuple[CellType, _Copy]] = []
         for cell in function.__closure__ or ():
             with suppress(ValueError):  # it has no value yet
