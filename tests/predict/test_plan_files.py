@@ -101,6 +101,7 @@ FIT = "{alpha: 0.001, beta: 1.0e+9}"
         ("speed_is_estimate: maybe", "c.yaml: speed_is_estimate='maybe' must be true or false"),
         ("name: [a]", "c.yaml: name=['a'] must be a text"),
         ("corrections: {shard: 1.2}", "c.yaml: the field 'corrections' is not known"),
+        ("reducers: {int8: {alpha: 0, beta: 1}}", "c.yaml: reducers: reducer='int8': 'int8' is"),
         ("- 1", "holds no cluster"),
         ("a: b: c", "is not YAML"),
     ],

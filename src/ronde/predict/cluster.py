@@ -205,7 +205,10 @@ def _reducers(where: str, value: Any) -> dict[str, LinkFit]:
         return {}
     by_name = fields.read_mapping(where, value, "reducers with their fits")
     for name in by_name:
-        parse_reducer(str(name))
+        try:
+            parse_reducer(str(name))
+        except ArgumentError as error:
+            raise ArgumentError(f"{where}: {error}") from None
     return {str(name): _fit(f"{where}.{name}", fit) for name, fit in by_name.items()}
 
 
