@@ -61,6 +61,7 @@ def under_load(costs: Costs, work: Work, plan: Plan, calls: Any) -> Costs:
             )
             for u in costs.units
         ),
+        accumulate_seconds=costs.accumulate_seconds * factor,
         again_seconds={level: scale_cost(c, factor) for level, c in costs.again_seconds.items()},
         contention=factor,
         notes=(*costs.notes, f"layers take × {factor:.2f} while all workers compute"),
