@@ -232,11 +232,10 @@ def _wait_for_requests(connection: socket.socket, parent: int) -> None:
 
 
 def measure_briefly() -> None:
-    """Time layers for a second or two, not for eight: tests look at what a plan says, and the few
+    """Time layers for a second, not for several: tests look at what a plan says, and the few
     that look at how right its times are give a duration of their own.
     """
     if not os.environ.get("RONDE_TEST_ALL"):
-        importlib.import_module("ronde.measure.under_load")._SECONDS = 0.2
         importlib.import_module("ronde.measure.time_units").measure.__kwdefaults__["seconds"] = 0.4
 
 

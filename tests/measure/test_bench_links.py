@@ -120,14 +120,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ronde.cli.bench import measure_links
 from ronde.world.connect import connect
 import ronde.run.losses
-from ronde.cli.bench import measure_links
 from ronde.parallel import Work
-from ronde.cli.bench import measure_links
 from ronde.plan import Plan
-from ronde.cli.bench import measure_links
 from ronde.measure import planner
 
 me = connect()
@@ -222,7 +218,6 @@ LOOPS = {
 
 ASKED = """
 import os, runpy, sys
-from ronde.cli.bench import measure_links
 from ronde.measure import script_loop
 for folder in sys.argv[1:]:
     child = os.fork()
