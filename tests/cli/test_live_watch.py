@@ -50,14 +50,14 @@ def test_a_rule_ends_the_run_and_a_resume_goes_on(tmp_path):
     )
     (alert,) = alerts(tmp_path)
     assert (alert["rule"], alert["step"]) == ("inputs", 1)
-    epochs = {"EPOCHS": str(saved // 12 + 2), "PAUSE": "0"}
+    epochs = {"EPOCHS": str(saved // 12 + 5), "PAUSE": "0"}
     done = ronde_run(["run", "-q", "--resume", *words, "train.py"], tmp_path, 60, epochs)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "alert" not in done.stderr  # it was told
     assert alerts(tmp_path) == [alert]
     health = (tmp_path / "runs" / "a" / "health.jsonl").read_text().splitlines()
     described = [line for line in map(json.loads, health) if line["type"] == "tensors"]
-    resumed = [line for line in described if line["step"] == saved + 1]
+    resumed = [line for line in described if line["step"] > saved]
     assert resumed[-1]["layers"] == described[0]["layers"] == [""]
     judged = ronde_run(["watch", "a", "--json"], tmp_path)
     assert [json.loads(line)["rule"] for line in judged.stdout.splitlines()] == ["inputs"]
