@@ -95,6 +95,15 @@ def test_a_limit_of_each_worker_is_not_one_that_all_share():
     assert walls["unknown"][0]["limit"] == "unknown"
 
 
+def test_loaders_are_a_wall_only_where_more_of_them_do_not_feed_the_devices_here():
+    alone = {**judged(real=300.0, loaders=0, executor="none"), "loading_samples_per_second": 450.0}
+    facts = replace(FACTS, loaders=0, executor="none", scope="own")
+    for most, stages in ((4200.0, set()), (460.0, {"read"})):
+        sweep = ((1, 450.0), (16, most), (32, 0.8 * most))
+        rows, walls = outlook(alone, replace(facts, loading_sweep=sweep), 8)
+        assert {w["stage"] for w in walls} == {r["wall"] for r in rows} - {None} == stages
+
+
 def test_the_points_of_a_cause_are_a_part_of_what_they_are_said_to_be():
     order = {"seconds": 3.0, "share": 0.33}
     alone = tuple((900.0, 900.0) for _ in range(3))

@@ -414,10 +414,11 @@ def outlook(
 
 
 def _are_unmoved(values: Mapping[str, Any], facts: Facts, tried: Sequence[Remedy]) -> bool:
-    """Whether more loaders were seen to bring no more samples."""
-    sweep, real = facts.loading_sweep, float(values["samples_per_second"]["real"])
+    """Whether more loaders were seen to bring no more samples, and too few for the devices here."""
+    sweep, here = facts.loading_sweep, values["samples_per_second"]
+    best, ended = plateau(sweep) if len(sweep) > 1 else (0.0, False)
     rates = [r.rate for r in tried if r.tried and r.loaders > 1 and r.rate is not None]
-    return (len(sweep) > 1 and plateau(sweep)[1]) or any(rate < 1.1 * real for rate in rates)
+    return (ended and best < here["synthetic"]) or any(rate < 1.1 * here["real"] for rate in rates)
 
 
 def _seen_to_give(facts: Facts, loaders: float) -> float:
