@@ -183,9 +183,10 @@ class Case:
 
     def splitting(self) -> Difference | bool | None:
         """The difference of one process that splits the batch as the workers do; False if there is
-        none, None if it failed.
+        none, None if it failed, or the run gets its batches as another splits them.
         """
-        split = self.experiment(Experiment.SPLIT)
+        follows = self.one.first("ready").get("follows")
+        split = None if follows else self.experiment(Experiment.SPLIT)
         if split is None:
             return None
         left = self.left(split)

@@ -143,6 +143,11 @@ class DrawRecorder:
         if self.keyed is None and self._seeds_passes():
             self._others.update(draws_since(self._marks))
 
+    def skip(self) -> None:
+        """Another run of the loop has stepped: what moved the generators until now is its own."""
+        if self.keyed is None:
+            self._marks = generators()
+
     def note(self) -> None:
         """The script draws from torch's generator: in a hook on gradients, say."""
         if self._trace.phase == Phase.STEP and not self._in_pass:

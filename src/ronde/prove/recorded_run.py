@@ -62,7 +62,8 @@ class RecordedRun(Run):
     def step(self, batch: Any) -> torch.Tensor:
         """See :class:`Run`."""
         self._recorder.record_given(self.port.parts, batch)
-        return super().step(batch)
+        with self._recorder.around_step(self.port.parts):
+            return super().step(batch)
 
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> None:
         """See :class:`Run`."""

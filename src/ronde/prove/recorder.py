@@ -137,7 +137,7 @@ class Recorder(hooks.Observer):
             # The script may write into its run directory: this one ends with the study.
             run.dir = RunDir(Path(trace.settings.folder) / "run")
             run.dir.path.mkdir(exist_ok=True)
-        trace.event("ready", plan=plan.to_dict())
+        trace.event("ready", plan=plan.to_dict(), follows=run.port.parts.follows)
         trace.phase = Phase.BETWEEN
 
     # -- the loop ----------------------------------------------------------------------
@@ -224,9 +224,22 @@ class Recorder(hooks.Observer):
                 self.values.record_batch("given", parts)
 
     @contextmanager
+    def around_step(self, run: Parts) -> Iterator[None]:
+        """``run.step`` of any run: what another does between this one's batch and its step is not
+        of this step.
+        """
+        if run is self.trace.run or self.trace.phase != Phase.STEP:
+            yield
+            return
+        with self.trace.hidden():
+            yield
+        self.draws.skip()
+
+    @contextmanager
     def around_backward(self, run: Parts) -> Iterator[None]:
         """The backward pass of a script with its own loop."""
-        mine = run is self.trace.run
+        # without a batch, the run refuses
+        mine = run is self.trace.run and run.place.share is not None
         if mine and not self.trace.step:
             raise PlanError(
                 f"prove records one step of {run.part!r} for each batch, and it takes several by "
