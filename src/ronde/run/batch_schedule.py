@@ -68,9 +68,12 @@ class BatchSchedule:
             CheckpointError: it had another schedule.
         """
         if saved["rule"] != self._rule or saved["sizes"] != self.sizes:
+            batches = f"batches {saved['sizes']}, {saved['rule']}"
+            if saved.get("by_noise"):  # of an earlier version
+                batches += ", by largest=, which is gone: at= goes on with these batches"
             raise CheckpointError(
                 "the checkpoint cannot be continued: its run.grow_batch() had other arguments "
-                f"(batches {saved['sizes']}, {saved['rule']}). Give the same."
+                f"({batches}). Give the same."
             )
         self.epoch_step = saved["epoch_step"]
 
