@@ -141,8 +141,9 @@ def test_a_folder_that_a_recipe_needs_is_missed_before_a_worker_starts(tmp_path)
             done.stderr.split()
         )
     assert not (own / "runs").exists()
-    done = ronde_run(["run", "-n", "1", "train.py", "--data", "full"], own)
-    assert done.returncode == 0 and "'data': 'full'" in done.stdout, done.stderr
+    for words, data in ([], ""), (["--data", "full"], "full"):
+        done = ronde_run(["run", "-n", "1", "train.py", *words], own)
+        assert done.returncode == 0 and f"'data': {data!r}" in done.stdout, done.stderr
     (own / "train.py").write_text("def main(:\n")
     done = ronde_run(["run", "-n", "1", "--runs", "none", "train.py"], own)
     assert done.returncode == 1 and "rank 0 failed first" in done.stderr, done.stderr

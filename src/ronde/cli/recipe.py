@@ -316,7 +316,7 @@ def check_command(command: Sequence[str]) -> None:
     if script.name != recipe.script:
         return
     values = {a.name: str(a.value.value) for a in arguments if isinstance(a.value, ast.Constant)}
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         values[name] = value if equals else following
     check_files(recipe, values)
