@@ -310,7 +310,7 @@ def test_names_from_the_script_are_escaped_wherever_they_stand(tmp_path):
     values["stages"][1]["name"] = values["walls"][0]["stage"] = EVIL
     values["prescriptions"][0].update(settings={EVIL: EVIL}, label=EVIL, number=EVIL)
     doctor_report(values, tmp_path / "doctor.html")
-    wall = {"stage": EVIL, "devices": EVIL, "limit": EVIL}
+    wall = {"stage": EVIL, "devices": 4, "limit": EVIL}
     laws = {EVIL: {EVIL: {**FIT, "error_assumed": False, "degrees_of_freedom": EVIL}}}
     scale_report({**SCALE, "wall": wall, "fits": laws, "sentence": EVIL}, tmp_path / "scale.html")
     for name in ("doctor", "scale"):
