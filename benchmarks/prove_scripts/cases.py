@@ -114,12 +114,7 @@ LATER = [
         ("batchnorm_2d", "batchnorm", "outputs", "(argument 1 of the loss)", "pipeline=2"),
         ("running_scale", "state-outside-the-model", "gradients", "0.weight"),
         ("own_scale", "loss-over-the-batch", "gradients", "0.weight"),
-        (
-            "scheduler_by_world",
-            "scheduler",
-            "scheduler",
-            "learning rate of group 0",
-        ),
+        ("scheduler_by_world", "scheduler", "scheduler", "learning rate of group 0"),
         ("hard_examples", "loss-over-the-batch", "loss", "loss"),
         ("loss_by_world", "rank-dependent-forward", "loss", "loss"),
         ("loss_batch_times", "loss-is-a-sum", "loss", "loss"),

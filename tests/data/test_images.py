@@ -140,6 +140,14 @@ def test_a_decoder_of_ones_own_is_one_function_and_one_line(folder, monkeypatch)
     monkeypatch.setitem(image_decoders.DECODERS, "white", image_decoders.Decoder(white, "json"))
     assert int(batch(feed.images(folder, size=32, decoder="white", normalize=None))[0].min()) == 255
 
+    def wrong(data):
+        return data.no_such_method()
+
+    monkeypatch.setitem(image_decoders.DECODERS, "wrong", image_decoders.Decoder(wrong, "json"))
+    data = encoded(photo())
+    with pytest.warns(UserWarning, match="decoder 'wrong' failed .AttributeError.* Pillow decodes"):
+        assert np.array_equal(image_decoders.decode_image(data, "wrong"), by_pillow(data))
+
 
 def test_decoders_that_cannot_be_used(folder, monkeypatch):
     monkeypatch.setitem(

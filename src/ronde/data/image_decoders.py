@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ import numpy.typing as npt
 from ronde.world import ArgumentError, SampleError
 
 Pixels = npt.NDArray[np.uint8]
+
+_told: set[str] = set()  # decoders whose failure was told
 
 
 def _reject_cmyk(data: bytes) -> None:
@@ -220,8 +223,14 @@ def decode_image(
         try:
             pixels = entry.call(data)
             return _apply_orientation(pixels, data) if orient else pixels
-        except Exception:
-            pass
+        except Exception as error:
+            if chosen not in ("simplejpeg", *_told):  # whose pixels are Pillow's
+                _told.add(chosen)
+                warnings.warn(
+                    f"image decoder {chosen!r} failed ({type(error).__name__}: {error}). Pillow "
+                    "decodes what it rejects; further failures of it are not told.",
+                    stacklevel=2,
+                )
     why = _why_not("pillow")
     if why is not None:
         raise ArgumentError(
