@@ -97,6 +97,30 @@ def test_a_killed_training_resumes_on_another_number_of_workers(
     assert (tmp_path / file.name).read_bytes() == file.read_bytes()
 
 
+ASKED = """
+import signal, sys, threading
+from train import train
+main, over, sent = threading.main_thread().ident, threading.Event(), []
+def ask():
+    while not over.wait(0.001):
+        sent.append(signal.pthread_kill(main, signal.SIGRTMIN + 7))
+threading.Thread(target=ask).start()
+try:
+    train(sys.argv[1])
+finally:
+    over.set()
+print("asked", len(sent) > 100)
+"""
+
+
+@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+def test_the_hang_watch_may_ask_for_stacks_at_any_time(library, tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "asked.py").write_text(ASKED)
+    done = ronde_run(["run", "--workers", "2", "asked.py", library], tmp_path)
+    assert done.returncode == 0 and "asked True" in done.stdout, done.stdout + done.stderr
+
+
 def test_a_resume_with_other_arguments_is_refused(quiet, tmp_path, monkeypatch):
     monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
     x = np.arange(40.0)[:, None]

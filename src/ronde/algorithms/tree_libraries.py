@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -124,6 +125,20 @@ def _shape(margin: Any, settings: TreeSettings) -> F64:
 
 
 @contextlib.contextmanager
+def _signals(how: signal.Sigmasks) -> Iterator[None]:
+    """Block or unblock this thread's signals.
+
+    A wait on a socket with a time limit ends at any signal that has a handler, the hang watch's
+    question for a stack too; both libraries take that for a lost connection.
+    """
+    before = signal.pthread_sigmask(how, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def _communicator(me: World) -> Iterator[None]:
     """XGBoost's own connections. Its tracker listens on the run's address."""
     if me.size == 1:
@@ -143,7 +158,7 @@ def _communicator(me: World) -> Iterator[None]:
     # Tasks are sorted as text, and a rank is the place of its task.
     with xgb.config_context(verbosity=0):  # it prints each rank
         context = CommunicatorContext(**arguments, dmlc_task_id=f"{me.rank:09d}")
-        with context:
+        with _signals(signal.SIG_BLOCK), context, _signals(signal.SIG_UNBLOCK):
             yield
     if tracker is not None:
         tracker.wait_for()
@@ -344,7 +359,8 @@ class _LightGBM:
                 def all_rows(parts: list[F64]) -> Any:
                     joining.close()
                     margins = np.concatenate(parts) + (base if len(base) > 1 else base[0])
-                    return gradients(at, margins)
+                    with _signals(signal.SIG_UNBLOCK):
+                        return gradients(at, margins)
 
                 pair = meeting.at(number, _shape(margin, self._settings), all_rows)
                 return tuple(each[self._parts[number]] for each in pair)
@@ -356,7 +372,12 @@ class _LightGBM:
                     self._booster = env.model
                 # Where no leaf can be split there is no further round.
                 more = env.model.current_iteration() == at
-                if meeting.at(number, None, lambda _: not more or after(at, self)):
+
+                def over(_: Any) -> bool:
+                    with _signals(signal.SIG_UNBLOCK):
+                        return not more or after(at, self)
+
+                if meeting.at(number, None, over):
                     raise self._lgb.callback.EarlyStopException(at - 1, [])
 
             booster = self._lgb.train(
@@ -372,7 +393,8 @@ class _LightGBM:
         with warnings.catch_warnings(), joining:
             joining.enter_context(_without_info())
             warnings.filterwarnings("ignore", "Overriding the parameters from Reference")
-            meeting.run(machine)
+            with _signals(signal.SIG_BLOCK):
+                meeting.run(machine)
 
     def validation_margins(self) -> F64:
         if self._validate is not None and len(self._validate.y):
