@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -482,6 +483,20 @@ def test_installs_are_verified_and_can_be_rolled_back(bundle: Path, tmp_path: Pa
         if step == "_switch":
             assert install_bundle(made(9), root, public).serial == 9
     assert restore_previous(root) == 9
+    for serial in range(11, 17):
+        made(serial)
+
+    def install(serial: int) -> bool:
+        with contextlib.suppress(ShipError):  # a newer one came first
+            return install_bundle(made(serial), root, public).serial == serial
+        return False
+
+    with ThreadPoolExecutor(6) as pool:
+        done = list(pool.map(install, range(11, 17)))
+    assert done[-1] and current_bundle(root, public).serial == 16
+    names = {path.name for path in root.iterdir()} - {"current", "installed.json"}
+    assert len(names) == 2 and "serial-16" in names
+    assert restore_previous(root) == current_bundle(root, public).serial < 16
 
 
 def test_captures_tell_drift(bundle: Path, tmp_path: Path) -> None:

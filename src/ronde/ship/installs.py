@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from ronde.ship.bundle import Bundle, ShipError, verify_bundle
@@ -14,6 +16,17 @@ from ronde.ship.runtime import MODEL, ShippedModel
 __all__ = ["current_bundle", "install_bundle", "restore_previous"]
 
 _STATE = "installed.json"
+
+
+@contextlib.contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Installs and rollbacks of one folder wait for each other."""
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _serial(root: Path) -> int:
@@ -59,6 +72,11 @@ def install_bundle(bundle: Path, root: Path, key: Path) -> Bundle:
     """
     found = verify_bundle(bundle, key)
     root.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(root):
+        return _install(found, bundle, root, key)
+
+
+def _install(found: Bundle, bundle: Path, root: Path, key: Path) -> Bundle:
     state = _state(root)
     if found.serial <= state["newest"]:
         raise ShipError(
@@ -95,6 +113,13 @@ def restore_previous(root: Path) -> int:
     Raises:
         ShipError: there is none.
     """
+    if not root.is_dir():
+        raise ShipError(f"nothing is installed in {root}.")
+    with _one_at_a_time(root):
+        return _restore(root)
+
+
+def _restore(root: Path) -> int:
     state, now = _state(root), _serial(root)
     previous = state["previous"]
     if previous in (0, now) or not (root / f"serial-{previous}").is_dir():
