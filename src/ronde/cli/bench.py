@@ -41,7 +41,7 @@ Examples:
 
 ```sh
 ronde bench exchange --workers 4                        all reducers, 4 KiB to 256 MiB
-ronde bench exchange --sizes 1MiB,16MiB --html page.html
+ronde bench exchange --sizes 1MiB,16MiB --json > bus.json
 ronde bench exchange --hosts a:1,b:1 --servers c,d      between hosts, with servers
 ```
 """
@@ -224,18 +224,12 @@ def _register_exchange(bench: typer.Typer) -> None:
                 "FILE",
             ),
         ] = None,
-        page: Annotated[
-            Path | None, option("--html", "Draw the bandwidths into this file.", "FILE")
-        ] = None,
         as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
     ) -> None:
         from ronde.launch import Job
         from ronde.measure.bench_exchange import default_reducers, parse_sizes
         from ronde.plan import parse_reducer
-        from ronde.watch.html import check_drawing
 
-        if page is not None:
-            check_drawing()
         if cluster is not None and not cluster.is_file():
             raise ArgumentError(f"--cluster {cluster}: there is no such file.")
         parse_sizes(sizes)
@@ -270,8 +264,6 @@ def _register_exchange(bench: typer.Typer) -> None:
         answer = answers[-1]
         if cluster is not None:
             _into_cluster(cluster, answer)
-        if page is not None:
-            _draw(page, answer)
         if as_json:
             print(json.dumps(answer))
         else:
@@ -345,43 +337,3 @@ def _exact(name: str) -> bool:
     from ronde.plan import parse_reducer
 
     return parse_reducer(name).kind.exact
-
-
-def _draw(page: Path, answer: dict[str, Any]) -> None:
-    from ronde.watch import html
-
-    names = list(dict.fromkeys(row["reducer"] for row in answer["rows"]))
-    by_size = _by_size(answer)
-
-    def plot(axes: Any) -> str:
-        colors = (html.REAL, html.SYNTHETIC, html.GOOD, html.LOST, html.INK)
-        styles = ("-", (0, (4, 2)), (0, (1, 1)))
-        for i, name in enumerate(names):
-            values = [rows[name]["bus_bytes_per_second"] / 1e6 for rows in by_size.values()]
-            style = styles[i // len(colors) % len(styles)]
-            axes.plot(list(by_size), values, color=colors[i % len(colors)], linestyle=style)
-            axes.annotate(name, (list(by_size)[-1], values[-1]), fontsize=8)
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xlabel("bytes of a bucket")
-        axes.set_ylabel("bus bandwidth, MB/s")
-        return f"bus bandwidth of {', '.join(names)} over the size of a bucket"
-
-    body = [
-        (
-            "",
-            [format_bytes(size), *(f"{rows[n]['seconds'] * 1e3:.3g}" for n in names)],
-        )
-        for size, rows in by_size.items()
-    ]
-    best = max(answer["rows"], key=lambda row: row["bus_bytes_per_second"])
-    html.write_page(
-        page,
-        "ronde bench exchange",
-        ", ".join(answer["hosts"]),
-        f"{best['reducer']} reaches {best['bus_bytes_per_second'] / 1e6:,.0f} MB/s at "
-        f"{format_bytes(best['bytes'])} between {answer['workers']} workers",
-        [],
-        [("Bus bandwidth", "", html.draw("bus", 3.9, "Bus bandwidth over bucket size", plot))],
-        [html.Section("Milliseconds", ["bucket", *names], body)],
-    )
