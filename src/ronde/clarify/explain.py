@@ -20,7 +20,7 @@ from ronde.run import hooks
 from ronde.world import ArgumentError, RondeError, World
 from ronde.world.paths import need
 
-__all__ = ["explain_trees", "install_explainer", "integrated_gradients"]
+__all__ = ["by_text", "explain_trees", "install_explainer", "integrated_gradients"]
 
 _BACKGROUND = 16  # samples
 _PATCHES = 7  # of an image's side
@@ -121,7 +121,10 @@ def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str
         some = background.rows(0, min(_BACKGROUND, background.samples)).tensors[0].numpy()
         samples = part.tensors[0].numpy()
         found = shapley_values(predict, samples, some, players, budget=int(options["budget"]))
-    return explanation_values(found, kind, names, players.shape)
+    values = explanation_values(found, kind, names, players.shape)
+    if kind == "token":
+        values["tokens"] = part.tensors[0].reshape(rows, -1).tolist()
+    return values
 
 
 def explanation_values(
@@ -138,6 +141,36 @@ def explanation_values(
         "output": found.output.tolist(),
         "gap": float(found.gaps.max(initial=0.0)),
     }
+
+
+def by_text(values: dict[str, Any], tokenizer: Path) -> dict[str, Any]:
+    """An explanation of tokens by their texts: values of the same text in a row are added.
+
+    Args:
+        values: of :func:`explain_rows`.
+        tokenizer: a ``tokenizer.json``, or the folder that holds it.
+
+    Raises:
+        ArgumentError: the model takes no tokens, or the file is no tokenizer.
+    """
+    if "tokens" not in values:
+        kind = values["kind"]
+        raise ArgumentError(f"--tokenizer is for tokens: this model's values are of each {kind}.")
+    need("tokenizers", "finetune", "--tokenizer")
+    from tokenizers import Tokenizer
+
+    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    try:
+        vocabulary = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no other class
+        raise ArgumentError(f"--tokenizer {file}: {error}") from None
+    texts = [[vocabulary.id_to_token(i) or str(i) for i in row] for row in values["tokens"]]
+    names = list(dict.fromkeys(text for row in texts for text in row))
+    place = {text: i for i, text in enumerate(names)}
+    added = np.zeros((len(texts), len(names)))
+    for row, (each, row_texts) in enumerate(zip(values["values"], texts, strict=True)):
+        np.add.at(added[row], [place[text] for text in row_texts], each)
+    return values | {"values": added.tolist(), "names": names, "shape": [len(names)]}
 
 
 def integrated_gradients(

@@ -27,6 +27,7 @@ Examples:
 ronde clarify explain run-1 --data test.parquet             Shapley values of 100 rows
 ronde clarify explain run-1 --data test.npz --output 3      of a classifier's fourth score
 ronde clarify explain run-1 --method ig                     integrated gradients, training rows
+ronde clarify explain run-1 --tokenizer saved/tokenizer.json          a text model's words
 ronde clarify explain model.ubj --data test.parquet --method trees    XGBoost, LightGBM
 ```
 """
@@ -57,6 +58,10 @@ def register_explain(app: typer.Typer) -> None:
         budget: Annotated[
             int, option("--coalitions", "Of each row, for shapley.", "N", min=64)
         ] = 2048,
+        tokenizer: Annotated[
+            Path | None,
+            option("--tokenizer", "tokenizer.json or its folder: tokens by text.", "FILE"),
+        ] = None,
         json_file: JsonOption = None,
         report: ReportOption = None,
     ) -> None:
@@ -66,6 +71,10 @@ def register_explain(app: typer.Typer) -> None:
             values = _trees(run, data, rows)
         else:
             values = _run(folder, run, data, method, rows, output, budget)
+        if tokenizer:
+            from ronde.clarify.explain import by_text
+
+            values = by_text(values, tokenizer)
         _show(values)
         if json_file:
             write_json(json_file, values)
