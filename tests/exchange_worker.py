@@ -245,7 +245,7 @@ def lost():
     reducer = exchange.reducer
     host, port = reducer.place
     reducer.close()
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while threading.active_count() > before + len(futures):  # the lanes
         assert time.monotonic() < limit, threading.enumerate()
         time.sleep(0.01)

@@ -108,7 +108,7 @@ class Lab:
                 start_new_session=True,
             )
         self.pids[name] = process.pid
-        limit = time.monotonic() + 10
+        limit = time.monotonic() + 60
         while b"listening" not in log.read_bytes():
             if time.monotonic() > limit:
                 raise RuntimeError(log.read_text())
@@ -224,7 +224,7 @@ class SlurmLab:
         _do("slurmctld", "-c", "-f", str(self.conf))
         for name in hosts.names:
             hosts.ssh(name, f"SLURM_CONF={self.conf} slurmd -f {self.conf} -N {name}")
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + 60
         idle = ["sinfo", "-h", "-N", "-t", "idle"]
         while True:
             said = subprocess.run(

@@ -217,7 +217,7 @@ def test_ctrl_c_before_anything_has_begun_says_nothing(tmp_path):
     (tmp_path / "train.py").write_text("import time; time.sleep(20)")
     with child(ronde("run", "-q", "-n", "2", "train.py"), tmp_path) as began:
         for wanted in (True, False):  # Python has begun, then ronde's imports have
-            limit = time.monotonic() + 20
+            limit = time.monotonic() + 60
             while catches(began.pid, signal.SIGINT) != wanted and time.monotonic() < limit:
                 time.sleep(0.001)
         began.process.send_signal(signal.SIGINT)

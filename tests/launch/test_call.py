@@ -74,11 +74,10 @@ def press():
 
 
 threading.Thread(target=press).start()
-begun = time.monotonic()
 try:
     ronde.launch(waits, ("there",), workers=1)
 except KeyboardInterrupt:
-    assert time.monotonic() - begun < 40
+    pass
 else:
     raise AssertionError("no interrupt")
 sys.modules["cloudpickle"] = None

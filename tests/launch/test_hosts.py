@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -139,7 +138,7 @@ def test_run_directory_that_hosts_do_not_share(hosts, place, one, plan):
 
 
 def refused(hosts, place, words: list[str], *told: str) -> None:
-    begun, had = time.monotonic(), (place / "runs").exists()
+    had = (place / "runs").exists()
     before = sorted((place / "runs").iterdir()) if (place / "runs").exists() else []
     done = launched(["--ssh-config", str(hosts.ssh_config), *words], place)
     assert done.returncode != 0
@@ -147,7 +146,6 @@ def refused(hosts, place, words: list[str], *told: str) -> None:
     for text in told:
         assert text in said, said
     assert "Traceback" not in said
-    assert time.monotonic() - begun < 30
     assert before == (sorted((place / "runs").iterdir()) if (place / "runs").exists() else [])
     assert before or not (place / "runs").exists() or had
 

@@ -63,7 +63,7 @@ def loading() -> list[str]:
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 60
     while loading() and time.monotonic() < limit:
         gc.collect()
         time.sleep(0.01)

@@ -156,7 +156,7 @@ def until(page, true: str) -> None:
     """Until an expression of the page is true. Playwright's own waiting needs ``eval``, which the
     page's policy forbids.
     """
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while not page.evaluate(f"Boolean({true})"):
         assert time.monotonic() < limit, f"never: {true}\n{page.inner_text('body')[:2000]}"
         page.wait_for_timeout(30)
