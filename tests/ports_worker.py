@@ -70,7 +70,6 @@ class Cell:
 VALUES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "word_lm": lambda g: [_kept(g, "best"), _rate(g)],
     "reinforce": lambda g: _kept(g, "average"),
-    "glue": lambda g: _rate(g),
     "simclr": lambda g: [_rate(g), g["scheduler"].last_epoch, g["score"]],
     "diffusion": lambda g: _rate(g),
     "imagenet": lambda g: [_kept(g, "best"), _rate(g), g["scheduler"].last_epoch],

@@ -12,7 +12,7 @@ import pytest
 
 from processes import TESTS, python, ronde_run
 from ronde.watch import Ended, Evaluated, Started, StepRecorded, read
-from sampling import long, some
+from sampling import long
 
 EXAMPLES = TESTS.parent / "examples"
 SMALL_GPT = [
@@ -44,10 +44,8 @@ def _printed(output: str) -> float:
     ("plain", "train", "most"),
     [
         ("gpt/plain", "gpt/train", 9),
-        ("digits/plain", "digits/train", 9),
         ("gan/dcgan_plain", "gan/dcgan", 14),
         ("gan/wgan_gp_plain", "gan/wgan_gp", 19),
-        ("actor_critic/plain", "actor_critic/train", 14),
     ],
 )
 def test_ronde_changes_few_lines(plain, train, most):
@@ -57,11 +55,10 @@ def test_ronde_changes_few_lines(plain, train, most):
     assert len([line for line in changes if line[0] == "+"]) <= most, "\n".join(changes)
 
 
-@pytest.mark.parametrize("script", some(["gan/dcgan", "gan/wgan_gp", "actor_critic/train"], 3))
+@pytest.mark.parametrize("script", ["gan/dcgan", "gan/wgan_gp"])
 def test_two_models_in_one_loop(tmp_path, script):
     """As the plain script, on two workers."""
-    if script.startswith("gan"):
-        pytest.importorskip("sklearn")
+    pytest.importorskip("sklearn")
     done = ronde_run(
         ["run", "-n", "2", "--name", "two", str(EXAMPLES / f"{script}.py"), "--epochs", "1"],
         tmp_path,
@@ -133,14 +130,6 @@ def test_digits_is_the_same_training_on_one_worker_and_on_two(tmp_path):
     )
     assert len(losses) == 6 * 45
     assert losses[:45] == pytest.approx(losses_of_two[:45], rel=1e-3, abs=1e-4)
-
-
-@long
-def test_digits_plain_reads_digits_too(tmp_path):
-    pytest.importorskip("sklearn")
-    done = python([str(EXAMPLES / "digits" / "plain.py"), "--epochs", "6"], tmp_path, timeout=80)
-    assert done.returncode == 0, done.stderr
-    assert _printed(done.stdout) > 0.95
 
 
 def test_gpt_learns_on_two_workers(tmp_path):

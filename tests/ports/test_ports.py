@@ -69,12 +69,6 @@ CASES = {
         (),
         NOT_TRIED | _piped("A script that owns its loop (run.backward) cannot drive"),
     ),
-    "glue": Port(
-        EXAMPLES / "glue",
-        "--epochs 2 --pairs 96 --batch 8 --width 8 --layers 2 --dropout 0 --warmup 3",
-        2 * 6,
-        ("transformers",),
-    ),
     "simclr": Port(
         EXAMPLES / "simclr",
         "--epochs 3 --warmup 1 --images 100 --batch 24",
