@@ -27,14 +27,14 @@ accelerator = Accelerator(
 )
 torch.manual_seed(0)
 loader = DataLoader(gan.Digits(), batch_size=args.batch, shuffle=True)
-D, G = gan.discriminator(norm=True), gan.generator(norm=True)
+D, G = gan.discriminator(), gan.generator()
 D, G = map(SyncBatchNorm.convert_sync_batchnorm, (D, G))
 optimizer_d = torch.optim.Adam(D.parameters(), lr=args.lr, betas=(0.5, 0.999))
 optimizer_g = torch.optim.Adam(G.parameters(), lr=args.lr, betas=(0.5, 0.999))
 D, G, optimizer_d, optimizer_g, loader = accelerator.prepare(D, G, optimizer_d, optimizer_g, loader)
 
 for epoch in range(args.epochs):
-    for real, noise, _ in loader:
+    for real, noise in loader:
         fake = G(noise)
         optimizer_d.zero_grad()
         loss_d = loss(D(real), 1.0) + loss(D(fake.detach()), 0.0)

@@ -22,14 +22,14 @@ def loss(logits, real):
 
 torch.manual_seed(0)
 loader = DataLoader(gan.Digits(), batch_size=args.batch, shuffle=True)
-D, G = gan.discriminator(norm=True), gan.generator(norm=True)
+D, G = gan.discriminator(), gan.generator()
 optimizer_d = torch.optim.Adam(D.parameters(), lr=args.lr, betas=(0.5, 0.999))
 optimizer_g = torch.optim.Adam(G.parameters(), lr=args.lr, betas=(0.5, 0.999))
 
 run_d = ronde.distribute(D, optimizer_d, loader, loss=loss, sync_batchnorm=True)
 run_g = ronde.distribute(G, optimizer_g, run_d, loss=loss, sync_batchnorm=True, name="generator")
 for epoch in run_d.epochs(args.epochs):
-    for real, noise, _ in run_d.batches():
+    for real, noise in run_d.batches():
         fake = G(noise)
         run_d.backward(loss(D(real), 1.0) + loss(D(fake.detach()), 0.0))
         loss_d = run_d.update()

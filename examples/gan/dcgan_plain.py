@@ -21,12 +21,12 @@ def loss(logits, real):
 
 torch.manual_seed(0)
 loader = DataLoader(gan.Digits(), batch_size=args.batch, shuffle=True)
-D, G = gan.discriminator(norm=True), gan.generator(norm=True)
+D, G = gan.discriminator(), gan.generator()
 optimizer_d = torch.optim.Adam(D.parameters(), lr=args.lr, betas=(0.5, 0.999))
 optimizer_g = torch.optim.Adam(G.parameters(), lr=args.lr, betas=(0.5, 0.999))
 
 for epoch in range(args.epochs):
-    for real, noise, _ in loader:
+    for real, noise in loader:
         fake = G(noise)
         optimizer_d.zero_grad()
         loss_d = loss(D(real), 1.0) + loss(D(fake.detach()), 0.0)

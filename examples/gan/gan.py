@@ -1,4 +1,4 @@
-"""What the GANs of this folder share: scikit-learn's digits, the two networks, and how to draw."""
+"""What both scripts share: scikit-learn's digits, the two networks, and how to draw."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -8,8 +8,8 @@ from torch.utils.data import Dataset
 LATENT = 16
 
 
-class Digits(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """An image of 8 x 8 pixels between -1 and 1, noise for a generated one, and a place between."""
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """An image of 8 x 8 pixels between -1 and 1, and noise for a generated one."""
 
     def __init__(self) -> None:
         images = torch.tensor(load_digits().images, dtype=torch.float32)
@@ -18,25 +18,25 @@ class Digits(Dataset[tuple[Tensor, Tensor, Tensor]]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.images[index], torch.randn(LATENT), torch.rand(1, 1, 1)
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], torch.randn(LATENT)
 
 
-def generator(norm: bool) -> nn.Module:
+def generator() -> nn.Module:
     """Noise to an image."""
     return nn.Sequential(
         nn.Linear(LATENT, 64 * 4), nn.Unflatten(1, (64, 2, 2)), nn.ReLU(),
-        nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.BatchNorm2d(32) if norm else nn.Identity(),
-        nn.ReLU(), nn.ConvTranspose2d(32, 1, 4, 2, 1), nn.Tanh(),
+        nn.ConvTranspose2d(64, 32, 4, 2, 1), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.ConvTranspose2d(32, 1, 4, 2, 1), nn.Tanh(),
     )  # fmt: skip
 
 
-def discriminator(norm: bool) -> nn.Module:
+def discriminator() -> nn.Module:
     """An image to a number: how real it looks."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 4, 2, 1), nn.LeakyReLU(0.2),
-        nn.Conv2d(32, 64, 4, 2, 1), nn.BatchNorm2d(64) if norm else nn.Identity(),
-        nn.LeakyReLU(0.2), nn.Flatten(), nn.Linear(64 * 4, 1),
+        nn.Conv2d(32, 64, 4, 2, 1), nn.BatchNorm2d(64), nn.LeakyReLU(0.2),
+        nn.Flatten(), nn.Linear(64 * 4, 1),
     )  # fmt: skip
 
 

@@ -45,7 +45,6 @@ def _printed(output: str) -> float:
     [
         ("gpt/plain", "gpt/train", 9),
         ("gan/dcgan_plain", "gan/dcgan", 14),
-        ("gan/wgan_gp_plain", "gan/wgan_gp", 19),
     ],
 )
 def test_ronde_changes_few_lines(plain, train, most):
@@ -55,20 +54,16 @@ def test_ronde_changes_few_lines(plain, train, most):
     assert len([line for line in changes if line[0] == "+"]) <= most, "\n".join(changes)
 
 
-@pytest.mark.parametrize("script", ["gan/dcgan", "gan/wgan_gp"])
-def test_two_models_in_one_loop(tmp_path, script):
+def test_two_models_in_one_loop(tmp_path):
     """As the plain script, on two workers."""
     pytest.importorskip("sklearn")
     done = ronde_run(
-        ["run", "-n", "2", "--name", "two", str(EXAMPLES / f"{script}.py"), "--epochs", "1"],
+        ["run", "-n", "2", "--name", "two", str(EXAMPLES / "gan" / "dcgan.py"), "--epochs", "1"],
         tmp_path,
         timeout=80,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {e.part for e in _events(tmp_path, "two", StepRecorded)} in (
-        {None, "generator"},
-        {None, "critic"},
-    )
+    assert {e.part for e in _events(tmp_path, "two", StepRecorded)} == {None, "generator"}
 
 
 def test_the_readme_shows_the_difference_as_it_is():
