@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -33,7 +32,7 @@ from ronde.launch import Fleet, Job, Output
 from ronde.launch import messages as m
 from ronde.launch.engine import Host
 from ronde.launch.facts import collect
-from ronde.launch.frames import MARKER, Sender, from_line
+from ronde.launch.frames import MARKER, from_line, to_line
 from ronde.launch.job import Outcome
 from ronde.watch.hang_judge import RankView
 
@@ -50,11 +49,7 @@ class Agent:
         self.running: list[asyncio.Task[None]] = []
 
     def send(self, message: m.Message) -> None:
-        reads, writes = os.pipe()
-        with os.fdopen(reads, "rb") as pipe:
-            Sender(writes).send(message)
-            os.close(writes)
-            self.writer.write(pipe.read())
+        self.writer.write(to_line(message))
 
     async def serve(self) -> None:
         self.name = (await self.reader.readline()).decode().strip()

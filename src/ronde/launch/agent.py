@@ -1,8 +1,8 @@
 """The agent on one host: ``python -m ronde.launch.agent``, led over standard input and output.
 
-The launcher sends lines of JSON; the agent answers in frames. Its workers end with it, and it ends
-when its input does: a launcher or a connection that is gone leaves nothing behind. For workers of
-its own machine, the launcher has an agent in a thread.
+Orders and answers are lines of JSON. Its workers end with it, and it ends when its input does: a
+launcher or a connection that is gone leaves nothing behind. For workers of its own
+machine, the launcher has an agent in a thread.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)  # workers must not read the launcher's orders
     os.dup2(2, 1)
     adopt_orphans()
-    sender = Sender(answers_to, text=sys.argv[1:] == ["text"])
+    sender = Sender(answers_to)
     agent = _Remote(sender)
     for name in ("INT", "USR1", "TERM", "HUP", "QUIT"):
         signal.signal(signal.Signals[f"SIG{name}"], agent.signalled)

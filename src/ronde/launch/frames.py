@@ -1,8 +1,6 @@
-"""Messages between the launcher and the agents on its hosts, over a pipe: orders as lines of JSON,
-answers as frames of JSON and bytes.
+"""Messages between the launcher and the agents on its hosts: lines of JSON over a pipe, both ways.
 
-Where something on the way takes bytes for text (Open MPI 5 drops NUL), each frame is a line of
-Base64.
+Bytes are Base64 in them: what is on the way may take bytes for text (Open MPI 5 drops NUL).
 """
 
 from __future__ import annotations
@@ -12,25 +10,22 @@ import io
 import json
 import os
 import select
-import struct
 import threading
 import time
-from typing import IO, Any
+from typing import Any
 
 from ronde.launch.messages import Message
 
-__all__ = ["MARKER", "Pipe", "Sender", "Silence", "from_line", "receive", "to_line"]
+__all__ = ["MARKER", "Pipe", "Sender", "Silence", "from_line", "to_line"]
 
 MARKER = b"\x1eronde agent\n"
-"""What an agent writes first: whatever a login shell prints before it is not a frame."""
+"""What an agent writes first: whatever a login shell prints before it is no message."""
 
-_SIZES = struct.Struct(">II")
-_LARGEST = 1 << 28
 _LONGEST_LOOK = 1.0
 
 
 class Pipe(io.FileIO):
-    """The reading end of a pipe; counts what comes, parts of frames too."""
+    """The reading end of a pipe; counts what comes, parts of lines too."""
 
     reads = 0
 
@@ -69,25 +64,20 @@ class Silence:
 
 
 class Sender:
-    """Writes frames to a file descriptor, from any thread.
-
-    Args:
-        text: as lines of Base64.
+    """Writes messages to a file descriptor, from any thread.
 
     Attributes:
         sent: when the last one was written, of ``time.monotonic()``.
     """
 
-    def __init__(self, descriptor: int, text: bool = False) -> None:
-        self._descriptor, self._text = descriptor, text
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
         self._lock = threading.Lock()
         self.sent = 0.0
 
     def send(self, message: Message) -> bool:
-        """Write one frame; False if nobody reads any more."""
-        head, data = json.dumps(message.values()).encode(), getattr(message, "data", b"")
-        frame = _SIZES.pack(len(head), len(data)) + head + data
-        rest = memoryview(base64.b64encode(frame) + b"\n" if self._text else frame)
+        """Write one; False if nobody reads any more."""
+        rest = memoryview(to_line(message))
         with self._lock:
             try:
                 while rest:
@@ -98,36 +88,18 @@ class Sender:
         return True
 
 
-def to_line(order: Message) -> bytes:
-    """An order as a line."""
-    values = order.values()
-    if data := getattr(order, "data", b""):
-        values["data"] = base64.b64encode(data).decode()
+def to_line(message: Message) -> bytes:
+    """A message as a line."""
+    values = message.values()
+    if "data" in values:
+        values["data"] = base64.b64encode(values["data"]).decode()
     return json.dumps(values, default=str).encode() + b"\n"
 
 
 def from_line(line: bytes) -> Message:
-    """The order that :func:`to_line` wrote."""
-    return Message.of(json.loads(line), b"")
+    """The message that :func:`to_line` wrote.
 
-
-def receive(stream: IO[bytes]) -> Message | None:
-    """Read one frame; None at the end of the stream, or if what comes is no frame."""
-    first = stream.read(1)
-    if first > b" ":  # of Base64: sizes begin with smaller bytes
-        try:
-            stream = io.BytesIO(base64.b64decode(first + stream.readline(), validate=False))
-        except ValueError:
-            return None
-        first = b""
-    sizes = first + stream.read(_SIZES.size - len(first))
-    if len(sizes) < _SIZES.size:
-        return None
-    head, data = _SIZES.unpack(sizes)
-    if head > _LARGEST or data > _LARGEST:
-        return None
-    try:
-        values, payload = json.loads(stream.read(head)), stream.read(data)
-        return Message.of(values, payload) if len(payload) == data else None
-    except (LookupError, TypeError, ValueError):
-        return None
+    Raises:
+        LookupError, TypeError, ValueError: it is none.
+    """
+    return Message.of(json.loads(line))

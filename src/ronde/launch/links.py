@@ -12,7 +12,7 @@ from ronde.launch.agent import Agent
 from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host
 from ronde.launch.facts import Facts
-from ronde.launch.frames import MARKER, Pipe, Silence, receive, to_line
+from ronde.launch.frames import MARKER, Pipe, Silence, from_line, to_line
 from ronde.launch.job import Nodes
 
 __all__ = ["SILENCE_SECONDS", "HereLink", "HostLink", "Link"]
@@ -137,11 +137,14 @@ class HostLink(Link):
         seen = b""
         while not seen.endswith(MARKER) and (byte := stream.read(1)):
             seen += byte
-        up = seen.endswith(MARKER)
-        if not up:
+        if not seen.endswith(MARKER):
             for line in seen.splitlines():
                 self._child.note(line)
-        while up and (answer := receive(stream)) is not None:
+        for line in stream:
+            try:
+                answer = from_line(line)
+            except (LookupError, TypeError, ValueError):  # it was cut off
+                break
             if isinstance(answer, m.Heard):
                 self._heard[answer.address] = time.monotonic(), answer.seconds
             elif not isinstance(answer, m.Alive):

@@ -1,6 +1,6 @@
 """What the launcher and its agents say to each other: a frozen dataclass for each kind.
 
-On their way, they are JSON with bytes; an agent in the launcher's process gets them as they are.
+On their way, they are JSON; an agent in the launcher's process gets them as they are.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Message:
-    """Base of all kinds. ``data`` is bytes where a kind has some."""
+    """Base of all kinds. ``data`` is bytes, where a kind has some."""
 
     kinds: ClassVar[dict[str, type[Message]]] = {}
 
@@ -59,23 +59,18 @@ class Message:
         Message.kinds[cls.__name__] = cls
 
     def values(self) -> dict[str, Any]:
-        """The kind and all values but ``data``, for JSON."""
-        found = dataclasses.asdict(self)
-        found.pop("data", None)
-        return {"kind": type(self).__name__, **found}
+        """The kind and all values; but for ``data``, JSON holds them."""
+        return {"kind": type(self).__name__, **dataclasses.asdict(self)}
 
     @staticmethod
-    def of(values: Mapping[str, Any], data: bytes | None = None) -> Message:
-        """The message that :meth:`values` described.
+    def of(values: Mapping[str, Any]) -> Message:
+        """The message that :meth:`values` described, ``data`` as Base64.
 
         Raises:
             LookupError, TypeError, ValueError: there is no such message.
         """
         kind = Message.kinds[values["kind"]]
-        found = {name: _read(name, v) for name, v in values.items() if name != "kind"}
-        if any(f.name == "data" for f in dataclasses.fields(kind)):
-            found.setdefault("data", data)
-        return kind(**found)
+        return kind(**{name: _read(name, v) for name, v in values.items() if name != "kind"})
 
 
 def _read(name: str, value: Any) -> Any:
@@ -83,7 +78,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 _TYPES: dict[str, Callable[[Any], Any]] = {
-    "data": base64.b64decode,  # of a line
+    "data": base64.b64decode,
     "files": lambda files: {name: tuple(file) for name, file in files.items()},
     "job": lambda v: Job(**{**v, "directory": v["directory"] and Path(v["directory"])}),
     "outcome": lambda v: Outcome(**{**v, "hang": v["hang"] and HangVerdict.from_dict(v["hang"])}),

@@ -95,7 +95,7 @@ class Mpi(Engine):
         """``mpirun`` with one process on one host."""
         self._python = agent[0]
         options = ["--bind-to", "none", "--host"] if self._open else ["-launcher", "ssh", "-hosts"]
-        return [*self._start(host.name), *options, host.name, "-n", "1", *agent, "text"]
+        return [*self._start(host.name), *options, host.name, "-n", "1", *agent]
 
     def world(
         self, hosts: Sequence[tuple[str, int]], argv: Sequence[str], variable: str
