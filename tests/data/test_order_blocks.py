@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 
-import fsspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
@@ -158,20 +159,16 @@ def taken(data, **more):
     )
 
 
-def test_remote_sources_go_by_blocks_local_ones_do_not(tmp_path):
-    values = np.arange(200_001, dtype=np.uint16)
-    values.tofile(tmp_path / "text.bin")
-    fsspec.filesystem("memory").pipe("/order/text.bin", values.tobytes())
-    local = feed.tokens(tmp_path / "text.bin", 10, "uint16")
-    remote = feed.tokens("memory://order/text.bin", 10, "uint16")
-    n = len(local)
-    assert taken(local).order == Order(n, 3) and local.blocks is None
-    assert remote.blocks is not None and sum(remote.blocks) == n == len(remote)
-    wanted = Order(n, 3, blocks=remote.blocks, window=remote.window)
-    assert taken(remote).order == wanted
-    assert taken(Pipeline(remote)).order == wanted and taken(Pipeline(local)).order == Order(n, 3)
-    assert taken(DataLoader(remote, 8, shuffle=True)).order == wanted
-    assert taken(DataLoader(remote, 8)).order == Order(n, 3, False)
-    forced = feed.tokens(tmp_path / "text.bin", 10, "uint16", blocks=True)
-    assert forced.blocks == remote.blocks
-    assert feed.tokens("memory://order/text.bin", 10, "uint16", blocks=False).blocks is None
+def test_large_tables_go_by_blocks_small_ones_do_not(tmp_path):
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"x": np.arange(500)}), file, row_group_size=40)
+    small, large = feed.parquet(file), feed.parquet(file, cache_bytes=1000)
+    n = len(small)
+    assert taken(small).order == Order(n, 3) and small.blocks is None
+    assert large.blocks == (*[40] * 12, 20) and feed.parquet(file, blocks=True).blocks is not None
+    wanted = Order(n, 3, blocks=large.blocks, window=large.window)
+    assert taken(large).order == wanted
+    assert taken(Pipeline(large)).order == wanted and taken(Pipeline(small)).order == Order(n, 3)
+    assert taken(DataLoader(large, 8, shuffle=True)).order == wanted
+    assert taken(DataLoader(large, 8)).order == Order(n, 3, False)
+    assert feed.parquet(file, cache_bytes=1000, blocks=False).blocks is None

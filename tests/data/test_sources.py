@@ -6,12 +6,10 @@ import bz2
 import csv
 import gzip
 import io
-import itertools
 import lzma
 import os
 import pickle
 import random
-import sys
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -708,10 +706,7 @@ def check_remote(base: str, folder: Path) -> None:
             )
         assert there.classes == here.classes and there.fingerprint == here.fingerprint
     expected = samples_of([folder / f"tars/{s}.tar" for s in range(3)])
-    for blocks in (None, False):
-        tars = feed.tar(f"{base}/tars/{{0..2}}.tar", blocks=blocks)
-        same_source(tars, expected)
-        assert tars.blocks is None if blocks is False else sum(tars.blocks) == 30
+    same_source(feed.tar(f"{base}/tars/{{0..2}}.tar"), expected)
     compare(
         feed.parquet([f"{base}/tables/part-{i}.parquet" for i in range(3)]),
         feed.parquet(folder / "tables"),
@@ -748,7 +743,7 @@ def test_web_server(tmp_path):
     everything(tmp_path)
     with serving(tmp_path) as server:
         check_remote(server.url, tmp_path)
-        source = feed.tar(f"{server.url}/tars/0.tar", blocks=False, data="jpg", label="cls")
+        source = feed.tar(f"{server.url}/tars/0.tar", data="jpg", label="cls")
         expected = samples_of([tmp_path / "tars/0.tar"])
         with pytest.raises(ArgumentError, match=r"gone.tar cannot be opened"):
             feed.tar(f"{server.url}/gone.tar")
@@ -770,36 +765,6 @@ def test_web_server(tmp_path):
         server.ranges = False
         with pytest.raises(SampleError, match=r"does not support range requests"):
             source.read([3])
-
-
-def test_blocks_of_remote_tars_are_fetched_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["ronde.data.sources.tar"], "_BLOCK_BYTES", 8000)
-    paths = [tar_of(tmp_path / f"{s}.tar", web_members(40, s)) for s in range(3)]
-    expected = samples_of(paths)
-    with serving(tmp_path) as server:
-        source = feed.tar([f"{server.url}/{s}.tar" for s in range(3)])
-        assert len(source.blocks) > 20
-        server.asked.clear()
-        order = feed.Order(len(source), seed=1, blocks=source.blocks, window=source.window)
-        for start in range(0, 120, 16):
-            ids = order.ids(0, start, min(start + 16, 120)).tolist()
-            assert list(source.read(ids)) == [expected[i] for i in ids]
-        spans = sorted(server.asked)
-        for (name, _, last), (other, first, _) in itertools.pairwise(spans):
-            assert name != other or first > last  # no byte twice
-        # Where several processes share the work, each fetches only what it needs.
-        for name, value in (
-            ("WORLD_SIZE", "2"),
-            ("RANK", "0"),
-            ("MASTER_ADDR", "127.0.0.1"),
-            ("MASTER_PORT", "1"),
-        ):
-            monkeypatch.setenv(name, value)
-        shared = feed.tar([f"{server.url}/{s}.tar" for s in range(3)], data="cls")
-        server.asked.clear()
-        shared.read([5, 90])
-        assert [last - first + 1 for _, first, last in server.asked] == [1, 1]
-        assert shared.blocks == source.blocks
 
 
 def test_a_whole_training_on_a_source(tmp_path, monkeypatch):

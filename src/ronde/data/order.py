@@ -8,7 +8,7 @@ memory, for 10⁹ samples as for 10⁵. The mixing function is splitmix64's (Ste
 
 Both never change: a run could not resume under an order that changed with a library version.
 
-Where samples are best read in runs (remote shards, row groups), blocks are permuted, grouped into
+Where samples are best read in runs (row groups), blocks are permuted, grouped into
 windows, and the samples of each window permuted. A reader that holds one window reads each block
 once.
 """

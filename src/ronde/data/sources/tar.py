@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from torch.utils.data import get_worker_info
 
 from ronde.data.sources.base import (
     BaseSource,
@@ -23,19 +22,17 @@ from ronde.data.sources.base import (
 )
 from ronde.data.sources.byte_ranges import (
     ByteRange,
-    BytesCache,
     Store,
     expand,
     inside,
     one_folder,
 )
 from ronde.data.sources.tar_index import SUFFIX, TarIndex, index_of
-from ronde.world import ArgumentError, SampleError, world
+from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote, local_path
 
 MANIFEST = "ronde-pack.json"
 _UNFINISHED = "ronde-pack.partial.json"  # that earlier versions wrote
-_BLOCK_BYTES = 4 << 20
 Label = str | Callable[[dict[str, Any]], Any]
 
 
@@ -88,8 +85,6 @@ class TarSource(BaseSource):
         data: Sequence[str] | None,
         label: Label | None,
         manifest: dict[str, Any] | None,
-        cache_bytes: int,
-        blocks: bool | None,
     ) -> None:
         self.paths = paths
         self._store = store
@@ -125,14 +120,6 @@ class TarSource(BaseSource):
         self._wanted: list[bool] | None = None
         if chosen is not None:
             self._wanted = [s in chosen and not (manifest and s == "cls") for s in suffixes]
-        self._cache: BytesCache[int, bytes] = BytesCache(cache_bytes, len)
-        by_blocks = is_remote(paths[0]) if blocks is None else blocks
-        self._block_starts: np.ndarray[Any, np.dtype[np.int64]] | None = None
-        if by_blocks:
-            self._block_starts = self._cut()
-            self.blocks = tuple(np.diff(self._block_starts).tolist())
-            largest = _BLOCK_BYTES + int(self._size.max())
-            self.window = int(min(64, max(2, cache_bytes // largest)))
         if manifest is not None:
             self._fingerprint = str(manifest["fingerprint"])
         else:
@@ -192,31 +179,6 @@ class TarSource(BaseSource):
     def _shard(self, i: int) -> int:
         return int(np.searchsorted(self._starts, i, side="right")) - 1
 
-    def _span(self, low: int, high: int) -> tuple[int, int, int]:
-        """Tar, offset and bytes of samples ``low`` … ``high`` − 1 of one tar."""
-        a, b = int(self._first[low]), int(self._first[high])
-        start = int(self._offset[a])
-        return self._shard(low), start, int((self._offset[a:b] + self._size[a:b]).max()) - start
-
-    def _cut(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Starts of blocks of a few megabytes; none spans two tars."""
-        begins = self._offset[self._first[:-1]]
-        found: list[int] = []
-        for low, high in zip(self._starts[:-1].tolist(), self._starts[1:].tolist(), strict=True):
-            if low == high:
-                continue
-            number = (begins[low:high] - begins[low]) // _BLOCK_BYTES
-            found += (np.flatnonzero(np.diff(number, prepend=-1)) + low).tolist()
-        return np.asarray([*found, len(self)], dtype=np.int64)
-
-    def _by_blocks(self) -> bool:
-        if self.blocks is None or not is_remote(self.paths[0]):
-            return False
-        # Every reader would fetch every block of a window: with several of them, each fetches what
-        # it needs instead.
-        loading = get_worker_info()
-        return world().size == 1 and (loading is None or loading.num_workers == 1)
-
     def read(self, ids: Sequence[int]) -> list[Any]:
         """The samples of these ids, in this order.
 
@@ -226,14 +188,11 @@ class TarSource(BaseSource):
         """
         wanted = check_ids(ids, len(self)).tolist()
         plans = [self._members(i) for i in wanted]
-        if self._by_blocks():
-            raw = self._from_blocks(wanted, plans)
-        else:
-            of_shard = [
-                (self._shard(i), m) for i, each in zip(wanted, plans, strict=True) for m in each
-            ]
-            flat = iter(self._store.read([self._range(*place) for place in of_shard]))
-            raw = [[next(flat) for _ in members] for members in plans]
+        of_shard = [
+            (self._shard(i), m) for i, each in zip(wanted, plans, strict=True) for m in each
+        ]
+        flat = iter(self._store.read([self._range(*place) for place in of_shard]))
+        raw = [[next(flat) for _ in members] for members in plans]
         return [
             self._sample(i, members, data)
             for i, members, data in zip(wanted, plans, raw, strict=True)
@@ -256,26 +215,6 @@ class TarSource(BaseSource):
     def _label_suffix(self) -> str:
         named = isinstance(self._label, str) and self._manifest is None
         return str(self._label).lstrip(".").lower() if named else ""
-
-    def _from_blocks(self, wanted: list[int], plans: list[list[int]]) -> list[list[bytes]]:
-        assert self._block_starts is not None
-        starts = self._block_starts.tolist()
-        blocks = (np.searchsorted(starts, np.asarray(wanted), side="right") - 1).tolist()
-        spans = {b: self._span(starts[b], starts[b + 1]) for b in sorted(set(blocks))}
-
-        def fetch(missing: list[int]) -> list[bytes]:
-            places = (spans[b] for b in missing)
-            return self._store.read(
-                [ByteRange(self.paths[s], at, size, self._sizes[s]) for s, at, size in places]
-            )
-
-        held = self._cache.get(list(spans), fetch)
-        found: list[list[bytes]] = []
-        for block, members in zip(blocks, plans, strict=True):
-            data, offsets = held[block], self._offset[members] - spans[block][1]
-            ends = offsets + self._size[members]
-            found.append([data[a:b] for a, b in zip(offsets.tolist(), ends.tolist(), strict=True)])
-        return found
 
     def _sample(self, i: int, members: list[int], raw: list[bytes]) -> Any:
         key, kinds = self.keys[i], [int(self._suffix[m]) for m in members]
@@ -382,8 +321,6 @@ def tar(
     label: Label | None = None,
     classes: Sequence[str] | None = None,
     like: Any = None,
-    blocks: bool | None = None,
-    cache_bytes: int = 512 << 20,
     options: Mapping[str, Any] | None = None,
 ) -> TarSource:
     """Samples in tars with random access: WebDataset's, or a pack of ``ronde pack``.
@@ -392,8 +329,7 @@ def tar(
     are read from the headers once and kept in an index: next to the tar
     (``shard.tar.ronde-index``), or below ``~/.cache/ronde`` if that folder is read-only. The index
     is rebuilt if the tar's size or time changed; for a remote tar its ETag, checksum or time
-    counts. Remote tars are read in blocks of 4 MiB, which stay in memory up to ``cache_bytes``,
-    where this process reads everything; where several share the work, each reads its samples.
+    counts.
 
     Samples are dicts, ``{"__key__": "0001", "jpg": b"…", "cls": b"7"}``; with ``data=`` they are
     :class:`Sample`. A pack returns what ``feed.folder`` returned: same samples, labels, names,
@@ -410,9 +346,6 @@ def tar(
             class folders.
         like: another source, or a pipeline of one, whose classes count here too: the training
             set's, for a test set.
-        blocks: whether the order goes by such runs (see :class:`Order`); None for remote tars only.
-            A training can only be resumed under the order that it began with.
-        cache_bytes: memory for blocks.
         options: for fsspec.
 
     Raises:
@@ -442,7 +375,7 @@ def tar(
     place = one_folder(paths, ".tar")
     if place is not None and (manifest := read_manifest(place, store)) is not None:
         files, indices = _packed(place, manifest, store)
-        source = TarSource(files, indices, store, None, None, manifest, cache_bytes, blocks)
+        source = TarSource(files, indices, store, None, None, manifest)
         return source if known is None else source.count_classes(known)
     if place is not None and not is_remote(place):
         files = inside(place, ".tar", "feed.tar")
@@ -461,5 +394,5 @@ def tar(
             f"feed.tar: no samples in {files[0]}"
             + (f" and {len(files) - 1} more." if len(files) > 1 else ".")
         )
-    source = TarSource(files, indices, store, wanted, label, None, cache_bytes, blocks)
+    source = TarSource(files, indices, store, wanted, label, None)
     return source if known is None else source.count_classes(known)

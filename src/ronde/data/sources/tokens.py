@@ -33,9 +33,7 @@ class TokenSource(BaseSource):
         total: tokens in all files.
     """
 
-    def __init__(
-        self, files: list[_File], length: int, stride: int, store: Store, blocks: bool | None
-    ) -> None:
+    def __init__(self, files: list[_File], length: int, stride: int, store: Store) -> None:
         self.length = length
         self.stride = stride
         self._files = files
@@ -44,11 +42,6 @@ class TokenSource(BaseSource):
         counts = [max(0, (file.tokens - length - 1) // stride + 1) for file in files]
         self._starts = np.cumsum([0, *counts], dtype=np.int64)
         self._maps: dict[int, Any] = {}
-        if is_remote(files[0].path) if blocks is None else blocks:
-            per_block = max(1, (4 << 20) // (stride * files[0].dtype.itemsize))
-            self.blocks = tuple(
-                min(per_block, n - at) for n in counts for at in range(0, n, per_block)
-            )
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -140,7 +133,6 @@ def tokens(
     dtype: str | np.dtype[Any] | None = None,
     *,
     stride: int | None = None,
-    blocks: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> TokenSource:
     """Windows of tokens on disk: sample ``i`` is ``(inputs, targets)`` of ``length`` tokens,
@@ -155,8 +147,6 @@ def tokens(
         dtype: of raw numbers, as ``"uint16"``; a ``.npy`` file knows its own.
         stride: from one window's begin to the next; ``length`` where None, so that each token is a
             target once.
-        blocks: whether the order goes by runs of 4 MiB (see :class:`Order`); None for remote files
-            only.
         options: for fsspec.
 
     Raises:
@@ -203,7 +193,7 @@ def tokens(
         if kind.kind not in "iu":
             raise ArgumentError(f"feed.tokens: {one} holds {kind}; tokens are integers.")
         files.append(_File(one, offset, count, kind, size))
-    source = TokenSource(files, length, step, store, blocks)
+    source = TokenSource(files, length, step, store)
     if not len(source):
         raise ArgumentError(
             f"feed.tokens: {source.total:,} tokens in {files[0].path} are fewer than "
