@@ -1,162 +1,37 @@
-"""Reports: well formed, self-contained, escaped, and made of whatever values there are."""
+"""Reports: well formed, self-contained, escaped, and the answer that the screen shows."""
 
 from __future__ import annotations
 
-import copy
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from rich.table import Table
 
-from ronde.doctor.doctor_report import doctor_report
-from ronde.scale.scale_report import scale_report
+from ronde.cli.answer_screen import answer_line, report_answer
+from ronde.cli.scale import answer_parts
+from ronde.doctor.doctor_report import losses_chart
+from ronde.scale.meter import Start
+from ronde.scale.scale_report import speedup_chart
+from ronde.scale.scaling import summarize_scale
 from ronde.world import RondeError
 
 EVIL = "<script>alert('$x$ & \"y\"')</script>"
 
 DOCTOR = {
-    "script": "train.py",
-    "workers": 8,
-    "device": "NVIDIA H200",
-    "samples_per_second": {"synthetic": 10480, "real": 7940, "alone": 11000},
-    "gap": 0.242,
-    "gap_low": 0.23,
-    "gap_high": 0.254,
-    "healthy": False,
-    "refused": None,
-    "cause": {"stage": "decode", "points": 14.1},
     "stages": [
-        {
-            "name": "read",
-            "capacity_samples_per_second": 21900,
-            "cpu_ms_per_sample": 0.08,
-            "lost_points": 0.2,
-            "low": 0,
-            "high": 0.6,
-            "note": "",
-        },
-        {
-            "name": "decode",
-            "capacity_samples_per_second": 7900,
-            "cpu_ms_per_sample": 1.36,
-            "lost_points": 14.1,
-            "low": 12,
-            "high": 16,
-            "note": EVIL,
-        },
-        {
-            "name": "copy",
-            "capacity_samples_per_second": None,
-            "cpu_ms_per_sample": None,
-            "lost_points": 0,
-            "low": None,
-            "high": None,
-            "note": None,
-        },
+        {"name": "read", "lost_points": 0.2},
+        {"name": "decode", "lost_points": 14.1},
+        {"name": "copy", "lost_points": 0},
+        {"name": EVIL, "lost_points": 1.5},
     ],
     "exchange_points": 4.0,
     "straggler": {"rank": 5, "slower": 1.06, "points": 0.9},
-    "neighbour": {"slowdown": 0.031, "points": 4.0, "cause": "threads"},
-    "startup_seconds": 2.3,
-    "scale": [
-        {"devices": 8, "nodes": 1, "gap": 0.24, "low": 0.22, "high": 0.27, "wall": "decode"},
-        {"devices": 16, "nodes": 2, "gap": 0.24, "low": 0.22, "high": 0.29, "wall": "decode"},
-        {"devices": 32, "nodes": 4, "gap": 0.42, "low": 0.38, "high": 0.45, "wall": "read"},
-    ],
-    "walls": [{"stage": "decode", "devices": 6}, {"stage": "read", "devices": 18}],
-    "prescriptions": [
-        {
-            "number": 1,
-            "id": "decoder",
-            "text": "decode with simplejpeg",
-            "settings": {"decoder": "simplejpeg"},
-            "label": "same distribution",
-            "gap_here": 0.09,
-            "gap_largest": 0.42,
-            "gain_here_points": 15,
-        },
-        {
-            "number": 2,
-            "id": "script-loop",
-            "text": EVIL,
-            "settings": None,
-            "label": "same bits",
-            "gap_here": 0.0,
-            "gap_largest": 0.1,
-            "gain_here_points": 3,
-        },
-    ],
-    "notes": [EVIL],
-}
-
-ROW = {
-    "workers": 1,
-    "batch_per_worker": 64,
-    "synthetic": 100.0,
-    "real": 95.0,
-    "synthetic_low": 99,
-    "synthetic_high": 101,
-    "real_low": 94,
-    "real_high": 96,
-    "gap": 0.05,
-    "speedup_synthetic": 1.0,
-    "speedup_real": 1.0,
-    "efficiency_synthetic": 1.0,
-    "efficiency_real": 1.0,
-    "epoch_seconds": 12.0,
-    "cost_per_epoch_device_seconds": 12.0,
-    "cost_per_epoch": None,
-}
-FIT = {
-    "contention": 0.1,
-    "coherency": 0.0,
-    "low": {"contention": 0.05, "coherency": 0.0},
-    "high": {"contention": 0.2, "coherency": 0.01},
-    "peak": None,
-    "relative_error": 0.05,
-    "error_assumed": True,
-    "degrees_of_freedom": 10**6,
-}
-SCALE = {
-    "script": EVIL,
-    "rows": [
-        ROW,
-        {
-            **ROW,
-            "workers": 2,
-            "synthetic": 190.0,
-            "real": 110.0,
-            "gap": 0.42,
-            "speedup_synthetic": 1.9,
-            "speedup_real": 1.16,
-            "efficiency_synthetic": 0.95,
-            "efficiency_real": 0.58,
-        },
-    ],
-    "fits": {"synthetic": {"amdahl": FIT}, "real": {"amdahl": FIT, "usl": {**FIT, "peak": 12.0}}},
-    "laws": {"synthetic": "amdahl", "real": "amdahl"},
-    "extrapolated": [
-        {
-            "workers": 4,
-            "synthetic": 340.0,
-            "synthetic_low": 300.0,
-            "synthetic_high": 380.0,
-            "real": 115.0,
-            "low": 90.0,
-            "high": 140.0,
-            "gap": 0.66,
-            "efficiency_real": 0.3,
-            "epoch_seconds": 10.0,
-            "cost_per_epoch": None,
-        }
-    ],
-    "wall": {"stage": "read", "devices": 3, "limit": "storage"},
-    "stop_at": 1,
-    "sentence": "Stop at 1.",
-    "notes": [EVIL],
+    "neighbour": None,
 }
 
 
@@ -211,116 +86,49 @@ def read(path):
     return text, " ".join(parser.words), drawings
 
 
-def test_the_doctors_report(tmp_path):
-    doctor_report(DOCTOR, tmp_path / "report.html")
-    text, words, drawings = read(tmp_path / "report.html")
-    assert len(drawings) == 2
-    assert "idle for 24% of what they could do, 14 points of it in decode" in words
-    assert "<script" not in text and "alert('$x$" in words
-    losses, curve = drawings
-    for part in ("decode", "14", "noisy neighbour", "exchange", "straggler"):
-        assert part in losses, part
-    for part in ("decode wall at 6", "read wall at 18", "32 devices: 42%"):
-        assert part in curve, part
-    for part in (
-        "same distribution",
-        "same bits",
-        "decoder: simplejpeg",
-        "gap at 32",
-        "gap at 8",
-        "ronde doctor --apply 1 train.py",
-    ):
-        assert part in words, part
-    assert (
-        "prefers-color-scheme: dark" in text
-        and "@media print" in text
-        and 'name="viewport"' in text
-    )
-    assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
+def report(folder: Path, headline: str, parts, chart: str) -> Path:
+    path = folder / "report.html"
+    report_answer(path, "ronde doctor", EVIL, headline, parts, [(EVIL, "", chart)])
+    return path
 
 
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        (
-            {"healthy": True, "gap": 0.012, "prescriptions": [], "walls": []},
-            "Healthy: input costs 1%",
-        ),
-        (
-            {"refused": "two runs of the same differ by 9 points"},
-            "No verdict: two runs of the same differ by 9 points",
-        ),
-        (
-            {
-                "scale": [],
-                "walls": [],
-                "neighbour": None,
-                "straggler": None,
-                "exchange_points": None,
-            },
-            "idle for 24%",
-        ),
-        ({"stages": [], "samples_per_second": {"synthetic": 100.0, "real": 90.0}}, "idle for 24%"),
-        (
-            {"cause": {"stage": "neighbour", "points": 20.0}},
-            "20 points of it in neighbour",
-        ),
-        (
-            {"cause": {"stage": "exchange", "points": 30.0, "of": "ideal"}},
-            "30 points are lost to exchange; the input costs 24%",
-        ),
-        (
-            {"cause": {"stage": "straggler", "points": 9.0, "rank": 2, "within": "read"}},
-            "9.0 points of it in straggler, rank 2",
-        ),
-        (
-            {
-                "scale": [
-                    {"devices": 2, "nodes": 1, "gap": 0.1, "low": 0.1, "high": 0.2, "wall": None}
-                ]
-            },
-            "idle for 24%",
-        ),
-    ],
-)
-def test_whatever_was_found_can_be_shown(tmp_path, changed, told):
-    doctor_report({**copy.deepcopy(DOCTOR), **changed}, tmp_path / "report.html")
-    _, words, _ = read(tmp_path / "report.html")
-    assert told in words
+def test_a_report_has_the_lines_the_tables_and_the_chart(tmp_path):
+    table = Table("  stage", EVIL)
+    table.add_row(answer_line(("decode", "bold")), "14")
+    table.add_row(EVIL, "[bold]")
+    parts = [answer_line("CAUSE  ", ("decode", "red")), answer_line(EVIL), table]
+    text, words, [chart] = read(report(tmp_path, "CAUSE  decode", parts, losses_chart(DOCTOR)))
+    assert "<script" not in text and words.count("alert('$x$") >= 6
+    assert words.count("CAUSE") == 1 and "14" in words and "[bold]" in words
+    for part in ("decode 14.1 points", "exchange", "straggler"):
+        assert part in chart, part
+    assert "copy" not in chart
+    assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
 
 
-def test_the_scaling_report_sets_what_is_extrapolated_apart(tmp_path):
-    scale_report(SCALE, tmp_path / "report.html")
-    text, words, drawings = read(tmp_path / "report.html")
-    assert len(drawings) == 1 and "Stop at 1." in words and "<script" not in text
-    (speedup,) = drawings
-    for part in ("stroke-dasharray", "ideal", "Extrapolated, real: 4: 1.2"):
-        assert part in speedup, part
-    assert "~4" in words and "90 to 140" in words and "extrapolated, not measured" in words
-    assert "5.0%, assumed" in words and "read (storage) is met at 3 workers" in words
+def test_the_scaling_report_has_every_size_and_note(tmp_path):
+    starts = {
+        n: [Start(n, (s,), (r,), None, {}, "keep", 64, "replicate", 1000, "cpu", 0)]
+        for n, s, r in ((1, 100.0, 95.0), (2, 190.0, 110.0))
+    }
+    answer = summarize_scale(EVIL, starts, to=4, cores=8.0, per_node=8)
+    parts = list(answer_parts(answer, verbose=True))
+    path = report(tmp_path, answer.sentence, parts, speedup_chart(answer.to_dict()))
+    text, words, [chart] = read(path)
+    for part in ("stroke-dasharray", "ideal", "Extrapolated, real: 4: "):
+        assert part in chart, part
+    assert "<script" not in text and "~4" in words and "device-s" in words
+    assert all(" ".join(note.split()) in " ".join(words.split()) for note in answer.notes)
 
 
-def test_names_from_the_script_are_escaped_wherever_they_stand(tmp_path):
-    values = copy.deepcopy(DOCTOR)
-    values.update(
-        script=EVIL,
-        device=EVIL,
-        cause={"stage": EVIL, "points": 1.0},
-    )
-    values["stages"][1]["name"] = values["walls"][0]["stage"] = EVIL
-    values["prescriptions"][0].update(settings={EVIL: EVIL}, label=EVIL, number=EVIL)
-    doctor_report(values, tmp_path / "doctor.html")
-    wall = {"stage": EVIL, "devices": 4, "limit": EVIL}
-    laws = {EVIL: {EVIL: {**FIT, "error_assumed": False, "degrees_of_freedom": EVIL}}}
-    scale_report({**SCALE, "wall": wall, "fits": laws, "sentence": EVIL}, tmp_path / "scale.html")
-    for name in ("doctor", "scale"):
-        text, words, _ = read(tmp_path / f"{name}.html")
-        assert "<script" not in text and words.count("alert(") >= 8
+def test_a_chart_without_losses_is_left_out(tmp_path):
+    nothing = {"stages": [], "exchange_points": None, "straggler": None, "neighbour": None}
+    assert read(report(tmp_path, "healthy", [], losses_chart(nothing)))[2] == []
 
 
 def test_a_report_that_cannot_be_written_says_so(tmp_path):
-    with pytest.raises(RondeError, match="cannot be written"):
-        scale_report(SCALE, tmp_path / "absent" / "report.html")
+    with pytest.raises(RondeError, match=r"the report .* cannot be written"):
+        report(tmp_path / "absent", "healthy", [], "")
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -13,7 +14,15 @@ from ronde.watch import plain_console
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["Doing", "StyledText", "answer_line", "note_lines", "print_answer", "tell"]
+__all__ = [
+    "Doing",
+    "StyledText",
+    "answer_line",
+    "note_lines",
+    "print_answer",
+    "report_answer",
+    "tell",
+]
 
 StyledText = str | tuple[str, str]
 """Text, or text and its style."""
@@ -48,6 +57,40 @@ def print_answer(console: Any, parts: Iterable[Any]) -> None:
 
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
+
+
+def report_answer(
+    path: Path,
+    verb: str,
+    script: str,
+    headline: str,
+    parts: Iterable[Any],
+    charts: Sequence[tuple[str, str, str]],
+) -> None:
+    """Write what :func:`print_answer` prints, and charts, as one HTML page.
+
+    Raises:
+        RondeError: the file cannot be written.
+    """
+    from markupsafe import Markup
+    from rich.table import Table
+    from rich.text import Text
+
+    from ronde.watch import html
+
+    sections = []
+    for part in parts:
+        if isinstance(part, Text):
+            if headline not in part.plain:
+                foot = Markup("<p>{}</p>").format(part.plain.strip())
+                sections.append(html.Section(foot=foot))
+            continue
+        table: Table = part if isinstance(part, Table) else part.whole()
+        heads = [str(column.header).strip() for column in table.columns]
+        cells = zip(*(map(str, column.cells) for column in table.columns), strict=True)
+        words = [i for i, column in enumerate(table.columns) if column.justify == "left"]
+        sections.append(html.Section(heads=heads, rows=[("", row) for row in cells], text=words))
+    html.write_page(path, verb, script, headline, [], charts, sections)
 
 
 class Doing:

@@ -10,7 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import Doing, StyledText, answer_line, note_lines, print_answer
+from ronde.cli.answer_screen import (
+    Doing,
+    StyledText,
+    answer_line,
+    note_lines,
+    print_answer,
+    report_answer,
+)
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply
 from ronde.cli.options import option
 from ronde.cli.script import (
@@ -150,9 +157,12 @@ def _write(values: dict[str, Any], file: Path | None, report: Path | None) -> No
     if file is not None:
         write_json(file, values)
     if report is not None:
-        from ronde.doctor.doctor_report import doctor_report
+        from ronde.doctor.doctor_report import losses_chart
 
-        doctor_report(values, report)
+        chart = ("Where the speed goes", "Points of the synthetic ceiling", losses_chart(values))
+        headline = answer_line(*_headline(values)).plain.strip()
+        parts = screen(values, verbose=True)
+        report_answer(report, "ronde doctor", values["script"], headline, parts, [chart])
 
 
 def _measured(

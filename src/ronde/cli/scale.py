@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import Doing, answer_line, note_lines, print_answer
+from ronde.cli.answer_screen import Doing, answer_line, note_lines, print_answer, report_answer
 from ronde.cli.options import option
 from ronde.cli.script import (
     ArgumentsOption,
@@ -49,6 +49,11 @@ ronde scale --json scale.json --report scale.html -m my.train
 Exit status: 0 measured, 2 the script failed or an argument cannot be used, 130 stopped by
 Ctrl-C.
 """
+
+_CHART = (
+    "Relative to the same rate at the smallest size. Solid: measured. Dashed, with a band: "
+    "extrapolated, not measured"
+)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -161,9 +166,11 @@ def register(app: typer.Typer) -> None:
             if file is not None:  # first, because standard output may be a closed pipe
                 write_json(file, values)
             if report is not None:
-                from ronde.scale.scale_report import scale_report
+                from ronde.scale.scale_report import speedup_chart
 
-                scale_report(values, report)
+                chart = ("Speed-up", _CHART, speedup_chart(values))
+                parts = answer_parts(answer, verbose=True)
+                report_answer(report, "ronde scale", name, answer.sentence, parts, [chart])
         finally:  # show the answer even if it cannot be written
             print_answer(console, answer_parts(answer, verbose))
         if report is not None:

@@ -59,6 +59,10 @@ class Fitted:
             told = [f"{head} {cell}" for head, cell in zip(self.columns, row, strict=True) if cell]
             yield Text(", ".join(told))
 
+    def whole(self) -> Table:
+        """The table with all its columns, as wide as it is."""
+        return self._table((), 1_000)
+
     def _table(self, left_out: Sequence[str], width: int) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         shown = [k for k, head in enumerate(self.columns) if head not in left_out]

@@ -1,4 +1,4 @@
-"""HTML report kit: number formats, charts as inline SVG, and the page around them.
+"""HTML report kit: charts as inline SVG, and the page around them.
 
 A report is one file that fetches nothing. Charts use the page's CSS variables, so they follow the
 reader's light or dark setting.
@@ -7,7 +7,6 @@ reader's light or dark setting.
 from __future__ import annotations
 
 import io
-import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +18,6 @@ import jinja2
 from markupsafe import Markup, escape
 
 from ronde.world import ArgumentError, RondeError
-from ronde.world.units import format_rate, format_seconds
 from ronde.world.whole_file import write_answer
 
 __all__ = [
@@ -32,16 +30,7 @@ __all__ = [
     "Section",
     "check_drawing",
     "draw",
-    "mark_size",
-    "show_number",
-    "number_or",
-    "percent",
-    "plain",
-    "points",
-    "rate",
-    "show_seconds",
     "sizes_axis",
-    "soft",
     "write_page",
 ]
 
@@ -98,56 +87,6 @@ def check_drawing() -> None:
         ) from None
 
 
-def show_number(value: Any) -> float | None:
-    """A finite number, or None for anything else."""
-    return (
-        float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        else None
-    )
-
-
-def number_or(value: Any, default: float) -> float:
-    """A finite number, or the default for anything else."""
-    v = show_number(value)
-    return default if v is None else v
-
-
-def rate(value: Any) -> str:
-    """Samples per second."""
-    v = show_number(value)
-    return "–" if v is None else format_rate(v)
-
-
-def percent(value: Any) -> str:
-    """A share in percent."""
-    v = show_number(value)
-    return "–" if v is None else f"{v:.0%}"
-
-
-def points(value: Any) -> str:
-    """Percentage points."""
-    v = show_number(value)
-    return "–" if v is None else f"{v:.1f}" if 0 < abs(v) < 9.95 else f"{v:.0f}"
-
-
-def plain(value: Any) -> str:
-    """A number with three digits or more."""
-    v = show_number(value)
-    return "–" if v is None else f"{v:,.0f}" if abs(v) >= 1000 else f"{v:,.3g}"
-
-
-def show_seconds(value: Any) -> str:
-    """A duration."""
-    v = show_number(value)
-    return "–" if v is None else format_seconds(v)
-
-
-def soft(value: str, remark: str) -> Markup:
-    """A value for a cell, with a paler remark in brackets."""
-    return Markup('{} <span class="soft">({})</span>').format(value, remark)
-
-
 def draw(name: str, height: float, title: str, plot: Callable[[Any], str]) -> Markup:
     """Draw a chart as inline SVG in the page's colors.
 
@@ -199,31 +138,6 @@ def sizes_axis(axes: Any, sizes: Sequence[float], label: str) -> None:
     axes.set_xticks(ticks, [str(t) for t in ticks])
     axes.minorticks_off()
     axes.set_xlabel(label)
-
-
-def mark_size(
-    axes: Any,
-    size: float,
-    text: str,
-    *,
-    left: bool,
-    y: float = 1.0,
-    shift: float = -4,
-    va: str = "top",
-) -> None:
-    """Draw a vertical line at a size, with its name to the left or right of it."""
-    axes.axvline(size, color=LOST, linewidth=1.2, linestyle=(0, (2, 2)))
-    axes.annotate(
-        text,
-        (size, y),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4 if left else 4, shift),
-        textcoords="offset points",
-        ha="right" if left else "left",
-        va=va,
-        color=LOST,
-        fontsize=9.5,
-    )
 
 
 @dataclass(frozen=True)
