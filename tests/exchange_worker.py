@@ -268,41 +268,6 @@ def feedback():
         assert target < off and on - target < 0.25 * (off - target), (name, target, on, off)
 
 
-def noise():
-    """The noise scale is that of per-sample gradients; a bucket more or less changes nothing."""
-    from ronde.parallel import ddp
-
-    ddp._MEASURE_EVERY = {False: 1, True: 1}
-    n, batch = 2048, 32
-    one, data = model(), rows(n)
-    inputs, targets = data.tensors
-    named = dict(one.named_parameters())
-
-    def loss_of(values, x, y):
-        output = torch.func.functional_call(one, values, (x[None],))
-        return F.cross_entropy(output, y[None])
-
-    each = torch.func.vmap(torch.func.grad(loss_of), (None, 0, 0))(named, inputs, targets)
-    flat = torch.cat([g.reshape(n, -1) for g in each.values()], 1)
-    mean = flat.mean(0)
-    direct = float((flat - mean).square().sum(1).mean() / mean.square().sum())
-    for reducer in ("ring", "ring:0.001", "servers:0.001"):
-        one = model()
-        optimizer = torch.optim.SGD(one.parameters(), lr=0.0)
-        plan = Plan(workers=SIZE, reducer=reducer)
-        run = ronde.distribute(
-            one, optimizer, data, loss=F.cross_entropy, batch_size=batch, plan=plan
-        )
-        for _ in run.epochs(4):
-            for taken in run.batches():
-                run.step(taken)
-        measured = run.port.strategy.noise.value
-        low, high = run.port.strategy.noise.interval()
-        assert low < measured < high, (low, measured, high)
-        print(f"noise scale {measured:.1f} under {reducer}, {direct:.1f} directly", flush=True)
-        assert abs(measured / direct - 1) < 0.1, (reducer, measured, direct)
-
-
 if __name__ == "__main__":
     for part in sys.argv[1:]:
         globals()[part]()

@@ -25,7 +25,7 @@ WORKER = TESTS / "exchange_worker.py"
 @pytest.mark.parametrize(
     ("workers", "parts"),
     [
-        (2, ["exact", "types", "lossy", *(["feedback", "noise"] if ALL else [])]),
+        (2, ["exact", "types", "lossy", *(["feedback"] if ALL else [])]),
         (4, ["exact", "types", "lossy"] if ALL else ["types"]),
     ],
 )

@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 
 from ronde import ArgumentError, CheckpointError
-from ronde.exchange import NoiseScale
 from ronde.watch import (
     EVENTS,
     Alert,
@@ -31,7 +30,6 @@ from ronde.watch import (
     Lines,
     Logged,
     LossChecked,
-    NoiseMeasured,
     NonFiniteStep,
     Record,
     Restarted,
@@ -126,7 +124,6 @@ EVERY = [
     NonFiniteStep(step=3, epoch=0, what="loss", action="skip", ranks=[1], samples=[5, 2], time=6.7),
     Warned(text="careful", time=7.0),
     LossChecked(step=1, kind="mean", time=7.5),
-    NoiseMeasured(step=2, noise_scale=12.5, gradient_square=0.25, measurements=16, time=7.6),
     Restarted(generation=1, reason="rank 1: killed", rank=1, time=7.7),
     HangFound(sentence="Rank 1 …", rank=1, step=3, place="a.py:4", waiting=[0], time=7.7),
     Alert(3, "loss 9", rule="high", samples=[0, 7], values={"loss": 9.0}, time=7.8),
@@ -275,40 +272,6 @@ def test_summary(tmp_path):
 
 
 # -- the curve -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "told"),
-    [(1400.0, 2300.0, True), (1000.0, 2300.0, False), (1400.0, None, False), (None, None, False)],
-)
-def test_the_noise_scale_is_told_if_it_is_known_within_a_factor_of_two(tmp_path, low, high, told):
-    noise = NoiseMeasured(2, 1834.0, 0.25, 16, low, high)
-    summary = summarise(run_with(tmp_path / "run", started(), step(1), noise, ended(9.0)))
-    assert ("about 1,800 (1,400–2,300)" in summary.noise_sentence()) == told
-    assert bool(summary.noise_sentence()) == told
-    assert summary.to_dict()["noise_scale_interval"] == [low, high]
-
-
-@pytest.mark.parametrize(("signal", "measurements"), [(1.0, 12), (1.0, 300), (0.3, 60)])
-def test_the_interval_of_the_noise_scale_holds(signal, measurements):
-    """Gradients of known mean and covariance: 95 of 100 intervals should contain the truth."""
-    torch.manual_seed(0)
-    width, batch, workers, tries = 20, 64, 2, 60
-    spread = torch.linspace(0.5, 4, width, dtype=torch.float64)
-    mean = torch.full_like(spread, signal / width**0.5)
-    truth = float(spread.square().sum() / mean.square().sum())
-    shape = (tries, measurements, workers, width)
-    gradients = torch.randn(shape, dtype=torch.float64) * spread / (batch / workers) ** 0.5 + mean
-    local = gradients.square().sum(-1).mean(-1)
-    averaged = gradients.mean(2).square().sum(-1)
-    inverse, held = torch.tensor(workers / batch, dtype=torch.float64), 0
-    for one, whole in zip(local, averaged, strict=True):
-        noise = NoiseScale()
-        for k in range(measurements):
-            noise.add(one[k], inverse, whole[k], batch)
-        low, high = noise.interval()
-        held += low <= truth and (high is None or truth <= high)
-    assert held >= 0.88 * tries, held
 
 
 def dots(line: str) -> set[int]:

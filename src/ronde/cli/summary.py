@@ -90,8 +90,6 @@ def print_summary(
                 f"{one:,.0f} samples/s with all cores, measured afterwards: {workers} "
                 f"workers are {ratio:.2f}× as fast",
             )
-    if sentence := summary.noise_sentence():
-        row("noise", sentence)
     if summary.loss is not None:
         first = summary.curve[0][1]
         row("loss", f"{figure(first)} → {figure(summary.loss)}")

@@ -2,8 +2,8 @@
 small protocol.
 
 Offers :func:`build_reducer` and the registry ``KINDS`` (:mod:`ronde.exchange.kinds`),
-:class:`Exchange`, which runs a :class:`Reducer` under DDP, :func:`choose_reducer`, which measures
-what ``auto`` takes, and :class:`NoiseScale`.
+:class:`Exchange`, which runs a :class:`Reducer` under DDP, and :func:`choose_reducer`, which
+measures what ``auto`` takes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ronde.world.lazy import lazily
 if TYPE_CHECKING:
     from ronde.exchange.auto import choose_reducer
     from ronde.exchange.kinds import KINDS, build_reducer
-    from ronde.exchange.noise_scale import NoiseScale
     from ronde.exchange.reducer import Bucket, Exchange, Members, Reducer
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "Bucket",
     "Exchange",
     "Members",
-    "NoiseScale",
     "Reducer",
     "build_reducer",
     "choose_reducer",
@@ -35,7 +33,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.exchange.auto": "choose_reducer",
             "ronde.exchange.kinds": "KINDS build_reducer",
-            "ronde.exchange.noise_scale": "NoiseScale",
             "ronde.exchange.reducer": "Bucket Exchange Members Reducer",
         },
     )

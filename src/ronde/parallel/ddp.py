@@ -28,8 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ronde.capture import compiled
-from ronde.exchange import Exchange, Members, NoiseScale, build_reducer, choose_reducer
-from ronde.exchange.noise_scale import squared_norm
+from ronde.exchange import Exchange, Members, build_reducer, choose_reducer
 from ronde.parallel.batchnorm import absent, normalizes_batch, set_present
 from ronde.parallel.buckets import exchange_packed
 from ronde.parallel.strategy import (
@@ -50,11 +49,7 @@ from ronde.world.consensus import broadcast_json, gather_json
 
 __all__ = ["Replicate"]
 
-_LOSS, _WEIGHT, _NORM, _INVERSE, _COUNT, _UNUSED = range(6)
-
-# Steps from one measurement of the gradient noise to the next, by whether the model is small: less
-# than a hundredth of a step on average.
-_MEASURE_EVERY, _SMALL_BYTES = {False: 50, True: 64}, 256 << 10
+_LOSS, _WEIGHT, _UNUSED = range(3)
 
 # Buffers are exchanged by before_batch and sync_buffers, not by DDP. torch 2.13 renamed the option.
 _OPTIONS = inspect.signature(DistributedDataParallel).parameters
@@ -140,12 +135,8 @@ class Replicate(Strategy):
         self._begun = False  # whether a step is under way
         self._factors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
         self._weighted: bool | None = None
-        self._pairs: bool | None = None  # whether the loss is (sum, weight)
         self._reached: set[int] | None = None
         self._hooks: list[Any] = []
-        self._measures = False  # whether this step's gradient noise is measured
-        self._noted = False  # whether the payload holds a norm
-        self._samples = self._global_samples = 0  # of the step under way
         self._build()
 
     def _choose_reducer(self, text: str) -> None:
@@ -180,11 +171,6 @@ class Replicate(Strategy):
         self._loss_slot, self._weight_slot = self._payload[_LOSS], self._payload[_WEIGHT]
         self._flagged = False  # whether the payload holds unused flags
         self._sparse = _sparse_parameters(self.model)
-        self.noise = self.noise or NoiseScale()
-        size = sum(p.nbytes for p in (self._carrier, *self.parameters))
-        one_type = {p.dtype for p in self.parameters} == {dtype}
-        self._one_bucket = one_type and size < self._bucket_mib * 2**20
-        self._measure_every = _MEASURE_EVERY[self._one_bucket and size < _SMALL_BYTES]
         for hook in self._hooks:
             hook.remove()
         self._hooks = [p.register_hook(_own_values) for p in self._sparse if p.requires_grad]  # type: ignore[no-untyped-call]
@@ -252,9 +238,6 @@ class Replicate(Strategy):
         if not self._begun:
             self._before_first()
             self._scaled = scale is not None
-            self._measures = self._can_measure(part)
-        self._samples += part.samples
-        self._global_samples = part.global_samples
         if not part.last:
             if self._reached is None:
                 self._watch_reached()
@@ -265,52 +248,17 @@ class Replicate(Strategy):
             return
         if self._reached is not None:
             self._reached.clear()
-        late = self._measures and not self._one_bucket and part.samples > 0
-        if late:
-            # The exchange begins after the norms of this worker's own gradients are known.
-            with ddp.no_sync():
-                self._forward_backward(compute, part, scale)
-            part_gradients(self.parameters)
-            ddp(_nothing)
-        elif part.samples or self.run_empty:
+        if part.samples or self.run_empty:
             self._forward_backward(compute, part, scale)
         else:
             ddp(_nothing)
-        self._complete(late)
-
-    def _can_measure(self, part: Part) -> bool:
-        """Whether the gradient noise is measured in the step that begins with ``part``."""
-        assert self.noise is not None
-        self.noise.steps += 1
-        exact = self.exchange is None or self.exchange.reducer.exact
-        mean = self._pairs is False and not part.summed and not self._scaled
-        large = part.global_samples >= 2 * self.me.size
-        return (
-            self.noise.steps % self._measure_every == 0
-            and (exact and mean and large)
-            and not self._sparse
-            and bool(self.parameters)
-        )
-
-    def _note_norm(self) -> None:
-        """Put the norm of this worker's own mean gradient into the payload."""
-        self._payload[_NORM:_UNUSED] = 0
-        grads = [p.grad for p in self.parameters if p.grad is not None]
-        if not self._measures or not self._samples or not grads:
-            return
-        # In a bucket of its own, DDP has divided already what waits for its exchange.
-        divided = self.me.size if self._one_bucket and self.exchange is None else 1
-        factor = divided * self._global_samples / (self.me.size * self._samples)
-        self._payload[_NORM] = squared_norm(grads) * factor**2
-        self._payload[_INVERSE], self._payload[_COUNT] = 1.0 / self._samples, 1.0
-        self._noted = True
+        self._complete()
 
     def _before_first(self) -> None:
         for p in self.parameters:
             p.grad = None
         self._carrier.grad = None
         self._begun = True
-        self._samples = 0
         self._loss_slot.zero_()
         if self._weighted is not False:
             self._weight_slot.zero_()
@@ -348,7 +296,6 @@ class Replicate(Strategy):
         """The factor of a micro-batch's loss in the global one; notes its weight, if it has one."""
         own = part.weight
         self._weighted = weight is not None or own is not None
-        self._pairs = weight is not None
         factor = workers / part.global_samples
         if weight is not None:
             self._weight_slot.add_(weight, alpha=factor)
@@ -368,17 +315,9 @@ class Replicate(Strategy):
             self._factors[factor, value.dtype] = start
         backward((value,), (start if scale is None else scale(start),))
 
-    def _complete(self, late: bool) -> None:
-        """Give DDP what it still waits for: the carrier, and zeros for unreached parameters.
-        ``late``: it waits for all, whose gradients are there already.
-        """
-        if self._measures or self._noted:
-            self._noted = False
-            self._note_norm()
-        if late:
-            missing = list(range(len(self.parameters)))
-            unused = [i for i in missing if self.parameters[i].grad is None]
-        elif self._reached is None:
+    def _complete(self) -> None:
+        """Give DDP what it still waits for: the carrier, and zeros for unreached parameters."""
+        if self._reached is None:
             missing = unused = [i for i, p in enumerate(self.parameters) if p.grad is None]
         else:
             missing = [i for i in range(len(self.parameters)) if i not in self._reached]
@@ -431,10 +370,6 @@ class Replicate(Strategy):
         if bool(summed[_WEIGHT] != 0) if self._weighted is None else self._weighted:
             scale_gradients(self.parameters, 1.0 / summed[_WEIGHT])
             loss = loss / summed[_WEIGHT]
-        if self._measures and self.noise is not None:
-            square = squared_norm(p.grad for p in self.parameters if p.grad is not None)
-            local, inverse, count = summed[_NORM:_UNUSED].double().unbind()
-            self.noise.add(local / count, inverse / count, square, self._global_samples)
         return loss.clone()  # the bucket behind it is written again by the next step
 
     def _marks(self) -> dict[str, tuple[int, int]]:

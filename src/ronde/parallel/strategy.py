@@ -17,7 +17,7 @@ from torch.autograd.graph import _engine_run_backward  # type: ignore[attr-defin
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from ronde.exchange import Exchange, NoiseScale
+    from ronde.exchange import Exchange
     from ronde.parallel.own_calls import OwnCalls
 
 __all__ = [
@@ -121,7 +121,6 @@ class Strategy:
         split_at: names of the modules that begin a pipeline's later stages.
         on_change: called before it follows parameters that were frozen, thawed or replaced: lets
             all ranks agree on them.
-        noise: measures the gradient noise scale, where that costs nothing; else None.
         waited_seconds: how long this worker waited for the exchange of the last step, if known.
     """
 
@@ -136,7 +135,6 @@ class Strategy:
     note: str = ""
     split_at: tuple[str, ...] = ()
     on_change: Callable[[], None] = staticmethod(lambda: None)
-    noise: NoiseScale | None = None
     waited_seconds: float | None = None
 
     @property

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         HangFound,
         Logged,
         LossChecked,
-        NoiseMeasured,
         NonFiniteStep,
         Record,
         Restarted,
@@ -68,7 +67,6 @@ __all__ = [
     "Lines",
     "Logged",
     "LossChecked",
-    "NoiseMeasured",
     "NonFiniteStep",
     "Rate",
     "Record",
@@ -107,7 +105,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.progress": "Bar Display Lines MARK Silent "
             "Stream choose_display figure plain_console",
             "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
-            "HangFound Logged LossChecked NoiseMeasured NonFiniteStep Record Restarted Resumed "
+            "HangFound Logged LossChecked NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION Started StepRecorded Warned less_is_better read",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest lock_run script_stem",
             "ronde.watch.summary": "Summary summarise",

@@ -198,22 +198,6 @@ class LossChecked(Event):
 
 
 @dataclass(frozen=True)
-class NoiseMeasured(Event):
-    """The gradient noise scale so far, ``noise_scale`` in samples: tr(Σ) / |G|² (McCandlish et al.
-    2018), from ``measurements`` steps; ``gradient_square`` is |G|². ``low`` and ``high`` are its
-    95 % interval; no ``high``: it may be any larger number.
-    """
-
-    type: ClassVar[str] = "noise_scale"
-    step: int
-    noise_scale: float
-    gradient_square: float
-    measurements: int
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
 class Restarted(Event):
     """All workers were ended and started again, because of ``reason``: the failure of ``rank``, if
     it is known. ``generation`` counts from 1 in each launch.
@@ -301,7 +285,6 @@ EVENTS: dict[str, type[Event]] = {
         NonFiniteStep,
         Warned,
         LossChecked,
-        NoiseMeasured,
         Restarted,
         HangFound,
         Alert,
@@ -381,7 +364,7 @@ def _is_void(event: Event, resumed: Resumed) -> bool:
     """Whether a run trains an earlier event again after it has resumed."""
     if isinstance(event, Epoch) and event.epoch >= resumed.epoch:
         return True
-    kinds = StepRecorded | Evaluated | Logged | Epoch | BestFound | NoiseMeasured
+    kinds = StepRecorded | Evaluated | Logged | Epoch | BestFound
     return isinstance(event, kinds) and event.step > resumed.step
 
 

@@ -17,7 +17,6 @@ from ronde.watch.record import (
     Event,
     HangFound,
     LossChecked,
-    NoiseMeasured,
     Restarted,
     Started,
     StepRecorded,
@@ -25,8 +24,6 @@ from ronde.watch.record import (
     read,
 )
 from ronde.watch.run_dir import RunDir
-
-_NOISE_WITHIN = 2.0  # high / low of the noise scale's interval, beyond which it is not told
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class Summary:
     reason: str = ""  # why it was stopped
     written: float = 0.0
     parts: dict[str, Summary] = field(default_factory=dict)
-    noise: NoiseMeasured | None = None
     hangs: list[HangFound] = field(default_factory=list)  # slow ranks too
     restarts: int = 0
 
@@ -66,21 +62,6 @@ class Summary:
     def ending(self) -> str:
         """The status, and why the run was stopped."""
         return f"{self.status} (stopped: {self.reason})" if self.reason else self.status
-
-    def noise_sentence(self) -> str:
-        """From which global batch on more devices stop paying; empty unless known within a factor
-        of 2.
-        """
-        noise = self.noise
-        if noise is None or self.loss_kind not in ("mean", "unknown"):
-            return ""
-        if not noise.low or noise.high is None or noise.high > _NOISE_WITHIN * noise.low:
-            return ""
-        about, low, high = (float(f"{v:.2g}") for v in (noise.noise_scale, noise.low, noise.high))
-        return (
-            f"beyond a global batch of about {about:,.0f} ({low:,.0f}–{high:,.0f}), more devices "
-            "stop paying (gradient noise scale)"
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``--json``."""
@@ -112,8 +93,6 @@ class Summary:
                 {k: getattr(h, k) for k in ("sentence", "rank", "step", "place", "waiting", "slow")}
                 for h in self.hangs
             ],
-            "noise_scale": self.noise.noise_scale if self.noise else None,
-            "noise_scale_interval": [self.noise.low, self.noise.high] if self.noise else None,
             **({"parts": {n: p.to_dict() for n, p in self.parts.items()}} if self.parts else {}),
         }
 
@@ -200,7 +179,6 @@ def _summarise(
         reason=ended.reason if ended else "",
         written=written,
         parts=parts or {},
-        noise=_last(events, NoiseMeasured),
         hangs=[e for e in events if isinstance(e, HangFound)],
         restarts=sum(isinstance(e, Restarted) for e in events),
     )

@@ -18,7 +18,7 @@ from ronde.run.content import CheckpointContent, Ending
 from ronde.run.gather import Gathering
 from ronde.run.group import RunGroup
 from ronde.run.parts import Parts
-from ronde.watch import Ended, Epoch, Evaluated, Logged, NoiseMeasured, figure
+from ronde.watch import Ended, Epoch, Evaluated, Logged, figure
 from ronde.world import World
 
 __all__ = [
@@ -216,7 +216,6 @@ class Recording(Callback):
                 samples_per_second=watcher.rate.end_epoch(),
             )
         )
-        self._record_noise(parts)
 
     def evaluated(self, parts: Parts, outcome: EvaluationResult) -> None:
         """See :class:`Callback`."""
@@ -248,7 +247,6 @@ class Recording(Callback):
     def ended(self, parts: Parts, status: str) -> None:
         """See :class:`Callback`."""
         state, watcher = parts.state, parts.watcher
-        self._record_noise(parts)
         watcher.event(
             Ended(
                 status=status,
@@ -267,20 +265,3 @@ class Recording(Callback):
             watcher.display.say(
                 f"run directory {folder.path}; 'ronde show {folder.name}' draws its curve"
             )
-
-    def _record_noise(self, parts: Parts) -> None:
-        noise = parts.strategy.noise
-        if noise is None or not noise.value or self._gathering.used or not parts.world.is_main:
-            return
-        square, trace = noise.read() or (1.0, 0.0)
-        low, high = noise.interval() or (None, None)
-        parts.watcher.event(
-            NoiseMeasured(
-                step=parts.state.step,
-                noise_scale=trace / square,
-                gradient_square=square,
-                measurements=noise.count,
-                low=low,
-                high=high,
-            )
-        )
