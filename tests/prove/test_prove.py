@@ -137,16 +137,6 @@ def test_a_script_that_refuses_three_workers_is_proved_on_two(pool: Pool, tmp_pa
     assert any("On 3 workers it was not compared" in note for note in verdict.notes)
 
 
-@long
-def test_what_is_known_is_told_where_the_cause_is_not(pool: Pool) -> None:
-    case = CASES["alike_on_all"]
-    verdict = Study(pool, case.command, 6, 120).verdict(case.plans)
-    assert verdict.cause.id == case.cause
-    evidence = " ".join(verdict.cause.evidence)
-    assert "all workers have the same wrong gradients: what they exchange" in evidence
-    assert "the outputs, the loss are those of one process" in evidence
-
-
 @pytest.mark.parametrize("name", some(SOUND, 3))
 def test_a_sound_model_is_not_blamed(pool: Pool, name: str) -> None:
     verdict = Study(pool, planted.healthy_command(name), 6, 120).verdict(["replicate"])
@@ -419,43 +409,6 @@ def test_what_a_script_expects_after_its_last_step_is_no_failure(
     assert late.status == "equal" and any("AssertionError: too few" in n for n in late.notes), late
     early = Study(pool, [str(tmp_path / "early.py"), "sync"], 4, 60).verdict(["replicate"])
     assert early.status != "equal" and early.exit_status, early
-
-
-RESUMED = """
-import pathlib, sys
-import torch, ronde
-state = pathlib.Path(sys.argv[1])
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 3)
-if state.exists():
-    model.load_state_dict(torch.load(state))
-data = torch.utils.data.TensorDataset(torch.randn(30, 4), torch.randint(0, 3, (30,)))
-run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), data, loss=torch.nn.functional.cross_entropy, batch_size=8)
-run.fit(3)
-if not sys.argv[2:] or run.is_main:
-    torch.save(model.state_dict(), state.with_suffix(f".{run.world_size}{id(run)}"))
-    state.with_suffix(f".{run.world_size}{id(run)}").replace(state)
-"""
-
-
-@pytest.mark.parametrize("arguments", some([["main"], []], 2))
-def test_going_on_from_what_another_run_has_written_is_not_blamed_on_the_rank(
-    pool: Pool, tmp_path: Path, arguments: list[str]
-) -> None:
-    (tmp_path / "train.py").write_text(RESUMED)
-    verdict = Study(
-        pool, [str(tmp_path / "train.py"), str(tmp_path / "state.pt"), *arguments], 4, 60
-    ).verdict(["replicate"])
-    assert (
-        verdict.status == "differs"
-        and verdict.difference is not None
-        and verdict.difference.phase == "initial weights"
-    ), verdict
-    assert (
-        verdict.cause is not None
-        and verdict.cause.id == "reads-another-run"
-        and "state.pt" in verdict.cause.evidence[0]
-    ), verdict.cause
 
 
 def test_a_script_may_write_into_its_run_directory(pool: Pool, tmp_path: Path, monkeypatch) -> None:

@@ -81,11 +81,6 @@ CAUSES: dict[str, tuple[str, str]] = {
         "The initial weights depend on the rank or the number of workers.",
         "Use the same seed on every worker, for any number of workers.",
     ),
-    "reads-another-run": (
-        "The script reads a file that an earlier run of it wrote (a checkpoint to resume from, a "
-        "counter, a cache), so each run of this proof starts from what the previous one left.",
-        "Let the script write to another folder, or prove it without resuming from a checkpoint.",
-    ),
     "learning-rate-depends-on-workers": (
         "The script scales the learning rate by the number of workers, but the global batch stays.",
         "Leave the learning rate alone, or pass batch='grow', which scales both by a stated rule.",
@@ -274,8 +269,9 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Use another plan for this model, and report this: ronde should refuse it or get it right.",
     ),
     "unknown": (
-        "The cause is not known; what is known follows.",
-        "Look at what happens between what is equal and what is not.",
+        "The cause is not known.",
+        "Look at what happens just before the first difference: earlier steps, and what its own "
+        "step compares before it, are equal.",
     ),
 }
 """Identifier -> (explanation, cure)."""

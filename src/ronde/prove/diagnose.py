@@ -47,7 +47,6 @@ _READING_THE_RANK = {
     "evaluation": "evaluation-depends-on-workers",
     "steps": "rank-dependent-loop",
 }
-_STARTS = ("contract", "initial weights", "initial buffers", "data", "order")
 _PASSES = ("dropout", "outputs", "loss", "gradients", "clipped gradients")
 _DRAWING = ("batch", *_PASSES)
 _LOSS_KINDS = {
@@ -104,7 +103,7 @@ def diagnose(case: Case) -> Cause:
         if case.difference.phase in _PASSES and case.splitting() is False:
             splitting = "one process that splits the batch alike does not differ"
         reads = case.reads_of_rank("setup", "step", "between", "update", "evaluate")
-        diagnosis = cause("unknown", splitting, case.who_differs(), case.what_is_equal(), reads)
+        diagnosis = cause("unknown", splitting, reads)
     drift = case.drift()
     if drift is None:
         return diagnosis
@@ -427,7 +426,6 @@ RULES = (
     # An experiment in which the difference is gone is proof.
     CauseRule("scheduler", _RATES, _scheduled_by_rank),
     CauseRule(_rank_cause, _ANY, _alone_is_equal),
-    CauseRule("reads-another-run", _STARTS, _noted("it reads", "reread")),
     CauseRule(_seed_cause, _SEEDED, _seeded_is_equal),
     CauseRule("exchange-by-script", (*_PASSES, *_RATES, *_UPDATED), _uneven_shares),
     CauseRule("tied-weights", _UPDATED, _tied),

@@ -8,30 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ronde.prove.compare import PHASES, Difference, compare
+from ronde.prove.compare import Difference, compare
 from ronde.prove.experiment import Experiment
 from ronde.prove.run_trace import RunTrace
 
 __all__ = ["Case", "clock_of", "module_of"]
-
-KINDS = {
-    "gradients": "gradient",
-    "clipped gradients": "clipped",
-    "weights": "weight",
-    "optimizer state": "state",
-    "buffers": "buffer",
-}
-"""Phase -> kind of the tensors that every worker has whole."""
-_TOLD = {
-    "order": "the order",
-    "data": "the samples",
-    "batch": "the batch",
-    "outputs": "the outputs",
-    "loss": "the loss",
-    "gradients": "the averaged gradients",
-    "optimizer settings": "the optimizer's settings",
-    "weights": "the weights",
-}
 
 
 @dataclass
@@ -116,36 +97,6 @@ class Case:
                         got = "the collate function returns" if kind == "out" else "run.step() gets"
                         return f"on {who}, {got} {rows} rows for {samples} samples"
         return None
-
-    def who_differs(self) -> str | None:
-        """Whether all workers have the same wrong tensor, or one of them another."""
-        d, kind = self.difference, KINDS.get(self.difference.phase)
-        if kind is None or not self.replicated or d.step < 1:
-            return None
-        ranks = [self.many.of(rank, self.k, kind) for rank in range(self.many.size)]
-        theirs = [tensors[d.name] for tensors in ranks if d.name in tensors]
-        if len(theirs) < len(ranks) or len({t.shape for t in theirs}) > 1:
-            return None
-        first = theirs[0]
-        floor = 1e-9 * float(np.abs(first).max(initial=0.0))
-        if all(np.allclose(t, first, rtol=0.0, atol=floor, equal_nan=True) for t in theirs[1:]):
-            return (
-                f"all workers have the same wrong {d.phase}: what they exchange, or do alike "
-                "with it, and not one worker's data"
-            )
-        if d.rank is not None:
-            return f"the {d.phase} of rank {d.rank} alone are wrong: something it does by itself"
-        return f"every worker has other {d.phase}: something each does by itself"
-
-    def what_is_equal(self) -> str | None:
-        """What was compared before the difference in its step, and is equal."""
-        d = self.difference
-        before = [p for p in _TOLD if p in PHASES and PHASES.index(p) < PHASES.index(d.phase)]
-        if d.step < 1 or not before:
-            return None
-        if not self.many.outputs(self.k):
-            before = [p for p in before if p != "outputs"]
-        return f"in step {d.step}, {', '.join(_TOLD[p] for p in before)} are those of one process"
 
     def draws(self, key: str = "drawn") -> str | None:
         """Where the step draws random numbers that may differ, if it does."""

@@ -37,8 +37,6 @@ class Settings:
         steps: optimizer steps to record.
         workers: the world size to prove; one process counts as this many for ``batch="grow"``.
         training: the call of ``ronde.distribute`` to record, from 0.
-        began: when the study began, in seconds since 1970.
-        launched: when this run was asked for.
         owns_loop: the script was written for one batch a step: ``split`` hands it part by part.
         plan_alone: ``run.plan`` of one process, for ``blind``.
         draws: random draws of a step are the same for any number of workers, see
@@ -51,8 +49,6 @@ class Settings:
     steps: int
     workers: int
     training: int
-    began: float
-    launched: float
     owns_loop: bool = False
     plan_alone: dict[str, Any] | None = None
     draws: dict[str, list[int]] | None = None

@@ -362,28 +362,6 @@ def _patch_autocast(recorder: Recorder) -> None:
     torch.autocast.__exit__ = lambda *_: False  # type: ignore[assignment,method-assign,misc]
 
 
-def _watch_files(recorder: Recorder) -> None:
-    """Note reads of files that another run of the study wrote."""
-    settings, own = recorder.trace.settings, str(recorder.trace.folder.parents[1])
-
-    def audit(event: str, values: tuple[Any, ...]) -> None:
-        if event != "open" or not isinstance(values[0], str):
-            return
-        file, flags = values[0], values[2] if isinstance(values[2], int) else 0
-        if flags & (os.O_WRONLY | os.O_RDWR) or file.endswith((".py", ".pyc", ".so")):
-            return
-        if file.startswith((own, "/proc/", "/dev/", "/sys/")):
-            return
-        try:
-            changed = Path(file).stat().st_mtime
-        except OSError:
-            return
-        if settings.began <= changed < settings.launched:
-            recorder.trace.note("reread", f"{Path(file).name}@{_place(False)}")
-
-    sys.addaudithook(audit)
-
-
 def _key_draws(recorder: Recorder, given: dict[str, list[int]]) -> None:
     """Make the draws of a step the same for any number of workers."""
 
@@ -424,7 +402,6 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
     _note_clock(recorder)
     _patch_own_generators(recorder)
     _patch_autocast(recorder)
-    _watch_files(recorder)
 
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
         with torch._C.DisableTorchFunction():

@@ -28,7 +28,6 @@ from ronde.world import ArgumentError
 
 __all__ = ["Study", "prove"]
 
-_AT_FIRST = ("contract", "distribute", "initial weights", "initial buffers", "data")
 _COMPUTED = (
     "data",
     "loop",
@@ -126,7 +125,6 @@ class Study:
         self.steps = steps
         self.timeout = timeout_seconds
         self.say = progress
-        self._began = time.time()
         self._training = 0
         self._runs: dict[tuple[str, Experiment, bool, int], RunTrace | None] = {}
         self._one: RunTrace | None = None
@@ -226,8 +224,6 @@ class Study:
             "steps": self.steps,
             "workers": self._workers,
             "training": self._training,
-            "began": self._began,
-            "launched": time.time(),
             "owns_loop": self._owns_its_loop,
             "plan_alone": self._plan_alone,
             "draws": self._draws,
@@ -249,11 +245,6 @@ class Study:
             trace = RunTrace(launch.folder, len(launch.places))
             self._runs[key] = None if launch.failure else trace
         return self._runs[key]
-
-    def _run_again(self) -> Launch:
-        again = self._start(Experiment.AGAIN)
-        self.pool.wait(again)
-        return again
 
     def _run_twice(self) -> tuple[Launch, Launch]:
         self.say("one process, twice")
@@ -341,7 +332,8 @@ class Study:
         id = "not-repeatable" if clock and _is_rate(d) else _UNSEEDED.get(d.phase)
         if id is None or (d.phase == "initial weights" and d.step):
             self.say(_TITLES[Experiment.AGAIN])
-            again = self._run_again()
+            again = self._start(Experiment.AGAIN)
+            self.pool.wait(again)
             same: Difference | None = d
             if not again.failure:
                 same = compare(one, RunTrace(again.folder, 1), tolerance=1e-12).difference
@@ -357,12 +349,6 @@ class Study:
             d, id = same, "not-repeatable" if by_script else "nondeterministic-kernel"
         evidence = clock if id == "not-repeatable" else None
         verdict.status, verdict.difference, verdict.cause = "differs", d, cause(id, evidence)
-        if d.phase in _AT_FIRST:
-            # the first two ran at the same time: only a third reads what they have written
-            again_trace = RunTrace(self._run_again().folder, 1)
-            reread = rounded.places("reread") + again_trace.places("reread")
-            if reread:
-                verdict.cause = cause("reads-another-run", f"it reads {reread[0]}")
 
     def _find_common_fault(self, verdict: Verdict, one: RunTrace) -> None:
         """Find faults that one process and N share."""
