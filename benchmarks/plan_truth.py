@@ -128,8 +128,7 @@ def worker(kind: str, out: Path) -> None:
 
     import ronde
     from ronde.measure import planner
-    from ronde.measure.bench_links import calibrate
-    from ronde.measure.quiet_gate import TOLERANCE, NoisyMachine
+    from ronde.measure.bench_links import DISTURBED, calibrate
     from ronde.plan import Plan
 
     os.environ.setdefault("RONDE_RUNS", "none")
@@ -169,20 +168,17 @@ def worker(kind: str, out: Path) -> None:
     for _ in range(ATTEMPTS):
         dist.barrier()
         tried = planner.gauge(
-            work, Plan(batch_size=batch, workers=me.size), calls, None, True, lambda _: None
+            work, Plan(batch_size=batch, workers=me.size), calls, None, lambda _: None
         )
         noise = torch.tensor(tried.noise)
         dist.all_reduce(noise, dist.ReduceOp.MAX)
         if costs is None or float(noise) < least:
             costs, least = tried, float(noise)
-        if least <= TOLERANCE:
+        if least <= DISTURBED:
             break
     assert costs is not None
     dist.barrier()
-    try:
-        cluster = calibrate(me)
-    except NoisyMachine:
-        cluster = calibrate(me, accept_noise=True)
+    cluster = calibrate(me)
     predicted = {spec: prediction_of(spec, costs, cluster) for spec in PLANS[me.size]}
     if me.is_main:
         out.with_suffix(".predicted").write_text(

@@ -40,7 +40,7 @@ KEYS = {"plan": "sentence", "doctor": "stages", "scale": "rows", "prove": "plans
 @pytest.mark.parametrize("verb", ["plan", "doctor", "scale", "prove"])
 def test_a_keras_model_is_studied(tmp_path, verb):
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = [verb, "--json", "told.json", *(["--accept-noise"] if verb == "plan" else [])]
+    words = [verb, "--json", "told.json"]
     done = ronde_run([*words, "train.py"], tmp_path, 170, {"RONDE_DEVICE": "cpu"})
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads((tmp_path / "told.json").read_text())

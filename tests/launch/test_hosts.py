@@ -281,7 +281,7 @@ def test_the_cluster_file_of_a_check(hosts, place):
     cluster = Cluster.load(place / "cluster.yaml")
     assert (cluster.nodes, cluster.devices_per_node) == (2, 1)
     assert cluster.links["all_reduce"]["cluster"].beta > 1e7
-    words = ["--cluster", "cluster.yaml", "--json", "plan.json", "--accept-noise"]
+    words = ["--cluster", "cluster.yaml", "--json", "plan.json"]
     done = ronde_run(["plan", *words, "train.py", "x.st", "1"], place, 150.0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert cluster.name in (place / "plan.json").read_text()

@@ -40,7 +40,7 @@ def bench(tmp_path, *args, timeout=150.0):
 
 
 def test_bench_cluster_writes_a_file_that_plans_read(tmp_path):
-    done = bench(tmp_path, "--workers", "2", "--quick", "--accept-noise", "--output", "c.yaml")
+    done = bench(tmp_path, "--workers", "2", "--quick", "--output", "c.yaml")
     assert done.returncode == 0, done.stderr + done.stdout
     found = Cluster.load(tmp_path / "c.yaml")
     assert set(found.links) == set(bench_links.COLLECTIVES)
@@ -69,7 +69,7 @@ def test_bench_cluster_tells_what_is_wrong_before_it_starts_anything(tmp_path):
 
 
 def test_ctrl_c_leaves_no_process_and_no_file(tmp_path):
-    line = ronde("bench", "cluster", "--workers", "2", "--accept-noise")
+    line = ronde("bench", "cluster", "--workers", "2")
     with child(line, tmp_path, fork=True) as started:
         limit = time.monotonic() + 60
         while len(marked(started.mark)) < 3 and time.monotonic() < limit:
@@ -90,11 +90,11 @@ def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RONDE_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("RONDE_DEVICE", "cpu")
     # of the one who keeps it: tests run on busy machines
-    monkeypatch.setattr(bench_links, "TOLERANCE", 100.0)
+    monkeypatch.setattr(bench_links, "DISTURBED", 100.0)
     told = []
 
     def quickly(count):
-        return measure_links(count, ["--quick", "--accept-noise"])
+        return measure_links(count, ["--quick"])
 
     first = bench_links.default_cluster(2, quickly, told.append)
     assert (
@@ -140,9 +140,9 @@ plain = planner.measure
 planner.measure = lambda *a, **k: dataclasses.replace(plain(*a, **k), measured_samples=(1, 4, 16) if me.is_main else (1, 2, 8))
 before = {k: v.clone() for k, v in model.state_dict().items()}
 calls = ronde.run.losses.LossCall(nn.functional.mse_loss, None)
-costs = planner.gauge(work, Plan(batch_size=16, workers=2), calls, None, True, lambda _: None)
+costs = planner.gauge(work, Plan(batch_size=16, workers=2), calls, None, lambda _: None)
 assert costs.clip_seconds == 0
-clipped = planner.gauge(work, Plan(batch_size=16, workers=2, clip_norm=1.0), calls, None, True, lambda _: None)
+clipped = planner.gauge(work, Plan(batch_size=16, workers=2, clip_norm=1.0), calls, None, lambda _: None)
 assert clipped.clip_seconds > 0
 assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
 assert costs.contention >= 1 and costs.accumulate_seconds >= 0
@@ -185,7 +185,7 @@ def test_no_pipeline_is_planned_where_none_could_be_cut():
             lambda n: tuple(t[:n] for t in batch),
         )
         calls = LossCall(nn.functional.mse_loss, None)
-        costs = gauge(work, Plan(batch_size=8, **asked), calls, 1, True, lambda _: None)
+        costs = gauge(work, Plan(batch_size=8, **asked), calls, 1, lambda _: None)
         return sum(u.cut_after for u in costs.units[:-1]), costs.notes
 
     count, notes = places(Packed(), torch.randn(8, 5, 3))

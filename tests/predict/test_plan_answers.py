@@ -188,7 +188,6 @@ def test_a_batch_that_grows_is_planned_as_the_devices_would_train_it(tmp_path):
     wired(memory=2.0**30, nodes=2, devices_per_node=4).save(tmp_path / "cluster.yaml")
     args = [
         "plan",
-        "--accept-noise",
         "--cluster",
         "cluster.yaml",
         "--json",
@@ -210,7 +209,7 @@ def test_nothing_is_saved_where_nothing_fits(tmp_path):
     (tmp_path / "train.py").write_text(GROWS)
     wired(memory=1024.0, devices_per_node=1).save(tmp_path / "cluster.yaml")
     done = ronde_run(
-        ["plan", "--accept-noise", "--cluster", "cluster.yaml", "--save", "plan.yaml", "train.py"],
+        ["plan", "--cluster", "cluster.yaml", "--save", "plan.yaml", "train.py"],
         tmp_path,
         150,
     )

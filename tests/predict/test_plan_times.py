@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from cost_models import MSE, numbers, sgd, tokens_loss, words
-from ronde.measure.quiet_gate import Gate, NoisyMachine
-from ronde.measure.time_units import measure
+from ronde.measure.time_units import _disturbance, measure
+from ronde.measure.timed_model import Rounds
 from ronde.predict.costs import Costs
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError
@@ -34,8 +34,6 @@ def test_sleeping_layers_are_told_apart():
         8,
         samples=[2, 8],
         seconds=0.3,
-        on_noise="note",
-        reference=lambda: 0.004,
     )
     forward = [u.forward_seconds.at(8) for u in costs.units[:3]]
     back = [u.backward_seconds.at(8) for u in costs.units[:3]]
@@ -60,8 +58,6 @@ def test_what_is_computed_again_is_timed_with_its_blocks_computed_again():
         8,
         samples=[2, 8],
         seconds=0.3,
-        on_noise="note",
-        reference=lambda: 0.004,
     )
     assert {u.block for u in costs.units if u.recomputed} == {"0", "1", "2"} and costs.again == (
         "selective",
@@ -143,8 +139,6 @@ def test_nothing_of_the_script_changes_bit_by_bit():
         8,
         seconds=0.2,
         threads=1,
-        on_noise="note",
-        reference=lambda: 0.004,
     )
     after = snapshot()
     assert list(before) == list(after)
@@ -178,8 +172,6 @@ def test_tied_and_repeated_blocks_are_measured():
         8,
         samples=[2, 8],
         seconds=0.2,
-        on_noise="note",
-        reference=lambda: 0.004,
     )
     assert all(u.forward_seconds.at(8) > 0 and u.backward_seconds.at(8) > 0 for u in costs.units)
     assert costs.sequence == 16
@@ -192,38 +184,7 @@ def test_a_model_without_values_is_refused():
         measure(model, sgd(model), MSE, numbers(4, out=4), 4)
 
 
-# -- the noise gate --------------------------------------------------------------------
-
-
-def gate_of(readings):
-    values = iter(readings)
-    return Gate(lambda: next(values), watch_others=False)
-
-
-def test_the_gate_leaves_out_disturbed_rounds_also_when_the_best_comes_later():
-    gate = gate_of([1.2] * 4 + [1.0, 1.05, 1.3, 1.2] + [1.0] * 4)
-    gate.begin(4)
-    for _ in range(4):
-        gate.round()
-    gate.end(4)
-    assert gate.good() == [True, True, False, False]
-    assert gate.drift == pytest.approx(1 / 6)
-    assert not gate.refuses(0.0, too_few=False) and gate.refuses(0.2, too_few=False)
-    assert "too busy" in str(gate.error("times"))
-
-
-def test_a_disturbed_clock_is_refused_and_says_how_disturbed():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-    count = iter(range(10**9))
-
-    def disturbed():  # quiet before, then twice as slow for good
-        return 0.004 if next(count) < 5 else 0.008
-
-    with pytest.raises(NoisyMachine, match=r"too busy.*\+100%") as raised:
-        measure(model, sgd(model), MSE, numbers(8), 8, seconds=0.1, reference=disturbed)
-    assert raised.value.level > 0.5
-    count = iter(range(10**9))
-    costs = measure(
-        model, sgd(model), MSE, numbers(8), 8, seconds=0.1, reference=disturbed, on_noise="note"
-    )
-    assert costs.noise > 0.5 and any("too busy" in note for note in costs.notes)
+def test_the_disturbance_is_how_far_two_halves_of_the_rounds_differ():
+    readings = [(1.0, 0.0), (1.5, 0.0)] * 3  # every second round was disturbed
+    assert _disturbance(Rounds({}, {8: readings}), one_thread=False) == pytest.approx(0.5)
+    assert _disturbance(Rounds({}, {8: readings[::2]}), one_thread=False) == 0

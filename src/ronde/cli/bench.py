@@ -73,12 +73,6 @@ def register(app: typer.Typer) -> None:
         quick: Annotated[
             bool, option("--quick", "Use fewer sizes and rounds: takes seconds.")
         ] = False,
-        accept_noise: Annotated[
-            bool,
-            option(
-                "--accept-noise", "Write the file even if other programs disturbed the measurement."
-            ),
-        ] = False,
         as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
     ) -> None:
         from ronde.launch import check_workers, resolve_workers
@@ -87,9 +81,8 @@ def register(app: typer.Typer) -> None:
         check_workers(count)
         check_file(output)
         console = plain_console()
-        options = ["--quick"] * quick + ["--accept-noise"] * accept_noise
         with Doing(console) if not as_json else contextlib.nullcontext() as say:
-            measured = measure_links(count, options, say)
+            measured = measure_links(count, ["--quick"] * quick, say)
         measured.save(output)
         if as_json:
             print(json.dumps(measured.to_dict()))
@@ -108,7 +101,7 @@ def measure_links(
         say: told what is measured.
 
     Raises:
-        RondeError: the machine is too busy, or a worker has failed.
+        RondeError: a worker has failed.
         typer.Exit: a signal stopped it.
     """
     from ronde.launch import Job, run_here
@@ -131,8 +124,6 @@ def measure_links(
         if outcome.status:
             lines = b"".join(printed).decode(errors="replace").strip().splitlines()
             text = outcome.error or (lines[-1] if lines else "a worker failed")
-            if "too busy" in text:
-                text += " Or write the file anyway: --accept-noise."
             raise RondeError(text)
         return Cluster.load(file)
 

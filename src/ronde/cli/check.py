@@ -125,7 +125,7 @@ def _write_cluster(places: Any, output: Path) -> None:
     from ronde.launch import Fleet, share
     from ronde.predict import Cluster
 
-    command = ["-m", "ronde.measure.bench_links", "--quick", "--accept-noise", "--tell"]
+    command = ["-m", "ronde.measure.bench_links", "--quick", "--tell"]
     told: dict[str, Any] = {}
     with Fleet(places.hosts, places.engine, places.python) as fleet:
         facts = fleet.ask(command, places.environment, None)

@@ -108,13 +108,6 @@ def register(app: typer.Typer) -> None:
         save: Annotated[
             Path | None, option("--save", "Write the winner, for ronde run --plan FILE.", "FILE")
         ] = None,
-        accept_noise: Annotated[
-            bool,
-            option(
-                "--accept-noise",
-                "Continue if other programs disturb the measurement; the answer says so.",
-            ),
-        ] = False,
     ) -> None:
         command = examined_command("plan", module, arguments or [])
         if optimize not in ("speed", "memory"):
@@ -141,17 +134,15 @@ def register(app: typer.Typer) -> None:
         with Doing(console, lines=True) as say:
             say(f"starting {command[0] if command[0] != '-m' else command[1]}")
             if device is not None:
-                target, costs, like = _estimate(
-                    command, device, devices, per_node, link, accept_noise, say
-                )
+                target, costs, like = _estimate(command, device, devices, per_node, link, say)
             else:
                 target = _target(cluster, devices)
-                costs, like = _measure(command, target, target.devices, accept_noise, say)
+                costs, like = _measure(command, target, target.devices, say)
                 if cluster is None:  # last, so that a script that fails does so at once
                     from ronde.measure import default_cluster
 
                     def measured_here(count: int) -> Any:
-                        return measure_links(count, ["--quick", "--accept-noise"])
+                        return measure_links(count, ["--quick"])
 
                     target = default_cluster(target.devices, measured_here, say)
             if size is not None:
@@ -182,7 +173,6 @@ def _estimate(
     devices: int | None,
     per_node: int | None,
     network: float,
-    accept_noise: bool,
     say: Any,
 ) -> tuple[Any, Any, Any]:
     """Count the model's work here, and put it on devices known from their data sheet."""
@@ -193,7 +183,7 @@ def _estimate(
     each = min(count, per_node or kind.per_node)
     if count % each:
         raise ArgumentError(f"--devices {count} does not divide into nodes of {each} {kind.name}.")
-    costs, like = _measure(command, Cluster(), count, accept_noise, say, counted=True)
+    costs, like = _measure(command, Cluster(), count, say, counted=True)
     cluster = cluster_of(device, count // each, each, costs, network / each)
     return cluster, costs, like
 
@@ -227,7 +217,6 @@ def _measure(
     command: list[str],
     target: Any,
     devices: int,
-    accept_noise: bool,
     say: Any,
     counted: bool = False,
 ) -> Any:
@@ -240,8 +229,7 @@ def _measure(
     environment = {"RONDE_PLAN": "replicate"}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
-    told = {"threads": threads, "accept_noise": accept_noise, "devices": devices}
-    options = json.dumps({**told, "counted": counted})
+    options = json.dumps({"threads": threads, "devices": devices, "counted": counted})
     # CPUs of this machine measure together, as they will train.
     here = target.device == "cpu" and target.name == socket.gethostname() and target.nodes == 1
     here = here and not counted
@@ -254,15 +242,7 @@ def _measure(
 
 
 def explain_failure(error: str) -> str:
-    """The sentence for a script that ended before its model was measured.
-
-    Example:
-        >>> explain_failure("NoisyMachine: the machine is busy. Stop others and try again.")
-        'the machine is busy. Stop others and try again, or plan with these times: --accept-noise.'
-    """
-    if "NoisyMachine" in error:
-        said = error.partition(": ")[2].removesuffix(".")
-        return f"{said}, or plan with these times: --accept-noise."
+    """The sentence for a script that ended before its model was measured."""
     return f"the script failed before its model was measured: {error}"
 
 

@@ -320,7 +320,7 @@ def examine(
                 nl=False,
             )
             raise RondeError(exited_early(study, command, outcome.status))
-        if outcome.traceback and "NoisyMachine" not in error:  # that is no fault of the script's
+        if outcome.traceback:
             typer.echo(outcome.traceback.rstrip(), err=True)
         raise RondeError(failed(error))
     return out

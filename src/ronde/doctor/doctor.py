@@ -30,7 +30,6 @@ from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_sh
 from ronde.introspect import describe_open, preserve_state, shares_within
 from ronde.loader import FeedSettings
 from ronde.measure import Arm, ArmResult, Bench
-from ronde.measure.quiet_gate import busy
 from ronde.measure.study import load_study, report_progress, study_target, write_study
 from ronde.run import hooks
 from ronde.world import ArgumentError, RondeError, usable_cores
@@ -680,9 +679,11 @@ def attributes_kept(dataset: Any) -> Iterator[None]:
 
 def _machine() -> list[float]:
     """CPU seconds of all programs, of this process with its ended loaders, and in all."""
-    worked, own, total = busy()
-    ended = os.times()
-    return [worked, own + ended.children_user + ended.children_system, total]
+    times, own = psutil.cpu_times(), os.times()
+    idle = times.idle + getattr(times, "iowait", 0.0)
+    # a guest's time is in user time too
+    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+    return [total - idle, sum(own[:4]), total]
 
 
 _WORDS = {

@@ -28,8 +28,6 @@ import torch
 import torch.distributed as dist
 
 from ronde.measure.cost_lines import line
-from ronde.measure.link_timing import COLLECTIVES, LinkGroup, LinkTimes, time_links
-from ronde.measure.quiet_gate import TOLERANCE, NoisyMachine
 from ronde.predict import Cluster, LinkFit
 from ronde.watch import MARK
 from ronde.world import World, usable_cores
@@ -45,21 +43,15 @@ warnings.filterwarnings(
     category=FutureWarning,
 )
 
-__all__ = [
-    "COLLECTIVES",
-    "calibrate",
-    "default_cluster",
-    "fit_link",
-    "has_cuda",
-    "resident",
-    "run_bench",
-]
+__all__ = ["COLLECTIVES", "calibrate", "default_cluster", "fit_link", "has_cuda", "resident"]
 
-_SIZES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 12 << 20, 25 << 20)
-_QUICK_SIZES = (64 << 10, 1 << 20, 25 << 20)  # 25 MiB: a bucket of DDP
-_ROUNDS, _QUICK_ROUNDS = 8, 4
-_ATTEMPTS = 3
-_METHOD = 3  # raised when the measurement changes, so that older files are measured again
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+DISTURBED = 0.10
+"""Share by which two halves of a measurement differ where other programs disturbed it."""
+
+_SIZES_BYTES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 12 << 20, 25 << 20)
+_QUICK_SIZES_BYTES = (64 << 10, 1 << 20, 25 << 20)  # 25 MiB: a bucket of DDP
+_METHOD = 4  # raised when the measurement changes, so that older files are measured again
 
 
 def fit_link(points: Sequence[tuple[float, float]], ranks: int) -> LinkFit:
@@ -73,6 +65,119 @@ def fit_link(points: Sequence[tuple[float, float]], ranks: int) -> LinkFit:
     residual = statistics.mean(abs(fit.at(size) / seconds - 1) for size, seconds in points)
     beta = round(1.0 / max(fit.per_sample, 1e-13), 3)
     return LinkFit(alpha=fit.fixed, beta=beta, ranks=ranks, residual=residual)
+
+
+class _LinkGroup:
+    """A group of ranks and the tensors that its collectives use."""
+
+    def __init__(self, me: World, ranks: list[int], group: Any, largest: int) -> None:
+        self.me, self.ranks, self.group = me, ranks, group
+        self.place = ranks.index(me.rank)
+        self.whole = torch.zeros(self._count(largest), device=me.device)
+        self.part = torch.zeros(self.whole.numel() // len(ranks), device=me.device)
+
+    def _count(self, size: int) -> int:
+        n = len(self.ranks)
+        return -(-size // (4 * n)) * n
+
+    def synchronize(self) -> None:
+        if self.me.device.type == "cuda":
+            torch.cuda.synchronize(self.me.device)
+
+    def run(self, kind: str, size: int) -> None:
+        """One collective, of a tensor of ``size`` bytes."""
+        count = self._count(size)
+        whole, part = self.whole[:count], self.part[: count // len(self.ranks)]
+        if kind == "all_reduce":
+            dist.all_reduce(whole, group=self.group)
+        elif kind == "all_gather":
+            dist.all_gather_into_tensor(whole, part, group=self.group)
+        elif kind == "reduce_scatter":
+            dist.reduce_scatter_tensor(part, whole, group=self.group)
+        elif kind == "broadcast":
+            dist.broadcast(whole, self.ranks[0], group=self.group)
+        else:
+            other = self.place ^ 1  # there and back, all pairs at once
+            if other < len(self.ranks):
+                peer = self.ranks[other]
+                for sends in (self.place < other, self.place > other):
+                    (dist.send if sends else dist.recv)(whole, peer, group=self.group)
+
+    def seconds(self, kind: str, size: int) -> float:
+        """This rank's time of one collective."""
+        times = 8 if size < 512 << 10 else 1  # small ones are over before a clock can tell
+        dist.barrier(group=self.group)
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(times):
+            self.run(kind, size)
+        self.synchronize()
+        return (time.perf_counter() - start) / times / (2 if kind == "send" else 1)
+
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over the ranks."""
+        tensor = torch.tensor(list(values), dtype=torch.float64, device=self.me.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return [float(v) for v in tensor]
+
+
+def _time_links(
+    group: _LinkGroup, sizes: Sequence[int], rounds: int, tell: Callable[[int], None]
+) -> tuple[dict[str, LinkFit], float]:
+    """Time all collectives at all sizes in turn, round after round: a fit of each, and how far two
+    halves of the rounds differ.
+    """
+    cases = [(kind, size) for size in sizes for kind in COLLECTIVES]
+    for kind, size in cases:
+        group.run(kind, size)
+    seconds: list[float] = []
+    for turn in range(rounds):
+        tell(turn + 1)
+        seconds += [group.seconds(kind, size) for kind, size in cases]
+    # One exchange for all: each case is as slow as its slowest rank.
+    slowest = torch.tensor(group.slowest(seconds)).view(rounds, len(cases))
+    points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in COLLECTIVES}
+    for (kind, size), middle in zip(cases, slowest.quantile(0.5, 0).tolist(), strict=True):
+        points[kind].append((float(size), middle))
+    one, other = slowest[::2].amin(0), slowest[1::2].amin(0)
+    noise = float((torch.maximum(one, other) / torch.minimum(one, other) - 1).median())
+    return {kind: fit_link(each, len(group.ranks)) for kind, each in points.items()}, noise
+
+
+def _time_overlap(group: _LinkGroup, size: int, rounds: int) -> tuple[float, float]:
+    """Share of an all-reduce that hides behind computation, and how much it slows that down."""
+    square = torch.linspace(-1.0, 1.0, 192 * 192, device=group.me.device).view(192, 192)
+    product = torch.empty_like(square)
+
+    def compute(times: int) -> float:
+        start = time.perf_counter()
+        for _ in range(times):
+            torch.mm(square, square, out=product)
+        if square.is_cuda:  # not the stream of the exchange
+            torch.cuda.current_stream(square.device).synchronize()
+        return time.perf_counter() - start
+
+    alone = group.slowest([min(group.seconds("all_reduce", size) for _ in range(rounds))])[0]
+    compute(20)
+    # as many on every rank, about as long as the exchange
+    once = group.slowest([min(compute(20) for _ in range(5)) / 20])[0]
+    times = max(1, round(alone / max(once, 1e-7)))
+    readings: list[tuple[float, float, float]] = []
+    for _ in range(rounds):
+        dist.barrier(group=group.group)
+        computing = compute(times)
+        dist.barrier(group=group.group)
+        start = time.perf_counter()
+        work = dist.all_reduce(group.whole, group=group.group, async_op=True)
+        disturbed = compute(times)
+        work.wait()
+        group.synchronize()
+        readings.append((computing, disturbed, time.perf_counter() - start))
+    computing, disturbed, both = group.slowest([min(v) for v in zip(*readings, strict=True)])
+    slower = max(1.0, min(disturbed / computing, 2.0))
+    gain = computing + alone - both
+    hidden = gain / (min(computing, alone) * (2.0 - slower)) if slower < 2.0 else 0.0
+    return max(0.0, min(1.0, hidden)), slower
 
 
 def _device_memory(me: World, local: int) -> float:
@@ -117,38 +222,35 @@ def _groups(me: World, hosts: list[str]) -> dict[str, tuple[list[int], Any]]:
 
 
 def calibrate(
-    me: World,
-    *,
-    quick: bool = False,
-    accept_noise: bool = False,
-    tell: Callable[[str], None] | None = None,
+    me: World, *, quick: bool = False, tell: Callable[[str], None] | None = None
 ) -> Cluster:
-    """Measure the links of this world. A collective: every rank gets the same answer.
+    """Measure the links of this world. A collective: every rank gets the same answer, whose
+    ``noise`` says how far other programs disturbed it.
 
     Args:
         quick: fewer sizes and rounds, some seconds in all.
-        accept_noise: return a disturbed measurement, with ``noise`` in it, instead of refusing it.
         tell: shows progress.
-
-    Raises:
-        NoisyMachine: on every rank: other work disturbed every attempt.
     """
-    say = tell if tell is not None and me.is_main else (lambda _: None)
     hosts = [str(host) for host in gather_json(me, me.host)]
     nodes, per_node = len(set(hosts)), max(hosts.count(h) for h in hosts)
     cpu = me.device.type == "cpu"
     base_bytes = max(gather_json(me, _base_bytes(me)))
     links: dict[str, dict[str, LinkFit]] = {}
-    noise, disturbances, hidden, slower = 0.0, [], 0.0, 1.0
+    noise, hidden, slower = 0.0, 0.0, 1.0
+    sizes, rounds = (_QUICK_SIZES_BYTES, 4) if quick else (_SIZES_BYTES, 8)
     for scope, (ranks, process_group) in _groups(me, hosts).items() if me.size > 1 else ():
-        times, worst = _attempts(me, scope, ranks, process_group, quick, accept_noise, say)
-        noise = max(noise, worst)
-        if worst > TOLERANCE:
-            disturbances.append(times.disturbance)
-        fits = {kind: fit_link(points, len(ranks)) for kind, points in times.points.items()}
+        where = f"{len(ranks)} workers {'inside a node' if scope == 'node' else 'across nodes'}"
+
+        def say(turn: int, where: str = where) -> None:
+            if tell is not None and me.is_main:
+                tell(f"{where}: round {turn} of {rounds}")
+
+        group = _LinkGroup(me, ranks, process_group, max(sizes))
+        fits, apart = _time_links(group, sizes, rounds, say)
+        noise = max(noise, *gather_json(me, apart))
         for kind, fit in fits.items():  # nodes are assumed equal: rank 0's node stands for all
             links.setdefault(kind, {})[scope] = fit
-        hidden, slower = times.overlap, times.interference
+        hidden, slower = _time_overlap(group, max(sizes), rounds)
     cluster = Cluster(
         name=me.host if nodes == 1 else f"{nodes} nodes with {me.host}",
         nodes=nodes,
@@ -160,49 +262,19 @@ def calibrate(
         bucket_overlap=hidden if me.size > 1 else 1.0,
         interference=slower,
         base_bytes=base_bytes,
-        source=_source(me, disturbances),
+        source=_source(me),
         noise=noise,
     )
     return Cluster.from_dict(broadcast_json(me, cluster.to_dict()))
 
 
-def _attempts(
-    me: World,
-    scope: str,
-    ranks: list[int],
-    process_group: Any,
-    quick: bool,
-    accept_noise: bool,
-    say: Callable[[str], None],
-) -> tuple[LinkTimes, float]:
-    """Time the links of one scope until they are undisturbed; the times and their noise."""
-    sizes, rounds = (_QUICK_SIZES, _QUICK_ROUNDS) if quick else (_SIZES, _ROUNDS)
-    group = LinkGroup(me, ranks, process_group, max(sizes))
-    what = f"{len(ranks)} workers {'inside a node' if scope == 'node' else 'across nodes'}"
-    for attempt in range(1, 2 if accept_noise else _ATTEMPTS + 1):
-        again = f", disturbed: attempt {attempt} of {_ATTEMPTS}" if attempt > 1 else ""
-        times = time_links(group, sizes, rounds, say, what + again)
-        worst = max(gather_json(me, times.noise))
-        if worst <= TOLERANCE:
-            break
-    if worst > TOLERANCE and not accept_noise:
-        raise NoisyMachine(
-            f"the machine is too busy to measure its links: {times.disturbance}. Stop other "
-            "programs and try again.",
-            worst,
-        )
-    return times, worst
-
-
-def _source(me: World, disturbances: list[str]) -> str:
+def _source(me: World) -> str:
     backend = dist.get_backend() if dist.is_initialized() else "none"
     text = (
         f"measured {time.strftime('%Y-%m-%d %H:%M')} with {me.size} workers on {me.host}, "
         f"torch {torch.__version__}, {backend}"
     )
-    if me.size == 1:
-        text += ": no links, as there was one worker"
-    return text + (f"; disturbed: {disturbances[0]}" if disturbances else "")
+    return text + (": no links, as there was one worker" if me.size == 1 else "")
 
 
 # -- a cluster without a file ----------------------------------------------------------
@@ -240,7 +312,7 @@ def default_cluster(
     if tell is not None:
         tell(f"measuring the links of {started} workers on this machine, once")
     cluster = measure(started)
-    if cluster.noise <= TOLERANCE:
+    if cluster.noise <= DISTURBED:
         file.parent.mkdir(parents=True, exist_ok=True)
         cluster.save(file)
     return _resized(cluster, workers)
@@ -272,11 +344,10 @@ def run_bench(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("cluster.yaml"))
     parser.add_argument("--tell", action="store_true", help="give the launcher the cluster instead")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--accept-noise", action="store_true")
     options = parser.parse_args(arguments)
     from ronde.world.connect import connect
 
-    me = connect()
+    me = connect(120.0)  # a collective that hangs ends the measurement
 
     def tell(text: str) -> None:
         if os.environ.get("RONDE_LAUNCHER_PID"):
@@ -284,10 +355,7 @@ def run_bench(arguments: Sequence[str] | None = None) -> None:
         elif sys.stderr.isatty():
             print(text, file=sys.stderr)
 
-    try:
-        cluster = calibrate(me, quick=options.quick, accept_noise=options.accept_noise, tell=tell)
-    except NoisyMachine as error:
-        sys.exit(str(error))
+    cluster = calibrate(me, quick=options.quick, tell=tell)
     if me.is_main and options.tell:
         print(MARK + json.dumps({"cluster": cluster.to_dict()}), flush=True)
     elif me.is_main:

@@ -57,8 +57,8 @@ class Gauge(hooks.Observer):
     """Measures at ``distribute``, writes the costs and the batch contract, and ends the process.
 
     Args:
-        options: ``threads``, ``accept_noise``, ``devices`` to plan for, and ``counted`` if only
-            the model's work is counted, because the devices are not these.
+        options: ``threads``, ``devices`` to plan for, and ``counted`` if only the model's work is
+            counted, because the devices are not these.
         file: for the result, as JSON.
     """
 
@@ -80,11 +80,10 @@ class Gauge(hooks.Observer):
     def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""
         self._light.close()
-        threads, accept_noise = self.options.get("threads"), bool(self.options.get("accept_noise"))
         if self.options.get("counted"):
             costs = count(work, plan, calls, report_progress)
         else:
-            costs = gauge(work, plan, calls, threads, accept_noise, report_progress)
+            costs = gauge(work, plan, calls, self.options.get("threads"), report_progress)
         if me.is_main:
             write_study(self.file, {"costs": costs.to_dict(), "plan": plan.to_dict()})
         raise SystemExit(0)
@@ -95,7 +94,6 @@ def gauge(
     plan: Plan,
     calls: Any,
     threads: int | None,
-    accept_noise: bool,
     tell: Callable[[str], None],
 ) -> Costs:
     """Measure the costs of a script's model on this process's device."""
@@ -111,7 +109,6 @@ def gauge(
         precision=plan.precision,
         threads=threads,
         clips=plan.clip_norm is not None,
-        on_noise="note" if accept_noise else "error",
         tell=tell,
     )
     costs = replace(costs, script_bytes=script_bytes)
@@ -230,10 +227,10 @@ def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Fo
     report_progress("measuring, to choose a plan")
     random = torch.get_rng_state()
     try:
-        costs = gauge(work, plan, calls, None, True, report_progress)
+        costs = gauge(work, plan, calls, None, report_progress)
         cluster = Cluster(devices_per_node=1)
         if me.size > 1:
-            cluster = calibrate(me, quick=True, accept_noise=True)
+            cluster = calibrate(me, quick=True)
         if me.device.type == "cpu":  # measured in processes that hold the model already
             base_bytes = max(0.0, cluster.base_bytes - _host_bytes(work))
             cluster = replace(cluster, base_bytes=base_bytes)

@@ -1,9 +1,8 @@
 """Time the forward and backward pass of every unit of a model, at its real shapes.
 
 Whole steps of a copy of the script's model run at two or three micro-batch sizes in turn. A clock
-is read at each boundary between units, so the parts add up to the step. Each round also times a
-fixed piece of work; rounds in which it ran slower than its best are dropped, and the fastest of
-the rest counts.
+is read at each boundary between units, so the parts add up to the step. The fastest round counts:
+other programs only make a round longer.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ronde.measure.cost_lines import line, scale_cost
 from ronde.measure.model_units import ModelUnit, take
-from ronde.measure.quiet_gate import Gate, Reference
 from ronde.measure.stand_in import untouched
 from ronde.measure.timed_model import Rounds, TimedModel, least
 from ronde.measure.unit_memory import weigh
@@ -79,8 +76,6 @@ def measure(
     seconds: float = 8.0,
     threads: int | None = None,
     clips: bool = False,
-    on_noise: Literal["error", "note"] = "error",
-    reference: Callable[[], float] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Costs:
     """Measure the costs of a script's model, unit by unit. The model, its gradients, buffers,
@@ -96,15 +91,13 @@ def measure(
         seconds: about how long to measure.
         threads: compute threads that a worker will have; None leaves them alone.
         clips: whether gradients are clipped before the optimizer's step.
-        on_noise: on a busy machine, raise, or report it in ``Costs.noise`` and ``Costs.notes``.
-        reference: takes a reading of fixed work, in seconds; None makes one.
         tell: shows progress.
 
     Returns:
-        Costs: the units' seconds add up to the whole step.
+        Costs: the units' seconds add up to the whole step; ``noise`` says how far two halves of
+            the rounds differ.
 
     Raises:
-        NoisyMachine: other work disturbed the measurement.
         ArgumentError: the model is on the meta device, or a batch cannot be cut.
     """
     where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -133,11 +126,7 @@ def measure(
             timed.whole(make(sizes[0]))  # warms the kernels
         micro = {b: make(b) for b in sizes}
         tell("timing layers")
-        # Ranks that measure at once, as they will train, do not disturb each other.
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        watch_others = reference is None and where.type == "cpu" and alone
-        gate = Gate(reference or Reference(where, cpu_time=timed.one_thread), watch_others)
-        rounds = timed.time_rounds(micro, seconds, gate, tell)
+        rounds = timed.time_rounds(micro, seconds)
         accumulate_seconds = timed.time_accumulation(micro[sizes[0]])
         again_seconds = {}
         if costs.again and any(u.recomputed for u in costs.units):
@@ -145,21 +134,15 @@ def measure(
             quick = [b for b in sizes[1:] if least(rounds.whole[b], False) < seconds / 16]
             ends = {b: micro[b] for b in (sizes[0], *quick[-1:])}
             again_seconds = timed.time_recomputation(costs.again, ends, seconds / 4)
-        best, repeats, too_few = _undisturbed(rounds, gate.good(), timed.one_thread)
-        noise = gate.level(repeats)
-        notes = [*costs.notes, *timed.notes]
-        if gate.refuses(repeats, too_few):
-            error = gate.error("these times", repeats, too_few)
-            if on_noise == "error":
-                raise error
-            notes.append(str(error).partition(" Stop other programs")[0])
-            noise = error.level
-        timed_units, factor, fit_error = _fit(costs.units, best, timed.one_thread)
+        noise = _disturbance(rounds, timed.one_thread)
+        timed_units, factor, fit_error = _fit(costs.units, rounds, timed.one_thread)
         return replace(
             costs,
             units=timed_units,
-            optimizer_seconds=least(best.optimizer, timed.one_thread) if best.optimizer else 0.0,
-            clip_seconds=least(best.clip, timed.one_thread) if best.clip else 0.0,
+            optimizer_seconds=least(rounds.optimizer, timed.one_thread)
+            if rounds.optimizer
+            else 0.0,
+            clip_seconds=least(rounds.clip, timed.one_thread) if rounds.clip else 0.0,
             accumulate_seconds=accumulate_seconds,
             again_seconds=again_seconds,
             device=device_name(where),
@@ -169,25 +152,17 @@ def measure(
             measured_samples=tuple(sizes),
             whole_factor=factor,
             fit_error=fit_error,
-            notes=tuple(notes),
+            notes=(*costs.notes, *timed.notes),
         )
 
 
-def _undisturbed(rounds: Rounds, good: list[bool], one_thread: bool) -> tuple[Rounds, float, bool]:
-    """The undisturbed rounds, how far two halves of them differ, and whether they are too few."""
-    best = Rounds({}, {}, rounds.optimizer, rounds.clip)
-    repeats, too_few = 0.0, False
-    for k, b in enumerate(rounds.whole):
-        chosen = [i for i, quiet in enumerate(good[k :: len(rounds.whole)]) if quiet]
-        if len(chosen) < 2:
-            too_few = True
-            chosen = list(range(len(rounds.whole[b])))
-        best.units[b] = [rounds.units[b][i] for i in chosen]
-        best.whole[b] = [rounds.whole[b][i] for i in chosen]
-        if len(chosen) >= 4:
-            halves = [least(best.whole[b][i::2], one_thread) for i in (0, 1)]
-            repeats = max(repeats, max(halves) / min(halves) - 1)
-    return best, repeats, too_few
+def _disturbance(rounds: Rounds, one_thread: bool) -> float:
+    """How far two halves of the rounds differ, at the size where they do most."""
+    apart = 0.0
+    for whole in rounds.whole.values():
+        halves = [least(whole[i::2], one_thread) for i in (0, 1)]
+        apart = max(apart, max(halves) / min(halves) - 1)
+    return apart
 
 
 def _fit(

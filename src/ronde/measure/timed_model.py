@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,13 +17,11 @@ from torch.optim import Optimizer
 from ronde.measure.cost_lines import line
 from ronde.measure.model_units import ModelUnit, UnitProbe
 from ronde.measure.optimizer_memory import copied_optimizer
-from ronde.measure.quiet_gate import Gate
 from ronde.measure.stand_in import refers_to, standing_in
 from ronde.parallel.recompute import applied
 from ronde.predict import LinearCost
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 4, 30
-_PATIENCE = 3.0  # times the requested time, on a busy machine
 _UPDATES = 6  # optimizer steps
 
 Reading = tuple[float, float]
@@ -261,33 +258,20 @@ class TimedModel:
             )
         return sorted(chosen)
 
-    def time_rounds(
-        self, micro: dict[int, Any], seconds: float, gate: Gate, tell: Callable[[str], None]
-    ) -> Rounds:
-        """Rounds of all sizes in turn, until enough of them are undisturbed."""
+    def time_rounds(self, micro: dict[int, Any], seconds: float) -> Rounds:
+        """Rounds of all sizes in turn."""
         rounds = Rounds({b: [] for b in micro}, {b: [] for b in micro})
         for batch in micro.values():
             self.by_unit(batch)
-        gate.begin()
         start = time.perf_counter()
-        late = False
-        for done in itertools.count(1):
+        for done in range(_MOST_ROUNDS):
+            if done >= _FEWEST_ROUNDS and time.perf_counter() - start > seconds:
+                break
             for b, batch in micro.items():
                 rounds.units[b].append(self.by_unit(batch))
                 rounds.whole[b].append(self.whole(batch))
-                gate.round()
             if self.optimizer is not None and len(rounds.optimizer) < _UPDATES:
                 self.update(rounds)
-            spent = time.perf_counter() - start
-            good = gate.good()
-            enough = all(sum(good[k :: len(micro)]) >= _FEWEST_ROUNDS for k in range(len(micro)))
-            finished = enough and (spent > seconds or done >= _MOST_ROUNDS)
-            if done >= 2 and (finished or spent > _PATIENCE * seconds):
-                break
-            if not enough and spent > seconds and not late:
-                late = True
-                tell("timing longer, because the machine is busy")
-        gate.end()
         self._clear()
         return rounds
 
