@@ -517,11 +517,6 @@ class CachedSource(_Cache):
         for step in self.steps:
             call = stage(step.name)(step.call)
             name = f"the step {step.name!r}"
-            if step.batched:
-                watch = _Watch()
-                samples = list(call(samples))
-                drew = [d or name for d in drew] if watch.drew() else drew
-                continue
             for j, sample in enumerate(samples):
                 watch = _Watch()
                 if known:

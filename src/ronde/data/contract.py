@@ -37,12 +37,11 @@ class Step:
 
     Attributes:
         name: the stage it belongs to.
-        call: of one sample, or of the list of them where ``batched``.
+        call: of one sample.
     """
 
     name: str
     call: Callable[[Any], Any]
-    batched: bool = False
 
 
 @dataclass(frozen=True)

@@ -173,7 +173,7 @@ def rng() -> np.random.Generator:
 
     Use it inside a dataset, an augmentation or a collate function that Ronde drives. Unlike the
     global generators of torch, Python and NumPy, several threads can use it at once. Elsewhere it
-    returns an unseeded generator. In a step that handles a whole batch, use :func:`rngs`; otherwise
+    returns an unseeded generator. In a ``__getitems__``, use :func:`rngs`; otherwise
     samples are made one by one, so that each has its own generator.
 
     Example:
@@ -195,7 +195,8 @@ def rng() -> np.random.Generator:
 
 
 def rngs(n: int) -> list[np.random.Generator]:
-    """The random generators of each sample of a batch, for steps that handle all in one call.
+    """The random generators of each sample of a batch, for whoever handles all in one call: a
+    ``__getitems__``, or a step on the device.
 
     Args:
         n: how many samples the step was given.

@@ -74,17 +74,15 @@ class Pipeline(Dataset[Any]):
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
             raise ArgumentError(f"max_skipped={share!r} must be a share of all samples, 0 to 1.")
 
-    def map(
-        self, function: Callable[[Any], Any], name: str | None = None, batched: bool = False
-    ) -> Pipeline:
+    def map(self, function: Callable[[Any], Any], name: str | None = None) -> Pipeline:
         """Add a step.
 
         Args:
-            function: of one sample (of the list of them, where ``batched``), giving one (as many).
+            function: of one sample, giving one.
             name: of its stage; its own ``ronde_stage`` or ``augment`` where none is given.
         """
         stage_name = name or str(getattr(function, "ronde_stage", "augment"))
-        return replace(self, steps=(*self.steps, Step(stage_name, function, batched)))
+        return replace(self, steps=(*self.steps, Step(stage_name, function)))
 
     def on_device(self, function: Callable[[Any], Any]) -> Pipeline:
         """Add a function for each batch on the device, after those already there.
@@ -176,33 +174,6 @@ class Pipeline(Dataset[Any]):
         samples = given = self._read(ids)
         for step in self.steps:
             call = step.call if named_stages.listener is None else stage(step.name)(step.call)
-            if step.batched:
-                good = (
-                    [s for s in samples if type(s) is not Bad] if type(samples) is list else samples
-                )
-                if not len(good):
-                    # of nothing, a step can only complain, and not of what made the samples bad
-                    continue
-                try:
-                    done = call(good)
-                except ArgumentError:
-                    if len(good) == len(samples):
-                        raise
-                    return self._one_by_one(ids, mine)  # rngs() was asked for as many as are left
-                except Exception as error:
-                    if len(ids) == 1:
-                        return [Bad.of(int(ids[0]), _named(given[0]), step.name, error)]
-                    return self._one_by_one(ids, mine)
-                if len(done) != len(good):
-                    raise ArgumentError(
-                        f"the batched step {step.name!r} was given {len(good)} samples and "
-                        f"returned {len(done)}: expected as many."
-                    )
-                if len(good) != len(samples):
-                    rest = iter(done)
-                    done = [s if type(s) is Bad else next(rest) for s in samples]
-                samples = done
-                continue
             made: list[Any] = []
             for j, sample in enumerate(samples):
                 if type(sample) is Bad:
@@ -220,19 +191,6 @@ class Pipeline(Dataset[Any]):
                 mine.at = None
             samples = made
         return samples
-
-    def _one_by_one(self, ids: Sequence[int], mine: named_stages.sample_keys | None) -> list[Any]:
-        """Make each sample on its own, from the start; draws of a batched step are discarded."""
-        found: list[Any] = []
-        if mine is not None:
-            mine.made.clear()
-        for j, i in enumerate(ids):
-            if mine is not None:
-                mine.at = j
-            found += self.attempt([i])
-        if mine is not None:
-            mine.at = None
-        return found
 
 
 def _named(sample: Any) -> str | None:
