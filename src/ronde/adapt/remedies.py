@@ -16,7 +16,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from ronde.adapt.observe import Observation, observe
-from ronde.data import AUTO, DECODERS, Pipeline, available
+from ronde.data import DECODERS, Pipeline, available
 from ronde.introspect import preserve_state, seed_all
 from ronde.loader import FeedSettings
 from ronde.profile import same_bits, size_of
@@ -67,11 +67,11 @@ def compare_decoders(images: Sequence[bytes]) -> tuple[dict[str, float], tuple[s
         tuple: milliseconds of CPU time per image with each decoder, and the decoders that give
         exactly Pillow's pixels. Images that one of them cannot decode do not count.
     """
-    names = ["pillow", *(name for name in available() if name in AUTO and name != "pillow")]
+    names = sorted(available())
     spent: dict[str, list[int]] = {name: [] for name in names}
     equal = set(names)
     for data in images:
-        calls = {name: partial(DECODERS[name].call, data) for name in names}
+        calls = {name: partial(DECODERS[name], data) for name in names}
         try:
             pixels = {name: call() for name, call in calls.items()}
         except Exception:

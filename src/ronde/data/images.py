@@ -302,7 +302,7 @@ def images(
         normalize: ``"imagenet"``, ``(mean, std)`` in [0, 1], or None for bytes. A
             :class:`Normalize` at the end of ``augment`` counts instead.
         decoder: of JPEG files: ``auto``, ``simplejpeg`` or ``pillow``;
-            see :func:`ronde.data.image_decoders.decode`.
+            see :func:`ronde.data.image_decoders.decode_image`.
         orient: turn images as their EXIF orientation says; False leaves them as they are stored, as
             Pillow does.
         dtype: of the normalised images.
