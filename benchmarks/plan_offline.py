@@ -246,7 +246,6 @@ def plan_of(row: dict[str, str], batch: int) -> Plan:
         schedule="interleaved" if virtual > 1 else "1f1b",
         split_at=starts,
         tensor=tensor,
-        sequence_parallel=tensor > 1 and "sequence" in row["act_ckpt"],
         recompute=recompute,
     )
 

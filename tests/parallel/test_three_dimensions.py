@@ -31,7 +31,7 @@ FOUR = [
     case("MLP", GRID, n=21),
 ]
 EIGHT = [
-    case("GPT", f"{GRID},sequence_parallel", length=6, weighted=True, clip=0.05),
+    case("GPT", GRID, length=6, weighted=True, clip=0.05),
     case("EncoderDecoder", f"{GRID},shard=parameters,schedule=interleaved", clip=0.05),
     case("GPT", f"{GRID},shard=optimizer", average=True),
     case("GPT", GRID, clip=0.05, n=21),

@@ -220,10 +220,8 @@ class Trace:
                     continue
                 first = call.start if first is None else first
                 if call.path == paths[-1]:
-                    why = f"it lies inside {paths[0]!r}, whose tokens workers divide"
-                    if len(paths) > 1:
-                        why = f"it lies between {paths[0]!r} and {paths[-1]!r}, which workers split"
-                        why += " together"
+                    why = f"it lies between {paths[0]!r} and {paths[-1]!r}, which workers split"
+                    why += " together"
                     yield first + 1, call.stop - 1, why
                     first = None
 

@@ -21,7 +21,6 @@ from ronde.measure.stand_in import untouched
 from ronde.measure.time_units import autocast_of
 from ronde.measure.timed_model import TimedModel
 from ronde.parallel import Work
-from ronde.parallel.sequence_parallel import layer_lists
 from ronde.parallel.tensor_blocks import recognize
 from ronde.parallel.tensor_layers import Block, split_dims
 from ronde.parallel.tensor_parallel import one_part
@@ -117,9 +116,6 @@ def _with_refusals(costs: Costs, work: Work, blocks: Sequence[Block]) -> Costs:
     refused = dict(costs.refused)
     if work.tensor_plan is not None:
         refused["pipeline × tensor"] = "tensor_plan does not go with a pipeline"
-        refused["sequence_parallel"] = "tensor_plan says by itself what is divided"
-    elif not layer_lists(work.model, blocks):
-        refused["sequence_parallel"] = "no list of layers holds a divided attention in each"
     for block in blocks:
         names = [*split_dims(work.model, block)[0], f"{block.row}.weight"]
         units = [i for i, u in enumerate(costs.units) for name in names if _inside(name, u.name)]

@@ -205,7 +205,7 @@ class StageOwnership:
                 (*block.column, *((block.path,) if block.narrow else ()), block.row)
                 for block in self._divided.blocks
                 if block.kind != "multihead"  # its layers are not called one by one
-            ) + tuple((layer,) for layer in self._divided.layers)
+            )
         return trace
 
     def _replace_meta(self) -> list[tuple[nn.Module, str, torch.Tensor]]:

@@ -193,12 +193,6 @@ class Region:
         self._pairs.append((x, entered))
         return entered
 
-    def gather(self, x: torch.Tensor, training: bool) -> torch.Tensor:
-        """What the columns will enter with; code before them reads its shape."""
-        entered = self.enter(x, training, "")
-        self._pairs.append((entered, entered))
-        return entered
-
     def stand_in(self, x: torch.Tensor, training: bool) -> torch.Tensor:
         """A narrower tensor instead of ``x``; a column that gets it takes ``x``."""
         entered = self.enter(x, training, "")
@@ -332,7 +326,7 @@ def install_layers(
     block: Block,
     runtime: BlockRuntime,
     done: set[tuple[str, str]],
-) -> Region:
+) -> None:
     """Let a block run as one of ``runtime.tensor`` parts until ``stack`` closes.
 
     ``done``: attributes that are divided already, because another block reads them too.
@@ -345,7 +339,7 @@ def install_layers(
             if isinstance(module, nn.TransformerEncoderLayer) and is_around:
                 # Turns its fused kernel for inference off, which would compute with all heads.
                 replace_attribute(stack, module, "activation_relu_or_gelu", 0)
-        return region
+        return
     for name, pieces in zip(block.column, block.pieces, strict=True):
         column = model.get_submodule(name)
         replace_attribute(stack, column, "forward", _column(name, region, pieces))
@@ -366,7 +360,6 @@ def install_layers(
         # A recomputed block runs twice: narrow each pass, not the input that it keeps for both.
         name = "_forward_once" if recomputes(container) else "forward"
         replace_attribute(stack, container, name, _narrowed(vars(container).get(name), region))
-    return region
 
 
 _Forward = Callable[[nn.Module, torch.Tensor], torch.Tensor]

@@ -45,7 +45,6 @@ from ronde.parallel.fsdp import (
     shard_width,
 )
 from ronde.parallel.own_calls import OwnCalls
-from ronde.parallel.sequence_parallel import DividedSequence
 from ronde.parallel.strategy import (
     Compute,
     Flags,
@@ -61,7 +60,6 @@ from ronde.parallel.tensor_blocks import DivisibleBlocks, quiet, recognize
 from ronde.parallel.tensor_layers import (
     Block,
     BlockRuntime,
-    Region,
     features,
     install_layers,
     linear,
@@ -69,7 +67,7 @@ from ronde.parallel.tensor_layers import (
     split_dims,
 )
 from ronde.plan import Plan
-from ronde.world import ArgumentError, PlanError, World
+from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.meshes import group_of, mesh_of
 from ronde.world.tensors import local_part, tensors_in
@@ -139,7 +137,6 @@ class _WorkerRuntime(BlockRuntime):
 
     group: dist.ProcessGroup | None
     own_calls: OwnCalls | None = None
-    sequence: DividedSequence | None = None
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group = mesh.get_group()
@@ -156,19 +153,13 @@ class _WorkerRuntime(BlockRuntime):
         return piece(value, dim, pieces, self.place, self.tensor)
 
     def enter(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        if self.sequence is not None and self.sequence.divides(x, name):
-            return self.sequence.gather(x)
         return _Enter.apply(x, self.group)  # type: ignore[no-any-return, no-untyped-call]
 
     def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
         dim = 1 if isinstance(row, nn.Linear) else 0
         weight = self.local(row, "weight", dim, 1)
         assert weight is not None
-        mine = linear(row, x, weight, None)
-        if self.sequence is not None and self.sequence.running:
-            total = self.sequence.scatter(mine)
-        else:
-            total = self.total(mine)
+        total = self.total(linear(row, x, weight, None))
         bias = row.bias
         return total if bias is None else total + bias.to(total.dtype)  # type: ignore[union-attr, operator]
 
@@ -179,9 +170,9 @@ class _WorkerRuntime(BlockRuntime):
         if self.own_calls is not None:
             self.own_calls.enter(block.path)
         if training:
-            self._kept = self.start_draws()
+            self._kept = self._start_draws()
 
-    def start_draws(self) -> _Kept | None:
+    def _start_draws(self) -> _Kept | None:
         """Let this worker draw other random numbers than the others; None in a followed pass, and
         where all draw their part of the same numbers.
         """
@@ -195,11 +186,8 @@ class _WorkerRuntime(BlockRuntime):
         return _Kept(seed, before, after, self._states(), cuda)
 
     def end(self, block: Block) -> None:
+        """See :class:`BlockRuntime`. All workers draw the same again."""
         kept, self._kept = self._kept, None
-        self.finish_draws(kept)
-
-    def finish_draws(self, kept: _Kept | None) -> None:
-        """Let all workers draw the same again."""
         # If a recomputation ended before the row, the seed is already another: leave it.
         if kept is not None and torch.default_generator.initial_seed() == kept.seed:
             # A block that draws nothing leaves the script's numbers as one process has them.
@@ -279,7 +267,6 @@ class Divided:
         note: what to tell the user, or nothing.
         runtime: how the blocks communicate; None if torch's ``parallelize_module`` divided them.
         whole: the parameters before they were divided, by name.
-        layers: modules within which the sequence is divided.
     """
 
     mesh: DeviceMesh
@@ -288,7 +275,6 @@ class Divided:
     note: str = ""
     runtime: _WorkerRuntime | None = None
     whole: dict[str, nn.Parameter] = dataclasses.field(default_factory=dict)
-    layers: tuple[str, ...] = ()
 
     def fused_widths(self, model: nn.Module) -> frozenset[int]:
         """Widths of columns that the code cuts into several tensors: a worker has a part of each,
@@ -311,12 +297,11 @@ Changes = dict[str, tuple[nn.Parameter, nn.Parameter]]
 
 def _install(
     model: nn.Module, blocks: tuple[Block, ...], mesh: DeviceMesh
-) -> tuple[ExitStack, Changes, _WorkerRuntime, list[Region]]:
+) -> tuple[ExitStack, Changes, _WorkerRuntime]:
     """Divide blocks. The stack undoes it."""
     stack = ExitStack()
     changed: Changes = {}
     runtime = _WorkerRuntime(mesh)
-    regions: list[Region] = []
     done: set[tuple[str, str]] = set()
     for block in blocks:
         for name, dim in split_dims(model, block)[0].items():
@@ -330,8 +315,8 @@ def _install(
             changed[name] = (whole, divided)
             _put(model, name, divided)
             stack.callback(_put, model, name, whole)
-        regions.append(install_layers(stack, model, block, runtime, done))
-    return stack, changed, runtime, regions
+        install_layers(stack, model, block, runtime, done)
+    return stack, changed, runtime
 
 
 class _DirectReads(TorchFunctionMode):
@@ -445,25 +430,11 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
         ArgumentError: nothing can.
     """
     if work.tensor_plan is not None:
-        if plan.sequence_parallel:
-            raise ArgumentError(
-                "sequence_parallel divides what Ronde finds, and tensor_plan says by itself what "
-                "is divided: give one of them (torch's SequenceParallel is a style for "
-                "tensor_plan)."
-            )
         return _divide_by_plan(plan, work, work.tensor_plan, mesh)
     model, sample = work.model, work.sample(2)
-    returned: list[list[tuple[int, ...]]] = []
 
     def run() -> torch.Tensor:
-        def note(_: nn.Module, __: Any, output: Any) -> None:
-            returned.append([tuple(t.shape) for t in tensors_in(output, attributes=True)])
-
-        handle = model.register_forward_hook(note)
-        try:
-            return work.compute(sample)[0]
-        finally:
-            handle.remove()
+        return work.compute(sample)[0]
 
     try:
         whole = recognize(model, run, plan.tensor, gradients=True)
@@ -478,7 +449,7 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
     blocks = tuple(_block(b) for b in verdict)
     refused = list(whole.refused)
     while blocks:
-        stack, changed, runtime, regions = _install(model, blocks, mesh)
+        stack, changed, runtime = _install(model, blocks, mesh)
         partials = frozenset(n for b in blocks for n in (*b.inside, *split_dims(model, b)[1]))
         verdicts = gather_json(me, _verdict(work, run, whole, mesh, partials))
         wrong = _wrong_blocks(plan, model, blocks, verdicts)
@@ -489,21 +460,6 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
         blocks = tuple(b for b in blocks if all(b is not w for w, _ in wrong))
     else:
         raise _nothing_divisible(plan, refused, model)
-    layers: tuple[str, ...] = ()
-    if plan.sequence_parallel:
-        runtime.sequence = DividedSequence(plan.spec, runtime, plan.pipeline == 1)
-        try:
-            shapes = returned[-1]
-            partials |= runtime.sequence.install(stack, model, regions)
-            layers = tuple(runtime.sequence.layers)
-            verdict = _verdict(work, run, whole, mesh, partials)
-            if returned[-1] != shapes:
-                verdict["error"] = f"it returns tensors of {returned[-1]}, not {shapes}"
-            _refuse_wrong_sequence(plan, gather_json(me, verdict))
-        except PlanError as error:
-            stack.close()
-            whole_ones = f" Blocks that stay whole: {_reasons(refused, model)}." if refused else ""
-            raise PlanError(f"{error}{whole_ones}") from None
     refuse_hooks({name: old for name, (old, _) in changed.items()}, f"tensor={plan.tensor}")
     adopt(work.optimizer, dict(changed.values()))
     note = ""
@@ -513,24 +469,7 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
             f"every worker: {_reasons(refused, model)}"
         )
     whole_parameters = {name: old for name, (old, _) in changed.items()}
-    return Divided(mesh, blocks, partials, note, runtime, whole_parameters, layers)
-
-
-def _refuse_wrong_sequence(plan: Plan, verdicts: Sequence[Mapping[str, Any]]) -> None:
-    for verdict in verdicts:
-        why = verdict.get("error")
-        if why is None and verdict["bad"]:
-            name = verdict["bad"][-1]
-            why = f"the gradient of {name!r} differs" if name else "the loss differs"
-        if why and why.startswith("PlanError: "):
-            raise PlanError(why.removeprefix("PlanError: "))
-        if why:
-            raise PlanError(
-                f"plan={plan.spec!r}: with the tokens between divided blocks divided as well, a "
-                f"forward and backward pass over two samples is not that of the model ({why}). A "
-                "layer mixes tokens, or reads how many there are, outside of its split blocks. Use "
-                "the plan without sequence_parallel."
-            )
+    return Divided(mesh, blocks, partials, note, runtime, whole_parameters)
 
 
 def _wrong_blocks(
@@ -724,7 +663,7 @@ class Tensor(Replicate):
         for p in self.parameters:
             g = p.grad
             if isinstance(g, DTensor) and isinstance(p, DTensor) and g.placements != p.placements:
-                # a whole parameter, used on parts of a sequence
+                # a whole parameter, used on parts of a sequence (SequenceParallel of a tensor_plan)
                 p.grad = g.redistribute(placements=p.placements)
         if self._replicas.size() > 1:
             self._exchange()

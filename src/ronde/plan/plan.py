@@ -26,8 +26,6 @@ _ALIASES = {
     "zero3": "shard=parameters",
     "fsdp": "shard=parameters",
     "shard": "shard=parameters",
-    "sequence": "sequence_parallel=true",
-    "sequence_parallel": "sequence_parallel=true",
 }
 
 
@@ -123,8 +121,6 @@ class Plan:
             run starts, which then has them here.
         optimize: whether the cut evens out time (``"speed"``) or memory (``"memory"``).
         tensor: workers that hold each layer together.
-        sequence_parallel: whether these workers also divide the activations between the layers
-            (norms, dropout, residuals) along the sequence.
         recompute: activations that the backward pass computes again: ``"none"``, ``"selective"`` or
             ``"full"``.
         offload: what waits in the host's memory: ``"none"``, ``"optimizer"`` (its state) or
@@ -165,7 +161,6 @@ class Plan:
     split_at: tuple[str, ...] = ()
     optimize: Literal["speed", "memory"] = "speed"
     tensor: int = 1
-    sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     offload: Literal["none", "optimizer", "parameters"] = "none"
     reducer: str = "ring"
@@ -194,8 +189,6 @@ class Plan:
                 parts.append(f"optimize={self.optimize}")
         if self.tensor > 1:
             parts.append(f"tensor={self.tensor}")
-            if self.sequence_parallel:
-                parts.append("sequence_parallel")
         if self.shard != "none":
             parts.append(f"shard={self.shard}")
             if self.shard_within:
@@ -253,7 +246,7 @@ class Plan:
                     "plan's file, or words joined by commas: replicate, "
                     "shard=optimizer|gradients|parameters, shard_within=N, pipeline=N, "
                     f"virtual=N, schedule={'|'.join(get_args(Schedule))}, "
-                    "tensor=N, sequence_parallel, recompute=selective|full, "
+                    "tensor=N, recompute=selective|full, "
                     "offload=optimizer|parameters, reducer=NAME, micro_batch=N."
                 )
             if name in values:
@@ -296,15 +289,6 @@ class Plan:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
-        if not isinstance(self.sequence_parallel, bool):
-            raise ArgumentError(
-                f"plan: sequence_parallel={self.sequence_parallel!r} must be true or false."
-            )
-        if self.sequence_parallel and self.tensor == 1:
-            raise ArgumentError(
-                "plan: sequence_parallel divides activations over the workers that hold a layer "
-                "together: add tensor=N, 2 or more."
-            )
         for name in ("shard_within", "micro_batch"):
             value = getattr(self, name)
             if value is not None and (
@@ -360,7 +344,8 @@ class Plan:
         """Build from plain values; unknown names are refused."""
         known = {f.name for f in dataclasses.fields(cls)}
         # written before 0.2
-        values = {k: v for k, v in values.items() if not (k == "strategy" and v == "data")}
+        old = (("strategy", "data"), ("sequence_parallel", False))
+        values = {k: v for k, v in values.items() if (k, v) not in old}
         unknown = sorted(str(name) for name in set(values) - known)
         if unknown:
             raise ArgumentError(
@@ -491,7 +476,6 @@ _SPLITS = (
     "pipeline",
     "virtual",
     "tensor",
-    "sequence_parallel",
     "split_at",
     "reducer",
     "micro_batch",
@@ -506,7 +490,6 @@ SPLIT_FIELDS = (
     "split_at",
     "optimize",
     "tensor",
-    "sequence_parallel",
     "recompute",
     "offload",
     "reducer",

@@ -63,8 +63,6 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
         return "no attention or MLP block was recognised"
     if plan.tensor > 1 and costs.tensor_divides and costs.tensor_divides % plan.tensor:
         return f"tensor={plan.tensor} does not divide {costs.tensor_divides} attention heads"
-    if plan.sequence_parallel and (not costs.sequence or costs.sequence % plan.tensor):
-        return f"tensor={plan.tensor} does not divide a sequence of {costs.sequence}"
     if plan.offload != "none" and (cluster.device == "cpu" or plan.pipeline > 1 or plan.tensor > 1):
         return "offload needs a device with memory of its own, and no pipeline or tensor"
     if (
@@ -97,8 +95,6 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
 def _ways(plan: Plan) -> Iterator[str]:
     if plan.tensor > 1:
         yield "tensor"
-        if plan.sequence_parallel:
-            yield "sequence_parallel"
     if plan.pipeline > 1:
         yield "pipeline"
         yield "zero-bubble" if plan.schedule == "zbv" else plan.schedule
@@ -121,12 +117,11 @@ def candidates(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan
 
 
 def _divided(base: Plan, cluster: Cluster) -> Iterator[Plan]:
-    """Layers whole, or divided over the workers of a node, with and without their sequence."""
+    """Layers whole, or divided over the workers of a node."""
     for tensor in (1, *_TENSOR):
         if base.workers % tensor or tensor > max(1, cluster.devices_per_node):
             continue
-        for sequence in (False, True)[: 2 if tensor > 1 else 1]:
-            yield dataclasses.replace(base, tensor=tensor, sequence_parallel=sequence, pipeline=1)
+        yield dataclasses.replace(base, tensor=tensor, pipeline=1)
 
 
 def _whole(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:

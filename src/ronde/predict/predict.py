@@ -183,7 +183,7 @@ class Predictor:
 
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
         """The units' costs under a plan."""
-        key = (samples, plan.tensor, plan.recompute, group, plan.sequence_parallel)
+        key = (samples, plan.tensor, plan.recompute, group)
         found = self._chains.get(key)
         if found is None:
             if len(self._chains) > 2048:
@@ -196,7 +196,6 @@ class Predictor:
                 recompute=plan.recompute,
                 speed=self.cluster.speed,
                 reduce_seconds=sums if plan.tensor > 1 else None,
-                sequence_parallel=plan.sequence_parallel,
                 launch_seconds=self.cluster.launch_seconds,
             )
             self._chains[key] = found

@@ -163,7 +163,6 @@ def chain(
     recompute: Recompute = "none",
     speed: float = 1.0,
     reduce_seconds: Callable[[float], float] | None = None,
-    sequence_parallel: bool = False,
     launch_seconds: float = 0.0,
 ) -> Chain:
     """The units' costs at ``samples`` at once.
@@ -178,7 +177,6 @@ def chain(
         speed: of the device against the one the costs were measured on.
         reduce_seconds: bytes -> seconds of one all-reduce over the tensor-parallel workers; None
             for nothing.
-        sequence_parallel: whether these workers divide the activations between the layers too.
         launch_seconds: host time per operator: neither tensor parallelism nor a faster device
             makes a pass shorter than that of all its operators.
 
@@ -196,9 +194,6 @@ def chain(
     rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
     known_time = costs.tensor_measured or launch_seconds
     in_time = 1.0 - tables.flat["tensor_time"] * (1.0 - 1.0 / tensor) if known_time else rest
-    between = tensor > 1 and sequence_parallel
-    if between:
-        in_time = np.where(share > 0, 1.0 / tensor, 1.0)
     # Of a block's products, those that divide their columns keep their inner size.
     wave = tables.flat["wave_seconds"] * share * (1.0 - 1.0 / tensor) * WHOLE_INNER
     launch = tables.flat["operations"] * launch_seconds
@@ -206,7 +201,7 @@ def chain(
     backward = np.maximum(line("backward_seconds") * in_time / speed + 2.0 * wave, 2.0 * launch)
     saved = line("saved_bytes")
     whole_saved = saved
-    undivided = np.zeros(len(saved)) if between else 2.0 * line("tensor_reduce_bytes")
+    undivided = 2.0 * line("tensor_reduce_bytes")
     if tensor > 1 and not costs.tensor_measured:
         # What a divided block is given and what it ends with, each as large as what it all-reduces,
         # every worker has whole.
@@ -232,8 +227,6 @@ def chain(
             )
             for name in ("forward", "backward")
         )
-    if between:
-        saved = whole_saved * np.where(share > 0, 1.0 / tensor, 1.0)
     crossing = line("crossing_bytes")
     reduce_bytes = line("tensor_reduce_bytes") if tensor > 1 else np.zeros(len(forward))
     reduce = np.zeros(len(forward))
@@ -267,7 +260,7 @@ def chain(
         )
         ways = 3.0 if recompute == "full" else 2.0
     elif recompute == "full":
-        before = np.concatenate([[0.0], crossing[:-1]]) / (tensor if between else 1)
+        before = np.concatenate([[0.0], crossing[:-1]])
         again = np.where(inside, forward, 0.0)
         kept = np.where(inside, 0.0, saved)
         transient_backward = backward_transient.copy()

@@ -31,8 +31,6 @@ _SETTINGS = (
     "split_at",
     "optimize",
     "shard_within",
-    "sequence",
-    "sequence_parallel",
     "reducer",
 )
 
