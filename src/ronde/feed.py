@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from ronde.data.transforms import (
         IMAGENET,
         CenterCrop,
-        ColorJitter,
         HorizontalFlip,
         Normalize,
         RandomResizedCrop,
@@ -60,7 +59,6 @@ __all__ = [
     "CachedDataset",
     "CachedSource",
     "CenterCrop",
-    "ColorJitter",
     "FeatureStore",
     "Feed",
     "FeedSettings",
@@ -128,7 +126,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.sources.tar": "tar",
             "ronde.data.sources.tokens": "tokens",
             "ronde.data.tabular": "table",
-            "ronde.data.transforms": "CenterCrop ColorJitter HorizontalFlip IMAGENET Normalize "
+            "ronde.data.transforms": "CenterCrop HorizontalFlip IMAGENET Normalize "
             "RandomResizedCrop Resize",
             "ronde.loader.from_dataloader": "default_workers settings_of take_over",
             "ronde.loader.loader": "Feed",

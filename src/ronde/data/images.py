@@ -1,4 +1,4 @@
-"""Images as training data: decode, crop, resize, flip, color, normalize."""
+"""Images as training data: decode, crop, resize, flip, normalize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Image transforms: crop, resize, flip, color; each maps ``uint8`` 3 × height × width to another.
+"""Image transforms: crop, resize, flip; each maps ``uint8`` 3 × height × width to another.
 
 Those that are random ask :func:`ronde.feed.rng`, whose numbers depend on the sample alone: the same
 bits on any number of workers.
@@ -170,54 +170,6 @@ class HorizontalFlip:
     def __call__(self, image: Tensor) -> Tensor:
         """Mirror the image, or not."""
         return image.flip(-1) if rng().random() < self.p else image
-
-
-_GREY = (0.299, 0.587, 0.114)  # ITU-R 601, as Pillow's mode L
-
-
-def _grey(images: Tensor) -> Tensor:
-    return (images @ torch.tensor(_GREY, dtype=images.dtype, device=images.device))[..., None]
-
-
-@dataclass(frozen=True)
-class ColorJitter:
-    """Change brightness, contrast and saturation by random factors, in this order.
-
-    A factor is uniform in [max(0, 1 - x), 1 + x]. Values are clamped to 0 … 255 after each step and
-    rounded once at the end; torchvision shuffles the order and rounds after each.
-
-    Args:
-        brightness, contrast, saturation: 0 leaves it as it is.
-    """
-
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("brightness", "contrast", "saturation"):
-            if getattr(self, name) < 0:
-                raise ArgumentError(
-                    f"ColorJitter({name}={getattr(self, name)}): expected 0 or more."
-                )
-
-    def __call__(self, image: Tensor) -> Tensor:
-        """Draw the three factors, and apply them."""
-        spans = (self.brightness, self.contrast, self.saturation)
-        brightness, contrast, saturation = (
-            max(0.0, 1 - x) + r * (1 + x - max(0.0, 1 - x))
-            for x, r in zip(spans, rng().random(3).tolist(), strict=True)
-        )
-        values = image.permute(1, 2, 0).contiguous().to(torch.float32)
-        if self.brightness:
-            values = (values * brightness).clamp_(0, 255)
-        if self.contrast:
-            mean = _grey(values).mean((-3, -2, -1), keepdim=True)
-            values = (values * contrast).add_(mean * (1 - contrast)).clamp_(0, 255)
-        if self.saturation:
-            grey = _grey(values)
-            values = (values * saturation).add_(grey * (1 - saturation)).clamp_(0, 255)
-        return values.round_().to(image.dtype).permute(2, 0, 1)
 
 
 @functools.lru_cache(maxsize=16)
