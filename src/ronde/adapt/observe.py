@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ronde.introspect import stored_functions
-from ronde.profile import monkeypatch, original_of, swap_attribute
+from ronde.profile import monkeypatch
 
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
 
@@ -69,8 +68,8 @@ def _noted(note: Callable[..., None]) -> Callable[[Callable[..., Any]], Callable
 
 
 @contextlib.contextmanager
-def _watching(dataset: Any, seen: Observation) -> Iterator[None]:
-    """Note what opens files and images, also as functions that the dataset stores itself."""
+def _watching(seen: Observation) -> Iterator[None]:
+    """Note what opens files and images."""
     places: list[tuple[Any, str, Callable[..., None]]] = [
         (sys.modules["builtins"], "open", seen.note_open),
         (io, "open", seen.note_open),
@@ -80,13 +79,6 @@ def _watching(dataset: Any, seen: Observation) -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for owner, name, note in places:
             undo.callback(monkeypatch.put(owner, name, _noted(note), 1))
-        patched = [getattr(owner, name) for owner, name, _ in places]
-        for owner, name, value in list(stored_functions(dataset)):
-            for function in patched:
-                if value is original_of(function):
-                    # an object that cannot be changed keeps its function
-                    with contextlib.suppress(Exception):
-                        undo.callback(swap_attribute(owner, name, function))
         yield
 
 
@@ -95,7 +87,7 @@ def observe(dataset: Any, ids: list[int]) -> tuple[Observation, list[Any]]:
     seen, samples = Observation(), []
     knew_pillow = "PIL.Image" in sys.modules
     many = getattr(dataset, "__getitems__", None)
-    with _watching(dataset, seen):
+    with _watching(seen):
         for i in ids:
             samples.append(dataset[i] if many is None else many([i])[0])
             seen.samples += 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         is_user_module,
         user_modules,
     )
-    from ronde.introspect.object_graph import attributes, nested_datasets, stored_functions, walk
+    from ronde.introspect.object_graph import attributes, nested_datasets, walk
     from ronde.introspect.open_handles import (
         describe_open,
         detached_copy,
@@ -35,7 +35,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.introspect.code_owner": "LIBRARY_FOLDERS is_ronde is_user_file is_user_module "
             "user_modules",
-            "ronde.introspect.object_graph": "attributes stored_functions nested_datasets walk",
+            "ronde.introspect.object_graph": "attributes nested_datasets walk",
             "ronde.introspect.open_handles": (
                 "detached_copy describe_open reopen_files preserve_state shares_within"
             ),

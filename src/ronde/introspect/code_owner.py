@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 import sysconfig
 from pathlib import Path
@@ -37,10 +36,7 @@ def is_ronde(thing: Any) -> bool:
 
 @functools.cache
 def is_library_file(file: str) -> bool:
-    """Whether a file belongs to Python or an installed package, through any links.
-
-    Fingerprints rely on it: of other files the code itself counts.
-    """
+    """Whether a file belongs to Python or an installed package, through any links."""
     path = Path(file).resolve()
     # A user's own site-packages, and the ones below a venv's, are in no path of sysconfig.
     return str(path).startswith(LIBRARY_FOLDERS) or bool(
@@ -54,48 +50,12 @@ def is_user_file(file: str) -> bool:
     return not file.startswith(_OWN) and not is_library_file(file)
 
 
-def is_installed(module: str | None) -> bool:
-    """Whether a module is Python's, a package's or Ronde's: its version stands for its code."""
-    if module in (None, "__main__", "__mp_main__"):
-        return False
-    top = str(module).partition(".")[0]
-    if top == "ronde":
-        return True
-    found = sys.modules.get(str(module)) or sys.modules.get(top)
-    if found is None:
-        return _is_installable(top)
-    file = getattr(found, "__file__", None)
-    if file is not None and not Path(file).is_absolute():  # torch.ops says _ops.py
-        file = getattr(sys.modules.get(top), "__file__", None)
-    if file is not None:
-        return is_library_file(file)
-    folders = list(getattr(found, "__path__", ()))  # without an __init__.py
-    if folders:
-        return all(map(is_library_file, folders))
-    return getattr(found, "__spec__", None) is not None or top in sys.builtin_module_names
-
-
-def _is_installable(top: str) -> bool:
-    """The same for a package that is not imported."""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return False
-    if spec is None:
-        return False
-    places = (
-        [spec.origin]
-        if spec.has_location and spec.origin
-        else list(spec.submodule_search_locations or ())
-    )
-    return all(map(is_library_file, places))  # none at all: built in
-
-
 def is_user_module(module: str) -> bool:
     """Whether an imported module is the script or one of the user's files."""
     file = getattr(sys.modules.get(module), "__file__", None)
+    # torch.ops says _ops.py, without a folder
     return module == "__main__" or (
-        file is not None and is_user_file(file) and not is_installed(module)
+        file is not None and Path(file).is_absolute() and is_user_file(file)
     )
 
 

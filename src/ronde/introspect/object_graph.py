@@ -112,13 +112,3 @@ def _wrapped(one: Any) -> Iterator[Any]:
 def nested_datasets(dataset: Any) -> list[Any]:
     """A dataset and those inside it: ``Subset``, ``ConcatDataset`` and any wrapper."""
     return [one for one in walk(dataset, _wrapped) if hasattr(one, "__dict__")]
-
-
-def stored_functions(dataset: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Functions that a dataset or objects in it store (``loader=PIL.Image.open``)."""
-    datasets = nested_datasets(dataset)
-    for one in walk(dataset):
-        if any(one is d for d in datasets) or is_user_module(type(one).__module__):
-            for name, value in list(attributes(one).items()):
-                if type(value) in (FunctionType, BuiltinFunctionType):
-                    yield one, name, value

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.profile.function_hooks import original_of, swap_attribute
     from ronde.profile.probe import Probe
     from ronde.profile.sample_values import deep_copy, same_bits, size_of
     from ronde.profile.shared_counters import StageTimes, read_board
@@ -20,7 +19,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.profile.function_hooks": "original_of swap_attribute",
             "ronde.profile.probe": "Probe",
             "ronde.profile.sample_values": "deep_copy same_bits size_of",
             "ronde.profile.shared_counters": "StageTimes read_board",

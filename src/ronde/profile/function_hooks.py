@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import io
 import os
 import stat
@@ -110,17 +109,11 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
             or (buffering == 0 and "b" not in mode)
         ):
             return original(*arguments)
+        if theirs:  # whose files may be anything: only their opening is timed
+            return account.run(account.read, original, *arguments)
         account.enter(account.read)
         try:
-            if theirs:
-                # Another's ``open``, which may do what ours would not: a slow store played, a log,
-                # a file system of its own.
-                given = original(*arguments)
-                raw = _timed_again(given, os.fspath(file))
-                if raw is None:
-                    return _TimedObject(given)
-            else:
-                raw = _TimedFile(os.fspath(file), "r", closefd, opener)
+            raw = _TimedFile(os.fspath(file), "r", closefd, opener)
             if not stat.S_ISREG(os.fstat(raw.fileno()).st_mode):
                 raw.close()
                 return original(*arguments)
@@ -129,56 +122,6 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
         return wrap_raw(raw, mode, buffering, encoding, errors, newline)
 
     return open
-
-
-def _timed_again(file: Any, name: Any) -> _TimedFile | None:
-    """A file from another ``open``, with timed reads; None for unusual files."""
-    raw = getattr(getattr(file, "buffer", file), "raw", getattr(file, "buffer", file))
-    usual = type(file) in (io.TextIOWrapper, io.BufferedReader, io.FileIO)
-    if not usual or type(raw) is not io.FileIO:
-        return None
-    timed = _TimedFile(os.dup(raw.fileno()), "r")
-    timed.name = name
-    file.close()
-    return timed
-
-
-class _TimedObject:
-    """Another kind of file whose reads count as a stage while a sample is made."""
-
-    def __init__(self, file: Any) -> None:
-        self._ronde_file = file
-
-    def _ronde_read(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        account = current_timer()
-        if account is None:
-            return function(*args, **kwargs)
-        value = account.run(account.read, function, *args, **kwargs)
-        if isinstance(value, bytes | str):
-            account.count_bytes(len(value))
-        return value
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._ronde_file, name)
-        if name.startswith("read") and callable(value):
-            return functools.partial(self._ronde_read, value)
-        return value
-
-    def __iter__(self) -> Any:
-        return iter(functools.partial(self._ronde_read, next, iter(self._ronde_file), _END), _END)
-
-    def __next__(self) -> Any:
-        return self._ronde_read(next, self._ronde_file)
-
-    def __enter__(self) -> Any:
-        self._ronde_file.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._ronde_file.__exit__(*error)
-
-
-_END = object()
 
 
 def wrap_raw(
@@ -297,28 +240,6 @@ def original_of(function: Any) -> Any:
     ).startswith("ronde."):
         function = getattr(function, "__wrapped__", None)
     return function
-
-
-class ByName:
-    """A module's function, looked up by name on each call and in pickles.
-
-    It stands in for a function that a dataset stores (``loader=PIL.Image.open``). Pickle refuses
-    the function itself, because its name now leads to the replacement.
-    """
-
-    def __init__(self, module: str, name: str) -> None:
-        self._ronde_module = importlib.import_module(module)
-        functools.update_wrapper(self, original_of(getattr(self._ronde_module, name)))
-        self._ronde_name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
-        return getattr(self._ronde_module, self._ronde_name)(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> ByName:
-        return self
-
-    def __reduce__(self) -> Any:
-        return ByName, (self._ronde_module.__name__, self._ronde_name)
 
 
 def _original(value: Any) -> Any:

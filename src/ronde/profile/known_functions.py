@@ -5,16 +5,16 @@ Only imported modules are inspected; listing a library here does not require it.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterator
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, TypeGuard
+from types import FunctionType, ModuleType
+from typing import Any
 
+from torch.nn import Module
 from torch.utils.data import Dataset
 
-from ronde.introspect import attributes, is_user_module, walk
+from ronde.introspect import attributes, is_user_module, user_modules, walk
 
 _PILLOW_METHODS = "resize crop transpose rotate transform filter reduce"
 _PILLOW_OPERATIONS = (
@@ -131,7 +131,6 @@ FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
 
 # of a name in small letters
 _TRANSFORMS = re.compile(r"transform|tfm|augment|(?<![a-z])augs?(?![a-z])|tokeniz|preproc|normaliz")
-_MOST_FUNCTIONS = 2000
 _READS = re.compile(r"_*(read|fetch|download)(?![a-z])", re.ASCII)
 
 
@@ -169,55 +168,16 @@ def _stage_named(name: str) -> str | None:
     return "read" if _READS.match(name) else None
 
 
-def _is_users(value: Any) -> TypeGuard[FunctionType]:
-    """Whether this is a function of the user's code."""
-    return isinstance(value, FunctionType) and is_user_module(
-        str(value.__globals__.get("__name__"))
-    )
-
-
 def _calls(value: Any) -> bool:
     return callable(value) and not isinstance(value, type | ModuleType)
-
-
-def _reached(dataset: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """The user's functions that sample making reaches: dictionary, name, function."""
-    kind = type(dataset)
-    waiting = [getattr(kind, name, None) for name in ("__getitem__", "__getitems__", "__iter__")]
-    seen: set[int] = set()
-    while waiting and len(seen) < _MOST_FUNCTIONS:
-        function = waiting.pop()
-        if isinstance(function, staticmethod | classmethod):
-            function = function.__func__
-        if isinstance(function, FunctionType):
-            function = inspect.unwrap(function)
-        if id(function) in seen or not _is_users(function):
-            continue
-        seen.add(id(function))
-        codes, names = [function.__code__], function.__globals__
-        while codes:
-            code = codes.pop()
-            # comprehensions
-            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-            waiting += [inspect.getattr_static(kind, name, None) for name in code.co_names]
-            values = [names.get(name) for name in code.co_names]
-            modules = [
-                m for m in values if isinstance(m, ModuleType) and is_user_module(m.__name__)
-            ]
-            for name in code.co_names:
-                for place in (names, *map(vars, modules)):
-                    value = place.get(name)
-                    if _calls(value):
-                        yield place, name, value
-                        waiting.append(value)
 
 
 def find_transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
     """A dataset's own transforms, recognized by name: owner, attribute, stage.
 
     The owner is the dataset (``transform``, ``_augment``; ``decode``; ``read_frame``), a user's
-    object in it (``self.store.fetch``), or a module's dictionary (a global ``train_transform`` that
-    ``__getitem__`` names).
+    object in it (``self.store.fetch``), or the dictionary of a user's module (a global
+    ``train_transform``).
     """
     for name, value in list(vars(dataset).items()):
         items = value if isinstance(value, list | tuple) else [value]
@@ -236,11 +196,12 @@ def find_transforms(dataset: Any) -> Iterator[tuple[Any, str, str]]:
                     continue
                 if name not in attributes(owner) and isinstance(value, FunctionType | staticmethod):
                     yield owner, name, stage
-    met: set[tuple[int, str]] = set()
-    for names, name, value in _reached(dataset):
-        stage = _stage_named(name)
-        if stage is None or (id(names), name) in met or isinstance(value, BuiltinFunctionType):
-            continue
-        met.add((id(names), name))
-        if stage == "augment" or _is_users(value):
-            yield names, name, stage
+    for module in user_modules():
+        for name, value in list(vars(module).items()):
+            stage = _stage_named(name)
+            # What reads or decodes must be the user's own: names of a library's are in FUNCTIONS.
+            own = isinstance(value, FunctionType) and is_user_module(value.__module__)
+            # A model may be called transformer.
+            other = stage == "augment" and _calls(value) and not isinstance(value, Module)
+            if stage is not None and (own or other):
+                yield vars(module), name, stage

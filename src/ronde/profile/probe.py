@@ -17,22 +17,19 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from ronde.data import named_stages
-from ronde.introspect import nested_datasets, stored_functions, user_modules
+from ronde.introspect import nested_datasets, user_modules
 from ronde.profile import known_functions as found
 from ronde.profile import monkeypatch
 from ronde.profile.function_hooks import (
-    ByName,
     Named,
     image_convert,
     image_load,
     opener,
-    original_of,
     split_imread,
     swap_attribute,
     timed_function,
@@ -108,8 +105,6 @@ class Probe:
         self._ended = False
         self._undo: list[Callable[[], Any]] = []
         self._patched: set[tuple[int, str]] = set()
-        # replaced functions by id, with their module and name
-        self._named: dict[int, tuple[Any, str, str]] = {}
         self._modules = 0
         self._watched: list[Any] = []
         self._kept: list[Any] = []  # samples to give out again
@@ -192,7 +187,6 @@ class Probe:
             with suppress(Exception):
                 self._undo.pop()()
         self._patched.clear()
-        self._named.clear()
         self._watched.clear()
         self._modules = 0
         self._token = None
@@ -223,11 +217,6 @@ class Probe:
                         # an object that does not let itself be changed keeps what it has
                         with suppress(Exception):
                             self._name(owner, name, stage)
-                for owner, name, value in list(stored_functions(dataset)):
-                    where = self._named.get(id(value))
-                    if where is not None and where[0] is value:
-                        with suppress(Exception):
-                            self._set(owner, name, ByName(*where[1:]))
             return self._token
 
     # Replacing and putting back
@@ -293,9 +282,6 @@ class Probe:
             lowest = name == "open" and owner in (builtins, io)
             self._undo.append(monkeypatch.put(owner, name, make, rank=0 if lowest else 2))
             replaced[id(original)] = (original, getattr(owner, name))
-            if isinstance(owner, ModuleType):
-                plain = original_of(original)
-                self._named[id(plain)] = (plain, owner.__name__, name)
 
     def _patch_pillow(self, replaced: Replaced) -> None:
         from PIL import Image, ImageFile  # Pillow imports the second when it first opens a file
