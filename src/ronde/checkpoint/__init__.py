@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     )
     from ronde.checkpoint.state import (
         join_optimizer,
-        load_model,
-        load_optimizer,
         model_pieces,
         model_state,
         model_wants,
@@ -81,8 +79,6 @@ __all__ = [
     "join_optimizer",
     "shard_like",
     "list_checkpoints",
-    "load_model",
-    "load_optimizer",
     "model_pieces",
     "model_state",
     "model_wants",
@@ -115,8 +111,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.checkpoint.retention": "KeepPolicy",
             "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces",
             "ronde.checkpoint.names": "group_names tied_names",
-            "ronde.checkpoint.state": "join_optimizer load_model load_optimizer "
-            "model_pieces model_state model_wants optimizer_pieces optimizer_state "
-            "optimizer_wants random_state restore_random",
+            "ronde.checkpoint.state": "join_optimizer model_pieces model_state model_wants "
+            "optimizer_pieces optimizer_state optimizer_wants random_state restore_random",
         },
     )

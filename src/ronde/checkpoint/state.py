@@ -12,15 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.checkpoint.exact_values import decode_exact, encode
-from ronde.checkpoint.names import group_names
+from ronde.checkpoint.names import group_names, tied_names
 from ronde.checkpoint.pieces import Box, Piece, Want, piece_of, replicated, shard_like
 from ronde.world import CheckpointError
 from ronde.world.tensors import local_part
 
 __all__ = [
     "join_optimizer",
-    "load_model",
-    "load_optimizer",
     "model_pieces",
     "model_state",
     "model_wants",
@@ -35,47 +33,12 @@ Tensors = dict[str, torch.Tensor]
 
 
 def model_state(model: nn.Module) -> tuple[Tensors, dict[str, str]]:
-    """A model's tensors, each once, and the names that share them: ``(tensors, {name: same as
-    name})``.
+    """The tensors of a model that this worker holds whole, each once, and the names that share
+    them: ``(tensors, {name: same as name})``.
     """
-    tensors: Tensors = {}
-    same: dict[str, str] = {}
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{name!r} in model.state_dict() is a {type(value).__name__}, not a "
-                "tensor: it cannot be written without pickle. "
-                "Return a tensor from get_extra_state()."
-            )
-        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), value.device)
-        if value.numel() and place in seen:
-            same[name] = seen[place]
-        else:
-            seen[place] = name
-            tensors[name] = value.detach()
-    return tensors, same
-
-
-def load_model(model: nn.Module, tensors: Tensors, same: Mapping[str, str]) -> None:
-    """Restore a model's tensors.
-
-    Raises:
-        CheckpointError: names or shapes are not the model's.
-    """
-    for name, value in model.state_dict(keep_vars=True).items():
-        there = tensors.get(same.get(name, name))
-        if there is not None and isinstance(value, torch.Tensor) and there.dtype != value.dtype:
-            raise CheckpointError(
-                f"the checkpoint is of another model: {name!r} is of type {there.dtype} there, "
-                f"{value.dtype} here"
-            )
-    try:
-        model.load_state_dict(
-            {**tensors, **{name: tensors[origin] for name, origin in same.items()}}
-        )
-    except (RuntimeError, KeyError) as error:
-        raise CheckpointError(f"the checkpoint is of another model: {error}") from None
+    same = tied_names(model)
+    pieces = model_pieces(model, same, lambda name: True)
+    return {name: piece.tensor.detach() for name, piece in pieces.items()}, same
 
 
 def _same_optimizer(optimizer: Optimizer, names: list[list[str]], saved: Mapping[str, Any]) -> None:
@@ -94,67 +57,13 @@ def _same_optimizer(optimizer: Optimizer, names: list[list[str]], saved: Mapping
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> tuple[Tensors, dict[str, Any]]:
-    """An optimizer's tensors as ``parameter/field``, the rest as plain values."""
-    names = group_names(model, optimizer)
-    tensors: Tensors = {}
-    values: dict[str, Any] = {}
-    for group, own in zip(optimizer.param_groups, names, strict=True):
-        for p, name in zip(group["params"], own, strict=True):
-            for field, value in optimizer.state.get(p, {}).items():
-                key = f"{name}/{field}"
-                if isinstance(value, torch.Tensor):
-                    tensors[key] = value
-                else:
-                    values[key] = encode(value, f"optimizer state {key}")
-    groups = [
-        {
-            "params": own,
-            "settings": {
-                k: encode(v, f"optimizer group setting {k}")
-                for k, v in group.items()
-                if k != "params"
-            },
-        }
-        for group, own in zip(optimizer.param_groups, names, strict=True)
-    ]
-    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "values": values}
-
-
-def load_optimizer(
-    model: nn.Module, optimizer: Optimizer, tensors: Tensors, saved: Mapping[str, Any]
-) -> None:
-    """Restore an optimizer's state by parameter name.
-
-    Raises:
-        CheckpointError: it is another optimizer, or over other parameters.
+    """The tensors of an optimizer that this worker holds whole as ``parameter/field``, the rest as
+    plain values.
     """
-    names = group_names(model, optimizer)
-    _same_optimizer(optimizer, names, saved)
-    index = {name: i for i, name in enumerate(n for group in names for n in group)}
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in [
-        *tensors.items(),
-        *((k, decode_exact(v)) for k, v in saved["values"].items()),
-    ]:
-        name, _, field = key.rpartition("/")
-        if name not in index:
-            raise CheckpointError(
-                f"the checkpoint has optimizer state of {name!r}, which is no parameter of the "
-                "optimizer"
-            )
-        state.setdefault(index[name], {})[field] = value
-    groups = []
-    for own, group in zip(names, saved["groups"], strict=True):
-        groups.append(
-            {
-                **{k: decode_exact(v) for k, v in group["settings"].items()},
-                "params": [index[n] for n in own],
-            }
-        )
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-
-
-# -- what one of several workers holds -------------------------------------------------
+    groups = group_names(model, optimizer)
+    pieces, record = optimizer_pieces(model, optimizer, groups, {})
+    tensors = {name: piece.tensor for name, piece in pieces.items()}
+    return tensors, join_optimizer(groups, [record])
 
 
 def _owned(model: nn.Module, owns: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -226,6 +135,11 @@ def model_wants(
                 value: torch.Tensor = value,
                 held: Piece = held,
             ) -> None:
+                if tensor.dtype != value.dtype:
+                    raise CheckpointError(
+                        f"the checkpoint is of another model: {name!r} is of type {tensor.dtype} "
+                        f"there, {value.dtype} here"
+                    )
                 if id(value) in live:
                     with torch.no_grad():
                         held.tensor.copy_(tensor)

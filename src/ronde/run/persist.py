@@ -29,7 +29,6 @@ __all__ = [
     "file_prefix",
     "prepare",
     "restore",
-    "restore_pieces",
 ]
 
 Tensors = Mapping[str, torch.Tensor]
@@ -333,27 +332,13 @@ def _settle(
 def restore(
     content: CheckpointContent,
     saved: Mapping[str, Any],
-    tensors: Mapping[str, dict[str, torch.Tensor]],
-) -> None:
-    """Continue from a checkpoint on a worker that holds everything, or refuse it."""
-    run = content.parts
-    _check(run, saved)
-    checkpoint.load_model(run.model, tensors["model"], saved["same_tensors"])
-    checkpoint.load_optimizer(run.model, run.optimizer, tensors["optimizer"], saved["optimizer"])
-    _settle(content, saved, tensors["registered"], tensors["average"])
-    if run.world.size == 1 and saved["workers"] == 1:
-        checkpoint.restore_random(tensors["random"], saved["randomness"])
-
-
-def restore_pieces(
-    content: CheckpointContent,
-    saved: Mapping[str, Any],
     shapes: Mapping[str, Mapping[str, list[int]]],
     sources: Mapping[str, checkpoint.PieceSource],
     all_see: bool,
     registered: dict[str, torch.Tensor],
+    drawn: dict[str, torch.Tensor],
 ) -> None:
-    """Continue from a checkpoint where each worker holds and reads a part, or refuse it.
+    """Continue from a checkpoint, or refuse it. Each worker reads what it holds.
 
     Args:
         saved: the plain values of a checkpoint.
@@ -361,19 +346,30 @@ def restore_pieces(
         sources: the same parts as files; empty on a worker that does not see them.
         all_see: whether every worker sees them.
         registered: the tensors of what the script registered, on every rank.
+        drawn: states of random generators, where one worker goes on from one.
     """
     run = content.parts
     _check(run, saved)
     work, owns = run.work, run.strategy.owns
     known = {part: {n: tuple(s) for n, s in named.items()} for part, named in shapes.items()}
+    if run.holds_all:  # elsewhere, the others have what is missing here
+        gone = known["model"].keys() - run.model.state_dict().keys()
+        if gone:
+            raise CheckpointError(
+                f"the checkpoint is of another model: it has {min(gone)!r}, which this one has not"
+            )
     weights, put_weights = checkpoint.model_wants(
         run.model, known["model"].get, saved["same_tensors"], owns
     )
+    # groups that the script has added since are known where all of them are held
+    groups = checkpoint.group_names(run.model, run.optimizer) if run.holds_all else work.groups
     moments, put_moments = checkpoint.optimizer_wants(
-        run.model, run.optimizer, work.groups, work.tied, known["optimizer"], saved["optimizer"]
+        run.model, run.optimizer, groups, work.tied, known["optimizer"], saved["optimizer"]
     )
     averaged, averages = average_wants(run, saved.get("averages", {}), known["average"])
     checkpoint.pull(run.world, sources, [*weights, *moments, *averaged], all_see)
     put_weights()
     put_moments()
     _settle(content, saved, registered, averages)
+    if drawn:
+        checkpoint.restore_random(drawn, saved["randomness"])

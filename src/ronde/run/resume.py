@@ -15,7 +15,7 @@ from ronde import checkpoint
 from ronde.run.exchange_state import restore_exchange
 from ronde.run.fork import changed_settings, forked
 from ronde.run.group import Choice, RunGroup
-from ronde.run.persist import file_prefix, restore, restore_pieces
+from ronde.run.persist import file_prefix, restore
 from ronde.run.saved_state import check_saved, check_values
 from ronde.watch import Resumed, RunDir
 from ronde.world import CheckpointError, RondeError, World
@@ -160,16 +160,25 @@ def _restore(
     state: Mapping[str, Any],
     prefix: str,
 ) -> None:
+    """Each worker that sees the verified checkpoint reads its own part of it."""
     run, me = content.parts, content.parts.world
-    if run.holds_all:
-        tensors = {
-            kind: _send_tensors(me, newest.whole(f"{prefix}{kind}") if newest else {})
-            for kind in ("model", "optimizer", "registered", "average")
+    seen = newest or checkpoint.trust(Path(answer["folder"]) / answer["path"], answer["digest"])
+    with contextlib.ExitStack() as stack:
+        sources = {}
+        if seen:
+            for part in ("model", "optimizer", "average"):
+                sources[part] = stack.enter_context(seen.source(f"{prefix}{part}"))
+        shapes = {
+            part: {name: list(e.shape) for name, e in source.entries.items()}
+            for part, source in sources.items()
         }
-        tensors["random"] = _send_tensors(me, newest.whole("random") if newest else {})
-        restore(content, state, tensors)
-    else:
-        _restore_pieces(content, newest, answer, state, prefix)
+        all_see = all(gather_json(me, seen is not None))
+        shapes = shapes if all_see else broadcast_json(me, shapes)
+        own = f"{prefix}registered"
+        registered = _send_tensors(me, newest.whole(own) if newest else {})
+        alone = run.holds_all and me.size == state["workers"] == 1
+        drawn = newest.whole("random") if newest and alone else {}
+        restore(content, state, shapes, sources, all_see, registered, drawn)
     restore_exchange(run, me, newest, answer, state, prefix)
 
 
@@ -191,30 +200,3 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
                 tensor = bits.cpu().view(tensor.dtype).view(shape)
         result[name] = tensor
     return result
-
-
-def _restore_pieces(
-    content: CheckpointContent,
-    newest: checkpoint.Checkpoint | None,
-    answer: Mapping[str, Any],
-    state: Mapping[str, Any],
-    prefix: str,
-) -> None:
-    """Each worker that sees the verified checkpoint reads its own part of it."""
-    me = content.parts.world
-    if newest is None:
-        newest = checkpoint.trust(Path(answer["folder"]) / answer["path"], answer["digest"])
-    with contextlib.ExitStack() as stack:
-        sources = {}
-        if newest:
-            for part in ("model", "optimizer", "average"):
-                sources[part] = stack.enter_context(newest.source(f"{prefix}{part}"))
-        shapes = {
-            part: {name: list(e.shape) for name, e in source.entries.items()}
-            for part, source in sources.items()
-        }
-        all_see = all(gather_json(me, newest is not None))
-        shapes = shapes if all_see else broadcast_json(me, shapes)
-        own = f"{prefix}registered"
-        registered = _send_tensors(me, newest.whole(own) if newest and me.is_main else {})
-        restore_pieces(content, state, shapes, sources, all_see, registered)
