@@ -15,7 +15,7 @@ import typer
 
 from ronde.cli.answer_screen import Doing
 from ronde.cli.hosts import HostOptions, HostsOption, SshConfigOption, gathered
-from ronde.cli.options import Group, option
+from ronde.cli.options import Group, JsonFlag, option
 from ronde.cli.reducers import ServersOption, servers_of
 from ronde.cli.script import WorkersOption
 from ronde.watch import plain_console
@@ -73,7 +73,7 @@ def register(app: typer.Typer) -> None:
         quick: Annotated[
             bool, option("--quick", "Use fewer sizes and rounds: takes seconds.")
         ] = False,
-        as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
+        as_json: JsonFlag = False,
     ) -> None:
         from ronde.launch import check_workers, resolve_workers
 
@@ -215,7 +215,7 @@ def _register_exchange(bench: typer.Typer) -> None:
                 "FILE",
             ),
         ] = None,
-        as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
+        as_json: JsonFlag = False,
     ) -> None:
         from ronde.launch import Job
         from ronde.measure.bench_exchange import default_reducers, parse_sizes

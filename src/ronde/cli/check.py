@@ -22,7 +22,7 @@ from ronde.cli.hosts import (
     SlurmOption,
     SshConfigOption,
 )
-from ronde.cli.options import option
+from ronde.cli.options import JsonFlag, option
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, WorldError
 
@@ -68,7 +68,7 @@ def register(app: typer.Typer) -> None:
                 "FILE",
             ),
         ] = None,
-        as_json: Annotated[bool, option("--json", "Print only JSON.")] = False,
+        as_json: JsonFlag = False,
     ) -> None:
         from ronde.launch import Fleet, notes
 

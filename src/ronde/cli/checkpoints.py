@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde import checkpoint
-from ronde.cli.options import option
+from ronde.cli.options import JsonFlag, RunArgument, RunsOption, option
 from ronde.cli.show import find_run
 from ronde.plan import Plan
 from ronde.watch import RunDir, plain_console
@@ -121,15 +121,8 @@ def register(app: typer.Typer) -> None:
         "gpt-1 --export gpt.safetensors",
     )
     def checkpoints(
-        name: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="NAME", help="The run, or a path to its directory.", show_default=False
-            ),
-        ] = None,
-        folder: Annotated[
-            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
-        ] = Path("runs"),
+        name: RunArgument = None,
+        folder: RunsOption = Path("runs"),
         verified: Annotated[
             bool, option("--verify", "Read every file, and say which checkpoints are whole.")
         ] = False,
@@ -150,7 +143,7 @@ def register(app: typer.Typer) -> None:
             int | None,
             option("--step", "With --export: of this checkpoint; else the newest whole one.", "N"),
         ] = None,
-        as_json: Annotated[bool, option("--json", "Print JSON instead of a table.")] = False,
+        as_json: JsonFlag = False,
     ) -> None:
         for given, needs, missing in (
             (sure, "--yes", "--prune" if prune is None else ""),

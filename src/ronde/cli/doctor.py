@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,25 +16,11 @@ from ronde.cli.answer_screen import (
     StyledText,
     answer_line,
     note_lines,
-    print_answer,
     report_answer,
 )
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply
-from ronde.cli.options import option
-from ronde.cli.script import (
-    ArgumentsOption,
-    FeedOption,
-    JsonOption,
-    ModuleOption,
-    ReportOption,
-    VerboseOption,
-    WorkersOption,
-    check_folders,
-    examine,
-    examined_command,
-    feed_of,
-    write_json,
-)
+from ronde.cli.options import add_verb, option
+from ronde.cli.script import ReportOptions, WorkersOption, examine, feed_of
 from ronde.doctor.verdict import is_between_workers
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
@@ -59,110 +46,108 @@ failed or an argument cannot be used; 130 stopped by Ctrl-C.
 """
 
 
+@dataclass(frozen=True)
+class Options(ReportOptions):
+    """The options of ``ronde doctor``, as the user gave them."""
+
+    workers: WorkersOption = "auto"
+    to: Annotated[int, option("--to", "Predict the gap up to N devices.", "N", min=1)] = 32
+    nodes: Annotated[
+        int | None,
+        option(
+            "--nodes",
+            "Nodes that those devices are on. Default: as many as they fill.",
+            "N",
+            min=1,
+        ),
+    ] = None
+    seconds: Annotated[
+        float,
+        option(
+            "--seconds",
+            "How long measuring may take, in all; twice that on a disturbed machine.",
+            "S",
+            min=1,
+            max=3600,
+        ),
+    ] = 60.0
+    rounds: Annotated[
+        int, option("--rounds", "How often each rate is measured, at least.", "R", min=1)
+    ] = 3
+    apply: Annotated[
+        str | None,
+        option(
+            "--apply",
+            "Write these prescriptions to SCRIPT's settings and measure again.",
+            "1,2",
+        ),
+    ] = None
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-
-    @app.command(
+    add_verb(
+        app,
         "doctor",
-        help="Why are my devices idle? The gap to the synthetic rate, what it is lost to, and "
+        Options,
+        _doctor,
+        "Why are my devices idle? The gap to the synthetic rate, what it is lost to, and "
         "what would help.\n" + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
     )
-    def doctor(
-        arguments: ArgumentsOption = None,
-        workers: WorkersOption = "auto",
-        verbose: VerboseOption = False,
-        to: Annotated[int, option("--to", "Predict the gap up to N devices.", "N", min=1)] = 32,
-        nodes: Annotated[
-            int | None,
-            option(
-                "--nodes",
-                "Nodes that those devices are on. Default: as many as they fill.",
-                "N",
-                min=1,
-            ),
-        ] = None,
-        seconds: Annotated[
-            float,
-            option(
-                "--seconds",
-                "How long measuring may take, in all; twice that on a disturbed machine.",
-                "S",
-                min=1,
-                max=3600,
-            ),
-        ] = 60.0,
-        rounds: Annotated[
-            int, option("--rounds", "How often each rate is measured, at least.", "R", min=1)
-        ] = 3,
-        apply: Annotated[
-            str | None,
-            option(
-                "--apply",
-                "Write these prescriptions to SCRIPT's settings and measure again.",
-                "1,2",
-            ),
-        ] = None,
-        feed: FeedOption = None,
-        module: ModuleOption = None,
-        file: JsonOption = None,
-        report: ReportOption = None,
-    ) -> None:
-        from ronde.launch import check_workers, resolve_workers
-
-        command = examined_command("doctor", module, arguments or [])
-        count = resolve_workers(workers)
-        check_workers(count)
-        if nodes is not None and nodes > to:
-            raise ArgumentError(f"--nodes {nodes} is more than the {to} devices of --to.")
-        chosen = parse_apply(apply)
-        check_folders(json=file, report=report)
-        script = module or command[0]
-        if chosen:
-            check_writable(script)
-        fetched, told_feed = feed_of(feed, script)
-        if report is not None:
-            from ronde.watch.html import check_drawing
-
-            check_drawing()  # before a minute of measuring
-        options = {"seconds": seconds, "rounds": rounds, "to": to, "nodes": nodes}
-        console = plain_console()
-        with Doing(console) as say:
-            values = _measured(command, count, fetched, options, say)
-        values["script"] = f"-m {module}" if module is not None else command[0]
-        if told_feed:
-            values["notes"].append(f"{told_feed}.")
-        try:
-            _write(values, file, report)  # first: what is shown may go to a pipe that is closed
-        finally:
-            print_answer(console, screen(values, verbose))
-        if chosen and not values["refused"]:
-            # A minute was spent on the answer: it is written before anything else can go wrong.
-            def again(settings: str) -> dict[str, Any]:
-                with Doing(console) as say:
-                    return _measured(command, count, settings, {**options, "verify": True}, say)
-
-            applied = apply_prescriptions(values, chosen, script, fetched, again, console)
-            if applied is not None:
-                values["applied"] = applied
-                _write(values, file, report)
-        if report is not None:
-            console.print(f"written: {report}", soft_wrap=True)
-        if values["refused"]:
-            raise typer.Exit(1)
 
 
-def _write(values: dict[str, Any], file: Path | None, report: Path | None) -> None:
-    if file is not None:
-        write_json(file, values)
-    if report is not None:
-        from ronde.doctor.doctor_report import losses_chart
+def _doctor(options: Options) -> None:
+    from ronde.launch import check_workers, resolve_workers
 
-        chart = ("Where the speed goes", "Points of the synthetic ceiling", losses_chart(values))
-        headline = answer_line(*_headline(values)).plain.strip()
-        parts = screen(values, verbose=True)
-        report_answer(report, "ronde doctor", values["script"], headline, parts, [chart])
+    command = options.command_for("doctor")
+    count = resolve_workers(options.workers)
+    check_workers(count)
+    if options.nodes is not None and options.nodes > options.to:
+        raise ArgumentError(
+            f"--nodes {options.nodes} is more than the {options.to} devices of --to."
+        )
+    chosen = parse_apply(options.apply)
+    options.check_files()
+    script = options.module or command[0]
+    if chosen:
+        check_writable(script)
+    fetched, told_feed = feed_of(options.feed, script)
+    asked = {name: getattr(options, name) for name in ("seconds", "rounds", "to", "nodes")}
+    console = plain_console()
+    with Doing(console) as say:
+        values = _measured(command, count, fetched, asked, say)
+    values["script"] = f"-m {options.module}" if options.module is not None else command[0]
+    if told_feed:
+        values["notes"].append(f"{told_feed}.")
+    options.give(
+        values, console, screen(values, options.verbose), lambda: _draw(values, options.report)
+    )
+    if chosen and not values["refused"]:
+        # A minute was spent on the answer: it is written before anything else can go wrong.
+        def again(settings: str) -> dict[str, Any]:
+            with Doing(console) as say:
+                return _measured(command, count, settings, {**asked, "verify": True}, say)
+
+        applied = apply_prescriptions(values, chosen, script, fetched, again, console)
+        if applied is not None:
+            values["applied"] = applied
+            options.write(values)
+            _draw(values, options.report)
+    if options.report is not None:
+        console.print(f"written: {options.report}", soft_wrap=True)
+    if values["refused"]:
+        raise typer.Exit(1)
+
+
+def _draw(values: dict[str, Any], report: Path | None) -> None:
+    if report is None:
+        return
+    from ronde.doctor.doctor_report import losses_chart
+
+    chart = ("Where the speed goes", "Points of the synthetic ceiling", losses_chart(values))
+    headline = answer_line(*_headline(values)).plain.strip()
+    parts = screen(values, verbose=True)
+    report_answer(report, "ronde doctor", values["script"], headline, parts, [chart])
 
 
 def _measured(

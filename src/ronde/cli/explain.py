@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.options import option
+from ronde.cli.options import RunsOption, option
 from ronde.cli.saved_run import answer_of, start_of
 from ronde.cli.script import JsonOption, ReportOption, write_json
 from ronde.cli.show import find_run
@@ -41,9 +41,7 @@ def register_explain(app: typer.Typer) -> None:
         run: Annotated[
             str | None, typer.Argument(metavar="[RUN]", help="A run, or a file of trees.")
         ] = None,
-        folder: Annotated[
-            Path, option("--runs", "Folder that holds the runs.", metavar="DIR")
-        ] = Path("runs"),
+        folder: RunsOption = Path("runs"),
         data: Annotated[
             Path | None,
             option("--data", "Rows: a table of numbers, or .npz with input.", metavar="FILE"),

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.answer_screen import tell
-from ronde.cli.options import option
+from ronde.cli.options import JsonFlag, RunsOption, option
 from ronde.watch import check_name
 from ronde.world import ArgumentError
 
@@ -67,10 +67,8 @@ def register(app: typer.Typer) -> None:
         name: Annotated[
             str | None, option("--name", "Name of its folder. Default: the file's.", "NAME")
         ] = None,
-        runs: Annotated[
-            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
-        ] = Path("runs"),
-        as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False,
+        runs: RunsOption = Path("runs"),
+        as_json: JsonFlag = False,
     ) -> None:
         from ronde.jobs.flow import load_flow
         from ronde.jobs.flow_run import FlowRun

@@ -1,4 +1,6 @@
-"""Options that name hosts, and the launch on them. Annotations here are read at run time."""
+"""Options that name hosts, and the launch on them."""
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses

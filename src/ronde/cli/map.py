@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from ronde.cli.answer_screen import tell
 from ronde.cli.fork import find_origin
 from ronde.cli.hosts import HostOptions
 from ronde.cli.map_container import folder_of_host, items_of_host
-from ronde.cli.options import TIME, option, parsed
+from ronde.cli.options import TIME, JsonFlag, add_verb, option, parsed
 from ronde.cli.script import IN_MAP, WorkersOption, command_of, short
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
@@ -114,24 +113,20 @@ class Options(HostOptions):
     joined: Annotated[
         bool, option("--join/--no-join", "Join the outputs at the end, or leave the chunks'.")
     ] = True
-    as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False
+    as_json: JsonFlag = False
     quiet: Annotated[bool, option("--quiet -q", "No progress, no summary.")] = False
     workers: WorkersOption = "auto"
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-
-    def map_items(**values: Any) -> None:
-        _map(Options(**values))
-
-    map_items.__signature__ = inspect.signature(Options, eval_str=True)  # type: ignore[attr-defined]
-    app.command(
+    add_verb(
+        app,
         "map",
-        help="Run a script or a command on many items, on many workers.\n" + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
-    )(map_items)
+        Options,
+        _map,
+        "Run a script or a command on many items, on many workers.\n" + _EXAMPLES,
+    )
 
 
 def _map(options: Options) -> None:

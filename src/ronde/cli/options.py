@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -22,6 +24,43 @@ def option(flags: str, help: str, metavar: str = "", **more: Any) -> Any:
         ('--workers', '-n')
     """
     return typer.Option(*flags.split(), metavar=metavar or None, help=help, **more)
+
+
+RunsOption = Annotated[
+    Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
+]
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="NAME", help="The run, or a path to its directory.", show_default=False),
+]
+JsonFlag = Annotated[bool, option("--json", "Print the result as JSON.")]
+
+
+def add_verb(
+    app: typer.Typer, name: str, options: type[Any], function: Callable[[Any], None], help: str
+) -> None:
+    """Add a verb that takes a script, or a command, and its arguments.
+
+    Args:
+        options: a dataclass, whose fields are the verb's options; those of its bases are shown
+            last.
+        function: called with one of them.
+    """
+
+    def verb(**values: Any) -> None:
+        function(options(**values))
+
+    hints = get_type_hints(options, include_extras=True)  # of the bases, in their modules
+    own = [field for each in options.__mro__ for field in vars(each).get("__annotations__", ())]
+    known = inspect.signature(options).parameters
+    fields = [known[name].replace(annotation=hints[name]) for name in dict.fromkeys(own)]
+    verb.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
+    app.command(
+        name,
+        help=help,
+        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
+        no_args_is_help=True,
+    )(verb)
 
 
 TIME = "a time, as 27d, 1d12h, 90m, or 45s"

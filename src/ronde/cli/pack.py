@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.options import option, parsed
+from ronde.cli.options import JsonFlag, option, parsed
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
 from ronde.world.units import count_of, format_bytes, parse_bytes
@@ -79,7 +79,7 @@ def register(app: typer.Typer) -> None:
         verify: Annotated[
             bool, option("--verify", "Check a pack instead: every shard and sample.")
         ] = False,
-        as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False,
+        as_json: JsonFlag = False,
     ) -> None:
         from ronde.data import verify_pack
         from ronde.data.pack import pack as write

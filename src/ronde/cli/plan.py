@@ -6,6 +6,7 @@ import dataclasses
 import json
 import socket
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,17 +14,8 @@ import typer
 
 from ronde.cli.answer_screen import Doing
 from ronde.cli.bench import measure_links
-from ronde.cli.options import option, parsed
-from ronde.cli.script import (
-    ArgumentsOption,
-    JsonOption,
-    ModuleOption,
-    VerboseOption,
-    check_folders,
-    examine,
-    examined_command,
-    write_json,
-)
+from ronde.cli.options import add_verb, option, parsed
+from ronde.cli.script import StudyOptions, VerboseOption, check_folders, examine
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.units import parse_bytes, parse_rate
@@ -48,138 +40,139 @@ ronde plan --json plan.json -m my.train
 """
 
 
+@dataclass(frozen=True)
+class Options(StudyOptions):
+    """The options of ``ronde plan``, as the user gave them."""
+
+    verbose: VerboseOption = False
+    devices: Annotated[
+        int | None,
+        option("--devices -n", "Plan for N devices. Default: this machine's.", "N", min=1),
+    ] = None
+    cluster: Annotated[
+        Path | None,
+        option("--cluster", "Plan for the cluster that 'ronde bench cluster' measured.", "FILE"),
+    ] = None
+    device: Annotated[
+        str | None,
+        option(
+            "--device",
+            "Plan for devices that are not here, such as H100: an estimate from data sheets.",
+            "KIND",
+        ),
+    ] = None
+    network: Annotated[
+        str | None,
+        option(
+            "--network",
+            "With --device: speed of a node's link to the others, such as 100Gbit or 25GB/s. "
+            "Default: as in the maker's reference system.",
+            "SPEED",
+        ),
+    ] = None
+    per_node: Annotated[
+        int | None,
+        option(
+            "--per-node",
+            "With --device: devices of a node. Default: 8, 72 for GB200.",
+            "N",
+            min=1,
+        ),
+    ] = None
+    memory: Annotated[
+        str | None, option("--memory", "Memory of one device, such as 32GiB.", "SIZE")
+    ] = None
+    optimize: Annotated[
+        str, option("--optimize", "The fastest step, or the least memory.", "speed|memory")
+    ] = "speed"
+    save: Annotated[
+        Path | None, option("--save", "Write the winner, for ronde run --plan FILE.", "FILE")
+    ] = None
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-
-    @app.command(
+    add_verb(
+        app,
         "plan",
-        help="Split the data or the model? Every plan predicted, ranked and explained.\n"
-        + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
+        Options,
+        _plan,
+        "Split the data or the model? Every plan predicted, ranked and explained.\n" + _EXAMPLES,
     )
-    def plan(
-        arguments: ArgumentsOption = None,
-        verbose: VerboseOption = False,
-        devices: Annotated[
-            int | None,
-            option("--devices -n", "Plan for N devices. Default: this machine's.", "N", min=1),
-        ] = None,
-        cluster: Annotated[
-            Path | None,
-            option(
-                "--cluster", "Plan for the cluster that 'ronde bench cluster' measured.", "FILE"
-            ),
-        ] = None,
-        device: Annotated[
-            str | None,
-            option(
-                "--device",
-                "Plan for devices that are not here, such as H100: an estimate from data sheets.",
-                "KIND",
-            ),
-        ] = None,
-        network: Annotated[
-            str | None,
-            option(
-                "--network",
-                "With --device: speed of a node's link to the others, such as 100Gbit or 25GB/s. "
-                "Default: as in the maker's reference system.",
-                "SPEED",
-            ),
-        ] = None,
-        per_node: Annotated[
-            int | None,
-            option(
-                "--per-node",
-                "With --device: devices of a node. Default: 8, 72 for GB200.",
-                "N",
-                min=1,
-            ),
-        ] = None,
-        memory: Annotated[
-            str | None, option("--memory", "Memory of one device, such as 32GiB.", "SIZE")
-        ] = None,
-        optimize: Annotated[
-            str, option("--optimize", "The fastest step, or the least memory.", "speed|memory")
-        ] = "speed",
-        module: ModuleOption = None,
-        file: JsonOption = None,
-        save: Annotated[
-            Path | None, option("--save", "Write the winner, for ronde run --plan FILE.", "FILE")
-        ] = None,
-    ) -> None:
-        command = examined_command("plan", module, arguments or [])
-        if optimize not in ("speed", "memory"):
-            raise ArgumentError(f"--optimize {optimize}: choose speed or memory.")
-        check_folders(json=file, save=save)
-        size = None
-        if memory is not None:
-            size = parsed("--memory", memory, parse_bytes, "a size such as 32GiB or 512MiB")
-        if device is not None and cluster is not None:
-            raise ArgumentError(
-                "--device and --cluster both name the devices to plan for: give one of them."
-            )
-        if device is None and (network is not None or per_node is not None):
-            asked = "--network" if network is not None else "--per-node"
-            raise ArgumentError(
-                f"{asked} describes devices that are not here: add --device KIND. A cluster file "
-                "has links and nodes of its own."
-            )
-        link = 0.0
-        if network is not None:
-            speed = "the speed of a node's link to the others, such as 100Gbit or 25GB/s"
-            link = parsed("--network", network, parse_rate, speed)
-        console = plain_console()
-        with Doing(console, lines=True) as say:
-            say(f"starting {command[0] if command[0] != '-m' else command[1]}")
-            if device is not None:
-                target, costs, like = _estimate(command, device, devices, per_node, link, say)
-            else:
-                target = _target(cluster, devices)
-                costs, like = _measure(command, target, target.devices, say)
-                if cluster is None:  # last, so that a script that fails does so at once
-                    from ronde.measure import default_cluster
-
-                    def measured_here(count: int) -> Any:
-                        return measure_links(count, ["--quick"])
-
-                    target = default_cluster(target.devices, measured_here, say)
-            if size is not None:
-                target = dataclasses.replace(target, memory_bytes=size)
-            say("searching plans")
-            from ronde.measure import answer
-
-            explanation = answer(costs, target, target.devices, like, optimize, tell=say)
-        try:
-            # First, because standard output may be a closed pipe.
-            _write(explanation, costs, target, file, save)
-        finally:
-            from ronde.predict import render_answer
-
-            console.print(render_answer(explanation, verbose=verbose))
-        if save is not None and explanation.found.best.verdict == "does not fit":
-            raise ArgumentError(f"--save {save}: nothing fits, so there is no plan to write.")
-        if save is not None:
-            console.print(
-                f"written: {save}; ronde run --workers {target.devices} --plan {save} …",
-                soft_wrap=True,
-            )
 
 
-def _estimate(
-    command: list[str],
-    device: str,
-    devices: int | None,
-    per_node: int | None,
-    network: float,
-    say: Any,
-) -> tuple[Any, Any, Any]:
+def _plan(options: Options) -> None:
+    command, device = options.command_for("plan"), options.device
+    if options.optimize not in ("speed", "memory"):
+        raise ArgumentError(f"--optimize {options.optimize}: choose speed or memory.")
+    check_folders(json=options.json_file, save=options.save)
+    size = None
+    if options.memory is not None:
+        size = parsed("--memory", options.memory, parse_bytes, "a size such as 32GiB or 512MiB")
+    if device is not None and options.cluster is not None:
+        raise ArgumentError(
+            "--device and --cluster both name the devices to plan for: give one of them."
+        )
+    if device is None and (options.network is not None or options.per_node is not None):
+        asked = "--network" if options.network is not None else "--per-node"
+        raise ArgumentError(
+            f"{asked} describes devices that are not here: add --device KIND. A cluster file "
+            "has links and nodes of its own."
+        )
+    console = plain_console()
+    with Doing(console, lines=True) as say:
+        say(f"starting {command[0] if command[0] != '-m' else command[1]}")
+        if device is not None:
+            target, costs, like = _estimate(command, device, options, say)
+        else:
+            target = _target(options.cluster, options.devices)
+            costs, like = _measure(command, target, target.devices, say)
+            if options.cluster is None:  # last, so that a script that fails does so at once
+                from ronde.measure import default_cluster
+
+                def measured_here(count: int) -> Any:
+                    return measure_links(count, ["--quick"])
+
+                target = default_cluster(target.devices, measured_here, say)
+        if size is not None:
+            target = dataclasses.replace(target, memory_bytes=size)
+        say("searching plans")
+        from ronde.measure import answer
+
+        found = answer(costs, target, target.devices, like, options.optimize, tell=say)
+    from ronde.predict import render_answer
+
+    best = found.found.best
+    fits = best.verdict != "does not fit"
+
+    def save() -> None:
+        if options.save is not None and fits:
+            from ronde.measure import with_predicted_cut
+
+            with_predicted_cut(best).save(options.save)
+
+    values = {**found.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
+    options.give(values, console, [render_answer(found, verbose=options.verbose)], save)
+    if options.save is None:
+        return
+    if not fits:
+        raise ArgumentError(f"--save {options.save}: nothing fits, so there is no plan to write.")
+    console.print(
+        f"written: {options.save}; ronde run --workers {target.devices} --plan {options.save} …",
+        soft_wrap=True,
+    )
+
+
+def _estimate(command: list[str], device: str, options: Options, say: Any) -> tuple[Any, Any, Any]:
     """Count the model's work here, and put it on devices known from their data sheet."""
     from ronde.predict import Cluster, cluster_of, device_named
 
-    kind = device_named(device)
-    count = devices or per_node or kind.per_node
+    network = 0.0
+    if options.network is not None:
+        speed = "the speed of a node's link to the others, such as 100Gbit or 25GB/s"
+        network = parsed("--network", options.network, parse_rate, speed)
+    kind, per_node = device_named(device), options.per_node
+    count = options.devices or per_node or kind.per_node
     each = min(count, per_node or kind.per_node)
     if count % each:
         raise ArgumentError(f"--devices {count} does not divide into nodes of {each} {kind.name}.")
@@ -244,14 +237,3 @@ def _measure(
 def explain_failure(error: str) -> str:
     """The sentence for a script that ended before its model was measured."""
     return f"the script failed before its model was measured: {error}"
-
-
-def _write(explanation: Any, costs: Any, target: Any, file: Path | None, save: Path | None) -> None:
-    """Write the requested files."""
-    if file is not None:
-        values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
-        write_json(file, values)
-    if save is not None and explanation.found.best.verdict != "does not fit":
-        from ronde.measure import with_predicted_cut
-
-        with_predicted_cut(explanation.found.best).save(save)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.options import option
+from ronde.cli.options import JsonFlag, option
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
@@ -73,7 +73,7 @@ def register(app: typer.Typer) -> None:
             list[str] | None,
             option("--against", "A second table: the report measures its drift.", "DATA"),
         ] = None,
-        as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False,
+        as_json: JsonFlag = False,
     ) -> None:
         from ronde.tables import Recipe
 

@@ -8,21 +8,15 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ronde.cli.answer_screen import Doing, StyledText, answer_line, note_lines, print_answer
-from ronde.cli.options import option
-from ronde.cli.script import (
-    ArgumentsOption,
-    JsonOption,
-    ModuleOption,
-    check_folders,
-    examined_command,
-    write_json,
-)
+from ronde.cli.options import add_verb, option
+from ronde.cli.script import StudyOptions, check_folders
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
 from ronde.world.units import count_of
@@ -53,64 +47,64 @@ Exit status: 0 equal, 1 differs, 2 cannot be proved or an argument cannot be use
 """
 
 
+@dataclass(frozen=True)
+class Options(StudyOptions):
+    """The options of ``ronde prove``, as the user gave them."""
+
+    workers: Annotated[
+        str,
+        option(
+            "--workers -n",
+            "How many workers to compare with one process: a number, or several.",
+            "N",
+        ),
+    ] = "2,3"
+    plans: Annotated[
+        list[str] | None,
+        option(
+            "--plan --plans",
+            "Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
+            "for each hybrid. Default: the script's own, at its smallest size.",
+            "PLAN",
+        ),
+    ] = None
+    steps: Annotated[int, option("--steps", "Optimizer steps to compare.", "K")] = STEPS
+    timeout: Annotated[
+        float, option("--timeout", "Time limit for one run of the script.", "SECONDS", min=1)
+    ] = _TIMEOUT_SECONDS
+    runs: Annotated[
+        Path,
+        option(
+            "--runs",
+            "Folder of runs, where the proof is kept; none keeps nothing.",
+            "DIR",
+            envvar="RONDE_RUNS",
+        ),
+    ] = Path("runs")
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-
-    @app.command(
+    add_verb(
+        app,
         "prove",
-        help="Is it the same training on N workers as on one? Equal, or the first thing that "
+        Options,
+        _prove,
+        "Is it the same training on N workers as on one? Equal, or the first thing that "
         "differs, and why.\n" + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
     )
-    def prove(
-        arguments: ArgumentsOption = None,
-        workers: Annotated[
-            str,
-            option(
-                "--workers -n",
-                "How many workers to compare with one process: a number, or several.",
-                "N",
-            ),
-        ] = "2,3",
-        plans: Annotated[
-            list[str] | None,
-            option(
-                "--plan --plans",
-                "Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
-                "for each hybrid. Default: the script's own, at its smallest size.",
-                "PLAN",
-            ),
-        ] = None,
-        steps: Annotated[int, option("--steps", "Optimizer steps to compare.", "K")] = STEPS,
-        module: ModuleOption = None,
-        timeout: Annotated[
-            float, option("--timeout", "Time limit for one run of the script.", "SECONDS", min=1)
-        ] = _TIMEOUT_SECONDS,
-        file: JsonOption = None,
-        runs: Annotated[
-            Path,
-            option(
-                "--runs",
-                "Folder of runs, where the proof is kept; none keeps nothing.",
-                "DIR",
-                envvar="RONDE_RUNS",
-            ),
-        ] = Path("runs"),
-    ) -> None:
-        command = examined_command("prove", module, arguments or [])
-        check_folders(json=file)
-        wanted: str | list[str] | None = "all" if plans and "all" in plans else plans
-        counts = _counts(workers)
-        console = plain_console()
-        verdict = _ask(console, command, counts, wanted, steps, timeout)
-        try:
-            if file is not None:
-                write_json(file, verdict.to_dict())
-        finally:
-            print_answer(console, _screen(verdict))
-        _keep(runs, command, verdict, script_plan=wanted is None)
-        raise typer.Exit(verdict.exit_status)
+
+
+def _prove(options: Options) -> None:
+    command, plans = options.command_for("prove"), options.plans
+    check_folders(json=options.json_file)
+    wanted: str | list[str] | None = "all" if plans and "all" in plans else plans
+    counts = _counts(options.workers)
+    console = plain_console()
+    verdict = _ask(console, command, counts, wanted, options.steps, options.timeout)
+    options.give(verdict.to_dict(), console, _screen(verdict))
+    _keep(options.runs, command, verdict, script_plan=wanted is None)
+    raise typer.Exit(verdict.exit_status)
 
 
 def proofs_before_run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import json
 import os
 import sys
@@ -21,7 +20,7 @@ from ronde.cli.fork import FromOption, Origin, find_origin
 from ronde.cli.hosts import Gathered, HostOptions, OutputOption, Places, gathered
 from ronde.cli.leaving import Limit, check_until, requeue
 from ronde.cli.live_watch import LiveWatch, StopOnOption, WatchOption, check_watch
-from ronde.cli.options import TIME, option, parsed
+from ronde.cli.options import TIME, add_verb, option, parsed
 from ronde.cli.prove import proofs_before_run
 from ronde.cli.recipe import check_command
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer, servers_of
@@ -236,18 +235,14 @@ class Options(HostOptions):
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-
-    def run(**values: Any) -> None:
-        _run(_plan_launch(Options(**values)))
-
-    run.__signature__ = inspect.signature(Options, eval_str=True)  # type: ignore[attr-defined]
-    app.command(
+    add_verb(
+        app,
         "run",
-        help="Start a script on N workers of this machine, watch them, and report the result.\n"
+        Options,
+        lambda options: _run(_plan_launch(options)),
+        "Start a script on N workers of this machine, watch them, and report the result.\n"
         + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
-    )(run)
+    )
 
 
 @dataclass(frozen=True)

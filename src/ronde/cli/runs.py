@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ronde.cli.compare import compare
-from ronde.cli.options import option
+from ronde.cli.options import JsonFlag, RunsOption, option
 from ronde.watch import RunDir, figure, plain_console, summarise
 from ronde.world import ArgumentError
 from ronde.world.units import clock
@@ -34,9 +34,7 @@ def register(app: typer.Typer) -> None:
         "ronde runs --compare gpt-1 gpt-2",
     )
     def runs(
-        folder: Annotated[
-            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
-        ] = Path("runs"),
+        folder: RunsOption = Path("runs"),
         names: Annotated[
             list[str] | None,
             typer.Argument(
@@ -49,7 +47,7 @@ def register(app: typer.Typer) -> None:
         as_csv: Annotated[
             bool, option("--csv", "With --compare: print a line of CSV for each run.")
         ] = False,
-        as_json: Annotated[bool, option("--json", "Print JSON instead of a table.")] = False,
+        as_json: JsonFlag = False,
     ) -> None:
         if compared:
             compare(folder, names or [], "json" if as_json else "csv" if as_csv else "text")

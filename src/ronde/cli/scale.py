@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import Doing, answer_line, note_lines, print_answer, report_answer
-from ronde.cli.options import option
-from ronde.cli.script import (
-    ArgumentsOption,
-    FeedOption,
-    JsonOption,
-    ModuleOption,
-    ReportOption,
-    VerboseOption,
-    check_folders,
-    examine,
-    examined_command,
-    feed_of,
-    write_json,
-)
+from ronde.cli.answer_screen import Doing, answer_line, note_lines, report_answer
+from ronde.cli.options import add_verb, option
+from ronde.cli.script import ReportOptions, examine, feed_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
 from ronde.world.units import count_of, format_rate, format_seconds
@@ -75,114 +64,106 @@ def default_sizes(devices: int) -> list[int]:
     return [*(2**k for k in range((devices - 1).bit_length())), devices]
 
 
+@dataclass(frozen=True)
+class Options(ReportOptions):
+    """The options of ``ronde scale``, as the user gave them."""
+
+    workers: Annotated[
+        str | None,
+        option("--workers -n", "Sizes to measure. Default: 1, 2, 4, … all devices.", "N,N,…"),
+    ] = None
+    to: Annotated[
+        int | None,
+        option(
+            "--to",
+            "Extrapolate up to N workers. Default: 64, or the largest size measured.",
+            "N",
+            min=1,
+        ),
+    ] = None
+    seconds: Annotated[
+        float,
+        option("--seconds", "How long each rate is measured at a time.", "S", min=0.01, max=3600),
+    ] = 2.0
+    rounds: Annotated[
+        int, option("--rounds", "How often each size is started, in turns.", "R", min=1)
+    ] = 2
+    cost: Annotated[
+        float | None, option("--cost", "Price of a device-hour.", "PRICE", min=0, max=1e9)
+    ] = None
+    batch: Annotated[
+        str | None,
+        option(
+            "--batch",
+            "Keep the global batch (strong scaling), or grow it with the workers (weak). "
+            "Default: the rule of the script.",
+            "keep|grow",
+        ),
+    ] = None
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-
-    @app.command(
+    add_verb(
+        app,
         "scale",
-        help="How many devices are worth it? Speed-up, efficiency and cost for each number of "
+        Options,
+        _scale,
+        "How many devices are worth it? Speed-up, efficiency and cost for each number of "
         "workers, and where to stop.\n" + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
     )
-    def scale(
-        arguments: ArgumentsOption = None,
-        verbose: VerboseOption = False,
-        workers: Annotated[
-            str | None,
-            option("--workers -n", "Sizes to measure. Default: 1, 2, 4, … all devices.", "N,N,…"),
-        ] = None,
-        to: Annotated[
-            int | None,
-            option(
-                "--to",
-                "Extrapolate up to N workers. Default: 64, or the largest size measured.",
-                "N",
-                min=1,
-            ),
-        ] = None,
-        seconds: Annotated[
-            float,
-            option(
-                "--seconds", "How long each rate is measured at a time.", "S", min=0.01, max=3600
-            ),
-        ] = 2.0,
-        rounds: Annotated[
-            int, option("--rounds", "How often each size is started, in turns.", "R", min=1)
-        ] = 2,
-        cost: Annotated[
-            float | None, option("--cost", "Price of a device-hour.", "PRICE", min=0, max=1e9)
-        ] = None,
-        batch: Annotated[
-            str | None,
-            option(
-                "--batch",
-                "Keep the global batch (strong scaling), or grow it with the workers (weak). "
-                "Default: the rule of the script.",
-                "keep|grow",
-            ),
-        ] = None,
-        feed: FeedOption = None,
-        module: ModuleOption = None,
-        file: JsonOption = None,
-        report: ReportOption = None,
-    ) -> None:
-        from ronde.launch import check_workers
-        from ronde.launch.node import devices
 
-        command = examined_command("scale", module, arguments or [])
-        count, kind = devices()
-        sizes = parse_sizes(workers) if workers is not None else default_sizes(count)
-        for n in sizes:
-            check_workers(n)
-        if batch not in (None, "keep", "grow"):
-            raise ArgumentError(f"--batch {batch}: choose keep or grow.")
-        check_folders(json=file, report=report)
-        fetched, told_feed = feed_of(feed, module or command[0])
-        if report is not None:
-            from ronde.watch.html import check_drawing
 
-            check_drawing()  # before measuring for minutes
-        console = plain_console()
-        threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
-        with Doing(console) as say:
-            starts = _measured(command, sizes, rounds, seconds, batch, threads, fetched, say)
-        from ronde.scale import summarize_scale
+def _scale(options: Options) -> None:
+    from ronde.launch import check_workers
+    from ronde.launch.node import devices
+    from ronde.scale import summarize_scale
 
-        name = f"-m {command[1]}" if command[0] == "-m" else command[0]
-        answer = summarize_scale(
-            name,
-            starts,
-            to=to or max(64, sizes[-1]),
-            cores=float(usable_cores()),
-            per_node=max(1, count // (threads or 1)) if kind == "cpu" else count,
-            threads=threads,
-            price=cost,
-        )
-        if told_feed:
-            answer.notes.append(f"{told_feed}.")
-        values = answer.to_dict()
-        try:
-            if file is not None:  # first, because standard output may be a closed pipe
-                write_json(file, values)
-            if report is not None:
-                from ronde.scale.scale_report import speedup_chart
+    command = options.command_for("scale")
+    count, kind = devices()
+    sizes = default_sizes(count) if options.workers is None else parse_sizes(options.workers)
+    for n in sizes:
+        check_workers(n)
+    if options.batch not in (None, "keep", "grow"):
+        raise ArgumentError(f"--batch {options.batch}: choose keep or grow.")
+    options.check_files()
+    fetched, told_feed = feed_of(options.feed, options.module or command[0])
+    console = plain_console()
+    threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
+    with Doing(console) as say:
+        starts = _measured(command, sizes, options, threads, fetched, say)
+    name = f"-m {command[1]}" if command[0] == "-m" else command[0]
+    answer = summarize_scale(
+        name,
+        starts,
+        to=options.to or max(64, sizes[-1]),
+        cores=float(usable_cores()),
+        per_node=max(1, count // (threads or 1)) if kind == "cpu" else count,
+        threads=threads,
+        price=options.cost,
+    )
+    if told_feed:
+        answer.notes.append(f"{told_feed}.")
+    values = answer.to_dict()
 
-                chart = ("Speed-up", _CHART, speedup_chart(values))
-                parts = answer_parts(answer, verbose=True)
-                report_answer(report, "ronde scale", name, answer.sentence, parts, [chart])
-        finally:  # show the answer even if it cannot be written
-            print_answer(console, answer_parts(answer, verbose))
-        if report is not None:
-            console.print(f"written: {report}", soft_wrap=True)
+    def draw() -> None:
+        if options.report is None:
+            return
+        from ronde.scale.scale_report import speedup_chart
+
+        chart = ("Speed-up", _CHART, speedup_chart(values))
+        parts = answer_parts(answer, verbose=True)
+        report_answer(options.report, "ronde scale", name, answer.sentence, parts, [chart])
+
+    options.give(values, console, answer_parts(answer, options.verbose), draw)
+    if options.report is not None:
+        console.print(f"written: {options.report}", soft_wrap=True)
 
 
 def _measured(
     command: list[str],
     sizes: list[int],
-    rounds: int,
-    seconds: float,
-    batch: str | None,
+    options: Options,
     threads: int | None,
     feed: str,
     say: Any,
@@ -199,14 +180,12 @@ def _measured(
             workers = count_of(n, "worker")
             return f"the script failed with {workers} before it was measured: {error}"
 
-        options = start_options(2, seconds, batch, first)
+        asked = start_options(2, options.seconds, options.batch, first)
         with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
             place = Path(folder)
-            return load_scale(
-                examine("scale", command, n, place, options, say, failed, environment)
-            )
+            return load_scale(examine("scale", command, n, place, asked, say, failed, environment))
 
-    return measure_sizes(sizes, rounds, start, say)
+    return measure_sizes(sizes, options.rounds, start, say)
 
 
 def answer_parts(answer: Scaling, verbose: bool = False) -> Iterator[Any]:

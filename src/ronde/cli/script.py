@@ -7,12 +7,14 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import print_answer
 from ronde.cli.options import option, own_options
 from ronde.world import ArgumentError, RondeError
 from ronde.world.paths import find_module
@@ -25,13 +27,14 @@ __all__ = [
     "JsonOption",
     "ModuleOption",
     "ReportOption",
+    "ReportOptions",
+    "StudyOptions",
     "VerboseOption",
     "WorkersOption",
     "check_folders",
     "command_of",
     "discard",
     "examine",
-    "examined_command",
     "exited_early",
     "feed_of",
     "hint_after_exit",
@@ -132,21 +135,68 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
     return arguments
 
 
-def examined_command(verb: str, module: str | None, arguments: list[str]) -> list[str]:
-    """The same for a verb that looks at a script's model, which PyTorch has to train.
+@dataclass(frozen=True)
+class StudyOptions:
+    """The options of a verb that looks at a script's model, as the user gave them."""
 
-    Raises:
-        ArgumentError: TensorFlow does.
-    """
-    command = command_of(module, arguments)
-    file = Path(command[0])
-    text = file.read_text(errors="replace") if file.is_file() else ""
-    if _TENSORFLOW.search(text) and "ronde" not in text:
-        raise ArgumentError(
-            f"{file.name} trains with TensorFlow, and ronde {verb} looks at PyTorch models only. "
-            "ronde run --tensorflow starts, watches, and restarts it."
-        )
-    return command
+    arguments: ArgumentsOption = None
+    module: ModuleOption = None
+    json_file: JsonOption = None
+
+    def command_for(self, verb: str) -> list[str]:
+        """The worker's command.
+
+        Raises:
+            ArgumentError: there is no such script, or TensorFlow trains it.
+        """
+        command = command_of(self.module, self.arguments or [])
+        file = Path(command[0])
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        if _TENSORFLOW.search(text) and "ronde" not in text:
+            raise ArgumentError(
+                f"{file.name} trains with TensorFlow, and ronde {verb} looks at PyTorch models "
+                "only. ronde run --tensorflow starts, watches, and restarts it."
+            )
+        return command
+
+    def give(
+        self, values: dict[str, Any], console: Any, parts: Iterable[Any], *more: Callable[[], None]
+    ) -> None:
+        """Write the answer, and what ``more`` writes; then show it, for standard output may be a
+        closed pipe.
+        """
+        try:
+            self.write(values)
+            for write in more:
+                write()
+        finally:
+            print_answer(console, parts)
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Write the answer to the file that is asked for."""
+        if self.json_file is not None:
+            write_json(self.json_file, values)
+
+
+@dataclass(frozen=True)
+class ReportOptions(StudyOptions):
+    """The same, of a verb that draws a report and times samples as they are loaded."""
+
+    feed: FeedOption = None
+    report: ReportOption = None
+    verbose: VerboseOption = False
+
+    def check_files(self) -> None:
+        """See before anything is measured that the answer can be written.
+
+        Raises:
+            ArgumentError: it cannot, or the package that draws is missing.
+        """
+        check_folders(json=self.json_file, report=self.report)
+        if self.report is not None:
+            from ronde.watch.html import check_drawing
+
+            check_drawing()
 
 
 def misplaced(command: list[str], script: Path | None = None) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.hosts import HostfileOption, HostOptions, Places, PythonOption, SshConfigOption
-from ronde.cli.options import GroupWithDefault, option
+from ronde.cli.options import GroupWithDefault, RunsOption, option
 from ronde.cli.saved_run import answer_of, start_of
 from ronde.cli.script import JsonOption, write_json
 from ronde.cli.show import find_run
@@ -61,9 +61,7 @@ def register(app: typer.Typer) -> None:
         run: Annotated[
             str | None, typer.Argument(metavar="[RUN]", help="Default: the last.")
         ] = None,
-        folder: Annotated[
-            Path, option("--runs", "Folder that holds the runs.", metavar="DIR")
-        ] = Path("runs"),
+        folder: RunsOption = Path("runs"),
         to: Annotated[
             str, option("--to", "onnx, torch, or safetensors.", metavar="FORMAT")
         ] = "onnx",

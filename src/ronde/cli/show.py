@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.options import option
+from ronde.cli.options import JsonFlag, RunArgument, RunsOption, option
 from ronde.cli.summary import print_summary
 from ronde.watch import (
     Evaluated,
@@ -77,20 +77,13 @@ def register(app: typer.Typer) -> None:
         "gpt-1 --curve evaluate/accuracy",
     )
     def show(
-        name: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="NAME", help="The run, or a path to its directory.", show_default=False
-            ),
-        ] = None,
-        folder: Annotated[
-            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
-        ] = Path("runs"),
+        name: RunArgument = None,
+        folder: RunsOption = Path("runs"),
         series: Annotated[
             str | None,
             option("--curve", "Draw a logged or evaluated value instead of the loss.", "WHAT"),
         ] = None,
-        as_json: Annotated[bool, option("--json", "Print JSON instead.")] = False,
+        as_json: JsonFlag = False,
     ) -> None:
         run = find_run(folder, name)
         summary = summarise(run)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ronde.cli.answer_screen import tell
-from ronde.cli.options import TIME, option, parsed
+from ronde.cli.options import TIME, JsonFlag, RunsOption, add_verb, option, parsed
 from ronde.cli.script import ModuleOption, command_of, short
 from ronde.watch import check_name, plain_console, script_stem
 from ronde.world import ArgumentError
@@ -147,26 +146,20 @@ class Options:
         str | None, option("--name", "Name of the search. Default: the script's, numbered.")
     ] = None
     resume: Annotated[str | None, option("--resume", "Go on with a search.", "NAME")] = None
-    runs: Annotated[
-        Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
-    ] = Path("runs")
-    as_json: Annotated[bool, option("--json", "Print the result as JSON.")] = False
+    runs: RunsOption = Path("runs")
+    as_json: JsonFlag = False
     quiet: Annotated[bool, option("--quiet -q", "Print the result only.")] = False
 
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-
-    def tune(**values: Any) -> None:
-        _tune(Options(**values))
-
-    tune.__signature__ = inspect.signature(Options, eval_str=True)  # type: ignore[attr-defined]
-    app.command(
+    add_verb(
+        app,
         "tune",
-        help="Search over hyper-parameters: trials that pause at exact samples.\n" + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
-    )(tune)
+        Options,
+        _tune,
+        "Search over hyper-parameters: trials that pause at exact samples.\n" + _EXAMPLES,
+    )
 
 
 def _tune(options: Options) -> None:

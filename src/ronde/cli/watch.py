@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ronde.cli.options import option
+from ronde.cli.options import RunArgument, RunsOption, option
 from ronde.cli.show import find_run
 from ronde.cli.watch_page import PageOption, PortOption, ToOption, open_page, send_to
 from ronde.watch import Alert, plain_console
@@ -87,15 +87,8 @@ def register(app: typer.Typer) -> None:
         "mine.py --set loss-flat.steps=1000\n\n  ronde watch --page\n\n  ronde watch big --to mlflow:http://127.0.0.1:5000",
     )
     def watch(
-        name: Annotated[
-            str | None,
-            typer.Argument(
-                metavar="NAME", help="The run, or a path to its directory.", show_default=False
-            ),
-        ] = None,
-        folder: Annotated[
-            Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
-        ] = Path("runs"),
+        name: RunArgument = None,
+        folder: RunsOption = Path("runs"),
         follow: Annotated[bool, option("--follow", "Go on until the run ends.")] = False,
         as_json: Annotated[bool, option("--json", "One JSON object per alert instead.")] = False,
         rules: Annotated[
