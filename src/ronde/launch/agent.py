@@ -359,6 +359,9 @@ def main() -> None:
     orders_from, answers_to = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # workers must not read the launcher's orders
+    if os.path.sameopenfile(1, 2):  # a line of it must not come between the parts of an answer
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
     os.dup2(2, 1)
     adopt_orphans()
     sender = Sender(answers_to)

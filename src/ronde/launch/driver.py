@@ -34,6 +34,7 @@ _CLOSE_SECONDS = 8.0
 _LOOK_SECONDS = 0.1
 _SAY_SECONDS = 10.0
 _WHY_SECONDS = 0.7  # the others are ended only then
+_WHY = "ronde lost it: "  # what the driver says at the end of an agent's answers begins with it
 
 
 class Driven(Engine):
@@ -97,8 +98,8 @@ class Driven(Engine):
 
     def meaning(self, host: Host, status: int, printed: str) -> str:
         """What the system said about a place that it lost."""
-        lines = printed.splitlines()
-        return lines[-1] if status == tunnel.LOST and lines else ""
+        last = next(reversed(printed.splitlines()), "")
+        return last.removeprefix(_WHY) if last.startswith(_WHY) else ""
 
     def close(self) -> None:
         """Give the places back."""
@@ -195,27 +196,27 @@ def _join(relay: socket.socket, places: _Places, system: System) -> None:
     place = int(order["place"])
     link, answers = places.links[place], places.streams[place]
     order["environment"] = system.environment(place)
-    ended = False
+    over = threading.Event()
 
     def feed() -> None:
         with contextlib.suppress(OSError, ValueError):
             link.sendall(json.dumps(order).encode() + b"\n")
             while data := stream.read1(1 << 16):  # type: ignore[attr-defined]
                 link.sendall(data)
+        over.set()
         with contextlib.suppress(OSError):
             link.shutdown(socket.SHUT_WR)
 
     threading.Thread(target=feed, daemon=True).start()
     with contextlib.suppress(OSError):
-        for kind, data in tunnel.frames(answers):
-            ended = ended or kind == 0
-            relay.sendall(tunnel.packed(kind, data))
-        if not ended:
-            limit = time.monotonic() + _WHY_SECONDS
-            while not (why := system.lost(place)) and time.monotonic() < limit:
-                time.sleep(_LOOK_SECONDS)
-            relay.sendall(tunnel.packed(2, (why or "the connection to it is gone").encode()))
-            relay.sendall(tunnel.packed(0, str(tunnel.LOST).encode()))
+        while data := answers.read1(1 << 16):  # type: ignore[attr-defined]
+            relay.sendall(data)
+    limit = time.monotonic() + _WHY_SECONDS
+    while not over.wait(_LOOK_SECONDS) and time.monotonic() < limit:
+        if why := system.lost(place):
+            with contextlib.suppress(OSError):
+                relay.sendall(f"\n{_WHY}{why}\n".encode())
+            break
     relay.close()
 
 

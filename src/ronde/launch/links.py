@@ -143,8 +143,9 @@ class HostLink(Link):
         for line in stream:
             try:
                 answer = from_line(line)
-            except (LookupError, TypeError, ValueError):  # it was cut off
-                break
+            except (LookupError, TypeError, ValueError):  # what an engine says, or it was cut off
+                self._child.note(line)
+                continue
             if isinstance(answer, m.Heard):
                 self._heard[answer.address] = time.monotonic(), answer.seconds
             elif not isinstance(answer, m.Alive):

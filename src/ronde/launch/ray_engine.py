@@ -177,7 +177,7 @@ class _Nodes:
             cause = getattr(error, "cause", None) or error
             lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
             return f"Ray ended it: {type(cause).__name__}: {lines[0] if lines else ''}"
-        return f"its agent ended with status {status}"
+        return f"its agent ended with status {status}" if status > 127 else ""  # or it says why
 
     def close(self) -> None:
         """Let the tasks end, then give the group back."""

@@ -12,42 +12,15 @@ import json
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from typing import IO, Any
+from typing import Any
 
-__all__ = ["LOST", "frames", "packed", "run_agent"]
+__all__ = ["run_agent"]
 
-_HEAD = ">BI"  # a Struct cannot be pickled
 _PART = 1 << 16
 _STOP_SECONDS = 3.0
-_EXIT = 0  # kinds 1 and 2 are standard output and error
-LOST = 255
-"""The status of a relay whose node, or the way to it, is gone."""
-
-
-def packed(kind: int, data: bytes) -> bytes:
-    """One frame of an agent's output."""
-    return struct.pack(_HEAD, kind, len(data)) + data
-
-
-def frames(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Frames until the stream ends; one that is cut off is dropped."""
-    with contextlib.suppress(OSError):
-        while len(head := stream.read(struct.calcsize(_HEAD))) == struct.calcsize(_HEAD):
-            kind, size = struct.unpack(_HEAD, head)
-            if len(data := stream.read(size)) < size:
-                return
-            yield kind, data
-
-
-def _copy(descriptor: int, send: Any) -> None:
-    with contextlib.suppress(OSError):
-        while data := os.read(descriptor, _PART):
-            send(data)
 
 
 def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int:
@@ -80,27 +53,21 @@ def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int
     # set by the system for its own worker, not for ours
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     environment.update(order.get("environment", {}))
-    lock = threading.Lock()
-
-    def send(kind: int, data: bytes) -> None:
-        with lock:
-            link.sendall(packed(kind, data))
-
     try:
         agent = subprocess.Popen(
             argv,
             env=environment,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=link,
+            stderr=link,
             start_new_session=True,
         )
     except OSError as error:
-        send(2, f"{argv[0]}: not found ({error.strerror})\n".encode())
-        send(_EXIT, b"127")
+        link.sendall(f"{argv[0]}: not found ({error.strerror})\n".encode())
+        link.shutdown(socket.SHUT_WR)
         return 127
-    assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
-    stdin, out, err = agent.stdin, agent.stdout.fileno(), agent.stderr.fileno()
+    assert agent.stdin is not None
+    stdin = agent.stdin
 
     def feed() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -115,42 +82,30 @@ def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int
             os.killpg(agent.pid, signal.SIGKILL)
 
     threading.Thread(target=feed, daemon=True).start()
-    readers = [
-        threading.Thread(target=_copy, args=(descriptor, lambda d, k=kind: send(k, d)), daemon=True)
-        for kind, descriptor in ((1, out), (2, err))
-    ]
-    for reader in readers:
-        reader.start()
     status = int(agent.wait())
-    for reader in readers:
-        reader.join(1.0)  # what the agent started may hold them open
     with contextlib.suppress(OSError):
-        send(_EXIT, str(status if status >= 0 else 128 - status).encode())
         link.shutdown(socket.SHUT_WR)
-    return status
+    return status if status >= 0 else 128 - status
 
 
-def _relay(path: str, place: str, argv: list[str]) -> int:
+def _relay(path: str, place: str, argv: list[str]) -> None:
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
     link.sendall(json.dumps({"place": int(place), "argv": argv}).encode() + b"\n")
 
     def feed() -> None:
-        _copy(0, link.sendall)
-        with contextlib.suppress(OSError):
-            link.shutdown(socket.SHUT_WR)
+        while data := os.read(0, _PART):
+            link.sendall(data)
+        link.shutdown(socket.SHUT_WR)
 
     threading.Thread(target=feed, daemon=True).start()
-    for kind, data in frames(link.makefile("rb")):
-        if kind == _EXIT:
-            return int(data)
+    while data := link.recv(_PART):
         rest = memoryview(data)
         while rest:
-            rest = rest[os.write(kind, rest) :]
-    return LOST
+            rest = rest[os.write(1, rest) :]
 
 
 if __name__ == "__main__":
     with contextlib.suppress(OSError):
-        os._exit(_relay(sys.argv[1], sys.argv[2], sys.argv[3:]))
-    os._exit(LOST)
+        _relay(sys.argv[1], sys.argv[2], sys.argv[3:])
+    os._exit(255)
