@@ -160,9 +160,8 @@ class Generation:
         if not failed:
             failed = [o for o in self.ended.values() if o.status]
         if not failed:
-            left = ", ".join(o.left for o in self.ended.values() if o.left)
             self.record()
-            return Outcome(0, left=left)
+            return Outcome(0)
         # the first to fail, but rather one that did not fail because another was gone
         worst = min(failed, key=lambda o: (o.again, o.consequence))
         self._unwritten += [worst.hang] if worst.hang else []

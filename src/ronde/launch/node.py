@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import json
-import math
 import os
 import signal
 import socket
@@ -31,6 +30,7 @@ from ronde.watch.hang_judge import HangVerdict, Limits, RankView
 from ronde.watch.process_facts import catches
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.fence import AGAIN
+from ronde.world.identity import ranks_text
 from ronde.world.network import listen_on
 from ronde.world.temporary import memory_root
 
@@ -156,26 +156,6 @@ def _environments(job: Job, nodes: Nodes, port: int, run_id: str) -> list[dict[s
         }
         for local in range(job.workers)
     ]
-
-
-def _noted(folder: Path, kind: str, when: float = math.inf) -> str:
-    """The ranks that noted an end of a kind before a time: ``rank 1``, ``ranks 1, 2``; or empty."""
-    ranks = []
-    for file in folder.glob(f"error-*.{kind}"):
-        with contextlib.suppress(OSError, ValueError):
-            if int(file.read_text()) < when:
-                ranks.append(int(file.stem.removeprefix("error-")))
-    if not ranks:
-        return ""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, sorted(ranks)))
-
-
-def _ended_before(folder: Path, when: float) -> str:
-    """Name the ranks that ended with status 0 before a time."""
-    if named := _noted(folder, "left", when):
-        return f"{named} left with status 0 in the middle of the training (os._exit)"
-    named = _noted(folder, "ended", when)
-    return named and f"{named} had ended, with status 0, before the others"
 
 
 @dataclass(frozen=True, order=True)
@@ -503,10 +483,11 @@ class Node:
 
     def _attend(self) -> Outcome:
         """Wait until all workers have ended, or one has failed; how."""
-        workers, folder, cluster = self._workers, self._router.error_folder, self._cluster
+        workers, cluster = self._workers, self._cluster
         assert workers is not None
         with self._watch or contextlib.nullcontext():
             failures = workers.wait(cluster.is_over) if cluster else workers.wait()
+        ended = workers.ended
         if cluster is not None and cluster.ended:
             workers.kill()
         elif failures:
@@ -517,7 +498,7 @@ class Node:
                 workers.send(signal.SIGTERM)
                 workers.end(lambda: 0.0 if self._number else _SHUTDOWN_SECONDS)
             self._check()
-            return self._hung() or _failure(failures, folder)
+            return self._hung() or _failure(failures, ended)
         if workers.left or workers.running:
             name = f" by {signal.Signals(self._asked).name}" if self._asked else ""
             late = ", but the step took longer than a minute" if workers.running else ""
@@ -526,17 +507,12 @@ class Node:
             return Outcome(AGAIN, error=told, again=True, interrupted=asked, paused=paused)
         if self._peers is not None:
             self._peers.finish(self._check)
-        return Outcome(0, left=_noted(folder, "left"))
+        return Outcome(0)
 
     def _hung(self) -> Outcome | None:
         """The outcome if the workers were ended because the run hung."""
         hang = None if self._watch is None else self._watch.verdict
-        if hang is None:
-            return None
-        error = hang.sentence
-        if gone := _noted(self._router.error_folder, "left"):  # the others wait for it
-            error = f"{gone} left with status 0 in the middle of the training (os._exit). {error}"
-        return Outcome(1, hang.rank, error, hang=hang)
+        return None if hang is None else Outcome(1, hang.rank, hang.sentence, hang=hang)
 
     def _stopped(self) -> Outcome:
         """End the workers because it was asked for."""
@@ -551,9 +527,12 @@ class Node:
         return Outcome(128 + self._number, error=told, interrupted=True)
 
 
-def _failure(failures: Mapping[int, WorkerFailure], folder: Path) -> Outcome:
+def _failure(failures: Mapping[int, WorkerFailure], ended: list[int]) -> Outcome:
+    """How the workers failed; ``ended`` are the ranks that had ended well before."""
     first = min(_told(rank, failure) for rank, failure in failures.items())
-    gone = _ended_before(folder, first.when) if first.consequence else ""
+    gone = ""
+    if first.consequence and ended:
+        gone = f"{ranks_text(ended)} had ended, with status 0, before the others"
     return Outcome(
         first.code if first.code > 0 else 1,
         first.rank,

@@ -189,6 +189,12 @@ class Workers:
         """Whether one has not ended."""
         return any(process.poll() is None for process in self._processes)
 
+    @property
+    def ended(self) -> list[int]:
+        """The ranks that have ended with status 0."""
+        pairs = zip(self._ranks, self._processes, strict=True)
+        return [rank for rank, process in pairs if process.poll() == 0]
+
     def send(self, number: int) -> None:
         """Send a signal to those that run, and to what they have started."""
         for process in self._processes:

@@ -23,11 +23,9 @@ import time
 import traceback
 import types
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 __all__ = ["main"]
-
-_exit = os._exit
 
 _MARK = "\x1e"  # ronde.watch.MARK
 _STUDIES = {
@@ -81,23 +79,6 @@ def _show_stacks() -> None:
         file = open(Path(folder) / f"stacks-{os.environ['RANK']}", "w")  # noqa: SIM115
         print(os.getpid(), file=file, flush=True)
         faulthandler.register(int(first) + 7, file, all_threads=False)  # ronde.launch.hang_watch
-
-
-def _note_exits() -> None:
-    """Note it when the script itself calls ``os._exit(0)``: nothing else would say why its peers
-    fail.
-    """
-    exit_now, worker = os._exit, os.getpid()
-    errors = os.environ.get("TORCHELASTIC_ERROR_FILE")
-
-    def noted(status: int) -> NoReturn:
-        # forked children end like this too
-        if status == 0 and errors is not None and os.getpid() == worker:
-            with contextlib.suppress(OSError):
-                Path(errors).with_suffix(".left").write_text(str(time.time_ns()))
-        exit_now(status)
-
-    os._exit = noted
 
 
 def _report(error: BaseException) -> None:
@@ -204,7 +185,6 @@ def main() -> None:
     faulthandler.enable(all_threads=True)
     _show_stacks()
     _share_folder()
-    _note_exits()
     arguments = sys.argv[1:]
     try:
         if os.environ.get("RONDE_STUDY") in _STUDIES:
@@ -262,15 +242,11 @@ def _end(code: int) -> None:
     A gloo thread that releases its last exchange while Python finalizes aborts the process (one run
     in ten with torch 2.13, also without Ronde).
     """
-    if code == 0 and (errors := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
-        # Not a failure. Ranks that still wait for this one fail, and the launcher says why.
-        with contextlib.suppress(OSError):
-            Path(errors).with_suffix(".ended").write_text(str(time.time_ns()))
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
-    _exit(code)
+    os._exit(code)
 
 
 if __name__ == "__main__":
