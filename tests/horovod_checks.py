@@ -183,10 +183,6 @@ MISMATCHES = {
         r"the parameter 'b''s shape",
     ),
     "sets": (lambda: hvd.add_process_set([0, 1 + ODD]), "disagree on its ranks"),
-    "names": (
-        lambda: hvd.allreduce(torch.ones(2), name=f"n{R}"),
-        r"none for the same operation: rank 0 for allreduce 'n0'; rank 1 for allreduce 'n1'; rank 2",
-    ),
     "optimizers": (
         lambda: hvd.broadcast_optimizer_state(
             torch.optim.SGD([torch.nn.Parameter(torch.ones(2 + ODD))], lr=1.0), 0

@@ -27,7 +27,6 @@ __all__ = ["Bridge", "Handle", "HorovodInternalError"]
 
 _SWITCH_SECONDS = 0.0005
 _CLOSE_SECONDS = 10.0
-_BLOCKED_SECONDS = 2.0  # a rank that waits longer says so: the coordinator looks for a deadlock
 
 
 class HorovodInternalError(WorldError):
@@ -155,11 +154,7 @@ class Bridge:
 
     def wait(self, handle: Handle) -> Any:
         """Wait for an operation; return its result or raise its error."""
-        if not handle.done.wait(_BLOCKED_SECONDS):
-            with self._lock:
-                if self._broken is None:
-                    self._send({"waits": handle.key})
-            handle.done.wait()
+        handle.done.wait()
         if handle.error is not None:
             raise handle.error
         return handle.result

@@ -28,7 +28,6 @@ Key = tuple[int, str, str]
 
 _RAGGED = ("allgather", "alltoall")  # kinds whose first dimension may differ among ranks
 _LONGEST_HELLO = 4096
-_CERTAIN_SECONDS = 2.0  # a rank's word that it waits no longer may be under way
 _WORDS = {
     "shape": "shape",
     "dtype": "data type",
@@ -87,9 +86,6 @@ class Coordinator(threading.Thread):
         self._sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
         self._pending: dict[Key, _Pending] = {}
-        self._waits: dict[int, Key] = {}
-        self._blocked: dict[int, Key] = {}  # what each rank waits for, once all do
-        self._blocked_since = 0.0
         self._joined: list[int] = []
         self._left: dict[int, str] = {}  # rank -> why
         self._aborted: dict[Key, tuple[str, set[int]]] = {}
@@ -109,7 +105,6 @@ class Coordinator(threading.Thread):
                 if mask & selectors.EVENT_READ:
                     self._receive(sock)
             self._look_for_stalls()
-            self._look_for_deadlock()
         for sock in self._incoming:
             sock.setblocking(True)
             sock.settimeout(1.0)
@@ -200,9 +195,6 @@ class Coordinator(threading.Thread):
     def _handle(self, rank: int, message: dict[str, Any]) -> None:
         if "do" in message:
             self._announce(rank, tuple(message["do"]), message["meta"])
-        elif "waits" in message:
-            if (key := tuple(message["waits"])) in self._pending:
-                self._waits[rank] = key
         elif "join" in message:
             self._joined.append(rank)
             for key in list(self._pending):
@@ -232,8 +224,6 @@ class Coordinator(threading.Thread):
             self._pending[key].metas.pop(rank, None)
             if not self._pending[key].metas:
                 self._drop(key)
-        if self._waits.get(rank) == key:
-            del self._waits[rank]
 
     def _members(self, key: Key) -> tuple[int, ...]:
         return self._sets.get(key[0], ())
@@ -268,8 +258,6 @@ class Coordinator(threading.Thread):
 
     def _drop(self, key: Key) -> None:
         del self._pending[key]
-        for r in [r for r, waited in self._waits.items() if waited == key]:
-            del self._waits[r]
         self._trace.end(f"{key[1]}.{key[2]}")
 
     def _fail(self, key: Key, error: str) -> None:
@@ -323,7 +311,6 @@ class Coordinator(threading.Thread):
 
     def _leave(self, rank: int, why: str) -> None:
         self._left[rank] = why
-        self._waits.pop(rank, None)
         if rank in self._joined:
             self._joined.remove(rank)
         for key in list(self._pending):
@@ -342,27 +329,6 @@ class Coordinator(threading.Thread):
             self._joined.clear()
             for r in range(self._size):
                 self._send(r, {"joined": last})
-
-    def _look_for_deadlock(self) -> None:
-        """Fail when each rank waits for an operation that another one has not announced."""
-        blocked = {r: k for r, k in self._waits.items() if k in self._pending}
-        here = [r for r in range(self._size) if r not in self._left]
-        now = time.monotonic()
-        if not blocked or any(r not in blocked and r not in self._joined for r in here):
-            blocked = {}
-        if blocked != self._blocked:
-            self._blocked, self._blocked_since = blocked, now
-        if not blocked or now - self._blocked_since < _CERTAIN_SECONDS:
-            return
-        said = "; ".join(f"rank {r} for {describe(k)}" for r, k in sorted(blocked.items()))
-        joined = f"; {ranks_text(sorted(self._joined))} joined" if self._joined else ""
-        text = (
-            f"Every rank waits, and none for the same operation: {said}{joined}. All ranks of a "
-            "process set must call the same operations under the same names: look for a name or a "
-            "branch that depends on the rank."
-        )
-        for key in set(blocked.values()):
-            self._fail(key, text)
 
     def _look_for_stalls(self) -> None:
         now = time.monotonic()
