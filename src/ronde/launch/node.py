@@ -487,7 +487,9 @@ class Node:
         assert workers is not None
         with self._watch or contextlib.nullcontext():
             failures = workers.wait(cluster.is_over) if cluster else workers.wait()
-        ended = workers.ended
+        before = ""
+        if ended := workers.ended:
+            before = f"{ranks_text(ended)} had ended, with status 0, before the others"
         if cluster is not None and cluster.ended:
             workers.kill()
         elif failures:
@@ -498,7 +500,7 @@ class Node:
                 workers.send(signal.SIGTERM)
                 workers.end(lambda: 0.0 if self._number else _SHUTDOWN_SECONDS)
             self._check()
-            return self._hung() or _failure(failures, ended)
+            return self._hung(before) or _failure(failures, before)
         if workers.left or workers.running:
             name = f" by {signal.Signals(self._asked).name}" if self._asked else ""
             late = ", but the step took longer than a minute" if workers.running else ""
@@ -509,10 +511,13 @@ class Node:
             self._peers.finish(self._check)
         return Outcome(0)
 
-    def _hung(self) -> Outcome | None:
+    def _hung(self, before: str) -> Outcome | None:
         """The outcome if the workers were ended because the run hung."""
         hang = None if self._watch is None else self._watch.verdict
-        return None if hang is None else Outcome(1, hang.rank, hang.sentence, hang=hang)
+        if hang is None:
+            return None
+        error = f"{before}. {hang.sentence}" if before else hang.sentence
+        return Outcome(1, hang.rank, error, hang=hang)
 
     def _stopped(self) -> Outcome:
         """End the workers because it was asked for."""
@@ -527,18 +532,16 @@ class Node:
         return Outcome(128 + self._number, error=told, interrupted=True)
 
 
-def _failure(failures: Mapping[int, WorkerFailure], ended: list[int]) -> Outcome:
-    """How the workers failed; ``ended`` are the ranks that had ended well before."""
+def _failure(failures: Mapping[int, WorkerFailure], before: str) -> Outcome:
+    """How the workers failed; ``before`` names those that had ended well."""
     first = min(_told(rank, failure) for rank, failure in failures.items())
-    gone = ""
-    if first.consequence and ended:
-        gone = f"{ranks_text(ended)} had ended, with status 0, before the others"
+    before = before if first.consequence else ""
     return Outcome(
         first.code if first.code > 0 else 1,
         first.rank,
-        f"{gone}: {first.error}" if gone else first.error,
+        f"{before}: {first.error}" if before else first.error,
         first.traceback,
         first.exited,
-        before=gone,
+        before=before,
         consequence=first.consequence,
     )
