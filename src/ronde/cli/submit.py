@@ -23,7 +23,6 @@ Examples:
 
 ```sh
 ronde submit --nodes 4 --gpus 4 --time 20:00:00 train.py --lr 0.1     submit, and follow
-ronde submit --preset jean-zay-a100 --account abc@a100 --nodes 2 train.py
 ronde submit --nodes 1 --gpus 1 --array 0-9 sweep.py     ten runs; SLURM_ARRAY_TASK_ID differs
 ronde submit --nodes 4 --gpus 4 --dry-run train.py       print the batch script
 ronde submit --kubernetes --image me/train --nodes 4 --gpus 4 --dry-run train.py     a manifest
@@ -51,10 +50,6 @@ class Options:
     ] = None
     partition: Annotated[str | None, option("--partition -p", "Partition.")] = None
     account: Annotated[str | None, option("--account -A", "Account that pays.")] = None
-    preset: Annotated[
-        str | None,
-        option("--preset", "What a known cluster needs; 'list' shows them.", "CLUSTER"),
-    ] = None
     name: Annotated[
         str | None,
         option(
@@ -123,17 +118,13 @@ def register(app: typer.Typer) -> None:
 
 
 def _submit(options: Options) -> None:
-    from ronde.launch.sbatch import presets, submit
+    from ronde.launch.sbatch import submit
 
     if options.kubernetes is not None:
         typer.echo(_manifest(options, options.kubernetes), nl=False)
         return
     if options.image or options.volume:
         raise ArgumentError("--image and --volume are for --kubernetes.")
-    if options.preset == "list":
-        for each, what in presets().items():
-            typer.echo(f"{each:<16}{what['about']}")
-        return
     batch = _batch_job(options)
     if options.dry_run:
         typer.echo(batch.text(), nl=False)
@@ -156,7 +147,7 @@ def _manifest(options: Options, kind: str) -> str:
     from ronde.launch.kubernetes import KINDS, Manifest
     from ronde.launch.sbatch import limit_seconds
 
-    for name in ("preset", "partition", "account", "array", "sbatch"):
+    for name in ("partition", "account", "array", "sbatch"):
         if getattr(options, name):
             raise ArgumentError(f"--{name} is for Slurm: leave it out with --kubernetes.")
     if not options.image or not options.dry_run:
@@ -195,22 +186,14 @@ def _batch_job(options: Options) -> BatchJob:
     """A batch script of Slurm.
 
     Raises:
-        ArgumentError: there is no such script or preset, or the preset needs more.
+        ArgumentError: there is no such script.
     """
-    from ronde.launch.sbatch import BatchJob, presets
+    from ronde.launch.sbatch import BatchJob
 
-    known, preset = presets(), options.preset
     command = command_of(options.module, options.arguments or [])
-    if preset is not None and preset not in known:
-        raise ArgumentError(f"--preset {preset}: known are {', '.join(known)}.")
-    needs = known.get(preset or "", {})
-    if "account" in needs.get("needs", ()) and options.account is None:
-        raise ArgumentError(f"--preset {preset} needs --account: the project that pays.")
     name = options.name or script_stem(options.module or command[0])
     check_name(name)
-    gpus = options.gpus or (None if options.tasks else needs.get("gpus"))
     directives = [
-        *needs.get("directives", ()),
         *([f"--partition={options.partition}"] if options.partition else []),
         *([f"--account={options.account}"] if options.account else []),
         *(options.sbatch or ()),
@@ -220,14 +203,13 @@ def _batch_job(options: Options) -> BatchJob:
         name,
         options.plan_words,
         options.nodes,
-        gpus,
+        options.gpus,
         options.tasks,
-        options.cores or (needs.get("cores_per_gpu") if gpus else None),
+        options.cores,
         options.limit,
         directives,
         options.array,
         options.requeue,
-        needs.get("modules", ()),
     )
 
 

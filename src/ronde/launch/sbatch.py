@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import re
 import shlex
@@ -13,25 +12,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from ronde.world import ArgumentError, WorldError
 
-__all__ = ["BatchJob", "follow_job", "limit_seconds", "presets", "submit"]
+__all__ = ["BatchJob", "follow_job", "limit_seconds", "submit"]
 
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
 _POLL_SECONDS = 1.0
 _WARNING = "--signal=B:USR1@120"  # to ronde run alone, two to three minutes before the limit
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
-
-
-def presets() -> dict[str, dict[str, Any]]:
-    """Known clusters: name -> what a job needs there."""
-    text = (importlib.resources.files("ronde.launch") / "presets.yaml").read_text()
-    return dict(yaml.safe_load(text))
 
 
 def limit_seconds(text: str) -> int:
@@ -74,7 +64,6 @@ class BatchJob:
         array: places of an array of runs, ``0-9``; each reads ``SLURM_ARRAY_TASK_ID``.
         requeue: whether Slurm may start it again, which resumes the run; then it saves and leaves
             before the time limit.
-        modules: environment modules to load.
     """
 
     command: Sequence[str]
@@ -88,7 +77,6 @@ class BatchJob:
     directives: Sequence[str] = ()
     array: str | None = None
     requeue: bool = False
-    modules: Sequence[str] = ()
     folder: Path = field(default_factory=Path.cwd)
 
     def __post_init__(self) -> None:
@@ -128,7 +116,6 @@ class BatchJob:
             "",
             "set -euo pipefail",
             f"cd {shlex.quote(str(self.folder))}",
-            *(["module purge", f"module load {shlex.join(self.modules)}"] if self.modules else []),
             "# One call for all nodes: Ronde starts a step on each. Before the time limit it saves "
             "and leaves,\n# and Slurm starts the job again, which resumes."
             if self.requeue
