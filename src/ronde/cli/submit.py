@@ -77,7 +77,7 @@ class Options:
         str | None,
         option(
             "--kubernetes",
-            "Write a manifest, with --dry-run: pytorchjob, trainjob, or jobset.",
+            "Write a manifest, with --dry-run: pytorchjob or jobset.",
             "[KIND]",
         ),
     ] = None

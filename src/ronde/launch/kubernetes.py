@@ -20,7 +20,7 @@ from ronde.world import ArgumentError, WorldError
 
 __all__ = ["KINDS", "Manifest", "pod"]
 
-KINDS = ("pytorchjob", "trainjob", "jobset")
+KINDS = ("pytorchjob", "jobset")
 _PORT = 29400
 
 
@@ -70,7 +70,7 @@ class Manifest:
     """A training job of Kubernetes.
 
     Attributes:
-        kind: ``pytorchjob`` and ``trainjob`` (Kubeflow), or ``jobset``.
+        kind: ``pytorchjob`` (Kubeflow) or ``jobset``.
         command: the script and its arguments, or ``-m``, a module and its arguments.
         image: the container's image, which holds Ronde and the script.
         name: name of the job and its run.
@@ -100,20 +100,10 @@ class Manifest:
     def __post_init__(self) -> None:
         """Refuse what Kubernetes would refuse later."""
         if self.kind not in KINDS:
-            raise ArgumentError(f"--kubernetes {self.kind}: expected one of {', '.join(KINDS)}.")
+            raise ArgumentError(f"--kubernetes {self.kind}: expected {' or '.join(KINDS)}.")
         for volume in self.volumes:
             if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/\S*", volume):
                 raise ArgumentError(f"--volume {volume!r}: expected CLAIM:/PATH, as in runs:/runs.")
-        if self.volumes and self.kind == "trainjob":
-            raise ArgumentError(
-                "--volume: a TrainJob gets its volumes from its runtime. Name them there, or use "
-                "--kubernetes jobset."
-            )
-        if self.restarts and self.kind == "trainjob":
-            raise ArgumentError(
-                "--requeue: how often a TrainJob starts again stands in its runtime "
-                "(failurePolicy.maxRestarts). Set it there, or use --kubernetes jobset."
-            )
 
     @property
     def _label(self) -> str:
@@ -127,7 +117,7 @@ class Manifest:
 
     def text(self) -> str:
         """The manifest, as YAML."""
-        made = {"pytorchjob": self._pytorchjob, "trainjob": self._trainjob, "jobset": self._jobset}
+        made = {"pytorchjob": self._pytorchjob, "jobset": self._jobset}
         return yaml.safe_dump(made[self.kind](), sort_keys=False, width=100)
 
     def _command(self) -> list[str]:
@@ -191,20 +181,6 @@ class Manifest:
             "pytorchReplicaSpecs": specs,
         }
         return {**self._head("kubeflow.org/v1", "PyTorchJob"), "spec": spec}
-
-    def _trainjob(self) -> dict[str, Any]:
-        trainer: dict[str, Any] = {
-            "image": self.image,
-            "command": self._command(),
-            "numNodes": self.nodes,
-            "numProcPerNode": self._workers,
-        }
-        if resources := self._resources():
-            trainer["resourcesPerNode"] = resources
-        spec: dict[str, Any] = {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer}
-        if self.limit:
-            spec["activeDeadlineSeconds"] = self.limit
-        return {**self._head("trainer.kubeflow.org/v1alpha1", "TrainJob"), "spec": spec}
 
     def _jobset(self) -> dict[str, Any]:
         index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
