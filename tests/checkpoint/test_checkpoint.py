@@ -741,7 +741,7 @@ def test_nothing_in_the_source_unpickles_or_starts_a_shell():
         ("launch/worker.py", "exec"),
         # a call of ronde.launch and its results, in the private folder of one process
         ("launch/call.py", "pickle.load"),
-        ("launch/called.py", "pickle.loads"),
+        ("launch/call.py", "pickle.loads"),
         ("prove/pool_worker.py", "exec"),
     }
     sources = sorted(SOURCE.rglob("*.py"))

@@ -10,7 +10,7 @@ import pytest
 from test_fault_matrix import faults, undisturbed  # noqa: F401
 
 from processes import child
-from ronde.launch.memory_folder import MemoryFolder
+from ronde.launch.node import MemoryFolder
 from ronde.world.fence import name_generation
 from sampling import long, some
 

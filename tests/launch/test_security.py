@@ -127,8 +127,7 @@ _RUNS_CODE = {
 _OBJECTS = ("_object", "_object_list")
 _MAY = {
     "horovod/objects.py": {"pickle.loads"},  # HOROVOD_PICKLE_OBJECTS=1
-    "launch/call.py": {"pickle.load"},  # results of ronde.launch, from its own temporary folder
-    "launch/called.py": {"pickle.loads"},  # its function, from there too
+    "launch/call.py": {"pickle.load", "pickle.loads"},  # from its own temporary folder
 }
 
 

@@ -28,8 +28,7 @@ from ronde.launch.facts import collect
 from ronde.launch.frames import MARKER, Pipe, Sender, Silence, from_line
 from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.mirror import Mirror, forget_others, unpack
-from ronde.launch.mpi_rank import VARIABLE
-from ronde.launch.mpi_world import MpiStarter
+from ronde.launch.mpi_world import VARIABLE, MpiStarter
 from ronde.launch.node import Node, adopt_orphans, reap, warn_workers, worker_environment
 from ronde.launch.spares import Spares
 from ronde.watch.tcp_facts import heard_seconds, tcp_connections

@@ -1,8 +1,9 @@
-"""Call a function on several workers, from Python or a notebook."""
+"""Call a function on several workers, from Python or a notebook: each runs this file."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import sys
 import tempfile
@@ -12,27 +13,31 @@ from typing import Any
 
 from ronde.world import ArgumentError, WorldError
 from ronde.world.temporary import temporary_prefix
+from ronde.world.whole_file import write_whole
 
-__all__ = ["launch"]
+__all__ = ["launch", "main"]
+
+
+def _cloudpickle() -> Any:
+    """The package, which sends functions by value; None where it is not installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return None
+    return cloudpickle
 
 
 def _packed(call: tuple[Any, ...]) -> bytes:
     """The function and its arguments, by value where their module is not a file of their own."""
-    function = call[0]
+    function, cloudpickle = call[0], _cloudpickle()
+    if cloudpickle is None and getattr(function, "__module__", "__main__") == "__main__":
+        raise ArgumentError(
+            f"{getattr(function, '__name__', function)!r} is defined in this notebook or "
+            "script, and other processes cannot import it from there. Install cloudpickle "
+            "(pip install '.[notebook]'), or define it in a module."
+        )
     try:
-        import cloudpickle
-    except ImportError:
-        if getattr(function, "__module__", "__main__") == "__main__":
-            raise ArgumentError(
-                f"{getattr(function, '__name__', function)!r} is defined in this notebook or "
-                "script, and other processes cannot import it from there. Install cloudpickle "
-                "(pip install '.[notebook]'), or define it in a module."
-            ) from None
-        packer: Any = pickle
-    else:
-        packer = cloudpickle
-    try:
-        return bytes(packer.dumps(call))
+        return bytes((cloudpickle or pickle).dumps(call))
     except Exception as error:
         raise ArgumentError(
             f"the function or an argument cannot be sent to other processes: {error}. Open files, "
@@ -86,7 +91,7 @@ def launch(
         place = Path(folder)
         (place / "call").write_bytes(_packed((function, tuple(args), dict(kwargs or {}))))
         (place / "path").write_text("\n".join(sys.path))
-        command = [str(Path(__file__).with_name("called.py")), folder]
+        command = [str(Path(__file__)), folder]
         outcome = run_here(Job(command, count), _show, lambda _: None)
         if outcome.interrupted:
             raise KeyboardInterrupt
@@ -117,3 +122,31 @@ def _error(place: Path, rank: int | None, text: str, trace: str) -> BaseExceptio
         error = WorldError(f"rank {rank} failed first: {text}")
     error.add_note(f"rank {rank} failed first:\n{trace}" if trace else f"on rank {rank}")
     return error
+
+
+def _write(path: Path, value: Any) -> None:
+    write_whole(path, (_cloudpickle() or pickle).dumps(value))
+
+
+def main() -> None:
+    """On each worker: call what the folder named on the command line holds, and write the result."""
+    place, rank = Path(sys.argv[1]), os.environ["RANK"]
+    known = set(sys.path)
+    sys.path += [p for p in (place / "path").read_text().split("\n") if p not in known]
+    call = (place / "call").read_bytes()
+    function, args, kwargs = pickle.loads(call)  # noqa: S301 (the launcher wrote it)
+    try:
+        result = function(*args, **kwargs)
+    except Exception as error:
+        # the launcher reports one that cannot be sent by its text
+        with contextlib.suppress(Exception):
+            _write(place / f"error-{rank}", error)
+        raise
+    try:
+        _write(place / f"result-{rank}", result)
+    except Exception as error:
+        raise TypeError(f"the function's result cannot be sent back: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

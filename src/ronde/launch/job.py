@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ronde.launch.mpi_rank import VARIABLE
+from ronde.launch.mpi_world import VARIABLE
 from ronde.watch.hang_judge import HangVerdict
 
 __all__ = ["Job", "Nodes", "Outcome"]
