@@ -129,7 +129,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def main() -> None:
-    """On each worker: call what the folder named on the command line holds, and write the result."""
+    """On each worker: call what the folder on the command line holds, and write the result."""
     place, rank = Path(sys.argv[1]), os.environ["RANK"]
     known = set(sys.path)
     sys.path += [p for p in (place / "path").read_text().split("\n") if p not in known]

@@ -58,8 +58,8 @@ def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int
             argv,
             env=environment,
             stdin=subprocess.PIPE,
-            stdout=link,
-            stderr=link,
+            stdout=link.fileno(),
+            stderr=link.fileno(),
             start_new_session=True,
         )
     except OSError as error:
