@@ -14,8 +14,7 @@ import pytest
 from processes import forked, python
 from ronde.world import WorldError, identify, launchers, threads_per_worker, usable_cores
 from ronde.world import cores as cores_module
-from ronde.world.control_groups import control_groups
-from ronde.world.cores import _cgroup_cores
+from ronde.world.cores import _cgroup_cores, control_groups
 from ronde.world.launchers import expand_nodelist
 
 TORCHRUN = {

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ronde.world import ArgumentError
-from ronde.world.control_groups import control_groups, number_in
+from ronde.world.cores import control_groups, number_in
 from ronde.world.units import parse_bytes
 
 

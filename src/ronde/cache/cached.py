@@ -43,7 +43,7 @@ from ronde.data import (
 from ronde.introspect import Marks, attributes, is_ronde, restore_states, seed_all, states, walk
 from ronde.world import ArgumentError, RondeError, SampleError, world
 from ronde.world.launchers import identify
-from ronde.world.temporary import memory_root
+from ronde.world.processes import memory_root
 from ronde.world.units import format_bytes
 
 

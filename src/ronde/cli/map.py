@@ -26,7 +26,7 @@ from ronde.cli.options import TIME, JsonFlag, add_verb, option, parsed
 from ronde.cli.script import IN_MAP, WorkersOption, command_of, short
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
-from ronde.world.children import end_with_parent
+from ronde.world.processes import end_with_parent
 from ronde.world.units import clock, format_bytes, parse_duration
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ronde.jobs.flow import Flow, FlowStep, fill
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.watch import RunDir, summarise
 from ronde.world import RondeError
-from ronde.world.children import end_with_parent
+from ronde.world.processes import end_with_parent
 from ronde.world.whole_file import write_whole
 
 __all__ = ["FlowResult", "FlowRun", "content_digest"]

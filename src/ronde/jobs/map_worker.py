@@ -23,8 +23,8 @@ from typing import IO, Any, NoReturn
 from ronde.jobs.handed import PIPES
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.jobs.map_plan import MODEL, bounds, committed_chunks, halves, is_too_long, load_map
-from ronde.world.children import end_with_parent
 from ronde.world.heartbeat import heartbeat
+from ronde.world.processes import end_with_parent
 
 __all__ = ["STOPPED"]
 

@@ -17,7 +17,7 @@ from ronde.jobs.space import Values
 from ronde.watch import RunDir
 from ronde.watch.record import Alert, Ended, Epoch, Evaluated, Started, StepRecorded, read
 from ronde.world import ArgumentError
-from ronde.world.children import end_with_parent
+from ronde.world.processes import end_with_parent
 
 __all__ = [
     "HOPELESS", "Goal", "TrialProcess", "TrialProgress", "argument_words", "progress_of",

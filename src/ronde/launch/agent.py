@@ -29,11 +29,12 @@ from ronde.launch.frames import MARKER, Pipe, Sender, Silence, from_line
 from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.mirror import Mirror, forget_others, unpack
 from ronde.launch.mpi_world import VARIABLE, MpiStarter
-from ronde.launch.node import Node, adopt_orphans, reap, warn_workers, worker_environment
+from ronde.launch.node import Node, reap, warn_workers, worker_environment
 from ronde.launch.spares import Spares
 from ronde.watch.tcp_facts import heard_seconds, tcp_connections
 from ronde.world.fence import name_generation
 from ronde.world.network import addresses, listen_on
+from ronde.world.processes import adopt_orphans
 
 __all__ = ["Agent", "main"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.world import ArgumentError, WorldError
-from ronde.world.temporary import temporary_prefix
+from ronde.world.processes import temporary_prefix
 from ronde.world.whole_file import write_whole
 
 __all__ = ["launch", "main"]

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, Protocol
 import psutil
 
 from ronde.watch import MARK
-from ronde.world.temporary import memory_root, pid_space, temporary_prefix
+from ronde.world.processes import memory_root, pid_space, temporary_prefix
 
 __all__ = ["Output", "Router", "Sink"]
 

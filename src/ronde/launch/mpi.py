@@ -14,7 +14,7 @@ from pathlib import Path
 from ronde.launch.engine import Engine, Host
 from ronde.launch.ssh import ssh_meaning
 from ronde.world import ArgumentError
-from ronde.world.temporary import temporary_prefix
+from ronde.world.processes import temporary_prefix
 
 __all__ = ["Mpi"]
 

@@ -33,12 +33,11 @@ from ronde.world import openmp_waits, threads_per_worker, usable_cores
 from ronde.world.fence import AGAIN, is_generation
 from ronde.world.identity import ranks_text
 from ronde.world.network import listen_on
-from ronde.world.temporary import memory_root, temporary_prefix
+from ronde.world.processes import adopt_orphans, memory_root, temporary_prefix
 
 __all__ = [
     "MemoryFolder",
     "Node",
-    "adopt_orphans",
     "devices",
     "reap",
     "spare",
@@ -241,14 +240,6 @@ def warn_workers() -> None:
         if catches(process.pid, signal.SIGUSR1):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGUSR1)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, so that they can be found."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None, use_errno=True).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
 
 
 def _free_caches() -> None:

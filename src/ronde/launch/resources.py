@@ -16,8 +16,7 @@ from typing import Any
 import psutil
 
 from ronde.watch.process_facts import ProcessFacts, process_facts, reasons
-from ronde.world.control_groups import memory_limit
-from ronde.world.cores import usable_cores
+from ronde.world.cores import memory_limit, usable_cores
 from ronde.world.heartbeat import Beat, read_beat
 
 __all__ = ["ResourceWatch"]

@@ -26,7 +26,7 @@ from ronde.loader.reader import Ask, Reader, StreamReader, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.plan.batch import Share
 from ronde.world import FeedError, RondeError
-from ronde.world.children import end_with_parent
+from ronde.world.processes import end_with_parent
 
 # Most trainings read in their own process: threads and processes are imported where used.
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from ronde.predict import Cluster, LinkFit
 from ronde.watch import MARK
 from ronde.world import World, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
-from ronde.world.control_groups import memory_limit
+from ronde.world.cores import memory_limit
 from ronde.world.meshes import group_of
 from ronde.world.paths import state_folder
 

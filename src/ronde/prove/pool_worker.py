@@ -18,7 +18,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from ronde.world.children import end_with_parent
+from ronde.world.processes import end_with_parent
 
 __all__ = ["run_pool_worker"]
 

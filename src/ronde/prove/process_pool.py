@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 
 from ronde.world import RondeError, threads_per_worker
-from ronde.world.temporary import temporary_prefix
+from ronde.world.processes import temporary_prefix
 
 __all__ = ["CONSEQUENCES", "Failure", "Launch", "Pool"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from ronde.watch.tcp_facts import TcpConnection, connections_of
-from ronde.world.control_groups import control_groups
+from ronde.world.cores import control_groups
 
 __all__ = ["ProcessFacts", "catches", "is_stopped", "process_facts", "reasons"]
 
