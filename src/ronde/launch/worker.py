@@ -251,6 +251,7 @@ def _end(code: int) -> None:
 
 if __name__ == "__main__":
     if os.environ.pop("RONDE_SPARES", None):
+        _die_with_launcher()
         import importlib.util
 
         # by path: its package would import the whole launcher
