@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from ronde.world import ArgumentError
@@ -23,6 +23,7 @@ class Child:
 
     Args:
         argv: its command.
+        environment: its variables besides those of this process.
 
     Attributes:
         printed: the last lines of its standard error, without those that are empty.
@@ -31,11 +32,12 @@ class Child:
         ArgumentError: it cannot be started.
     """
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         self.printed: list[str] = []
         try:
             self._process = subprocess.Popen(
                 argv,
+                env={**os.environ, **(environment or {})},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -57,6 +59,16 @@ class Child:
         """Keep a line that it has printed."""
         if text := line.decode(errors="replace").strip():
             self.printed = [*self.printed[-_LINES:], text]
+
+    def lines(self, seconds: float) -> Iterator[bytes]:
+        """What it writes to its standard output; after so many seconds, it is killed."""
+        timer = threading.Timer(max(0.0, seconds), self.kill)
+        timer.start()
+        try:
+            for line in self.stdout:  # "yield from" would close it
+                yield line
+        finally:
+            timer.cancel()
 
     @property
     def is_running(self) -> bool:

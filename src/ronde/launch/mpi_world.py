@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from ronde.launch.child import Child
 from ronde.launch.mpi import Mpi
 from ronde.world import ArgumentError, WorldError
 
@@ -61,7 +62,7 @@ class MpiWorld:
             raise ArgumentError("--mpi-world needs Linux.")
         self._mpi, self._hosts, self._name = Mpi(config), list(hosts), name
         self._argv = [python or sys.executable, "-P", "-u", "-c", _MAIN]
-        self._process: subprocess.Popen[str] | None = None
+        self._child: Child | None = None
 
     def __enter__(self) -> MpiWorld:
         return self
@@ -82,47 +83,26 @@ class MpiWorld:
             WorldError: not all came up, and what ``mpirun`` said.
         """
         self._end()
-        world = self._name or secrets.token_hex(16)
-        self._process = process = subprocess.Popen(
-            self._mpi.world(self._hosts, self._argv, VARIABLE),
-            env={**os.environ, VARIABLE: world},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # Ctrl-C comes to the launcher alone
-        )
-        assert process.stdout is not None
-        left, said = sum(count for _, count in self._hosts), [""]
-        timer = threading.Timer(_START_SECONDS, self._end, [0.0])
-        timer.start()
-        try:
-            for line in process.stdout:
-                if line != "ready\n":
-                    said.append(line)
-                elif not (left := left - 1):
-                    break
-        finally:
-            timer.cancel()
-        threading.Thread(target=process.stdout.read, daemon=True).start()  # or mpirun would block
+        world = {VARIABLE: self._name or secrets.token_hex(16)}
+        self._child = child = Child(self._mpi.world(self._hosts, self._argv, VARIABLE), world)
+        left = sum(count for _, count in self._hosts)
+        for line in child.lines(_START_SECONDS):
+            if line != b"ready\n":
+                child.note(line)
+            elif not (left := left - 1):
+                break
+        threading.Thread(target=child.stdout.read, daemon=True).start()  # or mpirun would block
         if left:
             self._end(0.0)
-            why = "".join(said[-8:]).strip() or f"nothing was said in {_START_SECONDS:.0f} s"
+            child.wait()
+            why = "\n".join(child.printed[-8:]) or f"nothing was said in {_START_SECONDS:.0f} s"
             raise WorldError(f"--mpi-world: mpirun did not start all processes: {why}")
-        return {VARIABLE: world}
+        return world
 
     def _end(self, seconds: float = _STOP_SECONDS) -> None:
         """End it: its processes end by themselves when their agents have ended."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                if process.poll() is None:
-                    os.killpg(process.pid, number)
-                    process.wait(_STOP_SECONDS)
+        if self._child is not None:
+            self._child.close(seconds)
 
 
 def shared_name(hosts: Sequence[str]) -> str:

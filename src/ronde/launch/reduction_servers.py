@@ -7,7 +7,6 @@ import json
 import secrets
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -25,15 +24,10 @@ _MODULE = "ronde.exchange.reduction_server"
 
 def _places(server: Child, seconds: float) -> list[str]:
     """Where a server listens; empty if it has ended or says nothing."""
-    timer = threading.Timer(max(0.0, seconds), server.kill)
-    timer.start()
-    try:
-        for line in server.stdout:
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                return list(json.loads(line)["places"])
-            server.note(line)  # of a login shell, or of an engine
-    finally:
-        timer.cancel()
+    for line in server.lines(seconds):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return list(json.loads(line)["places"])
+        server.note(line)  # of a login shell, or of an engine
     server.wait()
     return []
 
