@@ -51,6 +51,14 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def hosts(place):
+    if missing():
+        pytest.skip(missing())
+    with lab(place / "lab", 2, place / "private") as made:
+        yield made
+
+
 def seen(output: str) -> list[list]:
     lines = [line.partition("IN ")[2] for line in output.splitlines() if "IN [" in line]
     return sorted(json.loads(line) for line in lines)
@@ -67,14 +75,12 @@ def test_a_world_here_also_after_a_restart(place):
 
 
 @needs_mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
 @pytest.mark.parametrize("over", [[], ["--mpi"]])
-def test_a_world_on_two_hosts(place, over):
-    with lab(place / f"lab{len(over)}", 2, place / "private") as hosts:
-        first, second = hosts.names
-        words = ["run", "--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:2,{second}:1"]
-        words += [*over, "--output", "all", "--mpi-world", "rank.py"]
-        done = ronde_run(words, place, 120)
+def test_a_world_on_two_hosts(place, hosts, over):
+    first, second = hosts.names
+    words = ["run", "--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:2,{second}:1"]
+    words += [*over, "--output", "all", "--mpi-world", "rank.py"]
+    done = ronde_run(words, place, 120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert seen(done.stdout) == [[r, 3, 111, [r, 3]] for r in range(3)]
     assert f"[{second} 2] IN [2, 3" in done.stdout
@@ -82,8 +88,8 @@ def test_a_world_on_two_hosts(place, over):
 
 @needs_mpi
 @pytest.mark.skipif(bool(missing() or no_slurm()), reason=missing() or no_slurm())
-def test_a_world_on_two_nodes_of_slurm(place):
-    with lab(place / "nodes", 2, place / "private") as hosts, slurm(hosts) as cluster:
+def test_a_world_on_two_nodes_of_slurm(place, hosts):
+    with slurm(hosts) as cluster:
         into = ["salloc", "-Q", "--nodes=2"]
         words = ronde("run", "--slurm", "--workers", "3", "--output", "all", "--mpi-world")
         with child([*into, *words, "rank.py"], place, cluster.env) as started:
@@ -94,9 +100,8 @@ def test_a_world_on_two_nodes_of_slurm(place):
 
 
 @needs_mpi
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_a_world_in_two_containers(place):
-    with lab(place / "containers", 2, place / "private") as hosts, contextlib.ExitStack() as stack:
+def test_a_world_in_two_containers(place, hosts):
+    with contextlib.ExitStack() as stack:
         own = place / "bin"
         own.mkdir()
         (own / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {hosts.ssh_config} "$@"\n')

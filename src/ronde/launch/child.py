@@ -65,7 +65,7 @@ class Child:
         timer = threading.Timer(max(0.0, seconds), self.kill)
         timer.start()
         try:
-            for line in self.stdout:  # "yield from" would close it
+            while line := self.stdout.readline():
                 yield line
         finally:
             timer.cancel()
