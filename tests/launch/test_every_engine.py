@@ -15,7 +15,7 @@ from test_hosts import TRAIN, equal, hosts, one, place  # noqa: F401
 from engines import ENGINES, started_by
 from lab import missing, no_slurm, slurm
 from processes import child, ronde, ronde_batch
-from sampling import ALL
+from sampling import ALL, some
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -91,7 +91,7 @@ if ronde.world().is_main:
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "torchrun"] if ALL else ["ssh"])
-@pytest.mark.parametrize("library", ["xgboost", "lightgbm"])
+@pytest.mark.parametrize("library", some(["lightgbm", "xgboost"], 2))
 def test_trees_are_the_same_file(hosts, place, short, request, engine, library):  # noqa: F811
     cluster = request.getfixturevalue("cluster") if engine == "slurm" else None
     (place / "trees.py").write_text(TREES)

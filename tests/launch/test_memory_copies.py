@@ -41,6 +41,7 @@ def test_a_restart_goes_on_from_memory(undisturbed, tmp_path, plan):  # noqa: F8
     assert not training.check(undisturbed[1], 1e-12)
 
 
+@long
 def test_they_can_be_turned_off(undisturbed, tmp_path):  # noqa: F811
     training, resumed = killed(
         undisturbed[0].folder, tmp_path, "replicate", {"RONDE_MEMORY_COPIES": "0"}

@@ -13,6 +13,7 @@ import pytest
 
 from lab import lab, missing, no_slurm, slurm
 from processes import PATHS, child, ronde, ronde_batch, ronde_run
+from sampling import some
 
 needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun not found")
 
@@ -75,7 +76,7 @@ def test_a_world_here_also_after_a_restart(place):
 
 
 @needs_mpi
-@pytest.mark.parametrize("over", [[], ["--mpi"]])
+@pytest.mark.parametrize("over", some([[], ["--mpi"]], 2))
 def test_a_world_on_two_hosts(place, hosts, over):
     first, second = hosts.names
     words = ["run", "--ssh-config", str(hosts.ssh_config), "--hosts", f"{first}:2,{second}:1"]

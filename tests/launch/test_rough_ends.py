@@ -53,7 +53,8 @@ def record(folder, name):
 @pytest.mark.parametrize("workers", some([2, 1], 2))
 def test_a_rank_that_leaves_with_status_0(folder, workers):
     name = f"left-{workers}"
-    line = ["run", "-q", "-n", str(workers), "--name", name, "train.py", "left", "3"]
+    line = ["run", "-q", "-n", str(workers), "--name", name, "--hang-timeout", "3"]
+    line += ["train.py", "left", "3"]
     done = ronde_run(line, folder)
     assert done.returncode == 1
     told = "rank 1 had ended, with status 0" if workers > 1 else "the workers left with status 0"

@@ -21,7 +21,7 @@ from lab import lab, missing, no_slurm, slurm
 from processes import PATHS, child, ronde, ronde_batch, ronde_run
 from ronde.launch.job import Job, Nodes
 from ronde.launch.tensorflow import TensorFlowCluster
-from sampling import ALL
+from sampling import ALL, some
 
 WORKER = Path(__file__).parents[1] / "tensorflow_worker.py"
 PYTHON = os.environ.get("RONDE_TENSORFLOW_PYTHON", "")
@@ -142,7 +142,7 @@ def short():
         yield Path(folder)
 
 
-@pytest.mark.parametrize("servers", [[], ["ps=1"]])
+@pytest.mark.parametrize("servers", some([["ps=1"], []], 2))
 @pytest.mark.parametrize("engine", ENGINES if ALL else ["ssh"])
 def test_two_hosts_of_two(hosts, place, short, request, engine, servers):
     absent = engine != "slurm" or no_slurm()
