@@ -25,9 +25,6 @@ from ronde.world.meshes import group_of
 
 __all__ = ["Bridge", "Handle", "HorovodInternalError"]
 
-_SWITCH_SECONDS = 0.0005
-_CLOSE_SECONDS = 10.0
-
 
 class HorovodInternalError(WorldError):
     """An operation failed on all of its ranks: they disagree, one has ended, or it stalled."""
@@ -87,7 +84,7 @@ class Bridge:
         if connection is not None:
             # At Python's 5 ms, orders wait for a script that computes in Python: a step of a small
             # perceptron took 1.3 times as long as DDP's.
-            sys.setswitchinterval(_SWITCH_SECONDS)
+            sys.setswitchinterval(0.0005)
             self._thread = threading.Thread(target=self._serve, name="horovod", daemon=True)
             self._thread.start()
 
@@ -184,7 +181,7 @@ class Bridge:
             return
         with contextlib.suppress(HorovodInternalError), self._lock:
             self._send({"bye": True})
-        self._thread.join(_CLOSE_SECONDS)
+        self._thread.join(10.0)
         if self._thread.is_alive():  # in an exchange that another rank has not begun
             self.poison("hvd.shutdown() was called")
         self._break("hvd.shutdown() was called")

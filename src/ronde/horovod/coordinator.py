@@ -27,7 +27,6 @@ Key = tuple[int, str, str]
 """Process set, kind of operation, name."""
 
 _RAGGED = ("allgather", "alltoall")  # kinds whose first dimension may differ among ranks
-_LONGEST_HELLO = 4096
 _WORDS = {
     "shape": "shape",
     "dtype": "data type",
@@ -157,7 +156,7 @@ class Coordinator(threading.Thread):
                     return
             else:
                 self._handle(rank, json.loads(line))
-        if rank is None and len(buffer) > _LONGEST_HELLO:
+        if rank is None and len(buffer) > 4096:
             self._close(sock)
 
     def _greet(self, sock: socket.socket, line: bytes) -> int | None:

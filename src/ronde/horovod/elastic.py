@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 _made = 0  # states of this process
-_RESETS = 3  # without a commit between them: what fails each time would go on forever
 
 
 class HostsUpdatedInterrupt(RuntimeError):
@@ -348,7 +347,8 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
-        limit = int(os.environ.get("HOROVOD_ELASTIC_RESET_LIMIT", "") or _RESETS)
+        # what fails each time would go on forever
+        limit = int(os.environ.get("HOROVOD_ELASTIC_RESET_LIMIT", "") or 3)
         resets, committed = 0, -1
         if isinstance(state, ObjectState):
             state.continue_commit()

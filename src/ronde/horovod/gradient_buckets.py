@@ -34,7 +34,6 @@ __all__ = ["distributed_optimizer"]
 
 Tensor = torch.Tensor
 
-_FIRST_BYTES, _BYTES = 1 << 20, 25 << 20  # the sizes of DDP's buckets
 _TWICE = (
     "optimizer.step() called without optimizer.skip_synchronize() context after "
     "optimizer.synchronize(): wrap step in 'with optimizer.skip_synchronize():'."
@@ -341,9 +340,9 @@ class _Gradients:
 
 
 def _by_size(params: Sequence[Tensor]) -> list[list[Tensor]]:
-    limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", "") or _BYTES)
+    limit = int(os.environ.get("HOROVOD_FUSION_THRESHOLD", "") or (25 << 20))
     chunks: list[list[Tensor]] = []
-    held, room = 0, min(_FIRST_BYTES, limit)
+    held, room = 0, min(1 << 20, limit)  # the sizes of DDP's buckets
     for p in params:
         if not chunks or held >= room:
             room = limit if chunks else room

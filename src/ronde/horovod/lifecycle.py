@@ -54,8 +54,6 @@ __all__ = [
     "team_of",
 ]
 
-_WARN_SECONDS, _ABORT_SECONDS = 60.0, 600.0
-
 
 @dataclass(frozen=True)
 class _Here:
@@ -301,8 +299,8 @@ def _stall_limits() -> tuple[float, float]:
     if os.environ.get("HOROVOD_STALL_CHECK_DISABLE", "0") not in ("", "0"):
         return 0.0, 0.0
     return (
-        seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", _WARN_SECONDS),
-        seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", _ABORT_SECONDS),
+        seconds("HOROVOD_STALL_CHECK_TIME_SECONDS", 60.0),
+        seconds("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 600.0),
     )
 
 

@@ -38,12 +38,6 @@ from ronde.world.processes import adopt_orphans
 
 __all__ = ["Agent", "main"]
 
-_PROBE_SECONDS = 3.0
-_STOP_SECONDS, _FORCE_SECONDS = 1.5, 0.5
-_ALIVE_SECONDS = 2.5
-_SHORT_ALIVE_SECONDS = 0.25  # where the launcher gives up a host after a second
-_REPORT_SECONDS = 2.0
-
 
 class _Sink:
     """Sends what workers write to the launcher."""
@@ -118,7 +112,7 @@ class Agent:
             node = self._node if order.id in ("", self._id) else None
         if node is not None:
             node.stop(order.number, order.seconds)
-            force = threading.Timer(order.seconds + _FORCE_SECONDS, self._force, [node])
+            force = threading.Timer(order.seconds + 0.5, self._force, [node])
             force.daemon = True
             force.start()
         elif order.seconds:
@@ -270,7 +264,7 @@ class _Remote(Agent):
     """The agent of a process of its own, which shows that it lives."""
 
     def __init__(self, sender: Sender) -> None:
-        super().__init__(sender.send, report_seconds=_REPORT_SECONDS)
+        super().__init__(sender.send, report_seconds=2.0)
         self._sender, self._shown, self._signalled = sender, False, False
 
     def _show_life(self, restarts: bool) -> None:
@@ -281,7 +275,7 @@ class _Remote(Agent):
             return
         self._shown = True
 
-        seconds = _SHORT_ALIVE_SECONDS if restarts else _ALIVE_SECONDS
+        seconds = 0.25 if restarts else 2.5  # a silent agent is given up after 1 s, or 10
 
         def show() -> None:
             if restarts:
@@ -319,7 +313,7 @@ class _Remote(Agent):
         self._give_up()
 
     def _give_up(self) -> None:
-        threading.Timer(_STOP_SECONDS, os._exit, [1]).start()
+        threading.Timer(1.5, os._exit, [1]).start()
         self.end()
 
 
@@ -338,7 +332,7 @@ def _reach(candidates: list[tuple[str, int]]) -> dict[str, str]:
     for address, port in candidates:
         with (
             contextlib.suppress(OSError),
-            socket.create_connection((address, port), _PROBE_SECONDS) as link,
+            socket.create_connection((address, port), 3.0) as link,
         ):
             found[address] = str(link.getsockname()[0])
     return found

@@ -14,8 +14,6 @@ from ronde.world import ArgumentError
 
 __all__ = ["Child"]
 
-_LINES = 60  # kept of what it prints: the long words of mpirun follow those of ssh
-
 
 class Child:
     """A process with all three of its streams in pipes, in a session of its own: Ctrl-C comes to
@@ -58,7 +56,7 @@ class Child:
     def note(self, line: bytes) -> None:
         """Keep a line that it has printed."""
         if text := line.decode(errors="replace").strip():
-            self.printed = [*self.printed[-_LINES:], text]
+            self.printed = [*self.printed[-60:], text]  # mpirun's long words follow those of ssh
 
     def lines(self, seconds: float) -> Iterator[bytes]:
         """What it writes to its standard output; after so many seconds, it is killed."""

@@ -27,9 +27,7 @@ __all__ = ["REASON", "Container", "container", "tell_service"]
 REASON = Path("/dev/termination-log")
 """The termination message of a pod."""
 
-_PORT = 7777
 _RESOLVE_SECONDS = 900.0
-_FAILURE = 1024  # characters that the service keeps, from the beginning
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Container:
         if len(self.hosts) == 1:
             return Nodes()
         told = os.environ.get("SM_MASTER_PORT") or os.environ.get("MASTER_PORT")
-        port = self.port or int(told or _PORT)
+        port = self.port or int(told or 7777)
         address = _resolved(self.hosts[0])
         listener = None
         if self.rank > 0 and address.startswith("127."):
@@ -109,7 +107,7 @@ class Container:
 
 def _tell(file: Path, text: str, who: str = "") -> None:
     """The end of a text that is too long: a traceback names the error there."""
-    text, room = text.strip(), _FAILURE - len(who)
+    text, room = text.strip(), 1024 - len(who)  # characters that the service keeps
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(who + (text if len(text) <= room else f"…{text[1 - room :]}"))

@@ -30,10 +30,8 @@ from ronde.world import ArgumentError, RondeError, WorldError
 
 __all__ = ["Driven", "System", "serve"]
 
-_CLOSE_SECONDS = 8.0
 _LOOK_SECONDS = 0.1
 _SAY_SECONDS = 10.0
-_WHY_SECONDS = 0.7  # the others are ended only then
 _WHY = "ronde lost it: "  # what the driver says at the end of an agent's answers begins with it
 
 
@@ -103,7 +101,7 @@ class Driven(Engine):
 
     def close(self) -> None:
         """Give the places back."""
-        self._child.close(_CLOSE_SECONDS)
+        self._child.close(8.0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -211,7 +209,7 @@ def _join(relay: socket.socket, places: _Places, system: System) -> None:
     with contextlib.suppress(OSError):
         while data := answers.read1(1 << 16):  # type: ignore[attr-defined]
             relay.sendall(data)
-    limit = time.monotonic() + _WHY_SECONDS
+    limit = time.monotonic() + 0.7  # the others are ended only then
     while not over.wait(_LOOK_SECONDS) and time.monotonic() < limit:
         if why := system.lost(place):
             with contextlib.suppress(OSError):

@@ -27,9 +27,6 @@ __all__ = ["Facts", "collect", "differences", "digest_of", "notes", "share", "al
 
 Facts = Mapping[str, Any]
 
-_CLOCKS_APART_SECONDS = 5.0
-_LEAST_SHARED = 64 << 20
-_LEAST_MEMORY = 300 << 20
 
 # What must be alike on all hosts: fact -> how it is called.
 _ALIKE = {
@@ -190,13 +187,13 @@ def notes(found: Mapping[str, Facts], workers: Mapping[str, int]) -> list[str]:
     for host, facts in found.items():
         count = workers.get(host, 0)
         apart = facts["time"] - facts["received"]
-        if abs(apart) > _CLOCKS_APART_SECONDS:
+        if abs(apart) > 5.0:
             said.append(f"the clock of {host} is {apart:+.0f} s off: times in the record will be")
-        if facts["shared_memory"] < _LEAST_SHARED * count:
+        if facts["shared_memory"] < (64 << 20) * count:
             said.append(
                 f"{host} has {facts['shared_memory'] >> 20} MB of shared memory (/dev/shm) for "
                 f"{count} workers: loading processes may fail"
             )
-        if facts["memory"] < _LEAST_MEMORY * count:
+        if facts["memory"] < (300 << 20) * count:  # what a worker that has imported torch takes
             said.append(f"{host} has {facts['memory'] >> 20} MB of free memory for {count} workers")
     return said

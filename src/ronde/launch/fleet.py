@@ -40,17 +40,9 @@ from ronde.world.fence import AGAIN
 __all__ = ["Fleet", "environment_for"]
 
 _ANSWER_SECONDS = 25.0
-_SHORT_SILENCE_SECONDS = 1.0  # where others go on without a host: to be wrong costs a restart
-_PING_SECONDS = 2.5
-_LOOKS = 10  # at a silent host, before it is given up
 _WAIT_SECONDS = 1.0
-_FILES = 4  # that the link to a host has open
 _STOP_SECONDS = 2.5
-_HOST_STOP_SECONDS = 1.5  # that workers have on a host
-_HERE_STOP_SECONDS = 10.0
-_COME_BACK_SECONDS = 60.0
 _CALL_SECONDS = 5.0  # from one call to lost hosts to the next, while the others train
-_PART = 3 << 20
 
 _SENT = ("RONDE_PLAN", "RONDE_FEED")  # variables that may name a file here
 _PASSED = re.compile(
@@ -203,7 +195,7 @@ class Fleet:
     def __enter__(self) -> Fleet:
         self._signals.__enter__()
         try:
-            _allow_files(_FILES * len(self._hosts))
+            _allow_files(4 * len(self._hosts))  # that the link to a host has open
             for host in self._hosts:
                 self._links.append(self._link(host))
         except BaseException:
@@ -260,8 +252,9 @@ class Fleet:
     def _ping(self) -> None:
         pinged = 0.0
         while not self._done.is_set():
-            order = self._signals.wait(self._longest / _LOOKS)
-            pings = time.monotonic() > pinged + _PING_SECONDS
+            # ten looks at a silent host before it is given up
+            order = self._signals.wait(self._longest / 10)
+            pings = time.monotonic() > pinged + 2.5
             pinged = time.monotonic() if pings else pinged
             away = [link for link in (*self._links, *self._coming) if isinstance(link, HostLink)]
             for link in away:
@@ -420,7 +413,7 @@ class Fleet:
         if job.restarts and job.spares:
             self._warm = dict(zip((link.host.name for link in self._links), counts, strict=True))
         if job.restarts:
-            self._longest = _SHORT_SILENCE_SECONDS
+            self._longest = 1.0  # others go on without a host: to be wrong costs a restart
         try:
             outcome = self._run(job, counts, output, restarts, least)
         except _Interrupted as caught:
@@ -573,7 +566,7 @@ class Fleet:
                 self.facts |= {link.host.name: link.facts or {} for link in back}
                 self._links += back
                 counts = self._shares(job, least)
-            if counts or self._signals.asked or time.monotonic() > begun + _COME_BACK_SECONDS:
+            if counts or self._signals.asked or time.monotonic() > begun + 60.0:
                 break
             with contextlib.suppress(queue.Empty):
                 self._answered(*self._answers.get(timeout=_WAIT_SECONDS))
@@ -663,9 +656,9 @@ class Fleet:
         here = self._engine is None
         told = f"stopped by {signal.Signals(number).name}"
         outcome = Outcome(128 + number, error=told, interrupted=True)
-        stop = m.Stop(signal.SIGINT, _HOST_STOP_SECONDS)
+        stop = m.Stop(signal.SIGINT, 1.5)
         if here:
-            stop = m.Stop(number, _HERE_STOP_SECONDS)
+            stop = m.Stop(number, 10.0)
         limit = time.monotonic() + (stop.seconds if here else 0.0) + _STOP_SECONDS
         try:
             for link in self._links:
@@ -730,7 +723,7 @@ def _send_directory(link: Link, directory: Path) -> None:
     for name in names:
         first = True
         with (directory / name).open("rb") as file:
-            while (data := file.read(_PART)) or first:
+            while (data := file.read(3 << 20)) or first:
                 link.order(m.File(name, first, data))
                 first = False
 

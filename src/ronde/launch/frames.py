@@ -21,8 +21,6 @@ __all__ = ["MARKER", "Pipe", "Sender", "Silence", "from_line", "to_line"]
 MARKER = b"\x1eronde agent\n"
 """What an agent writes first: whatever a login shell prints before it is no message."""
 
-_LONGEST_LOOK = 1.0
-
 
 class Pipe(io.FileIO):
     """The reading end of a pipe; counts what comes, parts of lines too."""
@@ -59,7 +57,7 @@ class Silence:
             self.longest = max(self.longest, self._seconds)
             self._reads, self._seconds = self._pipe.reads, 0.0
         else:
-            self._seconds += min(passed, _LONGEST_LOOK)
+            self._seconds += min(passed, 1.0)
         return self._seconds
 
 

@@ -20,10 +20,6 @@ from ronde.watch.slow_rank import SlowRanks
 
 __all__ = ["Generation"]
 
-_FRESH_SECONDS = 4.0
-_JUDGE_SECONDS = 0.5  # from one judgment to the next, however many hosts report
-_STOP_SECONDS = 1.5  # that workers of other hosts have to end by themselves after a failure
-
 
 class Generation:
     """One generation of workers. The first host that fails ends the others.
@@ -114,7 +110,7 @@ class Generation:
         # who leaves was asked to, as all were: the others may still be saving
         fails = bool(outcome.status) and not outcome.again
         if fails and not any(o.status and not o.again for o in self.ended.values()):
-            seconds = 0.0 if self._job.restarts else _STOP_SECONDS
+            seconds = 0.0 if self._job.restarts else 1.5  # to end by themselves
             for other in self._links:
                 if other is not link:
                     other.order(m.Stop(signal.SIGINT, seconds, self._id))
@@ -126,11 +122,11 @@ class Generation:
             return
         now = time.monotonic()
         self._ranks[link] = now, views
-        if now < self._judged + _JUDGE_SECONDS:
+        if now < self._judged + 0.5:  # however many hosts report
             return
         self._judged = now
         each = self._ranks.values()
-        fresh = [v for at, views in each if now - at < _FRESH_SECONDS for v in views]
+        fresh = [v for at, views in each if now - at < 4.0 for v in views]
         judge = judge_hang if self._job.tensorflow is None else judge_foreign
         verdict = judge(fresh, self._limits, self._total)
         if verdict is None and self._pace is not None:

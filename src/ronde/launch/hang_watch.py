@@ -38,14 +38,9 @@ __all__ = ["HangWatch", "LocalWorkers", "is_new", "record_hangs"]
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _LOOK_SECONDS = 1.0
-_GONE_SECONDS = 30.0
-_ASK_SECONDS = 2.0
 _ANSWER_SECONDS = 0.5
-_PACE_SECONDS = 5.0  # from one look at what the machine says to the next
 _BUSY = 0.25  # of a core
-_BUSY_BYTES = 1 << 20  # read or written in a second
 _SENT_BYTES = 1000  # over TCP, in a second
-_SIGN_SECONDS = 5.0  # a sign of life is worth mentioning for so long
 
 
 class _Worker:
@@ -71,7 +66,7 @@ class _Worker:
 
     def look(self, now: float) -> None:
         gone, self.looked = now - self.looked, now
-        if gone > _GONE_SECONDS:  # this process did not run: what happened meanwhile is not known
+        if gone > 30.0:  # this process did not run: what happened meanwhile is not known
             self.since, self.alive = self.since + gone, self.alive + gone
         beat = read_beat(self._folder / f"heartbeat-{self.rank}")
         if beat is not None and (self.beat is None or beat.pid != self.beat.pid):
@@ -85,7 +80,7 @@ class _Worker:
             self.stopped = 0.0  # it ran since the last look
         if not self.pid:
             self.pid = self._first_pid()
-        if self.pid and (not self._pace or now - self._pace[-1].time > _PACE_SECONDS):
+        if self.pid and (not self._pace or now - self._pace[-1].time > 5.0):
             self._pace = [*self._pace[-2:], process_facts(self.pid, children=False)]
         passed = min(gone, 1.5 * _LOOK_SECONDS)
         if self.pid and is_stopped(self.pid):
@@ -120,7 +115,7 @@ class _Worker:
         printed: float,
     ) -> None:
         """Ask where it is, and look for signs of life."""
-        if self.stopped or now - self.asked < min(_ASK_SECONDS, limit / 4):
+        if self.stopped or now - self.asked < min(2.0, limit / 4):
             return
         self.asked = now
         fact = process_facts(self.pid, tcp=tcp)
@@ -195,7 +190,7 @@ class _Worker:
             self.longest.get(_kind(beat.doing if beat else ""), 0.0),
             self.stopped,
             bool(beat and beat.cuda),
-            self.sign if now - self.alive < _SIGN_SECONDS else "",
+            self.sign if now - self.alive < 5.0 else "",
             why,
             self.place,
             tuple(self.answer.get("exchanges", ())),
@@ -270,7 +265,7 @@ def _sign(before: ProcessFacts, fact: ProcessFacts) -> str:
         return "it uses CPU"
     if (sent := _sent(before, fact)) > _SENT_BYTES:
         return f"it moves {rate_text(sent)} over the network"
-    if _io(before, fact) > _BUSY_BYTES:
+    if _io(before, fact) > 1 << 20:
         return "it reads or writes"
     return "it waits for a disk" if fact.waits_for_disk and before.waits_for_disk else ""
 

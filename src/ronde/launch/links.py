@@ -18,10 +18,6 @@ from ronde.launch.job import Nodes
 __all__ = ["SILENCE_SECONDS", "HereLink", "HostLink", "Link"]
 
 SILENCE_SECONDS = 10.0
-_USUAL_SILENCES = 4  # times the longest silence that ended: hosts and networks differ
-_HEARD_SECONDS = 1.0  # a host from which others heard something since then is not lost
-_ASK_SECONDS = 0.25
-_CLEAN_SECONDS = 15.0
 
 
 class Link:
@@ -86,7 +82,7 @@ class HereLink(Link):
 
     def close(self, seconds: float) -> None:
         """See :meth:`Link.close`. Its workers have seconds of their own to end in."""
-        self._thread.join(seconds + _CLEAN_SECONDS)
+        self._thread.join(seconds + 15.0)
 
     def why(self, status: int, engine: Engine | None, python: str) -> str:
         """See :meth:`Link.why`."""
@@ -163,7 +159,7 @@ class HostLink(Link):
         if self._silence is None or self._silent:
             return
         seconds = self._silence.seconds()
-        usual = _USUAL_SILENCES * self._silence.longest
+        usual = 4 * self._silence.longest  # hosts and networks differ
         if seconds < min(max(longest, usual), SILENCE_SECONDS):
             self._asked_first = 0.0
         elif seconds >= SILENCE_SECONDS or not self._is_heard(every):
@@ -178,12 +174,12 @@ class HostLink(Link):
         if not self.address or not others:
             return False
         now = time.monotonic()
-        if now - self._asked >= _ASK_SECONDS:
+        if now - self._asked >= 0.25:
             self._asked, self._asked_first = now, self._asked_first or now
             for other in others:
                 other.order(m.IsHeard(self.address))
         told = [o._heard.get(self.address, (0.0, 0.0)) for o in others]
-        return any(at < self._asked_first or ago < _HEARD_SECONDS for at, ago in told)
+        return any(at < self._asked_first or ago < 1.0 for at, ago in told)
 
     def why(self, status: int, engine: Engine | None, python: str) -> str:
         """See :meth:`Link.why`."""

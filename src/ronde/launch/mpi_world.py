@@ -25,7 +25,7 @@ from ronde.world import ArgumentError, WorldError
 
 __all__ = ["VARIABLE", "MpiStarter", "MpiWorld", "be_worker", "shared_name"]
 
-_START_SECONDS, _STOP_SECONDS = 60.0, 3.0
+_START_SECONDS = 60.0
 _LOOK_SECONDS = 0.05
 _MAIN = "from ronde.launch.mpi_world import be_worker; be_worker()"
 
@@ -33,7 +33,6 @@ VARIABLE = "RONDE_MPI_WORLD"
 """Names the world, for agents, for these processes, and for their workers."""
 _RANKS = "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"
 _OWN = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_", "MPIR_", "I_MPI_", "MPI_", "MPIEXEC_")
-_AGENT_SECONDS = 120.0
 
 
 class MpiWorld:
@@ -99,7 +98,7 @@ class MpiWorld:
             raise WorldError(f"--mpi-world: mpirun did not start all processes: {why}")
         return world
 
-    def _end(self, seconds: float = _STOP_SECONDS) -> None:
+    def _end(self, seconds: float = 3.0) -> None:
         """End it: its processes end by themselves when their agents have ended."""
         if self._child is not None:
             self._child.close(seconds)
@@ -204,7 +203,7 @@ def _peer_is_own(link: socket.socket) -> bool:
 
 def _agent(world: str) -> socket.socket:
     """A connection to the agent of this host, which may come later."""
-    limit = time.monotonic() + _AGENT_SECONDS
+    limit = time.monotonic() + 120.0
     while True:
         link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:

@@ -16,7 +16,6 @@ from ronde.world import WorldError, usable_cores
 
 __all__ = ["Ray"]
 
-_READY_SECONDS = 10.0
 _PER_NODE = 8  # workers without GPUs, where nobody says how many
 
 
@@ -132,7 +131,7 @@ class _Nodes:
 
     def _reserve(self, bundles: Sequence[dict[str, float]], kind: str) -> Any:
         group = self._ray.util.placement_group(list(bundles), strategy="PACK")
-        if not group.wait(_READY_SECONDS):
+        if not group.wait(10.0):
             self._ray.util.remove_placement_group(group)
             free = int(self._ray.available_resources().get(kind, 0))
             wanted = int(sum(b[kind] for b in bundles))

@@ -17,8 +17,6 @@ from ronde.world import ArgumentError, WorldError
 
 __all__ = ["ReductionServers"]
 
-_SECONDS = 60.0
-_STOP_SECONDS = 2.5
 _MODULE = "ronde.exchange.reduction_server"
 
 
@@ -64,7 +62,7 @@ class ReductionServers:
     ) -> None:
         for server in self._started:
             if server is not None:
-                server.close(_STOP_SECONDS)
+                server.close(2.5)
 
     def variables(self) -> dict[str, str]:
         """Start those that do not run, and return the variables by which workers find them.
@@ -79,7 +77,7 @@ class ReductionServers:
                 self._started[i] = one = Child(argv)
                 one.write(f"{self._token}\n".encode())
                 fresh.append((i, name, one))
-        limit = time.monotonic() + _SECONDS
+        limit = time.monotonic() + 60.0
         for i, name, server in fresh:
             found = _places(server, limit - time.monotonic())
             if not found:

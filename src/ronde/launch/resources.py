@@ -21,7 +21,6 @@ from ronde.world.heartbeat import Beat, read_beat
 
 __all__ = ["ResourceWatch"]
 
-_LOOK_SECONDS, _LINE_SECONDS = 1.0, 10.0
 _SEARCH_SHARE = 2e-4  # of a core, to look for the workers' processes
 
 
@@ -49,8 +48,8 @@ class ResourceWatch:
         directory: Path | None,
         send: Callable[[dict[str, Any]], object],
         say: Callable[[str], object],
-        look: float = _LOOK_SECONDS,
-        line: float = _LINE_SECONDS,
+        look: float = 1.0,
+        line: float = 10.0,
     ) -> None:
         self._folder, self._ranks, self._directory = folder, ranks, directory
         self._send, self._say, self._seconds, self._line_seconds = send, say, look, line

@@ -18,9 +18,7 @@ from ronde.world.fence import name_generation
 
 __all__ = ["Restarts"]
 
-_ROOM_SECONDS, _LOOK_SECONDS = 600.0, 0.5
-_ROOM_BYTES = 1 << 20  # for the record, the plan, and logs
-_READ_BYTES = 256 << 20
+_ROOM_SECONDS = 600.0
 
 
 class Restarts:
@@ -118,7 +116,7 @@ class Restarts:
             except WorldError as error:
                 if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
                     limit, why = 0.0, str(error)
-            if free >= _ROOM_BYTES:
+            if free >= 1 << 20:  # for the record, the plan, and logs
                 break
             if time.monotonic() > limit:
                 self.say(f"no restart: {why}")
@@ -126,7 +124,7 @@ class Restarts:
             if not said:
                 self.say(f"{why}: waiting for room, at most {_ROOM_SECONDS / 60:.0f} min")
             said = True
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(0.5)
         return True
 
     def _checkpoint(self) -> str:
@@ -138,6 +136,6 @@ class Restarts:
             with contextlib.suppress(CheckpointError, OSError, LookupError, TypeError, ValueError):
                 body = load_manifest(path)
                 size = sum(entry["bytes"] for entry in body["files"].values())
-                check_files(path, body, digests=size <= _READ_BYTES)
+                check_files(path, body, digests=size <= 256 << 20)
                 return path.name
         return ""

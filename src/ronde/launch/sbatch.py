@@ -19,7 +19,6 @@ __all__ = ["BatchJob", "follow_job", "limit_seconds", "submit"]
 
 _PLAIN = re.compile(r"[^\x00-\x1f\x7f]+")
 _TIME = re.compile(r"(\d+-)?\d+(:\d{1,2}){0,2}")
-_POLL_SECONDS = 1.0
 _WARNING = "--signal=B:USR1@120"  # to ronde run alone, two to three minutes before the limit
 _ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
 
@@ -178,4 +177,4 @@ def follow_job(job: str, show: Callable[[bytes], None], say: Callable[[str], Non
                     place += len(data)
         if state in _ENDED or not state:
             return state
-        time.sleep(_POLL_SECONDS)
+        time.sleep(1.0)

@@ -23,7 +23,6 @@ _CANCELLED = (
     "--resume."
 )
 _STATES = {"TIMEOUT": _OVER, "CANCELLED": _CANCELLED, "NODE_FAIL": "Slurm lost a node of the job."}
-_ASK_SECONDS = 5.0
 
 _MEANINGS = (
     ("invalid node name", "it is no node of this cluster."),
@@ -101,7 +100,7 @@ class Slurm(Engine):
             return ""
         ask = ["scontrol", "--oneliner", "show", "job", self._job]
         try:
-            told = subprocess.run(ask, capture_output=True, text=True, timeout=_ASK_SECONDS)
+            told = subprocess.run(ask, capture_output=True, text=True, timeout=5.0)
         except (OSError, subprocess.TimeoutExpired):
             return ""
         state = re.search(r"\bJobState=(\w+)", told.stdout)

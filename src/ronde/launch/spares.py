@@ -25,8 +25,6 @@ from typing import Any
 
 __all__ = ["Spares", "main"]
 
-_LARGEST = 1 << 20
-_LOOK_SECONDS = 0.05
 _IMPORTS = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -130,7 +128,7 @@ class Spares:
     def wait(self, over: Callable[[], object] = bool) -> None:
         """Wait until the warm process has imported torch, or has ended, or it is ``over``."""
         if self._socket is not None and not self._ready:
-            while not select.select([self._socket], [], [], _LOOK_SECONDS)[0]:
+            while not select.select([self._socket], [], [], 0.05)[0]:
                 if over():
                     return
             with contextlib.suppress(OSError):
@@ -192,7 +190,7 @@ class _Torch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def _serve(connection: socket.socket, read: set[str], work: Callable[[], None]) -> None:
     connection.send(b"ready")
-    while request := connection.recv(_LARGEST):
+    while request := connection.recv(1 << 20):
         source, sink = os.pipe()
         child = os.fork()
         if not child:  # it ends at once, so that its child becomes the launcher's

@@ -18,9 +18,7 @@ from ronde.world.paths import need_java
 
 __all__ = ["Spark"]
 
-_LOOK_SECONDS = 0.2
 _FIRST_SECONDS = 120.0  # until the first executor is there
-_NEXT_SECONDS = 20.0  # from one executor to the next: they come up together
 
 # Spark's own values wait for executors for ten minutes.
 _SETTINGS = {
@@ -138,10 +136,10 @@ class _Tasks:
         limit = time.monotonic() + _FIRST_SECONDS
         while (now := self._slots()) < self._workers:
             if now != slots:
-                slots, limit = now, time.monotonic() + _NEXT_SECONDS
+                slots, limit = now, time.monotonic() + 20.0  # executors come up together
             if here or time.monotonic() > limit:
                 raise WorldError(self._too_few(now))
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(0.2)
 
     def _too_few(self, slots: int) -> str:
         wanted = f"{self._workers} workers need {self._workers} slots (cores of executors)"

@@ -20,9 +20,6 @@ from ronde.world.fence import AGAIN
 __all__ = ["Stopped", "WorkerFailure", "Workers"]
 
 _LOOK_SECONDS = 0.02
-_STATE_SECONDS = 0.15
-_LEAVE_SECONDS = 60.0
-_STOPPED_LOOKS = 3  # in a row: 0.45 s in which this process was awake itself
 
 
 class Process(Protocol):
@@ -144,7 +141,7 @@ class Workers:
                 break
             if self._over():
                 raise Stopped
-            if self._asked is not None and time.monotonic() > self._asked + _LEAVE_SECONDS:
+            if self._asked is not None and time.monotonic() > self._asked + 60.0:
                 break
             time.sleep(_LOOK_SECONDS)
         return self.failures
@@ -161,7 +158,7 @@ class Workers:
                     self.paused |= note.read_text() == "paused"
                 else:
                     self._fail(local, code)
-        if time.monotonic() - self._looked >= _STATE_SECONDS:
+        if time.monotonic() - self._looked >= 0.15:
             self._looked = time.monotonic()
             if self._asked is not None:
                 self.ask_to_leave()
@@ -175,7 +172,7 @@ class Workers:
             now = _stopped_at(process.pid) if process.poll() is None else ""
             looks = (looks if now == where else 0) + 1 if now else 0
             self._stopped[local] = looks, now
-            if looks >= _STOPPED_LOOKS:
+            if looks >= 3:  # 0.45 s in which this process was awake itself
                 self._fail(local, -signal.SIGSTOP, stopped=True)
 
     def _fail(self, local: int, code: int, stopped: bool = False) -> None:

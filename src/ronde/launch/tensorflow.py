@@ -16,7 +16,6 @@ from ronde.world import ArgumentError, WorldError, threads_per_worker
 
 __all__ = ["TensorFlowCluster", "parameter_servers", "roles"]
 
-_LOOK_SECONDS, _POLL_SECONDS = 0.05, 0.5
 _ENDED = "ronde/tensorflow/ended"
 
 
@@ -100,7 +99,7 @@ class TensorFlowCluster:
             check()
             if time.monotonic() > limit:
                 raise WorldError(f"not every host has come within {nodes.patience:.0f} s")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(0.05)
         return [place for key in keys for place in json.loads(self._store.get(key))]
 
     def environments(self, workers: int, gpus: int) -> list[dict[str, str]]:
@@ -144,7 +143,7 @@ class TensorFlowCluster:
             self.ended = ranks[0] == 0
             if self.ended:
                 self._store.set(_ENDED, "")
-        elif time.monotonic() > self._asked + _POLL_SECONDS:
+        elif time.monotonic() > self._asked + 0.5:
             self._asked = time.monotonic()
             with contextlib.suppress(RuntimeError):  # node 0 is lost: its launcher says so
                 self.ended = bool(self._store.check([_ENDED]))

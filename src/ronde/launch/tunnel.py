@@ -20,7 +20,6 @@ from typing import Any
 __all__ = ["run_agent"]
 
 _PART = 1 << 16
-_STOP_SECONDS = 3.0
 
 
 def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int:
@@ -77,7 +76,7 @@ def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int
         with contextlib.suppress(OSError):
             stdin.close()  # the agent ends what it started
         try:
-            agent.wait(_STOP_SECONDS)
+            agent.wait(3.0)
         except subprocess.TimeoutExpired:
             os.killpg(agent.pid, signal.SIGKILL)
 

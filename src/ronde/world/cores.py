@@ -20,8 +20,6 @@ __all__ = [
     "usable_cores",
 ]
 
-_SPINS = 10_000  # of GOMP_SPINCOUNT: some tens of microseconds
-
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -128,7 +126,7 @@ def openmp_waits(workers: int, threads: int, cores: int | None = None) -> dict[s
     if os.environ.get("OMP_WAIT_POLICY") or os.environ.get("GOMP_SPINCOUNT"):
         return {}
     if threads > 1 and workers * threads <= (usable_cores() if cores is None else cores):
-        return {"GOMP_SPINCOUNT": str(_SPINS)}
+        return {"GOMP_SPINCOUNT": "10000"}  # some tens of microseconds
     return {"OMP_WAIT_POLICY": "PASSIVE"} if workers > 1 else {}
 
 

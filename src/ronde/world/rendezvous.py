@@ -29,14 +29,7 @@ from ronde.world.identity import World, ranks_text
 
 __all__ = ["LateError", "Rendezvous", "counted", "rendezvous"]
 
-_PUBLISH_SECONDS = 1.0
-_LOOK_SECONDS = 0.5  # between two looks at what missing ranks do
-_LOOKED_AT = 8  # ranks; what each finds of the ones after it, all others read
-_LOOKS_WITHIN = 5  # that find a rank elsewhere, where it may still be on its way
-_SAY_AFTER_SECONDS, _SAY_EVERY_SECONDS = 5.0, 60.0
-_LEAVE_SECONDS = 2.0
 _ENDED = "ended its script"
-_DIGEST = 64  # hexadecimal digits of a SHA-256
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -58,7 +51,7 @@ def _verified(key: str, value: bytes) -> Any:
     Raises:
         WorldError: it was written by somebody else.
     """
-    text = value[_DIGEST:].decode(errors="replace")
+    text = value[64:].decode(errors="replace")  # hexadecimal digits of a SHA-256
     if not hmac.compare_digest(_signed(key, text).encode(), value):
         raise WorldError(
             f"the value {key!r} in the store where ranks meet does not come from this run: another "
@@ -127,7 +120,7 @@ class Rendezvous:
 
     def _publish_often(self) -> None:
         with suppress(RuntimeError):  # the store has gone: so has the world
-            while not self._stopped.wait(_PUBLISH_SECONDS):
+            while not self._stopped.wait(1.0):
                 self._publish()
 
     def _stop(self) -> None:
@@ -140,7 +133,7 @@ class Rendezvous:
             self._publish()
             # Rank 0 may hold the store: others must have read what they met for.
             keys, n = self._last
-            limit = time.monotonic() + _LEAVE_SECONDS
+            limit = time.monotonic() + 2.0
             while keys and self.me.is_main and time.monotonic() < limit:
                 if self._store.check(keys) and all(
                     _verified(*each) >= n
@@ -207,7 +200,7 @@ class Rendezvous:
             if chosen == everyone:
                 self.begun += 1
             self._publish()
-            looks = _LOOKS_WITHIN if within else 1
+            looks = 5 if within else 1  # it may still be on its way
             gone = self._wait(what, chosen, f"{name}/{n}", past, advice, at_most_seconds, looks)
             if gone is not None:
                 # Others never came. A script that catches the error may meet them here next time.
@@ -249,9 +242,10 @@ class Rendezvous:
     ) -> WorldError | None:
         """None once all are here, or the error that one never will be, as ``looks`` looks tell."""
         at = chosen.index(self.me.rank)
-        mine = {*(*chosen, *chosen)[at + 1 : at + 1 + _LOOKED_AT]}
+        # what each finds of the eight after it, all others read
+        mine = {*(*chosen, *chosen)[at + 1 : at + 9]}
         start = looked = time.monotonic()
-        say_at, pause = start + _SAY_AFTER_SECONDS, 0.0002
+        say_at, pause = start + 5.0, 0.0002
         while True:
             with self._lock:
                 if self._store.check([f"{meeting}/all"]):
@@ -259,7 +253,7 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(pause * 1.5, 0.05)
             now = time.monotonic()
-            if now - looked < _LOOK_SECONDS:
+            if now - looked < 0.5:
                 continue
             looked = now
             with self._lock:
@@ -279,7 +273,7 @@ class Rendezvous:
                     continue  # between two checks the last one came, or one gave up
                 if now - start > at_most_seconds:
                     raise LateError(f"{ranks_text(missing)} did not call {what}.")
-                say_at = now + _SAY_EVERY_SECONDS
+                say_at = now + 60.0
                 print(
                     f"ronde: rank {self.me.rank} has waited {now - start:.0f} s for "
                     f"{ranks_text(missing)} to call {what}.",

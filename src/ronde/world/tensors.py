@@ -38,7 +38,6 @@ __all__ = [
     "tensors_in",
 ]
 
-_DEPTH = 8  # of objects inside objects that tensors_in looks into
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, type(None))
 _LEAF = (torch.Tensor, *_PLAIN)
 
@@ -193,7 +192,7 @@ def _gather(
     elif isinstance(value, list | tuple | set | Mapping):
         for v in value.values() if isinstance(value, Mapping) else value:
             _gather(v, found, attributes, within)
-    elif len(within) < _DEPTH and not any(value is outer for outer in within):
+    elif len(within) < 8 and not any(value is outer for outer in within):
         held = parts(value)
         for v in _attributes(value, attributes) if held is None else held.values():
             _gather(v, found, attributes, (*within, value))
