@@ -9,15 +9,13 @@ from ronde.launch.facts import collect, notes
 from ronde.launch.slurm import allocation
 
 
-def test_one_host_that_is_enough():
+def test_too_little_memory_is_told():
     own = {**collect([sys.argv[0]], None), "received": time.time()}
-    gpus = {"kind": "cuda", "devices": 8, "memory": 1 << 40, "shared_memory": 1 << 40}
-    found = {name: {**own, **gpus} for name in ("a", "b")}
-    told = "a alone has 8 GPUs, enough for all 8 workers: on a:8 they would need no network"
-    assert notes(found, {"a": 4, "b": 4}) == [told]
-    assert notes(found, {"a": 8, "b": 8}) == notes(found, {"a": 8}) == []
-    on_cpu = {name: {**facts, "kind": "cpu"} for name, facts in found.items()}
-    assert notes(on_cpu, {"a": 4, "b": 4}) == []  # two hosts have twice the cores
+    enough = {**own, "memory": 1 << 40, "shared_memory": 1 << 40}
+    hosts = {"a": enough, "b": {**enough, "shared_memory": 64 << 20}}
+    assert notes(hosts, {"a": 8, "b": 1}) == []
+    (note,) = notes(hosts, {"a": 8, "b": 2})
+    assert note.startswith("b has 64 MB of shared memory (/dev/shm) for 2 workers")
 
 
 def test_slots_of_an_allocation():

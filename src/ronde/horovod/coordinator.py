@@ -368,9 +368,9 @@ def _disagreement(
     said: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         said.setdefault(json.dumps(value), []).append(rank)
-    found = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in said.items())
+    parts = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in said.items())
     return (
-        f"{describe(key)}: the ranks disagree on {whose} {_WORDS.get(name, name)}: {found}. Every "
+        f"{describe(key)}: the ranks disagree on {whose} {_WORDS.get(name, name)}: {parts}. Every "
         "rank of a process set must give the same."
     )
 

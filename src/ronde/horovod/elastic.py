@@ -122,11 +122,11 @@ class ObjectState:
             return False
         raw = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
         try:
-            found = unpack_object(raw)
+            commit = unpack_object(raw)
             mine = {kind: set(values) for kind, values in self.committed().items()}
-            if {kind: set(values) for kind, values in found.items()} != mine:
-                raise ValueError(f"it has {sorted(map(sorted, found.values()))}")
-            self.take(found)
+            if {kind: set(values) for kind, values in commit.items()} != mine:
+                raise ValueError(f"it has {sorted(map(sorted, commit.values()))}")
+            self.take(commit)
         except (ValueError, KeyError, RuntimeError) as error:
             raise ArgumentError(
                 f"hvd.elastic: {file} cannot be continued: {error}. Delete it to begin anew."
@@ -137,9 +137,9 @@ class ObjectState:
         """The last commit, as plain values and tensors."""
         return {"values": self._saved_state}
 
-    def take(self, found: dict[str, Any]) -> None:
+    def take(self, commit: dict[str, Any]) -> None:
         """Continue with what :meth:`committed` gave."""
-        self._saved_state = found["values"]
+        self._saved_state = commit["values"]
         self.restore()
 
     def check_host_updates(self) -> None:
@@ -290,11 +290,11 @@ class TorchState(ObjectState):
         self._handlers: dict[str, Any] = {}
         plain = {}
         for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items():
-            found = next((held for kind, held in _registry if isinstance(value, kind)), None)
-            if found is None:
+            holder = next((held for kind, held in _registry if isinstance(value, kind)), None)
+            if holder is None:
                 plain[name] = value
             else:
-                self._handlers[name] = found(value)
+                self._handlers[name] = holder(value)
         for name, handler in self._handlers.items():
             object.__setattr__(self, name, handler.value)
         super().__init__(**plain)
@@ -308,11 +308,11 @@ class TorchState(ObjectState):
         """See :meth:`ObjectState.committed`."""
         return {**super().committed(), "states": {n: h.saved for n, h in self._handlers.items()}}
 
-    def take(self, found: dict[str, Any]) -> None:
+    def take(self, commit: dict[str, Any]) -> None:
         """See :meth:`ObjectState.take`."""
         for name, handler in self._handlers.items():
-            handler.saved = found["states"][name]
-        super().take(found)
+            handler.saved = commit["states"][name]
+        super().take(commit)
 
     def save(self) -> None:
         """Copy models, optimizers and samplers, and save the values."""

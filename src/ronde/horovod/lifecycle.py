@@ -264,7 +264,7 @@ def _connect(me: World, places: list[Any], trace: ChromeTrace) -> socket.socket 
     """Start the coordinator on rank 0, and connect to it."""
     if me.size == 1:
         return None
-    told: Any = None
+    meeting: Any = None
     if me.is_main:
         one_machine = all(place[:2] == places[0][:2] for place in places)
         name = os.environ.get("GLOO_SOCKET_IFNAME")
@@ -273,8 +273,8 @@ def _connect(me: World, places: list[Any], trace: ChromeTrace) -> socket.socket 
         token = secrets.token_hex(16)
         coordinator = Coordinator(me.size, token, address, *_stall_limits(), trace)
         coordinator.start()
-        told = [address, coordinator.port, token]
-    address, port, token = broadcast_json(me, told)
+        meeting = [address, coordinator.port, token]
+    address, port, token = broadcast_json(me, meeting)
     try:
         connection = socket.create_connection((address, port), timeout=60.0)
     except OSError as error:

@@ -89,8 +89,8 @@ def unpack_object(data: torch.Tensor, device: torch.device | str = "cpu") -> Any
 
         return pickle.loads(body)  # noqa: S301 (the user allowed it)
     end = 8 + int.from_bytes(body[:8], "big")
-    found = decode_exact(json.loads(body[8:end]), load_tensors(body[end:]), device)
-    return set(found) if kind == _SET else found
+    value = decode_exact(json.loads(body[8:end]), load_tensors(body[end:]), device)
+    return set(value) if kind == _SET else value
 
 
 def broadcast_object(

@@ -308,8 +308,8 @@ class _Remote(Agent):
     def _watch(self, silence: Silence) -> None:
         while silence.seconds() < self.silence:
             time.sleep(0.5)
-        told = f"nothing came from the launcher for {self.silence:.0f} s: this node ends its part"
-        print(f"ronde: {told}", file=sys.stderr, flush=True)
+        text = f"nothing came from the launcher for {self.silence:.0f} s: this node ends its part"
+        print(f"ronde: {text}", file=sys.stderr, flush=True)
         self._give_up()
 
     def _give_up(self) -> None:
@@ -319,23 +319,23 @@ class _Remote(Agent):
 
 def _listen() -> dict[str, socket.socket]:
     """A listener on each address of this host; one becomes the meeting point."""
-    found: dict[str, socket.socket] = {}
+    listeners: dict[str, socket.socket] = {}
     for _, address in addresses():
         with contextlib.suppress(OSError):
-            found[address] = listen_on(address)
-    return found
+            listeners[address] = listen_on(address)
+    return listeners
 
 
 def _reach(candidates: list[tuple[str, int]]) -> dict[str, str]:
     """Which candidates this host reaches, and by which of its own addresses."""
-    found = {}
+    own = {}
     for address, port in candidates:
         with (
             contextlib.suppress(OSError),
             socket.create_connection((address, port), 3.0) as link,
         ):
-            found[address] = str(link.getsockname()[0])
-    return found
+            own[address] = str(link.getsockname()[0])
+    return own
 
 
 def _interface(address: str) -> str:

@@ -69,8 +69,8 @@ class Container:
         """
         if len(self.hosts) == 1:
             return Nodes()
-        told = os.environ.get("SM_MASTER_PORT") or os.environ.get("MASTER_PORT")
-        port = self.port or int(told or 7777)
+        asked = os.environ.get("SM_MASTER_PORT") or os.environ.get("MASTER_PORT")
+        port = self.port or int(asked or 7777)
         address = _resolved(self.hosts[0])
         listener = None
         if self.rank > 0 and address.startswith("127."):
@@ -163,11 +163,11 @@ def _value(text: Any) -> str:
 
 
 def _arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
-    found: list[str] = []
+    words: list[str] = []
     for name, text in values.items():
         if not name.startswith(("sagemaker_", "_tuning_")):
-            found += [f"--{name}", _value(text)]
-    return tuple(found)
+            words += [f"--{name}", _value(text)]
+    return tuple(words)
 
 
 def container(env: Mapping[str, str] = os.environ) -> Container | None:
@@ -191,7 +191,7 @@ def container(env: Mapping[str, str] = os.environ) -> Container | None:
             f"resourceconfig.json says that this host is {current!r}, which is not among its hosts "
             f"{list(hosts)}: the file is not the one of this container."
         )
-    told = {
+    variables = {
         "SM_HOSTS": json.dumps(list(hosts)),
         "SM_CURRENT_HOST": current,
         "SM_MODEL_DIR": str(base / "model"),
@@ -200,7 +200,7 @@ def container(env: Mapping[str, str] = os.environ) -> Container | None:
     data = inputs / "data"
     channels = _json(inputs / "config" / "inputdataconfig.json") or {}
     for name in channels:
-        told[f"SM_CHANNEL_{str(name).upper()}"] = str(data / name)
+        variables[f"SM_CHANNEL_{str(name).upper()}"] = str(data / name)
     kept = _json(inputs / "config" / "checkpointconfig.json")
     checkpoints = base / "checkpoints"
     if kept:
@@ -211,7 +211,7 @@ def container(env: Mapping[str, str] = os.environ) -> Container | None:
         current,
         str(config.get("network_interface_name") or "eth0"),
         _arguments(_json(inputs / "config" / "hyperparameters.json") or {}),
-        {k: v for k, v in told.items() if not env.get(k)},
+        {k: v for k, v in variables.items() if not env.get(k)},
         checkpoints if kept or checkpoints.is_dir() else None,
         failure,
         inputs=_inputs(channels, data) | _processing_inputs(base),
@@ -229,13 +229,13 @@ def _inputs(channels: Mapping[str, Mapping[str, Any]], data: Path) -> dict[Path,
 
 def _processing_inputs(base: Path) -> dict[Path, str]:
     """The same of a processing job."""
-    found = {}
-    for told in (_json(base / "config" / "processingjobconfig.json") or {}).get(
+    spreads = {}
+    for each in (_json(base / "config" / "processingjobconfig.json") or {}).get(
         "ProcessingInputs", ()
     ):
-        source = told.get("S3Input") or told.get("DatasetDefinition") or {}
+        source = each.get("S3Input") or each.get("DatasetDefinition") or {}
         spread = source.get("S3DataDistributionType") or source.get("DataDistributionType")
         pipe = "Pipe" in (source.get("S3InputMode"), source.get("InputMode"))
         if source.get("LocalPath"):
-            found[Path(source["LocalPath"])] = "Pipe" if pipe else spread or "FullyReplicated"
-    return found
+            spreads[Path(source["LocalPath"])] = "Pipe" if pipe else spread or "FullyReplicated"
+    return spreads

@@ -247,8 +247,8 @@ def serve(connect: Callable[[dict[str, Any]], System]) -> None:
         system = connect(request)
         places = _Places(system.address)
         count = system.start(places.port, places.token)
-        found = system.hosts(places.wait(count, system))
-        answers.write(json.dumps({"hosts": found}) + "\n")
+        hosts = system.hosts(places.wait(count, system))
+        answers.write(json.dumps({"hosts": hosts}) + "\n")
         with contextlib.suppress(OSError):
             while True:
                 relay, _ = relays.accept()

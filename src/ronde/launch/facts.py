@@ -41,10 +41,10 @@ _ALIKE = {
 def digest_of(command: Sequence[str]) -> str:
     """The digest of a worker's script or module; a short sentence where there is none."""
     if command[0] == "-m":
-        found = find_module(command[1])
-        if found is None or not found.origin:
+        module = find_module(command[1])
+        if module is None or not module.origin:
             return "no such module"
-        path = Path(found.origin)
+        path = Path(module.origin)
     else:
         path = Path(command[0])
     try:
@@ -97,31 +97,31 @@ def collect(command: Sequence[str], token: str | None) -> dict[str, Any]:
     }
 
 
-def differences(found: Mapping[str, Facts], command: Sequence[str]) -> list[str]:
+def differences(facts_of: Mapping[str, Facts], command: Sequence[str]) -> list[str]:
     """What must be alike and is not, as lines of one table; empty if nothing differs.
 
     Args:
-        found: host -> its facts.
+        facts_of: host -> its facts.
         command: the worker's command, whose digest here counts as the right one.
     """
     here = digest_of(command)
     rows: list[list[str]] = []
     for fact, name in _ALIKE.items():
-        values = [str(f[fact]) for f in found.values()]
+        values = [str(f[fact]) for f in facts_of.values()]
         right = {here} if fact == "digest" else {values[0]}
         if set(values) != right:
             rows.append([name, *(v if v != here else "as here" for v in values)])
     machines: dict[str, list[str]] = {}
-    for host, facts in found.items():
+    for host, facts in facts_of.items():
         machines.setdefault(facts["machine"], []).append(host)
-    lines = aligned(["differs", *found], rows) if rows else []
+    lines = aligned(["differs", *facts_of], rows) if rows else []
     for hosts in machines.values():
         if len(hosts) > 1:
             lines.append(f"{' and '.join(hosts)} are one machine: name it once, with all its slots")
     return lines
 
 
-def share(hosts: Sequence[Host], found: Mapping[str, Facts], asked: str) -> list[int]:
+def share(hosts: Sequence[Host], facts_of: Mapping[str, Facts], asked: str) -> list[int]:
     """How many workers each host gets: its slots, filled in order.
 
     Args:
@@ -132,7 +132,7 @@ def share(hosts: Sequence[Host], found: Mapping[str, Facts], asked: str) -> list
     """
     slots = []
     for host in hosts:
-        facts = found[host.name]
+        facts = facts_of[host.name]
         gpus = facts["kind"] == "cuda"
         count = host.slots or (facts["devices"] if gpus else min(facts["devices"], 8))
         if gpus and count > facts["devices"]:
@@ -169,22 +169,14 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def notes(found: Mapping[str, Facts], workers: Mapping[str, int]) -> list[str]:
+def notes(facts_of: Mapping[str, Facts], workers: Mapping[str, int]) -> list[str]:
     """What will not stop the start, but may hurt.
 
     Args:
         workers: host -> how many it will have.
     """
     said = []
-    total = sum(workers.values())
-    if sum(1 for count in workers.values() if count) > 1:
-        alone = (h for h, f in found.items() if f["kind"] == "cuda" and f["devices"] >= total)
-        if host := next(alone, None):
-            said.append(
-                f"{host} alone has {found[host]['devices']} GPUs, enough for all {total} workers: "
-                f"on {host}:{total} they would need no network"
-            )
-    for host, facts in found.items():
+    for host, facts in facts_of.items():
         count = workers.get(host, 0)
         apart = facts["time"] - facts["received"]
         if abs(apart) > 5.0:

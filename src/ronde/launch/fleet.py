@@ -272,30 +272,30 @@ class Fleet:
         Raises:
             WorldError: hosts that did not come up, refused or did not answer.
         """
-        found: dict[str, tuple[A, float]] = {}
+        answers: dict[str, tuple[A, float]] = {}
         problems: dict[str, str] = {}
         limit = time.monotonic() + _ANSWER_SECONDS
-        while len(found) + len(problems) < len(self._links):
+        while len(answers) + len(problems) < len(self._links):
             try:
                 link, answer = self._answers.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
                 late = f"no answer within {_ANSWER_SECONDS:.0f} s"
                 for each in self._links:
-                    if each.host.name not in found:
+                    if each.host.name not in answers:
                         problems.setdefault(each.host.name, self._meaning(each, 255) or late)
                 break
             name = link.host.name
             if isinstance(answer, kind):
-                found[name] = answer, time.time()
+                answers[name] = answer, time.time()
             elif isinstance(answer, m.Refused):
                 problems[name] = answer.why
             elif isinstance(answer, m.Closed):
                 problems.setdefault(name, self._why(link, answer))
         if problems:
             order = {host.name: i for i, host in enumerate(self._hosts)}
-            told = [f"{h}: {problems[h]}" for h in sorted(problems, key=order.__getitem__)]
-            raise WorldError("\n".join([*told, "Nothing was started."]))
-        return found
+            lines = [f"{h}: {problems[h]}" for h in sorted(problems, key=order.__getitem__)]
+            raise WorldError("\n".join([*lines, "Nothing was started."]))
+        return answers
 
     def _why(self, link: Link, closed: m.Closed) -> str:
         return link.why(closed.status, self._engine, self._python)
@@ -333,8 +333,8 @@ class Fleet:
             link.order(self._hello)
         answers = self._each(m.Told)
         for link in self._links:
-            told, received = answers[link.host.name]
-            link.facts = {**told.facts, "received": received}
+            answer, received = answers[link.host.name]
+            link.facts = {**answer.facts, "received": received}
         self.facts = {link.host.name: link.facts or {} for link in self._links}
         if lines := differences(self.facts, command):
             raise WorldError("\n".join(["the hosts differ:", *lines, "Nothing was started."]))
@@ -451,8 +451,8 @@ class Fleet:
             if self._signals.asked:
                 return Outcome(AGAIN, error=self._signals.text(), again=True, interrupted=True)
             if not counts:
-                told = f"{outcome.error}; fewer workers than --min-workers {least} are left"
-                return Outcome(1, error=told)
+                error = f"{outcome.error}; fewer workers than --min-workers {least} are left"
+                return Outcome(1, error=error)
             if self._engine is not None:
                 _tell_hosts([link.host.name for link in self._links], counts, output, restarts)
 
@@ -654,8 +654,8 @@ class Fleet:
     def _stop(self, number: int) -> Outcome:
         """End every worker after a signal to the launcher; a second one does not wait."""
         here = self._engine is None
-        told = f"stopped by {signal.Signals(number).name}"
-        outcome = Outcome(128 + number, error=told, interrupted=True)
+        error = f"stopped by {signal.Signals(number).name}"
+        outcome = Outcome(128 + number, error=error, interrupted=True)
         stop = m.Stop(signal.SIGINT, 1.5)
         if here:
             stop = m.Stop(number, 10.0)
@@ -730,9 +730,9 @@ def _send_directory(link: Link, directory: Path) -> None:
 
 def _contents(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """Variable -> name and text of the file here that it means."""
-    found: dict[str, tuple[str, str]] = {}
+    files: dict[str, tuple[str, str]] = {}
     for name in _SENT:
         path = Path(environment.get(name) or "none")
         if path.is_absolute() and path.is_file():
-            found[name] = path.name, path.read_text()
-    return found
+            files[name] = path.name, path.read_text()
+    return files

@@ -233,13 +233,13 @@ def _exchanged(
     """
     owners = {inode: rank for rank, pid in pids.items() for inode in connections_of(pid)}
     ends = {c.ports: inode for inode, c in tcp.items()}
-    found = dict.fromkeys(pids, (0, 0))
+    moved = dict.fromkeys(pids, (0, 0))
     for inode, rank in owners.items():
         if (own := tcp.get(inode)) is not None:
             other = ends.get(own.ports[::-1])
             if other is None or owners.get(other, rank) != rank:
-                found[rank] = found[rank][0] + own.sent, found[rank][1] + own.received
-    return found
+                moved[rank] = moved[rank][0] + own.sent, moved[rank][1] + own.received
+    return moved
 
 
 def _cpu(before: ProcessFacts, fact: ProcessFacts) -> float:
@@ -453,14 +453,14 @@ def is_new(verdict: HangVerdict, known: Sequence[HangVerdict]) -> bool:
     return not usual and all(v.step != verdict.step for v in same)
 
 
-def record_hangs(directory: Path | None, found: Sequence[HangVerdict | None]) -> bool:
+def record_hangs(directory: Path | None, verdicts: Sequence[HangVerdict | None]) -> bool:
     """Write what was found about hanging and slow ranks to a run's record, if there is one yet."""
-    if directory is None or not any(found) or not RunDir(directory).record.is_file():
+    if directory is None or not any(verdicts) or not RunDir(directory).record.is_file():
         return False
     record = Record(RunDir(directory).record)
     names = ("sentence", "rank", "step", "place", "slow")
     with contextlib.suppress(OSError):  # a full disk must not end the run
-        for each in filter(None, found):
+        for each in filter(None, verdicts):
             values = {name: getattr(each, name) for name in names}
             record.write(HangFound(**values, waiting=list(each.waiting)))
         record.close()

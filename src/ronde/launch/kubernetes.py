@@ -131,12 +131,12 @@ class Manifest:
         return [*own, *kept, *self.options, *self.command]
 
     def _resources(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        limits: dict[str, Any] = {}
         if self.gpus:
-            found["nvidia.com/gpu"] = self.gpus
+            limits["nvidia.com/gpu"] = self.gpus
         if self.cores:
-            found["cpu"] = self.cores * self._workers
-        return {"limits": found} if found else {}
+            limits["cpu"] = self.cores * self._workers
+        return {"limits": limits} if limits else {}
 
     def _head(self, version: str, kind: str) -> dict[str, Any]:
         return {"apiVersion": version, "kind": kind, "metadata": {"name": self._label}}

@@ -178,8 +178,8 @@ class HostLink(Link):
             self._asked, self._asked_first = now, self._asked_first or now
             for other in others:
                 other.order(m.IsHeard(self.address))
-        told = [o._heard.get(self.address, (0.0, 0.0)) for o in others]
-        return any(at < self._asked_first or ago < 1.0 for at, ago in told)
+        heard = [o._heard.get(self.address, (0.0, 0.0)) for o in others]
+        return any(at < self._asked_first or ago < 1.0 for at, ago in heard)
 
     def why(self, status: int, engine: Engine | None, python: str) -> str:
         """See :meth:`Link.why`."""

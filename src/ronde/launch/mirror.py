@@ -44,12 +44,12 @@ def forget_others(folder: Path, names: list[str]) -> None:
 
 def folder_files(folder: Path) -> list[str]:
     """Names of the files of a run directory that travel with it."""
-    found = [
+    names = [
         str(p.relative_to(folder))
         for p in sorted(folder.rglob("*"))
         if p.is_file() and p.relative_to(folder).parts[0] not in _APART
     ]
-    return [n for n in found if not any(part.startswith(".") for part in Path(n).parts)]
+    return [n for n in names if not any(part.startswith(".") for part in Path(n).parts)]
 
 
 class Mirror:

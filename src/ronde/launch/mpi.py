@@ -50,19 +50,19 @@ class Mpi(Engine):
     name = "mpirun"
 
     def __init__(self, config: Path | None = None) -> None:
-        found = shutil.which("mpirun") or shutil.which("mpiexec")
-        if found is None:
+        mpirun = shutil.which("mpirun") or shutil.which("mpiexec")
+        if mpirun is None:
             raise ArgumentError(
                 "mpirun was not found: --mpi needs Open MPI, MPICH or Intel MPI. --hosts alone "
                 "needs ssh only."
             )
-        self._mpirun, self._python = found, ""
-        told = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20)
-        said = (told.stdout + told.stderr).lower()
+        self._mpirun, self._python = mpirun, ""
+        asked = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=20)
+        said = (asked.stdout + asked.stderr).lower()
         self._open = any(name in said for name in ("open mpi", "openrte", "prrte"))
-        if not self._open and not any(n in told.stdout.lower() for n in ("hydra", "intel")):
+        if not self._open and not any(n in asked.stdout.lower() for n in ("hydra", "intel")):
             raise ArgumentError(
-                f"{found} is none of Open MPI, MPICH and Intel MPI, as far as its --version tells."
+                f"{mpirun} is none of Open MPI, MPICH and Intel MPI, as far as its --version tells."
             )
         # mpirun of Open MPI 5 does not tell the agent that the launcher is gone
         dies = shutil.which("setpriv")

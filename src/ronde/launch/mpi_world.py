@@ -119,11 +119,11 @@ class _Rank:
     def poll(self) -> int | None:
         """Its exit status, negative after a signal; None while it runs."""
         if self._status is None and select.select([self._link], [], [], 0)[0]:
-            told = b""
+            status = b""
             with contextlib.suppress(OSError):
-                told = self._link.recv(64)
+                status = self._link.recv(64)
             # without a word, MPI has ended it because of another one
-            self._status = int(told) if told else -signal.SIGTERM
+            self._status = int(status) if status else -signal.SIGTERM
             self._link.close()
         return self._status
 
@@ -197,8 +197,8 @@ def _socket_name(world: str) -> str:
 
 def _peer_is_own(link: socket.socket) -> bool:
     """Whether the process at the other end has the same user."""
-    told = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", told)[1] == os.geteuid())
+    credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", credentials)[1] == os.geteuid())
 
 
 def _agent(world: str) -> socket.socket:

@@ -85,16 +85,16 @@ def worker_environment(job: Job, nodes: Nodes) -> dict[str, str]:
         wanted["GLOO_SOCKET_IFNAME"] = nodes.interface
         if nodes.count > 1:
             wanted["NCCL_SOCKET_IFNAME"] = nodes.interface
-    found = {k: v for k, v in wanted.items() if not os.environ.get(k)}
-    found.update(
+    variables = {k: v for k, v in wanted.items() if not os.environ.get(k)}
+    variables.update(
         PYTHONUNBUFFERED="1",
         RONDE_LAUNCHER="ronde run",
         RONDE_LAUNCHER_PID=str(os.getpid()),
         **job.environment,
     )
     if job.directory is not None:
-        found["RONDE_RUN_DIR"] = str(job.directory.absolute())
-    return found
+        variables["RONDE_RUN_DIR"] = str(job.directory.absolute())
+    return variables
 
 
 _stores: list[Any] = []
@@ -548,9 +548,9 @@ class Node:
         if workers.left or workers.running:
             name = f" by {signal.Signals(self._asked).name}" if self._asked else ""
             late = ", but the step took longer than a minute" if workers.running else ""
-            told, paused = f"asked to leave{name}{late}", workers.paused
+            error, paused = f"asked to leave{name}{late}", workers.paused
             asked = bool(self._asked)
-            return Outcome(AGAIN, error=told, again=True, interrupted=asked, paused=paused)
+            return Outcome(AGAIN, error=error, again=True, interrupted=asked, paused=paused)
         if self._peers is not None:
             self._peers.finish(self._check)
         return Outcome(0)
@@ -570,10 +570,10 @@ class Node:
                 self._workers.send(self._number)
             self._workers.end(lambda: self._seconds)
         if self._peers is not None and self._peers.failed:
-            told = "a worker of another host failed first; that host's output says why"
-            return Outcome(1, error=told)
-        told = f"stopped by {signal.Signals(self._number).name}"
-        return Outcome(128 + self._number, error=told, interrupted=True)
+            error = "a worker of another host failed first; that host's output says why"
+            return Outcome(1, error=error)
+        error = f"stopped by {signal.Signals(self._number).name}"
+        return Outcome(128 + self._number, error=error, interrupted=True)
 
 
 def _failure(failures: Mapping[int, WorkerFailure], before: str) -> Outcome:

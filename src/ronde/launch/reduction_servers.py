@@ -79,16 +79,16 @@ class ReductionServers:
                 fresh.append((i, name, one))
         limit = time.monotonic() + 60.0
         for i, name, server in fresh:
-            found = _places(server, limit - time.monotonic())
-            if not found:
+            places = _places(server, limit - time.monotonic())
+            if not places:
                 last = server.printed[-1] if server.printed else "it said nothing"
                 raise WorldError(
                     f"--servers: no reduction server came up on {name}: {last}. No worker "
                     "was started."
                 )
             if self._away:
-                found = [place for place in found if not place.startswith("127.")]
-            self._places[i] = f"{name}={'|'.join(found)}"
+                places = [place for place in places if not place.startswith("127.")]
+            self._places[i] = f"{name}={'|'.join(places)}"
         if not self._commands:
             return {}
         return {"RONDE_SERVERS": " ".join(self._places), "RONDE_SERVERS_TOKEN": self._token}

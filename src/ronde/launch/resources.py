@@ -82,8 +82,8 @@ class ResourceWatch:
                 else:
                     self._look()
         except Exception as error:  # watching never breaks the training
-            told = f"resources are not watched any more ({type(error).__name__}: {error})"
-            self._say(f"ronde: {told}")
+            why = f"resources are not watched any more ({type(error).__name__}: {error})"
+            self._say(f"ronde: {why}")
         finally:
             self._gpus.close()
 
@@ -107,12 +107,12 @@ class ResourceWatch:
         self._gpus.forget()
 
     def _cpu_seconds(self) -> dict[int, float]:
-        found = {}
+        seconds = {}
         for process in self._processes:
             with contextlib.suppress(psutil.Error):
                 times = process.cpu_times()
-                found[process.pid] = times.user + times.system
-        return found
+                seconds[process.pid] = times.user + times.system
+        return seconds
 
     def _look(self) -> None:
         now, used = time.monotonic(), self._cpu_seconds()
@@ -191,15 +191,15 @@ def _facts(pid: int) -> ProcessFacts:
 
 def _with_children(pids: Collection[int]) -> list[psutil.Process]:
     """Processes and those that they have started, by one look at all that this one has started."""
-    found = {}
+    processes = {}
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            found[pid] = psutil.Process(pid)
+            processes[pid] = psutil.Process(pid)
     for process in psutil.Process().children(recursive=True):  # parents come first
         with contextlib.suppress(psutil.Error):
-            if process.ppid() in found:
-                found[process.pid] = process
-    return list(found.values())
+            if process.ppid() in processes:
+                processes[process.pid] = process
+    return list(processes.values())
 
 
 def _idle_seconds() -> tuple[float, float]:

@@ -149,8 +149,8 @@ def _state(job: str) -> tuple[str, str]:
     done = subprocess.run(
         ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True, timeout=60
     )
-    found = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
-    return found.get("JobState", ""), found.get("Reason", "")
+    fields = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+    return fields.get("JobState", ""), fields.get("Reason", "")
 
 
 def follow_job(job: str, show: Callable[[bytes], None], say: Callable[[str], None]) -> str:
@@ -165,10 +165,10 @@ def follow_job(job: str, show: Callable[[bytes], None], say: Callable[[str], Non
     state = ""
     while True:
         state, reason = _state(job)
-        told = f"{state.lower()} ({reason})" if state == "PENDING" else state.lower()
-        if told != last and state:
-            say(f"job {job}: {told}")
-            last = told
+        shown = f"{state.lower()} ({reason})" if state == "PENDING" else state.lower()
+        if shown != last and state:
+            say(f"job {job}: {shown}")
+            last = shown
         if file.exists():
             with file.open("rb") as opened:
                 os.lseek(opened.fileno(), place, os.SEEK_SET)

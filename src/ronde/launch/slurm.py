@@ -100,8 +100,8 @@ class Slurm(Engine):
             return ""
         ask = ["scontrol", "--oneliner", "show", "job", self._job]
         try:
-            told = subprocess.run(ask, capture_output=True, text=True, timeout=5.0)
+            done = subprocess.run(ask, capture_output=True, text=True, timeout=5.0)
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        state = re.search(r"\bJobState=(\w+)", told.stdout)
+        state = re.search(r"\bJobState=(\w+)", done.stdout)
         return _STATES.get(state[1], "") if state else ""

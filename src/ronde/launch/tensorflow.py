@@ -120,7 +120,7 @@ class TensorFlowCluster:
             common["TF_USE_LEGACY_KERAS"] = "1"
         common = {name: value for name, value in common.items() if not os.environ.get(name)}
         divided = iter(_divided(gpus, sum(kind == "worker" for kind, _ in self._own)))
-        found = []
+        environments = []
         for kind, index in self._own:
             task = {"cluster": cluster, "task": {"type": kind, "index": index}}
             own = {**common, "TF_CONFIG": json.dumps(task)}
@@ -128,8 +128,8 @@ class TensorFlowCluster:
                 own["CUDA_VISIBLE_DEVICES"] = "-1"
             elif gpus:
                 own["CUDA_VISIBLE_DEVICES"] = next(divided)
-            found.append(own)
-        return found
+            environments.append(own)
+        return environments
 
     def is_over(self, ranks: dict[int, int | None]) -> bool:
         """Whether the chief of parameter servers has ended well, here or on another node.
@@ -173,8 +173,8 @@ def _divided(gpus: int, workers: int) -> list[str]:
     """``CUDA_VISIBLE_DEVICES`` of each worker; several share one where they are more."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = named.split(",") if named else [str(gpu) for gpu in range(gpus)]
-    count, found = len(names), []
+    count, shares = len(names), []
     for k in range(workers):
         first = k * count // workers
-        found.append(",".join(names[first : max(first + 1, (k + 1) * count // workers)]))
-    return found
+        shares.append(",".join(names[first : max(first + 1, (k + 1) * count // workers)]))
+    return shares

@@ -129,11 +129,11 @@ def _where(error: BaseException) -> str:
 
 
 def _chain(error: traceback.TracebackException) -> list[traceback.TracebackException]:
-    found = []
+    causes = []
     while (following := error.__cause__ or error.__context__) is not None:
-        found.append(following)
+        causes.append(following)
         error = following
-    return found
+    return causes
 
 
 class _NoMpi:

@@ -40,21 +40,21 @@ def _local_store(size: int) -> Store:
     return FileStore(str(folder / f"{parent.pid}-{parent.create_time():.2f}"), size)
 
 
-def _together(found: Identity) -> bool | None:
+def _together(identity: Identity) -> bool | None:
     """Whether all ranks are on this machine; None where the launcher does not say."""
-    if found.local_size is not None:
-        return found.local_size == found.size
+    if identity.local_size is not None:
+        return identity.local_size == identity.size
     # Kubeflow tells rank 0 that the meeting point is localhost, whatever pods there are.
     return False if os.environ.get("KUBERNETES_SERVICE_HOST") else None
 
 
 def _store(me: World, timeout: datetime.timedelta) -> Store:
-    found = _identity()
-    if found.address is None or found.port is None:
-        if found.launcher == "mpirun" and found.local_size == found.size:
-            return _local_store(found.size)
+    identity = _identity()
+    if identity.address is None or identity.port is None:
+        if identity.launcher == "mpirun" and identity.local_size == identity.size:
+            return _local_store(identity.size)
         raise WorldError(
-            f"{found.launcher} started {found.size} workers but names no meeting point: "
+            f"{identity.launcher} started {identity.size} workers but names no meeting point: "
             "pass MASTER_ADDR (a host that every "
             "worker reaches, where rank 0 runs) and MASTER_PORT (a free port there), with "
             "Open MPI as "
@@ -64,25 +64,25 @@ def _store(me: World, timeout: datetime.timedelta) -> Store:
 
     # Workers of an agent are clients of the agent's store; elsewhere rank 0 serves it.
     theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves, address, listening = me.rank == 0 and not theirs, found.address, None
+    serves, address, listening = me.rank == 0 and not theirs, identity.address, None
     if not theirs:
-        interface = found.interface or os.environ.get("GLOO_SOCKET_IFNAME")
-        address = meeting_address(address, _together(found), serves, interface)
+        interface = identity.interface or os.environ.get("GLOO_SOCKET_IFNAME")
+        address = meeting_address(address, _together(identity), serves, interface)
     if serves:
         try:  # torch's own listens on every address
-            listening = listen_on(address, found.port).detach()
+            listening = listen_on(address, identity.port).detach()
         except OSError as error:
             # torch shares what this process serves already, and refuses a port that is taken.
             if error.errno != errno.EADDRINUSE:
                 raise WorldError(
-                    f"Rank 0 cannot open the meeting point {address}:{found.port}: "
+                    f"Rank 0 cannot open the meeting point {address}:{identity.port}: "
                     f"{error.strerror}. Choose another MASTER_PORT, the same for every worker."
                 ) from error
     try:
         store = TCPStore(
             address,
-            found.port,
-            found.size,
+            identity.port,
+            identity.size,
             serves,
             timeout,
             wait_for_workers=False,
@@ -93,13 +93,13 @@ def _store(me: World, timeout: datetime.timedelta) -> Store:
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             raise WorldError(
-                f"Port {found.port} on {found.address} is taken by another program, so "
+                f"Port {identity.port} on {identity.address} is taken by another program, so "
                 "rank 0 cannot open the meeting point. "
                 "Choose a free one: MASTER_PORT=<port>, the same for every worker (ronde "
                 "run chooses one by itself)."
             ) from error
         raise WorldError(
-            f"Rank {me.rank} cannot reach the meeting point {found.address}:{found.port} "
+            f"Rank {me.rank} cannot reach the meeting point {identity.address}:{identity.port} "
             f"of rank 0: {text.splitlines()[0]}. "
             "Is rank 0 running there, and is MASTER_ADDR a name that this host resolves?"
         ) from error

@@ -40,14 +40,14 @@ def control_groups(controller: str, root: Path = _ROOT, process: Path = _OWN) ->
     named = {names: path for _, names, path in filter(lambda parts: len(parts) == 3, lines)}
     path = next((p for names, p in named.items() if controller in names.split(",")), "/")
     mounts = [(root / d, path) for d in (controller, "cpu,cpuacct", "cpuacct,cpu")]
-    found: list[Path] = []
+    groups: list[Path] = []
     for mount, inside in ((root, named.get("", "/")), *mounts):
         if mount.is_dir() and (mount == root or controller in mount.name.split(",")):
             own = mount / inside.lstrip("/")
             folders = [f for f in (own, *own.parents) if f.is_relative_to(mount) and f.is_dir()]
             # in a container the path may be the host's: then only the mount itself is here
-            found += folders or [mount]
-    return found
+            groups += folders or [mount]
+    return groups
 
 
 def number_in(path: Path) -> float:

@@ -158,8 +158,8 @@ class Heartbeat:
         file = self._folder / f"answer-{self._rank}"
         while token := os.read(descriptor, 64):
             with suppress(Exception):
-                found = {"threads": _threads(), "exchanges": _exchanges(), "module": _module()}
-                said = {"token": token.decode(), **found}
+                answer = {"threads": _threads(), "exchanges": _exchanges(), "module": _module()}
+                said = {"token": token.decode(), **answer}
                 write_whole(file, json.dumps(said))
 
 
@@ -182,14 +182,14 @@ def _exchanges() -> list[dict[str, Any]]:
     """The last exchange of each process group, from torch's Flight Recorder: on by default."""
     import torch._C._distributed_c10d as c10d
 
-    found: dict[str, dict[str, Any]] = {}
+    newest: dict[str, dict[str, Any]] = {}
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(c10d, name, None)
         for entry in json.loads(dump()).get("entries", []) if dump else ():
             group = str(entry["process_group"][0])
-            if group in found and not found[group]["done"] and not entry["retired"]:
+            if group in newest and not newest[group]["done"] and not entry["retired"]:
                 continue  # the oldest one that is not done
-            found[group] = {
+            newest[group] = {
                 "group": group,
                 "number": entry["record_id"] if entry["is_p2p"] else entry["collective_seq_id"],
                 "pair": bool(entry["is_p2p"]),
@@ -197,7 +197,7 @@ def _exchanges() -> list[dict[str, Any]]:
                 "sizes": entry["input_sizes"],
                 "done": bool(entry["retired"]),
             }
-    return list(found.values())
+    return list(newest.values())
 
 
 def _module() -> str:

@@ -87,17 +87,17 @@ def _device(identity: Identity) -> torch.device:
 
 def _identity() -> Identity:
     """Read the environment; without launcher variables, the process group the script made."""
-    found = identify(os.environ)
+    identity = identify(os.environ)
     distributed = sys.modules.get("torch.distributed")
     if (
-        found.launcher == "python"
+        identity.launcher == "python"
         and distributed is not None
         and distributed.is_available()
         and distributed.is_initialized()
     ):
         rank, size = distributed.get_rank(), distributed.get_world_size()
         return Identity("process group", rank, size, _optional(os.environ, "LOCAL_RANK"))
-    return found
+    return identity
 
 
 def world() -> World:
@@ -113,14 +113,14 @@ def world() -> World:
         ...     print(f"{me.size} worker(s), this one on {me.device}")
         1 worker(s), this one on cpu
     """
-    found = _identity()
+    identity = _identity()
     return World(
-        found.rank,
-        found.size,
-        found.local_rank or 0,
-        found.local_size or 1,
-        found.node,
-        _device(found),
-        found.launcher,
+        identity.rank,
+        identity.size,
+        identity.local_rank or 0,
+        identity.local_size or 1,
+        identity.node,
+        _device(identity),
+        identity.launcher,
         socket.gethostname(),
     )

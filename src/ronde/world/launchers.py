@@ -166,12 +166,12 @@ def expand_nodelist(text: str) -> list[str]:
 def repeated(text: str, node: int) -> int | None:
     """A node's number in a list of Slurm's: ``2(x3),1`` at node 3 -> 1; None if it has none."""
     for item in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
-        if not found:
+        number = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
+        if not number:
             return None
-        repeat = int(found[2] or 1)
+        repeat = int(number[2] or 1)
         if node < repeat:
-            return int(found[1])
+            return int(number[1])
         node -= repeat
     return None
 
@@ -289,21 +289,21 @@ LAUNCHERS: dict[str, Callable[[Env], Identity | None]] = {
 """The table: name -> reader of the environment. The first that answers is believed."""
 
 
-def _check(found: Identity) -> None:
-    if found.size < 1 or found.rank >= found.size:
+def _check(identity: Identity) -> None:
+    if identity.size < 1 or identity.rank >= identity.size:
         raise WorldError(
-            f"The environment of {found.launcher} contradicts itself: rank {found.rank} in "
-            f"a world of {found.size}. "
-            f"Ranks go from 0 to {max(found.size - 1, 0)}: look at RANK and WORLD_SIZE (or "
+            f"The environment of {identity.launcher} contradicts itself: rank {identity.rank} in "
+            f"a world of {identity.size}. "
+            f"Ranks go from 0 to {max(identity.size - 1, 0)}: look at RANK and WORLD_SIZE (or "
             "what your launcher sets)."
         )
-    if found.local_rank is not None:
-        limit = found.local_size if found.local_size is not None else found.size
-        if found.local_rank >= limit or limit > found.size:
+    if identity.local_rank is not None:
+        limit = identity.local_size if identity.local_size is not None else identity.size
+        if identity.local_rank >= limit or limit > identity.size:
             raise WorldError(
-                f"The environment of {found.launcher} contradicts itself: local rank "
-                f"{found.local_rank} of {limit} on this node, "
-                f"in a world of {found.size}. Look at LOCAL_RANK and LOCAL_WORLD_SIZE (or "
+                f"The environment of {identity.launcher} contradicts itself: local rank "
+                f"{identity.local_rank} of {limit} on this node, "
+                f"in a world of {identity.size}. Look at LOCAL_RANK and LOCAL_WORLD_SIZE (or "
                 "what your launcher sets)."
             )
 

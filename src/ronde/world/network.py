@@ -14,7 +14,7 @@ def addresses() -> list[tuple[str, str]]:
     """Interface and IPv4 address, loopback last; the one that ssh came in by first."""
     import psutil  # most workers do without
 
-    found = [
+    pairs = [
         (name, each.address)
         for name, several in psutil.net_if_addrs().items()
         for each in several
@@ -22,7 +22,7 @@ def addresses() -> list[tuple[str, str]]:
     ]
     by_ssh = (os.environ.get("SSH_CONNECTION") or "").split()[2:3]
     return sorted(
-        found,
+        pairs,
         key=lambda f: (f[1].startswith("127."), f[1] not in by_ssh, f[0].startswith("docker")),
     )
 
@@ -47,10 +47,10 @@ def _is_loopback(address: str) -> bool:
 def _resolved(name: str) -> list[str]:
     """The addresses of a name, IPv4 first; none where it does not resolve (yet)."""
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
         return []
-    return sorted(dict.fromkeys(str(each[4][0]) for each in found), key=lambda a: ":" in a)
+    return sorted(dict.fromkeys(str(each[4][0]) for each in infos), key=lambda a: ":" in a)
 
 
 def own_address(toward: str, interface: str | None = None) -> str:
@@ -85,10 +85,10 @@ def meeting_address(
     """
     if together:
         return "127.0.0.1"
-    found = _resolved(name)
-    local = bool(found) and all(map(_is_loopback, found))
+    resolved = _resolved(name)
+    local = bool(resolved) and all(map(_is_loopback, resolved))
     if local and together is None:
-        return found[0]
+        return resolved[0]
     # With other hosts, a name of loopback (Debian's 127.0.1.1, a pod's localhost) is rank 0's own
     # host: the ranks beside it go where it listens.
     if not serves and not local:
@@ -96,5 +96,5 @@ def meeting_address(
     import psutil
 
     every = {a.address for several in psutil.net_if_addrs().values() for a in several}
-    mine = (a for a in found if a in every and not _is_loopback(a))
+    mine = (a for a in resolved if a in every and not _is_loopback(a))
     return next(mine, None) or own_address(name, interface)

@@ -61,10 +61,10 @@ def files_of(
         ArgumentError: there is none.
     """
     if isinstance(path, list | tuple):
-        found = [file for one in path for file in files_of(one, what, suffixes)]
-        if not found:
+        files = [file for one in path for file in files_of(one, what, suffixes)]
+        if not files:
             raise ArgumentError(f"{what} was given an empty list.")
-        return found
+        return files
     given = os.fspath(path)  # type: ignore[arg-type]
     if is_remote(given):
         raise ArgumentError(f"{what} reads local files, not URLs: copy {given} here first.")
@@ -72,28 +72,28 @@ def files_of(
     if place.is_file():
         return [place]
     if place.is_dir():
-        found = sorted(
+        files = sorted(
             f
             for f in place.rglob("*")
             if f.is_file()
             and not any(p.startswith(".") for p in f.relative_to(place).parts)
             and (not suffixes or f.suffix.lower() in suffixes)
         )
-        found = _besides_built(found)
-        if not found:
+        files = _besides_built(files)
+        if not files:
             raise ArgumentError(
                 f"{what}: the folder {place} holds no "
                 f"file{f' ending in {chr(44).join(suffixes)}' if suffixes else ''}."
             )
-        return found
+        return files
     text = str(place)
     if set("*?[") & set(text):
         base = Path(place.anchor) if place.is_absolute() else Path()
-        found = _besides_built(
+        files = _besides_built(
             sorted(f for f in base.glob(text[len(place.anchor) :]) if f.is_file())
         )
-        if found:
-            return found
+        if files:
+            return files
         raise ArgumentError(f"{what}: no file matches {text}.")
     raise ArgumentError(f"{what}: no such file or folder: {text}.")
 

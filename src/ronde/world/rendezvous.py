@@ -212,7 +212,7 @@ class Rendezvous:
             with self._lock:
                 names = [f"{name}/{n}/{rank}" for rank in chosen]
                 values = self._store.multi_get(names)
-                found = [_verified(*each) for each in zip(names, values, strict=True)]
+                notes = [_verified(*each) for each in zip(names, values, strict=True)]
                 # Everyone is here, so everyone has left the meeting before last.
                 self._store.delete_key(f"{name}/{n - 2}/{self.me.rank}")
                 for key in ("here", "all", "gone") if self.me.rank == chosen[0] else ():
@@ -227,8 +227,8 @@ class Rendezvous:
             ) from error
         finally:
             self.doing = before
-        self._check(chosen, found)
-        return [facts for _, facts, _ in found]
+        self._check(chosen, notes)
+        return [facts for _, facts, _ in notes]
 
     def _wait(
         self,
@@ -257,9 +257,9 @@ class Rendezvous:
                 continue
             looked = now
             with self._lock:
-                found = self._store.check([f"{meeting}/gone"])
-                told = {int(self._store.get(f"{meeting}/gone"))} if found else set()
-            for rank in self._missing(meeting, mine | told):
+                is_known = self._store.check([f"{meeting}/gone"])
+                known = {int(self._store.get(f"{meeting}/gone"))} if is_known else set()
+            for rank in self._missing(meeting, mine | known):
                 gone = self._look(rank, what, f"{meeting}/{rank}", past, advice)
                 if gone is not None:
                     looks -= 1
@@ -302,13 +302,13 @@ class Rendezvous:
             )
         return None
 
-    def _check(self, ranks: Sequence[int], found: Sequence[Sequence[Any]]) -> None:
+    def _check(self, ranks: Sequence[int], notes: Sequence[Sequence[Any]]) -> None:
         calls: dict[str, list[int]] = {}
-        for rank, (what, _, _) in zip(ranks, found, strict=True):
+        for rank, (what, _, _) in zip(ranks, notes, strict=True):
             calls.setdefault(what, []).append(rank)
         if len(calls) > 1:
             said = "; ".join(f"{ranks_text(who)} called {what}" for what, who in calls.items())
-            advice = next((a for _, _, a in found if a), _ADVICE)
+            advice = next((a for _, _, a in notes if a), _ADVICE)
             raise self.refuse(WorldError(f"{said}. {advice}"))
 
     # -- errors ------------------------------------------------------------------------
@@ -319,8 +319,8 @@ class Rendezvous:
         """
         if self.me.size > 1:
             with suppress(RuntimeError), self._lock:
-                told = json.dumps([self.begun, str(error)])
-                self._store.set("refused", _signed("refused", told))
+                text = json.dumps([self.begun, str(error)])
+                self._store.set("refused", _signed("refused", text))
         return error
 
     def explain(self, error: RuntimeError) -> RuntimeError:

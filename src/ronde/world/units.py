@@ -29,8 +29,8 @@ def parse_bytes(written: str) -> float | None:
         >>> parse_bytes("1.5 GiB"), parse_bytes("80G"), parse_bytes("fast")
         (1610612736.0, 80000000000.0, None)
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", written.lower())
-    return None if found is None else float(found[1]) * _BYTES[found[2] or ""]
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", written.lower())
+    return None if match is None else float(match[1]) * _BYTES[match[2] or ""]
 
 
 def parse_rate(written: str) -> float | None:
@@ -41,12 +41,12 @@ def parse_rate(written: str) -> float | None:
         >>> parse_rate("100Gbit"), parse_rate("25 GB/s"), parse_rate("400Gb/s"), parse_rate("100G")
         (12500000000.0, 25000000000.0, 50000000000.0, None)
     """
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]i?)(bit|bit/s|bits/s|bps|b/s|B/s|Bps)\s*", written
     )
-    if found is None:
+    if match is None:
         return None
-    return float(found[1]) * _BYTES[found[2].lower()] / (1 if "B" in found[3] else 8)
+    return float(match[1]) * _BYTES[match[2].lower()] / (1 if "B" in match[3] else 8)
 
 
 def parse_duration(written: str) -> float | None:

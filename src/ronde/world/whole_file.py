@@ -22,8 +22,8 @@ def _descriptor(path: Path) -> int | None:
     text = str(path)
     if text in ("/dev/stdout", "/dev/stderr"):
         return 1 if text == "/dev/stdout" else 2
-    found = re.fullmatch(r"/dev/fd/(\d+)|/proc/(?:self|thread-self)/fd/(\d+)", text)
-    return int(found[1] or found[2]) if found else None
+    match = re.fullmatch(r"/dev/fd/(\d+)|/proc/(?:self|thread-self)/fd/(\d+)", text)
+    return int(match[1] or match[2]) if match else None
 
 
 def _is_taken_directly(path: Path) -> bool:
