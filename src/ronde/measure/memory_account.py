@@ -20,7 +20,6 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ronde.measure.cost_lines import line, most
-from ronde.measure.flops import Flops
 from ronde.measure.model_units import ModelUnit, UnitProbe, find_chain
 from ronde.measure.stand_in import refers_to, standing_in, tensor_maker, untouched
 from ronde.measure.storage_ledger import Ledger, bytes_of, storages
@@ -34,7 +33,7 @@ Autocast = Callable[[], Any]
 
 @dataclass
 class UnitBytes:
-    """One unit at one micro-batch size: bytes, and ``flops`` of its forward pass.
+    """Bytes of one unit at one micro-batch size.
 
     ``late_gradient`` is of parameters that earlier units own. ``runs_again``: its layers run in the
     backward pass too.
@@ -47,7 +46,6 @@ class UnitBytes:
     crossing: int = 0
     crossing_grad: int = 0
     put_off: int = 0
-    flops: float = 0.0
     runs_again: bool = False
 
 
@@ -190,14 +188,10 @@ def _account(
         memory.parameters, memory.shared = _owners(stand_in, units, ledger, order)
         memory.buffers = _buffers(stand_in, units)
         middle = sizes[-2:][0]
-        counts, work = _count_work(stand_in, units, compute, micro[middle], autocast)
-        for unit, flops, done in zip(memory.sizes[middle], counts, work, strict=True):
-            unit.flops = max(0.0, flops - done.masked)
-        memory.work[middle] = work
-        if sizes[0] != middle:
-            memory.work[sizes[0]] = _count_work(
-                stand_in, units, compute, micro[sizes[0]], autocast
-            )[1]
+        memory.work = {
+            b: _count_work(stand_in, units, compute, micro[b], autocast)
+            for b in {sizes[0]: 0, middle: 0}
+        }
     return memory
 
 
@@ -363,17 +357,13 @@ def _count_work(
     batch: Any,
     autocast: Autocast,
     grad: bool = False,
-) -> tuple[list[float], list[UnitWork]]:
-    """Floating-point operations of each unit's forward pass, and its other work."""
-    flops, work = Flops(model, chain), WorkCounter(len(chain))
-
-    def enter(unit: int) -> None:
-        flops.enter(unit)
-        work.unit = unit
+) -> list[UnitWork]:
+    """The work of each unit's forward pass."""
+    work = WorkCounter(len(chain))
 
     def mark(unit: int, event: str) -> None:
         if event == "in":
-            enter(unit)
+            work.unit = unit
 
     probe = UnitProbe(model, chain, mark)
     try:
@@ -381,14 +371,12 @@ def _count_work(
         with (
             torch.set_grad_enabled(grad),
             sdpa_kernel(SDPBackend.MATH),
-            flops,
             work,
             autocast(),
         ):
             values = compute.arguments(model, batch)
-            enter(len(chain) - 1)
+            mark(len(chain) - 1, "in")
             compute.loss(*values)
-            enter(len(chain) - 1)
     except RuntimeError:
         if grad:
             raise
@@ -396,4 +384,4 @@ def _count_work(
         return _count_work(model, chain, compute, batch, autocast, True)
     finally:
         probe.close()
-    return flops.counts, work.units
+    return work.units

@@ -45,40 +45,6 @@ def _workspace(func: Any, args: Any, result: Any) -> int:
     return bytes_of(args[0]) + sum(bytes_of(t) for t in tensors_in(result))
 
 
-_recurrent: dict[tuple[Any, ...], tuple[float, float]] = {}
-"""Shapes -> fixed bytes, and bytes per step of the sequence."""
-
-
-def _recurrent_workspace(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[int, int] | None:
-    """For a fake recurrent layer on CPUs (oneDNN), bytes that its forward pass keeps and bytes that
-    its backward pass adds.
-
-    Only the layer knows how much it reserves, so it runs for real on two and on four steps of a
-    sequence. The forward pass fills the gates, the cells and a copy of the input (measured: 5
-    hidden + 1 input per step), the backward pass the rest.
-    """
-    if "mkldnn_rnn_layer.default" not in str(func) or len(result) < 4:
-        return None
-    if not isinstance(result[0], torch._subclasses.FakeTensor):
-        return None
-    key = tuple((tuple(a.shape), a.dtype) if isinstance(a, torch.Tensor) else str(a) for a in args)
-    if key not in _recurrent:
-        sizes = []
-        for steps in (2, 4):
-            first = torch.zeros((steps, *args[0].shape[1:]), dtype=args[0].dtype)
-            rest = (
-                torch.zeros(a.shape, dtype=a.dtype) if isinstance(a, torch.Tensor) else a
-                for a in args[1:]
-            )
-            sizes.append(func(first, *rest, **kwargs)[3].nbytes)
-        per_step = (sizes[1] - sizes[0]) / 2
-        _recurrent[key] = (sizes[0] - 2 * per_step, per_step)
-    fixed, per_step = _recurrent[key]
-    total = int(fixed + per_step * args[0].shape[0])
-    filled = bytes_of(args[0]) + 5 * bytes_of(result[0])
-    return min(filled, total), max(0, total - filled)
-
-
 @dataclass(slots=True)
 class LedgerEntry:
     """One storage.
@@ -114,8 +80,6 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.readers: dict[int, set[int]] = {}
         self._by_key: dict[int, LedgerEntry] = {}
         self._refs: dict[int, Any] = {}
-        # Input shape of a recurrent layer -> bytes that its backward pass adds.
-        self._rests: dict[tuple[int, ...], int] = {}
         self._known = {s._cdata: s for t in known for s, _ in storages(t)}
 
     def enter(self, unit: int, phase: str) -> None:
@@ -144,11 +108,8 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.phase == "forward":
             self._note_reads((args, kwargs))
         result = func(*args, **kwargs)
-        self._note_writes(func, args, kwargs, result)
-        workspace = _workspace(func, args, result)
-        if self._rests and "mkldnn_rnn_layer_backward" in str(func):
-            workspace = self._rests.get(tuple(args[0].shape), 0)
-        self._mark(workspace)
+        self._note_writes(func, args, result)
+        self._mark(_workspace(func, args, result))
         return result
 
     def _note_reads(self, arguments: Any) -> None:
@@ -162,8 +123,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif key in self._known:
                 self.readers.setdefault(key, set()).add(self.unit)
 
-    def _note_writes(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        hidden = _recurrent_workspace(func, args, kwargs, result)
+    def _note_writes(self, func: Any, args: Any, result: Any) -> None:
         for storage, tensor in storages(result):
             key = storage._cdata
             if key in self._known:
@@ -175,10 +135,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     known.size = storage.nbytes()
                 continue
             size = storage.nbytes()
-            if hidden is not None and tensor is result[3]:
-                size, rest = hidden
-                weights = sum(bytes_of(a) for a in args[1:5] if isinstance(a, torch.Tensor))
-                self._rests[tuple(args[0].shape)] = rest + weights
+            if not size and "mkldnn_rnn_layer.default" in str(func):
+                # A fake one reserves nothing. A real one (oneDNN) fills the gates, the cells and a
+                # copy of the input, as measured.
+                size = bytes_of(args[0]) + 5 * bytes_of(result[0])
             floating = tensor.is_floating_point() or tensor.is_complex()
             entry = LedgerEntry(size, self.unit, self.phase, floating, self.unit)
             self._by_key[key] = entry

@@ -112,7 +112,7 @@ def _units(
                 cut_after=not link.why_not and link.name != LOSS,
                 why_not=link.why_not or ("the loss is the end" if link.name == LOSS else ""),
                 alike=link.alike,
-                flops=bytes_at[flops_size].flops / flops_size,
+                flops=max(0.0, work[i].flops) / flops_size,
                 operations=work[i].operations,
                 attention_flops=work[i].attention / flops_size,
                 vector_flops=work[i].vector / flops_size,

@@ -1,4 +1,4 @@
-"""Count what decides a unit's time on another device beside its operations: operators, memory
+"""Count what decides a unit's time on a device: floating-point operations, operators, memory
 traffic, attention, and products that tensor cores cannot run.
 """
 
@@ -27,20 +27,20 @@ class UnitWork:
     """One unit's forward pass at one micro-batch size.
 
     Attributes:
+        flops: floating-point operations, without those that a causal mask leaves out.
         operations: operators dispatched.
         moved: bytes read and written by all that are not matrix products.
         attention: operations of fused attention, without the half that a causal mask leaves out.
         vector: operations of products outside tensor cores.
         inner: sum of the inner sizes of products with weights.
-        masked: operations of attention that a causal mask leaves out.
     """
 
+    flops: float = 0.0
     operations: int = 0
     moved: float = 0.0
     attention: float = 0.0
     vector: float = 0.0
     inner: float = 0.0
-    masked: float = 0.0
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,7 +77,7 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         whole = 2.0 * pairs * (query.shape[-1] + value.shape[-1])
         done = whole / 2.0 if causal else whole
         work.operations += 1
-        work.masked += whole - done
+        work.flops -= whole - done
         if query.dtype in _HALF or torch.is_autocast_enabled(query.device.type):
             work.attention += done
         elif self._single:
@@ -90,21 +90,30 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self._inside and getattr(func, "namespace", "") != "prim":
+        if getattr(func, "namespace", "") != "prim":
             self._count(func, args, kwargs or {}, result)
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         work = self.units[self.unit]
-        work.operations += 1
         packet = getattr(func, "_overloadpacket", None)
         name = getattr(packet, "__name__", "")
+        flops = 0.0
+        if packet in flop_registry:
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+        elif "rnn" in name:  # torch's own counter does not know recurrent layers
+            weights = [t for t in tensors_in(args[1:5]) if t.dim() == 2]
+            flops = 2.0 * args[0].shape[0] * args[0].shape[1] * sum(t.numel() for t in weights)
+        work.flops += flops
+        if self._inside:
+            return
+        work.operations += 1
         if packet in flop_registry:
             given = [a for a in args if isinstance(a, torch.Tensor)]
             single = given[-1].dtype not in _HALF and self._single
             sides = (given[-2].shape[-1], given[-1].shape[-1]) if name.endswith("mm") else ()
             if single or any(side % _TILE for side in sides):
-                work.vector += float(flop_registry[packet](*args, **kwargs, out_val=result))
+                work.vector += flops
             if name not in _BATCHED:
                 weight = args[1] if name == "convolution" else given[-1]
                 columns = weight.shape[0] if name == "convolution" else weight.shape[-1]
