@@ -14,10 +14,11 @@ import json
 import resource
 import time
 
-from ronde.predict.answer import answer_text, explain
+from ronde.predict.answer import explain, render_answer
 from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.search import search
+from ronde.watch import plain_console
 
 
 def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
@@ -133,7 +134,7 @@ def main() -> None:
             flips_wall_seconds=time.perf_counter() - wall,
             flips_processor_seconds=time.process_time() - processor,
         )
-    print(answer_text(told))
+    plain_console().print(render_answer(told))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
         json.dumps(

@@ -12,9 +12,10 @@ import socket
 import pytest
 import yaml
 
+from planned import shown
 from processes import ronde_run
 from ronde.plan import Plan
-from ronde.predict.answer import answer_text, explain
+from ronde.predict.answer import explain, render_answer
 from ronde.predict.assumptions import Precision
 from ronde.predict.candidates import candidates
 from ronde.predict.cluster import Cluster, LinkFit
@@ -114,7 +115,7 @@ def test_a_plan_that_fits_by_its_micro_batches_says_so():
     told = explain(found, costs, cluster, with_flips=False)
     if best.plan.pipeline == 1:
         assert f"in {best.micro_batches} micro-batches of {best.micro_samples}" in told.sentence
-    assert f"micro_batch={best.micro_samples}" in " ".join(answer_text(told).split())
+    assert f"micro_batch={best.micro_samples}" in " ".join(shown(render_answer(told)).split())
     again = dataclasses.replace(Plan.parse(best.plan.spec), workers=2, batch_size=64)
     assert predict(again, costs, cluster).memory_bytes == pytest.approx(best.memory_bytes)
 
@@ -151,26 +152,6 @@ def test_the_least_is_the_least(seed):
     assert said == pytest.approx(smallest, rel=0.02) and told.found.plans[0].memory_bytes == said
     amount = told.decided.removeprefix("memory: ").split(" of ")[0]
     assert f"the least is {amount}, by {told.found.plans[0].plan.spec}" in told.sentence
-
-
-def test_what_is_said_to_be_faster_than_replicas_is():
-    sizes = [0.35 + 0.02 * k for k in range(0, 40, 1 if ALL else 5)]
-    costs = chain_of(
-        *[1e-3] * 4, batch=64, parameters=2_000_000, saved=0.3 * MIB, optimizer_seconds=0.002
-    )
-    whole = predict(Plan(4, 64), costs, wired()).memory_bytes
-    said = 0
-    for share in sizes:
-        cluster = wired(memory=whole * share, devices_per_node=4)
-        found = search(costs, cluster, 4)
-        told = explain(found, costs, cluster, with_flips=False).sentence
-        if "which is faster than whole replicas" in told:
-            said += 1
-            rivals = [p for p in found.plans if p.plan.family == "replicate"]
-            assert found.best.step_seconds < rivals[0].step_seconds
-            if "as they would fit" not in told:
-                assert rivals[0].plan.recompute == "none"
-    assert said
 
 
 GROWS = """

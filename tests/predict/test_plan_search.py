@@ -14,6 +14,7 @@ import sys
 
 import pytest
 
+from planned import shown
 from ronde import ArgumentError
 from ronde.plan import Plan
 from ronde.plan.combinations import not_carried_out
@@ -26,7 +27,7 @@ from ronde.plan.schedules import (
     stages_of,
     worker_of,
 )
-from ronde.predict.answer import answer_text, explain, find_flip, flips
+from ronde.predict.answer import explain, find_flip, flips, render_answer
 from ronde.predict.candidates import candidates, unsupported
 from ronde.predict.cluster import Cluster, LinkFit
 from ronde.predict.costs import Costs, LinearCost, Unit
@@ -823,18 +824,11 @@ def test_one_device_is_advised_where_several_are_slower():
     found = search(costs, slow, 2)
     assert found.best.speedup < 0.9
     told = explain(found, costs, slow, with_flips=False).sentence
-    assert (
-        told.startswith(
-            f"Use one device: 2 reach only {found.best.speedup:.2g}× of it, since of their step "
-        )
-        and "For 2: split " in told
-    )
-    assert "memory only" not in told
+    assert told.startswith(f"Use one device: 2 reach {found.best.speedup:.2g}× of its speed. For 2")
+    assert "For 2: split " in told and "memory only" not in told
     unknown = dataclasses.replace(slow, memory_bytes=0.0)
     told = explain(search(costs, unknown, 2), costs, unknown, with_flips=False).sentence
-    assert (
-        told.startswith("Use one device, if its memory has room for ") and "memory only" not in told
-    )
+    assert told.startswith("Use one device, if its memory has room") and "memory only" not in told
     # Where one has no room for it, several are worth it for the memory.
     small = dataclasses.replace(
         slow, memory_bytes=predict(Plan(1, 8), costs, slow).memory_bytes * 0.9, device="cpu"
@@ -845,7 +839,7 @@ def test_one_device_is_advised_where_several_are_slower():
     assert told.startswith("Split") and told.endswith(
         "(does not fit): 2 are worth it for the memory only."
     )
-    assert f"One device alone would be {1 / found.best.speedup:.1f}× as fast, but needs" in told
+    assert "One device alone needs " in told
 
 
 @pytest.mark.parametrize(
@@ -869,10 +863,10 @@ def test_the_answer_is_said_and_fits_the_terminal(costs, workers, memory_bytes, 
     told = explain(found, costs, cluster, with_flips=False)
     assert told.sentence.startswith(begins)
     assert told.decided and told.runner_up
-    shown = answer_text(told)
-    assert max(map(len, shown.splitlines())) <= 100 and "\x1b" not in shown
+    text = shown(render_answer(told))
+    assert max(map(len, text.splitlines())) <= 100 and "\x1b" not in text
     for name in found.families:  # long ones take several lines
-        assert all(part in shown for part in name.split(" × "))
+        assert all(part in text for part in name.split(" × "))
     values = json.loads(json.dumps(told.to_dict()))
     assert (
         values["sentence"] == told.sentence

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from rich.console import Console
 
+from planned import shown
 from ronde.plan import Plan
 from ronde.predict import answer_tables
 from ronde.predict.answer import explain, render_answer
@@ -37,13 +37,6 @@ def model(parameters):
         for i in range(8)
     ]
     return Costs(tuple(units), 64, optimizer="AdamW")
-
-
-def shown(what, width: int) -> str:
-    console = Console(width=width, color_system=None, force_terminal=False)
-    with console.capture() as capture:
-        console.print(what)
-    return capture.get()
 
 
 @pytest.fixture(scope="module", params=[2_000, 10_000_000])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -64,7 +64,6 @@ class MemoryAccount:
         again: level of recomputation -> the same as ``sizes``; levels that failed are missing.
         recomputed: names of the blocks that are recomputed.
         blocks: names of the blocks that are gathered or recomputed as a whole.
-        calls: calls of each block in a forward pass.
         work: micro-batch size -> one entry per unit.
     """
 
@@ -79,7 +78,6 @@ class MemoryAccount:
     again: dict[str, dict[int, list[UnitBytes]]] = field(default_factory=dict)
     recomputed: list[str] = field(default_factory=list)
     blocks: list[str] = field(default_factory=list)
-    calls: dict[str, int] = field(default_factory=dict)
     work: dict[int, list[UnitWork]] = field(default_factory=dict)
 
     def moved(self) -> list[LinearCost]:
@@ -169,9 +167,8 @@ def _account(
                 compute(stand_in, micro[sizes[0]])
 
         blocks = repeated_blocks(stand_in) or large_children(stand_in)
-        with _counted_calls(blocks) as calls:
-            units = chain or find_chain(stand_in, run_once)
-        memory = MemoryAccount(units, faked=fake, blocks=list(blocks), calls=calls)
+        units = chain or find_chain(stand_in, run_once)
+        memory = MemoryAccount(units, faked=fake, blocks=list(blocks))
         for b in sizes:
             memory.sizes[b], ledger = _one_size(stand_in, units, compute, micro[b], autocast)
             memory.batch[b] = sum(bytes_of(t) for t in tensors_in(micro[b], attributes=True))
@@ -193,21 +190,6 @@ def _account(
             for b in {sizes[0]: 0, middle: 0}
         }
     return memory
-
-
-@contextlib.contextmanager
-def _counted_calls(blocks: dict[str, nn.Module]) -> Iterator[dict[str, int]]:
-    calls = dict.fromkeys(blocks, 0)
-
-    def count(name: str, _: nn.Module, __: Any) -> None:
-        calls[name] += 1
-
-    hooks = [b.register_forward_pre_hook(partial(count, name)) for name, b in blocks.items()]
-    try:
-        yield calls
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Recomputing:

@@ -65,6 +65,11 @@ def weigh(
             "activations that the model recomputes itself stay until the weights' half of the "
             "backward pass; how much that is cannot be predicted"
         )
+    if several := [unit.name for unit in memory.chain if unit.calls > 1]:
+        notes.append(
+            f"{several[0]!r} runs several times in a forward pass: sharded plans gather it each "
+            "time, and may take more memory and time than predicted"
+        )
     if rest := state.get("", 0):
         notes.append(f"{rest:,} bytes of optimizer state belong to parameters outside the model")
     return Costs(
@@ -100,7 +105,6 @@ def _units(
         bytes_at = {b: units_[i] for b, units_ in memory.sizes.items()}
         peaks = {b: max(u.forward_transient, u.backward_transient) for b, u in bytes_at.items()}
         inner = modules[link.name].modules() if link.name in modules else ()
-        block = memory.block(link.name)
         units.append(
             Unit(
                 name=link.name,
@@ -122,8 +126,7 @@ def _units(
                 tied_bytes=sum(bytes_of(parameters[name]) for name in memory.shared[i]),
                 tied_grad_bytes=bytes_at[flops_size].late_gradient,
                 batchnorm=any(normalizes_batch(m) for m in inner),
-                block=block,
-                block_calls=max(1, memory.calls.get(block, 1)),
+                block=memory.block(link.name),
                 recomputed=any(_overlap(link.name, b) for b in memory.recomputed),
                 **{name: fits[i] for name, fits in lines.items()},
             )

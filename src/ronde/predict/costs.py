@@ -101,7 +101,6 @@ class Unit:
         block: the module that is gathered, or computed again, as a whole and that this is in;
             ``""`` where ``Costs.blocks`` is not set or it is in none.
         recomputed: whether recomputation runs it again.
-        block_calls: how often a forward pass calls ``block``.
         operations: operators that a forward pass of one micro-batch dispatches; 0 where not known.
         attention_flops: the part of ``flops`` in fused attention; where it is causal, the half that
             its kernels compute.
@@ -152,7 +151,6 @@ class Unit:
     tensor_backward_bytes: LinearCost = LinearCost()
     block: str = ""
     recomputed: bool = False
-    block_calls: int = 1
     operations: int = 0
     attention_flops: float = 0.0
     vector_flops: float = 0.0

@@ -277,61 +277,7 @@ class PeakMemory:
             "gradients": np.array(trainable / parts),
             "transient": np.array(self._scratch(trainable) + inputs),
         }
-        found = [forward, gather, backward, ahead, reduced, final, update]
-        several = inside[run] & (made.calls > 1)
-        if several.any():
-            # A block that is called several times is let go of and gathered again between its
-            # calls' backward passes. Each of them is followed by a reduction, of nothing at first:
-            # the gradients are whole when the last one is done. The buffer of the one before, and
-            # the part that it left, are there from the second on. Blocks that are called in turns
-            # have no cut between them, and wait for each other.
-            together = np.searchsorted(
-                np.array(made.cuts, dtype=np.intp), np.arange(n), side="right"
-            )
-            waiting = np.bincount(together, weights=made.trainable * several)[together]
-            ends = np.searchsorted(together, together, side="right") - 1
-            earlier_calls = kept[ends] - of_runs(made.saved)[run] / made.calls
-            turn = np.bincount(together, weights=made.saved * several / made.calls)[together]
-            follows = np.concatenate([[False], several[:-1] & (together[1:] == together[:-1])])[
-                starts
-            ][run]  # another block in turns
-            found += [
-                {
-                    **backward,
-                    "gradients": backward["gradients"] + grads[run] / parts,
-                    "communication": np.where(several, own + grads[run], never),
-                },
-                {
-                    "parameters": gathered_backward - whole[run] + rest,
-                    "gradients": sharded + rest_made + waiting + grads[run] / parts,
-                    "activations": earlier_calls,
-                    "transient": made.crossing_grad + inputs,
-                    "communication": np.where(
-                        last & several, (1.0 + copy) * whole[run] + grads[run], never
-                    ),
-                },
-                {
-                    "parameters": gathered_backward - whole[run] + rest,
-                    "gradients": sharded + rest_made + waiting + grads[run] / parts,
-                    "activations": earlier_calls,
-                    "transient": made.crossing_grad + inputs,
-                    "communication": np.where(
-                        last & several, max(1.0 + copy, 2.0 - 1.0 / parts) * grads[run], never
-                    ),
-                },
-                {  # the block before is gathered ahead
-                    "parameters": gathered_backward + rest,
-                    "gradients": sharded + rest_made + waiting + grads[run] / parts,
-                    "activations": kept[ends] - turn,
-                    "transient": made.crossing_grad + inputs,
-                    "communication": np.where(
-                        last & several & follows,
-                        again * (1.0 + copy) * before[run] + grads[run],
-                        never,
-                    ),
-                },
-            ]
-        return found
+        return [forward, gather, backward, ahead, reduced, final, update]
 
     # A pipeline.
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Protocol
 
+from ronde.plan import parse_reducer
 from ronde.plan.plan import Plan
-from ronde.predict.cluster import Cluster, Collective
+from ronde.predict.cluster import Cluster, Collective, LinkFit
 from ronde.predict.collectives import CollectiveCost, Group, collective
 from ronde.predict.costs import Costs
 from ronde.predict.partition import HeldShare
 from ronde.predict.prediction import Verdict
-from ronde.predict.reducer_costs import reducer_cost
 from ronde.predict.unit_arrays import Chain, Gradients
 
 
@@ -46,6 +46,14 @@ class PredictionSource(Protocol):
 
     def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
         """Estimates and assumptions in a prediction."""
+
+
+def measured_reducer(plan: Plan, cluster: Cluster) -> LinkFit | None:
+    """The fit of a plan's reducer for so many replicas; None for the backend's all-reduce, or where
+    it was not measured.
+    """
+    fit = cluster.reducers.get(str(parse_reducer(plan.reducer)))
+    return fit if fit is not None and fit.ranks == plan.replicas else None
 
 
 class PlanSetup:
@@ -83,8 +91,9 @@ class PlanSetup:
             found = collective(self.cluster, kind, groups[group])
             return dataclasses.replace(found, seconds_per_byte=found.seconds_per_byte * ratio)
 
-        ring = wire("all_reduce", "replicas", reduced)
-        self.all_reduce = reducer_cost(plan.reducer, ring, self.cluster, groups["replicas"])
+        self.all_reduce = wire("all_reduce", "replicas", reduced)
+        if (fit := measured_reducer(plan, self.cluster)) is not None:
+            self.all_reduce = CollectiveCost(fit.alpha, 1 / fit.beta, fit.assumed)
         self.copies = wire("all_reduce", "copies", reduced)
         self.gather = wire("all_gather", "shard", gathered)
         self.broadcast = wire("broadcast", "replicas", gathered)

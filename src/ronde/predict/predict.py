@@ -32,6 +32,7 @@ import functools
 import math
 from typing import Any
 
+from ronde.plan import parse_reducer
 from ronde.plan.batch import micro_batches_of
 from ronde.plan.plan import Plan, Schedule
 from ronde.plan.schedules import allowed, bubble, in_flight, worker_of
@@ -40,7 +41,7 @@ from ronde.predict.collectives import CollectiveCost, Group, collective, groups
 from ronde.predict.costs import Costs
 from ronde.predict.datasheets import DEVICES, costs_on
 from ronde.predict.partition import Cut, HeldShare, cut_at, cut_chain
-from ronde.predict.plan_setup import PlanSetup
+from ronde.predict.plan_setup import PlanSetup, measured_reducer
 from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
 from ronde.predict.step_time import StepPrediction
 from ronde.predict.unit_arrays import Chain, Gradients, chain
@@ -286,6 +287,12 @@ class Predictor:
         if plan.workers > 1:
             notes += ["link speeds are from a data sheet, not measured"] if assumed else []
             notes += self.cluster.notes()
+        own = parse_reducer(plan.reducer).name != "ring"
+        if own and plan.replicas > 1 and measured_reducer(plan, self.cluster) is None:
+            notes.append(
+                f"reducer={plan.reducer} was not measured (ronde bench exchange --cluster): "
+                "predicted as the ring"
+            )
         if plan.tensor > 1 and not self.costs.tensor_measured:
             notes.append("tensor-parallel units are divided, not measured: an estimate")
         if plan.recompute == "selective" and "selective" not in self.costs.again:

@@ -72,7 +72,6 @@ class Chain:
         reduce_bytes: all-reduced per micro-batch over tensor-parallel workers, both ways.
         blocks: which block a unit is part of, -1 where it is in none: what is recomputed, and
             gathered, together.
-        calls: how often a forward pass calls that block.
         cuts: units that a stage may begin with, without the first.
         ties: parameters shared by several units.
     """
@@ -94,7 +93,6 @@ class Chain:
     crossing_grad: Array
     reduce_bytes: Array
     blocks: npt.NDArray[np.intp]
-    calls: Array
     cuts: tuple[int, ...]
     ties: tuple[Tie, ...]
 
@@ -318,7 +316,6 @@ def chain(
         crossing_grad=line("crossing_grad_bytes"),
         reduce_bytes=ways * reduce_bytes,
         blocks=tables.blocks,
-        calls=tables.flat["block_calls"],
         # A block that is computed again is one piece.
         cuts=tables.cuts
         if recompute == "none"
