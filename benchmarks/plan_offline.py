@@ -122,6 +122,7 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         if per_op
         else pass_seconds(device, attention, 2.0 * runs.scores * scores)
     )
+    selective = (15.0 if per_op else 34.0) * tokens
     message = LinearCost(0, 2.0 * tokens)
     units = [
         Unit(
@@ -130,7 +131,6 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
             trainable_bytes=int(runs.gradient * block),
             optimizer_bytes=int(runs.optimizer * block),
             saved_bytes=LinearCost(0, sum(kept)),
-            transient_bytes=LinearCost(0, 8.0 * tokens),
             forward_transient_bytes=LinearCost(0, 8.0 * tokens),
             backward_transient_bytes=LinearCost(0, 8.0 * tokens),
             crossing_bytes=message,
@@ -148,8 +148,15 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
             tensor_saved_bytes=LinearCost(0, kept[0] + kept[1] / 2),
             tensor_forward_bytes=LinearCost(0, 6.0 * tokens),
             tensor_backward_bytes=LinearCost(0, 6.0 * tokens),
-            selective_saved_bytes=LinearCost(0, (15.0 if per_op else 34.0) * tokens),
+            selective_saved_bytes=LinearCost(0, selective),
+            selective_forward_bytes=LinearCost(0, 8.0 * tokens),
+            selective_backward_bytes=LinearCost(0, 8.0 * tokens + sum(kept) - selective),
             selective_seconds=LinearCost(0, again),
+            full_saved_bytes=message,
+            full_forward_bytes=LinearCost(0, 8.0 * tokens),
+            full_backward_bytes=LinearCost(0, 6.0 * tokens + sum(kept)),
+            block=f"layers.{i}",
+            recomputed=True,
         )
         for i in range(layers)
     ]
@@ -161,6 +168,8 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         trainable_bytes=int(runs.gradient * table),
         optimizer_bytes=int(runs.optimizer * table),
         saved_bytes=message,
+        selective_saved_bytes=message,
+        full_saved_bytes=message,
         tensor_saved_bytes=message,
         crossing_bytes=message,
         crossing_grad_bytes=message,
@@ -179,9 +188,15 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         trainable_bytes=int(runs.gradient * own),
         optimizer_bytes=int(runs.optimizer * own),
         saved_bytes=LinearCost(0, 6.0 * logits),
+        selective_saved_bytes=LinearCost(0, 6.0 * logits),
+        full_saved_bytes=LinearCost(0, 6.0 * logits),
         tensor_saved_bytes=LinearCost(0, 3.0 * logits),
         forward_transient_bytes=LinearCost(0, 4.0 * logits),
         backward_transient_bytes=LinearCost(0, 4.0 * logits),
+        selective_forward_bytes=LinearCost(0, 4.0 * logits),
+        selective_backward_bytes=LinearCost(0, 4.0 * logits),
+        full_forward_bytes=LinearCost(0, 4.0 * logits),
+        full_backward_bytes=LinearCost(0, 4.0 * logits),
         tensor_forward_bytes=LinearCost(0, 2.0 * logits),
         tensor_backward_bytes=LinearCost(0, 2.0 * logits),
         flops=2.0 * table * sequence,
@@ -199,7 +214,7 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         optimizer="AdamW",
         sequence=sequence,
         measured_samples=(int(float(row["micro_batch"] or 1)),),
-        tensor_measured=True,
+        again=("selective", "full"),
         optimizer_transient_bytes=1.0,  # fused
         gather_ratio=runs.gather_ratio,
         reduce_ratio=runs.reduce_ratio,

@@ -39,11 +39,18 @@ def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
             8 * parameters,
             0,
             LinearCost(0, 34 * sequence * hidden),
-            LinearCost(0, 4 * sequence * hidden),
             message,
             message,
             tensor=1.0,
+            tensor_time=1.0,
             tensor_reduce_bytes=LinearCost(0, 4 * sequence * hidden),
+            tensor_saved_bytes=LinearCost(0, 21 * sequence * hidden),
+            full_saved_bytes=message,
+            full_backward_bytes=LinearCost(0, 32 * sequence * hidden),
+            selective_saved_bytes=LinearCost(0, 17 * sequence * hidden),
+            selective_backward_bytes=LinearCost(0, 17 * sequence * hidden),
+            block=f"layers.{i}",
+            recomputed=True,
         )
         for i in range(layers)
     ]
@@ -81,6 +88,7 @@ def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
         base_bytes=2e9,
         measured_samples=(1, 2),
         tensor_divides=hidden // 128,
+        again=("selective", "full"),
     )
 
 

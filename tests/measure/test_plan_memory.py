@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from cost_models import PEAKS, tokens_loss, words
+from planned import counted
 from processes import TESTS
 from ronde.measure.cost_lines import most
 from ronde.measure.unit_memory import weigh
@@ -59,6 +60,7 @@ def units(*sizes, saved=0):
             trainable_bytes=n,
             optimizer_bytes=2 * n,
             saved_bytes=LinearCost(0, saved),
+            block=f"layers.{i}",
         )
         for i, n in enumerate(sizes)
     )
@@ -147,7 +149,7 @@ def test_a_divided_block_keeps_its_input_and_its_output_whole():
         tensor=1.0,
         tensor_reduce_bytes=LinearCost(0, 10),
     )
-    costs = Costs((unit,), 4)
+    costs = counted(Costs((unit,), 4))
     assert need(costs, workers=2, batch_size=1, tensor=2)[1]["activations"] == 60
 
 

@@ -12,7 +12,7 @@ import socket
 import pytest
 import yaml
 
-from planned import shown
+from planned import counted, shown
 from processes import ronde_run
 from ronde.plan import Plan
 from ronde.predict.answer import explain, render_answer
@@ -42,10 +42,11 @@ def chain_of(
             saved_bytes=LinearCost(0, saved),
             crossing_bytes=LinearCost(0, 1e3),
             crossing_grad_bytes=LinearCost(0, 1e3),
+            block=f"u{i}",
         )
         for i, s in enumerate(seconds)
     )
-    return Costs(units, batch, optimizer="AdamW", measured_samples=(1, 2), **more)
+    return counted(Costs(units, batch, optimizer="AdamW", measured_samples=(1, 2), **more))
 
 
 def wired(memory: float = 0.0, **more) -> Cluster:
@@ -137,7 +138,7 @@ def test_the_least_is_the_least(seed):
             )
         )
     costs, room = (
-        Costs(tuple(sized), 16, optimizer="AdamW", measured_samples=(1, 2)),
+        counted(Costs(tuple(sized), 16, optimizer="AdamW", measured_samples=(1, 2))),
         wired(devices_per_node=4),
     )
     speed, least = search(costs, room, 4), search(costs, room, 4, optimize="memory")

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 
-from planned import shown
+from planned import counted, shown
 from ronde import ArgumentError
 from ronde.plan import Plan
 from ronde.plan.combinations import not_carried_out
@@ -56,6 +56,7 @@ def unit(name, forward=1.0, backward=2.0, parameters=0, saved=0.0, **more):
     """Everything trains, Adam's state is twice the parameters."""
     more.setdefault("trainable_bytes", parameters)
     more.setdefault("optimizer_bytes", 2 * parameters)
+    more.setdefault("block", name)
     return Unit(
         name,
         LinearCost(0, forward),
@@ -95,12 +96,14 @@ def transformer(layers=24, batch=512, hidden=2048, sequence=2048, heads=16):
                 8 * size,
                 0,
                 LinearCost(0, tokens * hidden * saved),
-                LinearCost(0, 4 * tokens * hidden),
                 LinearCost(0, 2 * tokens * hidden * (2 if name == "attention" else 1)),
                 LinearCost(0, 2 * tokens * hidden),
                 tensor=1.0,
                 tensor_reduce_bytes=LinearCost(0, 2 * tokens * hidden),
                 alike=name,
+                block=f"layers.{i}",
+                forward_transient_bytes=LinearCost(0, 4 * tokens * hidden),
+                backward_transient_bytes=LinearCost(0, 4 * tokens * hidden),
             )
             for name, size, work, saved in parts
         ]
@@ -115,7 +118,6 @@ def transformer(layers=24, batch=512, hidden=2048, sequence=2048, heads=16):
         8 * vocabulary,
         0,
         LinearCost(0, 2 * tokens * hidden),
-        LinearCost(),
         LinearCost(0, 2 * tokens * hidden),
         LinearCost(0, 2 * tokens * hidden),
         tied=("embed.weight",),
@@ -129,7 +131,7 @@ def transformer(layers=24, batch=512, hidden=2048, sequence=2048, heads=16):
         tied=("embed.weight",),
     )
     units = (first, *(u for i in range(layers) for u in block(i)), last)
-    return Costs(
+    costs = Costs(
         units,
         batch,
         input_bytes=16 * tokens,
@@ -140,6 +142,7 @@ def transformer(layers=24, batch=512, hidden=2048, sequence=2048, heads=16):
         measured_samples=(1, 2),
         tensor_divides=heads,
     )
+    return counted(costs)
 
 
 def machines(nodes=8, per_node=8, memory=80e9):

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from planned import shown
+from planned import counted, shown
 from ronde.plan import Plan
 from ronde.predict import answer_tables
 from ronde.predict.answer import explain, render_answer
@@ -33,10 +33,11 @@ def model(parameters):
             optimizer_bytes=2 * parameters,
             saved_bytes=LinearCost(0, parameters / 50),
             crossing_bytes=LinearCost(0, 29.0),
+            block=f"transformer.layers.{i}",
         )
         for i in range(8)
     ]
-    return Costs(tuple(units), 64, optimizer="AdamW")
+    return counted(Costs(tuple(units), 64, optimizer="AdamW"))
 
 
 @pytest.fixture(scope="module", params=[2_000, 10_000_000])

@@ -34,15 +34,14 @@ _TOKENS = 64
 def divisible(
     costs: Costs,
     work: Work,
-    calls: Any = None,
+    calls: Any,
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
     timed: bool = True,
 ) -> Costs:
     """The costs, with the share of each unit that tensor parallelism can divide.
 
     Args:
-        calls: the script's forward and loss, a LossCall, to time and weigh one worker's part; None
-            estimates by parameters.
+        calls: the script's forward and loss, a LossCall, to time and weigh one worker's part.
         timed: whether that part is timed; else it is weighed only.
     """
     blocks: tuple[Block, ...] = ()
@@ -54,17 +53,15 @@ def divisible(
             break
     if not blocks:
         return costs
-    costs = _with_refusals(_by_parameters(costs, work, blocks), work, blocks)
-    if calls is None or not costs.measured_samples:
-        return costs
+    divided = _with_refusals(_by_parameters(costs, work, blocks), work, blocks)
     try:
-        return _by_measurement(costs, work, calls, precision, blocks, timed)
+        return _by_measurement(divided, work, calls, precision, blocks, timed)
     except Exception as error:
-        note = (
-            "one worker's part under tensor parallelism could not be measured "
-            f"({type(error).__name__}: {error})"
+        why = f"one worker's part could not be measured ({type(error).__name__}: {error})"
+        refused = {**costs.refused, "tensor": why}
+        return replace(
+            costs, refused=refused, notes=(*costs.notes, f"no tensor parallelism: {why}")
         )
-        return replace(costs, notes=(*costs.notes, note))
 
 
 def _blocks(work: Work, batch: Any) -> tuple[Block, ...]:
@@ -215,7 +212,7 @@ def _by_measurement(
         )
         for i, u in enumerate(costs.units)
     )
-    return replace(costs, units=units, tensor_measured=True)
+    return replace(costs, units=units)
 
 
 def _time_factor(costs: Costs, samples: int, ratio: float) -> float:

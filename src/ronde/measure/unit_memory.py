@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.measure.cost_lines import line, most
+from ronde.measure.cost_lines import line
 from ronde.measure.memory_account import MemoryAccount, account
 from ronde.measure.model_units import LOSS
 from ronde.measure.optimizer_memory import optimizer_bytes
@@ -81,7 +81,6 @@ def weigh(
         measured_samples=tuple(sizes),
         optimizer_transient_bytes=float(transient),
         notes=tuple(notes),
-        blocks=True,
         again=tuple(memory.again),
         refused=refused,
     )
@@ -102,8 +101,6 @@ def _units(
     moved, work = memory.moved(), memory.work[flops_size]
     for i, link in enumerate(memory.chain):
         own = [parameters[name] for name in memory.parameters[i]]
-        bytes_at = {b: units_[i] for b, units_ in memory.sizes.items()}
-        peaks = {b: max(u.forward_transient, u.backward_transient) for b, u in bytes_at.items()}
         inner = modules[link.name].modules() if link.name in modules else ()
         units.append(
             Unit(
@@ -112,7 +109,6 @@ def _units(
                 trainable_bytes=sum(bytes_of(p) for p in own if p.requires_grad),
                 optimizer_bytes=sum(state.get(name, 0) for name in memory.parameters[i]),
                 buffer_bytes=memory.buffers[i],
-                transient_bytes=most([(b, float(peak)) for b, peak in peaks.items()]),
                 cut_after=not link.why_not and link.name != LOSS,
                 why_not=link.why_not or ("the loss is the end" if link.name == LOSS else ""),
                 alike=link.alike,
@@ -124,7 +120,7 @@ def _units(
                 moved_bytes=moved[i],
                 tied=tuple(sorted(memory.shared[i])),
                 tied_bytes=sum(bytes_of(parameters[name]) for name in memory.shared[i]),
-                tied_grad_bytes=bytes_at[flops_size].late_gradient,
+                tied_grad_bytes=memory.sizes[flops_size][i].late_gradient,
                 batchnorm=any(normalizes_batch(m) for m in inner),
                 block=memory.block(link.name),
                 recomputed=any(_overlap(link.name, b) for b in memory.recomputed),

@@ -14,7 +14,7 @@ from ronde.plan.plan import Plan, Schedule, ShardLevel
 from ronde.plan.reducers import parse_reducer
 from ronde.plan.schedules import allowed
 from ronde.predict.cluster import Cluster
-from ronde.predict.costs import Costs
+from ronde.predict.costs import Costs, not_counted
 
 _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("1f1b", 1),
@@ -59,8 +59,8 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
         return "shard_within goes with shard=gradients or parameters alone"
     if plan.shard_within and plan.replicas % plan.shard_within:
         return f"shard_within={plan.shard_within} does not divide {plan.replicas} replicas"
-    if plan.tensor > 1 and not any(u.tensor for u in costs.units):
-        return "no attention or MLP block was recognised"
+    if (why := not_counted(plan, costs)) is not None:
+        return why
     if plan.tensor > 1 and costs.tensor_divides and costs.tensor_divides % plan.tensor:
         return f"tensor={plan.tensor} does not divide {costs.tensor_divides} attention heads"
     if plan.offload != "none" and (cluster.device == "cpu" or plan.pipeline > 1 or plan.tensor > 1):

@@ -10,6 +10,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from ronde.plan.plan import Plan
+
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
@@ -66,7 +68,6 @@ class Unit:
         optimizer_bytes: the optimizer's state for them.
         buffer_bytes: of its buffers.
         saved_bytes: activations it keeps from its forward pass for its backward pass.
-        transient_bytes: most it needs for a moment beside that.
         crossing_bytes: of all tensors alive after it that later units read: what a cut here sends,
             forwards; as much comes back.
         crossing_grad_bytes: the part of ``crossing_bytes`` that takes gradients: what comes back.
@@ -80,14 +81,14 @@ class Unit:
         tensor_reduce_bytes: bytes all-reduced per forward pass of one micro-batch if it is tensor
             parallel; as much backward. tensor_reduces: in how many messages.
         batchnorm: whether it normalises over the batch.
-        forward_transient_bytes, backward_transient_bytes: ``transient_bytes`` of each pass; the
-            gradients that the backward pass leaves behind are not in it.
+        forward_transient_bytes, backward_transient_bytes: most that each pass needs for a moment
+            beside that; the gradients that the backward pass leaves behind are not in it.
         tied_grad_bytes: gradients it leaves behind for parameters that an earlier unit owns.
         tied_bytes: bytes of the parameters in ``tied``, 0 where not known (then the first owner's
-        parameters are taken). selective_saved_bytes, selective_forward_bytes,
-            selective_backward_bytes: ``saved_bytes``, ``forward_transient_bytes`` and
-                ``backward_transient_bytes`` under ``recompute="selective"``; used where
-                ``Costs.again`` names it, else an assumption is.
+            parameters are taken).
+        selective_saved_bytes, selective_forward_bytes, selective_backward_bytes: ``saved_bytes``,
+            ``forward_transient_bytes`` and ``backward_transient_bytes`` under
+            ``recompute="selective"``, where ``Costs.again`` names it.
         full_saved_bytes, full_forward_bytes, full_backward_bytes: the same under
             ``recompute="full"``.
         selective_seconds: what that adds to its backward pass, for costs that were not measured as
@@ -95,11 +96,11 @@ class Unit:
         tensor_bytes: of each of them, in the order of the tree; empty where not known.
         put_off_bytes: gradients from which its weights' part of the backward pass begins, where a
             zero-bubble schedule puts that part off: of what its layers with trained weights return.
-        tensor_time: share of its time that tensor parallelism divides, as measured; used where
-        ``Costs.tensor_measured``, else ``tensor`` is. tensor_saved_bytes, tensor_forward_bytes,
-        tensor_backward_bytes: ``saved_bytes`` and the transients of each pass, divided by two.
+        tensor_time: share of its time that tensor parallelism divides.
+        tensor_saved_bytes, tensor_forward_bytes, tensor_backward_bytes: ``saved_bytes`` and the
+            transients of each pass, divided by two.
         block: the module that is gathered, or computed again, as a whole and that this is in;
-            ``""`` where ``Costs.blocks`` is not set or it is in none.
+            ``""`` where it is in none.
         recomputed: whether recomputation runs it again.
         operations: operators that a forward pass of one micro-batch dispatches; 0 where not known.
         attention_flops: the part of ``flops`` in fused attention; where it is causal, the half that
@@ -121,7 +122,6 @@ class Unit:
     optimizer_bytes: int = 0
     buffer_bytes: int = 0
     saved_bytes: LinearCost = LinearCost()
-    transient_bytes: LinearCost = LinearCost()
     crossing_bytes: LinearCost = LinearCost()
     crossing_grad_bytes: LinearCost = LinearCost()
     cut_after: bool = True
@@ -176,8 +176,6 @@ class Costs:
         threads: threads a worker had.
         noise: relative disturbance seen while measuring, 0 to 1.
         base_bytes: what a worker holds before the model: context, libraries, communication buffers.
-        tensor_measured: whether one worker's part of the units that tensor parallelism divides was
-            timed and weighed.
         script_bytes: of the host's memory, what the script holds beside the model: its libraries,
             its data. Counts where the device is a CPU.
         sequence: length of the sequence that a sample has, 0 where there is none.
@@ -196,9 +194,8 @@ class Costs:
             the units' seconds have it in them.
         accumulate_seconds: what adding the gradients of a further micro-batch to those that are
             there takes, of the whole model.
-        blocks: whether ``Unit.block`` and ``Unit.recomputed`` say what is gathered and computed
-            again together; else names are asked.
-        again: levels of ``recompute`` whose bytes were counted with it.
+        again: levels of ``recompute`` whose bytes were counted; plans with others are not looked
+            at.
         again_seconds: level of ``recompute`` -> what it adds to a pass of the whole model, as
             measured.
         refused: what cannot carry this model or its optimizer out (``"pipeline"``, ``"tensor"``,
@@ -224,11 +221,9 @@ class Costs:
     tensor_divides: int = 0
     contention: float = 1.0
     accumulate_seconds: float = 0.0
-    blocks: bool = False
     again: tuple[str, ...] = ()
     again_seconds: dict[str, LinearCost] = field(default_factory=dict)
     script_bytes: float = 0.0
-    tensor_measured: bool = False
     clip_seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
     gather_ratio: float = 1.0
@@ -265,3 +260,12 @@ class Costs:
             for level, line in (values.get("again_seconds") or {}).items()
         }
         return cls(units=tuple(units), **rest)
+
+
+def not_counted(plan: Plan, costs: Costs) -> str | None:
+    """Why the costs do not tell what a plan needs of the model, or None."""
+    if plan.recompute != "none" and plan.recompute not in costs.again:
+        return f"recompute={plan.recompute} could not be counted on this model"
+    if plan.tensor > 1 and not any(u.tensor for u in costs.units):
+        return "no attention or MLP block was recognised"
+    return None

@@ -38,7 +38,7 @@ from ronde.plan.plan import Plan, Schedule
 from ronde.plan.schedules import allowed, bubble, in_flight, worker_of
 from ronde.predict.cluster import Cluster
 from ronde.predict.collectives import CollectiveCost, Group, collective, groups
-from ronde.predict.costs import Costs
+from ronde.predict.costs import Costs, not_counted
 from ronde.predict.datasheets import DEVICES, costs_on
 from ronde.predict.partition import Cut, HeldShare, cut_at, cut_chain
 from ronde.predict.plan_setup import PlanSetup, measured_reducer
@@ -123,6 +123,8 @@ class Predictor:
             raise ArgumentError(
                 f"plan: shard_within={plan.shard_within} does not divide {plan.replicas} replicas."
             )
+        if (why := not_counted(plan, self.costs)) is not None:
+            raise ArgumentError(f"plan: {why}.")
         share = math.ceil(plan.batch_size / plan.replicas)
         if plan.pipeline > 1:
             micro_batches = plan.accumulation
@@ -292,13 +294,6 @@ class Predictor:
             notes.append(
                 f"reducer={plan.reducer} was not measured (ronde bench exchange --cluster): "
                 "predicted as the ring"
-            )
-        if plan.tensor > 1 and not self.costs.tensor_measured:
-            notes.append("tensor-parallel units are divided, not measured: an estimate")
-        if plan.recompute == "selective" and "selective" not in self.costs.again:
-            notes.append(
-                "selective recomputation was not measured: half of the activations for 15 "
-                "% of a forward pass is assumed"
             )
         if plan.pipeline > 1 and plan.schedule in ("zero-bubble", "zbv"):
             notes.append("the two parts of a backward pass are assumed equal")

@@ -18,10 +18,10 @@ from ronde.world import ArgumentError
 Array = npt.NDArray[np.float64]
 Recompute = Literal["none", "selective", "full"]
 
-SELECTIVE_SAVED = 0.5
-"""Share of its activations that a unit keeps under ``"selective"``, where not measured."""
 SELECTIVE_SECONDS = 0.15
-"""What that adds to its backward pass, as a share of its forward pass."""
+"""What ``"selective"`` adds to a unit's backward pass, as a share of its forward pass, where it was
+not timed.
+"""
 WHOLE_INNER = 2.0 / 7.0
 """Share of its products' inner sizes that a tensor-parallel block does not divide: attention's and
 the MLP's first product have a hidden size each, of 7 in all.
@@ -190,42 +190,22 @@ def chain(
 
     share = tables.flat["tensor"]
     rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
-    known_time = costs.tensor_measured or launch_seconds
-    in_time = 1.0 - tables.flat["tensor_time"] * (1.0 - 1.0 / tensor) if known_time else rest
+    in_time = 1.0 - tables.flat["tensor_time"] * (1.0 - 1.0 / tensor)
     # Of a block's products, those that divide their columns keep their inner size.
     wave = tables.flat["wave_seconds"] * share * (1.0 - 1.0 / tensor) * WHOLE_INNER
     launch = tables.flat["operations"] * launch_seconds
     forward = np.maximum(line("forward_seconds") * in_time / speed + wave, launch)
     backward = np.maximum(line("backward_seconds") * in_time / speed + 2.0 * wave, 2.0 * launch)
-    saved = line("saved_bytes")
-    whole_saved = saved
-    undivided = 2.0 * line("tensor_reduce_bytes")
-    if tensor > 1 and not costs.tensor_measured:
-        # What a divided block is given and what it ends with, each as large as what it all-reduces,
-        # every worker has whole.
-        saved = saved - np.maximum(0.0, share * saved - undivided) * (1.0 - 1.0 / tensor)
-    # Of each pass, where that is known.
-    transients = [
-        line(name) * rest
-        for name in ("transient_bytes", "forward_transient_bytes", "backward_transient_bytes")
-    ]
-    known = transients[1] + transients[2] > 0
-    transient, backward_transient = (
-        np.where(known, of_pass, transients[0]) for of_pass in transients[1:]
-    )
-    if tensor > 1 and costs.tensor_measured:
-        # Weighed whole and in two parts: what is divided goes with 1 / tensor.
-        parts = 2.0 * (1.0 - 1.0 / tensor)
-        saved = np.maximum(0.0, saved + (line("tensor_saved_bytes") - saved) * parts)
-        transient, backward_transient = (
-            np.maximum(
-                0.0,
-                line(f"{name}_transient_bytes")
-                + (line(f"tensor_{name}_bytes") - line(f"{name}_transient_bytes")) * parts,
-            )
-            for name in ("forward", "backward")
-        )
-    crossing = line("crossing_bytes")
+    # Weighed whole and in two parts: what is divided goes with 1 / tensor.
+    parts = 2.0 * (1.0 - 1.0 / tensor)
+
+    def divided(whole: str, half: str) -> Array:
+        size = line(whole)
+        return np.maximum(0.0, size + (line(half) - size) * parts) if parts else size
+
+    saved = divided("saved_bytes", "tensor_saved_bytes")
+    transient = divided("forward_transient_bytes", "tensor_forward_bytes")
+    transient_backward = divided("backward_transient_bytes", "tensor_backward_bytes")
     reduce_bytes = line("tensor_reduce_bytes") if tensor > 1 else np.zeros(len(forward))
     reduce = np.zeros(len(forward))
     if tensor > 1 and reduce_seconds is not None:
@@ -233,62 +213,26 @@ def chain(
         sizes = zip(reduce_bytes.tolist(), messages.tolist(), strict=True)
         reduce = np.array([n * reduce_seconds(b / n) if b else 0.0 for b, n in sizes])
     again = np.zeros(len(forward))
-    transient_backward = backward_transient
     # all-reduces of activations: forward, backward, and once more if the forward pass runs again
     ways = 2.0
     inside = tables.recomputed
-    if recompute in costs.again:
-        whole, kept = whole_saved, line(f"{recompute}_saved_bytes")
-        before = whole - kept  # what every worker would compute again if nothing were divided
-        whole, kept = (
-            saved,
-            kept - (np.maximum(0.0, share * kept - undivided) * (1.0 - 1.0 / tensor)),
-        )
+    if recompute != "none":
+        kept = line(f"{recompute}_saved_bytes")
+        before = line("saved_bytes") - kept  # what is computed again where nothing is divided
+        whole_ends = 2.0 * reduce_bytes  # what a divided block is given and ends with
+        kept = kept - np.maximum(0.0, share * kept - whole_ends) * (1.0 - 1.0 / tensor)
         transient = line(f"{recompute}_forward_bytes") * rest
         transient_backward = line(f"{recompute}_backward_bytes")
-        if tensor > 1:
-            for units in _runs(tables.blocks):
-                back = float(before[units].sum())
-                transient_backward[units] = np.maximum(
-                    0.0, transient_backward[units] - back
-                ) * rest[units] + float((whole - kept)[units].sum())
+        for units in _runs(tables.blocks) if tensor > 1 else ():
+            transient_backward[units] = np.maximum(
+                0.0, transient_backward[units] - float(before[units].sum())
+            ) * rest[units] + float((saved - kept)[units].sum())
         saved = kept
-        again = np.where(
-            inside, forward if recompute == "full" else SELECTIVE_SECONDS * forward, 0.0
-        )
-        ways = 3.0 if recompute == "full" else 2.0
-    elif recompute == "full":
-        before = np.concatenate([[0.0], crossing[:-1]])
         again = np.where(inside, forward, 0.0)
-        kept = np.where(inside, 0.0, saved)
-        transient_backward = backward_transient.copy()
-        for units in _runs(tables.blocks):
-            if not inside[units.start]:
-                continue
-            all_of_it = float(saved[units].sum())
-            first = (
-                min(float(saved[units.start]), float(before[units.start]))
-                if units.stop - units.start == 1
-                else float(before[units.start])
-            )
-            kept[units.start] = min(all_of_it, first)
-            # all of the block's activations are back at once
-            transient_backward[units] += all_of_it - kept[units.start]
-        saved = kept
-        ways = 3.0
-    elif recompute == "selective":
-        measured = line("selective_saved_bytes")
-        kept = np.where(
-            inside, np.where(measured > 0, measured * rest, SELECTIVE_SAVED * saved), saved
-        )
-        extra = np.where(
-            measured > 0, line("selective_seconds") * rest / speed, SELECTIVE_SECONDS * forward
-        )
-        again = np.where(inside, extra, 0.0)
-        transient_backward = backward_transient.copy()
-        for units in _runs(tables.blocks):
-            transient_backward[units] += float((saved[units] - kept[units]).sum())
-        saved = kept
+        if recompute == "selective":
+            cheap = line("selective_seconds") * rest / speed
+            again = np.where(inside & (cheap > 0), cheap, SELECTIVE_SECONDS * again)
+        ways = 3.0 if recompute == "full" else 2.0
     if (timed := costs.again_seconds.get(recompute)) is not None and inside.any():
         # Measured of the whole model: shared out as its parts take time.
         seconds = np.where(inside, line("forward_seconds"), 0.0)
@@ -312,7 +256,7 @@ def chain(
         transient_backward=transient_backward,
         put_off=line("put_off_bytes") * rest,
         late=tables.flat["tied_grad_bytes"] * rest,
-        crossing=crossing,
+        crossing=line("crossing_bytes"),
         crossing_grad=line("crossing_grad_bytes"),
         reduce_bytes=ways * reduce_bytes,
         blocks=tables.blocks,
@@ -351,9 +295,8 @@ def _tables(costs: Costs) -> _Tables:
         name: np.array([getattr(unit, name) for unit in costs.units], dtype=float) for name in _FLAT
     }
     cuts = tuple(i + 1 for i, unit in enumerate(costs.units[:-1]) if unit.cut_after)
-    blocks = _named(costs.units) if costs.blocks else _blocks(costs.units)
-    recomputed = np.array([u.recomputed for u in costs.units]) if costs.blocks else blocks >= 0
-    tables = _Tables(lines, flat, blocks, cuts, _ties(costs.units), recomputed)
+    recomputed = np.array([u.recomputed for u in costs.units])
+    tables = _Tables(lines, flat, _blocks(costs.units), cuts, _ties(costs.units), recomputed)
     for key in [k for k, (ref, _) in _made.items() if ref() is None]:
         del _made[key]
     _made[id(costs)] = (weakref.ref(costs), tables)
@@ -361,32 +304,7 @@ def _tables(costs: Costs) -> _Tables:
 
 
 def _blocks(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
-    """Each unit's block: its name up to the first number, as in module lists; -1 for the rest.
-
-    Without such names, each child of the model is a block. ronde.parallel.recompute uses the same
-    rule.
-    """
-
-    def member(name: str) -> str | None:
-        parts = name.split("#")[0].removesuffix("(glue)").strip().split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        return None if at is None else ".".join(parts[: at + 1])
-
-    keys = [member(u.name) for u in units]
-    if not any(keys):
-        keys = [u.name.split(".")[0] for u in units]
-    numbers: dict[tuple[str, int], int] = {}
-    found = []
-    run = 0
-    for i, key in enumerate(keys):
-        if i and key != keys[i - 1]:
-            run += 1
-        found.append(-1 if key is None else numbers.setdefault((key, run), len(numbers)))
-    return np.array(found, dtype=np.intp)
-
-
-def _named(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
-    """Each unit's declared block."""
+    """Each unit's block as a number; -1 for those in none."""
     found: list[int] = []
     last = -1
     for i, unit in enumerate(units):
