@@ -117,7 +117,7 @@ def _files_of(source: Any) -> list[str]:
     if not is_ronde(type(inner)):
         return []
     if callable(file := getattr(source, "file", None)):
-        return [str(file(i)) for i in range(len(source))]
+        return list(dict.fromkeys(str(file(i)) for i in range(len(source))))
     if callable(getattr(source, "origins", None)) and (origins := source.origins()) is not None:
         elsewhere = any(isinstance(origin, np.ndarray) or callable(origin) for origin in origins)
         return [] if elsewhere else [each for each in origins if isinstance(each, str)]

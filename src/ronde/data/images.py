@@ -233,8 +233,9 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
             f"{type(path).__name__}."
         )
     from ronde.data.sources.folder import folder
+    from ronde.data.sources.packed import is_pack
     from ronde.data.sources.parquet import parquet, parquet_files
-    from ronde.data.sources.tar import is_pack, tar
+    from ronde.data.sources.tar import tar
 
     names = [os.fspath(p) for p in path] if isinstance(path, list | tuple) else [os.fspath(path)]
     if not names:

@@ -10,29 +10,29 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
 import tarfile
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ronde.data.sources.base import Names, Sample
+from ronde.data.sources.base import Sample
 from ronde.data.sources.byte_ranges import Store
 from ronde.data.sources.folder import FolderSource, folder
-from ronde.data.sources.tar import MANIFEST, read_manifest
-from ronde.data.sources.tar_index import SUFFIX, TarIndex
+from ronde.data.sources.packed import INDEX, MANIFEST, VERSION, PackSource, read_manifest
 from ronde.world import ArgumentError, RondeError, SampleError
 
-_AHEAD_FILES = 16  # read ahead of the one being written
+_READ_FILES = 16  # at a time
+_DAMAGED = "damaged (its SHA-256 differs)"
 _BLOCK_BYTES = 512  # of a tar
+_RECORD_BYTES = tarfile.RECORDSIZE  # a whole number of them is a tar
 
 Progress = Callable[[int, int], None]
 
@@ -101,73 +101,67 @@ class _Keys:
         return found
 
 
-class _Shard:
-    """A tar that is being written."""
+class _Shards:
+    """Tars that are written one after the other into a folder."""
 
-    def __init__(self, path: Path, keys: _Keys, labels: Any) -> None:
-        self.path = path
-        self.bytes = 0
-        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115
-        self._sha256 = hashlib.sha256()
-        self._keys = keys
-        # Of all labels, not of this shard's own: every shard holds them in the same way.
-        self._labels = labels
-        self._samples: list[Sample] = []
-        self._members: list[tuple[str, str, int, int]] = []  # key, suffix, offset, size
-
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._sha256.update(data)
-        self.bytes += len(data)
-
-    def size_with(self, sample: Sample) -> int:
-        """The most bytes it would have if it also held this sample."""
-        return self.bytes + len(sample.data) + 8 * _BLOCK_BYTES
+    def __init__(self, into: Path, most_bytes: int, labelled: bool) -> None:
+        self._into, self._most_bytes, self._labelled = into, most_bytes, labelled
+        self._keys = _Keys()
+        self._tar: tarfile.TarFile | None = None
+        self._file: io.BufferedRandom | None = None
+        self._samples = 0  # in the tar that is being written
+        self.entries: list[dict[str, Any]] = []  # of the manifest
+        self.offsets: list[int] = []
+        self.sums: list[int] = []
 
     def add(self, sample: Sample) -> None:
+        if self._tar is not None:
+            end = self._tar.offset + len(sample.data) + 8 * _BLOCK_BYTES  # at most, with its label
+            if -(-end // _RECORD_BYTES) * _RECORD_BYTES > self._most_bytes:
+                self.finish()
+        if self._tar is None:
+            name = f"shard-{len(self.entries):06d}.tar"
+            self._file = open(self._into / name, "w+b")  # noqa: SIM115
+            self._tar = tarfile.open(  # noqa: SIM115
+                fileobj=self._file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8"
+            )
         key = self._keys.of(sample.name)
-        parts = [(_suffix_of(sample.name), sample.data)]
-        if self._labels is not None:
-            parts.append(("cls", str(sample.label).encode()))
-        for suffix, data in parts:
-            member = tarfile.TarInfo(f"{key}.{suffix}")
-            member.size, member.mode = len(data), 0o644
-            self._write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
-            self._members.append((key, suffix, self.bytes, len(data)))
-            self._write(data)
-            self._write(bytes(-len(data) % _BLOCK_BYTES))
-        self._samples.append(sample._replace(data=zlib.crc32(sample.data)))  # type: ignore[arg-type]
+        self._add_member(f"{key}.{_suffix_of(sample.name)}", sample.data)
+        self.offsets.append(self._tar.offset - -(-len(sample.data) // _BLOCK_BYTES) * _BLOCK_BYTES)
+        self.sums.append(zlib.crc32(sample.data))
+        if self._labelled:
+            self._add_member(f"{key}.cls", str(sample.label).encode())
+        self._samples += 1
 
-    def finish(self) -> dict[str, Any]:
-        """End the tar, write its index, and return its entry in the manifest."""
-        self._write(bytes(2 * _BLOCK_BYTES))
+    def _add_member(self, name: str, data: bytes) -> None:
+        assert self._tar is not None
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        self._tar.addfile(member, io.BytesIO(data))
+
+    def finish(self) -> None:
+        """End the tar, and make its entry in the manifest."""
+        if self._tar is None or self._file is None:
+            return
+        self._tar.close()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
-        names = Names.of(sample.name for sample in self._samples)
-        more: dict[str, Any] = {
-            "names": np.frombuffer(names.blob, dtype=np.uint8),
-            "name_ends": names.ends,
-            "crc32": np.asarray([sample.data for sample in self._samples], dtype=np.uint32),
-        }
-        labels = [sample.label for sample in self._samples]
-        if isinstance(self._labels, np.ndarray):
-            more["label"] = np.asarray(labels, dtype=self._labels.dtype)
-        elif self._labels is not None:
-            more["label_json"] = np.frombuffer(json.dumps(labels).encode(), dtype=np.uint8)
-        # No time: a pack may be copied, which changes it.
-        index = TarIndex.of(self._members, self.bytes, more=more).to_bytes()
-        self.path.with_name(self.path.name + SUFFIX).write_bytes(index)
-        return {
-            "name": self.path.name,
-            "samples": len(self._samples),
-            "bytes": self.bytes,
-            "sha256": self._sha256.hexdigest(),
-            "index_sha256": hashlib.sha256(index).hexdigest(),
-        }
+        size = self._file.tell()
+        self._file.seek(0)
+        self.entries.append(
+            {
+                "name": Path(self._file.name).name,
+                "samples": self._samples,
+                "bytes": size,
+                "sha256": hashlib.file_digest(self._file, "sha256").hexdigest(),
+            }
+        )
+        self.close()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+        self._tar, self._file, self._samples = None, None, 0
 
 
 def pack(
@@ -228,8 +222,7 @@ def pack(
             raise ArgumentError(f"labels of a pack must be classes or numbers; found {label!r}.")
     manifest = {
         "format": "ronde pack",
-        "version": 1,
-        "kind": "tar",
+        "version": VERSION,
         "samples": len(source),
         "classes": source.classes,
         "labels": source.labels is not None,
@@ -240,7 +233,7 @@ def pack(
         return done
     try:
         with _written(place) as into:
-            manifest["shards"] = _write(source, into, shard_bytes, progress)
+            manifest |= _write(source, into, shard_bytes, progress)
             (into / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     except OSError as error:
         raise _explained(error, place) from error
@@ -306,54 +299,44 @@ def _explained(error: OSError, place: Path) -> RondeError:
 
 def _write(
     source: FolderSource, into: Path, shard_bytes: int, progress: Progress | None
-) -> list[dict[str, Any]]:
-    """Write all shards; their entries in the manifest."""
-    needed, free = int(source.sizes.sum()), shutil.disk_usage(into).free
-    if needed > free:
-        raise RondeError(
-            f"{into.parent} has {free:,} bytes free, but {needed:,} are to be packed. Free some "
-            "space, or choose another disk."
-        )
-    keys, entries = _Keys(), list[dict[str, Any]]()
-    shard: _Shard | None = None
-    try:
+) -> dict[str, Any]:
+    """Write the shards and the index; what the manifest says of them."""
+    shards = _Shards(into, shard_bytes, source.labels is not None)
+    with contextlib.closing(shards):
         for done, sample in enumerate(_samples(source), 1):
-            if shard is not None and shard.size_with(sample) > shard_bytes:
-                entries.append(shard.finish())
-                shard = None
-            if shard is None:
-                shard = _Shard(into / f"shard-{len(entries):06d}.tar", keys, source.labels)
-            shard.add(sample)
+            shards.add(sample)
             if progress is not None:
                 progress(done, len(source))
-        if shard is not None:
-            entries.append(shard.finish())
-    finally:
-        if shard is not None:
-            shard.close()
-    return entries
+        shards.finish()
+    index: dict[str, Any] = {
+        "names": np.frombuffer(source.names.blob, dtype=np.uint8),
+        "name_ends": source.names.ends,
+        "offset": np.asarray(shards.offsets, dtype=np.int64),
+        "size": source.sizes,
+        "crc32": np.asarray(shards.sums, dtype=np.uint32),
+    }
+    if isinstance(source.labels, np.ndarray):
+        index["labels"] = source.labels
+    elif source.labels is not None:
+        index["labels_json"] = np.frombuffer(json.dumps(source.labels).encode(), dtype=np.uint8)
+    np.savez(into / INDEX, **index)
+    return {
+        "shards": shards.entries,
+        "index_sha256": hashlib.sha256((into / INDEX).read_bytes()).hexdigest(),
+    }
 
 
 def _samples(source: FolderSource) -> Iterator[Sample]:
-    """Samples in order, read ahead by threads."""
-
-    def read(i: int) -> Sample:
-        sample: Sample = source.read([i])[0]
-        if len(sample.data) != source.sizes[i]:
-            raise SampleError(
-                f"{source.file(i)} changed while it was packed: {source.sizes[i]:,} bytes before, "
-                f"{len(sample.data):,} now."
-            )
-        return sample
-
-    waiting: deque[Future[Sample]] = deque()
-    with ThreadPoolExecutor(4, thread_name_prefix="ronde-pack") as pool:
-        for i in range(len(source)):
-            waiting.append(pool.submit(read, i))
-            if len(waiting) == _AHEAD_FILES:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+    """Samples in order."""
+    for start in range(0, len(source), _READ_FILES):
+        ids = range(start, min(start + _READ_FILES, len(source)))
+        for i, sample in zip(ids, source.read(ids), strict=True):
+            if len(sample.data) != source.sizes[i]:
+                raise SampleError(
+                    f"{source.file(i)} changed while it was packed: {source.sizes[i]:,} bytes "
+                    f"before, {len(sample.data):,} now."
+                )
+            yield sample
 
 
 def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) -> Packed:
@@ -375,48 +358,42 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
     if manifest is None:
         raise ArgumentError(f"{place} is not a pack: it has no {MANIFEST} in it.")
     problems: list[str] = []
+    try:
+        index = hashlib.sha256((place / INDEX).read_bytes()).hexdigest()
+        if index != manifest["index_sha256"]:
+            problems.append(f"{INDEX}: {_DAMAGED}")
+    except OSError as error:
+        problems.append(f"{INDEX}: {error.strerror}")
     done = 0
     for shard in manifest["shards"]:
-        problems += _problems(place / shard["name"], shard)
+        if problem := _problem(place / shard["name"], shard):
+            problems.append(problem)
         done += shard["samples"]
         if progress is not None:
             progress(done, manifest["samples"])
-    if done != manifest["samples"]:
-        problems.append(f"{MANIFEST} counts {manifest['samples']:,} samples, its shards {done:,}")
+    if problems and all(_DAMAGED in problem and INDEX not in problem for problem in problems):
+        problems += _damaged(place, manifest)
     return Packed.of(place, manifest, problems=tuple(problems))
 
 
-def _problems(path: Path, shard: dict[str, Any]) -> list[str]:
-    side = path.with_name(path.name + SUFFIX)
+def _problem(path: Path, shard: dict[str, Any]) -> str:
     try:
         with open(path, "rb") as file:
             same = hashlib.file_digest(file, "sha256").hexdigest() == shard["sha256"]
-        raw = side.read_bytes()
-        if hashlib.sha256(raw).hexdigest() != shard["index_sha256"]:
-            return [f"{side.name}: damaged (its SHA-256 differs)"]
     except OSError as error:
-        return [f"{Path(error.filename).name}: {error.strerror}"]
-    if same:
-        return []
+        return f"{path.name}: {error.strerror}"
     if (size := path.stat().st_size) != shard["bytes"]:
-        return [f"{path.name}: {size:,} bytes, {shard['bytes']:,} were written"]
-    damaged = _damaged_names(path, TarIndex.from_bytes(raw))
-    named = ", ".join(damaged[:5]) + (", …" if len(damaged) > 5 else "")
-    return [
-        f"{path.name}: damaged ({len(damaged):,} of its {shard['samples']:,} samples): {named}"
-        if damaged
-        else f"{path.name}: damaged (outside of its samples)"
-    ]
+        return f"{path.name}: {size:,} bytes, {shard['bytes']:,} were written"
+    return "" if same else f"{path.name}: {_DAMAGED}"
 
 
-def _damaged_names(path: Path, index: TarIndex) -> list[str]:
-    """Names of the samples whose checksum differs."""
-    names = Names(index.more["names"].tobytes(), index.more["name_ends"])
-    found: list[str] = []
-    with open(path, "rb") as file:
-        for i, crc in enumerate(index.more["crc32"].tolist()):
-            member = int(index.first[i])  # its data come first, its label behind them
-            data = os.pread(file.fileno(), int(index.size[member]), int(index.offset[member]))
-            if zlib.crc32(data) != crc:
-                found.append(names[i])
+def _damaged(place: Path, manifest: dict[str, Any]) -> list[str]:
+    """What reading says of the samples that are damaged."""
+    found = []
+    source = PackSource(str(place), manifest, Store())
+    for i in range(len(source)):
+        try:
+            source.read([i])
+        except SampleError as error:
+            found.append(str(error))
     return found

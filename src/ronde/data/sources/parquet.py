@@ -22,7 +22,7 @@ from ronde.data.sources.base import (
     unknown_class,
 )
 from ronde.data.sources.byte_ranges import BytesCache, Store, expand, inside, one_folder
-from ronde.data.sources.tar import is_pack
+from ronde.data.sources.packed import is_pack
 from ronde.tables.reading import arrow_batches, open_arrow
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote, need

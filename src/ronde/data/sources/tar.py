@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,45 +26,12 @@ from ronde.data.sources.byte_ranges import (
     inside,
     one_folder,
 )
-from ronde.data.sources.tar_index import SUFFIX, TarIndex, index_of
+from ronde.data.sources.packed import PackSource, read_manifest
+from ronde.data.sources.tar_index import TarIndex, index_of
 from ronde.world import ArgumentError, SampleError
-from ronde.world.paths import is_remote, local_path
+from ronde.world.paths import is_remote
 
-MANIFEST = "ronde-pack.json"
-_UNFINISHED = "ronde-pack.partial.json"  # that earlier versions wrote
 Label = str | Callable[[dict[str, Any]], Any]
-
-
-def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
-    """A pack's manifest, or None if ``path`` is not a pack; refuse one that cannot be read."""
-    raw = store.whole(f"{path.rstrip('/')}/{MANIFEST}")
-    if raw is None:
-        # Its shards would look like a smaller data set.
-        if store.whole(f"{path.rstrip('/')}/{_UNFINISHED}") is not None:
-            raise ArgumentError(
-                f"{path} is an unfinished pack of an earlier version of ronde. Remove it and pack "
-                "again."
-            )
-        return None
-    try:
-        found = json.loads(raw)
-        if [found[name] for name in ("format", "version", "kind")] != ["ronde pack", 1, "tar"]:
-            raise ValueError(f"{found['format']} {found['version']}")
-        for shard in found["shards"]:
-            int(shard["samples"]), int(shard["bytes"]), str(shard["name"])
-        int(found["samples"]), list(found["classes"] or ()), str(found["fingerprint"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ArgumentError(
-            f"{path}/{MANIFEST} is damaged, or no manifest that this version of ronde reads: "
-            f"{type(error).__name__}: {error}. Remove the pack and pack again, or restore the file."
-        ) from None
-    return dict(found)
-
-
-def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> bool:
-    """Whether ``path`` is a pack; refuse a damaged one."""
-    text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
-    return read_manifest(text, Store(options)) is not None
 
 
 class TarSource(BaseSource):
@@ -73,8 +39,7 @@ class TarSource(BaseSource):
 
     Attributes:
         paths: the tars.
-        keys: of the samples; for a pack, the files' paths below the folder that was packed.
-        labels: of a pack, as an array or a list; else None.
+        keys: of the samples.
     """
 
     def __init__(
@@ -84,7 +49,6 @@ class TarSource(BaseSource):
         store: Store,
         data: Sequence[str] | None,
         label: Label | None,
-        manifest: dict[str, Any] | None,
     ) -> None:
         self.paths = paths
         self._store = store
@@ -101,51 +65,20 @@ class TarSource(BaseSource):
         self._suffix = np.concatenate(kinds)
         self._offset = np.concatenate([index.offset for index in indices])
         self._size = np.concatenate([index.size for index in indices])
-        self.labels: Any = None
-        self._sums: np.ndarray[Any, np.dtype[np.uint32]] | None = None
-        self._manifest = manifest
-        if manifest is None:
-            self.keys = Names.joined([index.keys for index in indices])
-        else:
-            self.classes = manifest["classes"]
-            names = [(index.more["names"].tobytes(), index.more["name_ends"]) for index in indices]
-            self.keys = Names.joined([Names(*each) for each in names])
-            self.labels = _labels_of(indices)
-            if all("crc32" in index.more for index in indices):
-                self._sums = np.concatenate([index.more["crc32"] for index in indices])
-            data = suffixes  # its one file that is no label, whatever its ending
+        self.keys = Names.joined([index.keys for index in indices])
         self._label = label
         chosen = None if data is None else [d.lstrip(".").lower() for d in data]
         self._data = chosen
         self._wanted: list[bool] | None = None
         if chosen is not None:
-            self._wanted = [s in chosen and not (manifest and s == "cls") for s in suffixes]
-        if manifest is not None:
-            self._fingerprint = str(manifest["fingerprint"])
-        else:
-            tars = [p.rpartition("/")[2] for p in paths]
-            by_name = label if isinstance(label, str) else None
-            self._fingerprint = digest_values("tar", tars, self._sizes, counts, data, by_name)
+            self._wanted = [s in chosen for s in suffixes]
+        tars = [p.rpartition("/")[2] for p in paths]
+        by_name = label if isinstance(label, str) else None
+        self._fingerprint = digest_values("tar", tars, self._sizes, counts, data, by_name)
 
     def count_classes(self, known: list[str]) -> TarSource:
-        """Map labels to class numbers: texts, and packed labels, whose numbers stand for names.
-
-        Raises:
-            ArgumentError: the labels of a pack have no names, or others.
-        """
-        if self._manifest is not None and known != self.classes:
-            if self.classes is None or not isinstance(self.labels, np.ndarray):
-                raise ArgumentError(
-                    f"feed.tar: the labels of the pack of {self.paths[0]} have no names, which "
-                    "classes= and like= need."
-                )
-            wrong = next((name for name in self.classes if name not in known), None)
-            if wrong is not None:
-                raise ArgumentError(f"feed.tar: {self.paths[0]}: {unknown_class(wrong, known)}.")
-            numbers = np.asarray([known.index(name) for name in self.classes], dtype=np.int64)
-            self.labels = numbers[self.labels]
-        if self._manifest is None or known != self.classes:
-            self._fingerprint = digest_values(self._fingerprint, known)
+        """Map labels that are texts to the numbers of these classes."""
+        self._fingerprint = digest_values(self._fingerprint, known)
         self.classes = known
         return self
 
@@ -158,7 +91,7 @@ class TarSource(BaseSource):
 
     @property
     def fingerprint(self) -> str:
-        """Covers tar names, sizes and samples; for a pack, the packed folder's fingerprint."""
+        """Covers tar names, sizes and samples."""
         return self._fingerprint
 
     def origins(self) -> list[Any]:
@@ -168,13 +101,6 @@ class TarSource(BaseSource):
     def name(self, i: int) -> str:
         """Sample ``i``'s key and tar."""
         return f"{self.keys[i]} in {self.paths[self._shard(i)]}"
-
-    def label(self, i: int) -> Any:
-        """Sample ``i``'s label in a pack; in other tars, labels are read with the samples."""
-        if self.labels is None:
-            return None
-        found = self.labels[i]
-        return found.item() if isinstance(found, np.generic) else found
 
     def _shard(self, i: int) -> int:
         return int(np.searchsorted(self._starts, i, side="right")) - 1
@@ -213,8 +139,7 @@ class TarSource(BaseSource):
         return [m for m in members if kept[self._suffix[m]]]
 
     def _label_suffix(self) -> str:
-        named = isinstance(self._label, str) and self._manifest is None
-        return str(self._label).lstrip(".").lower() if named else ""
+        return self._label.lstrip(".").lower() if isinstance(self._label, str) else ""
 
     def _sample(self, i: int, members: list[int], raw: list[bytes]) -> Any:
         key, kinds = self.keys[i], [int(self._suffix[m]) for m in members]
@@ -229,10 +154,6 @@ class TarSource(BaseSource):
                 f"{self._place(key, i)} has no .{', .'.join(self._data)}; it has "
                 f"{', '.join('.' + self.suffixes[k] for k in every)}."
             )
-        if self._manifest is not None:
-            if self._sums is not None and zlib.crc32(data) != self._sums[i]:
-                raise SampleError(damage_message(self.paths[self._shard(i)], key))
-            return Sample(data, self.label(i), key)
         if self._label is None:
             return Sample(data, None, key)
         if callable(self._label):
@@ -266,54 +187,6 @@ class TarSource(BaseSource):
             ) from None
 
 
-def damage_message(path: str, name: str) -> str:
-    """The message for a packed sample with the wrong checksum."""
-    folder = path.rpartition("/")[0]
-    return (
-        f"{path}: {name!r} is damaged: its checksum differs. 'ronde pack --verify {folder}' lists "
-        "all damage."
-    )
-
-
-def _labels_of(indices: list[TarIndex]) -> Any:
-    if all("label" in index.more for index in indices):
-        return np.concatenate([index.more["label"] for index in indices])
-    if not any("label_json" in index.more for index in indices):
-        return None
-    found: list[Any] = []
-    for index in indices:  # some shards of an older pack may hold numbers and others texts
-        texts = index.more.get("label_json")
-        found += index.more["label"].tolist() if texts is None else json.loads(texts.tobytes())
-    return found
-
-
-def _packed(path: str, manifest: dict[str, Any], store: Store) -> tuple[list[str], list[TarIndex]]:
-    paths = [f"{path}/{shard['name']}" for shard in manifest["shards"]]
-    indices = []
-    for place, shard in zip(paths, manifest["shards"], strict=True):
-        raw = store.whole(place + SUFFIX)
-        try:
-            if raw is None:
-                raise ValueError("it is missing")
-            index = TarIndex.from_bytes(raw)
-            if len(index.keys) != shard["samples"] or index.tar_size != shard["bytes"]:
-                raise ValueError("it belongs to another shard")
-        except ValueError as error:
-            raise ArgumentError(
-                f"the index {place + SUFFIX} cannot be used: {error}. 'ronde pack --verify {path}' "
-                "lists the damage."
-            ) from None
-        if not is_remote(place):
-            found = store.size(place)
-            if found != index.tar_size:
-                raise ArgumentError(
-                    f"{place} has {found:,} bytes; {index.tar_size:,} were packed. It is "
-                    "truncated, or another file."
-                )
-        indices.append(index)
-    return paths, indices
-
-
 def tar(
     paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
@@ -322,7 +195,7 @@ def tar(
     classes: Sequence[str] | None = None,
     like: Any = None,
     options: Mapping[str, Any] | None = None,
-) -> TarSource:
+) -> TarSource | PackSource:
     """Samples in tars with random access: WebDataset's, or a pack of ``ronde pack``.
 
     Consecutive files whose paths agree up to the first dot of the file name are one sample. Offsets
@@ -374,9 +247,8 @@ def tar(
     wanted = [data] if isinstance(data, str) else None if data is None else list(data)
     place = one_folder(paths, ".tar")
     if place is not None and (manifest := read_manifest(place, store)) is not None:
-        files, indices = _packed(place, manifest, store)
-        source = TarSource(files, indices, store, None, None, manifest)
-        return source if known is None else source.count_classes(known)
+        pack = PackSource(place, manifest, store)
+        return pack if known is None else pack.count_classes(known)
     if place is not None and not is_remote(place):
         files = inside(place, ".tar", "feed.tar")
     else:
@@ -394,5 +266,5 @@ def tar(
             f"feed.tar: no samples in {files[0]}"
             + (f" and {len(files) - 1} more." if len(files) > 1 else ".")
         )
-    source = TarSource(files, indices, store, wanted, label, None)
+    source = TarSource(files, indices, store, wanted, label)
     return source if known is None else source.count_classes(known)

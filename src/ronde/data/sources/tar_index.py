@@ -13,7 +13,7 @@ import re
 import tarfile
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,7 +26,7 @@ from ronde.world.paths import is_remote
 from ronde.world.whole_file import write_whole
 
 _BLOCK_BYTES = 512  # of a tar
-_VERSION = 2
+_VERSION = 3
 SUFFIX = ".ronde-index"
 _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # WebDataset leaves these out too
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"BZh")  # gzip, zstd, xz, bzip2
@@ -46,7 +46,6 @@ class TarIndex:
         offset: of each member's bytes in the tar.
         size: of each member in bytes.
         suffixes: the endings that occur.
-        more: further arrays, by name, as a pack has them.
     """
 
     tar_size: int
@@ -57,7 +56,6 @@ class TarIndex:
     offset: Ints
     size: Ints
     suffixes: list[str]
-    more: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     tar_tag: str = ""
 
     @classmethod
@@ -101,7 +99,6 @@ class TarIndex:
             "suffix": self.suffix,
             "offset": self.offset,
             "size": self.size,
-            **{f"more_{name}": values for name, values in self.more.items()},
         }
         np.savez(out, **arrays)
         return out.getvalue()
@@ -127,7 +124,6 @@ class TarIndex:
                     held["offset"],
                     held["size"],
                     meta["suffixes"],
-                    {n.removeprefix("more_"): held[n] for n in held.files if n[:5] == "more_"},
                     meta["tar_tag"],
                 )
         except (KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
@@ -229,10 +225,7 @@ def build_index(store: Store, path: str) -> TarIndex:
 
 def _fits(store: Store, path: str, index: TarIndex) -> bool:
     """Whether an index matches the tar as it is now."""
-    size, mtime, tag = store.stat(path)
-    if "names" in index.more:  # a pack may have been copied, which changes time and tag
-        return index.tar_size == size
-    return (index.tar_size, index.tar_mtime_ns, index.tar_tag) == (size, mtime, tag)
+    return (index.tar_size, index.tar_mtime_ns, index.tar_tag) == store.stat(path)
 
 
 def index_of(store: Store, path: str) -> TarIndex:
