@@ -132,20 +132,6 @@ def test_values_come_back_bit_for_bit(value):
     assert alike(value if not isinstance(value, torch.Tensor) else value.resolve_conj(), found)
 
 
-def test_images_come_back():
-    image = pytest.importorskip("PIL.Image")
-    made = image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3))
-    made.info["note"] = b"exif"
-    found = back((made, 1))[0]
-    assert type(found) is image.Image
-    assert (found.mode, found.size, found.tobytes(), found.info) == (
-        made.mode,
-        made.size,
-        made.tobytes(),
-        made.info,
-    )
-
-
 class Odd(dict):
     pass
 

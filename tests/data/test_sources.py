@@ -538,10 +538,6 @@ def test_parquet_errors(tmp_path):
         ArgumentError, match=r"'x' is double in .*part-0.parquet and string in .*part-9.parquet"
     ):
         feed.parquet(str(tmp_path / "*.parquet"), columns=["x"])
-    viewed = pa.array([["a"]], pa.list_(pa.string_view()))
-    pq.write_table(pa.table({"x": viewed}), tmp_path / "view.parquet")
-    with pytest.raises(ArgumentError, match=r"'x' is list<.*string_view>.*views inside of a type"):
-        feed.parquet(tmp_path / "view.parquet")
     dotted = pa.table({"a": [1, 2], "a.b": [None, 2]})
     pq.write_table(dotted, tmp_path / "dotted.parquet")
     found = feed.parquet(tmp_path / "dotted.parquet").take([0, 1])

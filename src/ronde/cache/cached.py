@@ -593,7 +593,7 @@ def cached(
     All workers of a launch and their loading processes on a node share a cache in memory. A cache
     on disk is kept between runs: it is another one where the source's files (names, sizes, times of
     change; of remote files addresses and sizes) or ``version`` are others. Numbers, strings, bytes,
-    NumPy arrays, CPU tensors, plain Pillow images, and tuples, dicts and lists of those are cached.
+    NumPy arrays, CPU tensors, and tuples, dicts and lists of those are cached.
     Other samples are made each time, counted, and reported once.
 
     Args:

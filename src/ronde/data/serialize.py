@@ -1,8 +1,8 @@
 """Samples as bytes without pickle.
 
 A value is a safetensors file: its arrays as bytes, and how they nest as JSON in the header. Only
-types that round-trip exactly are accepted: numbers, strings, bytes, NumPy arrays, CPU tensors,
-plain Pillow images, and tuples, named tuples, lists and dicts of those.
+types that round-trip exactly are accepted: numbers, strings, bytes, NumPy arrays, CPU tensors, and
+tuples, named tuples, lists and dicts of those.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _SCALARS = (bool, int, float, str, type(None))
 _DTYPES = {
     str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)
 }
-_IMAGE_MODES = ("L", "RGB", "RGBA", "CMYK", "YCbCr", "I", "F", "LA", "I;16")
 
 
 class CannotEncode(TypeError):
@@ -88,9 +87,6 @@ class _Writer:
         if is_nested and _find_class(kind.__module__, kind.__qualname__) is kind:
             plain = dict(value) if isinstance(value, dict) else tuple(value)
             return ["N", kind.__module__, kind.__qualname__, self.tree(plain)]
-        image = sys.modules.get("PIL.Image")
-        if image is not None and kind is image.Image and value.mode in _IMAGE_MODES:
-            return ["p", value.mode, value.size, *map(self.tree, (value.tobytes(), value.info))]
         raise CannotEncode(f"{kind.__module__}.{kind.__qualname__}")
 
     def _array(self, value: np.ndarray) -> list[Any]:
@@ -170,13 +166,6 @@ def _restored(node: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         dict.update(made, _restored(inner, arrays))
         return made
 
-    def image(mode: str, size: list[int], data: Any, info: Any) -> Any:
-        from PIL import Image
-
-        made = Image.frombytes(mode, (size[0], size[1]), _restored(data, arrays))
-        made.info = _restored(info, arrays)
-        return made
-
     makers: dict[str, Callable[..., Any]] = {
         "t": lambda *parts: tuple(_restored(p, arrays) for p in parts),
         "l": lambda *parts: [_restored(p, arrays) for p in parts],
@@ -186,7 +175,6 @@ def _restored(node: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         "n": lambda *parts: array(*parts)[()],
         "T": tensor,
         "N": named,
-        "p": image,
     }
     return makers[letter](*parts)
 

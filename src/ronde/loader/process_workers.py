@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import signal
 import threading
 import time
@@ -51,13 +50,6 @@ def _settle_signal() -> None:
         signal.signal(signal.SIGCHLD, _on_child)
 
 
-def _shared_memory() -> str:
-    with suppress(OSError):
-        usage = shutil.disk_usage("/dev/shm")
-        return f" (/dev/shm: {usage.free / 2**20:,.0f} MiB free of {usage.total / 2**20:,.0f})"
-    return ""
-
-
 def _advice(code: int) -> str:
     if code == -signal.SIGKILL:
         return (
@@ -66,16 +58,9 @@ def _advice(code: int) -> str:
         )
     if code == -signal.SIGBUS:
         return (
-            f"most likely shared memory was full{_shared_memory()}. Enlarge it (docker run "
-            "--shm-size=8g), lower prefetch, or load with threads"
+            "most likely shared memory (/dev/shm) was full. Enlarge it (docker run --shm-size=8g), "
+            "lower prefetch, or load with threads"
         )
-    if code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE):
-        return (
-            "a library the dataset uses crashed. Read once in the training process (feed setting "
-            "executor: none) to see where"
-        )
-    if code < 0:
-        return "another process sent it. Check what else runs on this machine"
     return (
         "the dataset, or a library it uses, ended the process. Read once in the training process "
         "(feed setting executor: none) to see where"

@@ -1,14 +1,13 @@
-"""Samples as values: their size, a copy of them, and whether two are the same."""
+"""Samples as values: their size, and whether two are the same."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
 import torch
 
-from ronde.world.tensors import map_leaves, parts
+from ronde.world.tensors import parts
 
 
 def size_of(value: Any) -> int:
@@ -32,21 +31,6 @@ def size_of(value: Any) -> int:
 def _is_image(value: Any) -> bool:
     return (
         hasattr(value, "_mode") and hasattr(value, "getbands") and hasattr(value, "_ensure_mutable")
-    )
-
-
-def deep_copy(value: Any) -> Any:
-    """A copy that later changes cannot reach."""
-    return map_leaves(_copied, value)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return (
-        copy.copy(value)
-        if isinstance(value, np.ndarray | bytearray | set) or _is_image(value)
-        else value
     )
 
 

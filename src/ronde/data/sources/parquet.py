@@ -247,19 +247,8 @@ def _opened(path: str, store: Store) -> _ParquetFile | _ArrowFile:
     return _ParquetFile(path, store)
 
 
-def _holds_views(kind: Any) -> bool:
-    """Whether a type is, or holds, texts or bytes as Arrow's views."""
-    import pyarrow as pa
-
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
-        return True
-    return any(_holds_views(kind.field(i).type) for i in range(kind.num_fields))
-
-
 def _check_columns(file: Any, columns: Sequence[str], first: Any, first_path: str) -> None:
-    """Refuse a column that a file lacks, has twice, or has with another type than the first, or
-    whose rows Arrow cannot take.
-    """
+    """Refuse a column that a file lacks, or has with another type than the first."""
     names = list(file.schema.names)
     for name in columns:
         if name not in first.names:
@@ -267,22 +256,11 @@ def _check_columns(file: Any, columns: Sequence[str], first: Any, first_path: st
                 f"feed.parquet: {file.path} has no column {name!r}: choose among "
                 f"{', '.join(first.names)}."
             )
-        if names.count(name) > 1:
-            raise ArgumentError(
-                f"feed.parquet: {file.path} has {names.count(name)} columns named {name!r}. Leave "
-                "it out with columns=[…]."
-            )
         kind: Any = file.schema.field(name).type if name in names else "missing"
         if kind != first.field(name).type:
             raise ArgumentError(
                 f"feed.parquet: the column {name!r} is {first.field(name).type} in {first_path} "
                 f"and {kind} in {file.path}."
-            )
-        if kind.num_fields and _holds_views(kind):
-            raise ArgumentError(
-                f"feed.parquet: the column {name!r} is {kind} in {file.path}: views inside of a "
-                "type cannot be read. Write them as string or binary, or leave the column out with "
-                "columns=[…]."
             )
 
 
