@@ -444,7 +444,7 @@ class Fleet:
             if outcome.again and grows and restarts and not (self._signals.asked or outcome.paused):
                 restarts.grow(grows)
                 outcome = dataclasses.replace(outcome, error="the hosts have changed")
-            elif not restarts or not restarts.goes_on(outcome, lambda: self._signals.asked):
+            elif not restarts or not restarts.goes_on(outcome):
                 return outcome
             if self._engine is not None:
                 counts = self._regroup(job, least)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import shutil
-import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -17,8 +14,6 @@ from ronde.world import CheckpointError, WorldError
 from ronde.world.fence import name_generation
 
 __all__ = ["Restarts"]
-
-_ROOM_SECONDS = 600.0
 
 
 class Restarts:
@@ -65,13 +60,8 @@ class Restarts:
             environment |= {"RONDE_RESUME": "1", **self._renew()}
         return environment
 
-    def goes_on(self, outcome: Outcome, asked: Callable[[], object] = bool) -> bool:
-        """This generation ended because of ``outcome``: whether another one follows.
-
-        Args:
-            outcome: how it ended.
-            asked: whether the run was asked to leave: then nothing is waited for.
-        """
+    def goes_on(self, outcome: Outcome) -> bool:
+        """This generation ended because of ``outcome``: whether another one follows."""
         if not outcome.status or outcome.interrupted or outcome.exited or outcome.paused:
             return False
         if self._failures >= self.most:
@@ -81,8 +71,12 @@ class Restarts:
         if outcome.traceback and same and not self._own_backup:
             self.say("the same error again, and no checkpoint in between: a restart does not help")
             return False
-        if not self._has_room(asked):
-            return False
+        if self._directory is not None:
+            try:
+                name_generation(self._directory.path, f"{self._run}-{self.generation + 1}")
+            except WorldError as error:  # a full disk, say
+                self.say(f"no restart: {error}")
+                return False
         self._error, self._newest = outcome.error or "", newest
         self._failures += 1
         who = "" if outcome.rank is None or outcome.hang else f"rank {outcome.rank}: "
@@ -103,29 +97,6 @@ class Restarts:
             with contextlib.suppress(OSError):  # a full disk must not end the run
                 record.write(Restarted(generation=self.generation, reason=reason[:2000], rank=rank))
                 record.close()
-
-    def _has_room(self, asked: Callable[[], object]) -> bool:
-        """Wait while the run directory's disk is full; whether workers can write there again."""
-        limit, said = time.monotonic() + _ROOM_SECONDS, False
-        while self._directory is not None and not asked():
-            folder = self._directory.path
-            free, why = 0, f"the disk of {folder} is full"
-            try:
-                name_generation(folder, f"{self._run}-{self.generation + 1}")
-                free = shutil.disk_usage(folder).free
-            except WorldError as error:
-                if getattr(error.__cause__, "errno", 0) not in (errno.ENOSPC, errno.EDQUOT):
-                    limit, why = 0.0, str(error)
-            if free >= 1 << 20:  # for the record, the plan, and logs
-                break
-            if time.monotonic() > limit:
-                self.say(f"no restart: {why}")
-                return False
-            if not said:
-                self.say(f"{why}: waiting for room, at most {_ROOM_SECONDS / 60:.0f} min")
-            said = True
-            time.sleep(0.5)
-        return True
 
     def _checkpoint(self) -> str:
         """The name of the newest checkpoint that is whole, the one that workers go on from.
