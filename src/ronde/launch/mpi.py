@@ -23,21 +23,7 @@ _SLOTS = (
     "mpirun has no free slot there: the scheduler's allocation that this is called in lacks the "
     "host, or is full. Name hosts of the allocation, or leave --mpi out."
 )
-_MEANINGS = (
-    ("already filled", _SLOTS),
-    ("not enough slots", _SLOTS),
-    ("not included in the allocation", _SLOTS),
-    ("not present in the allocation", _SLOTS),
-    (
-        "unable to reliably start one or more daemons",
-        "Open MPI does not start there. Install the same one as here, under the same path.",
-    ),
-    (
-        "unable to run bstrap_proxy",
-        "ssh does not reach it, or Intel MPI is not installed there. 'ssh {host}' must work "
-        "without a password.",
-    ),
-)
+_NO_SLOT = ("already filled", "not enough slots", "not included in the all", "not present in the all")
 
 
 class Mpi(Engine):
@@ -132,5 +118,5 @@ class Mpi(Engine):
         said = re.sub(r"\s+", " ", printed.lower())
         if self._python.lower() in said and any(words in said for words in _NO_PYTHON):
             return f"there is no {self._python}. Name the Python there with --python."
-        meant = next((meant for words, meant in _MEANINGS if words in said), "")
-        return ssh_meaning(host, printed) or meant.format(host=host.name)
+        has_none = any(words in said for words in _NO_SLOT)
+        return ssh_meaning(host, printed) or (_SLOTS if has_none else "")

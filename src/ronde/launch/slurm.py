@@ -25,13 +25,6 @@ _CANCELLED = (
 _STATES = {"TIMEOUT": _OVER, "CANCELLED": _CANCELLED, "NODE_FAIL": "Slurm lost a node of the job."}
 
 _MEANINGS = (
-    ("invalid node name", "it is no node of this cluster."),
-    ("expired", "the allocation has ended: its time is over, or it was cancelled."),
-    ("job/step already completing", "the allocation has ended."),
-    ("invalid job id", "the allocation has ended."),
-    ("unable to contact slurm controller", "Slurm's controller does not answer."),
-    ("node failure", "Slurm lost the node."),
-    ("not responding", "Slurm lost the node."),
     ("due to time limit", _OVER),
     ("cancelled", _CANCELLED),
 )

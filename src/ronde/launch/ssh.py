@@ -47,9 +47,7 @@ _MEANINGS = (
         "nothing listens for ssh there. Is sshd running, on the port of your ssh configuration?",
     ),
     ("timed out", "it does not answer. Is it switched on, and reachable from here?"),
-    ("not responding", "it does not answer any more: its network or the machine is down."),
     ("no route to host", "it does not answer. Is it switched on, and reachable from here?"),
-    ("network is unreachable", "no network leads there from here."),
 )
 
 
