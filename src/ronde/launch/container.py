@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import time
 from collections.abc import Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from ronde.launch.job import Nodes
 from ronde.world import WorldError
+from ronde.world.launchers import natural_order
 from ronde.world.network import addresses, listen_on
 
 __all__ = ["REASON", "Container", "container", "tell_service"]
@@ -146,11 +146,6 @@ def _json(path: Path) -> Any:
         raise WorldError(f"{path} cannot be read: {error}") from None
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    parts = re.split(r"(\d+)", name)
-    return [(int(p), "") if p.isdigit() else (-1, p) for p in parts if p]
-
-
 def _value(text: Any) -> str:
     """A hyperparameter as it was given: a string of JSON is unquoted, ``1.10`` stays ``1.10``."""
     if not isinstance(text, str):
@@ -184,7 +179,7 @@ def container(env: Mapping[str, str] = os.environ) -> Container | None:
         config = _json(base / "config" / "resourceconfig.json")
     if config is None:
         return None
-    hosts = tuple(sorted(map(str, config.get("hosts") or ()), key=_natural))
+    hosts = tuple(sorted(map(str, config.get("hosts") or ()), key=natural_order))
     current = str(config.get("current_host") or "")
     if current not in hosts:
         raise WorldError(

@@ -30,7 +30,7 @@ from ronde.launch.facts import Facts, differences, share
 from ronde.launch.generation import Generation
 from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.links import SILENCE_SECONDS, HereLink, HostLink, Link
-from ronde.launch.mirror import Mirrored, folder_files
+from ronde.launch.mirror import Mirrored, folder_files, send_file
 from ronde.launch.restarts import Restarts
 from ronde.plan import Plan
 from ronde.watch import RunDir
@@ -721,11 +721,7 @@ def _send_directory(link: Link, directory: Path) -> None:
     names = folder_files(directory)
     link.order(m.Known(str(directory), names))
     for name in names:
-        first = True
-        with (directory / name).open("rb") as file:
-            while (data := file.read(3 << 20)) or first:
-                link.order(m.File(name, first, data))
-                first = False
+        send_file(directory, name, link.order)
 
 
 def _contents(environment: Mapping[str, str]) -> dict[str, tuple[str, str]]:

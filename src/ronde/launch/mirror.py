@@ -12,7 +12,7 @@ from ronde.launch.messages import File, Gone, Message, Settled
 from ronde.watch.health_record import RESOURCES
 from ronde.world import CheckpointError
 
-__all__ = ["Mirror", "Mirrored", "folder_files", "unpack"]
+__all__ = ["Mirror", "Mirrored", "folder_files", "send_file", "unpack"]
 
 _PART = 1 << 22
 _EVERY_SECONDS = 1.0
@@ -52,6 +52,15 @@ def folder_files(folder: Path) -> list[str]:
     return [n for n in names if not any(part.startswith(".") for part in Path(n).parts)]
 
 
+def send_file(folder: Path, name: str, send: Callable[[Message], object]) -> None:
+    """Send a file of a folder whole, in parts."""
+    with (folder / name).open("rb") as file:
+        first = True
+        while (data := file.read(_PART)) or first:
+            send(File(name, first, data))
+            first = False
+
+
 class Mirror:
     """Sends what appears in a folder: grown files by what was added, others whole."""
 
@@ -84,19 +93,13 @@ class Mirror:
                 start = before[0] if before and state[0] >= before[0] else 0
                 self._known[name] = self._send_lines(name, start, state[0]), state[1]
             else:
-                self._send_file(name)
+                with contextlib.suppress(OSError):
+                    send_file(self._folder, name, self._send)
                 self._known[name] = state
         for name in self._known.keys() - now.keys():
             self._send(Gone(name))
             del self._known[name]
         self._send(Settled())
-
-    def _send_file(self, name: str) -> None:
-        with contextlib.suppress(OSError), (self._folder / name).open("rb") as file:
-            first = True
-            while (data := file.read(_PART)) or first:
-                self._send(File(name, first, data))
-                first = False
 
     def _send_lines(self, name: str, start: int, end: int) -> int:
         """Send whole lines, between which the launcher may write its own, and return where the rest

@@ -23,7 +23,12 @@ _SLOTS = (
     "mpirun has no free slot there: the scheduler's allocation that this is called in lacks the "
     "host, or is full. Name hosts of the allocation, or leave --mpi out."
 )
-_NO_SLOT = ("already filled", "not enough slots", "not included in the all", "not present in the all")
+_NO_SLOT = (
+    "already filled",
+    "not enough slots",
+    "not included in the allocation",
+    "not present in the allocation",
+)
 
 
 class Mpi(Engine):

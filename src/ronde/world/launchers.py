@@ -16,7 +16,7 @@ from typing import Any
 
 from ronde.world.errors import WorldError
 
-__all__ = ["LAUNCHERS", "Identity", "expand_nodelist", "identify", "repeated"]
+__all__ = ["LAUNCHERS", "Identity", "expand_nodelist", "identify", "natural_order", "repeated"]
 
 Env = Mapping[str, str]
 
@@ -205,7 +205,8 @@ def _slurm(env: Env) -> Identity | None:
     )
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural_order(name: str) -> list[tuple[int, str]]:
+    """A key that sorts ``algo-2`` before ``algo-10``."""
     return [
         (int(part), "") if part.isdigit() else (-1, part)
         for part in re.split(r"(\d+)", name)
@@ -239,7 +240,7 @@ def _sagemaker(env: Env) -> Identity | None:
             "each other."
         )
     # algo-2 before algo-10, the same on every host; the service does not promise an order
-    hosts.sort(key=_natural)
+    hosts.sort(key=natural_order)
     rank = hosts.index(me)
     return Identity(
         "sagemaker",
