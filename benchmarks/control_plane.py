@@ -77,14 +77,14 @@ class Agent:
         """Ranks that train ten steps a second. An agent that reports says nothing else."""
         self.send(m.Alive())
         for steps in itertools.count(20, 20):
-            ranks = range(run.first, run.first + run.job.workers)
+            ranks = range(run.nodes.first, run.nodes.first + run.job.workers)
             progress = (steps, steps, steps, 0.05, 0.1)
             self.send(m.Views([RankView(rank, "training", "", *progress) for rank in ranks]))
             await asyncio.sleep(VIEWS_SECONDS)
 
     async def script(self, run: m.StartWorkers) -> None:
         """The last host is lost after so many seconds."""
-        if run.rank == run.count - 1:
+        if run.nodes.rank == run.nodes.count - 1:
             await asyncio.sleep(float(run.job.environment["LOST_AFTER"]))
             self.running[0].cancel()
             self.writer.close()

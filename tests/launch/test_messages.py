@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ronde.launch.frames import Sender, from_line, to_line
-from ronde.launch.job import Job, Outcome
+from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.messages import EndHang, File, Out, StartWorkers, Stop, Views, WorkersEnded
 from ronde.watch.hang_judge import HangVerdict, RankView
 from ronde.watch.stack_place import StackPlace
@@ -20,7 +20,12 @@ JOB = Job(["train.py", "ä"], 2, Path("/runs/x"), {"A": "1"}, True, 60.0)
 @pytest.mark.parametrize(
     "order",
     [
-        StartWorkers("1", JOB, 2, 4, files={"RONDE_PLAN": ("plan.yaml", "pipeline: 2")}),
+        StartWorkers(
+            "1",
+            JOB,
+            Nodes(1, 2, first=2, total=4),
+            files={"RONDE_PLAN": ("plan.yaml", "pipeline: 2")},
+        ),
         File("record.jsonl", False, b"\x00\xff\n"),
         EndHang(VERDICT),
         Stop(15, 1.5),

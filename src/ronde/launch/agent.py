@@ -61,18 +61,15 @@ class Agent:
 
     Args:
         send: sends an answer.
-        nodes: this host among those of a container, which no launcher leads; None: the order to
-            start workers says it.
         report_seconds: seconds between two reports about the ranks.
     """
 
     def __init__(
         self,
         send: Callable[[m.Message], object],
-        nodes: Nodes | None = None,
         report_seconds: float = 0.0,
     ) -> None:
-        self._send, self._nodes, self._report_seconds = send, nodes, report_seconds
+        self._send, self._report_seconds = send, report_seconds
         self._orders: queue.Queue[m.Message] = queue.Queue()
         self._listeners: dict[str, socket.socket] = {}
         self._spares: Spares | None = None
@@ -187,15 +184,17 @@ class Agent:
             return m.Refused(f"{error}")
 
     def _nodes_of(self, run: m.StartWorkers) -> Nodes:
-        own = run.address if run.rank == 0 else run.own
-        listener = self._listeners.pop(run.address, None) if run.rank == 0 else None
+        """This host among the hosts, with what it alone knows of itself."""
+        if not run.own:
+            return run.nodes
+        address = run.nodes.address if run.nodes.rank == 0 else ""
+        listener = self._listeners.pop(address, None)
         self._close_listeners()
-        where = (run.rank, run.count, run.address, run.port, listener, _interface(own))
-        return Nodes(*where, first=run.first, total=run.total)
+        return replace(run.nodes, listener=listener, interface=_interface(run.own))
 
     def _generation(self, run: m.StartWorkers) -> Outcome:
         """Run one generation of workers; how it ended."""
-        job, nodes = run.job, self._nodes or self._nodes_of(run)
+        job, nodes = run.job, self._nodes_of(run)
         ranks = MpiStarter(job.environment[VARIABLE], job.command) if job.in_mpi else None
         if job.forks and not (self._spares and self._spares.pid):
             self._spares = Spares(job.command, worker_environment(job, nodes))

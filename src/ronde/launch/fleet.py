@@ -206,7 +206,7 @@ class Fleet:
 
     def _link(self, host: Host) -> Link:
         if self._engine is None:
-            return HereLink(host, self._arrived, self._nodes)
+            return HereLink(host, self._arrived)
         agent = [self._python, "-P", "-u", "-m", "ronde.launch.agent"]
         return HostLink(host, self._arrived, self._engine.command(host, agent))
 
@@ -478,7 +478,7 @@ class Fleet:
             if self._nodes is None:  # launchers of several hosts have no secret in common
                 own["RONDE_SECRET"] = secrets.token_hex(32)
             here = dataclasses.replace(job, environment={**job.environment, **own})
-            runs = [(self._links[0], m.StartWorkers(run_id, here, 0, nodes.total_of(job)))]
+            runs = [(self._links[0], m.StartWorkers(run_id, here, nodes))]
         else:
             try:
                 runs = list(self._runs(job, counts, run_id))
@@ -490,7 +490,7 @@ class Fleet:
             self._links,
             job,
             run_id,
-            runs[0][1].total,
+            runs[0][1].nodes.total_of(job),
             self._output,
             lambda link, closed: self._why(link, closed),
             self._receiver is None,
@@ -534,12 +534,7 @@ class Fleet:
                 m.StartWorkers(
                     run_id,
                     there,
-                    first,
-                    job.workers,
-                    node,
-                    len(counts),
-                    address,
-                    port,
+                    Nodes(node, len(counts), address, port, first=first, total=job.workers),
                     link.address,
                     mirrored,
                     sees,

@@ -13,7 +13,6 @@ from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host
 from ronde.launch.facts import Facts
 from ronde.launch.frames import MARKER, Pipe, Silence, from_line, to_line
-from ronde.launch.job import Nodes
 
 __all__ = ["SILENCE_SECONDS", "HereLink", "HostLink", "Link"]
 
@@ -53,17 +52,11 @@ class Link:
 
 
 class HereLink(Link):
-    """An agent in a thread of this process.
+    """An agent in a thread of this process."""
 
-    Args:
-        nodes: this host among those of a container; None: the only one.
-    """
-
-    def __init__(
-        self, host: Host, arrived: Callable[[Link, m.Message], None], nodes: Nodes | None
-    ) -> None:
+    def __init__(self, host: Host, arrived: Callable[[Link, m.Message], None]) -> None:
         super().__init__(host, arrived)
-        self._agent = Agent(lambda answer: arrived(self, answer), nodes or Nodes())
+        self._agent = Agent(lambda answer: arrived(self, answer))
         # Workers die with the thread that started them: it stays until they have ended.
         self._thread = threading.Thread(target=self._serve, name="ronde-agent", daemon=True)
         self._thread.start()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ronde.launch.job import Job, Outcome
+from ronde.launch.job import Job, Nodes, Outcome
 from ronde.watch.hang_judge import HangVerdict, RankView
 
 __all__ = [
@@ -81,6 +81,7 @@ _TYPES: dict[str, Callable[[Any], Any]] = {
     "data": base64.b64decode,
     "files": lambda files: {name: tuple(file) for name, file in files.items()},
     "job": lambda v: Job(**{**v, "directory": v["directory"] and Path(v["directory"])}),
+    "nodes": lambda v: Nodes(**v),
     "outcome": lambda v: Outcome(**{**v, "hang": v["hang"] and HangVerdict.from_dict(v["hang"])}),
     "verdict": HangVerdict.from_dict,
     "views": lambda views: [RankView.from_dict(v) for v in views],
@@ -135,28 +136,18 @@ class StartWorkers(Message):
 
     Attributes:
         id: of the generation.
-        host: what the launcher calls this host; empty: its own.
         job: what to run; its ``workers`` is the number on this host.
-        first: the global rank of this host's first worker.
-        total: workers on all hosts.
-        rank: place of this host among the hosts.
-        count: how many hosts.
-        address: where workers meet.
-        port: likewise.
-        own: this host's own address that leads there.
+        nodes: this host among the hosts.
+        own: this host's own address that leads to the first one; empty where ``nodes`` says all.
         mirror: whether to send what appears in the run directory.
         sees: whether this host shares the launcher's run directory.
         files: variable -> name and text of the file of the launcher's machine that it means.
+        host: what the launcher calls this host; empty: its own.
     """
 
     id: str
     job: Job
-    first: int
-    total: int
-    rank: int = 0
-    count: int = 1
-    address: str = ""
-    port: int = 0
+    nodes: Nodes
     own: str = ""
     mirror: bool = False
     sees: bool = True
