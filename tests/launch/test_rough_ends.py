@@ -26,6 +26,8 @@ SCRIPT = textwrap.dedent(
     data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
     run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=4,
                            save_every=1, name="rough" if WAY == "python" else None)
+    if WAY == "nothing":
+        sys.exit()
     for epoch in run.epochs(1):
         for batch in run.batches():
             run.step(batch)
@@ -62,6 +64,11 @@ def test_a_rank_that_leaves_with_status_0(folder, workers):
     end = record(folder, name)[-1]
     assert (end["type"], end["status"]) == ("end", "failed"), end
     assert told in end["error"]
+
+
+def test_a_script_that_does_not_train_ends_well(folder):
+    done = ronde_run(["run", "-q", "-n", "1", "--name", "no", "train.py", "nothing", "-1"], folder)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_run_has_one_writer(folder):

@@ -773,7 +773,7 @@ def _check(outcome: Outcome, launch: _LaunchPlan, directory: RunDir) -> None:
         raise typer.Exit(outcome.status)
     started = summarise(directory)
     trains = started.start is not None and not started.start.framework
-    if trains and started.status in ("running", "stopped"):
+    if outcome.left and trains and started.status in ("running", "stopped"):
         error = "the workers left with status 0 before the training had ended (os._exit)"
         if box is not None:
             box.tell(error)

@@ -157,7 +157,7 @@ class Generation:
             failed = [o for o in self.ended.values() if o.status]
         if not failed:
             self.record()
-            return Outcome(0)
+            return Outcome(0, left=any(o.left for o in self.ended.values()))
         # the first to fail, but rather one that did not fail because another was gone
         worst = min(failed, key=lambda o: (o.again, o.consequence))
         self._unwritten += [worst.hang] if worst.hang else []

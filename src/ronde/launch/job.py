@@ -105,6 +105,7 @@ class Outcome:
         consequence: whether it is only that another rank was gone.
         again: whether the workers were asked to leave, so that the run can be resumed.
         paused: whether they left at the number of samples of ``--until``.
+        left: whether one called ``os._exit(0)``, and no rank failed.
         interrupted: whether a signal to the launcher ended it.
         hang: what was found where the run hung; None where it did not.
     """
@@ -117,6 +118,7 @@ class Outcome:
     interrupted: bool = False
     before: str = ""
     consequence: bool = False
+    left: bool = False
     again: bool = False
     paused: bool = False
     seconds: float = 0.0

@@ -545,7 +545,7 @@ class Node:
                 workers.end(lambda: 0.0 if self._number else _SHUTDOWN_SECONDS)
             self._check()
             return self._hung(before) or _failure(failures, before)
-        if workers.left or workers.running:
+        if workers.leaves or workers.running:
             name = f" by {signal.Signals(self._asked).name}" if self._asked else ""
             late = ", but the step took longer than a minute" if workers.running else ""
             error, paused = f"asked to leave{name}{late}", workers.paused
@@ -553,7 +553,7 @@ class Node:
             return Outcome(AGAIN, error=error, again=True, interrupted=asked, paused=paused)
         if self._peers is not None:
             self._peers.finish(self._check)
-        return Outcome(0)
+        return Outcome(0, left=workers.left)
 
     def _hung(self, before: str) -> Outcome | None:
         """The outcome if the workers were ended because the run hung."""

@@ -104,7 +104,7 @@ class Workers:
         self.failures: dict[int, WorkerFailure] = {}
         self._asked: float | None = None
         self._told: set[int] = set()  # those that were asked to leave
-        self.left = False  # whether one has ended because it was asked to
+        self.leaves = False  # whether one has ended because it was asked to
         self.paused = False  # whether that was a pause
         try:
             for local, own in enumerate(environments):
@@ -154,7 +154,7 @@ class Workers:
             if code and self._ranks[local] not in self.failures:
                 note = self._error_files[local].with_suffix(".again")
                 if code == AGAIN and note.exists():
-                    self.left = True
+                    self.leaves = True
                     self.paused |= note.read_text() == "paused"
                 else:
                     self._fail(local, code)
@@ -191,6 +191,12 @@ class Workers:
         """The ranks that have ended with status 0."""
         pairs = zip(self._ranks, self._processes, strict=True)
         return [rank for rank, process in pairs if process.poll() == 0]
+
+    @property
+    def left(self) -> bool:
+        """Whether one has ended with status 0, and its script has not: it called ``os._exit``."""
+        files = zip(self._error_files, self._processes, strict=True)
+        return any(p.poll() == 0 and not f.with_suffix(".ended").exists() for f, p in files)
 
     def send(self, number: int) -> None:
         """Send a signal to those that run, and to what they have started."""
