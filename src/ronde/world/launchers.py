@@ -347,15 +347,10 @@ def identify(env: Env) -> Identity:
         others = {}
     for other_name, other in others.items():
         if (other.rank, other.size) != (first.rank, first.size):
+            own = " (RANK, WORLD_SIZE)" if name == "torchrun" else ""
             raise WorldError(
-                f"Two launchers contradict each other: {name} variables (RANK, WORLD_SIZE) "
-                f"say rank {first.rank} of {first.size}, "
-                f"those of {other_name} say rank {other.rank} of {other.size}. Unset the "
-                "ones that are left over."
-                if name == "torchrun"
-                else f"Two launchers contradict each other: {name} says rank {first.rank} of "
-                f"{first.size}, "
-                f"{other_name} says rank {other.rank} of {other.size}. Unset the variables "
-                "that are left over."
+                f"Two launchers contradict each other: {name}{own} says rank {first.rank} of "
+                f"{first.size}, {other_name} says rank {other.rank} of {other.size}. Unset the "
+                "variables that are left over."
             )
     return first
