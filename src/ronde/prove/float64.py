@@ -411,5 +411,4 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
     _Widening(recorder).__enter__()  # type: ignore[no-untyped-call]
     if settings.draws is not None:
         _key_draws(recorder, settings.draws)
-    recorder.trace.event("begin", time=time.time())
     return recorder

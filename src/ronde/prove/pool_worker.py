@@ -1,8 +1,7 @@
-"""A worker process of ``ronde prove``: it imports torch once, and forks for each run of the script.
+"""A process of ``ronde prove`` that imports torch once, and forks for each worker of a run.
 
-:mod:`ronde.prove.process_pool` starts it, with pipes for further workers. A line of JSON on
-standard input asks for a run. Two lines on standard output answer: the process that starts, and how
-it ended.
+:mod:`ronde.prove.process_pool` starts it. A line of JSON on standard input asks for a worker. Two
+lines on standard output answer: the process that starts, and how it ended.
 """
 
 from __future__ import annotations
@@ -10,19 +9,21 @@ from __future__ import annotations
 import json
 import multiprocessing.process
 import os
+import select
 import signal
 import sys
 import time
 import traceback
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ronde.world.processes import end_with_parent
 
 __all__ = ["run_pool_worker"]
 
 _WAIT_SECONDS = 10.0
+_POLL_SECONDS = 0.02  # between two looks for runs that have ended; a run takes a second or more
 
 
 def _run_as_main(command: list[str]) -> None:
@@ -109,41 +110,49 @@ def _run(job: dict[str, Any]) -> None:
     os._exit(code)
 
 
-def run_pool_worker(pipes: list[int]) -> None:
-    """Serve runs until standard input ends; fork a server of its own for each pair of ``pipes``."""
+def run_pool_worker() -> None:
+    """Fork for each run that standard input asks for, until it ends."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answered = os.dup(1)
+    answers = os.dup(1)
     os.dup2(2, 1)
     import torch
 
     import ronde.prove.float64  # noqa: F401
 
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred modules
-    for asked, answers_of_fork in zip(pipes[::2], pipes[1::2], strict=True):
-        if not os.fork():
-            end_with_parent()
-            os.dup2(asked, 0)
-            answered = answers_of_fork
-            break
-    answers = os.fdopen(answered, "w", buffering=1)
-    answers.write(json.dumps({"ready": True}) + "\n")
-    for line in sys.stdin:
-        job = json.loads(line)
-        sys.stdout.flush()
-        child = os.fork()
-        if not child:
-            try:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-                _run(job)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(3)
-        answers.write(json.dumps({"run": job["run"], "pid": child}) + "\n")
-        _, status = os.waitpid(child, 0)
-        answer = {"run": job["run"], "status": os.waitstatus_to_exitcode(status)}
-        answers.write(json.dumps(answer) + "\n")
+    places: dict[int, int] = {}  # of the runs under way, by their process
+
+    def answer(**values: int) -> None:
+        os.write(answers, json.dumps(values).encode() + b"\n")
+
+    answer(ready=1)
+    asked = b""
+    while True:
+        if select.select([0], [], [], _POLL_SECONDS if places else None)[0]:
+            if not (data := os.read(0, 1 << 16)):
+                return
+            *lines, asked = (asked + data).split(b"\n")
+            for job in map(json.loads, lines):
+                child = os.fork()
+                if not child:
+                    _run_forked(job)
+                places[child] = job["place"]
+                answer(place=job["place"], pid=child)
+        for child in list(places):
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                answer(place=places.pop(child), status=os.waitstatus_to_exitcode(status))
+
+
+def _run_forked(job: dict[str, Any]) -> NoReturn:
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _run(job)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(3)
 
 
 if __name__ == "__main__":
-    run_pool_worker(list(map(int, sys.argv[1:])))
+    run_pool_worker()

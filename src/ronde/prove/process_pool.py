@@ -17,10 +17,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 from ronde.world import RondeError, threads_per_worker
 from ronde.world.processes import temporary_prefix
+from ronde.world.units import count_of
 
 __all__ = ["CONSEQUENCES", "Failure", "Launch", "Pool"]
 
@@ -101,46 +102,31 @@ class Pool:
             "PYTHONUNBUFFERED": "1",
         }
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._inputs: list[IO[bytes]] = []  # of each place
-        self._outputs: list[IO[bytes]] = []
-        self._rest: dict[int, bytes] = {}
+        self._rest = [b""] * _INTERPRETERS  # of a line of theirs
         self._selector = selectors.DefaultSelector()
         self._busy: dict[int, Launch] = {}
         self._pids: dict[int, int] = {}
-        self._ready: set[int] = set()
+        self._ready = 0  # interpreters
         self._ready_at = 0.0
         self._count = 0
 
     def __enter__(self) -> Self:
-        # Further places fork from the first ones, which spares them the import of torch.
-        pipes = {p: (os.pipe(), os.pipe()) for p in range(_INTERPRETERS, self.workers)}
         with (self.folder / "pool.log").open("ab") as log:
-            for place in range(min(_INTERPRETERS, self.workers)):
-                forked = [pipes[p] for p in pipes if p % _INTERPRETERS == place]
-                theirs = [fd for down, up in forked for fd in (down[0], up[1])]
+            for number in range(_INTERPRETERS):
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "ronde.prove.pool_worker", *map(str, theirs)],
+                    [sys.executable, "-m", "ronde.prove.pool_worker"],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     # Sets have another order in each of the two, as in a training, but the same in
                     # every study.
-                    env={"PYTHONHASHSEED": str(1 + place), **self._environment},
+                    env={"PYTHONHASHSEED": str(1 + number), **self._environment},
                     bufsize=0,
-                    pass_fds=theirs,
                     start_new_session=True,  # Ctrl-C must not reach the workers
                 )
                 self._processes.append(process)
-                assert process.stdin is not None and process.stdout is not None
-                self._inputs.append(process.stdin)
-                self._outputs.append(process.stdout)
-        for down, up in pipes.values():
-            for fd in (down[0], up[1]):
-                os.close(fd)
-            self._inputs.append(os.fdopen(down[1], "wb", buffering=0))
-            self._outputs.append(os.fdopen(up[0], "rb", buffering=0))
-        for place, output in enumerate(self._outputs):
-            self._selector.register(output, selectors.EVENT_READ, place)
+                assert process.stdout is not None
+                self._selector.register(process.stdout, selectors.EVENT_READ, number)
         return self
 
     def __exit__(
@@ -159,9 +145,9 @@ class Pool:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-            for stream in (*self._inputs, *self._outputs):
-                with contextlib.suppress(OSError):
-                    stream.close()
+                for stream in (process.stdin, process.stdout):
+                    with contextlib.suppress(OSError):
+                        stream.close()  # type: ignore[union-attr]
             self._selector.close()
             self._temporary.cleanup()
         finally:
@@ -199,7 +185,7 @@ class Pool:
         for rank, place in enumerate(places):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if size > 1 else {}
             job = {
-                "run": self._count,
+                "place": place,
                 "rank": rank,
                 "size": size,
                 "command": command,
@@ -208,16 +194,18 @@ class Pool:
                 "log": str(folder / f"output-{rank}.log"),
             }
             self._busy[place] = launch
+            stream = self._processes[place % _INTERPRETERS].stdin
+            assert stream is not None
             try:
-                self._inputs[place].write(json.dumps(job).encode() + b"\n")
+                stream.write(json.dumps(job).encode() + b"\n")
             except BrokenPipeError:
-                self._refuse(place)
+                self._refuse()
         return launch
 
-    def _refuse(self, place: int) -> None:
+    def _refuse(self) -> None:
         log = (self.folder / "pool.log").read_text(errors="replace").strip().splitlines()
         raise RondeError(
-            f"the process for worker {place} could not be started: "
+            "a process for the script's runs could not be started: "
             f"{log[-1] if log else 'it printed nothing'}"
         )
 
@@ -227,23 +215,24 @@ class Pool:
             for key, _ in self._selector.select(timeout=0.1):
                 data = os.read(key.fd, 1 << 16)
                 if not data:
-                    self._refuse(key.data)
-                *lines, self._rest[key.data] = (self._rest.get(key.data, b"") + data).split(b"\n")
+                    self._refuse()
+                *lines, self._rest[key.data] = (self._rest[key.data] + data).split(b"\n")
                 for line in lines:
-                    self._receive(key.data, json.loads(line))
+                    self._receive(json.loads(line))
             for launch in launches:
                 if launch.left:
                     self._end_late(launch)
         for launch in launches:
             launch.failure = _failure(launch)
 
-    def _receive(self, place: int, answer: dict[str, Any]) -> None:
+    def _receive(self, answer: dict[str, int]) -> None:
         if "ready" in answer:
-            self._ready.add(place)
+            self._ready += 1
             self._ready_at = time.monotonic()
         elif "pid" in answer:
-            self._pids[place] = answer["pid"]
+            self._pids[answer["place"]] = answer["pid"]
         else:
+            place = answer["place"]
             launch = self._busy.pop(place)
             self._pids.pop(place, None)
             launch.left.discard(place)
@@ -255,9 +244,9 @@ class Pool:
 
     def _end_late(self, launch: Launch) -> None:
         now = time.monotonic()
-        if not self._ready.issuperset(launch.places):
+        if self._ready < _INTERPRETERS:
             if now - launch.started > _START_SECONDS:
-                self._refuse(launch.places[0])
+                self._refuse()
             return
         launch.started = max(launch.started, self._ready_at)
         late = now - launch.started > launch.limit_seconds
@@ -275,10 +264,11 @@ class Pool:
 def _failure(launch: Launch) -> Failure | None:
     """The failure that caused the others."""
     if launch.timed_out:
-        ranks = range(len(launch.places))
-        states = "; ".join(f"rank {r} {_last_act(launch.folder / f'rank-{r}')}" for r in ranks)
+        steps = ", ".join(
+            f"rank {r} {_steps_of(launch.folder, r)}" for r in range(len(launch.places))
+        )
         limit = f"{launch.limit_seconds:.0f} s"
-        return Failure(0, "timeout", f"it had not ended after {limit}: {states}")
+        return Failure(0, "timeout", f"it had not ended after {limit}: {steps}")
     failures = []
     for rank, status in launch.statuses.items() if any(launch.statuses.values()) else ():
         try:
@@ -300,29 +290,11 @@ def _without_error(folder: Path, rank: int, status: int) -> Failure:
     lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
     how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
     last = f": {lines[-1]}" if lines else ""
-    return Failure(rank, "killed", f"{how}: it {_last_act(folder / f'rank-{rank}')}{last}")
+    return Failure(rank, "killed", f"{how} {_steps_of(folder, rank)}{last}")
 
 
-_ACTS = {
-    "begin": "was before ronde.distribute",
-    "opening": "was in ronde.distribute",
-    "ready": "was before its first step",
-    "step": "had finished step {after}",
-    "evaluating": "was in run.evaluate() after step {step}",
-    "evaluated": "had evaluated after step {step}",
-    "end": "had ended",
-}
-
-
-def _last_act(folder: Path) -> str:
-    """The last act of a worker, from its trace."""
-    try:
-        lines = (folder / "events.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines if line.endswith("}")]
-    except (OSError, ValueError):
-        events = []
-    last = next((e for e in reversed(events) if e["kind"] in _ACTS), None)
-    if last is None:
-        return "had not begun"
-    step = last.get("step", 0)
-    return _ACTS[last["kind"]].format(step=step, after=step + 1)
+def _steps_of(folder: Path, rank: int) -> str:
+    """How far a worker had come, from its trace."""
+    trace = folder / f"rank-{rank}" / "events.jsonl"
+    steps = trace.read_text().count('{"kind": "step"') if trace.exists() else 0
+    return f"after {count_of(steps, 'step')}"
