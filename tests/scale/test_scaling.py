@@ -41,7 +41,6 @@ def test_exact_points_give_back_their_parameters(contention, coherency):
         assert found.peak == pytest.approx(
             grid[np.argmax(usl(grid, 250.0, contention, coherency))], abs=0.02
         )
-        assert found.most == pytest.approx(max(usl(grid, 250.0, contention, coherency)), rel=1e-4)
 
 
 def test_intervals_hold_the_truth_about_as_often_as_they_say():
@@ -110,7 +109,7 @@ def test_what_is_written_is_plain():
     assert json.loads(json.dumps(values, allow_nan=False)) == values
     assert values["low"]["contention"] <= values["contention"] <= values["high"]["contention"]
     straight = fit_law({1: 100.0, 2: 200.0}, "amdahl").to_dict()
-    assert straight["peak"] is None and straight["most"] is None
+    assert straight["peak"] is None
 
 
 SHAPES = {

@@ -190,12 +190,13 @@ def _measured(
 
 def answer_parts(answer: Scaling, verbose: bool = False) -> Iterator[Any]:
     """The table, the fits, the answer, and the notes."""
-    size = f"each step has {answer.batch_size}"
-    if answer.batch != "keep":
+    first = answer.first
+    size = f"each step has {first.batch_size}"
+    if first.batch != "keep":
         size = f"each worker's part of a step has {answer.rows[0].batch_per_worker:g}"
     yield answer_line(
         ("ronde scale", "bold"),
-        f" {answer.script}  ·  {answer.device}  ·  batch={answer.batch!r}, {size} samples",
+        f" {answer.script}  ·  {first.device}  ·  batch={first.batch!r}, {size} samples",
     )
     yield _table(answer)
     if answer.extrapolated:
@@ -204,7 +205,7 @@ def answer_parts(answer: Scaling, verbose: bool = False) -> Iterator[Any]:
     for name in ("synthetic", "real"):
         law = answer.laws.get(name)
         if law is not None:
-            yield answer_line(("fit   ", "bold"), f"{name}: {describe(answer.fits[name][law])}")
+            yield answer_line(("fit   ", "bold"), f"{name}: {describe(law)}")
     if answer.wall is not None:
         wall, n = answer.wall, answer.wall.devices
         reached = f"{wall.stage} ({wall.limit}) at {count_of(n, 'worker')}"

@@ -2,60 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ronde.predict import Wall
-from ronde.scale.laws import Band, LawFit
-from ronde.scale.meter import Start
-from ronde.scale.rows import FurtherRow, ScaleRow, epoch_seconds
+from ronde.scale.laws import Band
+from ronde.scale.rows import FurtherRow, ScaleRow
+
+if TYPE_CHECKING:
+    from ronde.scale.scaling import Scaling
 
 NO_GAP = 0.03  # of the synthetic rate: less is noise
 _WIDE = 2.0  # ratio of an interval's ends above which the answer is uncertain
-
-
-@dataclass
-class Findings:
-    """What the words are made from; see :class:`ronde.scale.scaling.Scaling`.
-
-    ``laws``: the law used for each rate. ``upto``: the largest size asked about. ``crowded``: more
-    workers than devices. ``full_cores``: the training itself fills the cores. ``uneven``: one
-    worker's loaders are slower than the others'.
-    """
-
-    script: str
-    starts: Mapping[int, Sequence[Start]]
-    rows: Sequence[ScaleRow]
-    extrapolated: Sequence[FurtherRow]
-    fits: Mapping[str, Mapping[str, LawFit]]
-    laws: Mapping[str, LawFit]
-    wall: Wall | None
-    stop: int
-    upto: int
-    threshold: float
-    per_node: int
-    threads: int | None
-    crowded: bool
-    full_cores: bool
-    uneven: bool
-    slow_worker: tuple[int, float] | None
-
-    @property
-    def first(self) -> Start:
-        """A start of the smallest size."""
-        return self.starts[self.rows[0].workers][0]
-
-    @property
-    def largest(self) -> int:
-        """The largest size that was measured."""
-        return self.rows[-1].workers
 
 
 def _workers(n: int) -> str:
     return f"{n} worker{'s' if n > 1 else ''}"
 
 
-def recommend(f: Findings) -> str:
+def recommend(f: Scaling) -> str:
     """Where to stop, and what to fix to go further."""
     if "real" not in f.laws:
         row = f.rows[0]
@@ -66,7 +29,7 @@ def recommend(f: Findings) -> str:
     start = _where_to_stop(f)
     # The costs at the next size, or at the last one known.
     known: list[ScaleRow | FurtherRow] = sorted([*f.rows, *f.extrapolated], key=lambda r: r.workers)
-    last = next((r for r in known if r.workers > f.stop), known[-1])
+    last = next((r for r in known if r.workers > f.stop_at), known[-1])
     synthetic = last.synthetic.value if isinstance(last.synthetic, Band) else last.synthetic
     ideal = last.workers * f.rows[0].synthetic / f.rows[0].workers
     # Shares of the ideal rate, which add up.
@@ -90,26 +53,26 @@ def recommend(f: Findings) -> str:
     return text
 
 
-def _where_to_stop(f: Findings) -> str:
-    after = min(f.stop + 1, f.upto)
+def _where_to_stop(f: Scaling) -> str:
+    after = min(f.stop_at + 1, f.upto)
     source = "interpolated"
     if after > f.largest:
         source = "extrapolated"
-    elif {f.stop, after} <= {r.workers for r in f.rows}:
+    elif {f.stop_at, after} <= {r.workers for r in f.rows}:
         source = "measured"
     share = "half" if f.threshold == 0.5 else f"{f.threshold:.0%}"
-    if f.stop >= f.upto:
+    if f.stop_at >= f.upto:
         return (
             f"All {f.upto} pay ({source}): each further worker adds at least {share} of what the "
             "first gives"
         )
     return (
-        f"Stop at {f.stop} ({source}): worker {f.stop + 1} adds less than {share} of what the "
-        "first gives"
+        f"Stop at {f.stop_at} ({source}): worker {f.stop_at + 1} adds less than {share} of what "
+        "the first gives"
     )
 
 
-def _input_advice(f: Findings, lost: float, workers: int) -> tuple[str, str]:
+def _input_advice(f: Scaling, lost: float, workers: int) -> tuple[str, str]:
     """Why the input costs speed, and what to do."""
     where = ""
     if f.wall is not None and f.wall.devices <= workers:
@@ -125,7 +88,7 @@ def _input_advice(f: Findings, lost: float, workers: int) -> tuple[str, str]:
     return f"the input costs {lost:.0%}{where}", cure
 
 
-def _scale_advice(f: Findings, lost: float) -> tuple[str, str]:
+def _scale_advice(f: Scaling, lost: float) -> tuple[str, str]:
     """Why more workers cost speed without the input, and what to do."""
     if f.slow_worker is not None:
         rank, share = f.slow_worker
@@ -145,7 +108,7 @@ def _scale_advice(f: Findings, lost: float) -> tuple[str, str]:
     return why, f"{cure} or a faster connection"
 
 
-def describe_limits(f: Findings) -> list[str]:
+def describe_limits(f: Scaling) -> list[str]:
     """Assumptions and limits of the answer."""
     notes = [*_batch_notes(f), *_machine_notes(f)]
     if len(f.rows) == 1:
@@ -167,7 +130,6 @@ def describe_limits(f: Findings) -> list[str]:
         )
     for name, law in f.laws.items():
         notes += [f"{name}: {text}." for text in law.notes if "parameters through" not in text]
-    notes += _epoch_notes(f)
     plans = sorted({s.plan for some in f.starts.values() for s in some})
     if plans != ["replicate"]:
         notes.append(f"plan: {', '.join(plans)}.")
@@ -185,7 +147,7 @@ def describe_limits(f: Findings) -> list[str]:
     return notes
 
 
-def _batch_notes(f: Findings) -> list[str]:
+def _batch_notes(f: Scaling) -> list[str]:
     last, batch = f.rows[-1], f.first.batch_size
     if f.first.batch != "keep":
         per_worker = f.rows[0].batch_per_worker
@@ -204,7 +166,7 @@ def _batch_notes(f: Findings) -> list[str]:
     return notes
 
 
-def _machine_notes(f: Findings) -> list[str]:
+def _machine_notes(f: Scaling) -> list[str]:
     notes = []
     if f.threads is not None:
         notes.append(
@@ -222,27 +184,5 @@ def _machine_notes(f: Findings) -> list[str]:
         notes.append(
             f"beyond {f.per_node} workers, more machines like this one and an equally fast "
             "connection between them are assumed; neither was measured."
-        )
-    return notes
-
-
-def _epoch_notes(f: Findings) -> list[str]:
-    notes = []
-    samples, last = f.first.epoch_samples, f.rows[-1]
-    batch: float = f.first.batch_size
-    if f.first.batch != "keep":
-        batch = f.rows[0].batch_per_worker * f.upto
-    if batch > samples:
-        notes.append(
-            f"an epoch of {samples} samples does not fill one step of {f.upto} workers, which has "
-            f"{batch:g}: some of them only wait."
-        )
-    delay = max(s.first_batch_seconds for some in f.starts.values() for s in some)
-    epoch = epoch_seconds(samples, last.batch_per_worker * last.workers, last.real)
-    if delay > 0.1 * epoch:
-        notes.append(
-            f"loaders take {delay:.1f} s to their first batch, which these figures leave out. "
-            "ronde run keeps loaders between epochs; if they restart, an epoch of "
-            f"{epoch:.1f} s takes that much longer."
         )
     return notes

@@ -118,13 +118,6 @@ class LawFit:
             return math.inf
         return max(1.0, math.sqrt((1.0 - self.contention) / self.coherency))
 
-    @property
-    def most(self) -> float:
-        """Samples per second that no number of devices exceeds; infinite without contention."""
-        if math.isfinite(self.peak):
-            return self.at(self.peak)
-        return self.rate / self.contention if self.contention > 0 else math.inf
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values; None for infinite ones."""
         bands = {name: self.parameter(name) for name in _PARAMETERS}
@@ -133,7 +126,6 @@ class LawFit:
             "low": {name: band.low for name, band in bands.items()},
             "high": {name: band.high for name, band in bands.items()},
             "peak": self.peak if math.isfinite(self.peak) else None,
-            "most": self.most if math.isfinite(self.most) else None,
             "points": list(self.points),
             "degrees_of_freedom": self.freedom,
             "relative_error": self.error,

@@ -114,7 +114,6 @@ class Meter(hooks.Observer):
                 "plan": plan.spec,
                 "epoch_samples": run.port.data.order.epoch_samples,
                 "device": run.device.type,
-                "loaders": run.port.data.settings.num_workers,
             }
             write_study(self.file, values)
         gather_json(run.port.world, 0)  # no rank ends while another still measures
@@ -128,15 +127,12 @@ class Meter(hooks.Observer):
         rates: dict[str, list[float]] = {name: [] for name in names}
         cpu: dict[str, list[float]] = {name: [] for name in names}
         workers = f"{run.world_size} worker{'s' if run.world_size > 1 else ''}"
-        first_batch = 0.0
         for i in range(rounds):
             for name in names if i % 2 == 0 else names[::-1]:
                 report_progress(f"{workers}: {name}, {i + 1} of {rounds}")
                 with _CoreWatch() as watch:
                     result = bench.window(Arm(name), seconds)
                     busy = watch.rate(result.seconds)
-                if name == "real":
-                    first_batch = max(first_batch, result.first_batch_seconds)
                 everyone = gather_json(run.port.world, busy)
                 rates[name].append(result.samples_per_second)
                 if all(one is not None for one in everyone):
@@ -155,7 +151,6 @@ class Meter(hooks.Observer):
             "loading": loading,
             "loading_each": loading_each,
             "computing_each": computing,
-            "first_batch_seconds": first_batch,
             "cpu": {name: statistics.median(per) if per else None for name, per in cpu.items()},
         }
 
@@ -173,10 +168,8 @@ class Start:
         batch: ``keep`` or ``grow``; ``batch_size``: of all workers together.
         epoch_samples: samples of an epoch.
         device: ``cpu`` or ``cuda``.
-        loaders: loading processes or threads of each worker.
         computing_each: samples per second of each worker by itself, without input and exchange;
             empty with one, or if it cannot be measured.
-        first_batch_seconds: from the start of the loaders to the first batch.
     """
 
     workers: int
@@ -189,10 +182,8 @@ class Start:
     plan: str
     epoch_samples: int
     device: str
-    loaders: int
     loading_each: tuple[float, ...] = ()
     computing_each: tuple[float, ...] = ()
-    first_batch_seconds: float = 0.0
 
 
 def load_scale(file: Path) -> Start:

@@ -115,7 +115,7 @@ def slow_worker(some: Sequence[Start]) -> tuple[int, float] | None:
     """The rank that computes slowest and its share of the others' speed, if it is slow.
 
     Example:
-        >>> start = Start(3, (30.0,), (30.0,), None, {}, "keep", 8, "replicate", 100, "cpu", 0,
+        >>> start = Start(3, (30.0,), (30.0,), None, {}, "keep", 8, "replicate", 100, "cpu",
         ...     computing_each=(10.0, 6.0, 11.0))
         >>> slow_worker([start])
         (1, 0.5714285714285714)

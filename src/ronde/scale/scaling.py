@@ -14,7 +14,7 @@ from typing import Any
 
 from ronde.predict import Capacities, Measured, StageCapacity, Wall, from_runs, gap, nodes_of, walls
 from ronde.predict.input_capacity import predict
-from ronde.scale.advice import NO_GAP, Findings, describe_limits, recommend
+from ronde.scale.advice import NO_GAP, describe_limits, recommend
 from ronde.scale.laws import Band, Extrapolation, LawFit, fits, stop_at
 from ronde.scale.meter import Start
 from ronde.scale.rows import FurtherRow, ScaleRow, epoch_seconds, measured_rows, slow_worker
@@ -29,34 +29,53 @@ class Scaling:
     """The answer of ``ronde scale``.
 
     Attributes:
+        starts: workers -> starts of the script.
         rows: the sizes that were measured.
+        extrapolated: sizes that were not.
         fits: ``synthetic`` and ``real`` -> law -> its fit.
         laws: the law used for each rate.
-        extrapolated: sizes that were not measured.
         wall: the first limit reached up to the last size, or None.
         stop_at: the size beyond which a further worker adds less than ``threshold`` of what the
             first gives.
-        sentence: the answer in words.
+        upto: the largest size asked about.
+        per_node: devices of this machine.
+        crowded: more workers than devices.
+        full_cores: the training itself fills the cores.
+        uneven: one worker's loaders are slower than the others'.
         slow_worker: at the largest size, the rank that computes slowest and its share of the
             others' speed; None if all are alike.
+        sentence: the answer in words.
     """
 
     script: str
+    starts: Mapping[int, Sequence[Start]]
     rows: list[ScaleRow]
-    fits: dict[str, dict[str, LawFit]]
-    laws: dict[str, str]
     extrapolated: list[FurtherRow]
+    fits: dict[str, dict[str, LawFit]]
+    laws: dict[str, LawFit]
     wall: Wall | None
     stop_at: int
+    upto: int
     threshold: float
-    sentence: str
-    batch: str
-    batch_size: int
-    device: str
+    per_node: int
     threads: int | None
     cost_per_hour: float | None
+    crowded: bool
+    full_cores: bool
+    uneven: bool
+    slow_worker: tuple[int, float] | None
+    sentence: str = ""
     notes: list[str] = field(default_factory=list)
-    slow_worker: tuple[int, float] | None = None
+
+    @property
+    def first(self) -> Start:
+        """A start of the smallest size."""
+        return self.starts[self.rows[0].workers][0]
+
+    @property
+    def largest(self) -> int:
+        """The largest size that was measured."""
+        return self.rows[-1].workers
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written as JSON."""
@@ -64,9 +83,9 @@ class Scaling:
         return {
             "version": 1,
             "script": self.script,
-            "device": self.device,
-            "batch": self.batch,
-            "batch_size": self.batch_size,
+            "device": self.first.device,
+            "batch": self.first.batch,
+            "batch_size": self.first.batch_size,
             "threads_per_worker": self.threads,
             "cost_per_device_hour": self.cost_per_hour,
             "rows": [row.to_dict() for row in self.rows],
@@ -74,7 +93,7 @@ class Scaling:
                 name: {law: fit.to_dict() for law, fit in by_law.items()}
                 for name, by_law in self.fits.items()
             },
-            "laws": self.laws,
+            "laws": {name: fit.law for name, fit in self.laws.items()},
             "extrapolated": [row.to_dict() for row in self.extrapolated],
             "wall": {"stage": wall.stage, "devices": wall.devices, "limit": wall.limit}
             if wall
@@ -253,7 +272,7 @@ def summarize_scale(
         wall = wall._replace(devices=max(2, wall.devices))
     nodes = 1 if crowded else nodes_of(capacities, largest)
     step_cpu = _median(s.cpu.get("synthetic") for s in starts[largest])
-    findings = Findings(
+    answer = Scaling(
         script=script,
         starts=starts,
         rows=rows,
@@ -261,31 +280,16 @@ def summarize_scale(
         fits=by_rate,
         laws=laws,
         wall=wall,
-        stop=stop_at(rates.real_at, upto, threshold) if "real" in laws else largest,
+        stop_at=stop_at(rates.real_at, upto, threshold) if "real" in laws else largest,
         upto=upto,
         threshold=threshold,
         per_node=per_node,
         threads=threads,
+        cost_per_hour=price,
         crowded=crowded,
         full_cores=step_cpu is not None and step_cpu * rows[-1].synthetic > _FULL * cores * nodes,
         uneven=uneven,
         slow_worker=slow_worker(starts[largest]),
     )
-    return Scaling(
-        script=script,
-        rows=rows,
-        fits=by_rate,
-        laws={name: fit.law for name, fit in laws.items()},
-        extrapolated=extrapolated,
-        wall=wall,
-        stop_at=findings.stop,
-        threshold=threshold,
-        sentence=recommend(findings),
-        slow_worker=findings.slow_worker,
-        batch=first.batch,
-        batch_size=first.batch_size,
-        device=first.device,
-        threads=threads,
-        cost_per_hour=price,
-        notes=describe_limits(findings),
-    )
+    answer.sentence, answer.notes = recommend(answer), describe_limits(answer)
+    return answer
