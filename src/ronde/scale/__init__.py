@@ -12,13 +12,15 @@ from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
     from ronde.scale.meter import Start, load_scale, measure_sizes, start_options
-    from ronde.scale.scaling import Scaling, summarize_scale
+    from ronde.scale.rows import Scaling
+    from ronde.scale.scaling import summarize_scale
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "ronde.scale.meter": "Start load_scale measure_sizes start_options",
-            "ronde.scale.scaling": "Scaling summarize_scale",
+            "ronde.scale.rows": "Scaling",
+            "ronde.scale.scaling": "summarize_scale",
         },
     )

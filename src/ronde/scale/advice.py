@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ronde.scale.laws import Band
-from ronde.scale.rows import FurtherRow, ScaleRow
-
-if TYPE_CHECKING:
-    from ronde.scale.scaling import Scaling
+from ronde.scale.rows import FurtherRow, ScaleRow, Scaling
 
 NO_GAP = 0.03  # of the synthetic rate: less is noise
 _WIDE = 2.0  # ratio of an interval's ends above which the answer is uncertain

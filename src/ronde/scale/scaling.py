@@ -9,101 +9,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from ronde.predict import Capacities, Measured, StageCapacity, Wall, from_runs, gap, nodes_of, walls
+from ronde.predict import Capacities, Measured, StageCapacity, from_runs, gap, nodes_of, walls
 from ronde.predict.input_capacity import predict
 from ronde.scale.advice import NO_GAP, describe_limits, recommend
 from ronde.scale.laws import Band, Extrapolation, LawFit, fits, stop_at
 from ronde.scale.meter import Start
-from ronde.scale.rows import FurtherRow, ScaleRow, epoch_seconds, measured_rows, slow_worker
+from ronde.scale.rows import (
+    FurtherRow,
+    ScaleRow,
+    Scaling,
+    epoch_seconds,
+    measured_rows,
+    slow_worker,
+)
 from ronde.world import ArgumentError
 
 _THRESHOLD = 0.5
 _FULL = 0.8  # of the cores at work: no more to be had
-
-
-@dataclass
-class Scaling:
-    """The answer of ``ronde scale``.
-
-    Attributes:
-        starts: workers -> starts of the script.
-        rows: the sizes that were measured.
-        extrapolated: sizes that were not.
-        fits: ``synthetic`` and ``real`` -> law -> its fit.
-        laws: the law used for each rate.
-        wall: the first limit reached up to the last size, or None.
-        stop_at: the size beyond which a further worker adds less than ``threshold`` of what the
-            first gives.
-        upto: the largest size asked about.
-        per_node: devices of this machine.
-        crowded: more workers than devices.
-        full_cores: the training itself fills the cores.
-        uneven: one worker's loaders are slower than the others'.
-        slow_worker: at the largest size, the rank that computes slowest and its share of the
-            others' speed; None if all are alike.
-        sentence: the answer in words.
-    """
-
-    script: str
-    starts: Mapping[int, Sequence[Start]]
-    rows: list[ScaleRow]
-    extrapolated: list[FurtherRow]
-    fits: dict[str, dict[str, LawFit]]
-    laws: dict[str, LawFit]
-    wall: Wall | None
-    stop_at: int
-    upto: int
-    threshold: float
-    per_node: int
-    threads: int | None
-    cost_per_hour: float | None
-    crowded: bool
-    full_cores: bool
-    uneven: bool
-    slow_worker: tuple[int, float] | None
-    sentence: str = ""
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def first(self) -> Start:
-        """A start of the smallest size."""
-        return self.starts[self.rows[0].workers][0]
-
-    @property
-    def largest(self) -> int:
-        """The largest size that was measured."""
-        return self.rows[-1].workers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values, as they are written as JSON."""
-        wall, slow = self.wall, self.slow_worker
-        return {
-            "version": 1,
-            "script": self.script,
-            "device": self.first.device,
-            "batch": self.first.batch,
-            "batch_size": self.first.batch_size,
-            "threads_per_worker": self.threads,
-            "cost_per_device_hour": self.cost_per_hour,
-            "rows": [row.to_dict() for row in self.rows],
-            "fits": {
-                name: {law: fit.to_dict() for law, fit in by_law.items()}
-                for name, by_law in self.fits.items()
-            },
-            "laws": {name: fit.law for name, fit in self.laws.items()},
-            "extrapolated": [row.to_dict() for row in self.extrapolated],
-            "wall": {"stage": wall.stage, "devices": wall.devices, "limit": wall.limit}
-            if wall
-            else None,
-            "slow_worker": {"rank": slow[0], "speed": slow[1]} if slow else None,
-            "stop_at": self.stop_at,
-            "threshold": self.threshold,
-            "sentence": self.sentence,
-            "notes": self.notes,
-        }
 
 
 def _median(values: Iterable[float | None]) -> float | None:
