@@ -204,7 +204,7 @@ def full_disk(where: str) -> dict:
     wrong = sum(not same(v, oracle(i)) for i, v in enumerate(source.read(range(60))))
     wrong += sum(not same(v, oracle(i)) for i, v in enumerate(source.read(range(60))))
     report = source.report()
-    return {"wrong": wrong, "no_room": report.no_room, "held": report.held, "hits": report.hits}
+    return {"wrong": wrong, "full": report.full, "held": report.held, "hits": report.hits}
 
 
 def epochs(where: str) -> dict:

@@ -11,11 +11,11 @@ from ronde.world.cores import control_groups, number_in
 from ronde.world.units import parse_bytes
 
 
-def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
+def read_size(value: int | float | str, argument: str) -> int:
     """Parse bytes from a number or text.
 
     Raises:
-        ArgumentError: neither, or less than ``least`` bytes.
+        ArgumentError: neither, or less than 1 byte.
 
     Example:
         >>> read_size("1.5 GiB", "limit"), read_size(4096, "limit")
@@ -27,7 +27,7 @@ def read_size(value: int | float | str, argument: str, least: int = 1) -> int:
     elif isinstance(value, str):
         size = parse_bytes(value)
         amount = math.nan if size is None else size
-    if not math.isfinite(amount) or amount < least:
+    if not math.isfinite(amount) or amount < 1:
         raise ArgumentError(
             f"{argument}={value!r}: expected a number of bytes, or a size as '2GiB' or '500MB'."
         )

@@ -56,10 +56,8 @@ class CacheReport:
         samples, held: in the data set, and in the cache.
         bytes, limit: of the files that it takes, and the most that they may take.
         hits, misses: samples that came out of it, and that had to be made.
-        hit_bytes: bytes that came out of it.
-        full: samples that were not kept since the limit was reached.
-        no_room: samples that were not kept since the disk or the memory has no room left besides
-            what others need.
+        full: samples that were not kept since the limit was reached, or the disk or the memory has
+            no room left besides what others need.
         not_kept: samples of a kind that cannot be kept; see :func:`cached`.
         random: samples that were not kept since random numbers were drawn while they were made.
         corrupt: damaged records that were found; their samples were made anew.
@@ -73,9 +71,7 @@ class CacheReport:
     limit: int = 0
     hits: int = 0
     misses: int = 0
-    hit_bytes: int = 0
     full: int = 0
-    no_room: int = 0
     not_kept: int = 0
     random: int = 0
     corrupt: int = 0
@@ -91,8 +87,7 @@ class CacheReport:
             f"{format_bytes(self.limit)}{share}"
         )
         reasons = {
-            "full": "left out: the limit is reached",
-            "no_room": "left out: no room left",
+            "full": "left out: the limit is reached, or no room is left",
             "not_kept": "of a type that cannot be cached",
             "random": "drew random numbers",
             "corrupt": "damaged, made anew",
@@ -238,17 +233,15 @@ class _Options:
 
     where: str
     limit: int | None
-    reserve: int | None
     version: str
 
     @classmethod
-    def of(cls, where: Any, limit: Any, reserve: Any, version: Any) -> _Options:
+    def of(cls, where: Any, limit: Any, version: Any) -> _Options:
         if not isinstance(version, str):
             raise ArgumentError(f"version={version!r}: expected a string.")
         return cls(
             _check_where(where),
             None if limit is None else read_size(limit, "limit"),
-            None if reserve is None else read_size(reserve, "reserve", 0),
             version,
         )
 
@@ -289,12 +282,12 @@ class _Cache(Dataset[Any]):
         if self._arena is not None or self._off:
             return self._arena
         with self._opening:
-            limit, reserve = self._options.limit, self._options.reserve
+            limit = self._options.limit
             if limit is not None:
                 limit = max(1, limit // self._share)
             try:
                 self._arena = self._arena or Arena(
-                    self._folder, self._n, limit, self._memory, reserve, self._share
+                    self._folder, self._n, limit, self._memory, self._share
                 )
             except (OSError, RondeError) as error:
                 self._fail(error)
@@ -336,7 +329,7 @@ class _Cache(Dataset[Any]):
                 raise IndexError(f"sample {i} is not in [0, {self._n})")
         values: list[Any] = [None] * len(wanted)
         missed = list(range(len(wanted)))
-        counts = {"hits": 0, "misses": 0, "hit_bytes": 0, "corrupt": 0}
+        counts = {"hits": 0, "misses": 0, "corrupt": 0}
         arena = self._opened()
         try:
             if arena is not None:
@@ -371,14 +364,13 @@ class _Cache(Dataset[Any]):
             counts["corrupt"] += 1
             return False
         counts["hits"] += 1
-        counts["hit_bytes"] += len(data)
         return True
 
     def _keep(
         self, arena: Arena, ids: list[int], made: list[tuple[Any, str]], counts: dict[str, int]
     ) -> None:
         records: dict[int, Record] = {}
-        counts |= {"not_kept": 0, "random": 0, "full": 0, "no_room": 0}
+        counts |= {"not_kept": 0, "random": 0, "full": 0}
         unkept = drawing = ""
         for i, (value, drew) in zip(ids, made, strict=True):
             if drew:
@@ -394,8 +386,7 @@ class _Cache(Dataset[Any]):
                 except CannotEncode as error:
                     counts["not_kept"], unkept = counts["not_kept"] + 1, str(error)
         if records:
-            for name, count in arena.put(list(records.values())).items():
-                counts[name] += count
+            counts["full"] += arena.put(list(records.values()))
         before = arena.count(**counts)
         if unkept:
             text = f"samples are not cached: {unkept} would not come back as it was"
@@ -585,7 +576,6 @@ def cached(
     where: str | os.PathLike[str] = "memory",
     limit: int | float | str | None = None,
     *,
-    reserve: int | float | str | None = None,
     version: str = "",
 ) -> Any:
     """Cache what a source or pipeline made.
@@ -605,8 +595,6 @@ def cached(
             with the last process that uses it. Or a folder on a local disk, kept between runs.
         limit: the most that it may take, in bytes or as ``"2GiB"``. None: half of the memory (what
             the container allows) or disk that is free.
-        reserve: bytes to leave free where it stands. None: a quarter of /dev/shm; a twentieth of a
-            disk, at most 10 GB.
         version: names the samples and the code that makes them. Needed on disk for a source without
             files, and where steps are cached: change it whenever one of them changes.
 
@@ -632,7 +620,7 @@ def cached(
         2
         >>> kept.close()
     """
-    options = _Options.of(where, limit, reserve, version)
+    options = _Options.of(where, limit, version)
     if isinstance(data, Pipeline):
         count = 0
         if after != "read":
@@ -660,7 +648,6 @@ def cached_dataset(
     where: str | os.PathLike[str] = "memory",
     limit: int | float | str | None = None,
     *,
-    reserve: int | float | str | None = None,
     version: str = "",
 ) -> CachedDataset:
     """Cache whole samples of a map-style Dataset that draws no random numbers.
@@ -668,7 +655,7 @@ def cached_dataset(
     Args:
         dataset: anything with ``__len__`` and ``__getitem__``; its ``__getitems__`` is used where
             it has one.
-        where, limit, reserve, version: as for :func:`cached`. On disk a Dataset needs a
+        where, limit, version: as for :func:`cached`. On disk a Dataset needs a
             ``version``.
 
     Raises:
@@ -681,7 +668,7 @@ def cached_dataset(
         (20, [30, 20], 1)
         >>> kept.close()
     """
-    options = _Options.of(where, limit, reserve, version)
+    options = _Options.of(where, limit, version)
     if (
         isinstance(dataset, IterableDataset)
         or not hasattr(dataset, "__getitem__")

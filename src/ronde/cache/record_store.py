@@ -17,7 +17,6 @@ import fcntl
 import os
 import stat
 import struct
-import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ import numpy as np
 from ronde.cache.budget import disk_reserve, free_disk, free_memory
 from ronde.world import RondeError
 
-_MAGIC = b"RONDEC03"
+_MAGIC = b"RONDEC04"
 _HEADER_BYTES = 4096
 _HEAD = struct.Struct("<8sQQQI")  # magic, samples, bytes given out, limit, checksum
 _COUNTERS_AT = 64
@@ -39,7 +38,7 @@ _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
 _PART_OF_FREE = 0.5  # of the free memory or disk, where no limit is given
 
-COUNTERS = ("hits", "misses", "hit_bytes", "full", "no_room", "not_kept", "random", "corrupt")
+COUNTERS = ("hits", "misses", "full", "not_kept", "random", "corrupt")
 """What is counted, over all processes and runs that used the cache."""
 
 Record = tuple[int, Sequence[bytes | memoryview]]
@@ -55,7 +54,6 @@ class Arena:
         limit: bytes of files that this process lets it grow to. None: the limit of whoever made
             it, or half of what is free.
         memory: it stands in memory: it is removed when its last user leaves.
-        reserve: bytes to leave free where it stands.
         share: caches like this one on the node, which divide what is free.
 
     Raises:
@@ -69,14 +67,12 @@ class Arena:
         samples: int,
         limit: int | None,
         memory: bool,
-        reserve: int | None,
         share: int = 1,
     ) -> None:
         self.folder = folder
         self.samples = samples
         self.memory = memory
         self.is_full = False
-        self._reserve = reserve
         self._verified: set[int] = set()
         self._damaged: set[int] = set()
         self._use = _join(folder)
@@ -181,18 +177,18 @@ class Arena:
 
     # -- writing -----------------------------------------------------------------------
 
-    def put(self, records: Sequence[Record]) -> dict[str, int]:
+    def put(self, records: Sequence[Record]) -> int:
         """Store records while there is space; what another process was faster with stays.
 
         Returns:
-            dict: how many were left out, as the counters ``full`` and ``no_room``.
+            int: how many were left out.
         """
         placed: list[tuple[int, bytes, int]] = []
-        left_out = {"full": 0, "no_room": 0}
+        left_out = 0
         with self._exclusively():
             head = self._head()
             if head is None:  # damaged under our feet: space in use might be given out again
-                return {"full": 0, "no_room": len(records)}
+                return len(records)
             first, room = head[1], self._room()
             tail = first
             for i, parts in records:
@@ -201,10 +197,10 @@ class Arena:
                 data = b"".join(parts)
                 after = tail + len(data) + -len(data) % _ALIGN_BYTES
                 if self._index_bytes + after + -after % _PAGE_BYTES > self.limit:
-                    left_out["full"] += 1
+                    left_out += 1
                     self.is_full = True
                 elif after - first > room:
-                    left_out["no_room"] += 1
+                    left_out += 1
                 else:
                     placed.append((i, data, tail))
                     tail = after
@@ -212,7 +208,7 @@ class Arena:
                 self._set_head(tail, head[2])
         for i, data, start in placed:
             if not self._write(i, data, start):
-                left_out["no_room"] += 1
+                left_out += 1
         return left_out
 
     def _is_wanted(self, i: int) -> bool:
@@ -238,7 +234,7 @@ class Arena:
     def _room(self) -> int:
         """Bytes that may still be written beyond the reserve."""
         free, total = free_disk(self.folder)
-        room = free - (disk_reserve(total, self.memory) if self._reserve is None else self._reserve)
+        room = free - disk_reserve(total, self.memory)
         # What is written into /dev/shm is memory, and the container's limit counts it.
         return min(room, free_memory() * 19 // 20) if self.memory else room
 
@@ -371,10 +367,5 @@ def remove_unused(parent: Path, prefix: str) -> int:
     folders = [p for p in parent.glob(f"{prefix}*") if _is_private(p)] if parent.is_dir() else []
     for folder in folders:
         with suppress(OSError):
-            if (folder / "use").exists():
-                freed += _remove(folder) or 0
-            elif time.time() - folder.lstat().st_mtime > 60:  # else it is being made
-                freed += _delete(folder.glob("cache.*"))  # of a version before the file "use"
-                _delete(folder.glob("lock"))
-                folder.rmdir()
+            freed += _remove(folder) or 0
     return freed
