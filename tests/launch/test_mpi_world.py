@@ -13,7 +13,7 @@ import pytest
 
 from lab import lab, missing, no_slurm, slurm
 from processes import PATHS, child, ronde, ronde_batch, ronde_run
-from sampling import some
+from sampling import long, some
 
 needs_mpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun not found")
 
@@ -87,6 +87,7 @@ def test_a_world_on_two_hosts(place, hosts, over):
     assert f"[{second} 2] IN [2, 3" in done.stdout
 
 
+@long
 @needs_mpi
 @pytest.mark.skipif(bool(missing() or no_slurm()), reason=missing() or no_slurm())
 def test_a_world_on_two_nodes_of_slurm(place, hosts):

@@ -21,7 +21,7 @@ from lab import lab, missing, no_slurm, slurm
 from processes import PATHS, child, ronde, ronde_batch, ronde_run
 from ronde.launch.job import Job, Nodes
 from ronde.launch.tensorflow import TensorFlowCluster
-from sampling import ALL, some
+from sampling import ALL, long, some
 
 WORKER = Path(__file__).parents[1] / "tensorflow_worker.py"
 PYTHON = os.environ.get("RONDE_TENSORFLOW_PYTHON", "")
@@ -162,6 +162,7 @@ def test_two_hosts_of_two(hosts, place, short, request, engine, servers):
         assert [f[3].partition(":")[0] for f in found] == at
 
 
+@long
 def test_two_containers(hosts, place):
     """No launcher leads them: the ports are agreed at the first host's store."""
     with contextlib.ExitStack() as stack:
