@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from processes import child, python, ronde, ronde_run
-from ronde.launch.console import Output, Router
+from ronde.launch.console import Router
 from ronde.launch.supervise import Workers
 from sampling import some
 
@@ -119,7 +119,7 @@ class EndsBetweenLooks:
 
 
 def test_a_failure_between_two_looks_is_a_failure(tmp_path):
-    router = Router(1, Output(1, None, lambda _: None, lambda _: None))
+    router = Router(1, lambda _: None)
     try:
         workers = Workers([], [{"RANK": "0"}], router, starter=EndsBetweenLooks())
         assert {rank: failed.code for rank, failed in workers.wait().items()} == {0: 3}

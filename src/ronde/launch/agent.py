@@ -39,23 +39,6 @@ from ronde.world.processes import adopt_orphans
 __all__ = ["Agent", "main"]
 
 
-class _Sink:
-    """Sends what workers write to the launcher."""
-
-    def __init__(self, send: Callable[[m.Message], object]) -> None:
-        self._send = send
-
-    def out(self, rank: int, data: bytes) -> None:
-        self._send(m.Out(rank, data))
-
-    def log(self, rank: int, data: bytes) -> None:
-        self._send(m.Log(rank, data))
-
-    def message(self, rank: int, message: dict[str, Any]) -> None:
-        if rank == 0 or "leave" in message:
-            self._send(m.Progress(rank, message))
-
-
 class Agent:
     """Carries out a launcher's orders on this host: one thread serves, others take orders.
 
@@ -204,7 +187,7 @@ class Agent:
             mirror = Mirror(job.directory, self._send) if run.mirror else None
             if not run.sees and (name := job.environment.get("RONDE_GENERATION")):
                 name_generation(job.directory, name)
-        router = Router(job.workers, _Sink(self._send), nodes.first_of(job))
+        router = Router(job.workers, self._send, nodes.first_of(job))
         for variable, (name, text) in run.files.items():  # of the launcher's machine
             file = router.error_folder / f"{variable}-{Path(name).name}"
             file.write_text(text)

@@ -18,14 +18,15 @@ import time
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import psutil
 
+from ronde.launch import messages as m
 from ronde.watch import MARK
 from ronde.world.processes import memory_root, pid_space, temporary_prefix
 
-__all__ = ["Output", "Router", "Sink"]
+__all__ = ["Output", "Router"]
 
 _MARK = MARK.encode()
 
@@ -44,21 +45,8 @@ def _sweep() -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-class Sink(Protocol):
-    """Takes what workers write, by rank."""
-
-    def out(self, rank: int, data: bytes) -> None:
-        """Bytes that a worker printed."""
-
-    def log(self, rank: int, data: bytes) -> None:
-        """Bytes for its log only."""
-
-    def message(self, rank: int, message: dict[str, Any]) -> None:
-        """A progress message."""
-
-
 class Output:
-    """The launcher's sink: each rank's output to its own log, rank 0's also to the terminal.
+    """The launcher's end: each rank's output goes to its own log, rank 0's also to the terminal.
 
     Args:
         workers: how many.
@@ -128,17 +116,17 @@ class Router:
     """Reads the FIFOs of this node's ``workers`` until closed.
 
     Args:
-        sink: takes what they write. A message ``{"log": text}`` goes to the log only.
+        send: takes what they write. A message ``{"log": text}`` goes to the log only.
         first: global rank of the first of them.
 
     Attributes:
         printed: rank -> when it printed last, of ``time.monotonic()``.
     """
 
-    def __init__(self, workers: int, sink: Sink, first: int = 0) -> None:
+    def __init__(self, workers: int, send: Callable[[m.Message], object], first: int = 0) -> None:
         _sweep()
         self._folder = tempfile.TemporaryDirectory(prefix=temporary_prefix())
-        self._sink, self._first = sink, first
+        self._send, self._first = send, first
         self._rest: dict[int, bytes] = {}
         self.printed: dict[int, float] = {}
         self._selector = selectors.DefaultSelector()
@@ -164,11 +152,11 @@ class Router:
 
     def say(self, text: str) -> None:
         """Show a line of the launcher's own, as if rank 0 had printed it."""
-        self._sink.out(0, f"{text}\n".encode())
+        self._send(m.Out(0, f"{text}\n".encode()))
 
     def log(self, rank: int, text: str) -> None:
         """Append text to a rank's log."""
-        self._sink.log(rank, text.encode())
+        self._send(m.Log(rank, text.encode()))
 
     def _loop(self) -> None:
         while True:
@@ -193,7 +181,7 @@ class Router:
     def _out(self, rank: int, data: bytes) -> None:
         if data:
             self.printed[self._first + rank] = time.monotonic()
-            self._sink.out(self._first + rank, data)
+            self._send(m.Out(self._first + rank, data))
 
     def _messages(self, rank: int, data: bytes) -> bytes:
         """Handle the messages in a rank's output and return the rest."""
@@ -213,10 +201,10 @@ class Router:
                 plain += data[start : end + 1]  # it was the script's own
             elif "log" in message:
                 self._out(rank, plain)
-                self._sink.log(self._first + rank, str(message["log"]).encode())
+                self._send(m.Log(self._first + rank, str(message["log"]).encode()))
                 plain = b""
-            else:
-                self._sink.message(self._first + rank, message)
+            elif self._first + rank == 0 or "leave" in message:
+                self._send(m.Progress(self._first + rank, message))
             data = data[end + 1 :]
         return plain + data
 
@@ -227,7 +215,7 @@ class Router:
         for rank in self._fds:
             self._drain(rank)
         for rank, rest in self._rest.items():
-            self._sink.log(self._first + rank, rest)
+            self._send(m.Log(self._first + rank, rest))
         for fd in (*self._fds.values(), self._wake_read, self._wake_write):
             os.close(fd)
         self._selector.close()
