@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import json
 import os
@@ -435,7 +434,6 @@ class Node:
 
     def run(self) -> Outcome:
         """Start the workers, watch them, and return when all have ended."""
-        start = time.monotonic()
         adopt_orphans()
         memory = MemoryFolder(
             self._job.directory if self._job.restarts else None,
@@ -448,7 +446,7 @@ class Node:
                 outcome = self._attend()
             except Stopped:
                 outcome = self._stopped()
-            return dataclasses.replace(outcome, seconds=time.monotonic() - start)
+            return outcome
         finally:
             if self._workers is not None:
                 self._workers.kill()
