@@ -695,24 +695,6 @@ def test_keyed_draws_are_each_samples_own() -> None:
         assert noted and not noted.clear()  # it relates samples to each other
 
 
-def test_keyed_draws_tell_two_axes_of_one_length_apart_by_an_earlier_batch() -> None:
-    def draw(given, batches) -> tuple[list[torch.Tensor], dict]:
-        noted: list[str] = []
-        with KeyedDraws(given, lambda: ("train.py:1", ""), noted.append, lambda: True) as keyed:
-            drawn = []
-            for step, (low, high, whole) in enumerate(batches):
-                keyed.begin(f"step {step}", low, high, whole)
-                drawn.append(torch.randn(6, high - low, 5))
-        assert not noted
-        return drawn, keyed.shapes
-
-    one, shapes = draw({}, [(0, 10, 10), (0, 6, 6)])
-    first, _ = draw(shapes, [(0, 5, 10), (0, 3, 6)])
-    second, _ = draw(shapes, [(5, 10, 10), (3, 6, 6)])
-    for whole, *parts in zip(one, first, second, strict=True):
-        assert torch.equal(whole, torch.cat(parts, 1))
-
-
 def test_a_disagreement_of_ranks_is_read() -> None:
     text = (
         "The ranks disagree on seed in ronde.distribute: rank 0: 0; rank 1: 1. Every worker "

@@ -25,8 +25,7 @@ from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
 from ronde.prove.keyed_draws import KeyedDraws
-from ronde.prove.recorded_run import RecordedLoop, RecordedRun
-from ronde.prove.recorder import Recorder
+from ronde.prove.recorder import RecordedLoop, RecordedRun, Recorder
 from ronde.prove.trace_writer import Phase
 from ronde.prove.values import NARROW
 from ronde.run import hooks

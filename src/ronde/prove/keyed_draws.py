@@ -78,7 +78,6 @@ class KeyedDraws(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: dict[str, list[int]] = {}
         self._given = given
-        self._axes: dict[str, int] = {}
         self._place, self._note, self._is_active = place, note, is_active
         self._seeds = itertools.count(_FIRST_SEED)
         self._passes: dict[int, _Pass] = {}
@@ -131,7 +130,7 @@ class KeyedDraws(TorchDispatchMode):
             self.shapes.setdefault(draw, shape)
         without_replacement = size_at is not None and name == "multinomial" and not args[2:3]
         together = name == "randperm" or without_replacement
-        rows = None if together else _rows(shape, before, at, self._axis(draw, before, at))
+        rows = None if together else _rows(shape, before, at)
         # Several elements for each sample may be blocks, or copies of the batch.
         if shape != before and (rows is None or rows.each > 1):
             self._note(f"{name}@{where}")
@@ -145,18 +144,6 @@ class KeyedDraws(TorchDispatchMode):
             return _draw_rows(func, args, kwargs, draw, shape, size_at, rows)
         finally:
             torch.default_generator.set_state(state)
-
-    def _axis(self, draw: str, before: Sequence[int], at: _Pass) -> int | None:
-        """The axis of samples in the shape that a draw has in one process. Where two are as long,
-        it is that of an earlier batch of another size.
-        """
-        divisible = [a for a, length in enumerate(before) if length and length % at.whole == 0]
-        axes = [a for a in divisible if before[a] == at.whole] or divisible
-        place = draw.removeprefix(at.key)
-        if len(axes) == 1:
-            self._axes.setdefault(place, axes[0])
-        known = self._axes.get(place)
-        return known if known in axes else axes[0] if axes else None
 
     def _name(self, at: _Pass) -> tuple[str, str]:
         """A draw's name, the same in every run, and its place in the code."""
@@ -201,10 +188,13 @@ def _shape_of(
     return shape, None
 
 
-def _rows(shape: Sequence[int], before: Sequence[int], at: _Pass, axis: int | None) -> _Rows | None:
-    """The samples along an axis; None if the draw has none."""
-    if axis is None:
+def _rows(shape: Sequence[int], before: Sequence[int], at: _Pass) -> _Rows | None:
+    """The samples along the first axis that may be theirs; None if the draw has none."""
+    divisible = [a for a, length in enumerate(before) if length and length % at.whole == 0]
+    axes = [a for a in divisible if before[a] == at.whole] or divisible
+    if not axes:
         return None
+    axis = axes[0]
     each = before[axis] // at.whole
     if list(shape) == list(before):
         return _Rows(axis, each, range(at.whole))

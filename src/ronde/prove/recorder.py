@@ -31,14 +31,16 @@ from ronde.prove.trace_writer import Phase, TraceWriter
 from ronde.prove.values import cast
 from ronde.run import hooks
 from ronde.run.callback import EvaluationResult, StepView
+from ronde.run.loop import Loop
 from ronde.run.losses import LossCall
 from ronde.run.parts import Parts
+from ronde.run.run import Run
 from ronde.run.step_port import RunView
 from ronde.watch.proofs import digests_of
 from ronde.watch.run_dir import RunDir
 from ronde.world import PlanError, World
 
-__all__ = ["Recorder"]
+__all__ = ["RecordedLoop", "RecordedRun", "Recorder"]
 
 _EMPTY_ROUNDS = 3  # a script may ask this often for batches after the last, before its process ends
 
@@ -317,3 +319,67 @@ class Recorder(hooks.Observer):
             )
         self.draws.leave()
         self.trace.phase = Phase.BETWEEN
+
+
+class RecordedLoop(Loop):
+    """Ends after the recorded steps."""
+
+    def __init__(self, recorder: Recorder, *given: Any, in_lists: bool, **named: Any) -> None:
+        self._recorder = recorder
+        # As the script's own micro_batch asks for, even if the study removed it.
+        super().__init__(*given, in_lists=in_lists or recorder.asked_micro, **named)
+
+    def epochs(self, n: int) -> Iterator[int]:
+        """See :class:`Loop`."""
+        return super().epochs(self._recorder.cut_epochs(self.parts, n))
+
+    def goes_on(self, n: int) -> bool:
+        """See :class:`Loop`."""
+        return super().goes_on(n) and not self._recorder.is_over()
+
+    def batches(self) -> Iterator[Any]:
+        """See :class:`Loop`."""
+        self._recorder.end_idle_loop()
+        return super().batches()
+
+    def takes_more(self) -> bool:
+        """See :class:`Loop`."""
+        return not self._recorder.is_over()
+
+    def hand_out(self, share: Share, micros: list[Any]) -> list[Any]:
+        """See :class:`Loop`."""
+        ready = super().hand_out(share, micros)
+        for follower in self._following():
+            self._recorder.begin_step(follower.parts, share, ready)
+        return self._recorder.begin_step(self.parts, share, ready)
+
+    def items(self, micros: list[Any]) -> Iterator[Any]:
+        """See :class:`Loop`. Micro-batches go one by one to a loop written for one per step."""
+        return iter(micros) if self._recorder.splits_steps(self.parts) else super().items(micros)
+
+
+class RecordedRun(Run):
+    """Tells the recorder what the script calls."""
+
+    def __init__(self, recorder: Recorder, *given: Any, **named: Any) -> None:
+        self._recorder = recorder
+        super().__init__(*given, **named)
+
+    def step(self, batch: Any) -> torch.Tensor:
+        """See :class:`Run`."""
+        self._recorder.record_given(self.port.parts, batch)
+        with self._recorder.around_step(self.port.parts):
+            return super().step(batch)
+
+    def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> None:
+        """See :class:`Run`."""
+        with self._recorder.around_backward(self.port.parts):
+            super().backward(loss)
+
+    def update(self) -> torch.Tensor:
+        """See :class:`Run`. The next batch belongs to the same step, if steps are split."""
+        place = self.port.parts.place
+        parts = len(place.share.micro) if place.share is not None else 0
+        if self._recorder.splits_steps(self.port.parts) and 0 < place.backwards < parts:
+            return torch.zeros(())
+        return super().update()
