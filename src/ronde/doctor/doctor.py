@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import statistics
 import sys
 import time
@@ -200,7 +199,6 @@ class _Study:
         # (loaders of all workers, samples per second), without training
         self.sweep: list[tuple[int, float]] = []
         self.sweep_ended = True  # it reached the wanted rate, or a limit
-        self.machine = [0.0, 0.0, 0.0]  # CPU seconds of all programs, of this one, and in all
         self.scope = "shared"  # of the limit that the sweep ended at
 
     # -- measuring ---------------------------------------------------------------------
@@ -208,9 +206,7 @@ class _Study:
     def measure(self, name: str, arm: Arm, into: dict[str, float] | None) -> ArmResult:
         """Measure one window, and how long that took."""
         before = self.clock.passed()
-        began = _machine()
         result = self.bench.window(arm, self.window)
-        self.machine = [a + b - c for a, b, c in zip(self.machine, _machine(), began, strict=True)]
         self.costs[name] = self.clock.passed() - before
         self.results.setdefault(name, []).append(result)
         if into is not None:
@@ -350,7 +346,6 @@ class _Study:
             block_seconds=self.blocks(),
             order=self.order(),
             queued=self.timed.queued,
-            others=self.others(),
         )
 
     def order(self) -> dict[str, float] | None:
@@ -363,16 +358,6 @@ class _Study:
         if share < _ORDER_ABOVE:
             return None
         return {"seconds": draws, "share": share}
-
-    def others(self) -> float | None:
-        """Share of the cores that other programs took; None if they cannot be told apart."""
-        world = self.run.port.world
-        own = sum(gather_json(world, self.machine[1]))
-        worked, _, total = broadcast_json(world, self.machine)
-        if world.size != world.local_size or psutil.cpu_count() != usable_cores() or not total:
-            return None
-        share: float = max(0.0, worked - own) / total
-        return share
 
     def reach_verdict(self) -> Diagnosis:
         """Measure until the result is clear or the time is over."""
@@ -675,15 +660,6 @@ def attributes_kept(dataset: Any) -> Iterator[None]:
         for each, attributes in found:
             vars(each).clear()
             vars(each).update(attributes)
-
-
-def _machine() -> list[float]:
-    """CPU seconds of all programs, of this process with its ended loaders, and in all."""
-    times, own = psutil.cpu_times(), os.times()
-    idle = times.idle + getattr(times, "iowait", 0.0)
-    # a guest's time is in user time too
-    total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-    return [total - idle, sum(own[:4]), total]
 
 
 _WORDS = {

@@ -32,7 +32,6 @@ _UNCLEAR = 0.10  # halves of one arm that differ by more say nothing; nor does a
 _NAMED = 0.2  # share of the gap below which a stage is not its cause while most is unexplained
 _WAITS = 0.5  # share of a stage's time off the CPU from which on it is said to wait
 _WAITS_SECONDS = 0.0003  # of a sample, below which waiting is not worth a word
-_OTHERS = 0.08  # share of the cores in other programs, above which the machine is disturbed
 _PRIOR = 2  # degrees of freedom granted to the noise of all arms, beside that of the two compared
 
 # Two-sided 95 % of Student's t, by degrees of freedom.
@@ -97,7 +96,6 @@ class Measurements:
             be removed.
         order: ``seconds`` to draw an epoch's order, and their ``share`` of it; None if small.
         queued: seconds that loaders waited for a core, per second on one.
-        others: share of the cores that other programs took meanwhile; None if not known.
     """
 
     workers: int
@@ -118,7 +116,6 @@ class Measurements:
     block_seconds: Mapping[str, float] = field(default_factory=dict)
     order: Mapping[str, Any] | None = None
     queued: float = 0.0
-    others: float | None = None
 
 
 @dataclass(frozen=True)
@@ -555,7 +552,6 @@ def judge(seen: Measurements) -> Diagnosis:
             "neighbour": neighbour,
             "startup_seconds": seen.startup_seconds,
             "order": dict(seen.order) if seen.order else None,
-            "others": seen.others,
             "notes": [],
         }
     )
@@ -717,16 +713,9 @@ def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
         return None
     return (
         f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too uncertain to "
-        f"call it {'healthy' if healthy else 'a gap'}. {_disturbed(j.seen)}more rounds "
-        "may settle it (--rounds, --seconds)"
+        f"call it {'healthy' if healthy else 'a gap'}. stop other programs; more "
+        "rounds may settle it (--rounds, --seconds)"
     )
-
-
-def _disturbed(seen: Measurements) -> str:
-    """That other programs disturb the machine, if they do."""
-    if seen.others is None or seen.others < _OTHERS:
-        return "The windows differ by themselves: "
-    return f"Other programs take {seen.others:.0%} of the cores: stop them, or "
 
 
 def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
@@ -745,7 +734,7 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
     values = _column(seen, arm)
     half = len(values) // 2
     early, late = statistics.median(values[:half]), statistics.median(values[-half:])
-    if arm == "real" and late > _WARMED * early and (seen.others or 0.0) < _OTHERS:
+    if arm == "real" and late > _WARMED * early:
         return (
             f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was measured, "
             f"{what}. The usual reason is a cache that fills: the first epoch runs as at the "
@@ -753,5 +742,5 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
         )
     return (
         f"the {arm} arm differs from itself by {100 * differs[arm]:.0f} points, {what}. "
-        f"{_disturbed(seen)}more rounds may settle it (--rounds, --seconds)"
+        "stop other programs; more rounds may settle it (--rounds, --seconds)"
     )
