@@ -353,7 +353,7 @@ def test_processes_forked_after_a_look_at_samples_do_not_wait_for_threads_left_b
 # -- the script itself -----------------------------------------------------------------
 
 JOB = """
-import sys, time, torch, ronde, fcntl
+import sys, time, torch, ronde
 from torch.utils.data import DataLoader, Dataset
 
 fault, loaders = sys.argv[1], int(sys.argv[2])
@@ -368,10 +368,6 @@ class Data(Dataset):
     def load(self, i):
         if fault == "read":
             time.sleep(0.02)
-        if fault == "shared":  # 400 a second, whoever asks
-            with open("store", "w") as store:
-                fcntl.flock(store, fcntl.LOCK_EX)
-                time.sleep(0.0025)
         if fault == "broken" and i == 38:
             raise OSError("sample 38 is broken")
         return torch.full((8,), float(i))
@@ -382,17 +378,6 @@ class Data(Dataset):
     def __getitem__(self, i):
         return self.transform(self.load(i)), torch.tensor([0.5])
 
-def collate(samples):
-    if fault == "collate":
-        time.sleep(0.08)
-    return torch.utils.data.default_collate(samples)
-
-@ronde.feed.stage("copy")
-def copy(batch):
-    if fault == "copy":
-        time.sleep(0.06)
-    return batch
-
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -401,15 +386,11 @@ class Net(torch.nn.Module):
         time.sleep(0.03)
         return self.layer(x)
 
-def forward(model, batch):
-    x, y = copy(batch)
-    return model(x), y
-
 if __name__ == "__main__":
     model = Net()
     size = 8 * ronde.world().size
-    data = DataLoader(Data(), batch_size=size, num_workers=loaders, shuffle=True, collate_fn=collate)
-    run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), data, loss=torch.nn.functional.mse_loss, forward=forward)
+    data = DataLoader(Data(), batch_size=size, num_workers=loaders, shuffle=True)
+    run = ronde.distribute(model, torch.optim.SGD(model.parameters(), lr=0.01), data, loss=torch.nn.functional.mse_loss)
     steps = 0
     for batch in run.batches():
         run.step(batch)

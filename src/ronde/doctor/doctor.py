@@ -41,18 +41,8 @@ if TYPE_CHECKING:
     from ronde.run.step_port import RunView
 
 _SECONDS = 60.0
-_ROUNDS = 3
-_TO = 32
-_WIDE = 0.06  # of the ceiling, between the fastest and the slowest window of the real training
-_FOR_REMEDIES = 0.4  # share of the budget that trying remedies may need
 _PYTHON_SHARE = 0.05  # of the loaders' time: less of it is not looked into
-_CLEARLY = 0.03  # a larger gap after the first round adds arms at once
-_OTHER_THREADS = 0.10
-_WAITS = 0.3  # share of a sample's time off the CPU above which storage may be the limit
 _READ_NOTHING = ("augment", "collate")  # whatever these wait for, it is not storage
-_MOST_LOADERS = 64  # of all workers together
-_MORE = 1.3  # times the rate of threads, with which processes have shown that a lock limited them
-_ORDER_ABOVE = 0.02  # share of an epoch above which drawing its order is reported
 
 
 def install_doctor() -> None:
@@ -184,7 +174,7 @@ class _Study:
         self.tell = tell
         seconds = float(options.get("seconds") or _SECONDS)
         bench.patience = 0.15 * seconds
-        self.rounds = int(options.get("rounds") or _ROUNDS)
+        self.rounds = int(options.get("rounds") or 3)
         self.window = min(max(seconds / 40, 0.35 if seconds >= 5 else 0.1), 2.5)
         self.grace = 0.15 * seconds  # beyond the budget, for trying remedies
         self.patience = seconds  # once more so long, if the machine is too noisy for a verdict
@@ -249,7 +239,7 @@ class _Study:
         # Time that no stage explains is lost between the processes, or in Python.
         if executor == "processes" or (total and python / total >= _PYTHON_SHARE):
             arms["replayed"] = Arm("real", samples=True)
-        if executor == "processes" and self.timed.other_threads > _OTHER_THREADS:
+        if executor == "processes" and self.timed.other_threads > 0.10:
             arms["limited"] = Arm("real", threads=1)
         if executor != "none":
             arms["beside"] = Arm("beside")
@@ -355,7 +345,8 @@ class _Study:
             return None
         rate = statistics.median(r.samples_per_second for r in self.results["real"])
         share = draws / (draws + self.run.port.data.order.epoch_samples / rate)
-        if share < _ORDER_ABOVE:
+        # of an epoch: less is not worth a line
+        if share < 0.02:
             return None
         return {"seconds": draws, "share": share}
 
@@ -371,7 +362,7 @@ class _Study:
         while True:
             verdict = judge(self.seen())
             done = len(self.per_round)
-            if not arms and (verdict.values["gap"] > _CLEARLY or verdict.values["gap_low"] > 0.02):
+            if not arms and (verdict.values["gap"] > 0.03 or verdict.values["gap_low"] > 0.02):
                 arms = self.promising_arms()
             price = sum(self.costs.get(n, 3 * self.window) for n in (*basic_arms, *arms))
             if done >= max(2, wanted):
@@ -394,7 +385,8 @@ class _Study:
 
     def _is_clear(self, verdict: Diagnosis, price: float) -> bool:
         """Whether another round, which takes ``price`` seconds, would add little. A collective."""
-        done, room = len(self.per_round), _FOR_REMEDIES * self.clock.seconds
+        # trying remedies may need this share of the budget
+        done, room = len(self.per_round), 0.4 * self.clock.seconds
         if verdict.refused is not None and done < 4 * self.rounds:
             return False
         if not self._is_wide(verdict) or done >= 2 * self.rounds:
@@ -404,7 +396,8 @@ class _Study:
     def _is_wide(self, verdict: Diagnosis) -> bool:
         """Whether windows of the real training differ enough to justify another round."""
         real = ceiling_shares(self.seen(), "real")
-        return not verdict.healthy and max(real) - min(real) > _WIDE
+        # of the ceiling
+        return not verdict.healthy and max(real) - min(real) > 0.06
 
     def _affordable(
         self, arms: Mapping[str, Arm], basic_arms: Mapping[str, Arm], left: float
@@ -513,7 +506,7 @@ class _Study:
         if not loaders and any(self._refusals(FeedSettings(workers=more))):
             self.sweep_ended = rate >= wanted
             return
-        while rate < wanted and workers * more <= _MOST_LOADERS:
+        while rate < wanted and workers * more <= 64:
             self.tell(f"loading alone, {more} loaders each: what {to} devices want")
             arm = Arm("loading", settings=FeedSettings(workers=more))
             now = self.measure("loading more", arm, None).samples_per_second
@@ -548,7 +541,8 @@ class _Study:
             return "unknown"
         self.tell("loading alone, in processes")
         processes = self.measure("loading processes", Arm("loading", settings=settings), None)
-        if processes.samples_per_second > _MORE * rate:
+        # noise does not lift a rate by a third: a lock held the threads back
+        if processes.samples_per_second > 1.3 * rate:
             return "own"
         return "unknown" if shares else "shared"
 
@@ -560,7 +554,8 @@ class _Study:
         wall = sum(s.wall_seconds for s in loading)
         cpu = sum(min(s.cpu_seconds, s.wall_seconds) for s in loading)
         cpu *= 1.0 + (self.timed.queued if self.timed is not None else 0.0)  # waits for a core
-        if wall - cpu < _WAITS * wall:
+        # storage limits only samples that spend a third of their time off the CPU
+        if wall - cpu < 0.3 * wall:
             return False
         return max(loading, key=lambda s: s.wall_seconds - s.cpu_seconds).name not in _READ_NOTHING
 
@@ -650,14 +645,14 @@ def attributes_kept(dataset: Any) -> Iterator[None]:
 
     A pool of threads that it opens with its first sample would hang every process forked later.
     """
-    found: list[tuple[Any, dict[str, Any]]] = []
-    while hasattr(dataset, "__dict__") and all(dataset is not d for d, _ in found):
-        found.append((dataset, dict(vars(dataset))))
+    kept: list[tuple[Any, dict[str, Any]]] = []
+    while hasattr(dataset, "__dict__") and all(dataset is not d for d, _ in kept):
+        kept.append((dataset, dict(vars(dataset))))
         dataset = vars(dataset).get("dataset")
     try:
         yield
     finally:
-        for each, attributes in found:
+        for each, attributes in kept:
             vars(each).clear()
             vars(each).update(attributes)
 
@@ -686,7 +681,7 @@ def examine(
     Returns:
         dict: the JSON of ``ronde doctor``, on every rank.
     """
-    to, nodes = int(options.get("to") or _TO), options.get("nodes")
+    to, nodes = int(options.get("to") or 32), options.get("nodes")
     largest, verify = max(to, run.world_size), bool(options.get("verify"))
     with Bench(run) as bench:
         study = _Study(run, bench, options, tell)

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from ronde.run.callback import StepView
     from ronde.run.step_port import RunView
 
-_POINTS = 5.0  # less is not worth a word
-_LIMIT_SECONDS = 30  # for the script to reach its loop and to take some steps
 _SKIPPED_STEPS, _FIRST_STEPS, _MOST_STEPS = 3, 12, 60
-_SECONDS = 3.0
 _MISSING = (
     "the script's own loop was not timed: it needs run.step(batch), and 12 steps in its first "
     "epoch within 30 s."
@@ -130,7 +127,7 @@ class LoopTrial:
         self.start = 0.0
         write({**values, "notes": [*values["notes"], _MISSING]})
         signal.signal(signal.SIGALRM, _give_up)
-        signal.alarm(_LIMIT_SECONDS)
+        signal.alarm(30)  # seconds for the script to come to its loop and take some steps
 
     def step_ended(self, step: StepView) -> None:
         """A step of the script has ended on every rank."""
@@ -143,7 +140,7 @@ class LoopTrial:
             self.start = perf_counter()
         elif self.steps == _FIRST_STEPS:
             each = max((perf_counter() - self.start) / (_FIRST_STEPS - 1), 1e-4)
-            wanted = min(_MOST_STEPS, _FIRST_STEPS + int(_SECONDS / each))
+            wanted = min(_MOST_STEPS, _FIRST_STEPS + int(3.0 / each))
             self.most = int(broadcast_json(run.world, wanted))
         last = step.share.stop + run.plan.batch_size > run.data.order.epoch_samples
         if self.steps < self.most and not last:
@@ -179,11 +176,11 @@ def judge_script_loop(
         >>> answer["healthy"], answer["cause"]
         (False, {'stage': 'script', 'points': 50.0, 'of': 'loop'})
     """
-    found = [c for c in costs if c is not None]
+    known = [c for c in costs if c is not None]
     rates = values["samples_per_second"]
-    if not found or not rates["real"]:
+    if not known or not rates["real"]:
         return {**values, "script_loop": None}
-    worst = max(found, key=lambda c: float(c["before_seconds"] + c["after_seconds"]))
+    worst = max(known, key=lambda c: float(c["before_seconds"] + c["after_seconds"]))
     before, after = worst["before_seconds"], worst["after_seconds"]
     step, real = values["batch"] / rates["synthetic"], values["batch"] / rates["real"]
     if on_gpu and before + after > 0:
@@ -200,7 +197,8 @@ def judge_script_loop(
         "points": points,
     }
     answer = {**values, "script_loop": loop}
-    if points <= _POINTS or values["refused"]:
+    # less is not worth a word
+    if points <= 5.0 or values["refused"]:
         return answer
     cause = values["cause"]
     if cause is None or cause["points"] < points:

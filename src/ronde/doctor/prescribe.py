@@ -31,15 +31,10 @@ NAMES = (
 
 LABELS = ("same bits", "same distribution")
 _AS_IS: Mapping[str, float] = {}
-_APART = 0.03  # gaps that differ by more are told apart
 _WORTH = 1.0  # points that a remedy must gain, here or at the largest size
-_MOST_LOADERS = 64
 _IDLE = (
     0.7  # share of the cores at work, below which loaders that give no more wait for something else
 )
-# of the best rate that fewer loaders gave, below which the last ones are in each other's way
-_CROWDED = 0.85
-_FED = 0.97  # of the synthetic rate, from which on more loaders are not asked for
 _MAKING = 3.0  # points lost in making samples, from which on more loaders may help
 
 
@@ -203,7 +198,7 @@ def _of_loaders(case: _Case) -> Iterator[Remedy]:
             # Loaders that wait, for storage say, may outnumber the cores; loaders that compute
             # may not.
             each = max(1, facts.cores // facts.workers)
-            most = min(_MOST_LOADERS, max(each, math.ceil(each / max(1.0 - case.idle, 0.05))))
+            most = min(64, max(each, math.ceil(each / max(1.0 - case.idle, 0.05))))
             n = min(math.ceil(loaders * case.ratio), most, 4 * loaders)
             if n > loaders and case.making >= _MAKING and not case.interferes:
                 text = f"{n} {what} for each worker instead of {loaders}"
@@ -283,7 +278,8 @@ def is_crowded(sweep: Sequence[tuple[int, float]]) -> bool:
 
     Too many loaders get in each other's way; a supply that is merely exhausted stays level.
     """
-    return len(sweep) > 1 and max(sweep)[1] < _CROWDED * max(rate for _, rate in sweep)
+    # a supply that is exhausted varies by less
+    return len(sweep) > 1 and max(sweep)[1] < 0.85 * max(rate for _, rate in sweep)
 
 
 def capacities_of(values: Mapping[str, Any], facts: Facts, scope: str | None = None) -> Capacities:
@@ -402,15 +398,15 @@ def outlook(
         row: dict[str, Any] = {"devices": n, "nodes": p.nodes, "gap": p.gap, "low": p.low}
         is_wall = p.limit != "loaders" or unmoved
         row |= {"high": max(p.high, shared.high), "wall": p.wall if is_wall else None}
-        rows.append({**row, "shared_gap": shared.gap if shared.gap > p.gap + _APART else None})
+        rows.append({**row, "shared_gap": shared.gap if shared.gap > p.gap + 0.03 else None})
     # The first size is this one, which was measured.
     rows[0].update(gap=values["gap"], low=values["gap_low"], high=values["gap_high"])
     rows[0]["shared_gap"] = None
     met = [w for w in walls(c, max(to, facts.workers)) if w.limit != "loaders" or unmoved]
     more = [w._replace(limit="unknown") for w in walls(worst, max(to, facts.workers))]
     more = [w for w in more if worst is not c and w.devices > facts.workers and w not in met]
-    found = sorted([*met, *more], key=lambda w: w.devices)
-    return rows, [{"stage": w.stage, "devices": w.devices, "limit": w.limit} for w in found]
+    limits = sorted([*met, *more], key=lambda w: w.devices)
+    return rows, [{"stage": w.stage, "devices": w.devices, "limit": w.limit} for w in limits]
 
 
 def _are_unmoved(values: Mapping[str, Any], facts: Facts, tried: Sequence[Remedy]) -> bool:
@@ -434,7 +430,7 @@ def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy, rate: flo
     """The capacities with a remedy that gives so many samples per second here."""
     rates, rows = values["samples_per_second"], _loading(values)
     times = rate / float(rates["real"])
-    if not remedy.tried or rate >= _FED * float(rates["synthetic"]):
+    if not remedy.tried or rate >= 0.97 * float(rates["synthetic"]):
         # the devices here are fed: how much more it would give follows from the loaders' times
         before, after = _milliseconds(rows, "wall"), _milliseconds(rows, "wall", remedy.faster)
         quicker = before / after if after > 0 else 1.0
@@ -490,14 +486,14 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
 def prescriptions(
     values: Mapping[str, Any],
     facts: Facts,
-    found: Sequence[Remedy],
+    proposed: Sequence[Remedy],
     to: int,
     nodes: int | None = None,
 ) -> list[dict[str, Any]]:
     """Remedies with predicted gains, best first; those without gain are dropped.
 
     Args:
-        found: as :func:`remedies` gave them; tried ones with their ``rate``.
+        proposed: as :func:`remedies` gave them; tried ones with their ``rate``.
         to: the largest number of devices asked for.
         nodes: that those fill; None as many as it takes.
     """
@@ -508,7 +504,7 @@ def prescriptions(
     before = predict(c, largest).gap
     listed: list[tuple[int, float, dict[str, Any]]] = []
     noise = 100 * float(values.get("noise", 0.0))
-    for remedy in found:
+    for remedy in proposed:
         rate = remedy.rate if remedy.rate is not None else _modelled(values, facts, remedy)
         gap_here = max(0.0, 1.0 - rate / synthetic)
         p = predict(_altered(c, values, remedy, rate), largest)

@@ -20,19 +20,9 @@ import numpy as np
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
 
-_WARMED = 1.25  # later rounds so much faster than earlier ones: something warms up, it is no noise
-_SURELY = 5.0  # points that a gap must exceed at the low end of its interval
 _EXCHANGE_POINTS = 15.0  # points that the exchange must cost to be called the cause
-_ENOUGH = 3  # rounds, from which on one outlier does not decide
-_AT_ONCE = 1.25  # a single window so much faster than all others is no noise
-_SLOWER = 1.08  # a rank whose step takes this much longer than the median's is a straggler
 _STRAGGLER_POINTS = 5.0
-_EXPLAINED = 0.7  # share of the lost time that stage times must explain before they divide it
 _UNCLEAR = 0.10  # halves of one arm that differ by more say nothing; nor does a wider interval
-_NAMED = 0.2  # share of the gap below which a stage is not its cause while most is unexplained
-_WAITS = 0.5  # share of a stage's time off the CPU from which on it is said to wait
-_WAITS_SECONDS = 0.0003  # of a sample, below which waiting is not worth a word
-_PRIOR = 2  # degrees of freedom granted to the noise of all arms, beside that of the two compared
 
 # Two-sided 95 % of Student's t, by degrees of freedom.
 # fmt: off
@@ -157,12 +147,12 @@ def _noise(seen: Measurements, ceiling: float) -> tuple[float, int]:
     for row, (arm, k, _) in enumerate(cells):
         columns[row, arm] = columns[row, len(arms) + k] = 1.0
     logs = np.log([v for _, _, v in cells])
-    found, _, rank, _ = np.linalg.lstsq(columns, logs, rcond=None)
+    solution, _, rank, _ = np.linalg.lstsq(columns, logs, rcond=None)
     freedom = len(cells) - int(rank)
     if freedom < 1:
         return 0.05, 1
-    rates = np.exp([found[arm] + found[len(arms) :].mean() for arm, _, _ in cells]) / ceiling
-    residuals = (logs - columns @ found) * rates
+    rates = np.exp([solution[arm] + solution[len(arms) :].mean() for arm, _, _ in cells]) / ceiling
+    residuals = (logs - columns @ solution) * rates
     return math.sqrt(float((residuals**2).sum()) / freedom), freedom
 
 
@@ -221,7 +211,8 @@ class _Judge:
         Few rounds estimate their own spread poorly, and arms differ in noise: both sources count.
         """
         n = len(differences)
-        prior = min(self.freedom, _PRIOR)
+        # degrees of freedom of the noise of all arms, beside that of the two compared
+        prior = min(self.freedom, 2)
         own = statistics.variance(differences) * (n - 1) if n > 1 else 0.0
         freedom = prior + max(0, n - 1)
         return _t95(freedom) * math.sqrt((prior * 2 * self.noise**2 + own) / freedom / max(1, n))
@@ -234,7 +225,7 @@ class _Judge:
             return None
         value = statistics.median(gains)
         without, real = ceiling_shares(self.seen, arm), ceiling_shares(self.seen, "real")
-        if without and len(real) >= _ENOUGH:
+        if without and len(real) >= 3:  # one that is far off does not decide
             # The real rate was measured in more rounds than the arm: with all of them, one that is
             # far off counts less.
             value = (statistics.median(without) - statistics.median(real)) / self.factor
@@ -283,7 +274,8 @@ class _Judge:
             row["wall_ms_per_sample"] = 1e3 * stage.wall_seconds
             row["bytes_per_sample"] = stage.bytes
             row["where"] = stage.where
-            if alone >= 1 and row["waits"] > _WAITS and stage.wall_seconds > _WAITS_SECONDS:
+            # waits of less than 0.3 ms are not worth a word
+            if alone >= 1 and row["waits"] > 0.5 and stage.wall_seconds > 0.0003:
                 _add_note(row, f"waits {100 * row['waits']:.0f} % of its time")
             rows.append(row)
         return rows
@@ -359,7 +351,8 @@ class _Judge:
         exchange_step = max(0.0, together - slowest_step)
         slower = usual / slowest
         lost = 100 * (1.0 - (usual_step + exchange_step) / max(together, slowest_step))
-        if slower < _SLOWER or lost < max(_STRAGGLER_POINTS, 200 * self.noise):
+        # a straggler is slower than steps vary by chance
+        if slower < 1.08 or lost < max(_STRAGGLER_POINTS, 200 * self.noise):
             # Ranks that differ by chance: what is lost between them is lost to keeping step.
             mean_step = 1.0 / statistics.fmean(each)
             return max(0.0, 100 * (1.0 - mean_step / together)), ideal, None
@@ -459,7 +452,8 @@ def _share_rest(
     total = sum(r["wall_ms_per_sample"] for r in timed) / 1e3
     per_sample = seen.loaders / j.real if seen.loaders else 1 / j.real - 1 / j.ceiling
     available = seen.workers * per_sample
-    if total < _EXPLAINED * available:
+    # stage times that explain less of the lost time do not divide it
+    if total < 0.7 * available:
         return
     for row in timed:
         alone = row["alone_points"]
@@ -492,8 +486,8 @@ def judge(seen: Measurements) -> Diagnosis:
         >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i} for i in range(4))
         >>> stages = (TimedStage("decode", wall_seconds=0.003), TimedStage("read",
         ...     wall_seconds=0.0001))
-        >>> found = judge(Measurements(1, 2, "processes", 2, 16, rounds, stages)).values
-        >>> found["healthy"], found["cause"]["stage"], round(found["gap"], 2)
+        >>> answer = judge(Measurements(1, 2, "processes", 2, 16, rounds, stages)).values
+        >>> answer["healthy"], answer["cause"]["stage"], round(answer["gap"], 2)
         (False, 'decode', 0.4)
     """
     j = _Judge(seen)
@@ -626,7 +620,8 @@ def _or_unexplained(
         return cause
     shared = neighbour["points"] if neighbour is not None else 0.0
     left = gap - sum(r["lost_points"] for r in rows) - shared
-    if cause["points"] < _NAMED * gap and left > 0.5 * gap:
+    # a stage with so small a share is not the cause while most is unexplained
+    if cause["points"] < 0.2 * gap and left > 0.5 * gap:
         return {"stage": "unexplained", "points": left}
     return cause
 
@@ -694,7 +689,8 @@ def _is_surely_faster(seen: Measurements, limited: Interval) -> bool:
     least two windows without them beats every window with them, or one by far.
     """
     few, many = _column(seen, "limited"), _column(seen, "real")
-    return limited.low > 0 or min(few) > max(many) * (1.0 if len(few) > 1 else _AT_ONCE)
+    # a single window must be faster by more than noise
+    return limited.low > 0 or min(few) > max(many) * (1.0 if len(few) > 1 else 1.25)
 
 
 def _busiest(seen: Measurements) -> str:
@@ -709,7 +705,8 @@ def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
     """Whether the gap may be zero, and may be large."""
     if healthy and gap + j.half <= HEALTHY_POINTS / 100 + _UNCLEAR:
         return None
-    if not healthy and 100 * (gap - j.half) > _SURELY:
+    # points, at the low end of its interval
+    if not healthy and 100 * (gap - j.half) > 5.0:
         return None
     return (
         f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too uncertain to "
@@ -734,7 +731,8 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
     values = _column(seen, arm)
     half = len(values) // 2
     early, late = statistics.median(values[:half]), statistics.median(values[-half:])
-    if arm == "real" and late > _WARMED * early:
+    # a cache that fills speeds up more than noise does
+    if arm == "real" and late > 1.25 * early:
         return (
             f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was measured, "
             f"{what}. The usual reason is a cache that fills: the first epoch runs as at the "

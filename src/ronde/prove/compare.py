@@ -47,10 +47,6 @@ PHASES = (
     "steps",
 )
 """In the order of comparison within a step."""
-_NOISE = 1e3  # times the effect of rounding alone
-_SMALL = 1e-6  # a tensor below this part of the largest is compared relative to that part
-_ZERO = 1e-12  # a gradient below this part of the largest is zero in exact arithmetic
-_SINGLE = 1e-3  # where the script insists on single precision
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,8 @@ class _Judge:
 
     def __init__(self, result: Comparison, tolerance: float, single: bool) -> None:
         self.result = result
-        self.tolerance = max(tolerance, _SINGLE if single else 0.0)
+        # the script insists on single precision somewhere
+        self.tolerance = max(tolerance, 1e-3 if single else 0.0)
 
     def differs(
         self, one: Values, many: Values, floor: Values | None, largest: float, where: str
@@ -123,13 +120,15 @@ class _Judge:
         if any(not np.array_equal(test(one), test(many)) for test in (np.isnan, np.isinf)):
             return float("inf")
         good = np.isfinite(one)
-        scale = max(float(np.max(np.abs(one[good]), initial=0.0)), _SMALL * largest) or 1.0
+        # a small tensor is compared relative to this part of the largest
+        scale = max(float(np.max(np.abs(one[good]), initial=0.0)), 1e-6 * largest) or 1.0
         relative = float(np.max(np.abs(one[good] - many[good]), initial=0.0)) / scale
         rounding = 0.0
         if floor is not None and floor.shape == one.shape:
             rounding = float(np.nanmax(np.abs(one - floor), initial=0.0)) / scale
         self.result.compared += 1
-        if relative > max(self.tolerance, _NOISE * min(rounding, RELATIVE)):
+        # so many times the effect of rounding alone
+        if relative > max(self.tolerance, 1e3 * min(rounding, RELATIVE)):
             return relative
         if relative > self.result.largest:
             self.result.largest, self.result.where = relative, where
@@ -208,10 +207,10 @@ class _Comparer:
         """The first difference of the first rank that has one, and of no rank in particular if all
         have.
         """
-        found = [next(differences(rank), None) for rank in range(self.many.size)]
-        first = next((d for d in found if d is not None), None)
+        by_rank = [next(differences(rank), None) for rank in range(self.many.size)]
+        first = next((d for d in by_rank if d is not None), None)
         if first is not None:
-            yield first if None in found else replace(first, rank=None)
+            yield first if None in by_rank else replace(first, rank=None)
 
     def _contract(self, rank: int) -> Differences:
         a, b = self.one.first("opening"), self.many.first("opening", rank)
@@ -303,7 +302,7 @@ class _Comparer:
         largest = _size(expected)
         bad = []
         for name in self._sorted(changed & set(expected) - set(self.result.aside)):
-            equal, found = 0, None
+            equal, difference = 0, None
             for rank in range(self.many.size):
                 value = self.many.of(rank, k, "start").get(name)
                 if value is None and k:
@@ -315,10 +314,10 @@ class _Comparer:
                 relative = self.judge.differs(expected[name], value, floor, largest, where)
                 if relative is None:
                     equal += 1
-                elif found is None:
-                    found = Difference(phase, k + 1, name, rank, relative=relative)
-            if found is not None:
-                bad.append(found if equal else replace(found, rank=None))
+                elif difference is None:
+                    difference = Difference(phase, k + 1, name, rank, relative=relative)
+            if difference is not None:
+                bad.append(difference if equal else replace(difference, rank=None))
         yield from _first_of(bad)
 
     def _dropout(self, k: int, mine: Step, other: Step) -> Differences:
@@ -396,10 +395,11 @@ class _Comparer:
                 largest = _size({n: v for n, v in expected.items() if n.endswith(f"|{key}")})
             if is_gradient and mine is not None and mine.size:
                 theirs_size = _magnitude(merged[name]) if name in merged else 0.0
-                if 0 < max(_magnitude(mine), theirs_size) <= _ZERO * largest:
+                # zero in exact arithmetic
+                if 0 < max(_magnitude(mine), theirs_size) <= 1e-12 * largest:
                     self.result.aside.append(name)
                     continue
-            equal, found = 0, None
+            equal, difference = 0, None
             for rank, tensors in enumerate(everyone):
                 theirs = tensors.get(name)
                 if theirs is None and (mine is None or (ranks and name in merged)):
@@ -418,12 +418,12 @@ class _Comparer:
                 relative = self.judge.differs(a, b, rounded.get(name), largest, where)
                 if relative is None:
                     equal += 1
-                elif found is None:
+                elif difference is None:
                     x: Any = _number(a) if a.shape == b.shape else list(a.shape)
                     y: Any = _number(b) if a.shape == b.shape else list(b.shape)
-                    found = Difference(phase, k + 1, name, rank, x, y, relative)
-            if found is not None:
-                bad.append(found if equal else replace(found, rank=None))
+                    difference = Difference(phase, k + 1, name, rank, x, y, relative)
+            if difference is not None:
+                bad.append(difference if equal else replace(difference, rank=None))
         yield from _first_of(bad)
 
     def _sorted(self, names: set[str]) -> list[str]:

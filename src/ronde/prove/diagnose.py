@@ -170,7 +170,7 @@ def _alone_is_equal(case: Case) -> str | None:
 
 
 def _seeded_is_equal(case: Case) -> str | None:
-    alike = case.experiment(Experiment.ALIKE)
+    alike = case.experiment(Experiment.ONE_SEED)
     left = case.left(alike) if alike is not None else None
     if alike is None or (left is not None and left.place <= case.difference.place):
         return None

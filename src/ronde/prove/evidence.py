@@ -73,10 +73,10 @@ class Case:
         """Whether the difference goes away if each worker is told that it is alone; None if the
         script does not ask, or the run failed.
         """
-        blind = self.experiment(Experiment.BLIND) if self.many.places("rank") else None
-        if blind is None:
+        alone = self.experiment(Experiment.ALONE) if self.many.places("rank") else None
+        if alone is None:
             return None
-        left = self.left(blind)
+        left = self.left(alone)
         return left is None or left.place > self.difference.place
 
     def asks_for_rank(self, *phases: str) -> str | None:

@@ -19,8 +19,8 @@ class Experiment(StrEnum):
     SPLIT = "split"  # micro-batches as large as a worker's share
     # N workers
     PLAN = "plan"  # nothing is changed
-    BLIND = "blind"  # the script is told that it is rank 0 of 1, whenever it asks
-    ALIKE = "alike"  # every rank starts with the seed of rank 0
+    ALONE = "alone"  # the script is told that it is rank 0 of 1, whenever it asks
+    ONE_SEED = "one-seed"  # every rank starts with the seed of rank 0
 
     @property
     def is_one_process(self) -> bool:
@@ -38,7 +38,7 @@ class Settings:
         workers: the world size to prove; one process counts as this many for ``batch="grow"``.
         training: the call of ``ronde.distribute`` to record, from 0.
         owns_loop: the script was written for one batch a step: ``split`` hands it part by part.
-        plan_alone: ``run.plan`` of one process, for ``blind``.
+        plan_alone: ``run.plan`` of one process, for ``alone``.
         draws: random draws of a step are the same for any number of workers, see
             :mod:`ronde.prove.keyed_draws`: their shapes in one process. None: they stay as they
             are.

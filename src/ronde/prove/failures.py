@@ -80,11 +80,11 @@ class FailedRun:
 
     def _disagreement(self) -> PlanVerdict | None:
         text = self.failure.text
-        found = disagreement(text) if self.failure.kind == "WorldError" else None
-        if found is None:
+        named = disagreement(text) if self.failure.kind == "WorldError" else None
+        if named is None:
             return None
-        difference, id = found
-        if self._is_equal_in(Experiment.ALIKE):
+        difference, id = named
+        if self._is_equal_in(Experiment.ONE_SEED):
             why, error = cause("unseeded-script", f"{SEEDED}, it is equal"), text
         else:
             ranks = range(self.many.size)
@@ -118,7 +118,7 @@ class FailedRun:
         """The script asks for its rank, and workers that are told to be alone train on."""
         reads = sorted(self.many.places("rank"))
         # a kill from outside is not the loop's doing
-        if not reads or self.failure.kind == "killed" or not self._is_equal_in(Experiment.BLIND):
+        if not reads or self.failure.kind == "killed" or not self._is_equal_in(Experiment.ALONE):
             return None
         evidence = f"the script reads {', '.join(reads[:3])}"
         if self._is_gone:

@@ -32,9 +32,6 @@ from ronde.run import hooks
 
 __all__ = ["install_recorder"]
 
-# The clock of the second run is ahead: what the script seeds by the time differs between the two.
-_CLOCK_AHEAD_SECONDS = 86_413.37
-
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -203,10 +200,10 @@ def _before(owner: Any, name: str, note: Callable[[], None]) -> None:
 
 
 def _patch_ranks(recorder: Recorder) -> None:
-    """Note where the script asks for its rank; under ``blind``, tell it that it is alone."""
+    """Note where the script asks for its rank; under ``alone``, tell it that it is alone."""
     import torch.distributed as dist
 
-    blind = recorder.trace.experiment is Experiment.BLIND
+    is_alone = recorder.trace.experiment is Experiment.ALONE
 
     def asking(what: str, original: Any, alone: Callable[[Any], Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -214,7 +211,7 @@ def _patch_ranks(recorder: Recorder) -> None:
             if where:
                 recorder.trace.note("rank", f"{what}@{where}")
             answer = original(*args, **kwargs)
-            return alone(answer) if where and blind else answer
+            return alone(answer) if where and is_alone else answer
 
         return call
 
@@ -247,7 +244,7 @@ def _patch_ranks(recorder: Recorder) -> None:
         where = _place(True) if key in _RANKS else None
         if where:
             recorder.trace.note("rank", f"os.environ[{key!r}]@{where}")
-            if blind:
+            if is_alone:
                 raise KeyError(key)
         return read(self, key)
 
@@ -386,7 +383,7 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
     recorder.loop_type = functools.partial(RecordedLoop, recorder)
     hooks.observer = recorder
     # An unseeded script gets other numbers on every worker, but the same in every study.
-    seed = 0 if settings.experiment is Experiment.ALIKE else rank
+    seed = 0 if settings.experiment is Experiment.ONE_SEED else rank
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -397,7 +394,8 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
     _patch_exchanges(recorder)
     _patch_training_calls(recorder)
     if settings.experiment is Experiment.ROUNDED:
-        _patch_clock(_CLOCK_AHEAD_SECONDS)
+        # a day ahead: what the script seeds by the time differs between the two runs
+        _patch_clock(86_413.37)
     _note_clock(recorder)
     _patch_own_generators(recorder)
     _patch_autocast(recorder)

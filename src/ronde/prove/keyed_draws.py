@@ -31,7 +31,6 @@ _ROWWISE = frozenset({
     "_sample_dirichlet", "rrelu_with_noise",
 })
 # fmt: on
-_FIRST_SEED = 1 << 40  # of a pass; smaller ones are the script's
 
 
 @dataclass
@@ -79,7 +78,8 @@ class KeyedDraws(TorchDispatchMode):
         self.shapes: dict[str, list[int]] = {}
         self._given = given
         self._place, self._note, self._is_active = place, note, is_active
-        self._seeds = itertools.count(_FIRST_SEED)
+        # smaller seeds are the script's
+        self._seeds = itertools.count(1 << 40)
         self._passes: dict[int, _Pass] = {}
         self._pass: _Pass | None = None
 

@@ -22,7 +22,6 @@ from ronde.world.processes import end_with_parent
 
 __all__ = ["run_pool_worker"]
 
-_WAIT_SECONDS = 10.0
 _POLL_SECONDS = 0.02  # between two looks for runs that have ended; a run takes a second or more
 
 
@@ -58,7 +57,7 @@ def _traceback(error: BaseException) -> str:
 def _wait_for_others(folder: Path, rank: int, size: int) -> None:
     """No worker ends while another may still read from it."""
     (folder / f"done-{rank}").touch()
-    limit = time.monotonic() + _WAIT_SECONDS
+    limit = time.monotonic() + 10.0  # seconds
     files = [folder / f"done-{r}" for r in range(size)]
     while time.monotonic() < limit and not all(file.exists() for file in files):
         time.sleep(0.002)

@@ -26,8 +26,6 @@ from ronde.world.units import count_of
 __all__ = ["CONSEQUENCES", "Failure", "Launch", "Pool"]
 
 _INTERPRETERS = 2  # that import torch
-_START_SECONDS = 300.0
-_GRACE_SECONDS = 1.5  # others' time to end by themselves once a worker has failed
 # variables that a launcher sets
 _LAUNCHER = re.compile(
     r"(RONDE_|OMPI_|PMI_|SLURM_|SM_|TORCHELASTIC_)|((LOCAL_)?(RANK|WORLD_SIZE)|GROUP_RANK|"
@@ -245,12 +243,13 @@ class Pool:
     def _end_late(self, launch: Launch) -> None:
         now = time.monotonic()
         if self._ready < _INTERPRETERS:
-            if now - launch.started > _START_SECONDS:
+            if now - launch.started > 300.0:
                 self._refuse()
             return
         launch.started = max(launch.started, self._ready_at)
         late = now - launch.started > launch.limit_seconds
-        if late or (launch.failed_at is not None and now - launch.failed_at > _GRACE_SECONDS):
+        # others have this long to end by themselves once a worker has failed
+        if late or (launch.failed_at is not None and now - launch.failed_at > 1.5):
             launch.timed_out = launch.timed_out or (late and launch.failed_at is None)
             self._end(launch)
 

@@ -40,7 +40,6 @@ _COMPUTED = (
     "buffers",
 )
 _TRAININGS = 3  # calls of ronde.distribute that are compared, at most
-_LOST = 1e3  # times the effect of rounding: up to that, a chaotic training has no error
 _CHAOS = 1e-6  # two runs of one process that differ by more are not the same computation
 _NOT_BEHIND = ("randomness", "unknown")  # causes that say no more than that numbers differ
 _UNSEEDED = {
@@ -56,8 +55,8 @@ _BETWEEN = ("loop", "weights between steps", "steps")
 _TITLES = {
     Experiment.AGAIN: "one process once more: two runs of it differ",
     Experiment.SPLIT: "one process that splits the batch",
-    Experiment.BLIND: "workers that are told that they are alone",
-    Experiment.ALIKE: "workers that start with one seed",
+    Experiment.ALONE: "workers that are told that they are alone",
+    Experiment.ONE_SEED: "workers that start with one seed",
     Experiment.PLAN: "replicate, to compare with",
 }
 
@@ -407,8 +406,10 @@ class Study:
     ) -> PlanVerdict:
         kind = parse_reducer(Plan.parse(plan).reducer).kind
         if not kind.exact:
-            told = f"not the same training by design: {kind.effect}. Compare its loss curve instead"
-            return PlanVerdict(plan, "lossy", error=told)
+            error = (
+                f"not the same training by design: {kind.effect}. Compare its loss curve instead"
+            )
+            return PlanVerdict(plan, "lossy", error=error)
         if not one.steps()[0]["calls_loss"] and Plan.parse(plan).pipeline > 1:
             error = "the script owns its loop (run.backward), a pipeline needs run.step(batch)"
             return PlanVerdict(plan, "refused", error=error)
@@ -461,9 +462,9 @@ class Study:
         if behind.status == "differs" and behind.cause is not None:
             if behind.cause.id in _NOT_BEHIND or (places and behind.cause.id == "plan"):
                 return answer
-            found = (*behind.cause.evidence, "seen with random numbers made the same everywhere")
+            evidence = (*behind.cause.evidence, "seen with random numbers made the same everywhere")
             return dataclasses.replace(
-                behind, cause=dataclasses.replace(behind.cause, evidence=found)
+                behind, cause=dataclasses.replace(behind.cause, evidence=evidence)
             )
         if behind.status != "equal":
             return answer
@@ -507,7 +508,8 @@ class Study:
             )
         if d is None or chaos is None or d.place < chaos.place:
             return ""
-        if (d.relative or 0.0) > _LOST * (chaos.relative or 0.0):
+        # up to so many times the effect of rounding, a chaotic training has no error
+        if (d.relative or 0.0) > 1e3 * (chaos.relative or 0.0):
             return ""
         return (
             f"from step {d.step} on rounding cannot be told from error: one unit in the last place "

@@ -17,7 +17,6 @@ from ronde.world.tensors import map_tensors, named_tensors
 
 __all__ = ["RecordedLoss", "ValueRecorder"]
 
-_MOST_CALLS = 4  # of a module in one forward pass
 _MOST_RATES = 64
 
 
@@ -65,7 +64,8 @@ class ValueRecorder:
         """Record what a module or the script's forward function returned."""
         i = self.micro
         call = self._calls[i, name] = self._calls.get((i, name), 0) + 1
-        if call > _MOST_CALLS:
+        # further calls of a module in one pass say nothing new
+        if call > 4:
             return
         suffix = f" (call {call})" if call > 1 else ""
         if inputs is not None:

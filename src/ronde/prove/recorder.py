@@ -42,8 +42,6 @@ from ronde.world import PlanError, World
 
 __all__ = ["RecordedLoop", "RecordedRun", "Recorder"]
 
-_EMPTY_ROUNDS = 3  # a script may ask this often for batches after the last, before its process ends
-
 
 class Recorder(hooks.Observer):
     """Records one run: it follows the training, and its parts record what they are named after.
@@ -158,7 +156,8 @@ class Recorder(hooks.Observer):
         """End the process of a script that loops on after the last step."""
         if self.is_over():
             self._empty_rounds += 1
-            if self._empty_rounds >= _EMPTY_ROUNDS:
+            # a script may ask for batches after the last, to see that there are none
+            if self._empty_rounds >= 3:
                 raise SystemExit(0)
 
     def is_over(self) -> bool:

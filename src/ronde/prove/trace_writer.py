@@ -19,8 +19,6 @@ from ronde.run.parts import Parts
 
 __all__ = ["Phase", "TraceWriter"]
 
-_MOST_NOTES = 20  # of a kind
-
 
 class Phase(StrEnum):
     """What the recorded training is doing."""
@@ -66,7 +64,7 @@ class TraceWriter:
         """Record something that may explain a difference, its phase, and its place in the code."""
         place = f"{self.phase}|{where or ''}"
         places = self._notes.setdefault(what, [])
-        if place not in places and len(places) < _MOST_NOTES:
+        if place not in places and len(places) < 20:
             places.append(place)
             self.event("note", what=what, place=place)
 

@@ -31,7 +31,6 @@ Array = npt.NDArray[Any]
 Loss = Callable[..., Any]
 Draw = Callable[[int, int], None]
 
-_PARTS = 33  # one sample against the rest, two, …: enough to tell that samples weigh differently
 _WHOLE = 1 << 14  # elements; a larger tensor is recorded as this many sums of blocks
 NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
@@ -196,7 +195,8 @@ def _mean_gradient(
 
 def _mean_of_any(ask: Loss, samples: int, whole: float) -> bool:
     """Whether it is a mean for any cut of the samples: thirds may weigh the same by chance."""
-    for part in range(1, min(samples, _PARTS)):
+    # one sample against the rest, two, …: enough to tell that samples weigh differently
+    for part in range(1, min(samples, 33)):
         try:
             first, rest = float(ask(0, part)), float(ask(part, samples))
         except Exception:

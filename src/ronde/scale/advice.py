@@ -6,7 +6,6 @@ from ronde.scale.laws import Band
 from ronde.scale.rows import FurtherRow, ScaleRow, Scaling
 
 NO_GAP = 0.03  # of the synthetic rate: less is noise
-_WIDE = 2.0  # ratio of an interval's ends above which the answer is uncertain
 
 
 def _workers(n: int) -> str:
@@ -40,7 +39,7 @@ def recommend(f: Scaling) -> str:
     named = [advice for advice in both if advice[0] > 0.02] or both[:1]
     _, whys, cures = zip(*named, strict=True)
     text = f"{start}; at {last.workers}, {' and '.join(whys)}. To go further: {'; '.join(cures)}."
-    if isinstance(last, FurtherRow) and last.real.high > _WIDE * last.real.low:
+    if isinstance(last, FurtherRow) and last.real.high > 2.0 * last.real.low:
         text += (
             f" This is uncertain: with {last.workers} workers, it may be {last.real.low:,.0f} to "
             f"{last.real.high:,.0f} samples/s. Measure more sizes or --rounds."

@@ -37,7 +37,6 @@ _PARAMETERS: tuple[Parameter, ...] = ("rate", "contention", "coherency")
 
 _ASSUMED = 0.05  # relative error of a point, if nothing shows it
 _LEAST = 0.01  # no measurement is better than this
-_DRAWS = 400
 # Student's t, 97.5 %, by degrees of freedom.
 _T_TABLE = (
     "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131"
@@ -232,7 +231,7 @@ def fit_law(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: La
         notes.append("the last devices made it slower")
     random = np.random.default_rng(0)  # the same points give the same interval
     scale = error * _t(freedom) / _NORMAL
-    drawn = fitted * np.exp(random.normal(0.0, scale, (_DRAWS, len(devices))).clip(-3.0, 3.0))
+    drawn = fitted * np.exp(random.normal(0.0, scale, (400, len(devices))).clip(-3.0, 3.0))
     draws = _solve(devices, drawn, law)
     misfit = float(np.abs(rates / fitted - 1.0).max())
     return LawFit(
@@ -293,9 +292,9 @@ class Extrapolation:
 
     def __init__(self, points: Mapping[int, Sequence[float]], law: LawFit) -> None:
         self.law, self.largest = law, law.points[-1]
-        found = [*fits(points).values(), *filter(None, [fit_law(points, "pairs")])]
-        least = max(_ASSUMED, 2.0 * min(each.misfit for each in found))
-        self.rivals = [each for each in found if each.misfit <= least]
+        every = [*fits(points).values(), *filter(None, [fit_law(points, "pairs")])]
+        least = max(_ASSUMED, 2.0 * min(each.misfit for each in every))
+        self.rivals = [each for each in every if each.misfit <= least]
         self.is_tested, self.per_doubling = False, _UNTESTED
         below = {n: rates for n, rates in points.items() if n != self.largest}
         held = [each.at(self.largest) for each in fits(below).values()]

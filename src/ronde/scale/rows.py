@@ -15,8 +15,6 @@ from ronde.predict import Wall, gap
 from ronde.scale.laws import Band, LawFit
 from ronde.scale.meter import Start
 
-_SLOW = 0.85  # of the others' speed: below it, a worker is slow beyond noise
-
 
 @dataclass(frozen=True)
 class ScaleRow:
@@ -210,4 +208,5 @@ def slow_worker(some: Sequence[Start]) -> tuple[int, float] | None:
     each = [statistics.median(rates) for rates in zip(*readings, strict=True)]
     rank = min(range(len(each)), key=each.__getitem__)
     share = each[rank] / statistics.median(rate for k, rate in enumerate(each) if k != rank)
-    return (rank, share) if share < _SLOW else None
+    # slower than noise explains
+    return (rank, share) if share < 0.85 else None

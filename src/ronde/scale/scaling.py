@@ -25,9 +25,6 @@ from ronde.scale.rows import (
 )
 from ronde.world import ArgumentError
 
-_THRESHOLD = 0.5
-_FULL = 0.8  # of the cores at work: no more to be had
-
 
 def _median(values: Iterable[float | None]) -> float | None:
     known = [v for v in values if v is not None]
@@ -147,7 +144,7 @@ def summarize_scale(
     per_node: int,
     threads: int | None = None,
     price: float | None = None,
-    threshold: float = _THRESHOLD,
+    threshold: float = 0.5,
 ) -> Scaling:
     """Derive the answer from the measurements.
 
@@ -210,7 +207,8 @@ def summarize_scale(
         threads=threads,
         cost_per_hour=price,
         crowded=crowded,
-        full_cores=step_cpu is not None and step_cpu * rows[-1].synthetic > _FULL * cores * nodes,
+        # with so many of the cores at work, no more are to be had
+        full_cores=step_cpu is not None and step_cpu * rows[-1].synthetic > 0.8 * cores * nodes,
         uneven=uneven,
         slow_worker=slow_worker(starts[largest]),
     )
