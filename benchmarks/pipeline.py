@@ -31,7 +31,6 @@ CASES = [
     ("sleeping, 4 stages, GPipe", 4, 8, "gpipe", True),
     ("sleeping, 4 stages, 1F1B", 4, 8, "1f1b", True),
     ("sleeping, 4 stages, interleaved ×2", 4, 8, "interleaved", True),
-    ("sleeping, 4 stages, zero-bubble", 4, 8, "zero-bubble", True),
     ("transformer blocks, 2 stages, 1F1B", 2, 8, "1f1b", False),
     ("transformer blocks, 2 stages, GPipe", 2, 8, "gpipe", False),
 ]
@@ -137,8 +136,6 @@ def worker(out: Path, rounds: int, cases: list[int]) -> None:
             "gpipe": (stages - 1) / (micros + stages - 1),
             "1f1b": (stages - 1) / (micros + stages - 1),
             "interleaved": (stages - 1) / (virtual * micros + stages - 1),
-            # ZB-H1 (Qi et al. 2023): (S - 1) (F + I - W) beside M (F + I + W), with F = I = W here.
-            "zero-bubble": (stages - 1) / (3 * micros + stages - 1),
         }.get(schedule)
         result = {
             "case": name,

@@ -582,8 +582,6 @@ PLANS = {
     "gpipe": (2, "pipeline=2,schedule=gpipe,micro_batch=1/8"),
     "1f1b": (2, "pipeline=2,micro_batch=1/8"),
     "interleaved": (2, "pipeline=2,virtual=2,schedule=interleaved,micro_batch=1/8"),
-    "zero-bubble": (2, "pipeline=2,virtual=2,schedule=zero-bubble,micro_batch=1/8"),
-    "zbv": (2, "pipeline=2,virtual=2,schedule=zbv,micro_batch=1/8"),
     "recompute": (2, "recompute=full"),
     "selective": (2, "recompute=selective"),
     "recompute pipeline": (2, "pipeline=2,recompute=full,micro_batch=1/8"),

@@ -41,7 +41,6 @@ PLANS = {
         "pipeline=2,micro_batch=2",
         "pipeline=2,schedule=gpipe,recompute=full,micro_batch=2",
         "pipeline=2,virtual=2,schedule=interleaved,micro_batch=2",
-        "pipeline=2,schedule=zbv,virtual=2,micro_batch=2",
     ],
     4: [
         "pipeline=2,micro_batch=2",

@@ -661,7 +661,7 @@ REFUSED_PLANS = [
     ("tensor=2,pipeline=2", "workers in multiples of 4"),
     ("micro_batch=0", "micro_batch=0 must be a whole number, 1 or more"),
     ("pipeline=2,pipeline=1", "pipeline is given twice"),
-    ("schedule=zbv", "schedule applies to pipelines only"),
+    ("schedule=looped", "schedule applies to pipelines only"),
     ("pipelines=2", "Did you mean 'pipeline'?"),
 ]
 NO_PLANS = [

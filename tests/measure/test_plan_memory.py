@@ -17,7 +17,6 @@ from processes import TESTS
 from ronde.measure.cost_lines import most
 from ronde.measure.unit_memory import weigh
 from ronde.plan import Plan
-from ronde.predict.candidates import unsupported
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.predict import predict
@@ -93,23 +92,20 @@ def test_what_two_stages_of_one_worker_share_is_held_once():
     rest = [
         Unit(name, parameter_bytes=10, trainable_bytes=10, optimizer_bytes=20) for name in "bcd"
     ]
-    costs = Costs((first, *rest, Unit("e", **tied)), 8)
+    last = Unit("e", **tied)
     split = {
         "workers": 2,
         "batch_size": 8,
         "pipeline": 2,
         "virtual": 2,
         "micro_batch": 1,
-        "split_at": ("b", "c", "e"),
+        "schedule": "interleaved",
     }
-    # the first and the last stage are one worker's
-    down_and_up = need(costs, **split, schedule="zbv")[1]
-    assert (down_and_up["parameters"], down_and_up["gradients"], down_and_up["optimizer"]) == (
-        100,
-        100,
-        200,
-    )
-    around = need(costs, **split, schedule="interleaved")[1]  # the last one is the other worker's
+    b, c, d = rest
+    # the first and the third stage are one worker's, the second and the last the other's
+    turns = need(Costs((first, b, last, c, d), 8), **split, split_at=("b", "e", "c"))[1]
+    assert (turns["parameters"], turns["gradients"], turns["optimizer"]) == (100, 100, 200)
+    around = need(Costs((first, b, c, d, last), 8), **split, split_at=("b", "c", "e"))[1]
     assert (around["parameters"], around["gradients"], around["optimizer"]) == (120, 120, 240)
 
 
@@ -238,18 +234,6 @@ def weighed_small(bench, name: str):
         8,
         sizes=[2],
     )
-
-
-def test_what_a_model_computes_again_itself_is_not_put_off(bench):
-    costs = weighed_small(bench, "checkpointed")
-    assert "stay until" in costs.refused["zero-bubble"] and not any(
-        "not considered" in note for note in costs.notes
-    )
-    assert "recomputes itself" in unsupported(
-        Plan(2, 8, pipeline=2, schedule="zero-bubble"), costs, Cluster()
-    )
-    assert unsupported(Plan(2, 8, pipeline=2), costs, Cluster()) is None
-    assert not weighed_small(bench, "mlp").refused
 
 
 def test_blocks_that_run_several_times_are_noted(bench):

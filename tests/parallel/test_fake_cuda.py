@@ -48,7 +48,6 @@ MORE = [
     "2/tensor=2/fp32",
     "2/pipeline=2,micro_batch=2/fp32",
     "2/pipeline=2,micro_batch=2/fp16",
-    "2/pipeline=2,schedule=zbv,virtual=2,micro_batch=2/fp32",
     "4/pipeline=2,shard=optimizer,micro_batch=2/fp32",
     "4/pipeline=2,shard=gradients,micro_batch=2/fp32",
     "4/tensor=2,shard=parameters/fp32",

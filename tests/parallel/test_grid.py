@@ -23,7 +23,10 @@ SAMPLE = {
     "own_implicit_energy": {2: ["recompute=selective,micro_batch=2", "tensor=2"]},
     "own_in_place_residual": {2: ["recompute=full"]},
     "own_moe_switch": {
-        2: ["shard=gradients,micro_batch=2", "pipeline=2,schedule=zbv,virtual=2,micro_batch=2"],
+        2: [
+            "shard=gradients,micro_batch=2",
+            "pipeline=2,virtual=2,schedule=interleaved,micro_batch=2",
+        ],
         4: ["pipeline=2,shard=parameters,micro_batch=1"],
     },
     "own_tasks_by_row": {4: ["pipeline=4,micro_batch=2"]},

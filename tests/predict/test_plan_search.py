@@ -24,7 +24,6 @@ from ronde.plan.schedules import (
     allowed,
     bubble,
     in_flight,
-    stages_of,
     worker_of,
 )
 from ronde.predict.answer import explain, find_flip, flips, render_answer
@@ -46,9 +45,6 @@ SHAPES = [
     ("looped", 2),
     ("interleaved", 2),
     ("interleaved", 3),
-    ("zero-bubble", 1),
-    ("zero-bubble", 2),
-    ("zbv", 2),
 ]
 
 
@@ -324,18 +320,14 @@ def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(sch
             assert len(set(row)) == len(row)
             done = set()
             for action in row:
-                assert worker_of(action.stage, workers, schedule) == worker
-                if action.kind in ("B", "I"):
+                assert worker_of(action.stage, workers) == worker
+                if action.kind == "B":
                     assert Action(action.stage, "F", action.micro) in done
-                if action.kind == "W":
-                    assert Action(action.stage, "I", action.micro) in done
                 done.add(action)
-            for stage in stages_of(worker, workers, virtual, schedule):
+            for stage in range(worker, workers * virtual, workers):
                 for m in range(micro):
                     assert Action(stage, "F", m) in done
-                    assert (Action(stage, "B", m) in done) != (
-                        {Action(stage, "I", m), Action(stage, "W", m)} <= done
-                    )
+                    assert Action(stage, "B", m) in done
         ones = (1.0,) * stages
         timeline = simulate(lists, Times(ones, ones, (0.1,) * stages, (0.1,) * stages))
         assert timeline.in_flight == in_flight(schedule, workers, virtual, micro)
@@ -358,11 +350,11 @@ def test_sends_and_receives_pair_and_never_deadlock(schedule, virtual):
             for stage, kind, m in row:
                 step = 1 if kind.endswith("_F") else -1
                 if kind.startswith("SEND"):
-                    other = worker_of(stage + step, workers, schedule)
+                    other = worker_of(stage + step, workers)
                     assert other != worker
                     sent.setdefault((worker, other), []).append((kind[-1], stage + step, m))
                 elif kind.startswith("RECV"):
-                    other = worker_of(stage - step, workers, schedule)
+                    other = worker_of(stage - step, workers)
                     received.setdefault((other, worker), []).append((kind[-1], stage, m))
         assert sent == received
         there, at = set(), [0] * workers
@@ -373,12 +365,9 @@ def test_sends_and_receives_pair_and_never_deadlock(schedule, virtual):
                 while at[worker] < len(row):
                     stage, kind, m = row[at[worker]]
                     need = None
-                    if kind in ("F", "B", "I"):
+                    if kind in ("F", "B"):
                         source = stage - 1 if kind == "F" else stage + 1
-                        if (
-                            0 <= source < workers * virtual
-                            and worker_of(source, workers, schedule) != worker
-                        ):
+                        if 0 <= source < workers * virtual and worker_of(source, workers) != worker:
                             need = (kind == "F", stage, m)
                             assert (
                                 Action(stage, "RECV_F" if kind == "F" else "RECV_B", m)
@@ -394,7 +383,6 @@ def test_sends_and_receives_pair_and_never_deadlock(schedule, virtual):
 
 
 def test_what_a_schedule_does_not_allow_is_said():
-    assert "virtual=2" in allowed("zbv", 4, 1, 8)
     assert "choose interleaved" in allowed("1f1b", 4, 2, 8)
     assert "choose 1f1b" in allowed("interleaved", 4, 1, 8)
     assert "take 8 or 10" in allowed("interleaved", 4, 2, 9)
@@ -554,7 +542,6 @@ def test_plans_that_cannot_be_predicted_are_refused():
     for plan, match in (
         (Plan(6, 64, pipeline=4), "do not divide"),
         (Plan(8, 64, pipeline=8), "cut into 4 at most"),
-        (Plan(4, 64, pipeline=4, schedule="zbv"), "virtual=2"),
         (Plan(4, 64, shard="parameters", shard_within=3), "shard_within=3"),
     ):
         with pytest.raises(ArgumentError, match=match):
@@ -585,7 +572,6 @@ def test_the_search_offers_only_what_is_carried_out():
                 costs.batch_size / made.plan.replicas
             )
             assert cluster.device != "cpu" or made.plan.offload == "none"
-            assert made.plan.pipeline == 1 or made.plan.virtual == 2 or made.plan.schedule != "zbv"
         order = ["fits", "risky", "does not fit"]
         ranks = [order.index(p.verdict) for p in found.plans]
         assert ranks == sorted(ranks)

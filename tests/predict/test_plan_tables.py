@@ -54,7 +54,7 @@ def explanation(request):
 @pytest.mark.parametrize("width", [200, 100, 80, 60, 40, 24])
 def test_nothing_is_cut_at_any_width(explanation, width):
     best = predict(
-        Plan(4, 64, pipeline=4, schedule="zero-bubble", micro_batch=4, recompute="full"),
+        Plan(4, 64, pipeline=4, schedule="gpipe", micro_batch=4, recompute="full"),
         model(2_000),
         wires(devices_per_node=4),
     )

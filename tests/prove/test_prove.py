@@ -562,7 +562,7 @@ def test_plans() -> None:
     assert chosen_plans("replicate,shard=parameters", 2) == ["replicate", "shard=parameters"]
     # one hybrid
     assert chosen_plans("pipeline=2,shard=optimizer", 4) == ["pipeline=2,shard=optimizer"]
-    assert chosen_plans("pipeline=2,schedule=zbv", 2) == ["pipeline=2,schedule=zbv"]  # one plan
+    assert chosen_plans("pipeline=2,schedule=gpipe", 2) == ["pipeline=2,schedule=gpipe"]  # one plan
     assert chosen_plans("tensor=2,tensor=4", 4) == ["tensor=2", "tensor=4"]
     assert "pipeline=2,tensor=2" in chosen_plans("all", 4)
     assert chosen_plans("replicate,micro_batch=2,pipeline=2,virtual=2,schedule=looped", 2) == [

@@ -35,8 +35,7 @@ Autocast = Callable[[], Any]
 class UnitBytes:
     """Bytes of one unit at one micro-batch size.
 
-    ``late_gradient`` is of parameters that earlier units own. ``runs_again``: its layers run in the
-    backward pass too.
+    ``late_gradient`` is of parameters that earlier units own.
     """
 
     saved: int = 0
@@ -45,8 +44,6 @@ class UnitBytes:
     late_gradient: int = 0
     crossing: int = 0
     crossing_grad: int = 0
-    put_off: int = 0
-    runs_again: bool = False
 
 
 @dataclass
@@ -193,24 +190,15 @@ def _account(
 
 
 class _Recomputing:
-    """Hooks that find units that run again in the backward pass, and the gradients from which the
-    weights' part of a backward pass starts.
-    """
+    """Hooks that find units that run again in the backward pass."""
 
     def __init__(self, model: nn.Module, chain: Sequence[ModelUnit], ledger: Ledger) -> None:
         self.ledger = ledger
-        self.put_off = [0] * len(chain)
-        self.again: set[int] = set()
         self._without_grad: set[int] = set()
         named = dict(model.named_modules(remove_duplicate=False))
         units = [(i, named[unit.name]) for i, unit in enumerate(chain) if unit.name in named]
         self.hooks = [m.register_forward_pre_hook(partial(self._begin, i)) for i, m in units]
         self.hooks += [m.register_forward_hook(partial(self._end, i)) for i, m in units]
-        self.hooks += [
-            module.register_forward_hook(self._return)
-            for module in model.modules()
-            if any(p is not None and p.requires_grad for p in module._parameters.values())
-        ]
 
     def _begin(self, index: int, _: nn.Module, __: Any) -> None:
         if self.ledger.phase == "forward":
@@ -225,15 +213,6 @@ class _Recomputing:
             for tensor in tensors_in(output, attributes=True):
                 if tensor.grad_fn is not None:
                     tensor.grad_fn.register_prehook(lambda _: self.ledger.enter(index, "backward"))
-
-    def _return(self, _: nn.Module, __: Any, output: Any) -> None:
-        unit = self.ledger.unit
-        if self.ledger.phase == "backward":
-            self.again.add(unit)
-        # Otherwise the forward pass has counted it already.
-        if self.ledger.phase == "forward" or unit in self._without_grad:
-            outputs = tensors_in(output, attributes=True)
-            self.put_off[unit] += sum(bytes_of(t) for t in outputs if t.requires_grad)
 
 
 def _one_size(
@@ -287,8 +266,6 @@ def _one_size(
                 late_gradient=late[i],
                 crossing=sum(e.read_bytes for e in crossing),
                 crossing_grad=sum(e.read_bytes for e in crossing if e.floating),
-                put_off=watch.put_off[i],
-                runs_again=i in watch.again,
             )
         )
     for p in order.values():

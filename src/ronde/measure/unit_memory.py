@@ -20,7 +20,7 @@ from ronde.predict import Costs, Unit
 from ronde.world import RondeError
 
 _TRANSIENTS = {"forward": "forward_transient", "backward": "backward_transient"}
-_KINDS = ("saved", *_TRANSIENTS.values(), "crossing", "crossing_grad", "put_off")
+_KINDS = ("saved", *_TRANSIENTS.values(), "crossing", "crossing_grad")
 
 
 def weigh(
@@ -60,11 +60,6 @@ def weigh(
     if refused:
         reasons = "; ".join(dict.fromkeys(refused.values()))
         notes.append(f"not considered: {', '.join(refused)}: {reasons}")
-    if any(unit.runs_again for unit in memory.sizes[sizes[0]]):
-        refused["zero-bubble"] = (
-            "activations that the model recomputes itself stay until the weights' half of the "
-            "backward pass; how much that is cannot be predicted"
-        )
     if several := [unit.name for unit in memory.chain if unit.calls > 1]:
         notes.append(
             f"{several[0]!r} runs several times in a forward pass: sharded plans gather it each "

@@ -5,7 +5,7 @@ of the script's own forward pass. This file executes the action lists of
 ``torch.distributed.pipelining`` (:mod:`ronde.plan.schedules`): sends, receives, forward, backward.
 
 GPipe: Huang et al. 2019. 1F1B: Narayanan et al. 2019. Interleaved: Narayanan et al. 2021. Looped:
-Lamy-Poirier 2022. Zero-bubble: Qi et al. 2023.
+Lamy-Poirier 2022.
 """
 
 from __future__ import annotations
@@ -19,11 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    stage_backward_input,
-    stage_backward_weight,
-)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
@@ -48,7 +43,7 @@ from ronde.parallel.tensor_parallel import (
     extend_scaler,
 )
 from ronde.plan import Plan
-from ronde.plan.schedules import Action, actions, stages_of
+from ronde.plan.schedules import Action, actions
 from ronde.world import ArgumentError, RondeError, World
 from ronde.world.meshes import group_of, mesh_of
 from ronde.world.tensors import local_part
@@ -69,8 +64,6 @@ class _Flight:
     sent: dict[int, torch.Tensor] = field(default_factory=dict)
     root: torch.Tensor | None = None
     factor: float = 0.0
-    groups: Any = None
-    later: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
 
 @dataclass(eq=False)
@@ -101,7 +94,7 @@ class PipelineParallel(Strategy):
         self.layout = plan.layout
         self.place = self.layout.place(me.rank)
         workers = plan.pipeline
-        self.stages = stages_of(self.place.pipeline, workers, plan.virtual, plan.schedule)
+        self.stages = list(range(self.place.pipeline, workers * plan.virtual, workers))
         self.last = workers * plan.virtual - 1
         self.holds_result = self.last in self.stages
         self.counts = self.holds_result and self.place.tensor == 0
@@ -120,7 +113,6 @@ class PipelineParallel(Strategy):
                 whole = sharded_mesh(plan, me) if self.run_empty_inference else mesh
                 self.divided = divide_stages(plan, work, me, whole["tensor"])
         self._ranks = self.layout.along_pipeline(me.rank)
-        self._unsplit: set[tuple[Program, int]] = set()
         self._mixed_tensors = ExitStack()
         self.owner = StageOwnership(plan, work, me, self.stages, self.data, self.divided)
         self.points, self.parameters = self.owner.points, self.owner.parameters
@@ -229,7 +221,7 @@ class PipelineParallel(Strategy):
                 if before is not None:
                     received = {v: before.sent[v].detach() for v in made.sends[stage - 1]}
             flights[key] = self._forward(made, stage, received, micro, step)
-        elif kind in ("B", "I"):
+        elif kind == "B":
             works, arrived = coming.pop(("B", stage, micro), ([], {}))
             for work in works:
                 work.wait()
@@ -238,9 +230,7 @@ class PipelineParallel(Strategy):
                 if after is not None:
                     arrived = {v: _gradient(after.received[v]) for v in made.gradients[stage]}
                     after.received = {}
-            self._backward(flights[key], stage, arrived, step.scale, whole=kind == "B")
-        elif kind == "W":
-            self._weights(flights[key], stage)
+            self._backward(flights[key], stage, arrived, step.scale)
 
     def _forward(
         self,
@@ -292,72 +282,18 @@ class PipelineParallel(Strategy):
         stage: int,
         gradients: dict[int, torch.Tensor],
         scale: Scale | None,
-        whole: bool,
     ) -> None:
         roots, starts = self._roots(flight, stage, gradients, scale)
         flight.root, flight.sent = None, {}
         inputs = [flight.received[v] for v in flight.program.gradients[stage - 1]] if stage else []
         if not roots:
             return
-        if whole or (flight.program, stage) in self._unsplit:
-            weights = self.owner.weights_of(flight.program, stage)
-            first = any(w.grad is None for w in weights)
-            backward(tuple(roots), tuple(starts))
-            if first:
-                # The next micro-batch adds to the weights' gradients while inputs' are being sent.
-                part_gradients([*weights, *inputs])
-            return
-        if not inputs:
-            flight.later = roots, starts  # nobody waits for it: let it fill a bubble
-            return
-        for root, start in zip(roots, starts, strict=True):
-            if root.is_leaf:  # passed on unchanged
-                _add_gradient(root, start)
-        pairs = [(r, g) for r, g in zip(roots, starts, strict=True) if not r.is_leaf]
-        if not pairs:
-            return
-        roots, starts = [r for r, _ in pairs], [g for _, g in pairs]
         weights = self.owner.weights_of(flight.program, stage)
-        _, flight.groups = stage_backward_input(Once(roots), starts, inputs, iter(weights))  # type: ignore[arg-type]
-        grouped = {edge for group in flight.groups for edge in group["params"]}
-        several = any(len(group["intermediates"]) > 1 for group in flight.groups)
-        # The gradient of a group normalization's weights alone: torch 2.13 writes the input's as
-        # well where the CPU's input is channels_last, through a null pointer.
-        on_cpu = self.me.device.type == "cpu"
-        norms = on_cpu and any(_normalizes_groups(group) for group in flight.groups)
-        if several or norms or _is_bypassed(roots, flight.groups):
-            # A weight used in several places: torch 2.13 may count it twice, or not at all if a use
-            # lies off the path to an input. This stage's backward is never split again.
-            flight.groups, grouped = None, set()
-            self._unsplit.add((flight.program, stage))
-        # Weights off the path to any input are in no group.
-        ungrouped = [
-            w
-            for w in weights
-            if self.owner.key(w) in self._reached and _get_grad_fn_or_grad_acc(w) not in grouped
-        ]
-        if ungrouped:
-            # with the inputs', see above
-            gradients_of = torch.autograd.grad(
-                roots, [*ungrouped, *inputs], starts, retain_graph=True, allow_unused=True
-            )
-            for w, g in zip(ungrouped, gradients_of, strict=False):
-                if g is not None:
-                    _add_gradient(w, g)
-        for tensor in inputs:
-            # sent while the weights' half of the backward reads the same memory
-            if tensor.grad is not None:
-                tensor.grad = tensor.grad.clone()
-
-    def _weights(self, flight: _Flight, stage: int) -> None:
-        """Run the deferred weight-gradient part of the backward."""
-        weights = self.owner.weights_of(flight.program, stage)
-        if flight.later is not None:
-            backward(tuple(flight.later[0]), tuple(flight.later[1]))
-        elif flight.groups:
-            stage_backward_weight(iter(weights), flight.groups)
-        part_gradients(weights)
-        flight.later = flight.groups = None
+        first = any(w.grad is None for w in weights)
+        backward(tuple(roots), tuple(starts))
+        if first:
+            # The next micro-batch adds to the weights' gradients while inputs' are being sent.
+            part_gradients([*weights, *inputs])
 
     def finish(self) -> torch.Tensor:
         """See :meth:`Strategy.finish`."""
@@ -543,49 +479,9 @@ def _in_order(made: Program, stage: int, sent: dict[int, torch.Tensor]) -> list[
     return [sent[v] for v in made.sends[stage]]
 
 
-class Once(list[torch.Tensor]):
-    """A list that can be iterated once.
-
-    ``stage_backward_input`` (torch 2.13) iterates its outputs twice, the second time to detach them
-    in place, which views refuse.
-    """
-
-    def __iter__(self) -> Any:
-        tensors = list(super().__iter__())
-        self.clear()
-        return iter(tensors)
-
-
-def _add_gradient(tensor: torch.Tensor, gradient: torch.Tensor) -> None:
-    tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-
-
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
     """A received tensor's gradient, or zeros if the backward did not reach it."""
     return tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-
-
-def _normalizes_groups(group: dict[str, Any]) -> bool:
-    return any("GroupNorm" in node.name() for node in group["intermediates"])
-
-
-def _is_bypassed(roots: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> bool:
-    """Whether a gradient reaches a group's weights on a path around its intermediates."""
-    ends = {node for group in groups for node in group["intermediates"]}
-    weights = {node for group in groups for node in group["params"]}
-    waiting: list[Any] = [r.grad_fn for r in roots]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        if node in weights:
-            return True
-        if node in ends:
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
-    return False
 
 
 def _refuse(plan: Plan, model: nn.Module) -> None:
@@ -596,11 +492,6 @@ def _refuse(plan: Plan, model: nn.Module) -> None:
         raise ArgumentError(
             "sync_batchnorm=True does not work in a pipeline, which normalizes each micro-batch "
             "separately. Use group or layer normalization, or plan='replicate' or 'shard'."
-        )
-    if plan.shard in ("gradients", "parameters") and plan.schedule in ("zero-bubble", "zbv"):
-        raise ArgumentError(
-            f"plan={plan.spec!r}: {plan.schedule} delays part of the backward pass until sharded "
-            "parameters have been freed. Use schedule=1f1b or interleaved, or shard=optimizer."
         )
     why = allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
     if why:

@@ -284,7 +284,7 @@ class StageOwnership:
 
     def worker_at(self, stage: int) -> int:
         """The worker that runs a stage."""
-        return worker_of(stage, self.plan.pipeline, self.plan.schedule)
+        return worker_of(stage, self.plan.pipeline)
 
     def _holds(self, worker: int, parameter: torch.Tensor) -> bool:
         return worker in self._holders.get(self.key(parameter), {worker})

@@ -126,7 +126,7 @@ def micro_batches_of(plan: Plan, samples: int) -> int:
         >>> micro_batches_of(Plan(micro_batch=8), 20), micro_batches_of(Plan(pipeline=2,
         ...     workers=2), 64)
         (3, 8)
-        >>> micro_batches_of(Plan(pipeline=4, workers=4, schedule="zero-bubble", micro_batch=4),
+        >>> micro_batches_of(Plan(pipeline=4, workers=4, schedule="interleaved", micro_batch=4),
         ...     20)  # in rounds of four
         8
     """
@@ -138,6 +138,4 @@ def micro_batches_of(plan: Plan, samples: int) -> int:
     if plan.pipeline > 1 and plan.schedule not in ("gpipe", "1f1b"):
         # these go round in groups of as many as there are workers
         count = -(-count // plan.pipeline) * plan.pipeline
-    if plan.pipeline > 1 and plan.schedule == "zbv":
-        count = max(count, 2 * plan.pipeline)  # torch 2.13's runs with no fewer
     return count

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from ronde.world import ArgumentError
 
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "looped", "zero-bubble", "zbv"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "looped"]
 
 LR_RULES = ("linear", "sqrt", "none")
 """How the learning rate may follow a grown batch."""

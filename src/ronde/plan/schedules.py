@@ -1,12 +1,12 @@
 """Each pipeline worker's list of actions under each schedule.
 
 GPipe and 1F1B are written here (torch's ``Schedule1F1B`` lists the wrong micro-batches on the last
-worker, PyTorch 2.13). Looped, interleaved and the zero-bubble schedules come from
-torch.distributed.pipelining's own classes, called on an object that only has the sizes. No process
-group is needed, and torch is imported only for those.
+worker, PyTorch 2.13). Looped and interleaved come from torch.distributed.pipelining's own classes,
+called on an object that only has the sizes. No process group is needed, and torch is imported only
+for those.
 
 Sources: GPipe, Huang et al. 2019; 1F1B, Narayanan et al. 2019; interleaved, Narayanan et al. 2021;
-looped, Lamy-Poirier 2022 ("breadth-first"); zero-bubble and ZB-V, Qi et al. 2023.
+looped, Lamy-Poirier 2022 ("breadth-first").
 """
 
 from __future__ import annotations
@@ -18,12 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from ronde.plan.plan import Schedule
 from ronde.world import ArgumentError
 
-Kind = Literal["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-"""Forward; whole backward; backward for the input, for the weights; send and receive activations
-(F) and their gradients (B).
-"""
-
-_MULTI = ("interleaved", "looped", "zero-bubble", "zbv")
+Kind = Literal["F", "B", "SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+"""Forward; backward; send and receive activations (F) and their gradients (B)."""
 
 
 class Action(NamedTuple):
@@ -41,26 +37,14 @@ class Action(NamedTuple):
     micro: int
 
 
-def worker_of(stage: int, workers: int, schedule: Schedule) -> int:
-    """The pipeline worker of a stage: round-robin, or down and up (``"zbv"``).
+def worker_of(stage: int, workers: int) -> int:
+    """The pipeline worker of a stage: round-robin.
 
     Example:
-        >>> [worker_of(s, 2, "interleaved") for s in range(4)], [worker_of(s, 2,
-        ...     "zbv") for s in range(4)]
-        ([0, 1, 0, 1], [0, 1, 1, 0])
+        >>> [worker_of(s, 2) for s in range(4)]
+        [0, 1, 0, 1]
     """
-    turn, at = divmod(stage, workers)
-    return workers - 1 - at if schedule == "zbv" and turn % 2 else at
-
-
-def stages_of(worker: int, workers: int, virtual: int, schedule: Schedule) -> list[int]:
-    """A worker's stages, in model order.
-
-    Example:
-        >>> stages_of(0, 2, 2, "zbv")
-        [0, 3]
-    """
-    return [s for s in range(workers * virtual) if worker_of(s, workers, schedule) == worker]
+    return stage % workers
 
 
 def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> str | None:
@@ -90,9 +74,7 @@ def allowed(schedule: str, workers: int, virtual: int, micro_batches: int) -> st
         )
     if schedule == "interleaved" and virtual < 2:
         return "interleaved needs two stages per worker or more, found virtual=1: choose 1f1b"
-    if schedule == "zbv" and virtual != 2:
-        return f"zbv needs virtual=2, found {virtual}"
-    if schedule in ("interleaved", "zero-bubble"):
+    if schedule == "interleaved":
         rounds = max(1, micro_batches // workers)
         if micro_batches % rounds:
             near = sorted({micro_batches // rounds * rounds, -(-micro_batches // rounds) * rounds})
@@ -141,7 +123,7 @@ def in_flight(
     schedule: Schedule, workers: int, virtual: int, micro_batches: int
 ) -> tuple[int, ...]:
     """Largest number of micro-batches whose activations a stage holds: forwards begun minus
-    backwards (B or W) done.
+    backwards done.
 
     Example:
         >>> in_flight("1f1b", 4, 1, 8), in_flight("gpipe", 4, 1, 8)
@@ -152,44 +134,25 @@ def in_flight(
         return tuple(min(micro_batches, workers - s) for s in range(stages))
     if schedule in ("gpipe", "looped"):
         return (micro_batches,) * stages
-    if schedule in ("interleaved", "zero-bubble"):
-        most = [0] * stages
-        for worker in range(workers):
-            for turn, held in enumerate(
-                _most_held(schedule, worker, workers, virtual, micro_batches)
-            ):
-                most[turn * workers + worker] = held
-        return tuple(most)
-    if micro_batches > 2 * workers:
-        micro_batches = 2 * workers  # what comes after the warm-up repeats
     most = [0] * stages
-    for row in _compute(schedule, workers, virtual, micro_batches):
-        now = [0] * stages
-        for stage, kind, _ in row:
-            if kind == "F":
-                now[stage] += 1
-                most[stage] = max(most[stage], now[stage])
-            elif kind in ("B", "W"):
-                now[stage] -= 1
+    for worker in range(workers):
+        for turn, held in enumerate(_most_held(worker, workers, virtual, micro_batches)):
+            most[turn * workers + worker] = held
     return tuple(most)
 
 
-def _most_held(
-    schedule: Schedule, worker: int, workers: int, virtual: int, micro_batches: int
-) -> list[int]:
-    """Largest number of micro-batches each stage holds, in torch's order."""
+def _most_held(worker: int, workers: int, virtual: int, micro_batches: int) -> list[int]:
+    """Largest number of micro-batches each stage holds, in torch's interleaved order."""
     rounds = max(1, micro_batches // workers)
     size = micro_batches // rounds
-    split = schedule == "zero-bubble"
     total = virtual * micro_batches
-    warm = min((virtual - 1) * size + (1 if split else 2) * (workers - 1 - worker), total)
-    late = worker if split else 0  # weights' parts that are behind
+    warm = min((virtual - 1) * size + 2 * (workers - 1 - worker), total)
     now, most = [0] * virtual, [0] * virtual
     for op in range(total):
         turn = op // size % virtual
         now[turn] += 1
         most[turn] = max(most[turn], now[turn])
-        done = op - warm - late
+        done = op - warm
         if done >= 0:
             now[virtual - 1 - done // size % virtual] -= 1
         if done > 2 * size * virtual:
@@ -198,8 +161,7 @@ def _most_held(
 
 
 def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -> float:
-    """The textbook's waiting share for equal stages, free sends and B = 2 F (zero-bubble: F = I =
-    W).
+    """The textbook's waiting share for equal stages, free sends and B = 2 F.
 
     Prunes plans before simulation.
 
@@ -211,16 +173,7 @@ def bubble(schedule: Schedule, workers: int, virtual: int, micro_batches: int) -
     work = float(micro_batches * virtual)
     if schedule in ("gpipe", "1f1b"):
         work = float(micro_batches)
-    elif schedule == "zero-bubble":
-        wait /= 3.0
-    elif schedule == "zbv":
-        wait *= zbv_gaps(workers, micro_batches) / 3.0
     return wait / (work + wait)
-
-
-def zbv_gaps(workers: int, micro_batches: int) -> float:
-    """How many times longer torch's ZB-V waits, in the gaps for missing micro-batches."""
-    return max(1.0, 4.0 - 2.0 * (micro_batches - 1) / (workers - 1)) if workers > 1 else 1.0
 
 
 @functools.lru_cache(maxsize=16)
@@ -258,12 +211,7 @@ def _torch_order(
     """Each worker's list from torch's own class, called on an object that only has the sizes."""
     from torch.distributed.pipelining import schedules as torch_schedules
 
-    classes = {
-        "looped": "ScheduleLoopedBFS",
-        "interleaved": "ScheduleInterleaved1F1B",
-        "zero-bubble": "ScheduleInterleavedZeroBubble",
-        "zbv": "ScheduleZBVZeroBubble",
-    }
+    classes = {"looped": "ScheduleLoopedBFS", "interleaved": "ScheduleInterleaved1F1B"}
     cls = getattr(torch_schedules, classes[schedule])
     rounds = max(1, micro_batches // workers)
     sizes = SimpleNamespace(
@@ -289,9 +237,7 @@ def _with_sends(
         w: [_Action(a.stage, _ComputationType.from_str(a.kind), a.micro) for a in row]
         for w, row in enumerate(_compute(schedule, workers, virtual, micro_batches))
     }
-    lowered = _add_send_recv(
-        orders, lambda stage: worker_of(stage, workers, schedule), workers * virtual
-    )
+    lowered = _add_send_recv(orders, lambda stage: worker_of(stage, workers), workers * virtual)
     return tuple(tuple(_own_schedules(a) for a in lowered[w]) for w in range(workers))
 
 

@@ -82,8 +82,8 @@ def _wrapped(name: str, width: int) -> str:
     """Wrap a plan's words or a module's name at part boundaries.
 
     Example:
-        >>> _wrapped("pipeline=2, schedule=zero-bubble", 24).splitlines()
-        ['pipeline=2,', 'schedule=zero-bubble']
+        >>> _wrapped("pipeline=2, schedule=interleaved", 24).splitlines()
+        ['pipeline=2,', 'schedule=interleaved']
         >>> _wrapped("does not fit", 0)
         'does not fit'
     """

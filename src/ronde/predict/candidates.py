@@ -20,12 +20,9 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("1f1b", 1),
     ("gpipe", 1),
     ("interleaved", 2),
-    ("zero-bubble", 1),
     ("looped", 2),
-    ("zbv", 2),
     ("interleaved", 3),
     ("interleaved", 4),
-    ("zero-bubble", 2),
     ("looped", 4),
 )
 _TENSOR = (2, 4, 8, 16)
@@ -65,20 +62,6 @@ def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
         return f"tensor={plan.tensor} does not divide {costs.tensor_divides} attention heads"
     if plan.offload != "none" and (cluster.device == "cpu" or plan.pipeline > 1 or plan.tensor > 1):
         return "offload needs a device with memory of its own, and no pipeline or tensor"
-    if (
-        plan.pipeline > 1
-        and plan.shard in ("gradients", "parameters")
-        and plan.schedule in ("zero-bubble", "zbv")
-    ):
-        return (
-            f"{plan.schedule} delays part of the backward pass until sharded parameters have been "
-            "freed"
-        )
-    if plan.pipeline > 1 and plan.recompute != "none" and plan.schedule in ("zero-bubble", "zbv"):
-        return (
-            f"{plan.schedule} delays part of the backward pass, and recomputed activations stay "
-            "until then: nothing is gained"
-        )
     if plan.pipeline > 1:
         places = sum(u.cut_after for u in costs.units[:-1]) + 1
         if plan.pipeline * plan.virtual > places:
@@ -97,7 +80,7 @@ def _ways(plan: Plan) -> Iterator[str]:
         yield "tensor"
     if plan.pipeline > 1:
         yield "pipeline"
-        yield "zero-bubble" if plan.schedule == "zbv" else plan.schedule
+        yield plan.schedule
     if plan.pipeline > 1 and plan.tensor > 1:
         yield "pipeline × tensor"
 

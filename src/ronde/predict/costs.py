@@ -94,8 +94,6 @@ class Unit:
         selective_seconds: what that adds to its backward pass, for costs that were not measured as
             a whole (``Costs.again_seconds``).
         tensor_bytes: of each of them, in the order of the tree; empty where not known.
-        put_off_bytes: gradients from which its weights' part of the backward pass begins, where a
-            zero-bubble schedule puts that part off: of what its layers with trained weights return.
         tensor_time: share of its time that tensor parallelism divides.
         tensor_saved_bytes, tensor_forward_bytes, tensor_backward_bytes: ``saved_bytes`` and the
             transients of each pass, divided by two.
@@ -139,7 +137,6 @@ class Unit:
     selective_saved_bytes: LinearCost = LinearCost()
     selective_seconds: LinearCost = LinearCost()
     tensor_bytes: tuple[int, ...] = ()
-    put_off_bytes: LinearCost = LinearCost()
     selective_forward_bytes: LinearCost = LinearCost()
     selective_backward_bytes: LinearCost = LinearCost()
     full_saved_bytes: LinearCost = LinearCost()
@@ -199,7 +196,7 @@ class Costs:
         again_seconds: level of ``recompute`` -> what it adds to a pass of the whole model, as
             measured.
         refused: what cannot carry this model or its optimizer out (``"pipeline"``, ``"tensor"``,
-            ``"zero-bubble"``, ``"shard=optimizer"``, …) -> why: plans with it are not looked at.
+            ``"looped"``, ``"shard=optimizer"``, …) -> why: plans with it are not looked at.
     """
 
     units: tuple[Unit, ...]

@@ -130,7 +130,7 @@ def cut_chain(
     chosen, cost = _solve(tables, flights, ALPHA[optimize])
     bounds = tuple(int(places[i]) for i in chosen)
     each = np.add.reduceat(made.seconds, bounds[:-1])
-    on = [worker_of(s, workers, schedule) for s in range(len(flights))]
+    on = [worker_of(s, workers) for s in range(len(flights))]
     return Cut(bounds, cost, float(np.bincount(on, weights=each).max()))
 
 

@@ -399,14 +399,9 @@ class PeakMemory:
         sent = np.maximum(0.0, min(self.setup.micro_batches, _PENDING) - flight) * stages.send_bytes
         if self.setup.fsdp:
             gradients += float(stages.trainable[mine].max())
-        put_off = (
-            float(stages.put_off[mine].max())
-            if self.setup.plan.schedule in ("zero-bubble", "zbv")
-            else 0.0
-        )
         return {
             "gradients": gradients,
-            "activations": float((flight * stages.saved)[mine].sum()) + put_off,
+            "activations": float((flight * stages.saved)[mine].sum()),
             "transient": float(stages.transient[mine].max()),
             "communication": float((sent + flight * arrives + returns)[mine].sum()),
         }
@@ -432,7 +427,6 @@ class PeakMemory:
             int, tuple[float, float, float, float]
         ] = {}  # and of a stage's first backward pass: gradients
         later: dict[int, tuple[float, float, float, float]] = {}
-        split = plan.schedule in ("zero-bubble", "zbv")
         # gradients of what several units share, where the pass makes them
         tied = np.zeros(len(made))
         owned, weights = made.trainable.copy(), made.parameters.copy()
@@ -518,13 +512,11 @@ class PeakMemory:
                 sent[key] = min(message, float(stages.saved[stage]))
                 communication += message - sent[key]
                 pending.append((message, key))
-            if kind == ("W" if split else "B"):
+            if kind == "B":
                 gradients_most, kept_most, transient, exchanged = (
                     later if stage in done else first
                 )[stage]
                 others = gradients_held - (float(held[stage]) if stage in done else 0.0)
-                # the first stage's whole pass is in its later part
-                kept_most = float(stages.saved[stage]) if split and stage else kept_most
                 look(
                     others + gradients_most,
                     activations - float(stages.saved[stage]) + kept_most,
@@ -534,22 +526,13 @@ class PeakMemory:
                 if stage not in done:
                     gradients_held += float(held[stage])
                     done.add(stage)
-            elif kind == "I" and stage:
-                # No weight has a gradient of this pass yet, and nothing that it has saved is let go
-                # of.
-                activations += float(stages.put_off[stage])
-                look(gradients_held, activations, forward[stage][1], communication)
-            if kind in ("B", "I"):
                 communication += float(stages.back_bytes[stage] - returns[stage])
+                activations -= float(stages.saved[stage])
+                communication += sent.get(key, 0.0)  # what was sent stays
+                passed.add(key)
             elif kind == "SEND_B":
                 communication -= float(arrives[stage])
                 pending.append((float(stages.back_bytes[stage]), None))
-            if kind == ("W" if split else "B"):
-                activations -= float(stages.saved[stage]) + (
-                    float(stages.put_off[stage]) if split and stage else 0.0
-                )
-                communication += sent.get(key, 0.0)  # what was sent stays
-                passed.add(key)
             if len(pending) > _PENDING:
                 message, origin = pending.popleft()
                 if origin is None or origin in passed:

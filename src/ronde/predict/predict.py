@@ -295,8 +295,6 @@ class Predictor:
                 f"reducer={plan.reducer} was not measured (ronde bench exchange --cluster): "
                 "predicted as the ring"
             )
-        if plan.pipeline > 1 and plan.schedule in ("zero-bubble", "zbv"):
-            notes.append("the two parts of a backward pass are assumed equal")
         if plan.offload != "none" and not self.cluster.host_bytes_per_second:
             notes.append("12 GB/s to the host's memory is assumed")
         return notes
@@ -309,6 +307,6 @@ def _flights(
     """Of the fewest micro-batches that a stage of each worker holds: sum of 1 / f, and the most."""
     least = [micro_batches] * workers
     for stage, held in enumerate(in_flight(schedule, workers, virtual, micro_batches)):
-        worker = worker_of(stage, workers, schedule)
+        worker = worker_of(stage, workers)
         least[worker] = min(least[worker], held)
     return sum(1.0 / f for f in least), max(least)

@@ -15,11 +15,6 @@ from ronde.plan.plan import Schedule
 from ronde.plan.schedules import Action, actions, allowed
 from ronde.world import ArgumentError
 
-INPUT_SHARE = 0.5
-"""Part of a backward pass that is for its input, where a zero-bubble schedule runs the two parts
-apart: assumed (F = I = W).
-"""
-
 # a step with more actions is simulated with fewer micro-batches, twice, and continued in a line
 _ACTIONS = 6_000
 
@@ -30,8 +25,6 @@ class Times:
 
     Attributes:
         forward, backward: passes.
-        backward_input: part of ``backward`` for the input, where a schedule runs it apart; the rest
-            is for the weights.
         send: from the stage to the next.
         send_back: from the stage to the one before.
     """
@@ -40,7 +33,6 @@ class Times:
     backward: tuple[float, ...]
     send: tuple[float, ...]
     send_back: tuple[float, ...]
-    backward_input: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,9 +87,7 @@ def simulate(
         ArgumentError: the lists wait for each other.
     """
     stages = len(times.forward)
-    inputs = times.backward_input or tuple(INPUT_SHARE * b for b in times.backward)
-    weights = tuple(b - i for b, i in zip(times.backward, inputs, strict=True))
-    cost = {"F": times.forward, "B": times.backward, "I": inputs, "W": weights}
+    cost = {"F": times.forward, "B": times.backward}
     work = [[a for a in row if a[1] in cost] for row in lists]
     owner = [0] * stages
     for worker, row in enumerate(work):
@@ -134,21 +124,19 @@ def simulate(
                 held[stage] += 1
                 if held[stage] > most[stage]:
                     most[stage] = held[stage]
-            elif kind != "W" and stage != last:
+            elif stage != last:
                 key = (stage, False, micro)
                 there = ready.get(key)
                 if there is None:
                     waiting[key] = worker
                     break
                 start = max(now, there)
-            if kind in ("B", "W"):
+            if kind == "B":
                 held[stage] -= 1
             seconds = cost[kind][stage] + overhead_seconds
             now = start + seconds
             busy[worker] += now - start
             k += 1
-            if kind == "W":
-                continue
             forward = kind == "F"
             to = stage + 1 if forward else stage - 1
             if not 0 <= to <= last:
@@ -194,14 +182,13 @@ def run_step(
     Raises:
         ArgumentError: the schedule does not allow these numbers.
     """
-    each = 3 if schedule in ("zero-bubble", "zbv") else 2
-    shorter = max(2 * workers, _ACTIONS // (2 * each * workers * virtual) // workers * workers)
+    shorter = max(2 * workers, _ACTIONS // (4 * workers * virtual) // workers * workers)
     # rounds of another size than in the shorter steps
-    rounds = schedule in ("interleaved", "zero-bubble") and micro_batches % workers
+    rounds = schedule == "interleaved" and micro_batches % workers
     if (
         not exact
         and not rounds
-        and micro_batches * each * workers * virtual > _ACTIONS
+        and micro_batches * 2 * workers * virtual > _ACTIONS
         and micro_batches > 2 * shorter
     ):
         few, more = shorter, 2 * shorter

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ronde.plan.plan import Plan
-from ronde.plan.schedules import worker_of, zbv_gaps
+from ronde.plan.schedules import worker_of
 from ronde.predict.simulate import Timeline
 from ronde.predict.unit_arrays import Array, Chain, holders
 
@@ -28,7 +28,6 @@ class Stages:
     optimizer: Array
     buffers: Array
     saved: Array
-    put_off: Array
     transient: Array
     send_bytes: Array
     back_bytes: Array
@@ -58,7 +57,7 @@ def stage_arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
     """Sums over each stage's units."""
     starts = np.array(bounds[:-1])
     count = len(starts)
-    worker = np.array([worker_of(s, plan.pipeline, plan.schedule) for s in range(count)])
+    worker = np.array([worker_of(s, plan.pipeline) for s in range(count)])
 
     def sums(values: Array) -> Array:
         return np.asarray(np.add.reduceat(values, starts), dtype=float)
@@ -98,7 +97,6 @@ def stage_arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
         optimizer=optimizer,
         buffers=sums(made.buffers),
         saved=sums(made.saved),
-        put_off=sums(made.put_off),
         transient=np.asarray(np.maximum.reduceat(made.transient_backward, starts), dtype=float),
         send_bytes=send,
         back_bytes=back,
@@ -119,15 +117,9 @@ def closed_form(
 ) -> Timeline:
     """The textbook's step: the busiest worker, plus the others' time for one micro-batch."""
     workers = plan.pipeline
-    thrice = plan.schedule in ("zero-bubble", "zbv")
-    each = by_worker(
-        stages.forward + stages.backward + (3 if thrice else 2) * overhead_seconds, stages, workers
-    )
+    each = by_worker(stages.forward + stages.backward + 2 * overhead_seconds, stages, workers)
     busiest = float(each.max())
-    gaps = zbv_gaps(workers, micro_batches) if plan.schedule == "zbv" else 1.0
-    wait = (float(each.sum()) - busiest) / plan.virtual * gaps / (
-        3.0 if thrice else 1.0
-    ) + send_seconds / plan.virtual
+    wait = (float(each.sum()) - busiest + send_seconds) / plan.virtual
     seconds = micro_batches * busiest + wait
     busy = tuple((micro_batches * each).tolist())
     return Timeline(seconds, busy, (seconds,) * workers, ())

@@ -12,7 +12,7 @@ from ronde.predict.collectives import CollectiveCost, Group, boundary_crosses, c
 from ronde.predict.peak_memory import PeakMemory
 from ronde.predict.plan_setup import PlanSetup
 from ronde.predict.prediction import TERMS, Prediction, StageRow
-from ronde.predict.simulate import INPUT_SHARE, Timeline, Times, run_step
+from ronde.predict.simulate import Timeline, Times, run_step
 from ronde.predict.stage_arrays import Stages, by_worker, closed_form, edges, ring, stage_arrays
 from ronde.predict.unit_arrays import Array
 from ronde.world import ArgumentError
@@ -21,7 +21,6 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
 _HOST_BYTES_PER_SECOND = 12e9
 # FSDP2 with gloo on 2 cores, a gather or a reduction: fitted to benchmarks/results/plan_truth.json
 _SHARD_CALL_SECONDS, _SHARD_SECONDS_PER_BYTE = 7e-4, 3e-10
-_SPLIT_SHARE = 0.07  # more of a backward pass that runs in two parts: the same
 
 
 class StepPrediction:
@@ -239,23 +238,16 @@ class StepPrediction:
             [seconds(float(b), s, s + way) if b else 0.0 for s, b in enumerate(sizes)]
             for sizes, way in ((stages.send_bytes, 1), (stages.back_bytes, -1))
         )
-        passes = stages.backward
-        if plan.schedule in ("zero-bubble", "zbv"):
-            # In two parts it takes longer, but for the first stage's.
-            passes = passes * np.where(np.arange(len(passes)) > 0, 1.0 + _SPLIT_SHARE, 1.0)
-        # The first stage's backward pass has no input to be for: a zero-bubble schedule does all of
-        # it in the weights' part.
-        inputs = (0.0, *(INPUT_SHARE * passes[1:]).tolist())
         # All but the first add to gradients that are there: spread over all of them.
         further = (setup.micro_batches - 1) / setup.micro_batches
         added = [further * self._accumulated(float(t)) for t in stages.trainable]
-        backward = tuple((passes + added).tolist())
+        backward = tuple((stages.backward + added).tolist())
         forward = tuple(stages.forward.tolist())
         if setup.costs.sends_block:
             forward = tuple(map(sum, zip(forward, send, strict=True)))
             backward = tuple(map(sum, zip(backward, back, strict=True)))
             send = back = [0.0] * len(forward)
-        return Times(forward, backward, tuple(send), tuple(back), inputs)
+        return Times(forward, backward, tuple(send), tuple(back))
 
     def _timelines(
         self, stages: Stages, times: Times, quick: bool, split_waits: bool
@@ -324,8 +316,7 @@ class StepPrediction:
         """What the passes of a worker spend their time on."""
         setup, plan = self.setup, self.setup.plan
         terms = dict.fromkeys(TERMS, 0.0)
-        each = 3 if plan.schedule in ("zero-bubble", "zbv") else 2
-        actions = setup.micro_batches * plan.virtual * each
+        actions = setup.micro_batches * plan.virtual * 2
         terms["overhead"] = actions * setup.cluster.action_seconds
         for name, seconds in (("recompute", stages.recompute), ("tensor", stages.reduce)):
             of_worker = by_worker(seconds, stages, plan.pipeline)[worker]

@@ -66,7 +66,6 @@ class Chain:
         saved: activations kept from forward to backward.
         transient: most needed for a moment beside that in the forward pass.
         transient_backward: in the backward pass, with what recomputation brings back.
-        put_off: held between the two parts of a backward pass, where they run apart.
         late: gradients that its backward pass leaves behind for parameters of earlier units.
         crossing, crossing_grad: bytes that a cut after the unit sends, and gets back.
         reduce_bytes: all-reduced per micro-batch over tensor-parallel workers, both ways.
@@ -87,7 +86,6 @@ class Chain:
     saved: Array
     transient: Array
     transient_backward: Array
-    put_off: Array
     late: Array
     crossing: Array
     crossing_grad: Array
@@ -254,7 +252,6 @@ def chain(
         saved=saved,
         transient=transient,
         transient_backward=transient_backward,
-        put_off=line("put_off_bytes") * rest,
         late=tables.flat["tied_grad_bytes"] * rest,
         crossing=line("crossing_bytes"),
         crossing_grad=line("crossing_grad_bytes"),

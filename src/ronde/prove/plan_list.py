@@ -45,8 +45,8 @@ def chosen_plans(plans: str | Sequence[str], workers: int) -> list[str]:
         ['shard=parameters']
         >>> chosen_plans("replicate,shard=optimizer,shard=parameters,pipeline=2", 2)
         ['replicate', 'shard=optimizer', 'pipeline=2,shard=parameters']
-        >>> chosen_plans("replicate,pipeline=2,schedule=zbv,shard=parameters", 2)
-        ['replicate', 'pipeline=2,schedule=zbv,shard=parameters']
+        >>> chosen_plans("replicate,pipeline=2,schedule=gpipe,shard=parameters", 2)
+        ['replicate', 'pipeline=2,schedule=gpipe,shard=parameters']
         >>> chosen_plans("replicate,reducer=bf16,shard=optimizer", 2)
         ['replicate,reducer=bf16', 'shard=optimizer']
     """

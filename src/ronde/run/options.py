@@ -145,7 +145,7 @@ def asked_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[s
     """The split, from ``ronde run --plan``, the argument ``plan``, or single fields."""
     given = os.environ.get("RONDE_PLAN")
     chosen = _read_plan(given, me) if given else script_plan(plan, me, fields)
-    if chosen.schedule in ("interleaved", "looped", "zbv") and chosen.virtual == 1:
+    if chosen.schedule in ("interleaved", "looped") and chosen.virtual == 1:
         chosen = dataclasses.replace(chosen, virtual=2)
     chosen = dataclasses.replace(chosen, workers=me.size)
     if reducer := os.environ.get("RONDE_REDUCER"):
