@@ -71,5 +71,5 @@ def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
         from ronde.keras.keras_refusals import check_keras
 
         check_keras(work.model, work.optimizer, plan)
-    check_coupling(plan, work.optimizer, me)
+    check_coupling(plan, work.optimizer)
     return STRATEGIES[plan.family.split(" ")[0]](plan, work, me)
