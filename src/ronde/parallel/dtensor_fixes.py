@@ -4,39 +4,36 @@
   norm that a script logs is that of a slice.
 - Each worker draws random numbers for its slice alone, so that a layer that a script initializes
   again gets other weights than in one process, on the CPU often the same in every slice (#168058).
-- A view along a divided dimension (``weight[0]``) is a copy, and writes into it are lost (#147570),
-  as is ``parameter.data = …`` (#157391).
+- A view along a divided dimension (``weight[0]``) is a copy, and writes into it are lost (#147570):
+  they are refused. ``parameter.data = …`` is lost as well (#157391).
 - A new tensor of another shape (``weight.new_zeros(2, 8, 16)``, a hidden state) is divided as well,
   and no model takes it: it becomes a plain one.
 
 The repairs communicate where they exchange values: every worker must do the same, as with any
-operation on divided parameters.
+operation on divided parameters. They are for torch up to 2.13: each goes with the first torch in
+which its issue is closed.
 """
 
 from __future__ import annotations
 
-import datetime
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ronde.world import PlanError
+from ronde.world import PlanError, World
+from ronde.world.rendezvous import Rendezvous, rendezvous
 
 __all__ = ["fix_dtensors"]
 
 _aten = torch.ops.aten
-_MEET_SECONDS = 300.0  # longer than one worker works alone: it saves, draws, evaluates
 _TORCH = str(Path(torch.__file__).parent)
 _OPTIMIZER = str(Path(_TORCH, "optim", "optimizer.py"))  # wraps the step of every optimizer
-_meetings: dict[str, int] = {}
 _DRAWS_INTO = (
     *("normal_", "uniform_", "random_", "bernoulli_"),
     *("exponential_", "cauchy_", "log_normal_", "geometric_"),
@@ -47,7 +44,7 @@ _WRITES = (
     *("scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_"),
     *("put_", "fill_diagonal_", "renorm_"),
 )
-"""Write at places that may be on any worker."""
+"""Write at places that may be on any worker: refused."""
 _NEW = (
     _aten.new_zeros.default,
     _aten.new_ones.default,
@@ -66,18 +63,18 @@ _VIEWS = (
 """Their dimension may be divided."""
 
 
-def fix_dtensors() -> None:
+def fix_dtensors(me: World) -> None:
     """Install all repairs in this process. Doing it again changes nothing."""
     # A torch without this table keeps its own behavior.
     handlers: Any = getattr(DTensor._op_dispatcher, "_custom_op_handlers", {})
-    handlers[_aten._local_scalar_dense.default] = _item
+    handlers[_aten._local_scalar_dense.default] = partial(_item, rendezvous(me))
     for names, handler in ((_DRAWS_INTO, _draw_into), (_DRAWS_LIKE, _draw_like)):
         for packet in (getattr(_aten, name) for name in names):
             overloads = [o for o in packet.overloads() if not o.endswith("out")]
             handlers.update({getattr(packet, o): handler for o in overloads})
     handlers[_aten.eye.m_out] = handlers[_aten.eye.out] = _eye
     for packet in (getattr(_aten, name) for name in _WRITES):
-        handlers.update({getattr(packet, o): _write_whole for o in packet.overloads()})
+        handlers.update({getattr(packet, o): _refuse_write for o in packet.overloads()})
     handlers[_aten.fill_.Tensor] = _fill
     for op in _NEW:
         handlers[op] = _New(handlers, op)
@@ -108,45 +105,16 @@ def _empty_whole(like: DTensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _item(op: Any, args: Any, kwargs: Any) -> Any:
+def _item(meetings: Rendezvous, op: Any, args: Any, kwargs: Any) -> Any:
     value = args[0]
     if not all(isinstance(p, Whole) for p in value.placements):
-        _meet(value.device_mesh)
+        # One that reads a number alone would wait for ever, or take the answer to another question.
+        meetings.meet(
+            "for a number of divided parameters",
+            ranks=value.device_mesh.mesh.flatten().tolist(),
+            advice="Read it on every worker, outside of 'if run.is_main', and print it on rank 0.",
+        )
     return op(value.full_tensor())
-
-
-def _line() -> str:
-    """The line that reads a number: workers that read different numbers do not meet."""
-    frame: Any = sys._getframe(1)
-    while frame.f_back is not None and (
-        frame.f_code.co_filename == __file__ or _TORCH in frame.f_code.co_filename
-    ):
-        frame = frame.f_back
-    return f"{frame.f_code.co_name}:{frame.f_lineno}"
-
-
-def _meet(mesh: DeviceMesh) -> None:
-    """Wait for all workers of a mesh.
-
-    One that reads a number alone would wait for ever, or take the answer to another question.
-    """
-    ranks = mesh.mesh.flatten().tolist()
-    store: Any = dist.distributed_c10d._get_default_store()
-    key = f"ronde/numbers/{','.join(map(str, ranks))}/{_line()}"
-    count = _meetings[key] = _meetings.get(key, 0) + 1
-    if store.add(f"{key}/{count}", 1) == len(ranks):
-        store.delete_key(f"{key}/{count - 1}/all")
-        store.delete_key(f"{key}/{count}")
-        store.set(f"{key}/{count}/all", "")
-        return
-    try:
-        store.wait([f"{key}/{count}/all"], datetime.timedelta(seconds=_MEET_SECONDS))
-    except dist.DistStoreError as error:
-        raise PlanError(
-            f"rank {dist.get_rank()} reads a number of parameters that lie in parts on "
-            f"{len(ranks)} workers, but not all of them read it within {_MEET_SECONDS:g} s. Read "
-            "it on every worker, outside of 'if run.is_main', and print it on rank 0."
-        ) from error
 
 
 def _refuse_mix(into: Any, op: Any) -> None:
@@ -194,15 +162,17 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
     self._local_tensor.copy_(value.redistribute(placements=self.placements)._local_tensor)
 
 
-@torch.no_grad()
-def _write_whole(op: Any, args: Any, kwargs: Any) -> Any:
-    """Write into the whole on every worker, as one process does, and keep this worker's part."""
-    into, *others = args
-    _refuse_mix(into, op)
-    _meet(into.device_mesh)
-    whole = into.full_tensor()
-    op(whole, *tree_map(_whole, others), **tree_map(_whole, kwargs))
-    return _keep_part(into, whole)
+def _refuse_write(op: Any, args: Any, kwargs: Any) -> Any:
+    _refuse_mix(args[0], op)
+    raise _lost(op)
+
+
+def _lost(op: Any) -> PlanError:
+    return PlanError(
+        f"{op} writes into a part of a tensor that is divided over workers, and torch would lose "
+        "that. Write into a whole copy on every worker: whole = weight.full_tensor(); "
+        "whole[0] = 0; weight.data = whole."
+    )
 
 
 def _fill(op: Any, args: Any, kwargs: Any) -> Any:
@@ -252,44 +222,25 @@ class _View:
         self.handlers.pop(op, None)  # for torch's own way
         try:
             result = op(*args, **kwargs)
-        except RuntimeError:  # torch unbinds no divided dimension
-            if op is not _aten.unbind.int or takes_gradient:
-                raise
-            dim = args[1] if len(args) > 1 else 0
-            result = [_aten.select.int(base, dim, i) for i in range(base.shape[dim])]
         finally:
             self.handlers[op] = self
-        if takes_gradient:
+        if takes_gradient or any(p.is_partial() for p in base.placements):
             return result  # autograd lets nobody write into it
-        return _map_parts(result, lambda part, i: _remember(base, part, (op, args[1:], kwargs, i)))
+        memory = base._local_tensor.untyped_storage()._cdata
+
+        def marked(part: DTensor) -> DTensor:
+            own = part._local_tensor.untyped_storage()._cdata == memory
+            return part if own else _view_copy(part)
+
+        return tree_map_only(DTensor, marked, result)
 
 
-def _map_parts(result: Any, wrap: Callable[[DTensor, int | None], DTensor]) -> Any:
-    """``wrap(view, None)`` of one view, or ``wrap(view, i)`` of each of several."""
-    if isinstance(result, DTensor):
-        return wrap(result, None)
-    return type(result)(wrap(part, i) for i, part in enumerate(result))
-
-
-def _remember(base: DTensor, part: DTensor, view: Any) -> DTensor:
-    """A view, or what remembers its base if torch has made a copy."""
-    local, whole = part._local_tensor.untyped_storage(), base._local_tensor.untyped_storage()
-    if local._cdata == whole._cdata or any(p.is_partial() for p in base.placements):
-        return part
-    return _view_copy(part, base, (view,))
-
-
-def _view_copy(part: DTensor, base: DTensor, views: tuple[Any, ...]) -> DTensor:
-    copy: Any = _ViewCopy(part._local_tensor, part._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    copy.base, copy.views = base, views
-    return cast(DTensor, copy)
+def _view_copy(part: DTensor) -> DTensor:
+    return cast(DTensor, _ViewCopy(part._local_tensor, part._spec, requires_grad=False))  # type: ignore[no-untyped-call]
 
 
 class _ViewCopy(DTensor):
-    """A copy that stands for a view along a divided dimension: writes go to its base, too."""
-
-    base: DTensor
-    views: tuple[Any, ...]
+    """A copy that torch makes for a view along a divided dimension: it refuses to be written."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -298,33 +249,8 @@ class _ViewCopy(DTensor):
         writes = {s.name for s in schema if s.alias_info is not None and s.alias_info.is_write}
         written = [a for a, s in zip(args, schema, strict=False) if s.name in writes]
         written += [kwargs[name] for name in kwargs if name in writes]
-        copies = [a for a in tree_leaves(written) if isinstance(a, _ViewCopy)]
-        first = args[0] if args else None
-        if not copies:
-            result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            if not isinstance(first, _ViewCopy) or not func.is_view:
-                return result
-            base, views = first.base, first.views
-            return _map_parts(
-                result, lambda p, i: _view_copy(p, base, (*views, (func, args[1:], kwargs, i)))
-            )
-        (into, *more) = copies
-        if more or into is not first or into is not written[0]:
-            raise PlanError(
-                f"{func} writes into parts of parameters that are divided over workers. Write into "
-                "one at a time, or into the whole parameter."
-            )
-        into._write(func, tree_map(_whole, args[1:]), tree_map(_whole, kwargs))
-        return into
-
-    @torch.no_grad()
-    def _write(self, func: Any, others: Any, kwargs: Any) -> None:
-        _meet(self.base.device_mesh)
-        whole = self.base.full_tensor()
-        part = whole
-        for view, args, named, index in self.views:
-            part = view(part, *args, **named)
-            part = part if index is None else part[index]
-        func(part, *others, **kwargs)
-        _keep_part(self.base, whole)
-        _keep_part(self, part.contiguous())
+        if any(isinstance(a, _ViewCopy) for a in tree_leaves(written)):
+            raise _lost(func)
+        result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        is_view = func.is_view and isinstance(args[0], _ViewCopy)
+        return tree_map_only(DTensor, _view_copy, result) if is_view else result

@@ -271,9 +271,9 @@ def fully_shard_model(
     model: nn.Module,
     mesh: DeviceMesh,
     level: ShardLevel,
-    optimizer: Optimizer | None = None,
-    blocks: Mapping[str, nn.Module] | None = None,
-    offload: bool = False,
+    optimizer: Optimizer,
+    blocks: dict[str, nn.Module],
+    offload: bool,
 ) -> Sharded:
     """Divide a model, or a stage of one, over a mesh. Gradients are summed, not averaged.
 
@@ -285,21 +285,15 @@ def fully_shard_model(
         level: ``"gradients"`` keeps a block's parameters from forward to backward pass,
             ``"parameters"`` gathers them twice.
         optimizer: its groups get the new parameters in place of the old, in their order.
-        blocks: name -> module, gathered one by one; None for :func:`repeated_blocks` or the largest
-            children. Each must be used by being called.
+        blocks: name -> module, gathered one by one. Each must be used by being called.
         offload: parameters and gradients wait in the host's memory.
 
     Raises:
         ArgumentError: FSDP2 cannot divide this model, or this optimizer.
     """
-    if optimizer is not None:
-        refuse_optimizer(optimizer, f"shard={level!r}", "shard='optimizer'")
-    fix_dtensors()
+    refuse_optimizer(optimizer, f"shard={level!r}", "shard='optimizer'")
     within = "model." if isinstance(model, RootModule) else ""  # names as the script knows them
     _refuse_lazy_and_sparse(model, level, within)
-    if blocks is None:
-        blocks = repeated_blocks(model) or large_children(model)
-    blocks = _independent_blocks(model, blocks)
     before = dict(model.named_parameters(remove_duplicate=False))
     _refuse_mixed_types(before, blocks, level, within)
     refuse_hooks(before, f"shard={level!r}", within)
@@ -323,9 +317,8 @@ def fully_shard_model(
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         fsdp_repairs.exchange_unused(module)
-    if optimizer is not None:
-        after = dict(model.named_parameters(remove_duplicate=False))
-        adopt(optimizer, {before[name]: after[name] for name in before})
+    after = dict(model.named_parameters(remove_duplicate=False))
+    adopt(optimizer, {before[name]: after[name] for name in before})
     return result
 
 
@@ -486,6 +479,7 @@ class Shard(Replicate):
     def _divide(self) -> None:
         work, blocks = self._work, choose_blocks(self._work, self.me)
         self._root = RootModule(work.model)
+        fix_dtensors(self.me)
         self.sharded = fully_shard_model(
             self._root, self._mesh, self._level, work.optimizer, blocks, self._offload
         )

@@ -436,7 +436,7 @@ class StageOwnership:
 
     def _shard_stages(self, made: Program, holders: dict[int, set[int]]) -> None:
         """Shard this worker's modules over the replicas, gathered on call (FSDP2)."""
-        fix_dtensors()
+        fix_dtensors(self.me)
         users: dict[int, set[int]] = {}
         for _, event in made.events:
             for p in event.parameters:

@@ -828,7 +828,7 @@ def _refuse(plan: Plan, work: Work) -> None:
 
 def _divided(plan: Plan, work: Work, me: World, mesh: DeviceMesh, sharded: bool) -> Divided:
     """Divide a model that is on every worker, and prepare its optimizer."""
-    fix_dtensors()
+    fix_dtensors(me)
     _broadcast_model(work.model, me)
     divided = divide(plan, work, me, mesh)
     if divided.note and me.is_main:
