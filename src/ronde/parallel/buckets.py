@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["buckets", "exchange_packed"]
+from ronde.world.tensors import local_part
+
+__all__ = ["broadcast_packed", "buckets", "exchange_packed"]
 
 _BUCKET_BYTES = 25 << 20  # as DDP's
 
@@ -57,3 +60,16 @@ def exchange_packed(
                 t.copy_(part.view_as(t))
                 del part  # it would keep the bucket alive while the next one is packed
         del flat
+
+
+def broadcast_packed(
+    tensors: Iterable[torch.Tensor],
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Give every worker of a group (None: all) the values of its first one; meta tensors stay."""
+
+    def send(flat: torch.Tensor) -> None:
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
+
+    exchange_packed([local_part(t) for t in tensors if not t.is_meta], send, device)

@@ -22,7 +22,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -30,7 +29,7 @@ from torch.optim import Optimizer
 from ronde.capture import compiled
 from ronde.exchange import Exchange, Members, build_reducer, choose_reducer
 from ronde.parallel.batchnorm import absent, normalizes_batch, set_present
-from ronde.parallel.buckets import exchange_packed
+from ronde.parallel.buckets import broadcast_packed
 from ronde.parallel.strategy import (
     Compute,
     Flags,
@@ -390,7 +389,7 @@ class Replicate(Strategy):
         self.refresh()
         if self._changing:
             named = dict(self.model.named_buffers())
-            self._broadcast([named[n] for n in self._changing])
+            broadcast_packed([named[n] for n in self._changing], self.me.device)
         # Constant buffers (masks, positions) need no exchange. Steps 1, 2, 4, 8 … find out which.
         self._seen = self._marks() if self._steps & (self._steps - 1) == 0 else None
         self._steps += 1
@@ -417,9 +416,6 @@ class Replicate(Strategy):
         if self.run_empty:
             set_present(present)
 
-    def _broadcast(self, buffers: list[torch.Tensor]) -> None:
-        exchange_packed(buffers, lambda f: dist.broadcast(f.view(torch.uint8), 0), self.me.device)
-
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""
         if self.exchange is not None:
@@ -427,7 +423,7 @@ class Replicate(Strategy):
 
     def sync_buffers(self) -> None:
         """Give every rank the buffers of rank 0."""
-        self._broadcast(list(self.model.buffers()))
+        broadcast_packed(self.model.buffers(), self.me.device)
 
     def start_epoch(self) -> None:
         """See :meth:`Strategy.start_epoch`."""

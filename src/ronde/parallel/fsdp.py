@@ -40,7 +40,7 @@ from ronde.capture.pass_state import SavedState
 from ronde.checkpoint import shard_like
 from ronde.parallel import fsdp_repairs
 from ronde.parallel.batchnorm import absent, synchronize_batchnorms
-from ronde.parallel.buckets import exchange_packed
+from ronde.parallel.buckets import broadcast_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.optimizer_coupling import REFUSED
@@ -117,12 +117,8 @@ def _broadcast_first(tensors: Sequence[torch.Tensor], mesh: DeviceMesh) -> None:
     device = torch.device("cpu")
     if mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-
-    def broadcast(flat: torch.Tensor) -> None:
-        for dim in range(mesh.ndim):
-            dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(dim), group_src=0)
-
-    exchange_packed([local_part(t) for t in tensors if not t.is_meta], broadcast, device)
+    for dim in range(mesh.ndim):
+        broadcast_packed(tensors, device, mesh.get_group(dim))
 
 
 def _divide_as(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
@@ -709,20 +705,11 @@ class Shard(Replicate):
     @torch.no_grad()
     def clip(self, max_norm: float) -> None:
         """See :meth:`Strategy.clip`. Squares are summed over the workers that hold the parts."""
-        parts: dict[Any, list[torch.Tensor]] = {}
-        for p in self.parameters:
-            if p.grad is not None:
-                parts.setdefault((_divided_over(p.grad), p.dtype), []).append(local_part(p.grad))
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
         total = torch.zeros((), dtype=self._payload.dtype, device=self.me.device)
-        for (place, _), gradients in parts.items():
-            square = torch.stack(torch._foreach_norm(gradients)).to(total).square().sum()
-            if place is not None:
-                for dim in place[1]:
-                    dist.all_reduce(square, group=place[0].get_group(dim))
-            total += square
+        add_squares(total, gradients)
         factor = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
-        for gradients in parts.values():
-            torch._foreach_mul_(gradients, factor.to(gradients[0]))
+        scale_tensors([local_part(g) for g in gradients], factor)
 
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""
@@ -760,6 +747,24 @@ class Shard(Replicate):
         self.refresh()
         if self._steps:
             self.sync_buffers()
+
+
+@torch.no_grad()
+def add_squares(total: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
+    """Add the squares of all elements of gradients to a 0-d tensor, those of divided ones summed
+    over the workers that hold the parts. A collective of these.
+    """
+    alike: dict[Any, list[torch.Tensor]] = {}
+    for g in gradients:
+        part = local_part(g)
+        values = part.coalesce().values() if part.is_sparse else part
+        alike.setdefault((_divided_over(g), g.dtype), []).append(values)
+    for (place, _), parts in alike.items():
+        square = torch.stack(torch._foreach_norm(parts)).to(total).square().sum()
+        if place is not None:
+            for dim in place[1]:
+                dist.all_reduce(square, group=place[0].get_group(dim))
+        total += square
 
 
 def _divided_over(gradient: torch.Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 from ronde.capture import stay
-from ronde.parallel.fsdp import sharded_mesh
+from ronde.parallel.buckets import broadcast_packed, exchange_packed
+from ronde.parallel.fsdp import add_squares, sharded_mesh
 from ronde.parallel.stage_ownership import StageOwnership, signature
 from ronde.parallel.stage_run import Program, StageRun
 from ronde.parallel.strategy import (
@@ -50,7 +50,6 @@ from ronde.world.tensors import local_part
 
 __all__ = ["PipelineParallel"]
 
-_BUCKET_BYTES = 25 * 2**20
 _Arrival = tuple[list[Any], dict[int, torch.Tensor]]
 """Receives under way, and the tensors they fill, by value."""
 
@@ -341,36 +340,18 @@ class PipelineParallel(Strategy):
                 has[i].zero_()
         dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
         # Who has all of them need not ask the device which ones others have.
-        buckets: dict[torch.dtype, list[nn.Parameter]] = {}
+        gradients = []
         for p, used in zip(parameters, present if all(present) else has.tolist(), strict=True):
-            if not used:
-                continue
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-            bucket = buckets.setdefault(p.dtype, [])
-            bucket.append(p)
-            if sum(q.numel() * q.element_size() for q in bucket) >= _BUCKET_BYTES:
-                _sum_bucket(buckets.pop(p.dtype), group)
-        for bucket in buckets.values():
-            _sum_bucket(bucket, group)
+            if used:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                gradients.append(local_part(p.grad))
+        exchange_packed(gradients, lambda flat: dist.all_reduce(flat, group=group))
 
     def clip(self, max_norm: float) -> None:
         """See :meth:`Strategy.clip`: each weight counts once, whoever holds it."""
-        owner = self.owner
-        # of gradients divided over: nothing; tensor parallel workers; replicas; both
-        squares = torch.zeros(4, dtype=torch.float64, device=self.me.device)
-        for base, parameters in ((0, owner.whole), (0, owner.split), (2, owner.sharded_parameters)):
-            for p in parameters:
-                if p.grad is not None and id(p) in owner.counted:
-                    at = base + (isinstance(p, DTensor) and "tensor" in _dims(p))
-                    squares[at] += torch.linalg.vector_norm(local_part(p.grad)).double() ** 2
-        if owner.sharded:
-            mesh = owner.shard_mesh
-            dist.all_reduce(squares[2:], group=mesh.get_group(mesh.ndim - 1))
-        parted, square = squares[1] + squares[3], squares[0] + squares[2]
-        if self.divided is not None:
-            dist.all_reduce(parted, group=self.divided.mesh.get_group())
-        square += parted
+        held = (p for p in self.parameters if id(p) in self.owner.counted)
+        square = torch.zeros((), dtype=torch.float64, device=self.me.device)
+        add_squares(square, [p.grad for p in held if p.grad is not None])
         dist.all_reduce(square, group=self.along)
         self._scale_gradients((max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0))
 
@@ -439,26 +420,9 @@ class PipelineParallel(Strategy):
         """See :meth:`Strategy.sync_buffers`: along the replicas, for this worker's stages."""
         if self.plan.replicas == 1:
             return
-        source = self.layout.along_replicas(self.me.rank)[0]
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                worker = self.owner.buffer_workers.get(name)
-                if buffer.numel() and worker in (-1, self.place.pipeline):
-                    data = buffer.detach().contiguous()
-                    dist.broadcast(data, source, group=self.data)
-                    buffer.copy_(data)
-
-
-def _dims(parameter: DTensor) -> tuple[str, ...]:
-    return parameter.device_mesh.mesh_dim_names or ()
-
-
-def _sum_bucket(parameters: list[nn.Parameter], group: Any) -> None:
-    gradients = [local_part(p.grad) for p in parameters if p.grad is not None]
-    flat = torch.cat([g.reshape(-1) for g in gradients])
-    dist.all_reduce(flat, group=group)
-    for g, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-        g.copy_(part.view_as(g))
+        here, workers = (-1, self.place.pipeline), self.owner.buffer_workers
+        mine = [b for name, b in self.model.named_buffers() if workers.get(name) in here]
+        broadcast_packed(mine, self.me.device, self.data)
 
 
 def _clone_changed(made: Program, received: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from ronde.capture import Trace, TraceEvent, bounds_of
 from ronde.capture.follow import follow
 from ronde.parallel import choose_cut
+from ronde.parallel.buckets import broadcast_packed
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh
 from ronde.parallel.fsdp_repairs import KeepContainers, clone_views, exchange_unused
@@ -111,21 +112,12 @@ class StageOwnership:
         self._holders: dict[int, set[int]] = {}
         self._divided = divided
         if divided is None:
-            self._broadcast_weights()
+            broadcast_packed([*self.model.parameters(), *self.model.buffers()], me.device)
         else:
             self._keep_whole(divided)
         self._cut()
         self._take_parts()
         self._guard()
-
-    def _broadcast_weights(self) -> None:
-        """Broadcast rank 0's weights and buffers before each worker keeps its part."""
-        with torch.no_grad():
-            for tensor in [*self.model.parameters(), *self.model.buffers()]:
-                if tensor.numel() and not tensor.is_meta:
-                    data = tensor.detach().contiguous()
-                    dist.broadcast(data, 0)
-                    tensor.data.copy_(data)
 
     def _keep_whole(self, divided: Divided) -> None:
         """Follow the model with the parameters that it had before they were divided."""

@@ -18,18 +18,15 @@ from itertools import product, takewhile
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ronde.capture.pass_state import SavedState
 from ronde.parallel.tensor_layers import (
     Block,
     BlockRuntime,
-    Region,
     features,
     install_layers,
     is_linear,
-    multihead,
     piece,
     recomputes,
     replace_attribute,
@@ -537,32 +534,6 @@ class _TrialRuntime(BlockRuntime):
         return self._trace.outputs[block.row][call]
 
 
-class _MultiheadTrial(_TrialRuntime):
-    """torch's own attention hides its row's input: the sum of all parts is compared instead."""
-
-    def leave(self, block: Block, x: torch.Tensor, row: nn.Module) -> torch.Tensor:
-        return F.linear(x, piece(row.weight.detach(), 1, 1, self.place, self.tensor))  # type: ignore[operator, arg-type]
-
-
-@torch.no_grad()
-def _try_multihead(model: nn.Module, block: Block, trace: _Trace, tensor: int) -> str:
-    """Why torch's own attention cannot be divided, or nothing."""
-    module = model.get_submodule(block.path)
-    assert isinstance(module, nn.MultiheadAttention)
-    args, kwargs = trace.arguments[block.path]
-    whole: torch.Tensor | None = None
-    try:
-        for place in range(tensor):
-            forward = multihead(Region(block, _MultiheadTrial(trace, place, tensor)))
-            part = forward(module, *args, **kwargs)[0]
-            whole = part if whole is None else whole + part
-        assert whole is not None
-        bias = module.out_proj.bias
-        return _difference(whole if bias is None else whole + bias, trace.outputs[block.path][0])
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
 class _Selection:
     """Which way of each kind of block is tried; blocks without a right one are refused."""
 
@@ -630,13 +601,8 @@ def _select(
     tensor: int,
 ) -> None:
     """Choose each block's way, and refuse blocks for which none is right."""
-    others = []
-    for c in candidates:
-        if c.block.kind != "multihead":
-            others.append(c)
-        elif not c.block.why_not:
-            c.refuse(_try_multihead(model, c.block, trace, tensor))
-    selection = _Selection(others)
+    # torch's own attention is narrowed by a forward of Ronde's: there is nothing to try.
+    selection = _Selection(c for c in candidates if c.block.kind != "multihead")
     while selection.active:
         chosen = selection.chosen()
         runtimes = (_TrialRuntime(trace, place, tensor) for place in places)

@@ -23,7 +23,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
@@ -33,11 +32,12 @@ from torch.overrides import TorchFunctionMode
 from ronde.capture import draws_globally, following, not_an_event
 from ronde.checkpoint import shard_like
 from ronde.parallel.batchnorm import absent, batchnorms, synchronize_batchnorms
-from ronde.parallel.buckets import exchange_packed
+from ronde.parallel.buckets import broadcast_packed, exchange_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.fsdp import (
     Shard,
+    add_squares,
     adopt,
     refuse_divided,
     refuse_hooks,
@@ -706,13 +706,10 @@ class Tensor(Replicate):
     @torch.no_grad()
     def clip(self, max_norm: float) -> None:
         """See :meth:`Strategy.clip`. Divided gradients are summed up, whole ones counted once."""
-        square = torch.zeros(2, dtype=self._payload.dtype, device=self.me.device)
+        total = torch.zeros((), dtype=self._payload.dtype, device=self.me.device)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        for g in gradients:
-            parted = isinstance(g, DTensor) and not all(isinstance(x, Whole) for x in g.placements)
-            square[int(parted)] += local_part(g).norm().to(square.dtype).square()
-        dist.all_reduce(parts := square[1].clone(), group=self.divided.mesh.get_group())
-        factor = (max_norm / ((square[0] + parts).sqrt() + 1e-6)).clamp(max=1.0)
+        add_squares(total, gradients)
+        factor = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
         for g in gradients:
             local_part(g).mul_(factor)
 
@@ -829,7 +826,7 @@ def _refuse(plan: Plan, work: Work) -> None:
 def _divided(plan: Plan, work: Work, me: World, mesh: DeviceMesh, sharded: bool) -> Divided:
     """Divide a model that is on every worker, and prepare its optimizer."""
     fix_dtensors(me)
-    _broadcast_model(work.model, me)
+    broadcast_packed([*work.model.parameters(), *work.model.buffers()], me.device)
     divided = divide(plan, work, me, mesh)
     if divided.note and me.is_main:
         warnings.warn(divided.note, stacklevel=2)
@@ -840,9 +837,3 @@ def _divided(plan: Plan, work: Work, me: World, mesh: DeviceMesh, sharded: bool)
             # which fused ones promise a gradient scaler
             work.optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
     return divided
-
-
-def _broadcast_model(model: nn.Module, me: World) -> None:
-    """Rank 0's weights and buffers on every worker."""
-    tensors = [t.detach() for t in (*model.parameters(), *model.buffers())]
-    exchange_packed(tensors, lambda flat: dist.broadcast(flat.view(torch.uint8), 0), me.device)
