@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ronde.capture.intercept import (
         NUMBERS,
         Interceptor,
+        Reads,
         compiled,
         data_shaped,
         not_an_event,
@@ -41,8 +42,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.capture.follow": "not_training following",
             "ronde.capture.global_draws": "GlobalDraws Recorded drawing draws_globally "
             "recorded_draws replaced resume_draws",
-            "ronde.capture.intercept": "Interceptor NUMBERS compiled data_shaped not_an_event stay "
-            "watching",
+            "ronde.capture.intercept": "Interceptor NUMBERS Reads compiled data_shaped "
+            "not_an_event stay watching",
             "ronde.capture.trace": "Given Point Trace TraceEvent Value bounds_of",
         },
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+
+from ronde.world.tensors import tensors_in
 
 
 def _words(text: str) -> frozenset[str]:
@@ -281,6 +284,60 @@ class Interceptor(TorchFunctionMode):
     def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
         """A tensor's size is read."""
         raise NotImplementedError
+
+
+class Reads(TorchFunctionMode):
+    """Notes which of some tensors torch functions compute with, by name.
+
+    Args:
+        names: identity of a tensor -> its name.
+
+    Attributes:
+        read: the names so far. Shapes, types and devices do not count.
+        inside: names that do not count now.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = names
+        self.read: set[str] = set()
+        self.inside: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not not_an_event(func):
+            ids = map(id, tensors_in((args, kwargs)))
+            self.read |= {self._names[i] for i in ids if i in self._names}.difference(self.inside)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def calls_heard(
+    modules: Mapping[str, nn.Module],
+    enter: Callable[[str, Any, Any], None],
+    leave: Callable[[str, Any, Any], None] | None = None,
+) -> Iterator[None]:
+    """Hear of calls of these modules: ``enter(name, args, kwargs)`` before each one, and
+    ``leave(name, args, output)`` after it, with no output if it failed.
+    """
+    handles: list[Any] = []
+
+    def begin(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        enter(name, args, kwargs)
+
+    def end(name: str, _: nn.Module, args: Any, output: Any) -> None:
+        if leave is not None:
+            leave(name, args, output)
+
+    try:
+        for name, module in modules.items():
+            before, after = partial(begin, name), partial(end, name)
+            handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            handles.append(module.register_forward_hook(after, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def compiled(module: nn.Module) -> bool:

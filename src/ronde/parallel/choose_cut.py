@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ronde.capture import Point, Trace
+from ronde.capture.intercept import calls_heard
 from ronde.plan import Plan
 from ronde.predict import Costs, Cut, LinearCost, Unit, cut, cut_at
 from ronde.world import ArgumentError
@@ -139,24 +140,21 @@ def count_parts(model: nn.Module, points: list[Point], call: Callable[[], torch.
     parts = len(points) + 1
     saved = [0] * parts
 
-    def enter(path: str) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-            nth = counts.get(path, 0)
-            counts[path] = nth + 1
-            i = wanted.get((path, nth))
-            if i is None:
-                return
-            counter.part = i + 1
-            for value in [*args, *kwargs.values()]:
-                if isinstance(value, torch.Tensor) and value.requires_grad:
+    def enter(path: str, args: Any, kwargs: Any) -> None:
+        nth = counts.get(path, 0)
+        counts[path] = nth + 1
+        i = wanted.get((path, nth))
+        if i is None:
+            return
+        counter.part = i + 1
+        for value in [*args, *kwargs.values()]:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
 
-                    def reached(_: torch.Tensor, i: int = i) -> None:
-                        counter.part = min(counter.part, i)
+                def reached(_: torch.Tensor, i: int = i) -> None:
+                    counter.part = min(counter.part, i)
 
-                    handles.append(value.register_hook(reached))  # type: ignore[no-untyped-call]
-                    break
-
-        return hook
+                handles.append(value.register_hook(reached))  # type: ignore[no-untyped-call]
+                break
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not _is_dense(tensor):
@@ -170,10 +168,9 @@ def count_parts(model: nn.Module, points: list[Point], call: Callable[[], torch.
     try:
         for p, _ in gradients:
             p.grad = None
-        for path in {p.path for p in points}:
-            handles.append(modules[path].register_forward_pre_hook(enter(path), with_kwargs=True))
-        counter.seconds = [0.0] * parts
-        with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        begin = {p.path: modules[p.path] for p in points}
+        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+        with calls_heard(begin, enter), counter, saving:
             loss = call()
         forward, counter.seconds = counter.seconds, [0.0] * parts
         with counter:

@@ -43,8 +43,8 @@ from ronde.parallel.strategy import (
     trainable,
 )
 from ronde.plan import parse_reducer
-from ronde.world import PlanError, World, WorldError
-from ronde.world.consensus import broadcast_json, gather_json
+from ronde.world import PlanError, World
+from ronde.world.consensus import broadcast_json
 
 __all__ = ["Replicate"]
 
@@ -184,7 +184,6 @@ class Replicate(Strategy):
         if self.exchange is not None:
             self.exchange.attach(self._ddp, {id(p): n for n, p in named}, self._carrier)
         self.sync_buffers()
-        self._check_equal()
 
     @property
     def is_untouched(self) -> bool:
@@ -204,21 +203,6 @@ class Replicate(Strategy):
         """A context in which backward passes do not communicate."""
         paused: AbstractContextManager[None] = self._ddp.no_sync()
         return paused
-
-    def _check_equal(self) -> None:
-        """Compare checksums of weights and buffers, which are rank 0's on every rank now."""
-        sums: dict[str, int] = {}
-        for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
-            bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            sums[name] = int(bits.sum(dtype=torch.int64))
-        for rank, theirs in enumerate(gather_json(self.me, sums)):
-            for name, value in theirs.items():
-                if value != sums.get(name):
-                    raise WorldError(
-                        f"Rank 0 sent its weights to all, but {name!r} still differs between ranks "
-                        f"{self.me.rank} and {rank}. Is it a view into another tensor, or does a "
-                        "hook change it?"
-                    )
 
     def _watch_reached(self) -> None:
         """Note what the last micro-batch reaches: gradients of earlier ones exist already."""

@@ -33,9 +33,8 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
+from ronde.capture.intercept import Reads, calls_heard
 from ronde.capture.pass_state import SavedState
 from ronde.checkpoint import shard_like
 from ronde.parallel import fsdp_repairs
@@ -342,67 +341,42 @@ def _independent_blocks(model: nn.Module, blocks: Mapping[str, nn.Module]) -> di
     return {name: block for name, block in blocks.items() if is_independent(block)}
 
 
-class _OutsideUses(TorchFunctionMode):
-    """Notes blocks whose parameters are computed with while the block is not being called."""
-
-    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.holder = {id(p): name for name, block in blocks.items() for p in block.parameters()}
-        self.calls: set[str] = set()
-        self.active: list[str] = []
-        self.outside: set[str] = set()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # Only tensors count: shapes, types and devices of a shard are those of the whole.
-        if isinstance(result, torch.Tensor | tuple | list):
-            used = {self.holder.get(id(value)) for value in tree_leaves((args, kwargs))}
-            used -= {None, *self.active}
-            if used and any(isinstance(r, torch.Tensor) for r in tree_leaves(result)):
-                self.outside |= used  # type: ignore[arg-type]
-        return result
-
-    def watch(self, name: str, block: nn.Module) -> None:
-        """Hook a block."""
-
-        def enter(_module: nn.Module, _inputs: Any) -> None:
-            self.active.append(name)
-            self.calls.add(name)
-
-        def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-            self.active.pop()
-
-        block.register_forward_pre_hook(enter, prepend=True)
-        block.register_forward_hook(leave, always_call=True)
-
-
 def _called_blocks(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Blocks that are called for 1, 2 and 4 samples, and whose parameters nothing else reads.
 
     All blocks if the model cannot run like that. The model is left as it was: the passes run in
     evaluation mode, use up no randomness, and buffers are put back.
     """
-    model, uses = work.model, _OutsideUses(blocks)
+    model = work.model
+    reads = Reads({id(p): name for name, block in blocks.items() for p in block.parameters()})
+    called: set[str] = set()
+
+    def enter(name: str, *_: Any) -> None:
+        reads.inside.append(name)
+        called.add(name)
+
+    def leave(*_: Any) -> None:
+        reads.inside.pop()
+
     before = SavedState(model)
     model.eval()
-    for name, block in blocks.items():
-        uses.watch(name, block)
     always = set(blocks)
     device = next(model.parameters()).device
     cuda = [device] if device.type == "cuda" else []
     try:
-        for samples in (1, 2, 4):
-            uses.calls.clear()
-            with torch.random.fork_rng(cuda), torch.no_grad(), uses:
-                work.compute(work.sample(samples))
-            always &= uses.calls
+        with calls_heard(blocks, enter, leave):
+            for samples in (1, 2, 4):
+                called.clear()
+                with torch.random.fork_rng(cuda), torch.no_grad(), reads:
+                    work.compute(work.sample(samples))
+                always &= called
     except Exception:
         # A script that owns its loop may run the model another way; a data set may be smaller.
         if always == set(blocks):
             return dict(blocks)
     finally:
         before.restore()
-    return {n: block for n, block in blocks.items() if n in always and n not in uses.outside}
+    return {n: block for n, block in blocks.items() if n in always and n not in reads.read}
 
 
 def choose_blocks(work: Work, me: World) -> dict[str, nn.Module]:

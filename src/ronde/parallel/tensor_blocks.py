@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ronde.capture.intercept import calls_heard
 from ronde.capture.pass_state import SavedState
 from ronde.parallel.tensor_layers import (
     Block,
@@ -104,37 +105,27 @@ def quiet(model: nn.Module) -> Iterator[None]:
 def _trace(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
     trace = _Trace()
     starts: dict[str, Any] = {}
-    handles = []
+    modules = dict(model.named_modules())
+    layers = {n for n, m in modules.items() if is_linear(m) or isinstance(m, nn.MultiheadAttention)}
 
-    def watch(name: str, module: nn.Module) -> None:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            trace.arguments.setdefault(name, (args, kwargs))
+    def enter(name: str, args: Any, kwargs: Any) -> None:
+        trace.arguments.setdefault(name, (args, kwargs))
+        if name in layers and args and isinstance(args[0], torch.Tensor):
+            starts[name] = args[0].grad_fn
+            trace.inputs.setdefault(name, []).append(args[0].detach().clone())
 
-        def start(_: nn.Module, args: tuple[Any, ...]) -> None:
-            if args and isinstance(args[0], torch.Tensor):
-                starts[name] = args[0].grad_fn
-                trace.inputs.setdefault(name, []).append(args[0].detach().clone())
+    def leave(name: str, args: Any, output: Any) -> None:
+        x = args[0] if args else None
+        y = output[0] if isinstance(output, tuple) else output
+        if name not in layers:
+            return
+        if isinstance(y, torch.Tensor) and y.grad_fn and isinstance(x, torch.Tensor):
+            trace.nodes[y.grad_fn] = name
+            trace.calls.append((name, starts.pop(name, None), x, y.grad_fn))
+            trace.outputs.setdefault(name, []).append(y.detach().clone())
 
-        def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            x = args[0] if args else None
-            y = output[0] if isinstance(output, tuple) else output
-            if isinstance(y, torch.Tensor) and y.grad_fn and isinstance(x, torch.Tensor):
-                trace.nodes[y.grad_fn] = name
-                trace.calls.append((name, starts.pop(name, None), x, y.grad_fn))
-                trace.outputs.setdefault(name, []).append(y.detach().clone())
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        if is_linear(module) or isinstance(module, nn.MultiheadAttention):
-            handles.append(module.register_forward_pre_hook(start))
-            handles.append(module.register_forward_hook(after))
-
-    try:
-        for name, module in model.named_modules():
-            watch(name, module)
+    with calls_heard(modules, enter, leave):
         trace.loss = run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return trace
 
 

@@ -27,9 +27,8 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
-from ronde.capture import draws_globally, following, not_an_event
+from ronde.capture import Reads, draws_globally, following
 from ronde.checkpoint import shard_like
 from ronde.parallel.batchnorm import absent, batchnorms, synchronize_batchnorms
 from ronde.parallel.buckets import broadcast_packed, exchange_packed
@@ -70,7 +69,7 @@ from ronde.plan import Plan
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.meshes import group_of, mesh_of
-from ronde.world.tensors import local_part, tensors_in
+from ronde.world.tensors import local_part
 
 __all__ = [
     "Divided",
@@ -319,23 +318,6 @@ def _install(
     return stack, changed, runtime
 
 
-class _DirectReads(TorchFunctionMode):
-    """Notes divided parameters that code other than their layers computes with."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        parameters = model.named_parameters()
-        self._divided = {id(p): name for name, p in parameters if isinstance(p, DTensor)}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not not_an_event(func):
-            ids = {id(t) for t in tensors_in((args, kwargs))}
-            self.names.update(self._divided[i] for i in ids & self._divided.keys())
-        return func(*args, **kwargs)
-
-
 # What a forward pass of a wrongly divided model may end with.
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 
@@ -344,7 +326,8 @@ def _verdict(
     work: Work, run: Any, whole: DivisibleBlocks, mesh: DeviceMesh, partials: frozenset[str]
 ) -> dict[str, Any]:
     """This worker's :func:`_disagreements`, or why a pass failed."""
-    reads = _DirectReads(work.model)
+    parameters = work.model.named_parameters()
+    reads = Reads({id(p): name for name, p in parameters if isinstance(p, DTensor)})
     try:
         with reads:
             return {"bad": _disagreements(work.model, run, whole, mesh, partials)}
@@ -352,7 +335,7 @@ def _verdict(
         raise
     except _FAILURES as error:
         first_line = str(error).strip().split("\n")[0]
-        return {"error": f"{type(error).__name__}: {first_line}", "read": sorted(reads.names)}
+        return {"error": f"{type(error).__name__}: {first_line}", "read": sorted(reads.read)}
 
 
 def _disagreements(
