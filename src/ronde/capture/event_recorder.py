@@ -62,15 +62,15 @@ def as_tuple(function: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function return a plain tuple instead of a ``torch.Size``."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
-        found = function(*args, **kwargs)
-        return tuple(found) if isinstance(found, torch.Size) else found
+        result = function(*args, **kwargs)
+        return tuple(result) if isinstance(result, torch.Size) else result
 
     return plain
 
 
-def whole_size(found: Any, name: str) -> Any:
+def whole_size(result: Any, name: str) -> Any:
     """Turn the tuple of :func:`as_tuple` back into a ``torch.Size``."""
-    return torch.Size(found) if isinstance(found, tuple) and name in ("shape", "size") else found
+    return torch.Size(result) if isinstance(result, tuple) and name in ("shape", "size") else result
 
 
 class CheckpointFrames:
@@ -357,9 +357,9 @@ class EventRecorder(Interceptor):
         ]
         buffer = None
         if shared and changed:
-            found = [self.buffers[id(now[i])] for i in changed if id(now[i]) in self.buffers]
-            if found:
-                shared, buffer = False, found[0]
+            in_model = [self.buffers[id(now[i])] for i in changed if id(now[i]) in self.buffers]
+            if in_model:
+                shared, buffer = False, in_model[0]
         opaque = (
             any(now[i].shape != call.before[i][1] for i in changed)
             or getattr(call.function, "__name__", "") == "__set__"

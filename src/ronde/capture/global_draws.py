@@ -229,9 +229,9 @@ class GlobalDraws:
         """Where the samples are in a draw."""
         rows = at.rows
         key = (number, name, shape, rows, at.in_loop)
-        found = self._layouts.get(key)
-        if found is None:
-            found, doubt = self._find(number, name, shape, rows, at.in_loop)
+        layout = self._layouts.get(key)
+        if layout is None:
+            layout, doubt = self._find(number, name, shape, rows, at.in_loop)
             if doubt and self._tensor > 1:
                 raise PlanError(
                     f"plan={self._spec!r}, randomness='global': {name} at {_where()} draws the "
@@ -243,8 +243,8 @@ class GlobalDraws:
                     f"{name} at {_where()} draws the shape {list(shape)} for {rows} samples, and "
                     f"{doubt}: on another number of workers the numbers may be others"
                 )
-            self._layouts[key] = found
-        return found
+            self._layouts[key] = layout
+        return layout
 
     def _find(
         self, number: int, name: str, shape: tuple[int, ...], rows: int, in_loop: bool

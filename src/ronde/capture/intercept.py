@@ -77,8 +77,8 @@ def is_random(name: str) -> bool:
 
 def kind_of(function: Any) -> tuple[str, bool, bool]:
     """Name, whether it is not an event, whether it draws random numbers."""
-    found = _kinds.get(function)
-    if found is None:
+    kind = _kinds.get(function)
+    if kind is None:
         name = name_of(function)
         how = getattr(function, "__name__", "")
         if how in ("__get__", "__set__", "__delete__"):
@@ -86,10 +86,10 @@ def kind_of(function: Any) -> tuple[str, bool, bool]:
             name = ".grad" if name == "grad" else name  # not torch.autograd.grad
         else:
             passive = name in _NAMES_NOT_EVENTS
-        found = (name, passive, not passive and is_random(name))
+        kind = (name, passive, not passive and is_random(name))
         if len(_kinds) < 10_000:
-            _kinds[function] = found
-    return found
+            _kinds[function] = kind
+    return kind
 
 
 # A fake tensor has its own tolist, written in Python.

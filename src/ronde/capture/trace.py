@@ -287,7 +287,7 @@ def bounds_of(
     """
     places = {(c.path, c.nth): c.start for c in trace.calls}
     forbidden = trace._forbidden()
-    found: list[int | None] = []
+    starts: list[int | None] = []
     before = 0
     for point in points:
         at = places.get((point.path, point.nth))
@@ -304,16 +304,16 @@ def bounds_of(
             if why:
                 raise ArgumentError(f"no stage can begin at {point.name} in this pass: {why}.")
             before = at
-        found.append(at)
-    bounds = [at for at in found if at is not None]
+        starts.append(at)
+    bounds = [at for at in starts if at is not None]
     if may is None or len(bounds) == len(points):
         return bounds
     bounds = []
-    for stage, at in enumerate(found, 1):
+    for stage, at in enumerate(starts, 1):
         if at is None:
             low = bounds[-1] if bounds else 0
             end = max(low, len(trace.events) - 1)
-            high = next((start for start in found[stage:] if start is not None), end)
+            high = next((start for start in starts[stage:] if start is not None), end)
             own = ((i, e) for i, e in enumerate(trace.events[low:high], low) if not e.shared)
             at = next((i for i, e in own if not may(stage - 1, e)), high)
             while at > low and trace._why_not(at, trace.crossing(at), forbidden):
@@ -321,7 +321,7 @@ def bounds_of(
         bounds.append(at)
     for i, event in enumerate(trace.events):
         if not event.shared and not may(sum(b <= i for b in bounds), event):
-            raise _not_called(next(p for p, at in zip(points, found, strict=True) if at is None))
+            raise _not_called(next(p for p, at in zip(points, starts, strict=True) if at is None))
     return bounds
 
 

@@ -103,11 +103,11 @@ def bypass_attributes() -> None:
         return
 
     def infos(*args: Any) -> Any:
-        found = find(*args)
-        for info in found:
+        modules = find(*args)
+        for info in modules:
             info.module = place(info.module)
             info.shared_modules[:] = map(place, info.shared_modules)
-        return found
+        return modules
 
     def place(module: Any) -> Any:
         own = getattr(module.__setattr__, "__func__", None) is not nn.Module.__setattr__

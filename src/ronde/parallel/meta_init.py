@@ -52,12 +52,12 @@ def weights_in(path: str | os.PathLike[str], verified: bool = False) -> checkpoi
     """
     place = Path(path)
     if (place / "manifest.json").is_file():
-        found = checkpoint.trust(place) if verified else checkpoint.verify(place)
-        if found is None:
+        trusted = checkpoint.trust(place) if verified else checkpoint.verify(place)
+        if trusted is None:
             raise CheckpointError(
                 f"{place} is not a whole checkpoint, or not on a file system that this worker sees"
             )
-        return found.source("model")
+        return trusted.source("model")
     if place.is_file():
         return checkpoint.PieceSource.of_files(place.parent, [place.name])
     files = sorted(f.name for f in place.glob("*.safetensors")) if place.is_dir() else []
@@ -147,7 +147,7 @@ def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Modules in the order their constructors end: what a parent does to its children comes
     last.
     """
-    found: list[tuple[str, nn.Module]] = []
+    ordered: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module) -> None:
@@ -156,10 +156,10 @@ def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
         seen.add(id(module))
         for child, each in module.named_children():
             visit(f"{name}.{child}" if name else child, each)
-        found.append((name, module))
+        ordered.append((name, module))
 
     visit("", model)
-    return found
+    return ordered
 
 
 def _marked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

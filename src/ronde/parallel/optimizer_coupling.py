@@ -59,9 +59,9 @@ def check_coupling(plan: Plan, optimizer: Optimizer) -> None:
     if not (plan.pipeline > 1 or plan.tensor > 1 or zero1):
         return
     name, which = type(optimizer).__name__, f"plan={plan.spec!r}"
-    found = coupling(optimizer)
+    kind = coupling(optimizer)
     cure = "shard='gradients' or 'parameters', under which torch computes global norms"
-    if found == "coupled":
+    if kind == "coupled":
         if name in _COUPLED:
             cure = "another optimizer"
         raise ArgumentError(
@@ -69,7 +69,7 @@ def check_coupling(plan: Plan, optimizer: Optimizer) -> None:
             "norm of all gradients), and here a worker updates only some. Use plan='replicate' "
             f"(shard='none'), or {cure}."
         )
-    if found:
+    if kind:
         raise ArgumentError(
             f"{which}: a worker updates only part of the parameters, and {name}, which is not one "
             "of torch's optimizers, may compute each update from all of them. If it does not, "
@@ -100,9 +100,9 @@ def ways_refused(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, str]
             why = f"{parameter!r} has a hook on its gradient"
             refused |= dict.fromkeys(("shard=gradients", "shard=parameters", "tensor"), why)
             break
-    if found := coupling(optimizer):
+    if kind := coupling(optimizer):
         why = f"{name} computes the update of each parameter from all of them"
-        if found == "unknown":
+        if kind == "unknown":
             why = f"{name} may compute each update from all parameters (see optimizer.coupling)"
         refused |= dict.fromkeys(("pipeline", "tensor", "shard=optimizer"), why)
     if is_keras(model):

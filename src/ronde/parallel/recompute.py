@@ -72,7 +72,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         >>> list(repeated_blocks(model))
         ['body.0', 'body.1', 'head']
     """
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> None:
@@ -86,12 +86,12 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
             leaves = all(_is_leaf(c) for _, c in layers)
             short = isinstance(child, nn.Sequential) and 1 < len(layers) <= 4 and leaves
             if short or (listed and not isinstance(child, _LISTS)):
-                found[full] = child
+                blocks[full] = child
             else:
                 visit(full, child)
 
     visit("", model)
-    return found
+    return blocks
 
 
 def large_children(model: nn.Module) -> dict[str, nn.Module]:
@@ -100,7 +100,7 @@ def large_children(model: nn.Module) -> dict[str, nn.Module]:
     For models without repeated blocks.
     """
     total = sum(p.numel() for p in model.parameters())
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
 
     def visit(path: str, module: nn.Module) -> None:
         for name, child in _children(module):
@@ -109,10 +109,10 @@ def large_children(model: nn.Module) -> dict[str, nn.Module]:
             if size > total / 2 and len(_children(child)) > 1:
                 visit(full, child)
             elif size >= total / 16 and not isinstance(child, _LISTS):
-                found[full] = child
+                blocks[full] = child
 
     visit("", model)
-    return found
+    return blocks
 
 
 class _Buffers:
@@ -352,8 +352,8 @@ def _changes_in_place(block: nn.Module) -> bool:
 
 def _chosen(model: nn.Module) -> dict[str, nn.Module]:
     """The default blocks: the repeated ones, or the largest children."""
-    found = {n: b for n, b in repeated_blocks(model).items() if _gains(b)}
-    return found or {n: b for n, b in large_children(model).items() if _gains(b)}
+    blocks = {n: b for n, b in repeated_blocks(model).items() if _gains(b)}
+    return blocks or {n: b for n, b in large_children(model).items() if _gains(b)}
 
 
 @contextmanager

@@ -84,12 +84,12 @@ def held_parameters(strategy: Strategy, tied: Mapping[str, str]) -> dict[str, nn
     Args:
         tied: state name of a shared tensor -> its first name.
     """
-    found: dict[str, nn.Parameter] = {}
+    held: dict[str, nn.Parameter] = {}
     # FSDP puts its shards back for state_dict(): until then, it may hold whole parameters.
     for name, value in strategy.model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and value.requires_grad and strategy.owns(name):
-            found.setdefault(tied.get(name, name), value)
-    return found
+            held.setdefault(tied.get(name, name), value)
+    return held
 
 
 def late_gradient(model: nn.Module) -> str | None:
@@ -184,13 +184,13 @@ class ReplicaCheck:
             WorldError: on every rank, with the ranks and the parameters that differ.
         """
         held = held_parameters(strategy, tied)
-        compared, found, parts = _differences(gather_json(me, _digests(held)))
+        compared, phrases, parts = _differences(gather_json(me, _digests(held)))
         self.possible = compared > 0
-        if not found:
+        if not phrases:
             self._last = step
             return
         since = f"At step {self._last}" if self._last else "At first"
-        more = f"; {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        more = f"; {len(phrases) - _SHOWN} more" if len(phrases) > _SHOWN else ""
         why, cure = explain(), ""
         if not why:
             name, first, second = parts[0]
@@ -212,7 +212,7 @@ class ReplicaCheck:
                 )
         raise WorldError(
             f"after step {step}, replicas of the model are not equal: "
-            f"{'; '.join(found[:_SHOWN])}{more}. {since} they were equal: {why}. {cure or 'Go on'} "
+            f"{'; '.join(phrases[:_SHOWN])}{more}. {since} they were equal: {why}. {cure or 'Go on'} "
             f"from a checkpoint that is not later than step {self._last}."
         )
 
@@ -249,7 +249,7 @@ def _differences(
     """How many parts two ranks or more hold, a phrase for each of which they hold other bits, and
     its name with two such ranks: the minority is named, or all of them if there is none.
     """
-    compared, found, which = 0, list[str](), list[tuple[str, int, int]]()
+    compared, phrases, which = 0, list[str](), list[tuple[str, int, int]]()
     for name in dict.fromkeys(name for each in everyone for name in each):
         parts: dict[str, dict[str, list[int]]] = {}
         for rank, each in enumerate(everyone):
@@ -264,10 +264,10 @@ def _differences(
             which.append((name, ranks[0][0], ranks[1][0]))
             if len(ranks[0]) > len(ranks[1]):
                 odd = sorted(rank for some in ranks[1:] for rank in some)
-                found.append(
+                phrases.append(
                     f"{name!r} of {ranks_text(odd)} differs from that of {ranks_text(ranks[0])}"
                 )
             else:
                 sides = " and ".join(ranks_text(some) for some in ranks)
-                found.append(f"{name!r} differs between {sides}, and either may be wrong")
-    return compared, found, which
+                phrases.append(f"{name!r} differs between {sides}, and either may be wrong")
+    return compared, phrases, which

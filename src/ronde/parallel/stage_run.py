@@ -571,9 +571,11 @@ def _not_sent(event: TraceEvent) -> Diverged:
     )
 
 
-def _other_result(event: TraceEvent, found: str, mark: Any) -> Diverged:
+def _other_result(event: TraceEvent, returned: str, mark: Any) -> Diverged:
     recorded = "a tensor" if isinstance(mark, Value | Given) else repr(mark)
-    return Diverged(f"{event.where} returns {found}; the recorded pass had {recorded}. {_ADVICE}")
+    return Diverged(
+        f"{event.where} returns {returned}; the recorded pass had {recorded}. {_ADVICE}"
+    )
 
 
 def _other_shape(event: TraceEvent, made: torch.Tensor, value: Value) -> Diverged:

@@ -184,14 +184,14 @@ class Strategy:
 
         Called only if workers hold different parameters.
         """
-        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         default = self.parameters[0].device if self.parameters else torch.device("cpu")
-        device = next(iter(found), default)
+        device = next(iter(flags), default)
         flag = torch.zeros(1, device=device)
-        for value in found.values():
+        for value in flags.values():
             flag += value.to(device).reshape(1)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
-        found.update({d: flag.to(d).clamp(max=1.0) for d in (found or [device])})
+        flags.update({d: flag.to(d).clamp(max=1.0) for d in (flags or [device])})
 
     def updated(self) -> None:
         """Called after the optimizer's step."""
