@@ -36,7 +36,6 @@ _CONTAINERS = (
     nn.TransformerDecoderLayer,
 )
 
-_MOST_NUMBERS = 4096
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 
@@ -397,7 +396,7 @@ class EventRecorder(Interceptor):
         if torch._C._functorch.peek_interpreter_stack() is not None and not shared:
             opaque = True
         numbers = not shared and call.kind == "op" and (call.name in NUMBERS or call.sized)
-        if numbers and len(leaves) > _MOST_NUMBERS:
+        if numbers and len(leaves) > 4096:  # each would be a message of its own
             opaque, numbers = True, False
         marked: list[Any] = []
         made: list[int] = []

@@ -23,6 +23,8 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# torch tags the dispatched operators that draw, but not the Python functions that are intercepted
+# here: their names must tell.
 _RANDOM = re.compile(
     "rand|dropout|bernoulli|multinomial|normal|uniform|exponential|poisson|gumbel|cauchy|geometric|rrelu|binomial|_standard_gamma|"
     "_sample_dirichlet|fractional_max_pool"

@@ -23,13 +23,9 @@ from ronde.world.tensors import tensors_in
 
 __all__ = ["choose_cut", "state_ratio", "usable"]
 
-# Operations and bytes a second that a device does, about, and what an operation costs besides. Only
-# their ratios decide.
-_SPEEDS = {"cpu": (5e10, 1e10), "cuda": (5e13, 1e12)}
+# What a device does, about, and what an operation costs besides. Only their ratios decide.
+_OPERATIONS_AND_BYTES_PER_SECOND = {"cpu": (5e10, 1e10), "cuda": (5e13, 1e12)}
 _OPERATION_SECONDS = 5e-6
-# A cut between blocks may make the slowest stage this much slower than the best cut, and this many
-# seconds: in a small model, single operations must not move it into a block.
-_WHOLE_BLOCKS, _FEW_OPERATIONS = 1.05, 10 * _OPERATION_SECONDS
 
 
 def state_ratio(optimizer: Optimizer) -> float:
@@ -136,7 +132,8 @@ def count_parts(model: nn.Module, points: list[Point], call: Callable[[], torch.
     handles: list[Any] = []
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     seen: set[int] = set()
-    counter = _Counter(_SPEEDS.get(next(model.parameters()).device.type, _SPEEDS["cuda"]))
+    speeds = _OPERATIONS_AND_BYTES_PER_SECOND
+    counter = _Counter(speeds.get(next(model.parameters()).device.type, speeds["cuda"]))
     parts = len(points) + 1
     saved = [0] * parts
 
@@ -291,7 +288,9 @@ def choose_cut(
         )
 
     fine = best(costs.units)
-    limit = fine.seconds * _WHOLE_BLOCKS + _FEW_OPERATIONS
+    # A cut between blocks may make the slowest stage a twentieth and ten operations slower than the
+    # best cut: in a small model, single operations must not move it into a block.
+    limit = 1.05 * fine.seconds + 10 * _OPERATION_SECONDS
     tried = 0
     for depth in range(max(unit.name.count(".") for unit in costs.units) + 1):
         whole = _between_blocks(model, costs.units, depth)

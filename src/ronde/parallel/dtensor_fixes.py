@@ -7,7 +7,7 @@
 - A view along a divided dimension (``weight[0]``) is a copy, and writes into it are lost (#147570):
   they are refused. ``parameter.data = …`` is lost as well (#157391).
 - A new tensor of another shape (``weight.new_zeros(2, 8, 16)``, a hidden state) is divided as well,
-  and no model takes it: it becomes a plain one.
+  and no model takes it: it becomes a plain one (not reported).
 
 The repairs communicate where they exchange values: every worker must do the same, as with any
 operation on divided parameters. They are for torch up to 2.13: each goes with the first torch in

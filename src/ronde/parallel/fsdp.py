@@ -70,7 +70,7 @@ _LOSS, _WEIGHT, _CALLS, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4  # slots of the paylo
 # takes some hundredths of a step. A GPU waits at every block, and the steps that correct a
 # prediction come soon.
 _CHECKED_PASSES, _CHECKED_PASSES_GPU = 16, 3
-_CHECK_EVERY = 50  # steps, on a GPU
+_CHECK_EVERY_STEPS = 50  # on a GPU: reading what was exchanged waits for it
 _HASHES = 4093  # a prime below 2 ** 12: sums over 4,096 workers are exact in float32
 
 
@@ -663,7 +663,7 @@ class Shard(Replicate):
         payload[_LEFT_OUT].fill_(self._left_out)
         self.sharded.all_reduce(payload)
         # Reading a GPU's numbers means waiting for it.
-        if self.me.device.type == "cpu" or self._steps % _CHECK_EVERY == 1:
+        if self.me.device.type == "cpu" or self._steps % _CHECK_EVERY_STEPS == 1:
             if payload[_CALLS] != self._call_hash * self.me.size:
                 raise self._diverged(f"found after step {self._steps}")
             self._check_all = self._check_all or bool(payload[_LEFT_OUT])

@@ -1,7 +1,9 @@
 """Repairs of FSDP2, one function or class each: what upstream does wrong, and where it is reported.
 
-Numbers are issues and pull requests of pytorch/pytorch. :func:`silence_renamed_collectives`,
-:func:`skip_unused_inputs`, and :func:`bypass_attributes` take effect when this module is imported.
+Numbers are issues and pull requests of pytorch/pytorch. torch 2.13 needs all of them; a repair goes
+with the first torch in which its issue is closed.
+:func:`silence_renamed_collectives`, :func:`skip_unused_inputs`, and :func:`bypass_attributes` take
+effect when this module is imported.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ class _ParameterPlace:
 def bypass_attributes() -> None:
     """A parameter may have the name of another attribute, as a Keras layer's variable.
 
-    FSDP2 sets and reads parameters as attributes where a class has a ``__setattr__`` of its own.
+    FSDP2 sets and reads parameters as attributes where a class has a ``__setattr__`` of its own
+    (since #120340, not reported as a defect): needed while Keras's layers have one.
     """
     try:
         from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -142,7 +145,8 @@ def exchange_unused(module: FSDPModule) -> None:
     """Exchange parameters that only some workers used.
 
     FSDP2 reduces those that have a gradient, so workers that used different ones wait for ever or
-    mix them up (#158719). The option exists from torch 2.12 on.
+    mix them up (#158719). The option exists from torch 2.12 on: with that as the oldest torch, the
+    question whether it is there goes.
     """
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True)
@@ -212,7 +216,9 @@ def _items(container: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def unfuse(optimizer: Optimizer) -> None:
-    """torch 2.13 has no fused SGD and Adagrad for DTensors. The plain step computes the same."""
+    """torch 2.13 has no fused SGD and Adagrad for DTensors (not reported). The plain step computes
+    the same.
+    """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused and type(optimizer).__name__ in ("SGD", "Adagrad"):
         for group in optimizer.param_groups:

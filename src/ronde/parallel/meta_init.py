@@ -32,8 +32,6 @@ FILL_THEMSELVES: tuple[str, ...] = ("shard", "pipeline")
 it is filled before.
 """
 
-_SEED = 6  # among the keys of the run's seed
-
 
 def meta_names(model: nn.Module) -> list[str]:
     """Names of parameters and buffers without values."""
@@ -225,7 +223,8 @@ def _initialise(
         with (
             torch.no_grad(),
             torch.device("cpu"),
-            _seeded(key_of(seed, _SEED, int.from_bytes(digest[:8], "little"))),
+            # 6: the place of initial values among the keys of the run's seed
+            _seeded(key_of(seed, 6, int.from_bytes(digest[:8], "little"))),
         ):
             for held, k, t in own:
                 # What has its values already (tied weights) is covered too: it must not be drawn

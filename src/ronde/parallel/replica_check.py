@@ -33,7 +33,7 @@ CHECKED_STEPS = 2
 """Optimizer steps that are checked, after the start and after a resume."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ROUNDING = 16  # machine epsilons between workers whose processors round differently
+_ROUNDING_EPSILONS = 16  # of the largest value: processors may round differently
 _SHOWN = 5
 
 
@@ -68,7 +68,7 @@ def check_step(strategy: Strategy, tied: Mapping[str, str], plan: Plan, me: Worl
             )
     differing = _differences([digests for _, digests in everyone])[2]
     for name, first, second in differing:
-        if _compared(held.get(name), first, second, me)[2] > _ROUNDING:
+        if _compared(held.get(name), first, second, me)[2] > _ROUNDING_EPSILONS:
             raise PlanError(
                 f"plan={plan.spec!r}: after the step, parameter {name!r} has other values on rank "
                 f"{second} than on rank {first}, and both hold the same part of it. The "
@@ -190,6 +190,7 @@ class ReplicaCheck:
             self._last = step
             return
         since = f"At step {self._last}" if self._last else "At first"
+        shown = "; ".join(phrases[:_SHOWN])
         more = f"; {len(phrases) - _SHOWN} more" if len(phrases) > _SHOWN else ""
         why, cure = explain(), ""
         if not why:
@@ -211,9 +212,9 @@ class ReplicaCheck:
                     "only: see .data, .grad and optimizer.state in the script"
                 )
         raise WorldError(
-            f"after step {step}, replicas of the model are not equal: "
-            f"{'; '.join(phrases[:_SHOWN])}{more}. {since} they were equal: {why}. {cure or 'Go on'} "
-            f"from a checkpoint that is not later than step {self._last}."
+            f"after step {step}, replicas of the model are not equal: {shown}{more}. {since} they "
+            f"were equal: {why}. {cure or 'Go on'} from a checkpoint that is not later than step "
+            f"{self._last}."
         )
 
 

@@ -146,7 +146,9 @@ def _walk(root: Any, stops: Mapping[Any, str] | set[Any]) -> tuple[set[Any], set
     return seen, reached
 
 
-# Operations that mix features: no MLP can be split across them.
+# Operations that mix features: no MLP can be split across them. Autograd's graph has nothing but
+# the names of its nodes; what these let through by mistake, the trials and the comparison of
+# gradients refuse.
 _NOT_BY_FEATURE = re.compile(
     r"Norm|Softmax|Embedding|Convolution|Mean|Sum|Var|Bmm|Mm|Addmm|ScaledDot|Cat|Stack|Index|"
     r"Gather|Fft|Pool|Einsum|Max|Min|Prod|Sort"
@@ -192,6 +194,8 @@ class _Candidate:
         self.block = dataclasses.replace(self.block, why_not=why)
 
 
+# Only the order of the trials follows from attributes' names: likely ones first, so that most
+# models need one trial. A trial decides, whatever the name.
 _HEAD_NAMES = re.compile(r"head", re.I)
 _NOT_COUNTS = re.compile(r"dim|size|width|channels|group|layer|max|len|idx|index|per_", re.I)
 
