@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import zygote
 from pipeline_cases import largest_difference, plain
 from processes import PATHS, TESTS, forked
-from sampling import ALL, long, some
+from sampling import ALL, some
 
 BOUND = 1e-10
 GRID = "pipeline=2,tensor=2"
@@ -92,38 +92,3 @@ def test_three_dimensions_are_the_same_training(workers, cases, tmp_path):
     ):
         for rank in range(workers):
             assert said in (out / f"{i}-{rank}.error").read_text()
-
-
-@long
-@pytest.mark.timeout(600)
-def test_models_nobody_here_wrote_in_three_dimensions(tmp_path):
-    check_foreign(8, [("gpt2", f"{GRID},shard=gradients"), ("t5", GRID)], tmp_path)
-
-
-@long
-def test_models_nobody_here_wrote_in_two_of_them(tmp_path):
-    check_foreign(4, [("gpt2", GRID), ("t5", f"{GRID},schedule=interleaved")], tmp_path)
-
-
-def check_foreign(workers: int, cases: list[tuple[str, str]], folder: Path) -> None:
-    pytest.importorskip("transformers")
-    import foreign_models as foreign
-    from foreign_worker import SOME_STEPS
-    from foreign_worker import plain as plain_foreign
-
-    foreign.load_transformers()
-    rows = [["TRANSFORMERS", name, plan] for name, plan in cases]
-    loader = "foreign_models:load_transformers"
-    out = launch("foreign_worker.py", workers, rows, folder, loader)
-    for name, _ in cases:
-        expected, aside = plain_foreign("TRANSFORMERS", name, SOME_STEPS)
-        error = out / f"TRANSFORMERS-{name}-0.error"
-        assert not error.exists(), error.read_text()
-        held = [
-            load_file(out / f"TRANSFORMERS-{name}-{rank}.safetensors") for rank in range(workers)
-        ]
-        assert set().union(*held) == expected.keys()
-        for found in held:
-            compared = {k: v for k, v in found.items() if k not in aside}
-            difference, where = largest_difference(compared, expected)
-            assert difference <= BOUND, f"{name}: {where} differs by {difference:.1e}"
