@@ -29,7 +29,6 @@ class Built:
     batch: Any
     call: Callable[[nn.Module, Any], torch.Tensor]
     other: Any = None
-    random: bool = False  # the pass draws random numbers
     # points (prefixes of their names) that may be missing with other weights or batches
     moving: tuple[str, ...] = field(default=())
 
@@ -154,13 +153,13 @@ class LSTM2(nn.Module):
 
 @own
 def lstm_two_layer() -> Built:
-    return Built(LSTM2(), tokens(3, 5), square, tokens(2, 7), random=True)
+    return Built(LSTM2(), tokens(3, 5), square, tokens(2, 7))
 
 
 @own
 def packed_sequence() -> Built:
     a, b = torch.tensor([5, 2, 4]), torch.tensor([3, 6])
-    return Built(LSTM2(packed=True), (tokens(3, 5), a), square, (tokens(2, 6), b), random=True)
+    return Built(LSTM2(packed=True), (tokens(3, 5), a), square, (tokens(2, 6), b))
 
 
 class InPlace(nn.Module):
@@ -275,12 +274,12 @@ class Checkpointed(nn.Module):
 
 @own
 def checkpointed() -> Built:
-    return Built(Checkpointed(False), rows(4), square, rows(3), random=True)
+    return Built(Checkpointed(False), rows(4), square, rows(3))
 
 
 @own
 def checkpointed_reentrant() -> Built:
-    return Built(Checkpointed(True), rows(4), square, rows(3), random=True)
+    return Built(Checkpointed(True), rows(4), square, rows(3))
 
 
 class Cube(torch.autograd.Function):
@@ -390,7 +389,7 @@ class Dropouts(nn.Module):
 
 @own
 def dropouts() -> Built:
-    return Built(Dropouts(), rows(4), square, rows(3), random=True)
+    return Built(Dropouts(), rows(4), square, rows(3))
 
 
 class Hooked(nn.Module):
@@ -466,7 +465,6 @@ def load_transformers() -> None:
         batch: Callable[[int, int], dict[str, Any]],
         other=(2, 4),
         loss=None,
-        random=False,
         **options,
     ):
         def make() -> Built:
@@ -477,7 +475,7 @@ def load_transformers() -> None:
                 settings._experts_implementation = "eager"
             made = getattr(t, model)(settings)
             call = loss or (lambda m, b: m(**b).loss)
-            return Built(made, batch(3, 6), call, batch(*other), random=random)
+            return Built(made, batch(3, 6), call, batch(*other))
 
         TRANSFORMERS[name] = make
 
@@ -500,14 +498,14 @@ def load_transformers() -> None:
     }
     none = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
     gpt = {"vocab_size": 17, "n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 16, **none}
-    add("gpt2", "GPT2Config", "GPT2LMHeadModel", text, random=True, **gpt)
+    add("gpt2", "GPT2Config", "GPT2LMHeadModel", text, **gpt)
     llama = {**small, **none, "num_key_value_heads": 1, "max_position_embeddings": 16}
     add("llama", "LlamaConfig", "LlamaForCausalLM", text, **llama, use_cache=False)
     add("llama_cache", "LlamaConfig", "LlamaForCausalLM", padded, **llama)
     moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
     add("mixtral", "MixtralConfig", "MixtralForCausalLM", padded, **llama, **moe, use_cache=False)
     bert = {**small, "max_position_embeddings": 16, "pad_token_id": 0}
-    add("bert", "BertConfig", "BertForMaskedLM", padded, random=True, **bert)
+    add("bert", "BertConfig", "BertForMaskedLM", padded, **bert)
     t5 = {
         "vocab_size": 17,
         "d_model": 8,
@@ -518,7 +516,7 @@ def load_transformers() -> None:
         "decoder_start_token_id": 0,
         **none,
     }
-    add("t5", "T5Config", "T5ForConditionalGeneration", padded, random=True, **t5)
+    add("t5", "T5Config", "T5ForConditionalGeneration", padded, **t5)
     bart = {
         "vocab_size": 17,
         "d_model": 8,
@@ -532,7 +530,7 @@ def load_transformers() -> None:
         "decoder_start_token_id": 1,
         **none,
     }
-    add("bart", "BartConfig", "BartForConditionalGeneration", padded, random=True, **bart)
+    add("bart", "BartConfig", "BartForConditionalGeneration", padded, **bart)
     add(
         "mamba",
         "MambaConfig",
@@ -630,7 +628,6 @@ def load_diffusers() -> None:
         model: str,
         batch: Callable[[int], dict[str, Any]],
         call=None,
-        random=False,
         other=2,
         **options,
     ):
@@ -640,7 +637,7 @@ def load_diffusers() -> None:
             return (out - 0.5).pow(2).mean()
 
         DIFFUSERS[name] = lambda: Built(
-            getattr(d, model)(**options), batch(3), call or default, batch(other), random=random
+            getattr(d, model)(**options), batch(3), call or default, batch(other)
         )
 
     def real(*shape):

@@ -206,8 +206,6 @@ def _counters(
     """Attributes of the modules in ``path`` that hold one of ``values``, ``named`` as heads."""
 
     def counts(attribute: str, value: Any) -> bool:
-        if attribute == "_axes_lengths" and isinstance(value, tuple):  # einops' layers
-            return any(v in values for _, v in value)
         if not isinstance(value, int) or isinstance(value, bool) or attribute.startswith("_"):
             return False
         is_head_name = _HEAD_NAMES.search(attribute) and not _NOT_COUNTS.search(attribute)

@@ -7,7 +7,7 @@ stands in for them, training communicates.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -308,13 +308,6 @@ def replace_attribute(stack: ExitStack, target: nn.Module, name: str, value: Any
 _ABSENT: Any = object()
 
 
-def _divided(value: Any, counts: Iterable[int], tensor: int) -> Any:
-    """An attribute that counts fewer heads; einops' layers hold pairs of names and numbers."""
-    if isinstance(value, tuple):
-        return tuple((n, v // tensor if v in counts else v) for n, v in value)
-    return value // tensor
-
-
 def recomputes(module: nn.Module) -> bool:
     """Whether :mod:`ronde.parallel.recompute` runs it twice."""
     return getattr(vars(module).get("forward"), "__module__", "") == "ronde.parallel.recompute"
@@ -348,12 +341,11 @@ def install_layers(
         embedding = model.get_submodule(name)
         if "forward" not in vars(embedding):
             replace_attribute(stack, embedding, "forward", _embedding(runtime))
-    counts = {block.heads, block.kv_heads}
     for name, attribute in block.attributes:
         if (name, attribute) not in done:
             done.add((name, attribute))
             owner = model.get_submodule(name)
-            fewer = _divided(vars(owner)[attribute], counts, runtime.tensor)
+            fewer = vars(owner)[attribute] // runtime.tensor
             replace_attribute(stack, owner, attribute, fewer)
     if block.narrow:
         container = model.get_submodule(block.path)
