@@ -562,7 +562,6 @@ def load_transformers() -> None:
         "SwinConfig",
         "SwinForImageClassification",
         pictures,
-        random=True,
         image_size=16,
         patch_size=2,
         embed_dim=4,
@@ -602,7 +601,6 @@ def load_transformers() -> None:
         "Wav2Vec2Config",
         "Wav2Vec2ForCTC",
         wave,
-        random=True,
         **small,
         conv_dim=(4, 4),
         conv_stride=(2, 2),
@@ -691,7 +689,6 @@ def load_diffusers() -> None:
         "AutoencoderKL",
         lambda n: {"sample": real(n, 3, 8, 8)},
         variational,
-        random=True,
         **vae,
     )
     dit = {
@@ -711,7 +708,6 @@ def load_diffusers() -> None:
             "timestep": torch.arange(n),
             "class_labels": torch.arange(n),
         },
-        random=True,
         **dit,
         num_embeds_ada_norm=10,
     )

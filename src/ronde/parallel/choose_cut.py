@@ -165,6 +165,7 @@ def count_parts(model: nn.Module, points: list[Point], call: Callable[[], torch.
     try:
         for p, _ in gradients:
             p.grad = None
+        counter.seconds = [0.0] * parts
         begin = {p.path: modules[p.path] for p in points}
         saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
         with calls_heard(begin, enter), counter, saving:
