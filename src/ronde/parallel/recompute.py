@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -372,7 +372,7 @@ def applied(model: nn.Module, level: str) -> Iterator[list[str]]:
                 own["forward"] = own.pop("_forward_once")
 
 
-def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None = None) -> list[str]:
+def apply(model: nn.Module, level: str) -> list[str]:
     """Recompute a model's blocks in the backward pass.
 
     Args:
@@ -381,10 +381,10 @@ def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None =
             matrix products, convolutions, and attention. Blocks with in-place layers
             (``nn.ReLU(inplace=True)``), which overwrite those, are recomputed in full.
             ``"none"``: nothing.
-        blocks: name -> module; by default :func:`repeated_blocks`, else the largest children.
 
     Returns:
-        list: names of the blocks. If there are none, you get a warning.
+        list: names of the blocks (:func:`repeated_blocks`, else the largest children). If there are
+        none, you get a warning.
 
     Example:
         >>> layer = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -400,7 +400,7 @@ def apply(model: nn.Module, level: str, blocks: Mapping[str, nn.Module] | None =
         raise ArgumentError(
             f"recompute={level!r} is unknown. Choose 'none', 'selective', or 'full'."
         )
-    chosen = dict(blocks) if blocks is not None else _chosen(model)
+    chosen = _chosen(model)
     if not chosen:
         warnings.warn(
             f"recompute={level!r} has no effect: {type(model).__name__} has no block of several "

@@ -590,7 +590,6 @@ def _select(
     run: Callable[[], torch.Tensor],
     trace: _Trace,
     candidates: list[_Candidate],
-    places: Sequence[int],
     tensor: int,
 ) -> None:
     """Choose each block's way, and refuse blocks for which none is right."""
@@ -598,7 +597,7 @@ def _select(
     selection = _Selection(c for c in candidates if c.block.kind != "multihead")
     while selection.active:
         chosen = selection.chosen()
-        runtimes = (_TrialRuntime(trace, place, tensor) for place in places)
+        runtimes = (_TrialRuntime(trace, place, tensor) for place in range(tensor))
         failures = (_trial_failure(model, run, chosen, runtime) for runtime in runtimes)
         failure = next(filter(None, failures), None)
         if failure is None:
@@ -613,7 +612,6 @@ def recognize(
     run: Callable[[], torch.Tensor],
     tensor: int,
     *,
-    places: Sequence[int] | None = None,
     gradients: bool = False,
 ) -> DivisibleBlocks:
     """Find the blocks of a model that ``tensor`` workers can hold together, in one process.
@@ -622,7 +620,6 @@ def recognize(
         model: any module tree; it is left as it was.
         run: a forward pass over a few samples (two or more) through ``model``, and its loss, 0-d.
         tensor: into how many parts.
-        places: whose parts are tried on the sample; None for all of them.
         gradients: also note the gradients' sums, to compare with those of the divided model.
 
     Example:
@@ -646,7 +643,7 @@ def recognize(
         trace.nodes.clear()
         for c in candidates:
             c.region, c.closure = set(), set()
-        _select(model, run, trace, candidates, range(tensor) if places is None else places, tensor)
+        _select(model, run, trace, candidates, tensor)
     blocks = [_sized(model, c.block, trace) for c in candidates]  # of the way that was chosen
     return DivisibleBlocks(
         tuple(b for b in blocks if not b.why_not),
