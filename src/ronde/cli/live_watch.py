@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ronde.cli.options import option
-from ronde.watch import Alert, Record, RunDir
+from ronde.watch import Alert, Record, RunDir, read
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
@@ -157,16 +155,12 @@ class LiveWatch:
 
     def _known(self) -> None:
         """Alerts of the run before a resume were told then."""
-        assert self._judge is not None
-        with self._directory.record.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                with contextlib.suppress(ValueError):
-                    value = json.loads(line)
-                    if isinstance(value, dict) and value.get("type") == "alert":
-                        self._told.add(_key(value))
+        for event in read(self._directory.record):
+            if isinstance(event, Alert):
+                self._told.add(_key(event))
 
     def _take(self, alert: Alert) -> None:
-        if _key(dataclasses.asdict(alert)) in self._told:
+        if _key(alert) in self._told:
             return
         from ronde.cli.watch import alert_text
 
@@ -187,5 +181,5 @@ class LiveWatch:
             self._unwritten.clear()
 
 
-def _key(alert: Mapping[str, Any]) -> tuple[Any, ...]:
-    return alert.get("part"), alert.get("rule"), alert.get("tensor")
+def _key(alert: Alert) -> tuple[str | None, str, str | None]:
+    return alert.part, alert.rule, alert.tensor

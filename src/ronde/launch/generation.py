@@ -15,7 +15,8 @@ from ronde.launch.hang_watch import is_new, record_hangs
 from ronde.launch.job import Job, Outcome
 from ronde.launch.links import Link
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_foreign, judge_hang
-from ronde.watch.health_record import RESOURCES, JsonLines
+from ronde.watch.health_record import RESOURCES
+from ronde.watch.record import JsonLines
 from ronde.watch.slow_rank import SlowRanks
 
 __all__ = ["Generation"]

@@ -28,19 +28,17 @@ Numbers have four significant digits; None: there is none. "nan", "inf", and "-i
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from ronde.watch.record import ends_torn
-from ronde.world.fence import is_fenced
+from ronde.watch.record import JsonLines
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HEALTH", "IDLE_ROWS", "RESOURCES", "HealthFile", "JsonLines", "rounded"]
+__all__ = ["HEALTH", "IDLE_ROWS", "RESOURCES", "HealthFile", "rounded"]
 
 HEALTH, RESOURCES = "health.jsonl", "resources.jsonl"
 """Names of files in a run directory."""
@@ -58,36 +56,6 @@ def rounded(value: float | None) -> float | str | None:
     if value is None or math.isfinite(value):
         return None if value is None else float(f"{value:.4g}")
     return str(float(value))
-
-
-class JsonLines:
-    """Appends objects to a file, each as a line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file: TextIO | None = None
-
-    def write(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Append lines and flush them to the system.
-
-        Raises:
-            OSError: the disk is full, say.
-        """
-        if is_fenced():
-            return  # the run has been restarted without this worker
-        if self._file is None:
-            torn = ends_torn(self.path)
-            self._file = self.path.open("a", encoding="utf-8")
-            if torn:
-                self._file.write("\n")  # the run before was killed in the middle of a line
-        self._file.writelines(json.dumps(line) + "\n" for line in lines)
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; a later line opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
 
 class HealthFile:

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from ronde.watch.appended import appended
 from ronde.watch.health_record import HEALTH, IDLE_ROWS, RESOURCES
 from ronde.watch.record import (
     Alert,
@@ -28,6 +27,7 @@ from ronde.watch.record import (
     Resumed,
     Started,
     StepRecorded,
+    appended,
     event_of,
 )
 from ronde.watch.rule import MACHINES, RECORD, Rule

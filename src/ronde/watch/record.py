@@ -10,7 +10,7 @@ import dataclasses
 import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -299,47 +299,43 @@ def less_is_better(metric: str) -> bool:
     return any(word in metric.lower() for word in _LOWER_IS_BETTER)
 
 
-class Record:
-    """Appends events to ``record.jsonl``. Only rank 0 has one."""
+class JsonLines:
+    """Appends objects to a file, each as a line of JSON."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: io.FileIO | None = None
         self._unwritten = b""
 
-    def write(self, *events: Event) -> None:
-        """Append events and flush them to the system."""
+    def write(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Append lines and flush them to the system.
+
+        Raises:
+            OSError: the disk is full, say. What it did not take comes first the next time.
+        """
         from ronde.world.fence import is_fenced
 
         if is_fenced():
             return  # the run has been restarted without this worker
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            torn = ends_torn(self.path)
+            torn = _ends_torn(self.path)
             self._file = self.path.open("ab", buffering=0)
             if torn and not self._unwritten:
                 self._unwritten = b"\n"  # the run before was killed in the middle of a line
-        for event in events:
-            values = {
-                "type": event.type,
-                **{f.name: getattr(event, f.name) for f in dataclasses.fields(event)},
-            }
-            if event.part is None:
-                del values["part"]
-            self._unwritten += (json.dumps(values, default=str) + "\n").encode()
-        # One call, which others that append cannot come between. What a full disk does not take
-        # comes first the next time.
-        while self._unwritten:
+        for line in lines:
+            self._unwritten += (json.dumps(line, default=str) + "\n").encode()
+        while self._unwritten:  # one call, which others that append cannot come between
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def close(self) -> None:
-        """Close the file; a later event opens it again."""
+        """Close the file; a later line opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
-def ends_torn(path: Path) -> bool:
+def _ends_torn(path: Path) -> bool:
     """Whether the last line of a file is cut: what wrote it was killed."""
     try:
         with path.open("rb") as file:
@@ -349,15 +345,53 @@ def ends_torn(path: Path) -> bool:
         return False  # not there yet, or empty
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", errors="replace") as file:
+class Record:
+    """Appends events to ``record.jsonl``. Only rank 0 has one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines = JsonLines(path)
+
+    def write(self, *events: Event) -> None:
+        """Append events and flush them to the system."""
+        self._lines.write(map(_values, events))
+
+    def close(self) -> None:
+        """Close the file; a later event opens it again."""
+        self._lines.close()
+
+
+def _values(event: Event) -> dict[str, Any]:
+    values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
+    if event.part is None:
+        del values["part"]
+    return {"type": event.type, **values}
+
+
+def appended(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield each whole line after ``offset``: the offset in bytes after it, and its object.
+
+    A torn last line is left for later. A line that is no JSON object yields None, so that readers
+    get past it.
+
+    Example:
+        >>> for offset, event in appended(Path("record.jsonl")):  # doctest: +SKIP
+        ...     print(offset, event)
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        file.seek(offset)
         for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError):
-                continue  # the last line of a run that was killed may be cut
-            if isinstance(value, dict):
-                yield value
+                value = None
+            yield offset, value if isinstance(value, dict) else None
 
 
 def _is_void(event: Event, resumed: Resumed) -> bool:
@@ -393,8 +427,8 @@ def read(path: Path) -> list[Event]:
         [Started(...), Step(...), ...]
     """
     events: list[Event] = []
-    for value in _lines(path):
-        event = event_of(value)
+    for _, value in appended(path):
+        event = None if value is None else event_of(value)
         if event is None:
             continue
         if isinstance(event, Started) and not event.framework:  # what the launcher knew is void

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ronde.watch.appended import appended
+from ronde.watch.record import appended
 from ronde.watch.run_dir import RunDir
 from ronde.watch.trackers import TRACKERS, Tracker
 from ronde.world import ArgumentError, RondeError
