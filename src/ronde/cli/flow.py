@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde.cli.answer_screen import tell
+from ronde.cli.leaving import on_signals
 from ronde.cli.options import JsonFlag, RunsOption, option
 from ronde.watch import check_name
 from ronde.world import ArgumentError
@@ -103,15 +104,8 @@ def register(app: typer.Typer) -> None:
             return
         if not as_json:
             tell(f"ronde flow {file}  ·  {len(flow.steps)} steps  ·  {folder}")
-        came: list[int] = []
-
-        def stop(number: int, _: object) -> None:
-            came.append(number)
-            run.stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, stop)
-        result = run.run()
+        with on_signals(lambda _: run.stop()) as came:
+            result = run.run()
         if as_json:
             print(json.dumps(result.to_dict(), indent=1))
         if came:

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
 
 from ronde.world import ArgumentError
 
-__all__ = ["Limit", "check_until", "requeue"]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+__all__ = ["Limit", "check_until", "on_signals", "requeue"]
+
+
+@contextlib.contextmanager
+def on_signals(
+    call: Callable[[int], object], numbers: tuple[signal.Signals, ...] = _SIGNALS
+) -> Iterator[list[int]]:
+    """Call something with each signal that comes; the list has those that came."""
+    came: list[int] = []
+
+    def take(number: int, _: object) -> None:
+        came.append(number)
+        call(number)
+
+    before = {number: signal.signal(number, take) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_until(text: str | None, kept: bool, hosts: int | None) -> None:

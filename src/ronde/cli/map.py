@@ -21,6 +21,7 @@ import typer
 from ronde.cli.answer_screen import tell
 from ronde.cli.fork import find_origin
 from ronde.cli.hosts import HostOptions
+from ronde.cli.leaving import on_signals
 from ronde.cli.map_container import folder_of_host, items_of_host
 from ronde.cli.options import TIME, JsonFlag, add_verb, option, parsed
 from ronde.cli.script import IN_MAP, WorkersOption, command_of, short
@@ -272,28 +273,13 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
         start_new_session=True,
         preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
     )
-    with _passed_on(process), _bar(options, ledger, began) as show:
+    # the workers' launcher ends them all
+    with on_signals(process.send_signal), _bar(options, ledger, began) as show:
         while process.poll() is None:
             show()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_SECONDS)
     return process.returncode
-
-
-@contextlib.contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass signals on to the workers' launcher, which ends them all."""
-
-    def pass_on(number: int, _: object) -> None:
-        process.send_signal(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    before = {number: signal.signal(number, pass_on) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ronde.cli.answer_screen import Doing, StyledText, answer_line, note_lines, print_answer
+from ronde.cli.leaving import on_signals
 from ronde.cli.options import add_verb, option
 from ronde.cli.script import StudyOptions, check_folders
 from ronde.watch import plain_console
@@ -175,9 +176,8 @@ def _ask(
 ) -> Verdict:
     from ronde.prove.proof import prove
 
-    handlers = {n: signal.signal(n, _stopped) for n in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        with Doing(console) as say:
+        with Doing(console) as say, on_signals(_stop, (signal.SIGTERM, signal.SIGHUP)):
             return prove(
                 command, workers, plans, steps, timeout_seconds=timeout_seconds, progress=say
             )
@@ -188,9 +188,6 @@ def _ask(
             file=sys.stderr,
         )
         raise typer.Exit(128 + number) from None
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _keep(
@@ -218,7 +215,7 @@ def _keep(
     return {kind: proof for kind, proof in proofs.items() if proof is not None}
 
 
-def _stopped(number: int, _: object) -> None:
+def _stop(number: int) -> None:
     raise KeyboardInterrupt(number)
 
 

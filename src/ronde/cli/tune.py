@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ronde.cli.answer_screen import tell
+from ronde.cli.leaving import on_signals
 from ronde.cli.options import TIME, JsonFlag, RunsOption, add_verb, option, parsed
 from ronde.cli.script import ModuleOption, command_of, short
 from ronde.watch import check_name, plain_console, script_stem
@@ -198,7 +198,7 @@ def _tune(options: Options) -> None:
         tell=(lambda text: None) if quiet else tell,
     )
     began = time.monotonic()
-    with _asked(tuner) as asked:
+    with on_signals(lambda _: tuner.stop()) as asked:
         found = tuner.run()
     if options.as_json:
         print(json.dumps(found.to_dict(), indent=1))
@@ -303,24 +303,6 @@ def _budget(text: str | None) -> tuple[float | None, int | None]:
     if re.fullmatch(r"\d+", text):
         return None, int(text)
     return parsed("--budget", text, parse_duration, TIME), None
-
-
-@contextlib.contextmanager
-def _asked(tuner: Any) -> Iterator[list[int]]:
-    """Signals let all trials save and leave; the list has those that came."""
-    came: list[int] = []
-
-    def stop(number: int, _: object) -> None:
-        came.append(number)
-        tuner.stop()
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
