@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import io
-import os
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from ronde.cli.early_interrupt import begin_quiet, end_quiet
 from ronde.cli.options import Group, option, tidy
 from ronde.world import RondeError
 from ronde.world.version import VERSION
@@ -40,7 +36,7 @@ def _root(
         bool, option("--version", "Print the version and exit.", callback=_version, is_eager=True)
     ] = False,
 ) -> None:
-    end_quiet()
+    pass
 
 
 def _verbs() -> None:
@@ -103,16 +99,11 @@ _verbs()
 
 def main() -> None:
     """Run the command; a user error is one line on standard error and exit status 2."""
-    begin_quiet()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal without the characters of a table
             stream.reconfigure(errors="replace")
     try:
         app()
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
-            raise
-        _give_up(error)
     except RondeError as error:
         from rich.text import Text
 
@@ -121,14 +112,3 @@ def main() -> None:
         told = Text.assemble(("error:", "bold red"), " ", str(error))
         plain_console(stderr=True).print(told, soft_wrap=True)
         sys.exit(2)
-
-
-def _give_up(error: OSError) -> NoReturn:
-    """Standard output takes no more. What is left in its buffer would fail again at exit."""
-    with contextlib.suppress(OSError):
-        print(
-            f"error: the output cannot be written ({error.strerror}). Free some space, or send it "
-            "elsewhere.",
-            file=sys.stderr,
-        )
-    os._exit(1)

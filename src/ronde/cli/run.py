@@ -33,7 +33,6 @@ from ronde.cli.script import (
     command_of,
     discard,
     feed_of,
-    hint_after_exit,
     short,
 )
 from ronde.cli.summary import print_summary
@@ -768,8 +767,6 @@ def _check(outcome: Outcome, launch: _LaunchPlan, directory: RunDir) -> None:
         _note_failure(directory, outcome.error or "", outcome.rank, outcome.seconds)
         why = "the first host keeps the run" if launch.second else "--runs none"
         _tell_failure(outcome, directory, "" if launch.kept else why)
-        if outcome.exited and (hint := hint_after_exit(launch.command)):
-            typer.echo(f"note: {hint}", err=True)
         raise typer.Exit(outcome.status)
     started = summarise(directory)
     trains = started.start is not None and not started.start.framework

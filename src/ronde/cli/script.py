@@ -37,7 +37,6 @@ __all__ = [
     "examine",
     "exited_early",
     "feed_of",
-    "hint_after_exit",
     "short",
     "write_json",
 ]
@@ -119,18 +118,14 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
         inside = script / "train.py"
         hint = f" Did you mean {inside}?" if inside.is_file() else ""
         raise ArgumentError(f"{script} is a folder, not a script.{hint}")
-    if script.is_symlink() and not script.exists():
-        raise ArgumentError(f"{script} is a link to {script.readlink()}, which is not there.")
     if not script.is_file():
-        if script.exists():
-            raise ArgumentError(f"{script} is not a file: workers cannot read it.")
         folder = script.parent if str(script.parent) else Path()
         near = difflib.get_close_matches(
             script.name, [p.name for p in folder.glob("*.py")] if folder.is_dir() else [], 1
         )
         hint = f" Did you mean {folder / near[0]}?" if near else ""
         raise ArgumentError(f"script not found: {script} (in {Path.cwd()}).{hint}")
-    if hint := misplaced(arguments, script):
+    if hint := misplaced(arguments):
         typer.echo(f"note: {hint}", err=True)
     return arguments
 
@@ -199,22 +194,21 @@ class ReportOptions(StudyOptions):
             check_drawing()
 
 
-def misplaced(command: list[str], script: Path | None = None) -> str:
-    """A hint if options of Ronde stand after the script, which gets them; else empty.
+def misplaced(command: list[str]) -> str:
+    """A hint if options of Ronde stand after the script, which gets them and does not mention
+    them; else empty.
 
     Args:
         command: the script and its arguments.
-        script: hint only if this file does not mention the option.
     """
     text = ""
-    if script is not None:
-        with contextlib.suppress(OSError):
-            text = script.read_text(errors="replace")
+    with contextlib.suppress(OSError):  # the worker says that it cannot be read
+        text = Path(command[0]).read_text(errors="replace")
     for i, argument in enumerate(command[1:], 1):
         option, _, value = argument.partition("=")
-        if option in ("--help", "-h") or option not in own_options():
+        if option not in own_options() or option in ("--help", "-h") or option[:2] != "--":
             continue
-        if script is not None and (option[:2] != "--" or option[2:].replace("-", "_") in text):
+        if option[2:].replace("-", "_") in text:
             continue
         value = f"={value}" if value else ""
         if not value and i + 1 < len(command) and not command[i + 1].startswith("-"):
@@ -224,13 +218,6 @@ def misplaced(command: list[str], script: Path | None = None) -> str:
             f"Ronde, put it before the script: {option}{value} {command[0]}"
         )
     return ""
-
-
-def hint_after_exit(command: list[str]) -> str:
-    """The hint of :func:`misplaced` after a script has ended by itself, unless it was given before;
-    else empty.
-    """
-    return "" if misplaced(command, Path(command[0])) else misplaced(command)
 
 
 def feed_of(asked: str | None, script: str) -> tuple[str, str]:
@@ -290,10 +277,9 @@ def discard(_: bytes) -> None:
 def exited_early(verb: str, command: list[str], status: int | str) -> str:
     """Explain that a script called ``sys.exit`` itself, usually for missing arguments."""
     script = " ".join(command[:2] if command[0] == "-m" else command[:1])
-    text = f"{script} ended by itself with exit status {status} before ronde.distribute. "
-    return text + (
-        hint_after_exit(command)
-        or f"Its own arguments go after its name: ronde {verb} {script} ARGS…"
+    return (
+        f"{script} ended by itself with exit status {status} before ronde.distribute. Its own "
+        f"arguments go after its name: ronde {verb} {script} ARGS…"
     )
 
 

@@ -169,10 +169,6 @@ def lock_run(run: RunDir) -> None:
     Raises:
         CheckpointError: another process holds it, or nothing can be written there.
     """
-    if run.record.exists() and not run.record.is_file():
-        raise CheckpointError(
-            f"{run.record} is not a file, so the training cannot be recorded. Move it away."
-        )
     path = run.path / ".lock"
     key = (os.getpid(), str(path.absolute()))
     if key in _held:
