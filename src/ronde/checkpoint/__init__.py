@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         PieceSource,
         Want,
         box_of,
+        from_main,
         piece_of,
         pull,
         shard_like,
@@ -74,6 +75,7 @@ __all__ = [
     "export",
     "export_pieces",
     "find_valid",
+    "from_main",
     "gather_whole",
     "group_names",
     "join_optimizer",
@@ -106,7 +108,8 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.checkpoint.exact_values": "decode_exact encode encode_exact",
             "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints remove "
             "trust verify write",
-            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of piece_of pull shard_like",
+            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of from_main piece_of pull "
+            "shard_like",
             "ronde.checkpoint.remote": "RemoteCheckpoints Uploads",
             "ronde.checkpoint.retention": "KeepPolicy",
             "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces",

@@ -15,27 +15,25 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from ronde.checkpoint.tensor_file import DTYPES, byte_view
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json
 from ronde.world.tensors import is_sharded, local_part
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
     "Box",
-    "DTYPES",
     "PieceEntry",
     "Piece",
     "PieceSource",
     "Want",
     "box_of",
+    "from_main",
     "shard_like",
     "piece_of",
     "pull",
@@ -165,25 +163,6 @@ def replicated(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 # -- reading ---------------------------------------------------------------------------
-
-DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +319,19 @@ class Want:
     give: Callable[[torch.Tensor], None]
 
 
+def from_main(
+    me: World, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """Rank 0's tensor, which it has on the CPU, on every rank. A collective."""
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype)
+    if me.size == 1 or not tensor.numel():
+        return tensor
+    bits = byte_view(tensor).to(me.device)
+    dist.broadcast(bits, 0)
+    return tensor if me.is_main else bits.cpu().view(dtype).view(shape)
+
+
 def pull(
     me: World, sources: Mapping[str, PieceSource], wants: Iterable[Want], everyone_sees: bool
 ) -> None:
@@ -369,15 +361,8 @@ def pull(
         else None
     )
     for part, name, dtype, shape in broadcast_json(me, index):
-        tensor = (
-            sources[part].read(name).contiguous()
-            if me.is_main
-            else torch.empty(shape, dtype=getattr(torch, dtype))
-        )
-        if tensor.numel():
-            bits = tensor.reshape(-1).view(torch.uint8).to(me.device)
-            dist.broadcast(bits, 0)
-            tensor = bits.cpu().view(tensor.dtype).view(shape)
+        read = sources[part].read(name) if me.is_main else None
+        tensor = from_main(me, read, getattr(torch, dtype), shape)
         for want in asked.pop((part, name), ()):
             want.give(tensor[want.box.inside(Box.whole(shape))] if shape else tensor)
     for part, name in asked:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 from ronde.checkpoint import files
-from ronde.checkpoint.pieces import Box, Piece, PieceEntry
+from ronde.checkpoint.pieces import Box, Piece, PieceEntry, from_main
 from ronde.checkpoint.retention import KeepPolicy
 from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
@@ -153,6 +153,27 @@ def _is_shared() -> bool:
     return os.environ.get("RONDE_RUN_DIR_SHARED") != "0"
 
 
+def _to_main(
+    me: World, rank: int, mine: torch.Tensor | None, dtype: torch.dtype, box: Box
+) -> torch.Tensor | None:
+    """A rank's part of a tensor on rank 0; None elsewhere. A collective of these two.
+
+    Args:
+        mine: the part, on that rank.
+    """
+    if rank == me.rank:
+        assert mine is not None
+        if not me.is_main and box.numel:
+            dist.send(byte_view(mine).to(me.device), 0)
+        return mine if me.is_main else None
+    if not me.is_main:
+        return None
+    bits = torch.empty(box.numel * dtype.itemsize, dtype=torch.uint8, device=me.device)
+    if box.numel:
+        dist.recv(bits, rank)
+    return bits.cpu().view(dtype).view(box.sizes)
+
+
 def _write_all(
     me: World, path: Path, parts: Parts, owners: Mapping[str, _Owners]
 ) -> dict[str, Any]:
@@ -165,17 +186,10 @@ def _write_all(
             boxes = {n: b for n, by in owner.boxes.items() for b, r in by.items() if r == rank}
             tensors: dict[str, torch.Tensor] = {}
             for name, box in boxes.items():
-                dtype = getattr(torch, owner.kinds[name][0])
-                if rank == me.rank and me.is_main:
-                    tensors[name] = pieces[name].tensor
-                elif rank == me.rank and box.numel:
-                    dist.send(byte_view(pieces[name].tensor).to(me.device), 0)
-                elif me.is_main:
-                    size = box.numel * dtype.itemsize
-                    bits = torch.empty(size, dtype=torch.uint8, device=me.device)
-                    if size:
-                        dist.recv(bits, rank)
-                    tensors[name] = bits.cpu().view(dtype).view(box.sizes)
+                mine = pieces[name].tensor if rank == me.rank else None
+                got = _to_main(me, rank, mine, getattr(torch, owner.kinds[name][0]), box)
+                if got is not None:
+                    tensors[name] = got
             if not me.is_main or not boxes or error is not None:
                 continue
             file = _file(part, rank, me.size)
@@ -308,18 +322,10 @@ def _gather_one(me: World, name: str, owner: _Owners, piece: Piece | None) -> to
     dtype, shape = getattr(torch, owner.kinds[name][0]), owner.kinds[name][1]
     whole = torch.empty(shape, dtype=dtype) if me.is_main else None
     for box, rank in owner.boxes[name].items():
-        if not box.numel:
-            continue
-        if rank == me.rank:
-            assert piece is not None
-            if whole is None:
-                dist.send(byte_view(piece.tensor).to(me.device), 0)
-            else:
-                whole[box.inside(Box.whole(shape))] = piece.tensor.to("cpu")
-        elif whole is not None:
-            bits = torch.empty(box.numel * dtype.itemsize, dtype=torch.uint8, device=me.device)
-            dist.recv(bits, rank)
-            whole[box.inside(Box.whole(shape))] = bits.cpu().view(dtype).view(box.sizes)
+        mine = piece.tensor if piece is not None and rank == me.rank else None
+        got = _to_main(me, rank, mine, dtype, box) if box.numel else None
+        if whole is not None and got is not None:
+            whole[box.inside(Box.whole(shape))] = got.to("cpu")
     return whole
 
 
@@ -336,12 +342,7 @@ def gather_whole(
         tensor = _gather_one(me, name, owner, pieces.get(name))
         dtype, shape = getattr(torch, owner.kinds[name][0]), owner.kinds[name][1]
         if everywhere:
-            size = Box.whole(shape).numel * dtype.itemsize
-            bits = torch.empty(size, dtype=torch.uint8) if tensor is None else byte_view(tensor)
-            bits = bits.to(me.device)
-            if size:
-                dist.broadcast(bits, 0)
-            tensor = bits.cpu().view(dtype).view(shape) if tensor is None else tensor
+            tensor = from_main(me, tensor, dtype, shape)
         if tensor is not None:
             yield name, tensor
 

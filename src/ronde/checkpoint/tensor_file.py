@@ -18,27 +18,29 @@ import torch
 
 from ronde.world import CheckpointError
 
-__all__ = ["byte_view", "tensor_header", "write_tensors"]
+__all__ = ["DTYPES", "byte_view", "tensor_header", "write_tensors"]
 
 _CHUNK_BYTES = 2**23
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
 }
+"""Name of a type in safetensors -> torch's."""
+_NAMES = {getattr(torch, name): key for key, name in DTYPES.items()}
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from ronde import checkpoint
 from ronde.run.exchange_state import restore_exchange
@@ -187,16 +186,7 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
     if me.size == 1:
         return tensors
     layout = {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
-    result = {}
-    for name, (shape, dtype) in broadcast_json(me, layout).items():
-        if me.is_main:
-            tensor = tensors[name].contiguous()
-        else:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        if tensor.numel():
-            bits = tensor.reshape(-1).view(torch.uint8).to(me.device)
-            dist.broadcast(bits, 0)
-            if not me.is_main:
-                tensor = bits.cpu().view(tensor.dtype).view(shape)
-        result[name] = tensor
-    return result
+    return {
+        name: checkpoint.from_main(me, tensors.get(name), getattr(torch, dtype), shape)
+        for name, (shape, dtype) in broadcast_json(me, layout).items()
+    }
