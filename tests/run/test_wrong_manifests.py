@@ -67,7 +67,7 @@ def write_manifest(path: Path, body: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "why"),
     [
-        (("step",), -1, "is of step -1"),
+        (("step",), -1, "step is -1, expected a whole number"),
         (("epoch_samples",), 1.5, "epoch_samples is 1.5, expected a whole number"),
         (("epoch_samples",), 99, "epoch_samples is 99, an epoch has 16"),
         (("workers",), None, "workers is None, expected a whole number, 1 or more"),

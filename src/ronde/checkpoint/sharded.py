@@ -58,14 +58,6 @@ class _Owners:
             if box.numel or not Box.whole(shape).numel:
                 boxes.setdefault(box, rank)
 
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        return sum(
-            Box.whole(shape).numel * getattr(torch, dtype).itemsize
-            for dtype, shape in self.kinds.values()
-        )
-
     def check(self) -> None:
         """Refuse pieces that do not make up whole tensors."""
         for name, boxes in self.boxes.items():
@@ -254,7 +246,6 @@ def prepare_pieces(
     mine: dict[str, Tensors] = {}
     sent: dict[str, Any] = {}
     failed: str | None = None
-    full = False
     if _is_shared():
         for part, pieces in parts.items():
             own = {n: p for n, p in pieces.items() if owners[part].boxes[n].get(p.box) == me.rank}
@@ -266,31 +257,27 @@ def prepare_pieces(
         try:
             sent = _write_all(me, path, parts, owners)
         except (OSError, SafetensorError, CheckpointError) as caught:
-            failed, full = f"{caught}", files.is_full(caught)
+            failed = f"{caught}"
     if me.is_main:
         mine |= whole
     mine = dict(copied(mine))
-    needed = sum(owner.bytes for owner in owners.values())
-    needed += sum(t.numel() * t.element_size() for named in whole.values() for t in named.values())
 
     def write() -> Path | None:
-        error, lacks, entries = failed, full, sent
+        error, entries = failed, sent
         try:
             if error is None and mine:
                 _wait_for(path)
                 entries = sent | {n: files.add(path, n, t, boxes.get(n)) for n, t in mine.items()}
         except (OSError, SafetensorError, CheckpointError) as caught:
             error = f"{caught}" if me.is_main else f"rank {me.rank}: {caught}"
-            lacks = files.is_full(caught)
         try:
-            everyone = post.collect({"entries": entries, "error": error, "full": lacks})
+            everyone = post.collect({"entries": entries, "error": error})
             if everyone is None:
                 return None
             for each in everyone:
                 if each["error"]:
                     shutil.rmtree(path, ignore_errors=True)
-                    lack = files.shortage(folder, needed) if each["full"] else ""
-                    raise CheckpointError(files.refused(folder, step, each["error"] + lack))
+                    raise CheckpointError(files.refused(folder, step, each["error"]))
             written = {name: entry for each in everyone for name, entry in each["entries"].items()}
             tensors = {
                 part: {
