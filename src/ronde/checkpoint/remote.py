@@ -21,7 +21,7 @@ from types import TracebackType
 from ronde.checkpoint.retention import KeepPolicy
 from ronde.world import ArgumentError, CheckpointError
 
-__all__ = ["RemoteCheckpoints", "Uploads"]
+__all__ = ["RemoteCheckpoints", "Uploads", "link_or_copy"]
 
 _STEP = re.compile(r"step-(\d{9,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -276,7 +276,7 @@ class Uploads:
         held.mkdir(parents=True)
         try:
             for file in path.iterdir():
-                _link(file, held / file.name)
+                link_or_copy(file, held / file.name)
             files = json.loads((held / _MANIFEST).read_bytes())["files"]
             for name, entry in files.items():
                 if (held / name).stat().st_size != entry["bytes"]:
@@ -300,7 +300,8 @@ class Uploads:
         return False
 
 
-def _link(file: Path, to: Path) -> None:
+def link_or_copy(file: Path, to: Path) -> None:
+    """Give a file a second name; a copy where the file system has no links."""
     try:
         os.link(file, to)
     except FileNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +40,13 @@ class Origin:
         """Give a new run the checkpoint, and say in its directory where it comes from: whatever
         starts it there resumes. Files are links where they can be: nobody changes them.
         """
+        from ronde.checkpoint.remote import link_or_copy
+
         target = directory.checkpoints / self.checkpoint.name
         try:
             target.mkdir(parents=True)
             for file in self.checkpoint.iterdir():
-                try:
-                    os.link(file, target / file.name)
-                except OSError:  # another file system
-                    shutil.copyfile(file, target / file.name)
+                link_or_copy(file, target / file.name)
             directory.origin_file.write_text(f"{self.text}\n")
         except OSError as error:
             shutil.rmtree(directory.path, ignore_errors=True)

@@ -152,34 +152,28 @@ class Lines:
         """Nothing to take down."""
 
 
-class Stream:
-    """Messages to the launcher, inside this process's own output."""
+class Stream(Lines):
+    """Messages to the launcher, inside this process's own output; it shows and logs what is said,
+    too.
+    """
 
-    interval_seconds = 0.2
+    def __init__(self) -> None:
+        super().__init__(0.2)
 
     def update(self, state: dict[str, Any]) -> None:
         """Send the state."""
         send_message(state)
-
-    def say(self, text: str) -> None:
-        """Print it; the launcher shows and logs what rank 0 prints."""
-        print_line(text)
-
-    def warn(self, text: str) -> None:
-        """Print it."""
-        self.say(f"warning: {text}")
 
     def close(self) -> None:
         """Ask the launcher to take the bar down."""
         send_message({"close": True})
 
 
-class Bar:
+class Bar(Lines):
     """A rich progress bar."""
 
-    interval_seconds = 0.2
-
     def __init__(self, console: Console) -> None:
+        super().__init__(0.2)
         self.console = console
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -238,10 +232,6 @@ class Bar:
     def say(self, text: str) -> None:
         """Print above the bar."""
         self.console.print(text, markup=False, highlight=False, emoji=False)
-
-    def warn(self, text: str) -> None:
-        """Print it above the bar."""
-        self.say(f"warning: {text}")
 
     def close(self) -> None:
         """Take the bar down."""
