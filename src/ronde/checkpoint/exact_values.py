@@ -135,9 +135,9 @@ def _inlined(value: torch.Tensor, where: str) -> dict[str, Any]:
     }
 
 
-def _refuse(where: str, found: str) -> CheckpointError:
+def _refuse(where: str, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"{where!r} is {found}, which a checkpoint cannot hold without pickle. It can hold {_HELD}."
+        f"{where!r} is {kind}, which a checkpoint cannot hold without pickle. It can hold {_HELD}."
     )
 
 
@@ -197,14 +197,14 @@ def decode_exact(
             raise CheckpointError(f"unknown tensor type {value['dtype']!r} in a checkpoint")
         return torch.tensor(value["values"], dtype=dtype).reshape(value["shape"])
     if kind in ("tensor", "parameter", "array"):
-        if (found := tensors.get(value["name"])) is None:
+        if (tensor := tensors.get(value["name"])) is None:
             raise CheckpointError(f"the checkpoint lacks the tensor {value['name']!r}.")
         if kind == "array":
-            return found.numpy()
-        found = found if value["on_cpu"] else found.to(device)
+            return tensor.numpy()
+        tensor = tensor if value["on_cpu"] else tensor.to(device)
         if kind == "parameter":
-            return nn.Parameter(found, value["requires_grad"])
-        return found.requires_grad_(value["requires_grad"])
+            return nn.Parameter(tensor, value["requires_grad"])
+        return tensor.requires_grad_(value["requires_grad"])
     if kind == "scalar":
         return np.dtype(value["dtype"]).type(value["value"])
     if kind in _PAIRS:

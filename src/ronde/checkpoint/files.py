@@ -87,8 +87,8 @@ class Checkpoint:
                 "first). In Python, ronde.checkpoint.verify(path).whole('model') and "
                 f".whole({next(iter(parts)) + '.model'!r}) are their weights."
             )
-        found = self.whole("model")
-        return {**found, **{n: found[origin] for n, origin in self.state["same_tensors"].items()}}
+        own = self.whole("model")
+        return {**own, **{n: own[origin] for n, origin in self.state["same_tensors"].items()}}
 
     def source(self, part: str) -> PieceSource:
         """A part's tensors (``"model"``), readable box by box, whoever wrote them."""
@@ -270,11 +270,11 @@ def verify(path: Path) -> Checkpoint:
 
 def _verified(path: Path, body: Mapping[str, Any]) -> Checkpoint:
     check_files(path, body)
-    found = _checkpoint(path, body)
-    entries = [entry for named in found.tensors.values() for entry in named.values()]
-    for file in {file for entry in entries for file in entry.pieces} - set(found.files):
+    checkpoint = _checkpoint(path, body)
+    entries = [entry for named in checkpoint.tensors.values() for entry in named.values()]
+    for file in {file for entry in entries for file in entry.pieces} - set(checkpoint.files):
         raise damaged(path, f"its manifest says that {file} holds pieces, and does not list it")
-    return found
+    return checkpoint
 
 
 def trust(path: Path, digest: str | None = None) -> Checkpoint | None:
@@ -302,14 +302,14 @@ def find_valid(
     passed: list[str] = []
     for path in list_checkpoints(folder):
         try:
-            found = verify(path)
+            checkpoint = verify(path)
         except CheckpointError as error:
             passed.append(str(error))
             continue
         try:
             if check is not None:
-                check(found)
-            return found, passed
+                check(checkpoint)
+            return checkpoint, passed
         except CheckpointError as error:
             passed.append(str(damaged(path, str(error))))
     return None, passed

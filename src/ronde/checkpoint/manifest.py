@@ -55,8 +55,8 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders, newest step first, unverified."""
     if not folder.is_dir():
         return []
-    found = [p for p in folder.iterdir() if NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
+    folders = [p for p in folder.iterdir() if NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def load_manifest(path: Path) -> dict[str, Any]:
@@ -82,9 +82,9 @@ def load_manifest(path: Path) -> dict[str, Any]:
     if body.get("digest") != manifest_digest(body) or text != manifest_text(body):
         raise damaged(path, "manifest.json does not match its own digest")
     for name, kind in (("step", int), ("files", dict), ("state", dict), ("tensors", dict)):
-        found = body.get(name, {} if name == "tensors" else None)
-        if not isinstance(found, kind) or isinstance(found, bool):
-            raise damaged(path, f"its {name} in manifest.json is {found!r:.60}")
+        value = body.get(name, {} if name == "tensors" else None)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise damaged(path, f"its {name} in manifest.json is {value!r:.60}")
     if NAME.fullmatch(path.name) and body["step"] != int(path.name.removeprefix("step-")):
         raise damaged(path, f"manifest.json is of step {body['step']}")
     return body

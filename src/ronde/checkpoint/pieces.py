@@ -250,13 +250,13 @@ class PieceSource:
 
     def dtype(self, name: str) -> torch.dtype:
         """A tensor's type."""
-        found = getattr(torch, self.entries[name].dtype, None)
-        if not isinstance(found, torch.dtype):
+        dtype = getattr(torch, self.entries[name].dtype, None)
+        if not isinstance(dtype, torch.dtype):
             raise CheckpointError(
                 f"{name!r} in {self.folder} is of type {self.entries[name].dtype!r}, which "
                 "this torch does not have"
             )
-        return found
+        return dtype
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """A box of a tensor, on the CPU; None reads all of it.

@@ -33,8 +33,8 @@ _WAIT_SECONDS = 2.0
 
 def _local(folder: Path) -> dict[int, Path]:
     """Complete checkpoints of a run directory: they get their names when they are."""
-    found = folder.iterdir() if folder.is_dir() else iter(())
-    return {int(m[1]): p for p in found if (m := _STEP.fullmatch(p.name)) and p.is_dir()}
+    entries = folder.iterdir() if folder.is_dir() else iter(())
+    return {int(m[1]): p for p in entries if (m := _STEP.fullmatch(p.name)) and p.is_dir()}
 
 
 class RemoteCheckpoints:
@@ -72,10 +72,10 @@ class RemoteCheckpoints:
     def _names(self, *parts: str) -> list[str]:
         self._system.invalidate_cache()
         try:
-            found = self._system.ls("/".join((self._root, *parts)), detail=False)
+            paths = self._system.ls("/".join((self._root, *parts)), detail=False)
         except FileNotFoundError:
             return []
-        return [str(each).rstrip("/").rpartition("/")[2] for each in found]
+        return [str(each).rstrip("/").rpartition("/")[2] for each in paths]
 
     def steps(self) -> dict[int, bool]:
         """Step -> whether its manifest is there, so that it is whole, oldest first.
@@ -259,10 +259,10 @@ class Uploads:
             here = _local(self._folder)
             newest = here[max(here)] if here else held
             with contextlib.suppress(FileNotFoundError):  # it has gone just now
-                told = json.loads((newest / _MANIFEST).read_bytes()).get("keep")
-                if told is not None:
-                    keep = KeepPolicy(told["last"], tuple(told["every"]), told["best"])
-                    self._store.prune(keep, [s for s in (told["protected"],) if s is not None])
+                policy = json.loads((newest / _MANIFEST).read_bytes()).get("keep")
+                if policy is not None:
+                    keep = KeepPolicy(policy["last"], tuple(policy["every"]), policy["best"])
+                    self._store.prune(keep, [s for s in (policy["protected"],) if s is not None])
         except Exception as error:  # each protocol has its own; the training goes on
             return self._fail(path, error)
         return True

@@ -123,10 +123,10 @@ class _Post:
             if self._stop.wait(_LOOK_SECONDS):
                 missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
                 raise CheckpointError(f"{ranks_text(missing)} did not finish writing")
-        found = [json.loads(text) for text in self._store.multi_get(keys)]
+        values = [json.loads(text) for text in self._store.multi_get(keys)]
         for key in keys:
             self._store.delete_key(key)
-        return found
+        return values
 
 
 def _wait_for(folder: Path) -> None:

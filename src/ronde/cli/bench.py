@@ -281,10 +281,10 @@ def _into_cluster(file: Path, answer: dict[str, Any]) -> None:
 
 
 def _by_size(answer: dict[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+    rows: dict[int, dict[str, dict[str, Any]]] = {}
     for row in answer["rows"]:
-        found.setdefault(row["bytes"], {})[row["reducer"]] = row
-    return found
+        rows.setdefault(row["bytes"], {})[row["reducer"]] = row
+    return rows
 
 
 def _show_exchange(answer: dict[str, Any]) -> None:

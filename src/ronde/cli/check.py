@@ -92,8 +92,8 @@ def register(app: typer.Typer) -> None:
             _write_cluster(asked.places(), output)
         said += slow_links(names, pairs)
         if as_json:
-            told = [{**p, "a": names[p["a"]], "b": names[p["b"]]} for p in pairs]
-            print(json.dumps({"hosts": facts, "links": told, "notes": said}, indent=2))
+            links = [{**p, "a": names[p["a"]], "b": names[p["b"]]} for p in pairs]
+            print(json.dumps({"hosts": facts, "links": links, "notes": said}, indent=2))
             return
         _show(names, facts, pairs, said)
         if output is not None:
@@ -126,12 +126,12 @@ def _write_cluster(places: Any, output: Path) -> None:
     from ronde.predict import Cluster
 
     command = ["-m", "ronde.measure.bench_links", "--quick", "--tell"]
-    told: dict[str, Any] = {}
+    cluster: dict[str, Any] = {}
     with Fleet(places.hosts, places.engine, places.python) as fleet:
         facts = fleet.ask(command, places.environment, None)
         counts = share(places.hosts, facts, "auto")
-        _measure(fleet, command, counts, lambda m: told.update(m.get("cluster", {})))
-    Cluster.from_dict(told).save(output)
+        _measure(fleet, command, counts, lambda m: cluster.update(m.get("cluster", {})))
+    Cluster.from_dict(cluster).save(output)
 
 
 def _each(places: Any, facts: Any) -> list[tuple[Any, Any]]:
@@ -177,12 +177,12 @@ def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[
     for name in ("host", "devices", "cores", "memory", "disk", "/dev/shm", "torch", "Python"):
         table.add_column(name, justify="left" if name in ("host", "devices") else "right")
     for name in names:
-        found = facts[name]
-        gib = [f"{found[k] / 2**30:.1f} GiB" for k in ("memory", "disk", "shared_memory")]
-        kind = "GPUs" if found["kind"] == "cuda" else "CPU"
-        devices = f"{found['devices']} {kind}" if kind == "GPUs" else kind
-        versions = (found["torch"], found["python"])
-        table.add_row(name, devices, str(found["cores"]), *gib, *versions)
+        fact = facts[name]
+        gib = [f"{fact[k] / 2**30:.1f} GiB" for k in ("memory", "disk", "shared_memory")]
+        kind = "GPUs" if fact["kind"] == "cuda" else "CPU"
+        devices = f"{fact['devices']} {kind}" if kind == "GPUs" else kind
+        versions = (fact["torch"], fact["python"])
+        table.add_row(name, devices, str(fact["cores"]), *gib, *versions)
     console.print(table)
     if pairs:
         links = Table(title="links", title_justify="left")

@@ -34,14 +34,14 @@ def _row(path: Path, verified: bool) -> dict[str, Any]:
         "damage": None,
     }
     try:
-        found = (
+        loaded = (
             checkpoint.verify(path)
             if verified
             else checkpoint.trust(path) or checkpoint.verify(path)
         )
     except CheckpointError as error:
         return {**row, "whole": False, "damage": str(error).partition(": ")[2]}
-    state = found.state
+    state = loaded.state
     if isinstance(state.get("plan"), dict):
         row["workers"] = state.get("workers")
         with suppress(RondeError):  # a plan of a later version
@@ -49,22 +49,22 @@ def _row(path: Path, verified: bool) -> dict[str, Any]:
     return {**row, "whole": True if verified else None}
 
 
-def _best_step(found: checkpoint.Checkpoint | None) -> int | None:
-    best = found.state.get("best") if found is not None else None
+def _best_step(newest: checkpoint.Checkpoint | None) -> int | None:
+    best = newest.state.get("best") if newest is not None else None
     return best["step"] if isinstance(best, dict) else None
 
 
 def _newest_whole(run: RunDir, step: int | None) -> checkpoint.Checkpoint:
     if step is not None:
         return checkpoint.verify(run.checkpoints / f"step-{step:09d}")
-    found, refused = checkpoint.find_valid(run.checkpoints)
-    if found is None:
+    newest, refused = checkpoint.find_valid(run.checkpoints)
+    if newest is None:
         raise CheckpointError(
             f"no checkpoint in {run.checkpoints} is whole. {refused[0]}"
             if refused
             else f"no checkpoints in {run.checkpoints}."
         )
-    return found
+    return newest
 
 
 def _prune(run: RunDir, text: str, sure: bool) -> list[Path]:
@@ -97,15 +97,15 @@ def _print(rows: list[dict[str, Any]], best: int | None) -> None:
     for row in rows:
         notes = ["best"] if row["step"] == best else []
         notes += {True: ["whole"], False: [f"damaged: {row['damage'] or ''}"]}.get(row["whole"], [])
-        told = Text(", ".join(notes))
-        told.highlight_words(["damaged:"], "red")
+        state = Text(", ".join(notes))
+        state.highlight_words(["damaged:"], "red")
         table.add_row(
             f"{row['step']:,}",
             format_bytes(row["bytes"]),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["written"])),
             row["plan"] or "",
             str(row["workers"] or ""),
-            told,
+            state,
         )
     plain_console().print(table)
 
@@ -155,14 +155,14 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError("--export and --prune: give one of them.")
         run = find_run(folder, name)
         if to is not None:
-            found = _newest_whole(run, step)
-            checkpoint.export(found.weights(), to)
-            answer = {"checkpoint": str(found.path), "step": found.step, "file": str(to)}
-            print(json.dumps(answer) if as_json else f"{to}: weights of step {found.step:,}")
+            chosen = _newest_whole(run, step)
+            checkpoint.export(chosen.weights(), to)
+            answer = {"checkpoint": str(chosen.path), "step": chosen.step, "file": str(to)}
+            print(json.dumps(answer) if as_json else f"{to}: weights of step {chosen.step:,}")
             newer = [
                 p.name
                 for p in checkpoint.list_checkpoints(run.checkpoints)
-                if p.name > found.path.name
+                if p.name > chosen.path.name
             ]
             if step is None and newer:
                 print(f"warning: {newer[0]} is not a whole checkpoint", file=sys.stderr)

@@ -34,17 +34,17 @@ _FIELDS = (
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
     """A script's arguments: option -> its values; others by their place."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     option = ""
     for word in words:
         if word.startswith("-") and not word.lstrip("-.")[:1].isdigit():
             option, _, value = word.partition("=")
-            found[option] = value
+            values[option] = value
         elif option:
-            found[option] = f"{found[option]} {word}".strip()
+            values[option] = f"{values[option]} {word}".strip()
         else:
-            found[f"argument {len(found) + 1}"] = word
-    return {name: value or True for name, value in found.items()}
+            values[f"argument {len(values) + 1}"] = word
+    return {name: value or True for name, value in values.items()}
 
 
 def _setup(summary: Summary) -> dict[str, Any]:
@@ -52,19 +52,19 @@ def _setup(summary: Summary) -> dict[str, Any]:
     start = summary.start
     if start is None:
         return {}
-    found = _arguments(start.arguments)
-    found |= {name: getattr(start, name) for name in _FIELDS}
+    values = _arguments(start.arguments)
+    values |= {name: getattr(start, name) for name in _FIELDS}
     plan = {name: value for name, value in start.plan.items() if name != "workers"}
-    found |= {f"plan: {name}": value for name, value in plan.items()}
+    values |= {f"plan: {name}": value for name, value in plan.items()}
     if start.git:
-        found["commit"] = start.git["commit"][:_HASH_DIGITS]
-        found["commit"] += " and changes" if start.git["dirty"] else ""
-    return found | {f"version of {name}": value for name, value in start.versions.items()}
+        values["commit"] = start.git["commit"][:_HASH_DIGITS]
+        values["commit"] += " and changes" if start.git["dirty"] else ""
+    return values | {f"version of {name}": value for name, value in start.versions.items()}
 
 
 def _result(run: RunDir, summary: Summary) -> dict[str, Any]:
     """What came of a run, by name."""
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "status": summary.ending,
         "steps": summary.step,
         "samples": summary.samples,
@@ -79,13 +79,13 @@ def _result(run: RunDir, summary: Summary) -> dict[str, Any]:
             if isinstance(value, int | float):
                 choose = min if less_is_better(metric) else max
                 name = f"best {event.name}/{metric}"
-                found[name] = choose(found.get(name, value), value)
-    return found
+                values[name] = choose(values.get(name, value), value)
+    return values
 
 
-def _differing(found: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for each in found for name in each)
-    rows = {name: [each.get(name) for each in found] for name in names}
+def _differing(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for each in runs for name in each)
+    rows = {name: [each.get(name) for each in runs] for name in names}
     return {name: row for name, row in rows.items() if any(value != row[0] for value in row)}
 
 

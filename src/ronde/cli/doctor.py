@@ -349,7 +349,7 @@ def _scale(values: dict[str, Any]) -> list[list[StyledText]]:
     rows = values["scale"]
     if len(rows) < 2 or values["refused"]:
         return []
-    told = "   ".join(f"{r['devices']}: {_gap_at(r)}" for r in rows)
+    gaps = "   ".join(f"{r['devices']}: {_gap_at(r)}" for r in rows)
     here, most = values["workers"], rows[-1]["devices"]
     met_here = [w for w in values["walls"] if w["devices"] <= here][:1]
     further = [w for w in values["walls"] if here < w["devices"] <= most][:1]
@@ -360,7 +360,7 @@ def _scale(values: dict[str, Any]) -> list[list[StyledText]]:
         for w in further
     ]
     met = f"   <- {', '.join(walls)}" if walls else ""
-    return [["  gap at N devices   ", told, (met, "yellow")]]
+    return [["  gap at N devices   ", gaps, (met, "yellow")]]
 
 
 def _gap_at(row: dict[str, Any]) -> str:
@@ -370,20 +370,20 @@ def _gap_at(row: dict[str, Any]) -> str:
 
 
 def _prescribed(values: dict[str, Any]) -> list[list[StyledText]]:
-    found = values["prescriptions"]
-    if not found:
+    prescriptions = values["prescriptions"]
+    if not prescriptions:
         return []
     here = values["workers"]
     largest = values["scale"][-1]["devices"] if values["scale"] else here
     gaps = f"  predicted gap at {here} / {largest}; now {values['gap']:.0%}"
     lines: list[list[StyledText]] = [[("  PRESCRIBE", "bold"), (gaps, "dim")]]
-    for p in found[:5]:
+    for p in prescriptions[:5]:
         gap = f"~{p['gain_here_points']:.0f} points"  # of something that is no part of the gap
         if p["gap_here"] is not None:
             gap = f"{'' if p['tried'] else '~'}{p['gap_here']:.0%} / ~{p['gap_largest']:.0%}"
         text = f"  {p['text']}  ({p['label']})  "
         lines.append([f"   {p['number']} ", (p["id"], "bold"), text, (gap, "green")])
-    for p in [p for p in found if p["settings"] is not None][:1]:
+    for p in [p for p in prescriptions if p["settings"] is not None][:1]:
         command = f"ronde doctor --apply {p['number']} {values['script']}"
         lines.append([(f"  apply and verify: {command}", "cyan")])
     return lines

@@ -116,18 +116,18 @@ def apply_prescriptions(
     file = settings_file(script)
     before = file.read_bytes() if file.is_file() else None
     undo = f"delete {file}"
-    told = f"{file}, which ronde run reads; --feed none leaves it out, deleting it undoes it"
+    where = f"{file}, which ronde run reads; --feed none leaves it out, deleting it undoes it"
     if before is not None:
         undo = f"write {file} anew"
-        told = f"{file}, which ronde run reads, in place of what an earlier --apply wrote"
+        where = f"{file}, which ronde run reads, in place of what an earlier --apply wrote"
         if not before.startswith(f"# {_SIGNED}".encode()):  # what a person wrote is kept
             kept = file.with_name(f"{file.name}.before")
             kept.write_bytes(before)
             undo = f"move {kept} back to {file.name}"
-            told = f"{file}, which ronde run reads; what was there is kept in {kept}"
+            where = f"{file}, which ronde run reads; what was there is kept in {kept}"
     names = ", ".join(p["id"] for p in picked)
     settings.save(file, f"{_SIGNED} --apply: {names}. ronde run reads it; --feed none does not.")
-    line(("written  ", "bold"), told)
+    line(("written  ", "bold"), where)
     try:
         after = again(str(file.absolute()))
     except BaseException:

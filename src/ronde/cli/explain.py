@@ -93,8 +93,8 @@ def _trees(run: str | None, data: Path | None, rows: int) -> dict[str, Any]:
         columns = read_columns(data)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"--data {data}: {error}") from None
-    found, names = explain_trees(Path(run), columns["input"][:rows], columns["names"])
-    return explanation_values(found, "column", names, (found.values.shape[1],))
+    explanation, names = explain_trees(Path(run), columns["input"][:rows], columns["names"])
+    return explanation_values(explanation, "column", names, (explanation.values.shape[1],))
 
 
 def _run(

@@ -123,8 +123,8 @@ def _publish(
     from ronde.tables.feature_store import FeatureStore
 
     counts = FeatureStore(features).publish(to, at, engine, master, memory)
-    told = ", ".join(f"{name} {count:,} entities" for name, count in counts.items())
-    plain_console().print(f"publish  {to}: {told}", soft_wrap=True)
+    published = ", ".join(f"{name} {count:,} entities" for name, count in counts.items())
+    plain_console().print(f"publish  {to}: {published}", soft_wrap=True)
 
 
 def _get(

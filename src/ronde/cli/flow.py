@@ -99,8 +99,8 @@ def register(app: typer.Typer) -> None:
             tell=(lambda text: None) if as_json else tell,
         )
         if why is not None:
-            found = run.why(why)
-            tell(f"{why}: {'; '.join(found) if found else 'nothing has changed: it is kept'}")
+            changes = run.why(why)
+            tell(f"{why}: {'; '.join(changes) if changes else 'nothing has changed: it is kept'}")
             return
         if not as_json:
             tell(f"ronde flow {file}  ·  {len(flow.steps)} steps  ·  {folder}")

@@ -68,13 +68,13 @@ def find_origin(text: str, runs: Path, option: str = "--from") -> Origin:
     if not name or not step.isdecimal():
         name, step = text, ""
     run = find_run(runs, name)
-    found = list_checkpoints(run.checkpoints)
-    chosen = [path for path in found if step_of(path) == int(step)] if step else found
+    folders = list_checkpoints(run.checkpoints)
+    chosen = [path for path in folders if step_of(path) == int(step)] if step else folders
     if not chosen:
-        steps = ", ".join(str(step_of(path)) for path in reversed(found))
+        steps = ", ".join(str(step_of(path)) for path in reversed(folders))
         raise ArgumentError(
             f"{option} {text}: {name} has no checkpoint"
-            + (f" of step {step}; it has those of steps {steps}." if found else " to begin with.")
+            + (f" of step {step}; it has those of steps {steps}." if folders else " to begin with.")
         )
     reasons = []
     for path in chosen:

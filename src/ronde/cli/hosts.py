@@ -147,17 +147,17 @@ class HostOptions:
     @property
     def named(self) -> list[str]:
         """The options given that say which hosts."""
-        found = {"--hosts": self.hosts, "--hostfile": self.hostfile, "--slurm": self.slurm}
-        found |= {"--ray": self.ray, "--spark": self.spark}
-        return [option for option, value in found.items() if value]
+        values = {"--hosts": self.hosts, "--hostfile": self.hostfile, "--slurm": self.slurm}
+        values |= {"--ray": self.ray, "--spark": self.spark}
+        return [option for option, value in values.items() if value]
 
     def words(self) -> list[str]:
         """The same options for another ``ronde run``."""
         valued = {"--hosts": self.hosts, "--hostfile": self.hostfile, "--python": self.python}
         valued |= {"--ray": self.ray, "--spark": self.spark, "--ssh-config": self.ssh_config}
-        found = [w for option, value in valued.items() if value for w in (option, str(value))]
-        found += [word for variable in self.env or () for word in ("--env", variable)]
-        return found + ["--slurm"] * self.slurm + ["--mpi"] * self.mpi
+        given = [w for option, value in valued.items() if value for w in (option, str(value))]
+        given += [word for variable in self.env or () for word in ("--env", variable)]
+        return given + ["--slurm"] * self.slurm + ["--mpi"] * self.mpi
 
     def places(self, workers: str = "auto") -> Places | None:
         """Check the options; None if they name no host.

@@ -107,20 +107,20 @@ def filled_in(params: list[Any], args: list[str]) -> list[str]:
     neither an address nor a kind follows it.
     """
     options = {name: p for p in params if p.param_type_name == "option" for name in p.opts}
-    found: list[str] = []
+    words: list[str] = []
     rest = list(args)
     while rest and rest[0].startswith("-") and rest[0] != "--":
-        found.append(word := rest.pop(0))
+        words.append(word := rest.pop(0))
         param = options.get(word)
         if param is None or param.is_flag:
             continue
         value = _VALUES.get(param.metavar or "", _VALUE)
         if (param.metavar or "").startswith("[") and not (rest and value.fullmatch(rest[0])):
-            found.append("auto")
+            words.append("auto")
         else:
-            found += rest[:1]
+            words += rest[:1]
             del rest[:1]
-    return found + rest
+    return words + rest
 
 
 @contextlib.contextmanager

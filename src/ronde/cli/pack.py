@@ -89,9 +89,9 @@ def register(app: typer.Typer) -> None:
             if out is not None:
                 raise ArgumentError(f"--verify takes one folder, the pack: leave {out} out.")
             with _bar("checking", as_json) as progress, _stoppable(folder, "nothing was changed"):
-                found = verify_pack(folder, progress)
-            _say_verified(found, as_json)
-            raise typer.Exit(1 if found.problems else 0)
+                checked = verify_pack(folder, progress)
+            _say_verified(checked, as_json)
+            raise typer.Exit(1 if checked.problems else 0)
         if out is None:
             raise ArgumentError(
                 "OUT is missing: ronde pack FOLDER OUT, or ronde pack --verify OUT."
@@ -172,18 +172,18 @@ def _stoppable(place: Path, then: str) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
-def _say_verified(found: Any, as_json: bool) -> None:
+def _say_verified(checked: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print(json.dumps(checked.to_dict(), indent=1))
         return
     from rich.text import Text
 
     console = plain_console()
-    for problem in found.problems:
+    for problem in checked.problems:
         console.print(Text.assemble(("damaged: ", "bold red"), problem), soft_wrap=True)
-    if not found.problems:
+    if not checked.problems:
         console.print(
-            f"{found.path}: {found.samples:,} samples in {found.shards:,} shards, "
-            f"{format_bytes(found.bytes)}, all as they were packed",
+            f"{checked.path}: {checked.samples:,} samples in {checked.shards:,} shards, "
+            f"{format_bytes(checked.bytes)}, all as they were packed",
             soft_wrap=True,
         )

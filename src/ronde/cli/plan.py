@@ -139,10 +139,10 @@ def _plan(options: Options) -> None:
         say("searching plans")
         from ronde.measure import answer
 
-        found = answer(costs, target, target.devices, like, options.optimize, tell=say)
+        explanation = answer(costs, target, target.devices, like, options.optimize, tell=say)
     from ronde.predict import render_answer
 
-    best = found.found.best
+    best = explanation.found.best
     fits = best.verdict != "does not fit"
 
     def save() -> None:
@@ -151,8 +151,8 @@ def _plan(options: Options) -> None:
 
             with_predicted_cut(best).save(options.save)
 
-    values = {**found.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
-    options.give(values, console, [render_answer(found, verbose=options.verbose)], save)
+    values = {**explanation.to_dict(), "costs": costs.to_dict(), "cluster": target.to_dict()}
+    options.give(values, console, [render_answer(explanation, verbose=options.verbose)], save)
     if options.save is None:
         return
     if not fits:

@@ -291,14 +291,14 @@ def describe(difference: Difference) -> list[str]:
         text = f"first difference {when}, {d.phase}: {d.name}{who}"
     if d.relative is not None and d.relative != float("inf"):
         text += f", by {d.relative:.1e} relative"
-    found = [text]
+    lines = [text]
     if d.one is not None or d.many is not None:
         one, many = (f"{v:.10g}" if isinstance(v, float) else str(v) for v in (d.one, d.many))
-        found.append(
+        lines.append(
             f"      one process: {one}; workers: {many}"
             if d.one is not None
             else f"      workers: {many}"
         )
     if d.others:
-        found.append(f"      also: {', '.join(d.others)}")
-    return found
+        lines.append(f"      also: {', '.join(d.others)}")
+    return lines

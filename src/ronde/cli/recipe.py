@@ -207,10 +207,10 @@ def read_recipe(folder: Path) -> Recipe:
     value = given.setdefault("files", {})
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
         raise ArgumentError(f"{file}: files is names of arguments, each with the name of a file.")
-    found = Recipe(folder=folder, **given)
-    if not (folder / found.script).is_file():
-        raise ArgumentError(f"{file}: {folder} has no {found.script}.")
-    return found
+    recipe = Recipe(folder=folder, **given)
+    if not (folder / recipe.script).is_file():
+        raise ArgumentError(f"{file}: {folder} has no {recipe.script}.")
+    return recipe
 
 
 def built_in() -> Path:
@@ -227,18 +227,18 @@ def catalogue(folder: Path) -> dict[str, Recipe]:
     if not folder.is_dir():
         raise ArgumentError(f"{folder} is no folder.")
     inside = [folder] if (folder / "recipe.yaml").is_file() else sorted(folder.iterdir())
-    found: dict[str, Recipe] = {}
+    recipes: dict[str, Recipe] = {}
     for place in inside:
         if not (place / "recipe.yaml").is_file():
             continue
         recipe = read_recipe(place)
-        if recipe.name in found:
-            twice = found[recipe.name].folder
+        if recipe.name in recipes:
+            twice = recipes[recipe.name].folder
             raise ArgumentError(f"two recipes are named {recipe.name}: {twice} and {place}.")
-        found[recipe.name] = recipe
-    if not found:
+        recipes[recipe.name] = recipe
+    if not recipes:
         raise ArgumentError(f"{folder} has no recipe: no folder in it has a recipe.yaml.")
-    return found
+    return recipes
 
 
 def chosen(recipes: Mapping[str, Recipe], name: str) -> Recipe:

@@ -88,14 +88,14 @@ def _learned(recipe: Recipe, folder: Path) -> list[tuple[str, float]]:
             "evaluate.accuracy >= 0.9."
         ) from None
     values = _values(folder)
-    found = []
+    met = []
     for condition in conditions:
         value: Any = values.get(condition.step, {}).get(condition.key)
         text = f"{condition.step}.{condition.key} {condition.operator} {condition.number:g}"
         if not condition.holds(value):
             raise RondeError(f"{recipe.name} did not learn: {text} does not hold; it is {value}.")
-        found.append((text, float(value)))
-    return found
+        met.append((text, float(value)))
+    return met
 
 
 def _values(folder: Path) -> dict[str, dict[str, Any]]:

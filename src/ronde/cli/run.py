@@ -345,7 +345,7 @@ class _LaunchPlan:
     ) -> dict[str, str]:
         """Environment variables that tell the workers what was asked for."""
         options = self.options
-        found = {
+        always = {
             "RONDE_PROGRESS": "warnings" if options.quiet else "stream" if screen.bar else "lines",
             "RONDE_RESUME": "1" if options.resume or self.origin else "0",
             "RONDE_FEED": self.feed,
@@ -361,7 +361,7 @@ class _LaunchPlan:
             "RONDE_PLAN": plan or "",
             "RONDE_REDUCER": self.reducer or "",
         }
-        return found | {name: value for name, value in optional.items() if value}
+        return always | {name: value for name, value in optional.items() if value}
 
 
 def _plan_launch(options: Options) -> _LaunchPlan:
@@ -426,8 +426,8 @@ def _plan_launch(options: Options) -> _LaunchPlan:
     watch, stop_on = check_watch(options.watch, options.stop_on, kept, hosts, options.horovod)
     reducer = check_reducer(options.reducer, options.servers, planned_by=options.plan)
     origin = _origin(options)
-    found = (options, command, box, places, fetched, told_feed, seconds, watch, stop_on)
-    return _LaunchPlan(*found, reducer, origin)
+    checked = (options, command, box, places, fetched, told_feed, seconds, watch, stop_on)
+    return _LaunchPlan(*checked, reducer, origin)
 
 
 def _in_map() -> bool:
@@ -793,13 +793,13 @@ def _check_plan(text: str, workers: int) -> str:
     if file is not None:
         if not file.is_file():
             raise ArgumentError(f"--plan {text}: no such file (in {Path.cwd()}).")
-        found = Plan.load(file)
-        if found.workers not in (1, workers):
+        plan = Plan.load(file)
+        if plan.workers not in (1, workers):
             raise ArgumentError(
-                f"--plan {text}: it is for {found.workers} workers: start it with ronde "
-                f"run --workers {found.workers}."
+                f"--plan {text}: it is for {plan.workers} workers: start it with ronde "
+                f"run --workers {plan.workers}."
             )
-        found.check_workers(workers)
+        plan.check_workers(workers)
         return str(file.absolute())
     Plan.parse(text).check_workers(workers)
     return text
@@ -926,7 +926,7 @@ def _baseline(command: list[str], feed: str) -> float | None:
     """
     from ronde.launch import Job, run_here
 
-    found: list[float] = []
+    rates: list[float] = []
     ways: tuple[dict[str, str], ...] = ({"OMP_WAIT_POLICY": "ACTIVE"}, {})
     for waits in ways:
         with tempfile.TemporaryDirectory(prefix="ronde-baseline-") as folder:
@@ -944,7 +944,7 @@ def _baseline(command: list[str], feed: str) -> float | None:
             if run_here(Job(command, 1, None, environment), discard, lambda _: None).interrupted:
                 return None
             try:
-                found.append(float(json.loads(file.read_text())["samples_per_second"]))
+                rates.append(float(json.loads(file.read_text())["samples_per_second"]))
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-    return max(found, default=None)
+    return max(rates, default=None)

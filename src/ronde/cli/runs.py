@@ -57,12 +57,14 @@ def register(app: typer.Typer) -> None:
         from rich.table import Table
         from rich.text import Text
 
-        found = (
+        directories = (
             [RunDir(p) for p in folder.iterdir() if p.is_dir() and (p / "record.jsonl").exists()]
             if folder.is_dir()
             else []
         )
-        summaries = sorted((summarise(r) for r in found), key=lambda s: s.written, reverse=True)
+        summaries = sorted(
+            (summarise(r) for r in directories), key=lambda s: s.written, reverse=True
+        )
         if as_json:
             print(json.dumps([s.to_dict() for s in summaries], indent=1))
             return

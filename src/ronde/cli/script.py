@@ -325,7 +325,7 @@ def examine(
     from ronde.launch import Job, run_here
 
     out = folder / "answer.json"
-    told = {
+    variables = {
         "RONDE_STUDY": study,
         "RONDE_STUDY_FILE": str(out),
         "RONDE_STUDY_OPTIONS": options,
@@ -339,7 +339,7 @@ def examine(
         if "study" in message:
             say(str(message["study"]))
 
-    outcome = run_here(Job(command, workers, folder / "run", told), discard, heard)
+    outcome = run_here(Job(command, workers, folder / "run", variables), discard, heard)
     if outcome.interrupted:
         typer.echo(
             "stopped by SIGINT; every process has ended"

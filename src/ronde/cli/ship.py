@@ -130,10 +130,10 @@ def register(app: typer.Typer) -> None:
     def verify(bundle: BundleArgument, key: KeyOption = None) -> None:
         from ronde.ship import ShippedModel, verify_bundle
 
-        found = verify_bundle(bundle, key)
-        who = f"signed by {key}" if found.signed else "digests only: no --key was given"
-        print(f"bundle    serial {found.serial}, {len(found.about['files'])} files, {who}")
-        if "model.onnx" in found.about["files"]:
+        verified = verify_bundle(bundle, key)
+        who = f"signed by {key}" if verified.signed else "digests only: no --key was given"
+        print(f"bundle    serial {verified.serial}, {len(verified.about['files'])} files, {who}")
+        if "model.onnx" in verified.about["files"]:
             worst = ShippedModel(bundle, key).check()
             print(f"samples   off by {worst:.2g} at most on this device, within the limit")
 

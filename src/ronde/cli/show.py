@@ -28,12 +28,12 @@ from ronde.world import ArgumentError
 def find_run(folder: Path, name: str | None) -> RunDir:
     """The run of that name in ``folder``, or at that path; the last one without a name."""
     if name is None:
-        found = latest(folder)
-        if found is None:
+        newest = latest(folder)
+        if newest is None:
             raise ArgumentError(
                 f"no runs in {folder}: 'ronde run SCRIPT' makes one, --runs DIR looks elsewhere."
             )
-        return found
+        return newest
     run = RunDir(Path(name) if "/" in name else folder / name)
     if not run.record.exists():
         names = (

@@ -199,15 +199,15 @@ def _tune(options: Options) -> None:
     )
     began = time.monotonic()
     with on_signals(lambda _: tuner.stop()) as asked:
-        found = tuner.run()
+        result = tuner.run()
     if options.as_json:
-        print(json.dumps(found.to_dict(), indent=1))
+        print(json.dumps(result.to_dict(), indent=1))
     else:
-        _show(found, plan, folder, time.monotonic() - began)
+        _show(result, plan, folder, time.monotonic() - began)
     if asked:
         typer.echo(f"stopped; go on with: ronde tune --resume {folder.name}", err=True)
         raise typer.Exit(130 if asked[0] == signal.SIGINT else 75)
-    raise typer.Exit(0 if found.best else 1)
+    raise typer.Exit(0 if result.best else 1)
 
 
 def _plan(options: Options, batch: int) -> TunePlan:
@@ -305,20 +305,20 @@ def _budget(text: str | None) -> tuple[float | None, int | None]:
     return parsed("--budget", text, parse_duration, TIME), None
 
 
-def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
+def _show(result: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
     """A table of the trials, and the best one."""
     from rich.table import Table
     from rich.text import Text
 
     console = plain_console()
-    names = list(dict.fromkeys(name for trial in found.trials for name in trial["values"]))
+    names = list(dict.fromkeys(name for trial in result.trials for name in trial["values"]))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("trial", *names):
         table.add_column(column)
     metric = plan.goal.partition(":")[2]
     table.add_column(metric, justify="right")
     table.add_column("samples", justify="right")
-    if any(t["rule"] or t["error"] for t in found.trials):
+    if any(t["rule"] or t["error"] for t in result.trials):
         table.add_column("ended by")
     sign = -1 if plan.goal.startswith("max") else 1
 
@@ -326,7 +326,7 @@ def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
         values = [v for v in trial["results"] if v is not None]
         return -len(values), sign * values[-1] if values else 0.0
 
-    for trial in sorted(found.trials, key=order)[:20]:
+    for trial in sorted(result.trials, key=order)[:20]:
         values = [v for v in trial["results"] if v is not None]
         told = f"{values[-1]:.5g}" if values else "–"
         shown = (_brief(trial["values"].get(name, "")) for name in names)
@@ -334,17 +334,19 @@ def _show(found: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
         row = (Path(trial["run"]).name, *shown, told, f"{trial['samples']:,}", why)
         table.add_row(*row[: len(table.columns)])
     console.print(table)
-    if len(found.trials) > 20:
-        console.print(f"… {len(found.trials) - 20} more in {short(folder)}/result.json")
+    if len(result.trials) > 20:
+        console.print(f"… {len(result.trials) - 20} more in {short(folder)}/result.json")
     share = (
-        f", {found.samples / found.whole:.0%} of what all trials would take" if found.whole else ""
+        f", {result.samples / result.whole:.0%} of what all trials would take"
+        if result.whole
+        else ""
     )
     ended = {"target": "; the target is reached", "budget": "; the budget is used up"}
-    tell(f"{found.samples:,} samples in {seconds:.0f} s{share}{ended.get(found.ended, '')}")
-    if not found.best:
+    tell(f"{result.samples:,} samples in {seconds:.0f} s{share}{ended.get(result.ended, '')}")
+    if not result.best:
         tell(f"no trial has a result for --goal {plan.goal}")
         return
-    best = found.best
+    best = result.best
     said = "   ".join(f"{name} {_brief(value)}" for name, value in best["values"].items())
     told = f" {Path(best['run']).name}   {metric} {best['result']:.5g}   {said}"
     console.print(Text.assemble(("best", "bold"), told), soft_wrap=True)

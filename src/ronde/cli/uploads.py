@@ -80,11 +80,11 @@ def claim_with_uploads(
             store.claim()
             return directory, store
         own, _ = find_valid(directory.checkpoints)
-        found, passed = store.fetch(directory.checkpoints, -1 if own is None else own.step)
+        fetched, passed = store.fetch(directory.checkpoints, -1 if own is None else own.step)
         for each in passed:
             tell(f"passed over: {each}")
-        if found is not None:
-            tell(f"fetched {found.name} from {store.url}")
+        if fetched is not None:
+            tell(f"fetched {fetched.name} from {store.url}")
         elif fresh:
             raise CheckpointError(
                 f"nothing to resume: {runs / directory.name} does not exist, and {store.url} has "

@@ -124,7 +124,7 @@ def register(app: typer.Typer) -> None:
         run = find_run(folder, name)
         judge = Judge(run, _names(only), _names(without), rules, asked)
         console = plain_console()
-        told: set[str] = set()
+        reported: set[str] = set()
         while True:
             for alert in judge.look():
                 if as_json:
@@ -134,8 +134,8 @@ def register(app: typer.Typer) -> None:
                     console.print(alert_text(shown), soft_wrap=True, markup=False, highlight=False)
                 if url is not None and (failed := notify(url, run.name, alert)):
                     print(f"ronde: {failed}", file=sys.stderr)
-            for broken in judge.failed.keys() - told:
-                told.add(broken)
+            for broken in judge.failed.keys() - reported:
+                reported.add(broken)
                 print(f"ronde: rule {broken} raised {judge.failed[broken]}", file=sys.stderr)
             if not follow or judge.view.ended is not None:
                 break

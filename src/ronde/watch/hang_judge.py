@@ -118,18 +118,18 @@ class RankView:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, without those that are their defaults: a launcher gets many of these."""
-        found = {name: v for name, v in vars(self).items() if v != _DEFAULTS.get(name)}
-        return {**found, "place": dataclasses.asdict(self.place)} if self.place else found
+        values = {name: v for name, v in vars(self).items() if v != _DEFAULTS.get(name)}
+        return {**values, "place": dataclasses.asdict(self.place)} if self.place else values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankView:
         """From what :meth:`to_dict` gave, perhaps through JSON."""
-        found = dict(values)
-        if "place" in found:
-            found["place"] = StackPlace(**found["place"])
+        own = dict(values)
+        if "place" in own:
+            own["place"] = StackPlace(**own["place"])
         for name in ("reasons", "exchanges"):
-            found[name] = tuple(found.get(name, ()))
-        return cls(**found)
+            own[name] = tuple(own.get(name, ()))
+        return cls(**own)
 
     @property
     def waits(self) -> bool:
@@ -353,12 +353,12 @@ def _is_certain(active: Sequence[RankView]) -> bool:
         return False  # another thread may make the exchange that is missing
     if len({(v.doing, v.begun, _line(v)) for v in active}) > 1:
         return True
-    found: dict[str, set[tuple[Any, ...]]] = {}
+    by_group: dict[str, set[tuple[Any, ...]]] = {}
     for view in active:
         for each in view.exchanges:
             if not each.get("pair"):
-                found.setdefault(each["group"], set()).add((each["number"], each["name"]))
-    return any(len(exchanges) > 1 for exchanges in found.values())
+                by_group.setdefault(each["group"], set()).add((each["number"], each["name"]))
+    return any(len(exchanges) > 1 for exchanges in by_group.values())
 
 
 def _line(view: RankView) -> tuple[Any, ...]:

@@ -49,16 +49,16 @@ def _is_recent(written: float) -> bool:
 
 def _search(folder: Path, name: str) -> _Row:
     plan, file = _read(folder / "tune.json"), folder / "result.json"
-    found: _Row = {"trials": [], "best": {}, "rungs": [], "ended": ""}
+    result: _Row = {"trials": [], "best": {}, "rungs": [], "ended": ""}
     written = (folder / "tune.json").stat().st_mtime
     if file.is_file():
-        found, written = _read(file), file.stat().st_mtime
-    ended, rungs = found["ended"], len(found["rungs"])
+        result, written = _read(file), file.stat().st_mtime
+    ended, rungs = result["ended"], len(result["rungs"])
     status = {"done": "completed", "target": "completed", "budget": "completed"}.get(
         ended, "running" if not ended and _is_recent(written) else "stopped"
     )
     trials = []
-    for trial in found["trials"]:
+    for trial in result["trials"]:
         reached = [value for value in trial["results"] if value is not None]
         if rule := trial.get("rule"):
             state = f"stopped by {rule}"
@@ -74,7 +74,7 @@ def _search(folder: Path, name: str) -> _Row:
             state = "paused" if status == "running" else "stopped early"
         run = f"{name}/trials/{Path(trial['run']).name}"
         trials.append({**trial, "run": run, "results": reached, "state": state})
-    best = next((t["run"] for t in trials if t["trial"] == found["best"].get("trial")), "")
+    best = next((t["run"] for t in trials if t["trial"] == result["best"].get("trial")), "")
     return {
         "status": status,
         "why": ended,
@@ -82,13 +82,13 @@ def _search(folder: Path, name: str) -> _Row:
         "total": len(trials),
         "failed": sum(t["state"] == "failed" for t in trials),
         "best": best,
-        "result": found["best"].get("result"),
+        "result": result["best"].get("result"),
         "goal": plan["goal"],
         "written": written,
-        "samples": found.get("samples", 0),
-        "whole": found.get("whole", 0),
-        "rungs": found["rungs"],
-        "log": found.get("log", []),
+        "samples": result.get("samples", 0),
+        "whole": result.get("whole", 0),
+        "rungs": result["rungs"],
+        "log": result.get("log", []),
         "plan": plan,
         "trials": trials,
     }
@@ -174,8 +174,8 @@ def _map(folder: Path, name: str) -> _Row:
                 continue
             info = _known_chunks.get((str(path), facts.st_ino))
             if info is None:
-                told = _read(path / ".info")
-                info = {k: told[k] for k in ("divided", "error", "attempts") if k in told}
+                chunk = _read(path / ".info")
+                info = {k: chunk[k] for k in ("divided", "error", "attempts") if k in chunk}
                 _known_chunks[str(path), facts.st_ino] = info
             if "divided" not in info:
                 done += high - low

@@ -118,7 +118,7 @@ class Judge:
         why = {n: r.not_judged(view) for n, r in self.rules.items() if n not in self.failed}
         loud = {a.rule for a in self.alerts}
         silent = [n for n, reason in why.items() if not reason and n not in loud]
-        told = [
+        parts = [
             f"{len(self.rules)} rules",
             f"{int(view.step[-1]) if len(view.step) else 0:,} steps",
             *([f"measured every {view.health.every} steps"] if view.health.every else []),
@@ -130,16 +130,16 @@ class Judge:
                 left[reason] = left.get(reason, 0) + 1
         counts += [f"{n} not judged ({reason})" for reason, n in left.items()]
         counts += [f"{name} left out ({error})" for name, error in self.failed.items()]
-        return "  ·  ".join([*told, ", ".join(counts)])
+        return "  ·  ".join([*parts, ", ".join(counts)])
 
     def _appended(self, name: str) -> list[dict[str, Any]]:
-        found, path = [], self._run.path / name
+        lines, path = [], self._run.path / name
         if path.exists():
             for offset, line in appended(path, self._offsets[name]):
                 self._offsets[name] = offset
                 if line is not None:
-                    found.append(line)
-        return found
+                    lines.append(line)
+        return lines
 
     def _take(self, event: Event) -> None:
         part = event.part
@@ -233,7 +233,7 @@ class Judge:
     def _add(self, part: str | None, rule: Rule, alert: Alert) -> None:
         view, step = self._views[part], int(alert.step)
         machine = rule.needs in (*MACHINES, "start")
-        found = dataclasses.replace(
+        whole = dataclasses.replace(
             alert,
             step=step,
             rule=rule.name,
@@ -243,11 +243,11 @@ class Judge:
             part=part,
             time=self._time,
         )
-        if _key(found) in self._repeats:
+        if _key(whole) in self._repeats:
             return
-        self._repeats[_key(found)] = self._repeat(found, rule)
-        again = self._again(found, self._checkpoints)
-        self.alerts.append(dataclasses.replace(found, again=again))
+        self._repeats[_key(whole)] = self._repeat(whole, rule)
+        again = self._again(whole, self._checkpoints)
+        self.alerts.append(dataclasses.replace(whole, again=again))
 
     def again(self, alert: Alert) -> str:
         """``alert.again``, from a checkpoint that is still there."""
@@ -306,17 +306,17 @@ def _check_known(name: str, known: Iterable[str], what: str) -> None:
 
 
 def _settings(rules: Mapping[str, Rule], asked: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     for key, value in asked.items():
         name, _, setting = key.partition(".")
         _check_known(name, rules, "rule")
         known = rules[name].settings
         _check_known(setting, known, f"setting of {name}")
         try:
-            found.setdefault(name, {})[setting] = type(known[setting])(value)
+            settings.setdefault(name, {})[setting] = type(known[setting])(value)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"{key}={value}: {error}") from error
-    return found
+    return settings
 
 
 def _own_rules(path: Path) -> dict[str, Rule]:
@@ -324,10 +324,10 @@ def _own_rules(path: Path) -> dict[str, Rule]:
         names = runpy.run_path(str(path), run_name=path.stem)
     except Exception as error:
         raise ArgumentError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
-    found = dict(_rules_in(path.stem, names))
-    if not found:
+    rules = dict(_rules_in(path.stem, names))
+    if not rules:
         raise ArgumentError(f"{path} has no rule: a function whose first argument is 'view'.")
-    return found
+    return rules
 
 
 def _rules_in(module: str, names: Mapping[str, Any]) -> Iterator[tuple[str, Rule]]:

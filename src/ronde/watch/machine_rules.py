@@ -31,27 +31,27 @@ def low_utilization(
         if (rows := host.newest(seconds)) is None or not _trains(host, rows):
             continue
         table, who = host.table, _of(view, host)
-        told = ""
+        text = ""
         if view.on_gpus:
             busy = table["gpu"][rows].max(axis=0)
             if np.min(busy) < gpu:
                 worst = int(np.argmin(busy))
-                told = f"GPU {worst}{who} was never busier than {busy[worst]:.0f} %"
+                text = f"GPU {worst}{who} was never busier than {busy[worst]:.0f} %"
                 values = {"gpu": worst, "busy": float(busy[worst])}
         elif view.start is not None:
             cores = np.minimum(table["cores"][rows], len(host.ranks) * view.start.threads)
             used = float(np.max(table["cpu"][rows] * table["cores"][rows] / cores))
             free = float(np.min(table["idle"][rows]))  # other programs may have the cores
             if used < cpu and free > idle:
-                told = (
+                text = (
                     f"the workers{who} never used more than {used:.0f} % of {cores[-1]:.0f} cores, "
                     f"and {free:.0f} % were idle"
                 )
                 values = {"used": used, "idle": free}
-        if told:
+        if text:
             yield Alert(
                 int(table.step[-1]),
-                f"{told}, for {_span(seconds)}",
+                f"{text}, for {_span(seconds)}",
                 remedy=_doctor(view),
                 values=values,
             )
@@ -89,9 +89,9 @@ def host_memory(view: RuleView, growth: float = 0.05, seconds: float = 1200.0) -
     """The memory of the workers grows so that it will be full before the training ends."""
     for host in view.hosts.values():
         used, limit = host.table["memory"], host.table["memory_limit"]
-        if told := _fills(view, host, used, limit, growth, seconds):
+        if growing := _fills(view, host, used, limit, growth, seconds):
             who = f"of the workers{_of(view, host)}"
-            yield Alert(int(host.table.step[-1]), f"memory {who} grows by {told}")
+            yield Alert(int(host.table.step[-1]), f"memory {who} grows by {growing}")
 
 
 @rule("devices", "losses or outputs kept with their graph? .item() and .detach() free it")
@@ -100,9 +100,9 @@ def gpu_memory(view: RuleView, growth: float = 0.05, seconds: float = 1200.0) ->
     for host in view.hosts.values():
         used, limit = host.table["gpu_memory"], host.table["gpu_memory_limit"]
         for i in range(host.devices):
-            if told := _fills(view, host, used[:, i], limit[:, i], growth, seconds):
+            if growing := _fills(view, host, used[:, i], limit[:, i], growth, seconds):
                 who = f"of GPU {i}{_of(view, host)}"
-                yield Alert(int(host.table.step[-1]), f"memory {who} grows by {told}")
+                yield Alert(int(host.table.step[-1]), f"memory {who} grows by {growing}")
                 break
 
 
@@ -179,7 +179,7 @@ def imbalance(view: RuleView, part: float = 0.2, windows: int = 3) -> Alerts:
     hosts = list(view.hosts.values())
     if view.start is None or sum(len(host.ranks) for host in hosts) < view.start.workers:
         return  # those of another host are not known yet
-    found = []
+    slow = []
     for back in range(windows, 0, -1):
         waited, least, longest = dict[int, float](), math.inf, 0.0
         for host in hosts:
@@ -194,8 +194,8 @@ def imbalance(view: RuleView, part: float = 0.2, windows: int = 3) -> Alerts:
         rank, lost = slowest(waited)
         if lost < part * longest / least:
             return
-        found.append(rank)
-    if len(set(found)) > 1:
+        slow.append(rank)
+    if len(set(slow)) > 1:
         return
     host = next(host for host in hosts if rank in host.ranks)
     others = sorted(waited.keys() - {rank})

@@ -116,40 +116,40 @@ def _pack(path: Path, offset: int) -> tuple[int, str]:
     if cut >= 0:
         whole, more = whole[: cut + 1], True
     texts = _STEP_LINE.split(whole)  # the lines between steps, and five numbers of each step
-    found, steps = _sorted_out(b"".join(texts[::6]))
+    events, steps = _sorted_out(b"".join(texts[::6]))
     if steps.get("", {}).get("step"):  # some are written in another way: keep their order
         texts = [b""]
-        found, steps = _sorted_out(whole)
+        events, steps = _sorted_out(whole)
     told = {part: json.dumps(columns, separators=(",", ":")) for part, columns in steps.items()}
     if len(texts) > 1:
         columns = {k: b",".join(texts[n::6]).decode() for n, k in enumerate(_STEP_GROUPS, 1)}
         columns["loss"] = _NOT_FINITE.sub("null", columns["loss"])
         told[""] = "{" + ",".join(f'"{k}":[{column}]' for k, column in columns.items()) + "}"
     shown = ",".join(f"{json.dumps(part)}:{columns}" for part, columns in told.items())
-    rest = json.dumps({"events": _finite(found), "more": more}, separators=(",", ":"))
+    rest = json.dumps({"events": _finite(events), "more": more}, separators=(",", ":"))
     return offset + len(whole), f'{{"steps":{{{shown}}},{rest[1:]}'
 
 
 def _sorted_out(text: bytes) -> tuple[list[dict[str, Any]], dict[str, dict[str, list[Any]]]]:
     """The events of some lines, and their steps in columns, by part."""
-    found = [e for e in _parsed(text.split(b"\n")[:-1]) if isinstance(e, dict)]
+    lines = [e for e in _parsed(text.split(b"\n")[:-1]) if isinstance(e, dict)]
     steps: dict[str, list[dict[str, Any]]] = {}
-    for event in found:
+    for event in lines:
         if event.get("type") == "step":
             steps.setdefault(str(event.get("part") or ""), []).append(event)
-    events = [event for event in found if event.get("type") != "step"]
+    events = [event for event in lines if event.get("type") != "step"]
     return events, {part: _columns(of) for part, of in steps.items()}
 
 
 def _offsets(text: str) -> dict[str, int]:
     """``"run/record:120,run/health:0"`` -> bytes that the browser has, by run and file."""
-    found = {}
+    offsets = {}
     for part in filter(None, text.split(",")):
         key, _, offset = part.partition(":")
         if not offset.isdecimal():
             raise HTTPException(400, "not an id of this page")
-        found[key] = int(offset)
-    return found
+        offsets[key] = int(offset)
+    return offsets
 
 
 async def _messages(runs: list[tuple[str, RunDir]], offsets: dict[str, int]) -> AsyncIterator[str]:
@@ -157,7 +157,7 @@ async def _messages(runs: list[tuple[str, RunDir]], offsets: dict[str, int]) -> 
     yield "retry: 500\n\n"
     silent = 0.0
     while True:
-        told = False
+        sent = False
         for (name, run), file in itertools.product(runs, _STREAMED):
             key, path = f"{name}/{file}", run.path / f"{file}.jsonl"
             try:
@@ -174,10 +174,10 @@ async def _messages(runs: list[tuple[str, RunDir]], offsets: dict[str, int]) -> 
                 with contextlib.suppress(OSError):
                     offsets[key], packed = await asyncio.to_thread(_pack, path, before)
             if offsets.get(key, 0) > before or "reset" in message:
-                told = True
+                sent = True
                 at = ",".join(f"{k}:{v}" for k, v in offsets.items())
                 yield f"id: {at}\ndata: [{json.dumps(message)},{packed}]\n\n"
-        if told:
+        if sent:
             silent = 0.0
             continue
         await asyncio.sleep(_LOOK_SECONDS)
@@ -195,7 +195,7 @@ def _both_ends(path: Path) -> list[dict[str, Any]]:
         if size > len(data):
             file.seek(max(len(data), size - _TAIL))
             data += b"\n" + file.read()
-    found = []
+    events = []
     lines = data.split(b"\n")
     steps = [k for k, line in enumerate(lines) if line.startswith(b'{"type": "step"')]
     for k in steps[:-20]:  # the last one tells all; a few more, as runs may share the record
@@ -204,8 +204,8 @@ def _both_ends(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and not value.get("part"):
-                found.append(value)
-    return found
+                events.append(value)
+    return events
 
 
 def _about(run: RunDir, name: str) -> dict[str, Any]:
@@ -231,14 +231,14 @@ def _about(run: RunDir, name: str) -> dict[str, Any]:
 
 def _alerts(path: Path, offset: int) -> tuple[int, int]:
     """How many alerts stand after an offset, without parsing; the offset after the last line."""
-    found = 0
+    count = 0
     with path.open("rb") as file:
         file.seek(offset)
         while whole := file.read(_BLOCK).rpartition(b"\n")[0]:
-            found += (b"\n" + whole).count(b'\n{"type": "alert"')
+            count += (b"\n" + whole).count(b'\n{"type": "alert"')
             offset += len(whole) + 1
             file.seek(offset)
-    return found, offset
+    return count, offset
 
 
 class _Pages:

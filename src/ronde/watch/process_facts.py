@@ -152,19 +152,19 @@ def reasons(
         ('40 % of the CPU is taken by other virtual machines', 'it is swapping: 900 pages/s')
     """
     seconds = max(after.time - before.time, 1e-3)
-    found = []
+    texts = []
     if (stolen := (after.stolen - before.stolen) / seconds) > 0.1:
-        found.append(f"{stolen:.0%} of the CPU is taken by other virtual machines")
+        texts.append(f"{stolen:.0%} of the CPU is taken by other virtual machines")
     if (delayed := (after.delayed - before.delayed) / seconds) > 0.3:
-        found.append(f"for {delayed:.0%} of the time other processes have its CPU")
+        texts.append(f"for {delayed:.0%} of the time other processes have its CPU")
     if after.throttled > before.throttled:
-        found.append("its control group's CPU limit throttles it")
+        texts.append("its control group's CPU limit throttles it")
     if (faults := (after.major_faults - before.major_faults) / seconds) > 100:
-        found.append(f"it is swapping: {faults:.0f} pages/s")
+        texts.append(f"it is swapping: {faults:.0f} pages/s")
     if after.waits_for_disk:
-        found.append("it waits for a disk or a network file system")
+        texts.append("it waits for a disk or a network file system")
     for folder in folders:
         with contextlib.suppress(OSError):
             if shutil.disk_usage(folder).free < _FULL_BYTES:
-                found.append(f"the disk of {folder} is full")
-    return tuple(f.replace("%", " %") for f in found)
+                texts.append(f"the disk of {folder} is full")
+    return tuple(f.replace("%", " %") for f in texts)

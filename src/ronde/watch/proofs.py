@@ -161,8 +161,8 @@ def keep_proofs(
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text())
-        return found if isinstance(found, dict) and "proofs" in found else {}
+        values = json.loads(file.read_text())
+        return values if isinstance(values, dict) and "proofs" in values else {}
     except (OSError, ValueError):
         return {}
 
@@ -170,12 +170,12 @@ def _read(file: Path) -> dict[str, Any]:
 def kept_proofs(runs: Path, command: Sequence[str]) -> dict[str, Proof]:
     """The proofs that hold for a script as it is now, by kind of plan. Others are removed."""
     file = _file(runs, command)
-    found = _read(file)
+    kept = _read(file)
     try:
-        if not found or digests_of(list(found["files"])) == found["files"]:
+        if not kept or digests_of(list(kept["files"])) == kept["files"]:
             return {
                 kind: Proof(**{**values, "workers": tuple(values["workers"])})
-                for kind, values in found.get("proofs", {}).items()
+                for kind, values in kept.get("proofs", {}).items()
             }
     except (TypeError, KeyError, AttributeError):
         return {}  # another version's

@@ -386,8 +386,8 @@ def _theil_sen(x: Any, y: Any) -> float:
 
 def _losses(view: RuleView) -> list[tuple[str, Table]]:
     """Evaluations of a loss: the only metrics of which less is known to be better."""
-    found = [(f"{n}/{m}", t) for (n, m), t in view.evaluations.items() if m.endswith("loss")]
-    return [(name, table) for name, table in found if len(table)]
+    tables = [(f"{n}/{m}", t) for (n, m), t in view.evaluations.items() if m.endswith("loss")]
+    return [(name, table) for name, table in tables if len(table)]
 
 
 def _between(view: RuleView, low: int, high: int) -> float:

@@ -106,13 +106,13 @@ def claim_run_dir(runs: Path, name: str | None, stem: str, resume: bool) -> RunD
     """
     if resume:
         if name is None:
-            found = latest(runs, stem)
-            if found is None:
+            newest = latest(runs, stem)
+            if newest is None:
                 raise CheckpointError(
                     f"nothing to resume: no run of {stem!r} in {runs}. Name one with "
                     "--name, or run without --resume."
                 )
-            return found
+            return newest
         check_name(name)
         if not (runs / name).is_dir():
             raise CheckpointError(
@@ -148,11 +148,11 @@ def latest(runs: Path, stem: str | None = None) -> RunDir | None:
     """The most recently written run, of one script or of any."""
     if not runs.is_dir():
         return None
-    found = [RunDir(p) for p in runs.iterdir() if p.is_dir() and RunDir(p).in_use]
+    known = [RunDir(p) for p in runs.iterdir() if p.is_dir() and RunDir(p).in_use]
     if stem is not None:
-        found = [r for r in found if re.fullmatch(re.escape(stem) + r"(-\d+)?", r.name)]
+        known = [r for r in known if re.fullmatch(re.escape(stem) + r"(-\d+)?", r.name)]
     return max(
-        found,
+        known,
         key=lambda r: (r.record if r.record.exists() else r.path).stat().st_mtime,
         default=None,
     )
@@ -198,7 +198,7 @@ def lock_run(run: RunDir) -> None:
 
 def _holder(descriptor: int) -> str:
     try:
-        told = json.loads(os.pread(descriptor, 1000, 0))
-        return f" (by process {int(told['process'])} on {told['host']})"
+        holder = json.loads(os.pread(descriptor, 1000, 0))
+        return f" (by process {int(holder['process'])} on {holder['host']})"
     except (OSError, ValueError, KeyError, TypeError):
         return ""

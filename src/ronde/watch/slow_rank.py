@@ -59,19 +59,19 @@ class SlowRanks:
             for r, v in ranks.items()
         }
         slow, lost = slowest(waited)
-        found = slow if lost >= _PART * seconds / steps else None
-        self._before = found, self._before[1] + 1 if found == self._before[0] else 1
-        if found is None or self._before[1] < _WINDOWS or found in self._told:
+        late = slow if lost >= _PART * seconds / steps else None
+        self._before = late, self._before[1] + 1 if late == self._before[0] else 1
+        if late is None or self._before[1] < _WINDOWS or late in self._told:
             return None
-        self._told.add(found)
-        view, others = ranks[found], sorted(ranks.keys() - {found})
+        self._told.add(late)
+        view, others = ranks[late], sorted(ranks.keys() - {late})
         why = "".join(f"; {each}" for each in view.reasons)
         on = f" on {view.host}" if view.host else ""
         verb = "waits" if len(others) == 1 else "wait"
         return HangVerdict(
-            f"Rank {found}{on} is slow: {ranks_text(others)} {verb} for it {format_seconds(lost)} "
+            f"Rank {late}{on} is slow: {ranks_text(others)} {verb} for it {format_seconds(lost)} "
             f"of each step of {format_seconds(seconds / steps)}, up to step {view.step}{why}.",
-            found,
+            late,
             view.step,
             waiting=tuple(others),
             slow=True,

@@ -99,8 +99,8 @@ def threads_of(dump: str) -> list[list[tuple[str, int, str]]]:
     for line in dump.splitlines():
         if line.startswith(_THREADS):
             threads.append([])
-        elif threads and (found := _FRAME.match(line)):
-            threads[-1].append((found[1], int(found[2]), found[3]))
+        elif threads and (frame := _FRAME.match(line)):
+            threads[-1].append((frame[1], int(frame[2]), frame[3]))
     return threads[::-1]
 
 

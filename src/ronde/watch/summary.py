@@ -125,13 +125,13 @@ def summarise(run: RunDir) -> Summary:
 
 def _seconds(events: list[Event]) -> float | None:
     """How long the run has trained: a resume begins a new part of it."""
-    before, begin, found = 0.0, 0.0, None
+    before, begin, seconds = 0.0, 0.0, None
     for event in events:
         if isinstance(event, Started):
-            before, begin, found = found or 0.0, event.time, found or 0.0
-        if found is not None:
-            found = before + event.time - begin
-    return found
+            before, begin, seconds = seconds or 0.0, event.time, seconds or 0.0
+        if seconds is not None:
+            seconds = before + event.time - begin
+    return seconds
 
 
 def _summarise(

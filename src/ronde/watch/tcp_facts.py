@@ -41,9 +41,9 @@ class TcpConnection:
 
 def tcp_connections() -> dict[int, TcpConnection]:
     """The connections of this network namespace, by inode; empty where the kernel does not say."""
-    found: dict[int, TcpConnection] = {}
+    connections: dict[int, TcpConnection] = {}
     if not hasattr(socket, "AF_NETLINK"):
-        return found
+        return connections
     with (
         contextlib.suppress(OSError, struct.error),
         socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as link,
@@ -58,9 +58,9 @@ def tcp_connections() -> dict[int, TcpConnection]:
                 while data and kind not in (_DONE, _ERROR):
                     length, kind = struct.unpack_from("=IH", data)
                     if kind == _BY_FAMILY:
-                        found |= _connection(data[16:length])
+                        connections |= _connection(data[16:length])
                     data = data[(length + 3) & ~3 :]
-    return found
+    return connections
 
 
 def _connection(message: bytes) -> dict[int, TcpConnection]:
@@ -87,14 +87,14 @@ def _connection(message: bytes) -> dict[int, TcpConnection]:
 
 def connections_of(pid: int) -> set[int]:
     """Inodes of the sockets that a process holds."""
-    found = set()
+    inodes = set()
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
                 name = str(file.readlink())
                 if name.startswith("socket:["):
-                    found.add(int(name[8:-1]))
-    return found
+                    inodes.add(int(name[8:-1]))
+    return inodes
 
 
 def heard_seconds(peer: str, connections: Iterable[TcpConnection]) -> float:

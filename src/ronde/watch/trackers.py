@@ -151,8 +151,8 @@ class MLflow:
         except RondeError as error:
             if "RESOURCE_ALREADY_EXISTS" not in str(error):
                 raise
-            found = self._call("experiments/search", max_results=1, filter=f"name = '{name}'")
-            experiment = found["experiments"][0]["experiment_id"]
+            known = self._call("experiments/search", max_results=1, filter=f"name = '{name}'")
+            experiment = known["experiments"][0]["experiment_id"]
         mine = f"tags.`ronde.id` = '{self._note['id']}'"
         runs = self._call("runs/search", experiment_ids=[experiment], filter=mine).get("runs")
         if not runs:
@@ -192,8 +192,8 @@ class MLflow:
                 metrics.append(
                     {"key": re.sub(r"[^\w./: -]", "_", name), "value": _json(value), **at}
                 )
-        told = [{"key": f"ronde.{k}", "value": str(v)[:5000]} for k, v in tags.items()]
-        self._call("runs/log-batch", run_id=self._run, metrics=metrics, tags=told)
+        named = [{"key": f"ronde.{k}", "value": str(v)[:5000]} for k, v in tags.items()]
+        self._call("runs/log-batch", run_id=self._run, metrics=metrics, tags=named)
         self._sent = lines[-1][0]
         if status is not None:
             self._call("runs/update", run_id=self._run, **status)
@@ -313,14 +313,14 @@ class Prometheus:
         rows += [(f"ronde_{k}s_total", "counter", f"{{{run}}}", v) for k, v in self._counts.items()]
         for name, value in list(self._named.items()):
             rows.append(("ronde_value", "gauge", f"{{{run},name={label(name)}}}", value))
-        found, told = [], ""
+        lines, told = [], ""
         for name, kind, labels, value in rows:
             if name != told:
-                found.append(f"# TYPE {name} {kind}")
+                lines.append(f"# TYPE {name} {kind}")
             told = name
             shown = f"{value:+}".capitalize() if math.isinf(value) else repr(value)
-            found.append(f"{name}{labels} {'NaN' if math.isnan(value) else shown}")
-        return "\n".join(found) + "\n"
+            lines.append(f"{name}{labels} {'NaN' if math.isnan(value) else shown}")
+        return "\n".join(lines) + "\n"
 
     def send(self, lines: Lines) -> None:
         """See :class:`Tracker`."""
