@@ -23,7 +23,6 @@ __all__ = ["decode_exact", "encode", "encode_exact"]
 
 _KIND = "__ronde__"
 _PAIRS: dict[str, Any] = {"map": dict, "ordered": OrderedDict, "counter": Counter}
-_LARGEST = 4096  # elements of a tensor among numbers
 _HELD = "numbers, strings, None, lists, tuples, dicts, deques, tensors, and NumPy arrays"
 
 
@@ -118,7 +117,7 @@ def encode(value: Any, where: str = "state") -> Any:
 
 
 def _inlined(value: torch.Tensor, where: str) -> dict[str, Any]:
-    if value.numel() > _LARGEST:
+    if value.numel() > 4096:
         raise CheckpointError(
             f"{where} is a tensor of {value.numel()} elements: too large to be written beside the "
             "numbers"

@@ -28,7 +28,6 @@ _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _MANIFEST = "manifest.json"
 _WRITER = "writer"  # a token of the run that writes here
 _LOOK_SECONDS = 0.5
-_WAIT_SECONDS = 2.0
 
 
 def _local(folder: Path) -> dict[int, Path]:
@@ -227,7 +226,7 @@ class Uploads:
         at: TracebackType | None,
     ) -> None:
         self._over.set()
-        self._thread.join(_WAIT_SECONDS)
+        self._thread.join(2.0)
         if self._thread.is_alive():
             self._tell(f"the last checkpoint goes to {self._store.url}; Ctrl-C leaves it out")
             self._thread.join()

@@ -10,8 +10,6 @@ from ronde.world import ArgumentError
 
 __all__ = ["KeepPolicy"]
 
-_LAST = 3
-
 
 @dataclass(frozen=True)
 class KeepPolicy:
@@ -23,7 +21,7 @@ class KeepPolicy:
         best: the metric whose best checkpoint stays; None for none.
     """
 
-    last: int = _LAST
+    last: int = 3
     every: tuple[int, ...] = ()
     best: str | None = None
 

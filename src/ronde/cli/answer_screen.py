@@ -27,8 +27,6 @@ __all__ = [
 StyledText = str | tuple[str, str]
 """Text, or text and its style."""
 
-_NOTES = 3  # on a screen; the rest with --verbose, and always in the JSON
-
 
 def answer_line(*parts: StyledText) -> Text:
     """A line of an answer: its parts are text, whatever brackets they hold."""
@@ -39,7 +37,7 @@ def answer_line(*parts: StyledText) -> Text:
 
 def note_lines(notes: Sequence[str], verbose: bool) -> list[Text]:
     """The first three notes, or all."""
-    shown = notes if verbose else notes[:_NOTES]
+    shown = notes if verbose else notes[:3]
     lines = [answer_line(("note  ", "dim"), note) for note in shown]
     if len(shown) < len(notes):
         lines.append(answer_line((f"{len(notes)} notes in all: --verbose, or --json", "dim")))

@@ -25,7 +25,6 @@ from ronde.world.units import clock
 
 __all__ = ["compare"]
 
-_HASH_DIGITS = 10
 _FIELDS = (
     *("script", "origin", "workers", "device", "host", "launcher", "threads"),
     *("model", "parameters", "optimizer", "samples", "steps_per_epoch"),
@@ -57,7 +56,7 @@ def _setup(summary: Summary) -> dict[str, Any]:
     plan = {name: value for name, value in start.plan.items() if name != "workers"}
     values |= {f"plan: {name}": value for name, value in plan.items()}
     if start.git:
-        values["commit"] = start.git["commit"][:_HASH_DIGITS]
+        values["commit"] = start.git["commit"][:10]
         values["commit"] += " and changes" if start.git["dirty"] else ""
     return values | {f"version of {name}": value for name, value in start.versions.items()}
 

@@ -54,9 +54,6 @@ ronde map --resume scores                                     after anything
 ```
 """
 
-_RESTARTS = 1000
-_SECONDS = 1.0  # between looks at the ledger
-
 
 @dataclass(frozen=True)
 class Options(HostOptions):
@@ -263,7 +260,7 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
     if not ledger.left:
         return 0
     command = [sys.executable, "-m", "ronde", "run", "--quiet", "--workers", options.workers]
-    command += ["--runs", str(out / ".map" / "runs"), "--restarts", str(_RESTARTS)]
+    command += ["--runs", str(out / ".map" / "runs"), "--restarts", "1000"]
     command += ["--hang-timeout", "0", "--no-spares"]  # workers import no torch
     command += options.words()
     command += ["-m", "ronde.jobs.map_worker", str(ledger.root)]
@@ -278,7 +275,7 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
         while process.poll() is None:
             show()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_SECONDS)
+                process.wait(1.0)  # seconds between looks at the ledger
     return process.returncode
 
 

@@ -17,8 +17,6 @@ from ronde.world import ArgumentError, RondeError
 
 __all__ = ["test_recipe"]
 
-_TAIL = 30  # lines of a failed command's output
-
 
 def test_recipe(recipe: Recipe, proves: bool, say: Callable[[str], None]) -> None:
     """Run a recipe's test in a folder of its own, which is removed.
@@ -67,7 +65,7 @@ def _run(words: Sequence[str], folder: Path, name: str, say: Callable[[str], Non
     except OSError as error:
         raise RondeError(f"{name}: {words[0]} cannot be started ({error.strerror}).") from None
     if done.returncode:
-        tail = "\n".join(done.stdout.splitlines()[-_TAIL:])
+        tail = "\n".join(done.stdout.splitlines()[-30:])
         raise RondeError(
             f"{name}: {shlex.join(words)} ended with exit status {done.returncode}.\n{tail}"
         )

@@ -56,7 +56,6 @@ ronde run --upload s3://bucket/runs train.py  keep the checkpoints there, too
 """
 
 _HANG_SECONDS = 600.0, 60.0  # with restarts, which lose little
-_STOPPED = 3  # exit status of a run that a rule has ended
 
 
 def register(app: typer.Typer) -> None:
@@ -86,7 +85,7 @@ def _run(launch: LaunchPlan) -> None:
         directory, workers, limit, outcome, live = _launch(launch, screen, Path(runs), ending)
         if outcome.again and live is not None and live.stopped is not None:
             tell_stopped(live.stopped, directory)
-            raise typer.Exit(_STOPPED)
+            raise typer.Exit(3)  # a status of its own: a rule has ended the run
         if outcome.again:
             tell_left(outcome, directory, limit, launch.kept)
             raise typer.Exit(outcome.status)

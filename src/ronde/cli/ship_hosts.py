@@ -16,8 +16,6 @@ from ronde.watch import plain_console
 
 __all__ = ["order_hosts"]
 
-_AT_A_TIME = 16
-
 
 def order_hosts(
     places: Places, root: Path, bundle: Path | None = None, key: Path | None = None
@@ -32,7 +30,7 @@ def order_hosts(
     with tempfile.NamedTemporaryFile(prefix="ronde-ship-") as packed:
         pack_order(packed, str(root), bundle, key)
         packed.flush()
-        with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        with ThreadPoolExecutor(16) as pool:
             answers = pool.map(lambda host: _order(places, host, packed.name), places.hosts)
             failed = []
             for host, (serial, error) in zip(places.hosts, answers, strict=True):

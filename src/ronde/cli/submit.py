@@ -30,9 +30,6 @@ ronde submit --kubernetes --image me/train --nodes 4 --gpus 4 --dry-run train.py
 """
 
 
-_RESTARTS = 10  # of a job of Kubernetes with --requeue
-
-
 @dataclass(frozen=True)
 class Options:
     """The options of ``ronde submit``, as the user gave them."""
@@ -178,7 +175,7 @@ def _manifest(options: Options, kind: str) -> str:
         options.cores,
         limit_seconds(options.limit) if options.limit else None,
         options.volume or (),
-        _RESTARTS if options.requeue else 0,
+        10 if options.requeue else 0,
     ).text()
 
 

@@ -20,7 +20,6 @@ from ronde.world import ArgumentError
 __all__ = ["alert_text", "notify", "register"]
 
 _TRIES = 3
-_SECONDS = 5.0  # for an answer of a URL
 
 
 def alert_text(alert: Alert) -> str:
@@ -65,7 +64,7 @@ def notify(url: str, run: str, alert: Alert) -> str:
     for tried in range(_TRIES):
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=_SECONDS):
+            with urllib.request.urlopen(request, timeout=5.0):
                 return ""
         except (OSError, ValueError) as error:
             failed = str(error)

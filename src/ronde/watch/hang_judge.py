@@ -32,9 +32,6 @@ _TIMES = 5  # the longest pause so far, before the end
 _SAY_TIMES = 1.4  # the same, before something is said
 _EVALUATE, _SAVE, _FIRST, _START, _WORKS = 3, 6, 6, 60, 360  # grace, in limits for a sentence
 _WORKING = 6  # a rank that gives signs of life may take so many limits
-_FIRST_STEPS = 2
-_FOREIGN_SAY = 3  # limits for a sentence
-_OTHERS = ("exchange", "meeting")
 _DOING = {
     "compiling": "compiling a model",
     "loading": "waiting for a sample",
@@ -143,7 +140,7 @@ def waits_for_others(
     """Whether a rank at a place waits for other ranks."""
     if place is None:
         return False
-    if place.waits in _OTHERS:
+    if place.waits in ("exchange", "meeting"):
         return True
     # A GPU's exchange is waited for wherever a value is read first.
     return cuda and not place.waits and any(not e["done"] for e in exchanges)
@@ -202,7 +199,7 @@ def _grace(view: RankView) -> int:
         return _START
     if view.doing.startswith(("run.save", "run.export", "run.whole_model")) or waits == "saving":
         return _SAVE
-    if view.steps < _FIRST_STEPS:
+    if view.steps < 2:
         return _FIRST
     return _EVALUATE if view.doing.startswith("run.evaluate") and waits != "meeting" else 1
 
@@ -300,7 +297,7 @@ def judge_foreign(
     if not views or len(views) < (size or 0) or any(v.place is None for v in views):
         return None
     quiet, limit = min(v.quiet_seconds for v in views), limits.seconds
-    if quiet < min(_FOREIGN_SAY * limits.say, limit):
+    if quiet < min(3 * limits.say, limit):
         return None
     if any(v.place and v.place.function == "import" for v in views):  # from a slow disk, perhaps
         limit = max(limit, _START * limits.say)

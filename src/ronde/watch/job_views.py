@@ -12,7 +12,6 @@ from typing import Any
 __all__ = ["RUNNING_SECONDS", "job_kind", "job_row", "job_view"]
 
 RUNNING_SECONDS = 30.0  # without a sign of life it has stopped; as in `summarise`
-_MOST_FAILED = 200  # items that are shown
 _FILES = {"search": "tune.json", "flow": "flow.json", "map": ".map/job.json"}
 _Row = dict[str, Any]
 
@@ -191,7 +190,7 @@ def _map(folder: Path, name: str) -> _Row:
     status = "completed" if done >= total else "running" if is_alive else "stopped"
     if stopped.is_file():
         status = "failed"
-    failed = sorted(failed, key=lambda item: item["place"])[:_MOST_FAILED]
+    failed = sorted(failed, key=lambda item: item["place"])[:200]
     return {
         "status": status,
         "why": stopped.read_text() if stopped.is_file() else "",

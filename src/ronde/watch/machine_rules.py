@@ -16,9 +16,7 @@ from ronde.world.units import format_bytes, format_seconds
 
 __all__: list[str] = []
 
-_GIB = 1 << 30
 _PERIODS = 10  # of a control group's CPU limit in a second, by default
-_NEARLY = 0.8
 _WARM_UP = 20  # steps whose time says nothing
 
 
@@ -113,7 +111,7 @@ def disk_full(view: RuleView, share: float = 0.05, checkpoints: int = 2) -> Aler
         free, total = (float(host.table[n][-1]) for n in ("disk_free", "disk_total"))
         size = view.checkpoint_bytes
         few = free < checkpoints * size
-        if few or free < min(share * total, _GIB):
+        if few or free < min(share * total, 1 << 30):
             more = (
                 f"; a checkpoint has {format_bytes(size)}"
                 if few
@@ -230,7 +228,7 @@ def _fills(
     pace = min(float(np.polyfit(hours[h] - hours[0], size[h], 1)[0]) for h in halves)
     left = (float(table["last_step"][-1]) - step[-1]) * (hours[-1] - hours[0])
     left /= max(1, step[-1] - step[0])
-    early = step[0] < view.start.steps_per_epoch and now < _NEARLY * most
+    early = step[0] < view.start.steps_per_epoch and now < 0.8 * most
     if early or pace < growth * now or left <= 0 or now + pace * left < most:
         return ""
     return (

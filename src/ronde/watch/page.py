@@ -40,7 +40,6 @@ __all__ = ["application", "serve_page"]
 _PORT = 8765
 _FILES = Path(__file__).parent / "page_files"
 _STREAMED = ("record", "health", "resources")  # .jsonl
-_MOST_RUNS = 12  # in one stream
 _HEAD, _TAIL, _LOG_TAIL, _BLOCK = 32 << 10, 64 << 10, 32 << 10, 4 << 20  # bytes
 _NUMBERS = {int, float}
 _STEP_GROUPS = ("time", "step", "loss", "lr", "samples")
@@ -335,7 +334,7 @@ class _Pages:
         return JSONResponse(_finite({**view, "runs": [*self._rows_of(runs)]}))
 
     async def events(self, request: Request) -> Response:
-        names = request.query_params.getlist("run")[:_MOST_RUNS]
+        names = request.query_params.getlist("run")[:12]
         last = request.headers.get("last-event-id") or request.query_params.get("from", "")
         wanted = {f"{name}/{file}" for name in names for file in _STREAMED}
         offsets = {k: v for k, v in _offsets(last).items() if k in wanted}

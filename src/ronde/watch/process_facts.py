@@ -16,7 +16,6 @@ from ronde.world.cores import control_groups
 
 __all__ = ["ProcessFacts", "catches", "is_stopped", "process_facts", "reasons"]
 
-_FULL_BYTES = 1 << 20
 _LOADER = "pt_data_worker"  # what torch calls a DataLoader's process
 
 
@@ -165,6 +164,6 @@ def reasons(
         texts.append("it waits for a disk or a network file system")
     for folder in folders:
         with contextlib.suppress(OSError):
-            if shutil.disk_usage(folder).free < _FULL_BYTES:
+            if shutil.disk_usage(folder).free < 1 << 20:
                 texts.append(f"the disk of {folder} is full")
     return tuple(f.replace("%", " %") for f in texts)

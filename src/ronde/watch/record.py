@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 SCHEMA_VERSION = 1
-_LOWER_IS_BETTER = ("loss", "error", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -296,7 +295,7 @@ EVENTS: dict[str, type[Event]] = {
 
 def less_is_better(metric: str) -> bool:
     """Whether the smaller value of a metric is the better one, by its name."""
-    return any(word in metric.lower() for word in _LOWER_IS_BETTER)
+    return any(word in metric.lower() for word in ("loss", "error", "perplexity"))
 
 
 class JsonLines:

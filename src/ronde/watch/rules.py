@@ -15,8 +15,6 @@ from ronde.world.identity import ranks_text
 
 __all__ = ["RULES"]
 
-_EARLY = 10  # steps in which the initialization is judged
-
 
 @rule("any", "a lower learning rate, clip_norm=1.0, or on_nan='skip' if it is one sample")
 def nan(view: RuleView) -> Alerts:
@@ -304,7 +302,7 @@ def initialization(view: RuleView, larger: float = 300.0, smaller: float = 1000.
     most weights are zero.
     """
     health, table = view.health, view.health.activations
-    if not len(table) or table.step[-1] > _EARLY:
+    if not len(table) or table.step[-1] > 10:
         return
     weights = _weights(view)
     if len(health.tensors) == 1 and len(weights):

@@ -30,9 +30,7 @@ from ronde.world import ArgumentError, RondeError
 
 __all__ = ["Sending", "check_target_name", "send_record"]
 
-_MOST_LINES = 500  # between two notes of the offset
 _LOOK_SECONDS, _LONGEST_WAIT_SECONDS = 0.5, 30.0
-_TRIES = 3  # of a tracker that does not answer, where nothing more is to come
 _LOCK_SECONDS, _END_SECONDS = 5.0, 15.0
 _NOTE_BYTES = 1000
 
@@ -140,7 +138,7 @@ def send_record(
                     raise RondeError(
                         f"{run.record} is shorter than what {kind} has of it: it is another one."
                     )
-                lines = list(itertools.islice(appended(run.record, place.offset), _MOST_LINES))
+                lines = list(itertools.islice(appended(run.record, place.offset), 500))
             if not lines and last and not failures:
                 return
             if not lines:
@@ -155,7 +153,7 @@ def send_record(
                 failures += 1
                 if failures == 1:
                     tell(f"{kind} does not answer ({error}). Trying again; nothing is lost.")
-                if last and failures >= _TRIES:
+                if last and failures >= 3:
                     raise RondeError(
                         f"{kind} does not answer ({error}). 'ronde watch {run.name} --to {target}' "
                         "sends the rest later."

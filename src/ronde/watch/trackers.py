@@ -18,7 +18,6 @@ from ronde.world import ArgumentError, RondeError
 
 __all__ = ["TRACKERS", "Lines", "Tracker", "points_of"]
 
-_ANSWER_SECONDS = 10.0
 
 Lines = list[tuple[int, dict[str, Any]]]
 """Offsets after lines of the record, and their events."""
@@ -131,7 +130,7 @@ class MLflow:
         url, data = f"{self._uri}/api/2.0/mlflow/{path}", json.dumps(body).encode()
         try:
             request = urllib.request.Request(url, data, headers)
-            with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as answer:
+            with urllib.request.urlopen(request, timeout=10.0) as answer:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_FLUSH_SECONDS = 1.0
-_MOST_HELD = 256
-
 
 def recorded(step: int) -> bool:
     """Whether the record has a step's loss: the first thousand, one in ten, one in a hundred."""
@@ -149,7 +146,7 @@ class Watcher:
         self._last = (step, loss)
         if now - self._shown >= self.display.interval_seconds:
             self._show(step, epoch, loss, now)
-        if now - self._flushed >= _FLUSH_SECONDS or len(self._held) >= _MOST_HELD:
+        if now - self._flushed >= 1.0 or len(self._held) >= 256:
             self.flush()
 
     @_guarded
