@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import sys
 import time
@@ -13,8 +14,7 @@ import typer
 
 from ronde.cli.options import RunArgument, RunsOption, option
 from ronde.cli.show import find_run
-from ronde.cli.watch_page import PageOption, PortOption, ToOption, open_page, send_to
-from ronde.watch import Alert, plain_console
+from ronde.watch import Alert, RunDir, plain_console
 from ronde.world import ArgumentError
 
 __all__ = ["alert_text", "notify", "register"]
@@ -103,16 +103,29 @@ def register(app: typer.Typer) -> None:
         url: Annotated[
             str | None, option("--notify", "POST each alert as JSON to this address.", "URL")
         ] = None,
-        page: PageOption = False,
-        port: PortOption = None,
-        target: ToOption = None,
+        page: Annotated[
+            bool, option("--page", "Open a page for the browser that shows all runs, live.")
+        ] = False,
+        port: Annotated[
+            int | None,
+            option("--port", "Port of --page.", "N", min=1, max=65535),
+        ] = None,
+        target: Annotated[
+            str | None,
+            option(
+                "--to",
+                "Send the record to a tracker instead: tensorboard, wandb, mlflow:URL, "
+                "prometheus:PORT. With --follow, until the run ends.",
+                "TRACKER",
+            ),
+        ] = None,
     ) -> None:
         if page:
-            return open_page(folder, None if name is None else find_run(folder, name), port)
+            return _open_page(folder, None if name is None else find_run(folder, name), port)
         if port is not None:
             raise ArgumentError("--port is that of --page: add --page.")
         if target is not None:
-            return send_to(find_run(folder, name), target, follow)
+            return _send_to(find_run(folder, name), target, follow)
         from ronde.watch.judge import Judge, alert_line
 
         asked = dict(each.partition("=")[::2] for each in settings or ())
@@ -146,3 +159,27 @@ def register(app: typer.Typer) -> None:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _open_page(folder: Path, run: RunDir | None, port: int | None) -> None:
+    """Serve the page until Ctrl-C."""
+    if missing := [n for n in ("starlette", "uvicorn") if importlib.util.find_spec(n) is None]:
+        raise ArgumentError(
+            f"--page needs {' and '.join(missing)}: pip install '.[page]' in a clone of Ronde."
+        )
+    from ronde.watch.page import serve_page
+
+    if run is None:
+        serve_page(folder, port)
+    else:
+        serve_page(run.path.absolute().parent, port, run.name)
+
+
+def _send_to(run: RunDir, target: str, follow: bool) -> None:
+    """Send the part of the record that a tracker does not have."""
+    from ronde.watch.sinks import check_target_name, send_record
+
+    if check_target_name(target)[0] == "prometheus" and not follow:
+        raise ArgumentError(f"--to {target}: Prometheus asks a process that stays. Add --follow.")
+    send_record(run, target, lambda text: print(f"ronde: {text}", file=sys.stderr), follow)
+    print(f"{run.name}: {target} has it all")
