@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.identity import ranks_text
-from ronde.world.whole_file import sync
+from ronde.world.whole_file import whole_file
 
 __all__ = ["export_pieces", "gather_pieces", "gather_whole", "prepare_pieces"]
 
@@ -352,38 +351,25 @@ def export_pieces(
     names = {name: name for name in owner.boxes}
     names |= {name: origin for name, origin in same.items() if origin in owner.boxes}
     kinds = {n: (getattr(torch, owner.kinds[o][0]), owner.kinds[o][1]) for n, o in names.items()}
-    temporary = path.with_name(f"{path.name}.{me.rank}.writing")
-    error: str | None = None
     try:
         header, order = tensor_header(kinds, metadata)
     except CheckpointError as caught:  # on every rank
         raise CheckpointError(f"{path} could not be written: {caught}") from None
-    with contextlib.ExitStack() as stack:
-        file = None
-        if me.is_main:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(temporary.open("wb"))
-                stack.callback(lambda: temporary.unlink(missing_ok=True))
+    each = (_gather_one(me, names[n], owner, pieces.get(names[n])) for n in order)
+    error: str | None = None
+    if me.is_main:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path, durable=True) as new, new.open("wb") as file:
                 file.write(header)
-            except OSError as caught:
-                error = f"{path} could not be written: {caught}"
-        for name in order:
-            origin = names[name]
-            tensor = _gather_one(me, origin, owner, pieces.get(origin))
-            if tensor is not None and file is not None and error is None:
-                try:
+                for tensor in each:
+                    assert tensor is not None
                     file.write(byte_view(tensor).numpy().data)
-                except OSError as caught:
-                    error = f"{path} could not be written: {caught}"
-            del tensor, name
-        if file is not None and error is None:
-            try:
-                file.flush()
-                sync(temporary)
-                temporary.rename(path)
-            except OSError as caught:
-                error = f"{path} could not be written: {caught}"
+                    del tensor  # before the next one comes
+        except OSError as caught:
+            error = f"{path} could not be written: {caught}"
+    for _ in each:  # the others send, whatever became of the file
+        pass
     error = broadcast_json(me, error)
     if error is not None:
         raise CheckpointError(error)
