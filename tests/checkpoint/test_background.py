@@ -117,7 +117,7 @@ def test_a_failure_is_told_and_the_training_goes_on(plan, tmp_path):
     saved, warned = events(tmp_path)
     assert [e.step for e in saved] == [2, 6, 8]
     (text,) = [text for text in warned if "could not be written" in text]
-    assert "checkpoint of step 4" in text and "it takes" in text and "goes on" in text
+    assert "checkpoint of step 4" in text and "goes on" in text
     assert ("rank 1: " in text) == (rank == 1)
 
 
