@@ -88,7 +88,6 @@ def __getattr__(name: str) -> Any:
         if name == "distribute":
             hooks = importlib.import_module("ronde.run.hooks")
             setattr(hooks, "planner", _choose)  # noqa: B010
-            setattr(hooks, "examiner", _examine)  # noqa: B010
         return value
     if name in _ROOMS:
         import importlib
@@ -102,13 +101,6 @@ def _choose(*given: Any) -> Any:
     from ronde.measure.planner import choose_plan
 
     return choose_plan(*given)
-
-
-def _examine(*given: Any, **options: Any) -> Any:
-    """Handle ``run.doctor()``, for the same reason."""
-    from ronde.doctor.doctor import doctor
-
-    return doctor(*given, **options)
 
 
 def __dir__() -> list[str]:

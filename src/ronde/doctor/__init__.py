@@ -1,8 +1,9 @@
 """Why are my devices idle? Compares synthetic with real speed, splits the gap by stage, and
 prescribes.
 
-Offers :func:`~ronde.doctor.doctor.doctor`. The verdict is arithmetic over measured rates;
-prescriptions are settings that can be applied and verified.
+Offers :func:`~ronde.doctor.doctor.load_doctor`, which reads the answer, and the names of the
+cures. The verdict is arithmetic over measured rates; prescriptions are settings that can be applied
+and verified.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 ``ronde doctor`` starts the script with a :class:`Doctor` attached: it measures at the end of
 ``distribute``, rank 0 writes the result where the command reads it, and the processes end.
-``run.doctor()`` does the same during a training, which then continues unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ronde.loader import FeedSettings
 from ronde.measure import Arm, ArmResult, Bench
 from ronde.measure.study import load_study, report_progress, study_target, write_study
 from ronde.run import hooks
-from ronde.world import ArgumentError, RondeError, usable_cores
+from ronde.world import RondeError, usable_cores
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from ronde.run.parts import Parts
     from ronde.run.step_port import RunView
 
-_SECONDS = 60.0
 _PYTHON_SHARE = 0.05  # of the loaders' time: less of it is not looked into
 _READ_NOTHING = ("augment", "collate")  # whatever these wait for, it is not storage
 
@@ -122,25 +120,6 @@ def load_doctor(file: Path) -> dict[str, Any]:
     return load_study(file, "examine")
 
 
-def doctor(run: RunView, seconds: float = _SECONDS, **options: Any) -> dict[str, Any]:
-    """Examine a run between two steps, and leave it as it was. See :meth:`ronde.Run.doctor`."""
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not seconds > 0:
-        raise ArgumentError(
-            f"run.doctor(seconds={seconds!r}): expected how long it may take, in seconds, above 0."
-        )
-    unknown = set(options) - {"rounds", "to"}
-    if unknown:
-        raise ArgumentError(
-            f"run.doctor() got {', '.join(sorted(unknown))}: it takes seconds, rounds and to."
-        )
-    if run.port.backwards:
-        raise RondeError(
-            "run.doctor() was called between run.backward() and run.update(): call it "
-            "after update()."
-        )
-    return examine(run, {"seconds": seconds, **options}, _silent)
-
-
 class _Clock:
     """The remaining time budget, the same on every rank."""
 
@@ -172,7 +151,7 @@ class _Study:
         self.run = run
         self.bench = bench
         self.tell = tell
-        seconds = float(options.get("seconds") or _SECONDS)
+        seconds = float(options.get("seconds") or 60.0)
         bench.patience = 0.15 * seconds
         self.rounds = int(options.get("rounds") or 3)
         self.window = min(max(seconds / 40, 0.35 if seconds >= 5 else 0.1), 2.5)

@@ -62,7 +62,7 @@ class Callback:
 
     Attributes:
         while_measuring: whether it is called in the steps that a tool takes on batches of its own,
-            such as ``run.doctor()``.
+            such as ``ronde doctor``.
         rests: whether it is not called at the moment; see :meth:`Callbacks.rest`.
     """
 

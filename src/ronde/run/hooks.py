@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ronde.run.step_port import RunView
     from ronde.world import World
 
-__all__ = ["Observer", "Opening", "examiner", "observed", "observer", "planner"]
+__all__ = ["Observer", "Opening", "observed", "observer", "planner"]
 
 
 @dataclass
@@ -88,9 +88,6 @@ observer: Observer = Observer()
 
 planner: Callable[[Plan, Work, LossCall, World], tuple[Plan, Forecast]] | None = None
 """Chooses a plan for ``plan="auto"`` and predicts its step. A room above sets it."""
-
-examiner: Callable[..., dict[str, Any]] | None = None
-"""Carries out ``run.doctor()``. A room above sets it."""
 
 
 def observed() -> bool:

@@ -27,7 +27,7 @@ from ronde.run.options import RunOptions
 from ronde.run.registered import Registered
 from ronde.run.step import OptimizerStep
 from ronde.run.step_draws import StepDraws
-from ronde.world import ArgumentError, CheckpointError, RondeError
+from ronde.world import ArgumentError, CheckpointError
 from ronde.world.rendezvous import counted
 
 if TYPE_CHECKING:
@@ -300,30 +300,6 @@ class Run(CollectiveCalls):
             elif loss is not None:
                 result = {"loss": float(loss)}
         return result
-
-    def doctor(self, seconds: float = 60.0, **options: Any) -> dict[str, Any]:
-        """Why are the devices idle? Measures this training with and without parts of its input,
-        then puts everything back bit by bit: weights, optimizer, scheduler, randomness, and the
-        place in the data. A copy of weights and moments is held meanwhile.
-
-        Call it on every worker, between two steps. ``ronde doctor`` does the same from outside.
-
-        Args:
-            seconds: how long it may measure, roughly.
-            options: ``rounds``, the least number of times to measure each rate; ``to``, the number
-                of devices to predict for.
-
-        Returns:
-            dict: the content of ``ronde doctor --json``, the same on every worker.
-
-        Example:
-            >>> answer = run.doctor(seconds=30)  # doctest: +SKIP
-            >>> answer["healthy"], answer["gap"], answer["cause"]  # doctest: +SKIP
-            (False, 0.24, {'stage': 'decode', 'points': 14.1})
-        """
-        if hooks.examiner is None:
-            raise RondeError("run.doctor() needs a run that ronde.distribute made.")
-        return hooks.examiner(self, seconds, **options)
 
     def whole_model(
         self, ranks: Literal["all", "main"] = "all", device: torch.device | str | None = None

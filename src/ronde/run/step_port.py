@@ -86,11 +86,6 @@ class StepPort:
         self.strategy, self.loss = step.parts.strategy, step.parts.loss
         self.last_step_seconds = 0.0
 
-    @property
-    def backwards(self) -> int:
-        """Backward passes of the current step so far, in a script that owns its loop."""
-        return self.parts.place.backwards
-
     # -- steps -------------------------------------------------------------------------
 
     def prepare(self) -> None:
