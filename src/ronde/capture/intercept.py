@@ -328,14 +328,18 @@ def calls_heard(
         enter(name, args, kwargs)
 
     def end(name: str, _: nn.Module, args: Any, output: Any) -> None:
-        if leave is not None:
-            leave(name, args, output)
+        assert leave is not None
+        leave(name, args, output)
 
     try:
         for name, module in modules.items():
-            before, after = partial(begin, name), partial(end, name)
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # takes no hooks
+            before = partial(begin, name)
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            handles.append(module.register_forward_hook(after, always_call=True))
+            if leave is not None:
+                after = partial(end, name)
+                handles.append(module.register_forward_hook(after, always_call=True))
         yield
     finally:
         for handle in handles:

@@ -83,8 +83,10 @@ def is_linear(module: nn.Module) -> bool:
         usual = type(module).forward is nn.Linear.forward
     else:
         usual = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    if not usual or "forward" in vars(module):
+        return False
     weight = module._parameters.get("weight")
-    return usual and weight is not None and weight.dim() == 2 and "forward" not in vars(module)
+    return weight is not None and weight.dim() == 2
 
 
 def features(module: nn.Module) -> tuple[int, int]:
