@@ -110,11 +110,21 @@ def _item(meetings: Rendezvous, op: Any, args: Any, kwargs: Any) -> Any:
     if not all(isinstance(p, Whole) for p in value.placements):
         # One that reads a number alone would wait for ever, or take the answer to another question.
         meetings.meet(
-            "for a number of divided parameters",
+            f"for a number of divided parameters ({_line()})",
             ranks=value.device_mesh.mesh.flatten().tolist(),
             advice="Read it on every worker, outside of 'if run.is_main', and print it on rank 0.",
         )
     return op(value.full_tensor())
+
+
+def _line() -> str:
+    """The line that reads a number: workers that read different numbers do not meet."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__ or _TORCH in frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def _refuse_mix(into: Any, op: Any) -> None:
