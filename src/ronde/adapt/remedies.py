@@ -147,10 +147,6 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
 
 # -- applying them ---------------------------------------------------------------------
 
-_FOR_PIPELINES = {
-    "decoder": "feed.images(FOLDER, decoder=NAME)",
-}
-
 
 def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
     """A Dataset read with the settings ``decoder`` and ``cache``.
@@ -182,10 +178,12 @@ def apply_remedies(dataset: Any, settings: FeedSettings) -> Any:
         raise ArgumentError("feed setting cache_bytes goes with cache: read or decode.")
     if isinstance(dataset, Pipeline):
         return _apply_to_pipeline(dataset, settings)
-    refused = {name: instead for name, instead in _FOR_PIPELINES.items() if getattr(settings, name)}
-    if settings.cache == "read":
-        refused["cache: read"] = 'feed.images(FOLDER).cache("read")'
-    for name, instead in refused.items():
+    for name, is_set, instead in (
+        ("decoder", settings.decoder, "feed.images(FOLDER, decoder=NAME)"),
+        ("cache: read", settings.cache == "read", 'feed.images(FOLDER).cache("read")'),
+    ):
+        if not is_set:
+            continue
         raise ArgumentError(
             f"feed setting {name} is for ronde.feed pipelines, and {type(dataset).__name__} is a "
             f"Dataset of its own. Delete the line, or read the files with {instead} instead."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -203,23 +202,6 @@ def _normalize(value: Any) -> Normalize | None:
         ) from None
 
 
-def _check_options(
-    options: dict[str, Any], opens: Callable[..., Any], taken: tuple[str, ...]
-) -> None:
-    """Check that all options are arguments of the function that opens the files."""
-    known = [
-        p.name
-        for p in inspect.signature(opens).parameters.values()
-        if p.kind is p.KEYWORD_ONLY and p.name not in taken
-    ]
-    for name in options:
-        if name not in known:
-            raise ArgumentError(
-                f"feed.images: {name}= is not an option for these files: feed.{opens.__name__} "
-                f"takes {', '.join(known)}."
-            )
-
-
 def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
     if not isinstance(path, str | os.PathLike | list | tuple):
         if isinstance(path, Source):
@@ -234,17 +216,15 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
         )
     from ronde.data.sources.folder import folder
     from ronde.data.sources.packed import is_pack
-    from ronde.data.sources.parquet import parquet, parquet_files
+    from ronde.data.sources.parquet import parquet_files
     from ronde.data.sources.tar import tar
 
     names = [os.fspath(p) for p in path] if isinstance(path, list | tuple) else [os.fspath(path)]
     if not names:
         raise ArgumentError("feed.images was given an empty list.")
     if len(names) == 1 and is_pack(names[0]):
-        _check_options(options, tar, ("data", "label"))
         return tar(names[0], **options)
     if all(".tar" in name.rpartition("/")[2] for name in names):
-        _check_options(options, tar, ("data", "label"))
         label = "cls" if labels == "folder" else None if labels == "none" else labels
         return tar(
             names if len(names) > 1 else names[0],
@@ -253,7 +233,6 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
             **options,
         )
     if all(name.endswith((".parquet", ".pq")) for name in names):
-        _check_options(options, parquet, ("columns", "label"))
         if not isinstance(labels, str | None):
             raise ArgumentError(
                 "feed.images: labels= of Parquet files is the name of a column, 'none', or "
@@ -264,7 +243,6 @@ def _source(path: Any, labels: Any, options: dict[str, Any]) -> Source:
         )
     if len(names) != 1:
         raise ArgumentError("feed.images takes one folder, or a list of tar or Parquet files.")
-    _check_options(options, folder, ("labels",))
     return folder(names[0], labels=labels, **{"suffixes": SUFFIXES, **options})
 
 

@@ -46,7 +46,7 @@ def npy_header(
     return offset, tuple(shape), kind
 
 
-class _Rows:
+class FileRows:
     """One array in a file: memory-mapped if local, fetched by rows if remote."""
 
     def __init__(
@@ -71,12 +71,15 @@ class _Rows:
         return {**self.__dict__, "_map": None}
 
     def describe(self) -> tuple[Any, ...]:
+        """What a fingerprint says of it."""
         return self.path.rpartition("/")[2], self.size, self.shape, self.dtype.str
 
     def origin(self) -> list[Any]:
+        """What a cache is identified by."""
         return [self.path, self.offset]
 
     def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
+        """The rows of these ids."""
         if is_remote(self.path):
             length = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
             raw = self._store.read(
@@ -88,6 +91,14 @@ class _Rows:
             return np.frombuffer(bytearray(b"".join(raw)), dtype=self.dtype).reshape(
                 len(ids), *self.shape[1:]
             )
+        return np.asarray(self.mapped()[ids])
+
+    def mapped(self) -> np.ndarray[Any, Any]:
+        """The local file, memory-mapped.
+
+        Raises:
+            SampleError: it cannot be read, or has changed since it was opened.
+        """
         if self._map is None:
             try:
                 if Path(self.path).stat().st_size != self.size:
@@ -103,7 +114,8 @@ class _Rows:
                 raise SampleError(
                     f"{self.path} cannot be read: {error.strerror or error}."
                 ) from error
-        return np.asarray(self._map[ids])
+        mapped: np.ndarray[Any, Any] = self._map
+        return mapped
 
 
 class _Held:
@@ -197,7 +209,7 @@ def _one(given: Any, name: str, store: Store) -> Any:
                 "numpy.save; feed.parquet reads Arrow files."
             )
         size = store.size(path)
-        return _Rows(store, path, size, *npy_header(store, path, size))
+        return FileRows(store, path, size, *npy_header(store, path, size))
     if isinstance(given, np.memmap) and isinstance(given.filename, str | os.PathLike):
         # Pickled, it would be copied whole into every loading process.
         path = os.fspath(given.filename)
@@ -207,7 +219,7 @@ def _one(given: Any, name: str, store: Store) -> Any:
             and given.base is not None
             and not isinstance(given.base, np.memmap)
         ):
-            return _Rows(
+            return FileRows(
                 store, path, Path(path).stat().st_size, int(given.offset), given.shape, given.dtype
             )
     return _Held(_plain(given, name), name)

@@ -52,7 +52,7 @@ class TarSource(BaseSource):
     ) -> None:
         self.paths = paths
         self._store = store
-        self._sizes = [index.tar_size for index in indices]
+        self._sizes = [index.state[0] for index in indices]
         counts = [len(index.keys) for index in indices]
         self._starts = np.cumsum([0, *counts], dtype=np.int64)
         suffixes = sorted({s for index in indices for s in index.suffixes})

@@ -37,9 +37,7 @@ class TarIndex:
     """The samples of one tar.
 
     Attributes:
-        tar_size: its bytes.
-        tar_mtime_ns: its time of change; 0 where that does not count.
-        tar_tag: of a remote tar, what :meth:`Store.stat` says.
+        state: its bytes, time of change and tag, as :meth:`Store.stat` tells them.
         keys: of the samples, in the tar's order.
         first: sample ``i`` has members ``first[i]`` … ``first[i + 1]`` − 1.
         suffix: of each member, as a place in ``suffixes``.
@@ -48,18 +46,16 @@ class TarIndex:
         suffixes: the endings that occur.
     """
 
-    tar_size: int
-    tar_mtime_ns: int
+    state: tuple[int, int, str]
     keys: Names
     first: Ints
     suffix: np.ndarray[Any, np.dtype[np.int16]]
     offset: Ints
     size: Ints
     suffixes: list[str]
-    tar_tag: str = ""
 
     @classmethod
-    def of(cls, members: list[tuple[str, str, int, int]], tar_size: int, **fields: Any) -> TarIndex:
+    def of(cls, members: list[tuple[str, str, int, int]], state: tuple[int, int, str]) -> TarIndex:
         """Of members ``(key, suffix, offset, size)``; those of a sample follow each other."""
         keys: list[str] = []
         first: list[int] = []
@@ -70,24 +66,20 @@ class TarIndex:
         suffixes = sorted({suffix for _, suffix, _, _ in members})
         number = {suffix: n for n, suffix in enumerate(suffixes)}
         return cls(
-            tar_size,
-            fields.pop("tar_mtime_ns", 0),
+            state,
             Names.of(keys),
             np.asarray([*first, len(members)], dtype=np.int64),
             np.asarray([number[suffix] for _, suffix, _, _ in members], dtype=np.int16),
             np.asarray([offset for _, _, offset, _ in members], dtype=np.int64),
             np.asarray([size for _, _, _, size in members], dtype=np.int64),
             suffixes,
-            **fields,
         )
 
     def to_bytes(self) -> bytes:
         """Serialize as an npz, whose parts have checksums; equal indices give equal bytes."""
         meta = {
             "version": _VERSION,
-            "tar_size": self.tar_size,
-            "tar_mtime_ns": self.tar_mtime_ns,
-            "tar_tag": self.tar_tag,
+            "state": self.state,
             "suffixes": self.suffixes,
         }
         out = io.BytesIO()
@@ -116,15 +108,13 @@ class TarIndex:
                 if meta["version"] != _VERSION:
                     raise ValueError(f"version {meta['version']}")
                 return cls(
-                    meta["tar_size"],
-                    meta["tar_mtime_ns"],
+                    tuple(meta["state"]),
                     Names(held["keys"].tobytes(), held["key_ends"]),
                     held["first"],
                     held["suffix"],
                     held["offset"],
                     held["size"],
                     meta["suffixes"],
-                    meta["tar_tag"],
                 )
         except (KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise ValueError(str(error)) from error
@@ -195,12 +185,12 @@ def members_of(file: IO[bytes], size: int, path: str) -> Iterator[tuple[str, int
 
 def build_index(store: Store, path: str) -> TarIndex:
     """Read a tar's headers; refuse a file that is not a tar."""
-    size, mtime, tag = store.stat(path)
+    state = store.stat(path)
     members: list[tuple[str, str, int, int]] = []
     here: set[str] = set()
     try:
         with store.stream(path) as file:
-            for name, offset, length in members_of(file, size, path):
+            for name, offset, length in members_of(file, state[0], path):
                 if _no_sample(name):
                     continue
                 key, suffix = key_and_suffix(name.removeprefix("./"))
@@ -215,17 +205,7 @@ def build_index(store: Store, path: str) -> TarIndex:
                 members.append((key, suffix, offset, length))
     except OSError as error:
         raise ArgumentError(f"{path} cannot be read: {error}.") from error
-    if len({suffix for _, suffix, _, _ in members}) > 1024:
-        raise ArgumentError(
-            f"{path} has more than 1,024 different suffixes, such as .{members[-1][1]}. A sample's "
-            "name ends at the first dot of the file name."
-        )
-    return TarIndex.of(members, size, tar_mtime_ns=mtime, tar_tag=tag)
-
-
-def _fits(store: Store, path: str, index: TarIndex) -> bool:
-    """Whether an index matches the tar as it is now."""
-    return (index.tar_size, index.tar_mtime_ns, index.tar_tag) == store.stat(path)
+    return TarIndex.of(members, state)
 
 
 def index_of(store: Store, path: str) -> TarIndex:
@@ -233,6 +213,7 @@ def index_of(store: Store, path: str) -> TarIndex:
     absolute = path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{hashlib.sha256(absolute.encode()).hexdigest()[:32]}{SUFFIX}"
+    state = store.stat(path)
     places = [path + SUFFIX, str(caches / "ronde" / "tar-index" / name)]
     for place in places:
         raw = None
@@ -240,10 +221,10 @@ def index_of(store: Store, path: str) -> TarIndex:
             raw = store.whole(place) if is_remote(place) else Store().whole(place)
         # of another version, or damaged: made anew
         with contextlib.suppress(ValueError):
-            if raw is not None and _fits(store, path, found := TarIndex.from_bytes(raw)):
+            if raw is not None and (found := TarIndex.from_bytes(raw)).state == state:
                 return found
     found = build_index(store, path)
-    if not found.tar_mtime_ns and not found.tar_tag:
+    if not any(found.state[1:]):
         return found  # nothing would tell whether the tar is still the same
     for place in places:
         if is_remote(place):

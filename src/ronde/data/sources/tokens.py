@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from ronde.data.sources.arrays import npy_header
+from ronde.data.sources.arrays import FileRows, npy_header
 from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
 from ronde.data.sources.byte_ranges import ByteRange, Store, expand
-from ronde.world import ArgumentError, SampleError
+from ronde.world import ArgumentError
 from ronde.world.paths import is_remote
-
-
-class _File(NamedTuple):
-    path: str
-    offset: int  # of the first token
-    tokens: int
-    dtype: np.dtype[Any]
-    size: int
 
 
 class TokenSource(BaseSource):
@@ -33,15 +24,14 @@ class TokenSource(BaseSource):
         total: tokens in all files.
     """
 
-    def __init__(self, files: list[_File], length: int, stride: int, store: Store) -> None:
+    def __init__(self, files: list[FileRows], length: int, stride: int, store: Store) -> None:
         self.length = length
         self.stride = stride
         self._files = files
         self._store = store
-        self.total = sum(file.tokens for file in files)
-        counts = [max(0, (file.tokens - length - 1) // stride + 1) for file in files]
+        self.total = sum(map(len, files))
+        counts = [max(0, (len(file) - length - 1) // stride + 1) for file in files]
         self._starts = np.cumsum([0, *counts], dtype=np.int64)
-        self._maps: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -51,9 +41,6 @@ class TokenSource(BaseSource):
             f"tokens: {len(self):,} windows of {self.length:,}, {self.total:,} tokens in "
             f"{len(self._files):,} files"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_maps": {}}  # a memory map would be copied as an array
 
     @property
     def fingerprint(self) -> str:
@@ -71,24 +58,7 @@ class TokenSource(BaseSource):
 
     def _windows(self, f: int) -> Any:
         """All windows of a local file as rows of one array view."""
-        if f not in self._maps:
-            file = self._files[f]
-            try:
-                if Path(file.path).stat().st_size != file.size:
-                    raise SampleError(
-                        f"{file.path} changed after it was opened: it had {file.size:,} bytes."
-                    )
-                flat = np.memmap(
-                    file.path, dtype=file.dtype, mode="r", offset=file.offset, shape=(file.tokens,)
-                )
-            except OSError as error:
-                raise SampleError(
-                    f"{file.path} cannot be read: {error.strerror or error}."
-                ) from error
-            self._maps[f] = np.lib.stride_tricks.sliding_window_view(
-                flat.view(np.ndarray), self.length + 1
-            )
-        return self._maps[f]
+        return np.lib.stride_tricks.sliding_window_view(self._files[f].mapped(), self.length + 1)
 
     def take(self, ids: Sequence[int]) -> torch.Tensor:
         """Windows of these ids: int64, one row of ``length`` + 1 tokens each."""
@@ -166,7 +136,7 @@ def tokens(
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
         raise ArgumentError(f"feed.tokens: stride={stride!r} must be a whole number, 1 or more.")
     store = Store(options)
-    files: list[_File] = []
+    files: list[FileRows] = []
     for one in expand(path, store, "feed.tokens"):
         size = store.size(one)
         if one.endswith(".npy"):
@@ -192,7 +162,7 @@ def tokens(
             count = size // kind.itemsize
         if kind.kind not in "iu":
             raise ArgumentError(f"feed.tokens: {one} holds {kind}; tokens are integers.")
-        files.append(_File(one, offset, count, kind, size))
+        files.append(FileRows(store, one, size, offset, (count,), kind))
     source = TokenSource(files, length, step, store)
     if not len(source):
         raise ArgumentError(
