@@ -219,9 +219,6 @@ HERE = {
     "skip": Case(
         "a NaN batch, on_nan=skip", nothing, says='"skip"', on_nan="skip", bad=17, restarts=0
     ),
-    "rollback": Case(
-        "a NaN loss, once, on_nan=rollback", nan, says='"rollback"', on_nan="rollback", restarts=0
-    ),
     "leave": Case("SIGTERM, then --resume", leave, 75, LEFT),
     "shrink": Case("3 workers, SIGTERM, --resume with 2", leave, 75, LEFT, sizes=(3, 2)),
     "grow": Case("2 workers, SIGTERM, --resume with 3", leave, 75, LEFT, sizes=(2, 3)),

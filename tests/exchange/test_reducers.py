@@ -48,7 +48,7 @@ SCRIPT = textwrap.dedent(
     from torch.utils.data import TensorDataset
     import ronde
 
-    stop, grow, pause = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    stop, pause = int(sys.argv[1]), float(sys.argv[2])
     g = torch.Generator().manual_seed(0)
     inputs, target = torch.randn(48, 6, generator=g), torch.randint(3, (48,), generator=g)
     data = TensorDataset(inputs, target, torch.arange(48))
@@ -60,23 +60,14 @@ SCRIPT = textwrap.dedent(
         forward=lambda model, batch: (model(batch[0]), batch[1]),
         save_every=3, async_save=False,
     )
-    if grow == "grow":
-        run.grow_batch({4: 12, 8: 16}, lr_rule="linear")
-    sizes, ids = [], []
     for epoch in run.epochs(2):
         for batch in run.batches():
-            before = run.state.samples
-            if grow != "no":
-                ids += sum(run.gather_objects(batch[2].tolist()), [])
             run.step(batch)
-            sizes.append(run.state.samples - before)
             if run.state.step == 2:
                 print("TRAINING", flush=True)
             time.sleep(pause)
             if run.state.step == stop:
                 os._exit(9)
-    run.print("SIZES", sizes, round(optimizer.param_groups[0]["lr"], 9))
-    run.print("IDS", *ids)
     run.export(run.dir.path / "final.safetensors")
     """
 )
@@ -92,12 +83,6 @@ def weights(folder, name):
     return load_file(folder / "runs" / name / "final.safetensors")
 
 
-def ids_of(said):
-    """The samples in the order in which they were trained on."""
-    (line,) = [line for line in said.splitlines() if line.startswith("IDS")]
-    return list(map(int, line.split()[1:]))
-
-
 def same_bits(a, b):
     return a.keys() == b.keys() and all((a[k] == b[k]).all() for k in a)
 
@@ -108,42 +93,21 @@ def same_bits(a, b):
 def test_error_feedback_survives_a_resume_bit_for_bit(tmp_path, reducer):
     (tmp_path / "train.py").write_text(SCRIPT)
     common = ["-q", "-n", "2", "--reducer", reducer]
-    launch(tmp_path, *common, "--name", "whole", "train.py", "-1", "no", "0")
-    launch(tmp_path, *common, "--name", "cut", "train.py", "4", "no", "0", fails=True)
+    launch(tmp_path, *common, "--name", "whole", "train.py", "-1", "0")
+    launch(tmp_path, *common, "--name", "cut", "train.py", "4", "0", fails=True)
     said = launch(
-        tmp_path, *common[:3], "--resume", "--name", "cut", "train.py", "-1", "no", "0", fails=True
+        tmp_path, *common[:3], "--resume", "--name", "cut", "train.py", "-1", "0", fails=True
     )
     assert f"it holds what reducer '{parse_reducer(reducer)}' has not sent yet" in said
-    launch(tmp_path, *common, "--resume", "--name", "cut", "train.py", "-1", "no", "0")
+    launch(tmp_path, *common, "--resume", "--name", "cut", "train.py", "-1", "0")
     assert same_bits(weights(tmp_path, "whole"), weights(tmp_path, "cut"))
     if not ALL:
         return
     # on another number of workers it goes on too, with the mean of all
-    launch(tmp_path, *common, "--name", "more", "train.py", "4", "no", "0", fails=True)
+    launch(tmp_path, *common, "--name", "more", "train.py", "4", "0", fails=True)
     common[2] = "3"
-    launch(tmp_path, *common, "--resume", "--name", "more", "train.py", "-1", "no", "0")
+    launch(tmp_path, *common, "--resume", "--name", "more", "train.py", "-1", "0")
     assert weights(tmp_path, "more").keys() == weights(tmp_path, "whole").keys()
-
-
-def test_a_batch_that_grows_survives_a_resume(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    arguments = ["-n", "2", "--reducer", "servers"]
-    said = launch(tmp_path, *arguments, "--name", "whole", "train.py", "-1", "grow", "0")
-    # 4 × 8, then 12s up to the epoch's end at 48; the second epoch begins with step 7
-    assert "SIZES [8, 8, 8, 8, 12, 4, 12, 12, 16, 8] 0.02" in said, said
-    assert "global batch 8 -> 12 from step 4 on, learning rate × 1.5 (linear)" in said
-    order = ids_of(said)
-    assert sorted(order[:48]) == sorted(order[48:]) == list(range(48))
-    # cut before the first growth, and after the second in the middle of an epoch
-    for stop, from_sample in (("5", 24), ("10", 88)) if ALL else (("10", 88),):
-        name = ["--name", f"cut{stop}"]
-        launch(tmp_path, *arguments, *name, "train.py", stop, "grow", "0", fails=True)
-        resume = [*arguments, *name, "--resume", "train.py", "-1"]
-        said = launch(tmp_path, *resume, "no", "0", fails=True)
-        assert "the checkpoint's run has called run.grow_batch()" in said
-        said = launch(tmp_path, *resume, "grow", "0")
-        assert ids_of(said) == order[from_sample:], said
-        assert same_bits(weights(tmp_path, "whole"), weights(tmp_path, f"cut{stop}"))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +116,7 @@ def two_servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     (folder / "train.py").write_text(SCRIPT)
     options = ["-q", "-n", "2", "--servers", "2", "--name", "two"]
-    launch(folder, *options, "train.py", "-1", "no", "0")
+    launch(folder, *options, "train.py", "-1", "0")
     return weights(folder, "two")
 
 
@@ -166,7 +130,7 @@ def test_a_server_or_worker_that_is_killed_is_started_again(tmp_path, two_server
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["-n", "2", "--servers", "2", "--restarts", "2", "--no-spares"]
     options += ["--name", victim[:6]]
-    command = ["run", "--runs", "runs", *options, "train.py", "-1", "no", "0.3"]
+    command = ["run", "--runs", "runs", *options, "train.py", "-1", "0.3"]
     with child(ronde(*command), tmp_path) as running:
         running.wait_for("TRAINING", 90)
         found = [p for p in marked(running.mark) if _is(p, victim)]

@@ -285,9 +285,7 @@ def test_a_plan_that_chooses_itself_trains_the_same(tmp_path):
         torch.allclose(whole[k], chosen[k], rtol=1e-4, atol=1e-6) for k in whole
     )
     for text in told[1:]:
-        assert re.search(r"plan \S+: (Use one device\b.*For 2: s|S)plit", text) and re.search(
-            r"predicted [\d.]+ m?s a step.*, measured [\d.]+ m?s \([+-]\d+%\)", text
-        ), text
+        assert re.search(r"plan \S+: (Use one device\b.*For 2: s|S)plit", text), text
 
 
 def test_a_script_that_fails_does_so_before_this_machines_links_are_measured(tmp_path):

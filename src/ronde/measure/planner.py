@@ -38,7 +38,6 @@ from ronde.plan import SPLIT_FIELDS, Plan
 from ronde.predict import Cluster, Costs, Explanation, Prediction, explain
 from ronde.predict.search import search
 from ronde.run import hooks
-from ronde.run.check_prediction import Forecast
 from ronde.world import ArgumentError, World, threads_per_worker
 from ronde.world.consensus import broadcast_json
 from ronde.world.tensors import tensors_in
@@ -218,11 +217,11 @@ def answer(
     return explain(found, costs, cluster, with_flips=with_flips, tell=tell)
 
 
-def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Forecast]:
+def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, str]:
     """Carry out ``plan="auto"``: all workers measure at once, as they will train; rank 0 decides.
 
     Returns:
-        The plan, and its prediction.
+        The plan, and why it.
     """
     report_progress("measuring, to choose a plan")
     random = torch.get_rng_state()
@@ -243,8 +242,6 @@ def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Fo
             best = explanation.found.best
             choice = {
                 "plan": with_predicted_cut(best).to_dict(),
-                "seconds": best.step_seconds,
-                "terms": best.terms,
                 "sentence": explanation.sentence,
             }
             if best.verdict == "does not fit":
@@ -258,11 +255,7 @@ def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, Fo
     fields: dict[str, Any] = {
         name: getattr(winner, name) for name in (*SPLIT_FIELDS, "micro_batch", "accumulation")
     }
-    gathers_after = winner.shard == "optimizer"
-    forecast = Forecast(
-        winner.family, choice["seconds"], choice["terms"], choice["sentence"], gathers_after
-    )
-    return replace(plan, **fields), forecast
+    return replace(plan, **fields), choice["sentence"]
 
 
 def with_predicted_cut(best: Prediction) -> Plan:

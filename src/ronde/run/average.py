@@ -227,12 +227,6 @@ class Averages:
         """Keep a checkpoint's averages for when the script asks for them."""
         self._found, self._parts, self._resumed = dict(found), parts, True
 
-    def reload(self) -> None:
-        """Restore all of them, after :meth:`loaded`."""
-        for name, average in self.items.items():
-            if name in self._found:
-                average.restore(self._parts, self._found.pop(name))
-
     def report_unused(self, run: Parts) -> None:
         """Say once which averages of the checkpoint the script did not ask for before a step."""
         if self._found:

@@ -27,8 +27,8 @@ class StepView:
         micros: this worker's micro-batches, on its device.
         split: how each micro-batch counts, in ``run.step``.
         loss: of the global batch, from ``after_exchange`` on.
-        action: ``"skip"`` leaves the update out, ``"rollback"`` goes back to the last checkpoint.
-            ``after_exchange`` may set it, the same on all ranks.
+        is_skipped: whether the update is left out. ``after_exchange`` may set it, the same on all
+            ranks.
         learning_rate: of the first group, with its warm-up.
     """
 
@@ -38,7 +38,7 @@ class StepView:
     loss: torch.Tensor
     micros: Sequence[Any] = ()
     split: Sequence[Part] = ()
-    action: str = ""
+    is_skipped: bool = False
     learning_rate: float = 0.0
 
     @property

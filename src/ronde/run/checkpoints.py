@@ -9,9 +9,9 @@ from typing import Protocol
 from ronde.run.content import CheckpointContent
 from ronde.run.group import Member, RunGroup
 from ronde.run.parts import Parts
-from ronde.world import CheckpointError, LossError, RondeError
+from ronde.world import CheckpointError, RondeError
 
-__all__ = ["go_back", "leave", "save", "save_if_due", "save_or_warn", "warn_of_late_save"]
+__all__ = ["leave", "save", "save_if_due", "save_or_warn", "warn_of_late_save"]
 
 
 class Saved(Member, Protocol):
@@ -31,8 +31,6 @@ def save(loop: Saved, wait: bool = False) -> Path | None:
         Path: the checkpoint on rank 0, if it waited.
     """
     group, own = loop.group, loop.parts
-    if own.place.goes_back:
-        go_back(loop)
     contents = group.to_save()
     runs = [content.parts for content in contents.values()]
     for content in contents.values():
@@ -107,32 +105,6 @@ def warn_of_late_save(content: CheckpointContent) -> None:
         )
 
 
-def go_back(loop: Saved) -> bool:
-    """Go back to the last checkpoint. Returns whether it is of the same epoch, whose batches since
-    then come again.
-    """
-    from ronde.run.resume import roll_back  # few runs do
-
-    run, group = loop.parts, loop.group
-    run.place.goes_back, epoch = False, run.state.epoch
-    if group.memory is not None:
-        group.memory.forget()
-    group.saving.settle(group.contents)
-    group.due = bool(group.ending.stopped)
-    assert run.directory is not None
-    if not roll_back(loop.content, run.directory):
-        raise LossError(
-            "on_nan='rollback': there is no checkpoint to go back to yet. Set save_every, or "
-            "on_nan='skip'."
-        )
-    if run.state.epoch != epoch and not run.place.in_epochs:
-        raise LossError(
-            f"on_nan='rollback': the last checkpoint is of epoch {run.state.epoch + 1}, and a "
-            f"loop of your own cannot go back to it from epoch {epoch + 1}. Use run.epochs(n)."
-        )
-    return run.state.epoch == epoch
-
-
 def _between_passes(runs: list[Parts]) -> bool:
     return any(run.place.share is not None and run.place.backwards for run in runs)
 
@@ -143,8 +115,7 @@ def _copy_to_memory(loop: Saved) -> None:
     assert group.memory is not None
     runs = group.runs
     drifts = any(run.strategy.drifts for run in runs)
-    goes_back = loop.parts.place.goes_back
-    if goes_back or loop.studied or _between_passes(runs) or drifts or not group.whole:
+    if loop.studied or _between_passes(runs) or drifts or not group.whole:
         return
     with loop.parts.rendezvous.call("run.save()"):
         for member in group.members:

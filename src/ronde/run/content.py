@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ronde.checkpoint import KeepPolicy
 from ronde.run.average import Averages
 from ronde.run.best import KeepBest
 from ronde.run.parts import Parts
 from ronde.run.registered import Registry
-
-if TYPE_CHECKING:
-    from ronde.run.batch_schedule import BatchSchedule
 
 __all__ = ["CheckpointContent", "Ending"]
 
@@ -54,8 +51,6 @@ class CheckpointContent:
         save_every: optimizer steps between checkpoints, or None.
         ending: of the runs of the loop: how they end before their last epoch.
         given: the settings of the optimizer's groups as the script gave them.
-        schedule: of the global batch's growth, if the script grows it.
-        saved_schedule: the checkpoint's, until the script calls ``run.grow_batch``.
         saved_step: the step of the last checkpoint; -1 if there is none.
         saved_at: ``time.monotonic()`` of the last checkpoint, or of the start.
         warned_of_save: whether the script was told that it saves after an epoch's last batch.
@@ -70,8 +65,6 @@ class CheckpointContent:
     given: list[dict[str, Any]]
     registry: Registry = field(default_factory=Registry)
     averages: Averages = field(default_factory=Averages)
-    schedule: BatchSchedule | None = None
-    saved_schedule: dict[str, Any] | None = None
     saved_step: int = -1
     saved_at: float = field(default_factory=time.monotonic)
     warned_of_save: bool = False

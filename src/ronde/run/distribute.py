@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -55,9 +55,6 @@ from ronde.world.connect import connect
 from ronde.world.consensus import agree
 from ronde.world.rendezvous import rendezvous
 
-if TYPE_CHECKING:
-    from ronde.run.check_prediction import Forecast
-
 __all__ = ["distribute"]
 
 
@@ -97,7 +94,7 @@ def distribute(
     patience: int | None = None,
     async_save: bool = True,
     check_replicas: int | None = 1000,
-    on_nan: Literal["error", "ignore", "skip", "rollback"] = "error",
+    on_nan: Literal["error", "ignore", "skip"] = "error",
     tensorboard: bool = False,
     watch: bool | int = False,
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -178,8 +175,7 @@ def distribute(
         on_nan: ``"error"`` ends the training at a NaN or infinite loss, before the weights change;
             ``"ignore"`` trains on. On accelerators, where a check waits for the device, it checks
             one step in fifty. ``"skip"`` looks at loss and gradients of each step, and leaves out
-            the update of one that is not finite; ``"rollback"`` goes back to the last checkpoint,
-            and leaves it out if it is not finite again. Eleven such steps in a row are an error.
+            the update of one that is not finite. Eleven such steps in a row are an error.
         tensorboard: also log for TensorBoard (``pip install '.[tensorboard]'`` in a clone).
         watch: measure gradients, updates, weights, and layers' outputs every so many steps, for the
             rules of ``ronde watch``; True: every 32 steps. ``ronde run --watch`` overrides it.
@@ -297,9 +293,9 @@ def distribute(
     chosen = _plan(opening, asked, me, batches, split, source, options.watch)
     work = _work(opening, chosen, me, split)
     chosen = hooks.observer.on_plan(chosen, work, opening.calls, me)
-    forecast: Forecast | None = None
+    why = ""
     if split.auto and hooks.planner is not None:
-        chosen, forecast = hooks.planner(chosen, work, opening.calls, me)
+        chosen, why = hooks.planner(chosen, work, opening.calls, me)
     if source is not None:
         checks.check_same_shares(chosen, source.plan)
     group, part = _group(me, saves, options, source)
@@ -337,7 +333,6 @@ def distribute(
         source=source,
         probes=probes,
         skeleton=skeleton,
-        forecast=forecast,
         in_lists=batches.micro_batch is not None or grows,
     )
     if skeleton is not None:
@@ -354,8 +349,8 @@ def distribute(
             f"the pipeline is cut at {', '.join(chosen.split_at)}, as asked; before the resume it "
             f"was cut at {', '.join(before)}"
         )
-    if forecast is not None:
-        parts.watcher.say(f"plan {chosen.spec}: {forecast.sentence}")
+    if why:
+        parts.watcher.say(f"plan {chosen.spec}: {why}")
     _begin(content, group)
     hooks.observer.on_ready(run, chosen)
     return run

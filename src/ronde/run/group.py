@@ -153,7 +153,7 @@ class RunGroup:
             )
         if any(member.leaves_out for member in self.members):
             raise ArgumentError(
-                "on_nan='skip' and 'rollback' cannot be used by runs that train in one loop: what "
+                "on_nan='skip' cannot be used by runs that train in one loop: what "
                 "one leaves out, the others have seen. Use on_nan='error'."
             )
         if part in self._members:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ronde.loader import TakenOver
     from ronde.parallel import Work
     from ronde.plan import Plan
-    from ronde.run.check_prediction import Forecast
     from ronde.run.losses import LossCall
     from ronde.run.parts import Parts
     from ronde.run.step_port import RunView
@@ -86,8 +85,8 @@ class Observer(Callback):
 
 observer: Observer = Observer()
 
-planner: Callable[[Plan, Work, LossCall, World], tuple[Plan, Forecast]] | None = None
-"""Chooses a plan for ``plan="auto"`` and predicts its step. A room above sets it."""
+planner: Callable[[Plan, Work, LossCall, World], tuple[Plan, str]] | None = None
+"""Chooses a plan for ``plan="auto"``, and says why. A room above sets it."""
 
 
 def observed() -> bool:

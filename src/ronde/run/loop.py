@@ -7,7 +7,7 @@ import inspect
 import sys
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from ronde.run.content import CheckpointContent
 from ronde.run.group import RunGroup
 from ronde.run.parts import MicroBatches
 from ronde.run.step import OptimizerStep
-from ronde.world import ArgumentError, CheckpointError, FeedError, RondeError, World
+from ronde.world import ArgumentError, FeedError, RondeError, World
 from ronde.world.consensus import gather_json
 from ronde.world.rendezvous import counted
 from ronde.world.tensors import map_leaves
@@ -47,7 +47,7 @@ class Loop:
     Args:
         source: the loop of the run whose batches this one takes, or None.
         in_lists: whether a batch is always a list of micro-batches.
-        leaves_out: whether steps may be left out or taken again (``on_nan``).
+        leaves_out: whether steps may be left out (``on_nan``).
         studied: whether a study watches this process.
 
     Attributes:
@@ -185,15 +185,11 @@ class Loop:
     def _tracked_batches(self) -> Generator[Any, None, None]:
         if self.group.ending.stopped:
             return
-        token, place = self.group.begin_reading(self), self.parts.place
+        token = self.group.begin_reading(self)
         for follower in self._following():
             follower.parts.strategy.start_epoch()
         try:
-            if place.goes_back:
-                checkpoints.go_back(self)
             yield from self._read_batches()
-            while place.goes_back and checkpoints.go_back(self):
-                yield from self._read_batches()
         finally:
             state = self.parts.state
             if state.epoch_samples and not self.parts.epoch_is_over:
@@ -206,8 +202,6 @@ class Loop:
         draws = self.step.draws
         with draws.reading():
             for share, micros in draws.aside(self._timed(self.feed.read(current))):
-                if run.place.goes_back:
-                    return
                 if run.place.share is not None:
                     raise RondeError(
                         "run.batches() went on to the next batch before run.step(batch) or "
@@ -228,8 +222,6 @@ class Loop:
                 for given in self.items(self.hand_out(share, micros)):
                     yield given
                     del given
-        if run.place.goes_back:
-            return
         checkpoints.save_if_due(self)
         skipped = gather_skipped(self.feed, run.plan.layout, run.world)
         if report := skip_report(skipped, order.epoch_samples, "replaced by others"):
@@ -252,7 +244,7 @@ class Loop:
     def _begin_epoch(self) -> Shares:
         """What the feed reads in this epoch."""
         self.is_reading = True
-        run, content = self.parts, self.content
+        run = self.parts
         state, plan, order, watcher = run.state, run.plan, run.data.order, run.watcher
         if run.epoch_is_over and not run.place.in_epochs:
             self.end_epoch()  # the script has its own loop over epochs
@@ -265,16 +257,7 @@ class Loop:
             run.rendezvous.meet(call)
         with run.rendezvous.call("run.batches()"):
             run.strategy.start_epoch()
-        if content.saved_schedule is not None:
-            raise CheckpointError(
-                "the checkpoint's run has called run.grow_batch(): call it before run.batches(), "
-                "with the same arguments."
-            )
-        ends: Sequence[int] | None = order.ends(epoch)
-        if content.schedule is not None:
-            if not state.epoch_samples:
-                content.schedule.epoch_step = state.step
-            ends = content.schedule.ends(order.epoch_samples)
+        ends = order.ends(epoch)
         if order.draw is not None:
             checks.check_draw(run.world, order, epoch, "run.batches")
         share_args = (

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ronde.cache.budget import free_disk, free_memory
-from ronde.checkpoint import KeepPolicy, Saver, list_checkpoints, remove
+from ronde.checkpoint import KeepPolicy, Saver
 from ronde.run.exchange_state import has_state
 from ronde.run.persist import Write, prepare
 from ronde.world import RondeError, World, usable_cores
@@ -72,13 +72,6 @@ class MemoryCopies:
     def finish(self) -> None:
         """Wait until none is being written."""
         self._saver.finish()
-
-    def forget(self) -> None:
-        """The training has gone back: remove what is there."""
-        self._saver.finish()
-        self._next = -1
-        for path in list_checkpoints(self._folder):
-            remove(path)
 
     def take(
         self, contents: Mapping[str, CheckpointContent], step: int, began: float, busy: bool

@@ -137,8 +137,8 @@ class RunOptions:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether steps may be left out, or taken again."""
-        return self.on_nan in ("skip", "rollback")
+        """Whether steps may be left out."""
+        return self.on_nan == "skip"
 
 
 def asked_plan(plan: str | Plan | os.PathLike[str], me: World, fields: Mapping[str, Any]) -> Plan:

@@ -104,7 +104,6 @@ class Position:
         backwards: backward passes of that batch so far.
         in_epochs: whether the script is in the body of its loop over ``run.epochs``.
         readings: loops over batches of all runs that had begun when this epoch began.
-        goes_back: whether the run goes back to the last checkpoint at the next batch.
         ended: whether the run has ended.
     """
 
@@ -112,7 +111,6 @@ class Position:
     backwards: int = 0
     in_epochs: bool = False
     readings: int = 0
-    goes_back: bool = False
     ended: bool = False
 
 

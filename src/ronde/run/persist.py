@@ -141,8 +141,6 @@ def prepare(
             more[part]["ending"] = ending
         if (values := exchange_values(run)) is not None:
             more[part]["exchange"] = values
-        if content.schedule is not None:
-            more[part]["batch_schedule"] = content.schedule.to_dict()
     if stateful or not whole:
         return _prepare_together(contents, folder, step, keep, more, own, averaged, copied, stop)
     if not (first.parts.world.is_main if writes is None else writes):
@@ -287,6 +285,8 @@ def _check(run: Parts, saved: Mapping[str, Any]) -> None:
             f"batch_size was {was['batch_size']} then and is {run.plan.batch_size} now, which is "
             "another training"
         )
+    if "batch_schedule" in saved:
+        raise _refuse("its run grew the batch by run.grow_batch(), which this version lacks")
     drew = was.get("randomness", "worker")
     if drew != run.plan.randomness:
         run.warn(
@@ -324,7 +324,6 @@ def _settle(
         content.ending.restore(saved.get("ending", {}))
     content.averages.loaded(saved.get("averages", {}), averages)
     content.registry.loaded(run, found, registered, run.plan.lr_factor / factor)
-    content.saved_schedule = saved.get("batch_schedule")
     content.saved_step = run.watcher.steps_at_start = run.state.step
     run.strategy.loaded()
 

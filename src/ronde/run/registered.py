@@ -225,12 +225,6 @@ class Registry:
         self._lr_factor = lr_factor
         self._settings[id(run.optimizer)] = _group_settings(run.optimizer)
 
-    def reload(self, run: Parts) -> None:
-        """Restore everything registered, after :meth:`loaded`."""
-        for name in sorted(self.items, key=lambda n: not isinstance(self.items[n], Optimizer)):
-            if name in self._found:
-                self._restore(run, name, self.items[name])
-
     def report_unused(self, run: Parts) -> None:
         """Say once what the checkpoint has and the script did not register before a step."""
         if self._found:

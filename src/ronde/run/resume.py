@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ronde.run.content import CheckpointContent
     from ronde.run.parts import Parts
 
-__all__ = ["resume", "roll_back"]
+__all__ = ["resume"]
 
 
 def _choose(run: Parts, me: World, directory: RunDir) -> Choice:
@@ -83,27 +83,6 @@ def resume(content: CheckpointContent, group: RunGroup, directory: RunDir) -> st
         f"resumed {named} at step {state['step']}, epoch {state['epoch'] + 1}, sample "
         f"{state['epoch_samples']}{others}"
     )
-
-
-def roll_back(content: CheckpointContent, directory: RunDir) -> bool:
-    """Go back to the newest whole checkpoint in the middle of a training. Returns whether there is
-    one. A collective.
-    """
-    run = content.parts
-    choice = _choose(run, run.world, directory)
-    newest, answer = choice.newest, choice.answer
-    if answer["path"] is None:
-        return False
-    state = answer["state"]
-    with _refusing(answer["path"]):
-        state, _ = _begun(content, answer, state)
-        state = {**state, "ending": content.ending.to_dict()}  # that is not undone
-        _restore(content, newest, answer, state, "")
-        content.registry.reload(run)
-        content.averages.reload()
-    _record(run, run.world, state, answer)
-    run.watcher.say(f"went back to step {state['step']}, epoch {state['epoch'] + 1}")
-    return True
 
 
 def _begun(

@@ -17,7 +17,7 @@ from ronde.run import checkpoints, failure_note, hooks
 from ronde.run.average import Decay, WeightAverage
 from ronde.run.best import BestCheckpoint
 from ronde.run.callbacks.callback_order import callbacks_of
-from ronde.run.callbacks.upkeep import AveragesWeights, Growth, Recording
+from ronde.run.callbacks.upkeep import AveragesWeights, Recording
 from ronde.run.collective_calls import CollectiveCalls
 from ronde.run.content import CheckpointContent
 from ronde.run.gather import Gathering
@@ -27,11 +27,10 @@ from ronde.run.options import RunOptions
 from ronde.run.registered import Registered
 from ronde.run.step import OptimizerStep
 from ronde.run.step_draws import StepDraws
-from ronde.world import ArgumentError, CheckpointError
+from ronde.world import ArgumentError
 from ronde.world.rendezvous import counted
 
 if TYPE_CHECKING:
-    from ronde.run.check_prediction import Forecast
     from ronde.run.step_port import StepPort
     from ronde.run.whole_model import Skeleton
 
@@ -63,7 +62,6 @@ class Run(CollectiveCalls):
         source: Run | None,
         probes: dict[int, Any],
         skeleton: Skeleton | None,
-        forecast: Forecast | None,
         in_lists: bool,
     ) -> None:
         parts = content.parts
@@ -77,7 +75,7 @@ class Run(CollectiveCalls):
         self._skeleton = skeleton
         gathering, gradient_hooks = Gathering(), GradientHooks()
         self._recording = Recording(gathering, content.ending, sent)
-        callbacks = callbacks_of(content, group, options, gathering, self._recording, forecast)
+        callbacks = callbacks_of(content, group, options, gathering, self._recording)
         calls = None
         if me.size > 1:
             from ronde.parallel.own_calls import own_calls
@@ -108,7 +106,6 @@ class Run(CollectiveCalls):
             leaves_out=options.leaves_out,
             studied=hooks.observed(),
         )
-        self._rolls_back = options.on_nan == "rollback"
         if me.size > 1:
             from ronde.run.callbacks.rank_facts import TrainedNames
 
@@ -427,44 +424,6 @@ class Run(CollectiveCalls):
         check_can_average(self._parts)
         self._loop.callbacks.wake(AveragesWeights)
         return self._content.averages.add(self._parts, name, decay, start, every)
-
-    def grow_batch(
-        self,
-        at: Mapping[int, int],
-        *,
-        lr_rule: Literal["linear", "sqrt", "none"] | None = None,
-    ) -> None:
-        """Grow the global batch in the middle of the run. Call it on every worker, before the first
-        step, and with the same arguments before a resume. Checkpoints keep it.
-
-        Args:
-            at: optimizer steps done -> global samples per step from then on.
-            lr_rule: how the learning rate follows a batch that is k times as large: ``"linear"``
-                (× k), ``"sqrt"`` (× √k), or ``"none"``; None chooses by the optimizer, as for
-                ``batch="grow"``.
-
-        Raises:
-            ArgumentError: an argument cannot be used.
-            PlanError: the run cannot change its batch.
-            CheckpointError: the checkpoint's run had other arguments.
-
-        Example:
-            >>> run.grow_batch({1000: 512, 4000: 1024})  # doctest: +SKIP
-        """
-        from ronde.run.batch_schedule import schedule_of
-
-        content, loop = self._content, self._loop
-        alone = self._group.alone and not self._parts.follows and not loop.followers
-        schedule = schedule_of(self._parts, at, lr_rule, alone, self._rolls_back)
-        if content.saved_schedule is not None:
-            schedule.load(content.saved_schedule)
-        elif self.state.step:
-            raise CheckpointError(
-                "the checkpoint cannot be continued with run.grow_batch(), which its run did not "
-                "call. Leave it out, or start a new run."
-            )
-        content.schedule, content.saved_schedule = schedule, None
-        loop.callbacks.wake(Growth)
 
     def save(self, *, wait: bool = True) -> Path | None:
         """Write a checkpoint now: weights, optimizer, scheduler, what is registered, and the place

@@ -131,7 +131,7 @@ class OptimizerStep:
     def _begin(self, share: Share) -> None:
         place = self.parts.place
         place.share, place.backwards = share, 0
-        self.view.share, self.view.action = share, ""
+        self.view.share, self.view.is_skipped = share, False
 
     # -- the script's calls ------------------------------------------------------------
 
@@ -350,12 +350,8 @@ class OptimizerStep:
         self._gradient_hooks.run()
         for call in callbacks.after_exchange:
             call(view)
-        if view.action == "rollback":
-            # Later: the script may still change what it has registered.
-            run.place.share, run.place.goes_back = None, True
-            return loss
         view.learning_rate = run.optimizer.param_groups[0]["lr"]
-        if view.action == "skip":
+        if view.is_skipped:
             run.strategy.updated()
         else:
             self._apply_gradients()

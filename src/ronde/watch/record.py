@@ -159,7 +159,7 @@ class BestFound(Event):
 @dataclass(frozen=True)
 class NonFiniteStep(Event):
     """The loss or a gradient of step ``step`` was NaN or infinite, and ``on_nan`` left the step out
-    (``action`` "skip") or went back to the last checkpoint ("rollback").
+    (``action`` "skip").
 
     ``ranks`` are those whose own samples or gradients were not finite; empty if that is not known.
     ``samples`` are the indices of the global batch in the data set.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ronde.run import hooks
 from ronde.run.callback import Callback, Callbacks
@@ -12,7 +12,6 @@ from ronde.run.callbacks.non_finite import NonFiniteGuard, NonFiniteLoss
 from ronde.run.callbacks.upkeep import (
     AveragesWeights,
     BestIsSaved,
-    Growth,
     Heartbeats,
     Recording,
     SavesEvery,
@@ -24,9 +23,6 @@ from ronde.run.group import RunGroup
 from ronde.run.options import RunOptions
 from ronde.run.parts import Parts
 
-if TYPE_CHECKING:
-    from ronde.run.check_prediction import Forecast
-
 __all__ = ["callbacks_of"]
 
 
@@ -36,7 +32,6 @@ def callbacks_of(
     options: RunOptions,
     gathering: Gathering,
     recording: Recording,
-    forecast: Forecast | None,
 ) -> Callbacks:
     """All callbacks of a run. For each event, they are called in this order."""
     run, studied = content.parts, hooks.observed()
@@ -45,17 +40,13 @@ def callbacks_of(
         Heartbeats(),
         # A wrong loss or batch is refused before anything is updated by it.
         *([FirstStepsCheck(run, gathering)] if not studied else []),
-        # Its marks stand next to the passes and the update that it times.
-        *_prediction_check(run, forecast),
         # Before a loss that is not finite ends the run; before the record has the step.
         *_health(run, options),
         # After the checks, which say why a loss is not finite; before anything uses it.
         *([NonFiniteLoss()] if options.on_nan == "error" else []),
-        *([NonFiniteGuard(options.on_nan)] if options.leaves_out else []),
+        *([NonFiniteGuard()] if options.on_nan == "skip" else []),
         # Weights are compared as the optimizer has left them.
         *(_replicas(run, group, options) if run.world.size > 1 and not studied else ()),
-        # The record has the rate of the step, not of the batch that follows.
-        Growth(content),
         recording,
         # What the checkpoint needs of an evaluation is recorded before it is due.
         BestIsSaved(content, group),
@@ -73,13 +64,6 @@ def callbacks_of(
 
 
 # Imported where they are used: few runs need them.
-
-
-def _prediction_check(run: Parts, forecast: Forecast | None) -> Iterator[Callback]:
-    if forecast is not None:
-        from ronde.run.check_prediction import PredictionCheck
-
-        yield PredictionCheck(forecast, run.world.device)
 
 
 def _replicas(run: Parts, group: RunGroup, options: RunOptions) -> Iterator[Callback]:

@@ -57,8 +57,7 @@ class Health(Callback):
         self._parameters: list[torch.nn.Parameter] = []
         self._tensors: TensorNorms | None = None
         self._agreed = False  # on the layers
-        self._described = 0  # the step of the newest line, if it says what it has
-        self._began = 0.0
+        self._described = False  # whether a line says what the numbers are
         self._layers = LayerOutputs(run.model, run.plan, run.world)
         self._counts: torch.Tensor | None = None
         self._measures = self._opens = self._ready = False
@@ -87,7 +86,7 @@ class Health(Callback):
         if self._tensors is None or flags != self._flags:
             if self._tensors is None:
                 self._bytes = gather_json(run.world, self._bytes)[0]
-            self._tensors, self._described = TensorNorms(run), 0
+            self._tensors, self._described = TensorNorms(run), False
             self._parameters = list(run.model.parameters())
             self._flags = [p.requires_grad for p in self._parameters]
             self._flags += map(id, run.strategy.parameters)
@@ -149,7 +148,7 @@ class Health(Callback):
         if not (self._measures and self._ready) or tensors is None:
             return
         if not self._agreed:
-            self._agreed, self._described = True, 0
+            self._agreed, self._described = True, False
             self._layers.agree()
         opens = self._opens and bool(self._layers.names)
         self._attempt(tensors.updates)
@@ -173,7 +172,7 @@ class Health(Callback):
                 self._attempt(self._look_at_batch, step)
         self._bytes += 4 * _NUMBER_BYTES * len(tensors.names)
         if self._bytes > _MOST_BYTES:
-            self._bytes, self._every, self._described = 0, 2 * self._every, 0
+            self._bytes, self._every, self._described = 0, 2 * self._every, False
 
     def ended(self, parts: Parts, status: str) -> None:
         """See :class:`Callback`."""
@@ -196,19 +195,16 @@ class Health(Callback):
             dist.all_reduce(values, op)
 
     def _describe(self, run: Parts, tensors: TensorNorms, number: int) -> None:
-        """Hold the line that says what the numbers of later ones are, where that has changed or the
-        training has gone back.
-        """
-        described, self._described = self._described, number
-        began, self._began = self._began, run.watcher.began
-        if 0 < described < number and began == self._began:
+        """Hold the line that says what the numbers of later ones are, where that has changed."""
+        if self._described:
             return
+        self._described = True
         layers = self._layers
         line = {
             "type": "tensors",
             "step": number,
             "every": self._every,
-            "start": self._began,
+            "start": run.watcher.began,
             "names": tensors.names,
             "places": [code_place(run.model, n) for n in tensors.names],
             "elements": [p.numel() for p in tensors.all.values()],

@@ -1,4 +1,4 @@
-"""A NaN or infinite loss or gradient: refused, skipped, or rolled back, on all ranks alike."""
+"""A NaN or infinite loss or gradient: refused or skipped, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ronde.plan import Share
 from ronde.run.callback import Callback, StepView
 from ronde.run.parts import Parts
 from ronde.watch import NonFiniteStep
-from ronde.world import ArgumentError, LossError, PlanError
+from ronde.world import LossError, PlanError
 from ronde.world.consensus import gather_json
 from ronde.world.identity import ranks_text
 from ronde.world.tensors import local_part
 
 __all__ = ["NAN_EVERY", "ON_NAN", "NonFiniteGuard", "NonFiniteLoss", "check_on_nan"]
 
-ON_NAN = ("error", "ignore", "skip", "rollback")
+ON_NAN = ("error", "ignore", "skip")
 NAN_EVERY = 50  # steps between checks on an accelerator, where reading a loss waits for the device
 _MOST_IN_A_ROW = 10
 
@@ -79,17 +79,11 @@ def _from(ranks: list[int]) -> str:
 
 
 class NonFiniteGuard(Callback):
-    """What a run does about a step that is not finite, if it goes on.
+    """Leaves out the update of a step that is not finite (``on_nan="skip"``)."""
 
-    Args:
-        action: ``"skip"`` or ``"rollback"``.
-    """
-
-    def __init__(self, action: str) -> None:
-        self._action = action
+    def __init__(self) -> None:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._in_a_row = 0
-        self._gone_back: dict[tuple[int, int], int] = {}  # (epoch, first sample) -> its step
 
     def batch_taken(self, step: StepView) -> None:
         """Keep the buffers: the forward pass of a bad batch spoils batch normalization's."""
@@ -101,25 +95,19 @@ class NonFiniteGuard(Callback):
                 kept.copy_(buffer)
 
     def after_exchange(self, step: StepView) -> None:
-        """Set what to do with this step, the same on all ranks. A collective of all workers."""
-        step.action = self._look(step.parts, step.loss, step.share)
+        """Decide about this step, the same on all ranks. A collective of all workers."""
+        step.is_skipped = self._look(step.parts, step.loss, step.share)
 
-    def _look(self, run: Parts, loss: torch.Tensor, share: Share) -> str:
+    def _look(self, run: Parts, loss: torch.Tensor, share: Share) -> bool:
         lost, bad = not math.isfinite(loss), False
         if not lost and run.scaler is None:  # a scaler looks at half-precision gradients itself
             bad = not _finite(run)
         flag = torch.tensor([float(lost or bad)], device=run.world.device)
         if run.world.size > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX)
-        at = (share.epoch, share.start)
         if not float(flag):
             self._in_a_row = 0
-            if (step := self._gone_back.pop(at, None)) is not None:
-                run.warn(
-                    f"step {step} is finite the second time, with the same samples: neither the "
-                    "data nor the model is the cause, but the machine may be"
-                )
-            return ""
+            return False
         self._in_a_row += 1
         step, what = run.state.step + 1, "loss" if lost else "gradient"
         ranks = _bad_ranks(run, bad)
@@ -129,32 +117,21 @@ class NonFiniteGuard(Callback):
                 f"({_place(run, share)}): it is not a matter of single batches. Lower the learning "
                 "rate, or clip (clip_norm=1.0), and go on from a checkpoint before it."
             )
-        action = self._action
-        if action == "rollback" and at in self._gone_back:
-            action = "skip"  # the same again: it is in the data
         ids = run.data.order.ids(share.epoch, share.start, share.stop).tolist()
         run.watcher.flush()
         run.watcher.event(
             NonFiniteStep(
-                step=step, epoch=share.epoch, what=what, action=action, ranks=ranks, samples=ids
+                step=step, epoch=share.epoch, what=what, action="skip", ranks=ranks, samples=ids
             )
         )
-        done = {
-            "skip": "The weights are not updated, and the training goes on with the next batch",
-            "rollback": "The training goes back to the last checkpoint",
-        }
-        again = " again" if at in self._gone_back else ""
         run.warn(
-            f"the {what} is not finite{again} in step {step} ({_place(run, share)}){_from(ranks)}. "
-            f"{done[action]}"
+            f"the {what} is not finite in step {step} ({_place(run, share)}){_from(ranks)}. "
+            "The weights are not updated, and the training goes on with the next batch"
         )
-        if action == "skip":
-            with torch.no_grad():
-                for buffer, kept in self._buffers:
-                    buffer.copy_(kept)
-        else:
-            self._gone_back[at] = step
-        return action
+        with torch.no_grad():
+            for buffer, kept in self._buffers:
+                buffer.copy_(kept)
+        return True
 
 
 def _finite(run: Parts) -> bool:
@@ -170,16 +147,14 @@ def _finite(run: Parts) -> bool:
 
 
 def check_on_nan(run: Parts, on_nan: str) -> None:
-    """Refuse what cannot leave out or repeat a step."""
-    if on_nan not in ("skip", "rollback"):
+    """Refuse what cannot leave out a step."""
+    if on_nan != "skip":
         return
     from ronde.plan import parse_reducer
 
     reducer = parse_reducer(run.plan.reducer)
     if run.world.size > 1 and (reducer.feedback or reducer.kind.local):
         raise PlanError(
-            f"on_nan={on_nan!r} does not go with plan={run.plan.spec!r}: what the reducer keeps "
+            f"on_nan='skip' does not go with plan={run.plan.spec!r}: what the reducer keeps "
             "for later steps would not be finite. Use another reducer, or on_nan='error'."
         )
-    if on_nan == "rollback" and run.directory is None:
-        raise ArgumentError("on_nan='rollback' needs checkpoints, and RONDE_RUNS=none writes none.")

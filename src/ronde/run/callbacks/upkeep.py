@@ -24,7 +24,6 @@ from ronde.world import World
 __all__ = [
     "AveragesWeights",
     "BestIsSaved",
-    "Growth",
     "Heartbeats",
     "LeavesWhenAsked",
     "Recording",
@@ -103,20 +102,6 @@ class Heartbeats(Callback):
         parts.rendezvous.heartbeat.ended()
 
 
-class Growth(Callback):
-    """Asks the schedule of the batch after each step. ``run.grow_batch`` wakes it."""
-
-    rests = True
-
-    def __init__(self, content: CheckpointContent) -> None:
-        self._content = content
-
-    def step_ended(self, step: StepView) -> None:
-        """See :class:`Callback`."""
-        if self._content.schedule is not None:
-            self._content.schedule.after_step(step.parts)
-
-
 class AveragesWeights(Callback):
     """Takes the weights in after each step, and tells what of the checkpoint is not asked for.
 
@@ -129,7 +114,7 @@ class AveragesWeights(Callback):
     def step_ended(self, step: StepView) -> None:
         """See :class:`Callback`."""
         run, content = step.parts, self._content
-        if step.action != "skip":
+        if not step.is_skipped:
             content.averages.after_step(step.number)
         if step.number == run.watcher.steps_at_start + 1:
             content.registry.report_unused(run)
