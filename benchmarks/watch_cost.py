@@ -93,7 +93,7 @@ class Turns:
         self.callbacks = view.callbacks
 
     def watch(self, on: bool) -> None:
-        from ronde.run.callbacks.health import Health
+        from ronde.run.health import Health
 
         if on:
             self.callbacks.wake(Health)

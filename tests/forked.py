@@ -34,7 +34,7 @@ torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports several hundred
 def forget_runs() -> None:
     """The next run is the first one of its process."""
     from ronde.run import group
-    from ronde.run.callbacks.upkeep import SavesEvery
+    from ronde.run.callbacks import SavesEvery
 
     group._groups, group._latest, SavesEvery.newest = 0, None, 0
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import ronde
-from ronde.run import failure_note
+from ronde.run.step import note_place
 
 STEPS, BATCH = 4, 7  # uneven shares
 
@@ -278,7 +278,7 @@ def notes_of(work):
     try:
         work()
     except Exception as error:
-        failure_note.note_place(error)  # as when it ends the script
+        note_place(error)  # as when it ends the script
         return f"{type(error).__name__}: {error}\n" + "\n".join(error.__notes__)
     raise AssertionError("no error")
 

@@ -17,11 +17,11 @@ from torch.utils.data import TensorDataset
 
 import ronde
 from forked import forget_runs, fork
-from ronde.run.callbacks import health, health_lines
+from ronde.run import health
 from tiny_models import LENGTH, VOCABULARY, Transformer
 
 NAMES = ("gradient", "weight", "update", "same")
-health_lines.rounded = lambda value: value  # all digits
+health.rounded = lambda value: value  # all digits
 STEPS = 8
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import ronde
 from processes import TESTS, python
 from ronde.run import group
-from ronde.run.callbacks.layer_outputs import LayerOutputs
+from ronde.run.layer_outputs import LayerOutputs
 from ronde.run.options import watch_every
 from ronde.watch.health_record import HEALTH, HealthFile, rounded
 from ronde.world import world
@@ -148,7 +148,7 @@ def test_what_a_file_has(train):
 
 
 def test_measures_less_often_in_a_large_file(train, monkeypatch):
-    monkeypatch.setattr("ronde.run.callbacks.health._MOST_BYTES", 24 * 4 * 4 * 8)
+    monkeypatch.setattr("ronde.run.health._MOST_BYTES", 24 * 4 * 4 * 8)
     train("c", 1, steps=30)
     found = lines(train.folder, "c")
     assert [line["every"] for line in found if line["type"] == "tensors"] == [1, 2]
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_written_changes_nothing(train, capsys):
 
 def test_measuring_that_fails_changes_nothing(train, capsys, monkeypatch):
     plain = train("g", False)
-    monkeypatch.setattr("ronde.run.callbacks.tensor_norms._SAMPLED", 0)
+    monkeypatch.setattr("ronde.run.tensor_norms._SAMPLED", 0)
     assert all(map(torch.equal, plain, train("h", 1)))
     said = capsys.readouterr().err
     assert said.count("rank 0 cannot measure (ZeroDivisionError") == 1

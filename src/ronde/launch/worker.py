@@ -218,7 +218,7 @@ def main() -> None:
     except KeyboardInterrupt:
         os._exit(130)  # the launcher says it once, for all
     except BaseException as error:
-        if (noting := sys.modules.get("ronde.run.failure_note")) is not None:
+        if (noting := sys.modules.get("ronde.run.step")) is not None:
             noting.note_place(error)
         _report(error)
         sys.last_value = error

@@ -21,12 +21,10 @@ from torch.utils.data import (
 
 from ronde.data import Order, key_of, named_stages
 from ronde.introspect import Marks
-from ronde.loader.choose_executor import choose_executor
 from ronde.loader.reader import Ask, Reader, StreamReader, ask_of
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.plan.batch import Share
 from ronde.world import FeedError, RondeError
-from ronde.world.processes import end_with_parent
 
 # Most trainings read in their own process: threads and processes are imported where used.
 if TYPE_CHECKING:
@@ -51,6 +49,8 @@ class _WorkerInit:
     probe: Any = None
 
     def __call__(self, worker: int) -> None:
+        from ronde.world.processes import end_with_parent
+
         end_with_parent()
         if self.threads is not None:
             from ronde.loader.thread_workers import limit_process_threads
@@ -205,6 +205,8 @@ class Feed:
         )
 
     def _choose(self) -> None:
+        from ronde.loader.choose_executor import choose_executor
+
         assert self._reader is not None
         workers = self.settings.num_workers
         self.executor, why = choose_executor(self._reader.given, self.settings.collate, workers)

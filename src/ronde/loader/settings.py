@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ronde.world import ArgumentError
-from ronde.world.whole_file import write_whole
 
 Executor = Literal["auto", "none", "threads", "processes"]
 
@@ -115,6 +114,8 @@ class FeedSettings:
         """Write them as YAML, atomically."""
         lines = "".join(f"# {line}\n" for line in comment.splitlines())
         import yaml
+
+        from ronde.world.whole_file import write_whole
 
         write_whole(path, lines + yaml.safe_dump(self.to_dict(), sort_keys=False))
 

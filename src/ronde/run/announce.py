@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +27,7 @@ from ronde.world.version import VERSION
 if TYPE_CHECKING:
     from ronde.watch.sinks import Sending
 
-__all__ = ["announce", "to_tensorboard"]
+__all__ = ["announce", "ask_git", "to_tensorboard"]
 
 
 def announce(run: Parts, left_out: list[str]) -> None:
@@ -56,7 +60,7 @@ def announce(run: Parts, left_out: list[str]) -> None:
             },
             proof=_proof(run),
             arguments=sys.argv[1:],
-            git=_commit() if me.is_main and directory is not None else {},
+            git=ask_git().answer if me.is_main and directory is not None else {},
             origin=directory.origin if directory is not None else "",
             command=json.loads(os.environ.get("RONDE_COMMAND", "[]")),
         )
@@ -97,12 +101,6 @@ def _proof(run: Parts) -> str:
     from ronde.watch.proofs import plan_kind
 
     return proofs.get(plan_kind(run.plan), "")
-
-
-def _commit() -> dict[str, Any]:
-    from ronde.run.code_version import ask_git
-
-    return ask_git().answer
 
 
 def _explain_reducer(run: Parts) -> None:
@@ -162,6 +160,52 @@ def _warn_of_norms(run: Parts) -> None:
             "micro-batches",
             differs=True,
         )
+
+
+_WAIT_SECONDS = 1.0
+
+
+class CodeVersion:
+    """A question to git, under way. Without git, or outside of a repository, there is no answer."""
+
+    def __init__(self, folder: Path) -> None:
+        command = "git --no-optional-locks status --porcelain=v2 --branch --untracked-files=no"
+        self._process: subprocess.Popen[str] | None = None
+        with contextlib.suppress(OSError):
+            self._process = subprocess.Popen(
+                command.split(),
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                errors="replace",
+            )
+
+    @functools.cached_property
+    def answer(self) -> dict[str, Any]:
+        """``commit``, and whether tracked files are ``dirty``; empty if git does not say it in a
+        second.
+        """
+        if (process := self._process) is None:
+            return {}
+        try:
+            lines = process.communicate(timeout=_WAIT_SECONDS)[0].splitlines()
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return {}
+        commit = next((x.split()[-1] for x in lines if x.startswith("# branch.oid ")), "(initial)")
+        if process.returncode or commit == "(initial)":
+            return {}
+        return {"commit": commit, "dirty": any(x[:1] != "#" for x in lines)}
+
+
+@functools.cache
+def ask_git() -> CodeVersion:
+    """Ask git about the script's folder, once in this process."""
+    script = Path(sys.argv[0] if sys.argv else "")
+    return CodeVersion(script.parent if script.is_file() else Path.cwd())
 
 
 _sending: dict[str, tuple[Sending, set[str]]] = {}

@@ -24,10 +24,11 @@ class StepView:
         parts: what the run is made of.
         callbacks: of the run.
         share: which samples of the epoch are this worker's.
+        samples: of the global batch.
         micros: this worker's micro-batches, on its device.
         split: how each micro-batch counts, in ``run.step``.
         loss: of the global batch, from ``after_exchange`` on.
-        is_skipped: whether the update is left out. ``after_exchange`` may set it, the same on all
+        action: ``"skip"`` leaves the update out. ``after_exchange`` may set it, the same on all
             ranks.
         learning_rate: of the first group, with its warm-up.
     """
@@ -38,7 +39,8 @@ class StepView:
     loss: torch.Tensor
     micros: Sequence[Any] = ()
     split: Sequence[Part] = ()
-    is_skipped: bool = False
+    action: str = ""
+    samples: int = 0
     learning_rate: float = 0.0
 
     @property

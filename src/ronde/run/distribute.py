@@ -27,8 +27,7 @@ from ronde.run import checks, hooks
 from ronde.run.announce import announce, to_tensorboard
 from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
-from ronde.run.callbacks.non_finite import ON_NAN, check_on_nan
-from ronde.run.content import CheckpointContent
+from ronde.run.callbacks import ON_NAN, check_on_nan
 from ronde.run.group import RunGroup, current, open_run_dir
 from ronde.run.loop import on_device, to_device
 from ronde.run.losses import LossCall
@@ -48,6 +47,7 @@ from ronde.run.options import (
 )
 from ronde.run.parts import DTYPES, Parts
 from ronde.run.run import Run
+from ronde.run.saving import CheckpointContent
 from ronde.run.step_draws import probe_draws
 from ronde.watch import Record, Watcher, choose_display
 from ronde.world import ArgumentError, PlanError, World
@@ -207,7 +207,7 @@ def distribute(
     """
     me = connect()
     if me.is_main and os.environ.get("RONDE_RUNS") != "none":
-        from ronde.run.code_version import ask_git
+        from ronde.run.announce import ask_git
 
         ask_git()  # it answers while the rest is made ready
     checks.check_arguments(
@@ -360,7 +360,7 @@ def _begin(content: CheckpointContent, group: RunGroup) -> None:
     """Refuse what would see a part of the model, resume if asked to, and write the plan."""
     parts, directory = content.parts, group.directory
     if not parts.holds_all:
-        from ronde.run.partial_state_dict import refuse_state_dict
+        from ronde.run.whole_model import refuse_state_dict
 
         refuse_state_dict(parts.model, parts.optimizer, parts.strategy.owns, parts.plan.spec)
     if group.resumes and directory is not None:
@@ -369,7 +369,7 @@ def _begin(content: CheckpointContent, group: RunGroup) -> None:
         parts.watcher.say(resume(content, group, directory))
         parts.strategy.sync_buffers()
     if (until := os.environ.get("RONDE_UNTIL")) and not parts.part:
-        from ronde.run.callbacks.pauses_at import pause_if_there
+        from ronde.run.leave import pause_if_there
 
         pause_if_there(until, parts, group)
     if parts.world.is_main and directory is not None and not parts.part:

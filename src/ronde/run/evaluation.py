@@ -23,10 +23,9 @@ from ronde.plan import Place, Plan, shares
 from ronde.run import hooks
 from ronde.run.callback import Callbacks, EvaluationResult
 from ronde.run.checks import check_draw, check_same_samples
-from ronde.run.gather import Gathering
 from ronde.run.loop import gather_skipped, on_device, skip_report
 from ronde.run.losses import Rows, lengths
-from ronde.run.parts import Parts
+from ronde.run.parts import Gathering, Parts
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import gather_json
 from ronde.world.tensors import map_tensors

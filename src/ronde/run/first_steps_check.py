@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ronde.run.callback import Callback, StepView
-from ronde.run.gather import Gathering
-from ronde.run.parts import Parts
+from ronde.run.parts import Gathering, Parts
 from ronde.watch import LossChecked
 from ronde.world import LossError
 from ronde.world.consensus import gather_json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from ronde.plan import Plan
 from ronde.world import ArgumentError, RondeError, World
 
-__all__ = ["Gathering", "gather_batch"]
+__all__ = ["gather_batch"]
 
 _MOST_DIMS = 8
 _TYPES = (
@@ -29,23 +28,6 @@ _TYPES = (
     torch.complex64,
     torch.complex128,
 )
-
-
-@dataclass
-class Gathering:
-    """How a script uses ``run.gather``.
-
-    Attributes:
-        used: whether it does; None until its first step has ended.
-        in_pass: whether the pass under way has, so that its loss may relate samples.
-        stepping: whether ``run.step`` is under way, which decides who runs the loss.
-        evaluated: samples and micro-batches of an evaluation's batch; None outside of one.
-    """
-
-    used: bool | None = None
-    in_pass: bool = False
-    stepping: bool = False
-    evaluated: tuple[int, int] | None = None
 
 
 def gather_batch(

@@ -1,5 +1,5 @@
-"""Leave when asked to: all ranks agree on a step, save there, and end with a status that means
-*again*.
+"""Ends before the last epoch: a run that is asked to leave, that stops, or that pauses at a number
+of samples (``ronde run --until``). All ranks end after the same step.
 """
 
 from __future__ import annotations
@@ -15,11 +15,21 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from ronde.plan.until import Until
+from ronde.run.callback import Callback, EvaluationResult, StepView
+from ronde.run.group import RunGroup
+from ronde.run.parts import Parts
 from ronde.watch import MARK
 from ronde.world import World
 from ronde.world.fence import AGAIN
 
-__all__ = ["Agreement", "Leaving", "end_process", "leaving"]
+__all__ = [
+    "Agreement",
+    "LeavesWhenAsked",
+    "PausesAt",
+    "end_process",
+    "pause_if_there",
+]
 
 
 class Agreement:
@@ -116,3 +126,52 @@ def leaving(me: World) -> Leaving:
     if _leaving is None:
         _leaving = Leaving(me)
     return _leaving
+
+
+class LeavesWhenAsked(Callback):
+    """A checkpoint is due after that step, and the end. See :class:`Leaving`."""
+
+    def __init__(self, me: World, group: RunGroup) -> None:
+        self._leaving, self._group = leaving(me), group
+
+    def step_ended(self, step: StepView) -> None:
+        """See :class:`Callback`."""
+        leaving = self._leaving
+        if leaving.asked and leaving.agreement.is_time(step.number, step.parts.strategy.every):
+            self._group.due = self._group.leaves = True
+
+
+class PausesAt(Callback):
+    """The run pauses after the first step, or the first evaluation, at or after so many samples.
+
+    Args:
+        text: as ``RONDE_UNTIL`` has it.
+    """
+
+    def __init__(self, text: str, group: RunGroup) -> None:
+        self._until, self._group = Until.parse(text), group
+
+    def step_ended(self, step: StepView) -> None:
+        """See :class:`Callback`."""
+        if not self._until.at_evaluation and step.number % step.parts.strategy.every == 0:
+            _look(self._until, step.parts, self._group)
+
+    def evaluated(self, parts: Parts, outcome: EvaluationResult) -> None:
+        """See :class:`Callback`."""
+        if self._until.at_evaluation and not parts.place.ended:
+            _look(self._until, parts, self._group)
+
+
+def _look(until: Until, parts: Parts, group: RunGroup) -> None:
+    if parts.state.samples >= until.samples:
+        group.leaves = group.pauses = True
+
+
+def pause_if_there(text: str, parts: Parts, group: RunGroup) -> None:
+    """Pause before the first batch if the checkpoint that the run goes on from is there already: a
+    pause has written it, or no evaluation is waited for.
+    """
+    until, choice = Until.parse(text), group.choice
+    paused = choice and choice.answer["path"] and choice.answer["state"].get("ending", {})
+    if (paused and paused.get("paused")) or not until.at_evaluation:
+        _look(until, parts, group)

@@ -18,11 +18,11 @@ from torch.nn.utils.rnn import PackedSequence
 from ronde.data import stage
 from ronde.loader import Feed, first_few, too_many
 from ronde.plan import Layout, Share, shares
-from ronde.run import checkpoints, checks
+from ronde.run import checks
 from ronde.run.callback import Callbacks
-from ronde.run.content import CheckpointContent
-from ronde.run.group import RunGroup
+from ronde.run.group import RunGroup, leave, save, save_if_due, save_or_warn
 from ronde.run.parts import MicroBatches
+from ronde.run.saving import CheckpointContent
 from ronde.run.step import OptimizerStep
 from ronde.world import ArgumentError, FeedError, RondeError, World
 from ronde.world.consensus import gather_json
@@ -138,11 +138,11 @@ class Loop:
                 if not group.alone:
                     group.due = group.due or unsaved >= _SAVE_AT_LEAST_SECONDS
                 elif group.leaves and self.goes_on(n):
-                    checkpoints.leave(self)
+                    leave(self)
                 elif group.due:
-                    checkpoints.save(self)
+                    save(self)
                 elif content.save_every is None and unsaved >= _SAVE_AT_LEAST_SECONDS:
-                    checkpoints.save_or_warn(self)
+                    save_or_warn(self)
             group.complete()
             complete = True
         finally:
@@ -170,7 +170,7 @@ class Loop:
         if group.in_epochs():
             group.due = group.due or group.is_unsaved
         elif group.is_unsaved or group.due:
-            checkpoints.save_or_warn(self, wait=True)
+            save_or_warn(self, wait=True)
         self.finish("completed")
 
     # -- batches -----------------------------------------------------------------------
@@ -216,13 +216,13 @@ class Loop:
                         run.warn(mixing, differs=True)
                 group = self.group
                 if group.due or group.leaves or group.memory is not None:
-                    checkpoints.save_if_due(self)
+                    save_if_due(self)
                 if group.ending.stopped:
                     return
                 for given in self.items(self.hand_out(share, micros)):
                     yield given
                     del given
-        checkpoints.save_if_due(self)
+        save_if_due(self)
         skipped = gather_skipped(self.feed, run.plan.layout, run.world)
         if report := skip_report(skipped, order.epoch_samples, "replaced by others"):
             run.warn(f"epoch {state.epoch + 1}: {report}")
@@ -365,7 +365,7 @@ class Loop:
                 member.end_epoch()
         group.saving.end(group.contents)
         if group.is_unsaved or group.due:
-            checkpoints.save_or_warn(self, wait=True)
+            save_or_warn(self, wait=True)
         self.finish("completed")
 
 
@@ -461,7 +461,7 @@ def shows_breaks() -> bool:
         for _ in loop():
             raise KeyError
 
-    for leave in (breaks, returns, raises):
+    for way in (breaks, returns, raises):
         with suppress(KeyError):
-            leave()
+            way()
     return answers == [True, True, False]

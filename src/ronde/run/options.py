@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 from torch.optim import Optimizer
 
-from ronde import checkpoint
 from ronde.checkpoint import KeepPolicy
 from ronde.loader import FeedSettings
 from ronde.plan import Plan, split
@@ -243,16 +242,16 @@ def micro_batch_sizes(plan: Plan, epoch_samples: int) -> tuple[int, ...]:
 
 
 def given_settings(optimizer: Optimizer, lr_factor: float) -> list[dict[str, Any]]:
-    """The settings of each group as the script gave them, for a checkpoint.
+    """The settings of each group as the script gave them.
 
     Args:
         lr_factor: what ``batch="grow"`` has multiplied the rates by.
     """
-    found = []
+    settings = []
     for group in optimizer.param_groups:
         own = {k: v for k, v in group.items() if k not in ("params", *_RATES)}
-        plain = {k: checkpoint.encode(v) for k, v in own.items() if not isinstance(v, torch.Tensor)}
+        plain = {k: v for k, v in own.items() if not isinstance(v, torch.Tensor)}
         # a scheduler may have changed the rate already
         rate = float(group.get("initial_lr", group["lr"]))
-        found.append({**plain, "lr": rate / lr_factor})
-    return found
+        settings.append({**plain, "lr": rate / lr_factor})
+    return settings

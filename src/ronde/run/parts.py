@@ -21,7 +21,7 @@ from ronde.watch import RunDir, Warned, Watcher
 from ronde.world import PlanError, World
 from ronde.world.rendezvous import Rendezvous
 
-__all__ = ["DTYPES", "MicroBatches", "Parts", "Position", "State"]
+__all__ = ["DTYPES", "Gathering", "MicroBatches", "Parts", "Position", "State"]
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -112,6 +112,23 @@ class Position:
     in_epochs: bool = False
     readings: int = 0
     ended: bool = False
+
+
+@dataclass
+class Gathering:
+    """How a script uses ``run.gather``.
+
+    Attributes:
+        used: whether it does; None until its first step has ended.
+        in_pass: whether the pass under way has, so that its loss may relate samples.
+        stepping: whether ``run.step`` is under way, which decides who runs the loss.
+        evaluated: samples and micro-batches of an evaluation's batch; None outside of one.
+    """
+
+    used: bool | None = None
+    in_pass: bool = False
+    stepping: bool = False
+    evaluated: tuple[int, int] | None = None
 
 
 @dataclass(eq=False)

@@ -1,9 +1,12 @@
-"""Resumes from the newest whole checkpoint of a run directory, on any number of workers."""
+"""Resumes from the newest whole checkpoint of a run directory, on any number of workers; or begins
+a new run with a checkpoint of another one (``ronde run --from``).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,17 +15,15 @@ import torch
 
 from ronde import checkpoint
 from ronde.run.exchange_state import restore_exchange
-from ronde.run.fork import changed_settings, forked
 from ronde.run.group import Choice, RunGroup
 from ronde.run.persist import file_prefix, restore
-from ronde.run.saved_state import check_saved, check_values
 from ronde.watch import Resumed, RunDir
 from ronde.world import CheckpointError, RondeError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
-    from ronde.run.content import CheckpointContent
     from ronde.run.parts import Parts
+    from ronde.run.saving import CheckpointContent
 
 __all__ = ["resume"]
 
@@ -169,3 +170,127 @@ def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torc
         name: checkpoint.from_main(me, tensors.get(name), getattr(torch, dtype), shape)
         for name, (shape, dtype) in broadcast_json(me, layout).items()
     }
+
+
+# -- the form of plain values ----------------------------------------------------------
+# What is wrong deeper inside ends in the error of whoever loads it, see _refusing.
+
+_COUNTS = {"epoch": 0, "step": 0, "samples": 0, "epoch_samples": 0, "workers": 1}
+_MAPPINGS = ("data", "plan", "same_tensors", "optimizer", "randomness")
+_VALUES = {
+    "data": ("samples", "epoch_samples", "seed", "shuffle"),
+    "plan": ("batch_size", "lr_factor"),
+    "optimizer": ("kind", "groups", "values"),
+    "randomness": ("numpy", "python"),
+}
+
+
+def _complaints(run: Parts, saved: Mapping[str, Any]) -> Iterator[str]:
+    for name, least in _COUNTS.items():
+        count = saved.get(name)
+        if not isinstance(count, int) or isinstance(count, bool) or count < least:
+            yield f"{name} is {count!r:.60}, expected a whole number, {least} or more"
+    for name in _MAPPINGS:
+        if not isinstance(saved.get(name), dict):
+            yield f"{name} is {saved.get(name)!r:.60}, expected a mapping"
+    for owner, names in _VALUES.items():
+        for name in names:
+            if name not in saved[owner]:
+                yield f"{owner} has no {name}"
+    for name in ("scheduler", "scaler"):
+        if name not in saved:
+            yield f"{name} is missing"
+    order = run.data.order
+    if order.ends(0) is None and saved["epoch_samples"] > order.epoch_samples:
+        yield f"epoch_samples is {saved['epoch_samples']}, an epoch has {order.epoch_samples}"
+
+
+def check_saved(run: Parts, found: checkpoint.Checkpoint) -> None:
+    """Check that a checkpoint has the parts, and its plain values the form, that this run writes.
+
+    Raises:
+        CheckpointError: names the first value that is wrong.
+    """
+    parts = {*found.tensors, *(file.removesuffix(".safetensors") for file in found.files)}
+    for part in ("model", "optimizer", "random"):
+        if part not in parts:
+            raise CheckpointError(f"its manifest lists no file of the part {part!r}")
+    check_values(run, found.state)
+
+
+def check_values(run: Parts, saved: Mapping[str, Any]) -> None:
+    """Check that plain values have the form that this run writes.
+
+    Raises:
+        CheckpointError: names the first value that is wrong.
+    """
+    wrong = next(_complaints(run, saved), None)
+    if wrong is not None:
+        raise CheckpointError(wrong)
+
+
+# -- a fork ----------------------------------------------------------------------------
+
+
+def _changes(
+    saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]
+) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
+    """For each group in a checkpoint: what its script gave, and what this one gives otherwise."""
+    found = []
+    for then, now in zip(saved.get("given", ()), given, strict=False):
+        found.append((then, {k: v for k, v in now.items() if k in then and v != then[k]}))
+    return found
+
+
+def changed_settings(saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The settings that this script gives otherwise than that of the checkpoint, as phrases."""
+    return [
+        f"{name} {_shown(then[name])} → {_shown(value)}"
+        + (f" (group {i})" if len(given) > 1 else "")
+        for i, (then, changed) in enumerate(_changes(saved, given))
+        for name, value in changed.items()
+    ]
+
+
+def forked(saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A checkpoint's plain values for a new run.
+
+    A setting of the optimizer that the script gives otherwise than the script of the checkpoint
+    did is the new script's. A learning rate multiplies the whole schedule.
+
+    Args:
+        given: the script's :func:`~ronde.run.options.given_settings`.
+
+    Raises:
+        CheckpointError: the groups' learning rates change by several factors.
+    """
+    state = {**saved, "best": None, "ending": {}}
+    ratios: list[float] = []
+    groups = [*saved["optimizer"]["groups"]]
+    for i, (then, changed) in enumerate(_changes(saved, given)):
+        rate = changed.pop("lr", then["lr"])
+        if then["lr"]:
+            ratios.append(rate / then["lr"])
+        elif rate:
+            raise CheckpointError(
+                f"the learning rate of the optimizer's group {i} was 0 then and is {rate:g} now, "
+                "and a fork multiplies the schedule. Leave it at 0."
+            )
+        groups[i] = {**groups[i], "settings": {**groups[i]["settings"], **changed}}
+    if ratios:
+        if not all(math.isclose(ratio, ratios[0], rel_tol=1e-9) for ratio in ratios):
+            told = ", ".join(f"× {ratio:g}" for ratio in ratios)
+            raise CheckpointError(
+                f"the learning rates of the optimizer's groups change by several factors ({told}), "
+                "and a fork multiplies the whole schedule. Change all of them by one factor."
+            )
+        # as a batch that grows scales the rates, with all copies that schedulers have of them
+        plan = saved["plan"]
+        state["plan"] = {**plan, "lr_factor": plan["lr_factor"] / ratios[0]}
+    state["optimizer"] = {**saved["optimizer"], "groups": groups}
+    return state
+
+
+def _shown(value: Any) -> str:
+    value = checkpoint.decode_exact(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)

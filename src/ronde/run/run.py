@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ronde.parallel.strategy import GradientHooks
-from ronde.run import checkpoints, failure_note, hooks
+from ronde.run import hooks
 from ronde.run.average import Decay, WeightAverage
 from ronde.run.best import BestCheckpoint
-from ronde.run.callbacks.callback_order import callbacks_of
-from ronde.run.callbacks.upkeep import AveragesWeights, Recording
+from ronde.run.callbacks import AveragesWeights, Recording, ask_to_stop, callbacks_of
 from ronde.run.collective_calls import CollectiveCalls
-from ronde.run.content import CheckpointContent
-from ronde.run.gather import Gathering
-from ronde.run.group import RunGroup
+from ronde.run.group import RunGroup, save, warn_of_late_save
 from ronde.run.loop import Loop
 from ronde.run.options import RunOptions
+from ronde.run.parts import Gathering
 from ronde.run.registered import Registered
-from ronde.run.step import OptimizerStep
+from ronde.run.saving import CheckpointContent
+from ronde.run.step import OptimizerStep, follow_run
 from ronde.run.step_draws import StepDraws
 from ronde.world import ArgumentError
 from ronde.world.rendezvous import counted
@@ -107,10 +106,10 @@ class Run(CollectiveCalls):
             studied=hooks.observed(),
         )
         if me.size > 1:
-            from ronde.run.callbacks.rank_facts import TrainedNames
+            from ronde.run.rank_facts import TrainedNames
 
             parts.strategy.on_change = TrainedNames(parts.model, parts.rendezvous).agree
-        failure_note.follow_run(parts)
+        follow_run(parts)
         if group.memory is None and folder is not None and os.environ.get("RONDE_MEMORY_DIR"):
             from ronde.run.memory_copies import memory_copies  # needs a launcher that restarts
 
@@ -352,8 +351,6 @@ class Run(CollectiveCalls):
             advice = "Call it on every worker, or with together=False."
             self._group.stop(self._rendezvous.meet("run.stop(reason)", reason, advice=advice)[0])
         else:
-            from ronde.run.callbacks.upkeep import ask_to_stop
-
             ask_to_stop(self._group, reason)
 
     # -- what it writes ----------------------------------------------------------------
@@ -440,8 +437,8 @@ class Run(CollectiveCalls):
             CheckpointError: it could not be written; earlier ones are untouched. With
                 ``wait=False``, a warning tells it.
         """
-        checkpoints.warn_of_late_save(self._content)
-        return checkpoints.save(self._loop, wait)
+        warn_of_late_save(self._content)
+        return save(self._loop, wait)
 
     def export(self, path: str | os.PathLike[str], average: WeightAverage | None = None) -> None:
         """Write the model's weights, or an average of them, as plain safetensors, under the

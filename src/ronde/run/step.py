@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,21 +13,20 @@ import torch
 from ronde.parallel import Part
 from ronde.parallel.strategy import NOTHING, GradientHooks
 from ronde.plan import Share
-from ronde.run import checks, failure_note
+from ronde.run import checks
 from ronde.run.average import Averages
 from ronde.run.callback import Callbacks, StepView
-from ronde.run.gather import Gathering, gather_batch
 from ronde.run.group import RunGroup
 from ronde.run.losses import Lengths, Rows, collates, lengths
-from ronde.run.parts import MicroBatches, Parts
+from ronde.run.parts import Gathering, MicroBatches, Parts
 from ronde.run.step_draws import StepDraws
-from ronde.world import ArgumentError, RondeError
+from ronde.world import ArgumentError, LossError, RondeError
 from ronde.world.rendezvous import counted
 
 if TYPE_CHECKING:
     from ronde.parallel.own_calls import OwnCalls
 
-__all__ = ["OptimizerStep"]
+__all__ = ["OptimizerStep", "follow_run", "note_place"]
 
 Loss = tuple[torch.Tensor, torch.Tensor | None]
 _NO_SHARE = Share(0, 0, 0, ((0, 0),), 0)
@@ -131,7 +132,7 @@ class OptimizerStep:
     def _begin(self, share: Share) -> None:
         place = self.parts.place
         place.share, place.backwards = share, 0
-        self.view.share, self.view.is_skipped = share, False
+        self.view.share, self.view.samples, self.view.action = share, share.global_samples, ""
 
     # -- the script's calls ------------------------------------------------------------
 
@@ -153,12 +154,12 @@ class OptimizerStep:
         view.micros, view.split = (
             micros,
             [
-                Part(high - low, share.global_samples, i == last, summed, n)
+                Part(high - low, view.samples, i == last, summed, n)
                 for i, ((low, high), n) in enumerate(zip(share.micro, rows, strict=True))
             ],
         )
         gathering = self._gathering
-        if gathering.used is None and share.global_samples < run.plan.replicas:
+        if gathering.used is None and view.samples < run.plan.replicas:
             run.strategy.run_empty_shares()  # the loss may call gather, which needs everyone
         for call in self.callbacks.before_passes:
             call(view)
@@ -168,7 +169,7 @@ class OptimizerStep:
             with self._own_gradients(len(micros)):
                 run.strategy.step(micros, view.split, self.loss_of, self._scale)
         except Exception as error:
-            failure_note.note_place(error)
+            note_place(error)
             raise
         finally:
             gathering.stepping = False
@@ -208,7 +209,7 @@ class OptimizerStep:
             self._report_rows()
         place.backwards += 1
         summed = run.loss.reduction == "sum"
-        part = Part(high - low, share.global_samples, place.backwards == count, summed, rows)
+        part = Part(high - low, self.view.samples, place.backwards == count, summed, rows)
         with self._own_gradients(count):
             strategy.micro(lambda: value, part, self._scale)
         self.draws.end_own_pass(share, place.backwards)
@@ -267,6 +268,8 @@ class OptimizerStep:
             )
         gathering.in_pass = gathering.used = True
         run.strategy.run_empty_shares()
+        from ronde.run.gather import gather_batch  # few losses do
+
         return gather_batch(tensor, samples, count, run.plan, run.world)
 
     def loss_of(self, micro: Any) -> Loss:
@@ -351,7 +354,7 @@ class OptimizerStep:
         for call in callbacks.after_exchange:
             call(view)
         view.learning_rate = run.optimizer.param_groups[0]["lr"]
-        if view.is_skipped:
+        if view.action == "skip":
             run.strategy.updated()
         else:
             self._apply_gradients()
@@ -401,7 +404,7 @@ class OptimizerStep:
     def _count(self, share: Share) -> None:
         run, state, exchange = self.parts, self.parts.state, self.parts.strategy.exchange
         state.step += 1
-        state.samples += share.global_samples
+        state.samples += self.view.samples
         state.epoch_samples = share.stop
         if exchange is not None and run.strategy.drifts and run.epoch_is_over:
             exchange.stepped(settle=True)
@@ -413,3 +416,47 @@ class OptimizerStep:
             run.place.share = None
         if not self._group.alone:
             self._group.announce()
+
+
+# -- where an exception was ------------------------------------------------------------
+
+_SHOWN = 8
+_runs: list[weakref.ref[Any]] = []  # the newest first
+_before = sys.excepthook
+
+
+def follow_run(run: Parts) -> None:
+    """From now on, note the place of exceptions that end the script within a step of this run."""
+    _runs[:] = [weakref.ref(run), *(ref for ref in _runs if ref() is not None)]
+    if sys.excepthook is not _hook:
+        global _before
+        _before, sys.excepthook = sys.excepthook, _hook
+
+
+def note_place(error: BaseException) -> None:
+    """Add a note to an exception, once; its type, text and traceback stay the script's."""
+    known = any(each.startswith("(rank ") for each in getattr(error, "__notes__", ()))
+    if known or not isinstance(error, Exception):
+        return
+    for run in filter(None, [ref() for ref in _runs]):
+        share = run.place.share
+        if share is None:
+            continue
+        place = f"(rank {run.world.rank}, step {run.state.step + 1}"
+        low, high = share.micro[0][0], share.micro[-1][1]
+        place += f", epoch {share.epoch}, {share.samples} samples"
+        if share.samples and not isinstance(error, LossError):
+            ids = run.data.order.ids(share.epoch, low, high).tolist()
+            shown = ", ".join(map(str, ids[:_SHOWN])) + (", …" if len(ids) > _SHOWN else "")
+            place += f": indices {shown}"
+        error.add_note(f"{place})")
+        from ronde.plan.torch_errors import meaning  # of errors only
+
+        if (meant := meaning(str(error), run.plan)) is not None:
+            error.add_note(f"That is: {meant}")
+        return
+
+
+def _hook(kind: Any, error: BaseException, trace: Any) -> None:
+    note_place(error)
+    _before(kind, error, trace)

@@ -13,8 +13,6 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from ronde.world.units import clock
-
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -124,6 +122,8 @@ def _describe(state: dict[str, Any]) -> str:
     if state.get("samples_per_second"):
         parts.append(f"{state['samples_per_second']:,.0f} samples/s")
     if state.get("seconds_left") is not None:
+        from ronde.world.units import clock
+
         parts.append(f"{clock(state['seconds_left'])} left")
     for part, step, loss in state.get("others", ()):
         parts.append(f"{part}: step {step}  loss {figure(loss)}")

@@ -17,8 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ronde.world.whole_file import write_whole
-
 __all__ = ["Beat", "Heartbeat", "heartbeat", "read_beat"]
 
 _SIZE = 4096
@@ -154,6 +152,8 @@ class Heartbeat:
         ).start()
 
     def _answer(self, descriptor: int) -> None:
+        from ronde.world.whole_file import write_whole
+
         assert self._folder is not None
         file = self._folder / f"answer-{self._rank}"
         while token := os.read(descriptor, 64):

@@ -20,7 +20,7 @@ from torch import nn
 
 from ronde.parallel.replica_check import CHECKED_STEPS, ReplicaCheck, check_step
 from ronde.run.callback import Callback, StepView
-from ronde.run.callbacks.non_finite import NAN_EVERY
+from ronde.run.callbacks import NAN_EVERY
 from ronde.run.checks import setting
 from ronde.run.group import RunGroup
 from ronde.run.parts import Parts

@@ -7,26 +7,28 @@ the training, and what fails is told once.
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ronde.run.callback import Callback, StepView
-from ronde.run.callbacks.code_place import code_place
-from ronde.run.callbacks.health_lines import health_lines, inputs_line, targets_line
-from ronde.run.callbacks.layer_outputs import LayerOutputs
-from ronde.run.callbacks.tensor_norms import TensorNorms
+from ronde.run.layer_outputs import LayerOutputs
 from ronde.run.parts import Parts
-from ronde.watch.health_record import HEALTH, HealthFile
+from ronde.run.tensor_norms import TensorNorms
+from ronde.watch.health_record import HEALTH, HealthFile, rounded
 from ronde.world.consensus import gather_json
 from ronde.world.tensors import named_tensors
 
-__all__ = ["Health"]
+__all__ = ["Health", "code_place"]
 
 _FIRST_STEPS = 10  # whose layers are measured, for how weights were initialized
 _EARLY_STEPS = 20  # all measured
@@ -238,3 +240,100 @@ def _about(step: StepView) -> dict[str, Any]:
     first, share = step.parts.state.samples, step.share
     samples: Sequence[int] = [first, first + share.global_samples]
     return {"type": "health", "step": step.number + 1, "epoch": share.epoch, "samples": samples}
+
+
+# -- the lines of health.jsonl ---------------------------------------------------------
+
+
+def health_lines(
+    about: dict[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    ranks: int,
+    layers: LayerOutputs | None,
+    values: Sequence[float],
+) -> list[dict[str, Any]]:
+    """The lines of a measured step.
+
+    Args:
+        about: what the line has besides numbers.
+        tensors: all parameters by name.
+        layers: None where they were not measured.
+        values: of all ranks together: how many cannot measure, for each rank whether its loss and
+            its layers are not finite; squares of gradients, weights, and updates, and
+            equal elements, of all tensors; sums of layers; dead units.
+
+    Raises:
+        RuntimeError: a rank could not measure.
+    """
+    if values[0]:
+        raise RuntimeError(f"{values[0]:.0f} of {ranks} ranks cannot measure this training")
+    count, at = len(tensors), 1 + 2 * ranks
+    gradients, weights, updates, equal = (
+        values[at + i * count : at + (i + 1) * count] for i in range(4)
+    )
+    at += 4 * count
+    frozen = [not p.requires_grad for p in tensors.values()]
+
+    def norms(squares: Sequence[float]) -> list[float | None]:
+        each = zip(squares, frozen, strict=True)
+        return [None if none or square < 0 else math.sqrt(square) for square, none in each]
+
+    found = {"gradient": norms(gradients), "weight": norms(weights), "update": norms(updates)}
+    parts = zip(equal, tensors.values(), frozen, strict=True)
+    found["same"] = [None if none or not p.numel() else n / p.numel() for n, p, none in parts]
+    bad = [r for r in range(ranks) if values[1 + r] or values[1 + ranks + r]]
+    if not bad and any(g is not None and not math.isfinite(g) for g in found["gradient"]):
+        bad = list(range(ranks))  # they were averaged: whose it was is not known
+    lines = [{**about, **_rounded(found), "bad_ranks": bad, "first_bad": None}]
+    if layers is not None:
+        end = at + 3 * len(layers.names)
+        columns, lines[0]["first_bad"] = layers.describe(values[at:end], values[end:])
+        lines.append({"type": "activations", "step": about["step"], **_rounded(columns)})
+    return lines
+
+
+def _rounded(columns: Mapping[str, Sequence[float | None]]) -> dict[str, Any]:
+    return {name: [rounded(x) for x in column] for name, column in columns.items()}
+
+
+def inputs_line(step: int, facts: Sequence[float]) -> list[dict[str, Any]]:
+    """The line of a batch's mean, standard deviation, and fraction of constant features."""
+    found = dict(zip(("mean", "std", "constant"), map(rounded, facts), strict=True))
+    return [{"type": "inputs", "step": step, **found}]
+
+
+def targets_line(step: int, counts: Sequence[float]) -> list[dict[str, Any]]:
+    """The line of samples per class."""
+    most = max((i for i, n in enumerate(counts) if n), default=-1)
+    return [{"type": "targets", "step": step, "counts": [int(n) for n in counts[: most + 1]]}]
+
+
+def code_place(model: nn.Module, name: str) -> str:
+    """``FILE:LINE`` of the line that makes a layer, in the innermost class of the script's own that
+    holds it, or of that class; empty without such a class.
+
+    Args:
+        name: of a parameter or a module, as ``state_dict()`` has it.
+
+    Example:
+        >>> code_place(torch.nn.Sequential(torch.nn.Linear(2, 2)), "0.weight")
+        ''
+    """
+    owner, attribute, module = None, "", model
+    for piece in [*name.split("."), ""]:
+        if not type(module).__module__.startswith("torch."):
+            owner, attribute = type(module), piece
+        if not isinstance(child := getattr(module, piece, None), nn.Module):
+            break
+        module = child
+    if owner is None:
+        return ""
+    try:
+        file, (lines, first) = inspect.getsourcefile(owner), inspect.getsourcelines(owner)
+    except (OSError, TypeError):  # made by exec, or in a notebook that is gone
+        return ""
+    made = re.compile(rf"\bself\.{re.escape(attribute)}\b[^=]*=[^=]")
+    at = next((i for i, line in enumerate(lines) if attribute and made.search(line)), 0)
+    path = Path(file or "")
+    here = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path.name
+    return f"{here}:{first + at}"
