@@ -41,7 +41,7 @@ MASK = (draw(N, 3, 4, 4, seed=3) > 0).float()
 
 def kind_of(loss, *arguments, samples: int = N) -> str:
     check = LossCall(loss, None).check
-    with undisturbed(torch.device("cpu"), loss):
+    with undisturbed(loss):
         return kind_of_loss(lambda values: check(loss(*values)), arguments, samples)
 
 

@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 
 from ronde.capture.event_recorder import CheckpointFrames, EventRecorder
 from ronde.capture.global_draws import counted_draws
-from ronde.capture.pass_state import SavedState, fake_buffers, stand_in
+from ronde.capture.pass_state import fake_buffers, stand_in
 from ronde.capture.trace import Trace
+from ronde.introspect import SavedState
 from ronde.world.tensors import tensors_in
 
 _under_way: list[None] = []
@@ -87,7 +88,8 @@ def _follow(
             _under_way.pop()
             if recorder is not None:
                 recorder.restore()
-            kept = before.restore()
+            kept = before.kept()
+            before.restore()
     reached, doubtful, seen = _reached(result, recorder.nodes)
     for index, node in recorder.makers.items():
         recorder.values[index].reached = node in seen

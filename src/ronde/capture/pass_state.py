@@ -1,4 +1,4 @@
-"""Snapshot a model's state before a followed pass, make its buffers fake, and restore it."""
+"""Snapshots of objects to compare with later ones, and fake buffers for a followed pass."""
 
 from __future__ import annotations
 
@@ -78,75 +78,6 @@ def generator_states() -> Any:
     numpy: Any = sys.modules.get("numpy")
     state = numpy.random.get_state() if numpy is not None else (None, b"")
     return hash(python_random.getstate()), bytes(state[1]), state[2:]
-
-
-class SavedState:
-    """A model's state and the host's generators before a pass, to restore afterwards."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.random = torch.get_rng_state(), python_random.getstate()
-        numpy: Any = sys.modules.get("numpy")
-        self.numpy = None if numpy is None else (numpy.random, numpy.random.get_state())
-        self.modules = [(m, dict(m.__dict__)) for m in model.modules()]
-        self.inside = {
-            id(h): (h, h.copy())
-            for _, own in self.modules
-            for h in own.values()
-            if isinstance(h, list | dict | set)
-        }
-        known = {id(b): b for b in model.buffers()}
-        for _, own in self.modules:
-            known |= {id(t): t for t in own.values() if isinstance(t, torch.Tensor)}
-        self.tensors = [
-            (t, t.detach().clone())
-            for t in known.values()
-            if t.device.type != "meta" and not isinstance(t, FakeTensor)
-        ]
-
-    def restore(self) -> list[tuple[nn.Module, str]]:
-        """Restore everything. Returns ``(module, attribute)`` of what modules kept."""
-        torch.set_rng_state(self.random[0])
-        python_random.setstate(self.random[1])
-        if self.numpy is not None:
-            self.numpy[0].set_state(self.numpy[1])
-        kept = []
-        for module, own in self.modules:
-            now = module.__dict__
-            buffers: Any = own.get("_buffers")
-            if id(buffers) in self.inside:
-                was: Any = self.inside[id(buffers)][1]
-                kept += [(module, name) for name, b in buffers.items() if was.get(name) is not b]
-            changed = [name for name in now if name not in own or now[name] is not own[name]]
-            kept += [(module, name) for name in changed]
-            if changed or len(now) != len(own):
-                now.clear()
-                now.update(own)
-        container: Any
-        copy: Any
-        for container, copy in self.inside.values():
-            if _is_same(container, copy):
-                continue
-            container.clear()
-            if isinstance(container, list):
-                container += copy
-            else:
-                container.update(copy)
-        with torch.no_grad():
-            for tensor, value in self.tensors:
-                if not torch.equal(tensor, value):  # an equal one keeps its version
-                    tensor.copy_(value)
-        return kept
-
-
-def _is_same(container: Any, copy: Any) -> bool:
-    """Whether a list, dictionary, or set still has the same items."""
-    if len(container) != len(copy):
-        return False
-    if isinstance(container, list):
-        return all(a is b for a, b in zip(container, copy, strict=True))
-    if isinstance(container, dict):
-        return all(container.get(k, container) is v for k, v in copy.items())
-    return bool(container == copy)
 
 
 @contextmanager

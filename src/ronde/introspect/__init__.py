@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         shares_within,
     )
     from ronde.introspect.random_state import Marks, restore_states, seed_all, states
+    from ronde.introspect.saved_state import NO_TENSORS, SavedState, without_hooks
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
@@ -40,5 +41,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
                 "detached_copy describe_open reopen_files preserve_state shares_within"
             ),
             "ronde.introspect.random_state": "Marks restore_states seed_all states",
+            "ronde.introspect.saved_state": "NO_TENSORS SavedState without_hooks",
         },
     )

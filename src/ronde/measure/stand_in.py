@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ronde.capture import compiled
-from ronde.introspect import restore_states, states
+from ronde.introspect import SavedState
 
 
 def tensor_maker(fake: bool) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -113,20 +113,10 @@ def standing_in(
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restores gradients, buffers, flags and all random states at the end, bit by bit."""
-    training = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, k, b, None if b is None or b.is_meta else b.detach().clone())
-        for module in model.modules()
-        for k, b in module._buffers.items()
-    ]
-    gradients = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    """Puts the model, its gradients, and all random states back at the end, bit by bit."""
+    before, grad = SavedState(model), torch.is_grad_enabled()
     for p in model.parameters():
         p.grad = None
-    random = states()
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    cuda_states = [torch.cuda.get_rng_state(d) for d in devices]
-    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
     # Hooks would make torch.compile compile again, if it can at all.
     eager = any(map(compiled, model.modules()))
     try:
@@ -134,29 +124,4 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         torch.set_grad_enabled(grad)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        restore_states(random)
-        for d, state in zip(devices, cuda_states, strict=True):
-            torch.cuda.set_rng_state(state, d)
-        for module, flag in training:
-            module.training = flag
-        for parameter, gradient, requires in gradients:
-            parameter.grad = gradient
-            if parameter.requires_grad != requires:
-                parameter.requires_grad_(requires)
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                # Writing raises the version of a tensor that a graph may have saved.
-                if buffer is not None and value is not None and not _equal_bits(buffer, value):
-                    buffer.copy_(value)
-                module._buffers[name] = buffer
-
-
-def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    flat = [
-        t.detach().contiguous().reshape(-1).view(torch.uint8) if t.numel() else t for t in (a, b)
-    ]
-    return torch.equal(*flat)
+        before.restore()

@@ -35,8 +35,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ronde.capture.intercept import Reads, calls_heard
-from ronde.capture.pass_state import SavedState
 from ronde.checkpoint import shard_like
+from ronde.introspect import SavedState
 from ronde.parallel import fsdp_repairs
 from ronde.parallel.batchnorm import absent, synchronize_batchnorms
 from ronde.parallel.buckets import broadcast_packed

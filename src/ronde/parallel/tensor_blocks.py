@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ronde.capture.intercept import calls_heard
-from ronde.capture.pass_state import SavedState
+from ronde.introspect import SavedState
 from ronde.parallel.tensor_layers import (
     Block,
     BlockRuntime,
@@ -78,7 +78,6 @@ class _Trace:
 def quiet(model: nn.Module) -> Iterator[None]:
     """Evaluation mode, no fused kernels, fixed randomness; the model is put back afterwards."""
     before = SavedState(model)
-    flags = [(p, p.requires_grad) for p in model.parameters()]
     fast = torch.backends.mha.get_fastpath_enabled()
     model.eval()
     plain = ExitStack()
@@ -86,7 +85,7 @@ def quiet(model: nn.Module) -> Iterator[None]:
         if recomputes(m):  # autograd's graph would lack the block
             once = vars(m).get("_forward_once") or type(m).forward
             replace_attribute(plain, m, "forward", once)
-    for p, _ in flags:
+    for p in model.parameters():
         if p.is_floating_point():
             p.requires_grad_(True)
     torch.backends.mha.set_fastpath_enabled(False)
@@ -97,8 +96,6 @@ def quiet(model: nn.Module) -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         plain.close()
-        for p, flag in flags:
-            p.requires_grad_(flag)
         before.restore()
 
 

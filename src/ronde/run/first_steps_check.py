@@ -136,7 +136,7 @@ class FirstStepsCheck(Callback):
         calls, model, device = self._loss, self._model, self._me.device
         if self._gathering.in_pass:
             return "gathered"
-        with torch.autocast(device.type, enabled=False), undisturbed(device, calls.loss):
+        with torch.autocast(device.type, enabled=False), undisturbed(calls.loss):
             ask = lambda values: calls.check(calls.loss(*values))  # noqa: E731
             kind = kind_of_loss(ask, arguments, samples)
         inside = any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in leaves(arguments))
@@ -145,7 +145,7 @@ class FirstStepsCheck(Callback):
         if kind not in ("flat", "unknown") or not inside or not local or plan.offload != "none":
             return kind
         exact = device.type == "cpu" and isinstance(self._autocast(), nullcontext)
-        with self._autocast(), undisturbed(device, calls.loss, model):
+        with self._autocast(), undisturbed(calls.loss, model):
             ask = lambda part: calls.check(calls.loss(*calls.arguments(model, part)))  # noqa: E731
             # kernels differ by the size of a batch
             return kind_of_loss(ask, batch, samples, FLOAT32 if exact else HALF)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ronde.introspect import Marks
+from ronde.introspect import NO_TENSORS, SavedState
 from ronde.world.tensors import map_leaves, tensors_in
 
 __all__ = ["FLOAT32", "HALF", "kind_of_loss", "undisturbed"]
@@ -53,30 +53,22 @@ def _memory(value: Any) -> set[int]:
 
 
 @contextmanager
-def undisturbed(device: torch.device, *owners: Any) -> Iterator[None]:
+def undisturbed(*owners: Any) -> Iterator[None]:
     """Inside, calls compute no gradients and leave no trace: generators, and the attributes and
     modes of ``owners``, are put back. Modules evaluate.
 
     Raises:
         RuntimeError: a call would write to the script's tensors, or needs other workers.
     """
-    from ronde.run.snapshot import kept_attributes  # where a loss is asked only
-
-    generators, kept = Marks(), [each for owner in owners for each in kept_attributes(owner)]
+    before = SavedState(*owners, largest=NO_TENSORS)
     modules = [m for owner in owners if isinstance(owner, nn.Module) for m in owner.modules()]
     # set_stance imports torch's compiler, which takes seconds
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    try:
+    with before, torch.no_grad(), eager, _Guard():
         for module in modules:
             module.training = False
-        devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices), torch.no_grad(), eager, _Guard():
-            yield
-    finally:
-        generators.put_back()
-        for each in kept:
-            each.put_back()
+        yield
 
 
 def kind_of_loss(

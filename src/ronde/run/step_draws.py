@@ -89,14 +89,14 @@ def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
     if not _may_draw(work.model, calls) or any(p.is_meta for p in work.model.parameters()):
         return {}
     from ronde.capture import compiled, not_training, recorded_draws
-    from ronde.capture.pass_state import SavedState
+    from ronde.introspect import SavedState
 
     everything = work.model.modules()
     if any(compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in everything):
         return {}
     probes = {}
     modules = [m for m in (work.model, calls.loss) if isinstance(m, nn.Module)]
-    state = SavedState(nn.ModuleList(modules))
+    state = SavedState(*modules)
     devices = {p.device.index for p in work.model.parameters() if p.is_cuda}
     try:
         for samples in _PROBED:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ronde.introspect import without_hooks
 from ronde.parallel import Replicate
 from ronde.plan import Plan, Share
 from ronde.run.group import RunGroup
@@ -170,7 +171,7 @@ class StepPort:
         share, backwards = place.share, place.backwards
         failed = True
         try:
-            with before.without_optimizer_hooks():
+            with without_hooks(self.parts.optimizer):
                 yield
             failed = False
         finally:
