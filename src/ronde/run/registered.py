@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde import checkpoint
-from ronde.world import ArgumentError, CheckpointError, RondeError, WorldError
-from ronde.world.consensus import gather_json
+from ronde.world import ArgumentError, CheckpointError, RondeError
+from ronde.world.consensus import agree, gather_json
 from ronde.world.tensors import is_sharded
 
 if TYPE_CHECKING:
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["Registered", "Registry"]
 
 _CONTAINERS = (list, dict, deque, torch.Tensor, np.ndarray)
-_SHOWN = 60  # characters of a value in an error
+_SHOWN_CHARACTERS = 60  # of a value in an error
+_SHARED = (
+    "A checkpoint holds one for all: compute it from values that all workers share, such as the "
+    "loss that run.step returns and the results of run.evaluate."
+)
 
 
 class Registered:
@@ -203,8 +207,14 @@ class Registry:
         except ArgumentError as caught:
             error = caught
         if run.world.size > 1 and self.items:
-            mine = {} if error else {n: _digest(self.items[n], n, packed, tensors) for n in packed}
-            _agree(gather_json(run.world, {"error": str(error or ""), "digests": mine}))
+            for rank, text in enumerate(gather_json(run.world, str(error or ""))):
+                if text:
+                    raise ArgumentError(f"rank {rank}: {text}")
+            facts = {
+                f"the registered {name!r}": _fact(thing, name, packed, tensors)
+                for name, thing in self.items.items()
+            }
+            agree(run.world, facts, "run.save()", _SHARED)
         if error:
             raise error
         return packed, tensors
@@ -312,38 +322,22 @@ def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _digest(
+def _fact(
     thing: Any, name: str, packed: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """A digest of what is registered under a name, and its beginning, for an error."""
+) -> Any:
+    """A short plain value, or a digest of what is registered under a name."""
+    value, own = packed[name].get("value", {}), [k for k in tensors if k.split("/")[0] == name]
+    plain = not own and not isinstance(value, dict)
+    if plain and len(json.dumps(value)) <= _SHOWN_CHARACTERS:
+        return value
     text = json.dumps(packed[name], sort_keys=True)
     digest = hashlib.sha256(text.encode())
     # As for the model, rank 0's buffers count: batch normalization's differ between ranks.
     buffers = set()
     if isinstance(thing, nn.Module) and not _metrics(thing):
         buffers = {f"{name}/{b}" for b, _ in thing.named_buffers()}
-    for key, tensor in tensors.items():
-        if key.split("/")[0] == name and key not in buffers and tensor.numel():
-            bits = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    for key in own:
+        if key not in buffers and tensors[key].numel():
+            bits = tensors[key].cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(bits.numpy().data)
-    value = packed[name].get("value")
-    plain = isinstance(value, int | float | str | list) or value is None
-    shown = json.dumps(value)[:_SHOWN] if plain and "value" in packed[name] else ""
-    return [digest.hexdigest(), shown or f"{packed[name]['class']} {digest.hexdigest()[:8]}"]
-
-
-def _agree(everyone: list[dict[str, Any]]) -> None:
-    """Refuse registered state that is not the same on all ranks."""
-    for rank, each in enumerate(everyone):
-        if each["error"]:
-            raise ArgumentError(f"rank {rank}: {each['error']}")
-    names = list(dict.fromkeys(name for each in everyone for name in each["digests"]))
-    for name in names:
-        found = [each["digests"].get(name, ["", "nothing"]) for each in everyone]
-        if len({digest for digest, _ in found}) > 1:
-            shown = "; ".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(found))
-            raise WorldError(
-                f"The ranks disagree on the registered {name!r} ({shown}), and a checkpoint holds "
-                "one for all. Compute it from values that all workers share, such as the loss "
-                "that run.step returns and the results of run.evaluate."
-            )
+    return f"{packed[name]['class']} {digest.hexdigest()[:16]}"

@@ -73,7 +73,13 @@ def _without_common(lists: list[list[str]]) -> dict[str, list[int]]:
     return values
 
 
-def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
+_SAME_SCRIPT = (
+    "Every worker must run the same script with the same arguments, model and data: look for what "
+    "depends on the rank, the host or an unseeded choice."
+)
+
+
+def agree(me: World, facts: Mapping[str, Any], where: str, advice: str = _SAME_SCRIPT) -> None:
     """Raise unless every rank has the same ``facts``. A collective.
 
     gloo adds tensors of different shapes without an error and returns wrong sums, so Ronde asks
@@ -82,6 +88,7 @@ def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
     Args:
         facts: name -> value that JSON holds.
         where: what is being compared, for the error: ``"ronde.distribute"``.
+        advice: what to do, for the error.
 
     Raises:
         WorldError: on every rank, naming the first fact that differs, the ranks and their values.
@@ -99,9 +106,4 @@ def agree(me: World, facts: Mapping[str, Any], where: str) -> None:
             values = _without_common([each[name] for each in everyone])
         if len(values) > 1:
             said = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in values.items())
-            raise WorldError(
-                f"The ranks disagree on {name} in {where}: {said}. Every worker must run "
-                "the same script with the same "
-                "arguments, model and data: look for what depends on the rank, the host or "
-                "an unseeded choice."
-            )
+            raise WorldError(f"The ranks disagree on {name} in {where}: {said}. {advice}")
