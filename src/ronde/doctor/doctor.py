@@ -35,9 +35,9 @@ from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
     from ronde.plan import Plan
+    from ronde.run import Run
     from ronde.run.callback import EvaluationResult, StepView
     from ronde.run.parts import Parts
-    from ronde.run.step_port import RunView
 
 _PYTHON_SHARE = 0.05  # of the loaders' time: less of it is not looked into
 _READ_NOTHING = ("augment", "collate")  # whatever these wait for, it is not storage
@@ -61,7 +61,7 @@ class Doctor(hooks.Observer):
         self.loop_type = partial(TimedLoop, self.clock)
         self._paused = 0.0, False
 
-    def on_ready(self, run: RunView, plan: Plan) -> None:
+    def on_ready(self, run: Run, plan: Plan) -> None:
         """See :class:`Observer`."""
         values = examine(run, self.options, report_progress if run.is_main else _silent)
 
@@ -123,7 +123,7 @@ def load_doctor(file: Path) -> dict[str, Any]:
 class _Clock:
     """The remaining time budget, the same on every rank."""
 
-    def __init__(self, run: RunView, seconds: float) -> None:
+    def __init__(self, run: Run, seconds: float) -> None:
         self._me = run.port.world
         self.seconds = seconds
         self._end = time.monotonic() + seconds
@@ -146,7 +146,7 @@ class _Study:
     """One examination; every rank runs the same."""
 
     def __init__(
-        self, run: RunView, bench: Bench, options: Mapping[str, Any], tell: Callable[[str], None]
+        self, run: Run, bench: Bench, options: Mapping[str, Any], tell: Callable[[str], None]
     ) -> None:
         self.run = run
         self.bench = bench
@@ -646,9 +646,7 @@ _WORDS = {
 }
 
 
-def examine(
-    run: RunView, options: Mapping[str, Any], tell: Callable[[str], None]
-) -> dict[str, Any]:
+def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
     """Measure and judge. A collective; the run is unchanged afterwards.
 
     Args:
@@ -699,7 +697,7 @@ def _arm(results: list[ArmResult]) -> dict[str, Any]:
     }
 
 
-def _notes(run: RunView, study: _Study, values: Mapping[str, Any]) -> list[str]:
+def _notes(run: Run, study: _Study, values: Mapping[str, Any]) -> list[str]:
     """The limits of the measurement."""
     notes = []
     if study.bench.is_stream:

@@ -13,8 +13,8 @@ from ronde.run.loop import Loop
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
+    from ronde.run import Run
     from ronde.run.callback import StepView
-    from ronde.run.step_port import RunView
 
 _SKIPPED_STEPS, _FIRST_STEPS, _MOST_STEPS = 3, 12, 60
 _MISSING = (
@@ -117,7 +117,7 @@ class LoopTrial:
 
     def __init__(
         self,
-        run: RunView,
+        run: Run,
         clock: ScriptTime,
         values: dict[str, Any],
         write: Callable[[dict[str, Any]], None],

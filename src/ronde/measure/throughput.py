@@ -39,7 +39,7 @@ from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.tensors import tensors_in
 
 if TYPE_CHECKING:
-    from ronde.run.step_port import RunView
+    from ronde.run import Run
 
 _RECYCLED = 8  # batches, at least
 _FEWEST_RECYCLED = 3  # where reading is slow
@@ -68,7 +68,7 @@ class Bench:
         ...     ceiling = bench.window(Arm("synthetic"), seconds=2.0)
     """
 
-    def __init__(self, run: RunView) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
         self.port = run.port
         refuse_batches(self.port.data.order)

@@ -29,13 +29,11 @@ from ronde.prove.recorded_state import StateRecorder
 from ronde.prove.recorded_values import RecordedLoss, ValueRecorder
 from ronde.prove.trace_writer import Phase, TraceWriter
 from ronde.prove.values import cast
-from ronde.run import hooks
+from ronde.run import Run, hooks
 from ronde.run.callback import EvaluationResult, StepView
 from ronde.run.loop import Loop
 from ronde.run.losses import LossCall
 from ronde.run.parts import Parts
-from ronde.run.run import Run
-from ronde.run.step_port import RunView
 from ronde.watch.proofs import digests_of
 from ronde.watch.run_dir import RunDir
 from ronde.world import PlanError, World
@@ -127,7 +125,7 @@ class Recorder(hooks.Observer):
         """One process counts as the workers to prove."""
         return self.trace.settings.workers
 
-    def on_ready(self, run: RunView, plan: Plan) -> None:
+    def on_ready(self, run: Run, plan: Plan) -> None:
         """Start to record the run."""
         trace = self.trace
         if not self._is_mine or trace.run is not None:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ronde.plan import Plan
     from ronde.run.losses import LossCall
     from ronde.run.parts import Parts
-    from ronde.run.step_port import RunView
     from ronde.world import World
 
 __all__ = ["Observer", "Opening", "observed", "observer", "planner"]
@@ -75,7 +74,7 @@ class Observer(Callback):
         """The number of workers that ``batch="grow"`` counts."""
         return workers
 
-    def on_ready(self, run: RunView, plan: Plan) -> None:
+    def on_ready(self, run: Any, plan: Plan) -> None:
         """``distribute`` is about to return."""
 
     def on_evaluation_data(self, parts: Parts, taken: TakenOver) -> TakenOver:

@@ -9,51 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from ronde.introspect import without_hooks
 from ronde.parallel import Replicate
-from ronde.plan import Plan, Share
+from ronde.plan import Share
 from ronde.run.group import RunGroup
-from ronde.run.parts import MicroBatches, State
+from ronde.run.parts import MicroBatches
 from ronde.run.snapshot import Snapshot
 from ronde.run.step import OptimizerStep
-from ronde.watch import RunDir, Silent, Watcher
+from ronde.watch import Silent, Watcher
 
-__all__ = ["RunView", "StepPort"]
-
-
-class RunView(Protocol):
-    """The public part of a :class:`~ronde.run.run.Run`, for the rooms around it."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    scheduler: Any
-    plan: Plan
-    state: State
-    dir: RunDir | None
-    rank: int
-    world_size: int
-    is_main: bool
-    device: torch.device
-
-    @property
-    def port(self) -> StepPort:
-        """For tools that measure this run."""
-
-    def step(self, batch: Any) -> torch.Tensor:
-        """One optimizer step on one batch."""
-
-    def save(self, *, wait: bool = True) -> Path | None:
-        """Write a checkpoint now."""
-
-    def backward(self, loss: Any) -> None:
-        """Backward pass of one micro-batch, in a script that owns its loop."""
+__all__ = ["StepPort"]
 
 
 class StepPort:

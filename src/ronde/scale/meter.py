@@ -22,7 +22,7 @@ from ronde.world.consensus import gather_json
 if TYPE_CHECKING:
     from ronde.measure import Bench
     from ronde.plan import Plan
-    from ronde.run.step_port import RunView
+    from ronde.run import Run
 
 
 def install_meter() -> None:
@@ -99,7 +99,7 @@ class Meter(hooks.Observer):
         """See :class:`Observer`."""
         return 1 if self.options.get("batch") == "keep" else workers
 
-    def on_ready(self, run: RunView, plan: Plan) -> None:
+    def on_ready(self, run: Run, plan: Plan) -> None:
         """See :class:`Observer`."""
         from ronde.measure import Bench
 
@@ -119,7 +119,7 @@ class Meter(hooks.Observer):
         gather_json(run.port.world, 0)  # no rank ends while another still measures
         raise SystemExit(0)
 
-    def _measure(self, run: RunView, bench: Bench) -> dict[str, Any]:
+    def _measure(self, run: Run, bench: Bench) -> dict[str, Any]:
         from ronde.measure import Arm
 
         rounds, seconds = int(self.options["rounds"]), float(self.options["seconds"])
