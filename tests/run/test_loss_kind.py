@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ronde.run.loss_kind import kind_of_loss, undisturbed
+from ronde.run.first_steps_check import kind_of_loss, undisturbed
 from ronde.run.losses import LossCall
 
 N = 16
