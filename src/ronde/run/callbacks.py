@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from ronde.plan import Share
 from ronde.run import hooks
-from ronde.run.callback import Callback, Callbacks, EvaluationResult, StepView
+from ronde.run.callback import NAN_EVERY, Callback, Callbacks, EvaluationResult, StepView
+from ronde.run.content import CheckpointContent, Ending
 from ronde.run.first_steps_check import FirstStepsCheck
 from ronde.run.group import RunGroup
 from ronde.run.options import RunOptions
 from ronde.run.parts import Gathering, Parts
-from ronde.run.saving import CheckpointContent, Ending
 from ronde.watch import Ended, Epoch, Evaluated, Logged, NonFiniteStep, figure
 from ronde.world import LossError, PlanError, World
 from ronde.world.consensus import gather_json
@@ -28,7 +28,6 @@ from ronde.world.identity import ranks_text
 from ronde.world.tensors import local_part
 
 __all__ = [
-    "NAN_EVERY",
     "ON_NAN",
     "AveragesWeights",
     "Recording",
@@ -318,7 +317,6 @@ class Recording(Callback):
 # -- a loss or gradient that is not finite -------------------------------------------------
 
 ON_NAN = ("error", "ignore", "skip")
-NAN_EVERY = 50  # steps between checks on an accelerator, where reading a loss waits for the device
 _MOST_IN_A_ROW = 10
 
 

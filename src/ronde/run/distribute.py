@@ -25,9 +25,9 @@ from ronde.parallel.registry import carry_out
 from ronde.plan import LR_RULES, SPLIT_FIELDS, Plan, Share
 from ronde.run import checks, hooks
 from ronde.run.announce import announce, to_tensorboard
-from ronde.run.best import KeepBest
 from ronde.run.callback import check_callbacks
 from ronde.run.callbacks import ON_NAN, check_on_nan
+from ronde.run.content import CheckpointContent, KeepBest
 from ronde.run.group import RunGroup, current, open_run_dir
 from ronde.run.loop import on_device, to_device
 from ronde.run.losses import LossCall
@@ -47,7 +47,6 @@ from ronde.run.options import (
 )
 from ronde.run.parts import DTYPES, Parts
 from ronde.run.run import Run
-from ronde.run.saving import CheckpointContent
 from ronde.run.step_draws import probe_draws
 from ronde.watch import Record, Watcher, choose_display
 from ronde.world import ArgumentError, PlanError, World

@@ -12,14 +12,15 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from ronde.loader import Feed
 from ronde.run.callback import Callbacks
+from ronde.run.content import CheckpointContent, Ending
 from ronde.run.parts import Parts
-from ronde.run.saving import CheckpointContent, Ending, Saving
+from ronde.run.saving import Saving
 from ronde.watch import RunDir, check_name
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
 from ronde.world.consensus import broadcast_json
@@ -439,8 +440,6 @@ def leave(loop: Saved) -> None:
     Raises:
         SystemExit: always, but for a pause that cannot be saved.
     """
-    from ronde.run.leave import end_process  # few runs are asked to
-
     group, state = loop.group, loop.parts.state
     group.ending.paused = group.pauses
     if group.pauses:
@@ -451,7 +450,24 @@ def leave(loop: Saved) -> None:
         loop.parts.say(f"asked to leave, after step {state.step}")
     for member in group.members:
         member.finish("paused" if group.pauses else "interrupted")
-    end_process(paused=group.pauses)
+    _end_process(paused=group.pauses)
+
+
+def _end_process(paused: bool) -> NoReturn:
+    """End this process, with the status that means *again*.
+
+    Args:
+        paused: whether that was planned: a launcher with restarts does not go on by itself.
+
+    Raises:
+        SystemExit: always.
+    """
+    from ronde.world.fence import AGAIN
+
+    if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        with suppress(OSError):
+            Path(errors).with_suffix(".again").write_text("paused" if paused else "")
+    raise SystemExit(AGAIN)
 
 
 # -- of a process ----------------------------------------------------------------------

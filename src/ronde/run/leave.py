@@ -4,14 +4,12 @@ of samples (``ronde run --until``). All ranks end after the same step.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,13 +19,11 @@ from ronde.run.group import RunGroup
 from ronde.run.parts import Parts
 from ronde.watch import MARK
 from ronde.world import World
-from ronde.world.fence import AGAIN
 
 __all__ = [
     "Agreement",
     "LeavesWhenAsked",
     "PausesAt",
-    "end_process",
     "pause_if_there",
 ]
 
@@ -100,21 +96,6 @@ class Leaving:
             os.write(1, (MARK + json.dumps({"leave": self._me.rank}) + "\n").encode())
         if callable(handler := self._before.get(number)):
             handler(number, frame)  # the script's own
-
-
-def end_process(paused: bool) -> NoReturn:
-    """End this process, with the status that means *again*.
-
-    Args:
-        paused: whether that was planned: a launcher with restarts does not go on by itself.
-
-    Raises:
-        SystemExit: always.
-    """
-    if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with contextlib.suppress(OSError):
-            Path(errors).with_suffix(".again").write_text("paused" if paused else "")
-    raise SystemExit(AGAIN)
 
 
 _leaving: Leaving | None = None

@@ -20,9 +20,9 @@ from ronde.loader import Feed, first_few, too_many
 from ronde.plan import Layout, Share, shares
 from ronde.run import checks
 from ronde.run.callback import Callbacks
+from ronde.run.content import CheckpointContent
 from ronde.run.group import RunGroup, leave, save, save_if_due, save_or_warn
 from ronde.run.parts import MicroBatches
-from ronde.run.saving import CheckpointContent
 from ronde.run.step import OptimizerStep
 from ronde.world import ArgumentError, FeedError, RondeError, World
 from ronde.world.consensus import gather_json

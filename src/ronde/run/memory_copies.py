@@ -28,8 +28,8 @@ from ronde.world import RondeError, World, usable_cores
 from ronde.world.consensus import gather_json
 
 if TYPE_CHECKING:
+    from ronde.run.content import CheckpointContent
     from ronde.run.parts import Parts
-    from ronde.run.saving import CheckpointContent
 
 __all__ = ["MemoryCopies", "memory_copies"]
 

@@ -17,7 +17,7 @@ from ronde.checkpoint import KeepPolicy
 from ronde.loader import FeedSettings
 from ronde.plan import Plan, split
 from ronde.plan.batch import micro_batches_of
-from ronde.run.best import split_metric
+from ronde.run.content import split_metric
 from ronde.run.hooks import observed
 from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json

@@ -14,8 +14,8 @@ import torch
 from ronde import checkpoint
 from ronde.run import lr_rules
 from ronde.run.average import average_wants
+from ronde.run.content import CheckpointContent
 from ronde.run.exchange_state import exchange_pieces, exchange_values, has_state
-from ronde.run.saving import CheckpointContent
 from ronde.tables.recipe import Recipe
 from ronde.world import CheckpointError
 from ronde.world.consensus import gather_json

@@ -19,8 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ronde.parallel.replica_check import CHECKED_STEPS, ReplicaCheck, check_step
-from ronde.run.callback import Callback, StepView
-from ronde.run.callbacks import NAN_EVERY
+from ronde.run.callback import NAN_EVERY, Callback, StepView
 from ronde.run.checks import setting
 from ronde.run.group import RunGroup
 from ronde.run.parts import Parts

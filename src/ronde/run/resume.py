@@ -22,8 +22,8 @@ from ronde.world import CheckpointError, RondeError, World
 from ronde.world.consensus import broadcast_json, gather_json
 
 if TYPE_CHECKING:
+    from ronde.run.content import CheckpointContent
     from ronde.run.parts import Parts
-    from ronde.run.saving import CheckpointContent
 
 __all__ = ["resume"]
 

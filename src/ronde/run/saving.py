@@ -1,5 +1,5 @@
-"""What a checkpoint holds of a run besides its parts, and saving the runs of a loop: in the
-background, one checkpoint at a time, and it says at once if that fails or falls behind.
+"""Saves the runs of a loop: in the background, one checkpoint at a time, and says at once if that
+fails or falls behind.
 """
 
 from __future__ import annotations
@@ -7,18 +7,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ronde.checkpoint import KeepPolicy
-from ronde.run.average import Averages
-from ronde.run.best import KeepBest
+from ronde.run.content import CheckpointContent
 from ronde.run.parts import Parts
-from ronde.run.registered import Registry
 from ronde.watch import BestFound, Checkpointed
 from ronde.world import CheckpointError, WorldError
 from ronde.world.consensus import broadcast_json
@@ -26,74 +23,13 @@ from ronde.world.consensus import broadcast_json
 if TYPE_CHECKING:
     from ronde.checkpoint import Saver, Written
 
-__all__ = ["CheckpointContent", "Ending", "Saving"]
+__all__ = ["Saving"]
 
 _LONG_SECONDS = 60.0  # a write that takes longer, and much longer than any before, is told of
 _GRACE_SECONDS = 0.5  # a training that waits no longer than that for the last save is not told
 _EXIT_SECONDS = 30.0  # how long a process that failed waits for its last checkpoint
 
 Tensors = Mapping[str, torch.Tensor]
-
-
-@dataclass
-class Ending:
-    """What a checkpoint says about the end of its training; empty in most.
-
-    Attributes:
-        stopped: why the training is over before its last epoch; empty if it is not.
-        paused: whether it was written by a pause (``ronde run --until``).
-        loops: name of a run -> its loops over ``run.epochs``, from the first, that are over because
-            the script left the last of them.
-    """
-
-    stopped: str = ""
-    paused: bool = False
-    loops: dict[str, int] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its form in a checkpoint: without what is empty."""
-        return {name: value for name, value in vars(self).items() if value}
-
-    def restore(self, found: Mapping[str, Any]) -> None:
-        """Continue from :meth:`to_dict`; a pause is over."""
-        self.stopped = found.get("stopped", "")
-        self.loops = dict(found.get("loops", {}))
-
-
-@dataclass(eq=False)
-class CheckpointContent:
-    """What a checkpoint holds of one run, and when it was last saved.
-
-    Attributes:
-        keep: which checkpoints stay.
-        async_save: whether checkpoints may be written in the background.
-        save_every: optimizer steps between checkpoints, or None.
-        ending: of the runs of the loop: how they end before their last epoch.
-        settings: of the optimizer's groups, as the script gave them.
-        saved_step: the step of the last checkpoint; -1 if there is none.
-        saved_at: ``time.monotonic()`` of the last checkpoint, or of the start.
-        warned_of_save: whether the script was told that it saves after an epoch's last batch.
-    """
-
-    parts: Parts
-    best: KeepBest
-    keep: KeepPolicy
-    async_save: bool
-    save_every: int | None
-    ending: Ending
-    settings: list[dict[str, Any]]
-    registry: Registry = field(default_factory=Registry)
-    averages: Averages = field(default_factory=Averages)
-    saved_step: int = -1
-    saved_at: float = field(default_factory=time.monotonic)
-    warned_of_save: bool = False
-
-    @cached_property
-    def given(self) -> list[dict[str, Any]]:
-        """The settings in their form in a checkpoint; after a resume, those of the checkpoint."""
-        from ronde.checkpoint import encode  # which no step needs
-
-        return [{k: encode(v) for k, v in group.items()} for group in self.settings]
 
 
 class Saving:

@@ -1,22 +1,27 @@
-"""The best checkpoint by a metric: which evaluation was the best, and where its checkpoint is."""
+"""What a checkpoint holds of one run, besides its parts, and which evaluation was the best."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ronde.run.parts import State
+from ronde.checkpoint import KeepPolicy
+from ronde.run.average import Averages
+from ronde.run.parts import Parts, State
+from ronde.run.registered import Registry
 from ronde.watch import BestFound, less_is_better
 from ronde.world import ArgumentError
 
-__all__ = ["BestCheckpoint", "KeepBest", "split_metric"]
+__all__ = ["BestCheckpoint", "CheckpointContent", "Ending", "KeepBest", "split_metric"]
 
 
 @dataclass(frozen=True)
@@ -187,3 +192,64 @@ def split_metric(text: Any) -> tuple[str, str]:
             "'accuracy' or 'loss', or with its direction, 'max:accuracy' or 'min:loss'."
         )
     return metric, mode or ("min" if less_is_better(metric) else "max")
+
+
+@dataclass
+class Ending:
+    """What a checkpoint says about the end of its training; empty in most.
+
+    Attributes:
+        stopped: why the training is over before its last epoch; empty if it is not.
+        paused: whether it was written by a pause (``ronde run --until``).
+        loops: name of a run -> its loops over ``run.epochs``, from the first, that are over because
+            the script left the last of them.
+    """
+
+    stopped: str = ""
+    paused: bool = False
+    loops: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its form in a checkpoint: without what is empty."""
+        return {name: value for name, value in vars(self).items() if value}
+
+    def restore(self, found: Mapping[str, Any]) -> None:
+        """Continue from :meth:`to_dict`; a pause is over."""
+        self.stopped = found.get("stopped", "")
+        self.loops = dict(found.get("loops", {}))
+
+
+@dataclass(eq=False)
+class CheckpointContent:
+    """What a checkpoint holds of one run, and when it was last saved.
+
+    Attributes:
+        keep: which checkpoints stay.
+        async_save: whether checkpoints may be written in the background.
+        save_every: optimizer steps between checkpoints, or None.
+        ending: of the runs of the loop: how they end before their last epoch.
+        settings: of the optimizer's groups, as the script gave them.
+        saved_step: the step of the last checkpoint; -1 if there is none.
+        saved_at: ``time.monotonic()`` of the last checkpoint, or of the start.
+        warned_of_save: whether the script was told that it saves after an epoch's last batch.
+    """
+
+    parts: Parts
+    best: KeepBest
+    keep: KeepPolicy
+    async_save: bool
+    save_every: int | None
+    ending: Ending
+    settings: list[dict[str, Any]]
+    registry: Registry = field(default_factory=Registry)
+    averages: Averages = field(default_factory=Averages)
+    saved_step: int = -1
+    saved_at: float = field(default_factory=time.monotonic)
+    warned_of_save: bool = False
+
+    @cached_property
+    def given(self) -> list[dict[str, Any]]:
+        """The settings in their form in a checkpoint; after a resume, those of the checkpoint."""
+        from ronde.checkpoint import encode  # which no step needs
+
+        return [{k: encode(v) for k, v in group.items()} for group in self.settings]
