@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ronde import checkpoint
 from ronde.plan import REDUCERS, parse_reducer
-from ronde.world import ArgumentError, CheckpointError, PlanError, World
-from ronde.world.consensus import broadcast_json, gather_json
+from ronde.world import ArgumentError, CheckpointError, PlanError
 
 if TYPE_CHECKING:
     from ronde.run.parts import Parts
@@ -23,8 +21,8 @@ __all__ = [
     "check_save_every",
     "exchange_pieces",
     "exchange_values",
+    "exchange_wants",
     "has_state",
-    "restore_exchange",
 ]
 
 
@@ -70,15 +68,10 @@ def exchange_values(run: Parts) -> dict[str, Any] | None:
     return {"reducer": str(exchange.reducer.choice), "names": sorted(exchange.reducer.saved())}
 
 
-def restore_exchange(
-    run: Parts,
-    me: World,
-    newest: checkpoint.Checkpoint | None,
-    answer: Mapping[str, Any],
-    state: Mapping[str, Any],
-    prefix: str,
-) -> None:
-    """Continue with a reducer's state. A collective.
+def exchange_wants(
+    run: Parts, saved: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[checkpoint.Want], Callable[[], None]]:
+    """What this worker needs of a checkpoint's reducer, and what to call once it is there.
 
     On another number of workers, each gets the mean of all: their sum, divided by their number,
     which is what enters the next step, stays the same.
@@ -86,47 +79,37 @@ def restore_exchange(
     Raises:
         CheckpointError: the checkpoint's reducer is another one.
     """
-    exchange = run.strategy.exchange
-    if exchange is not None:
-        exchange.step = run.state.step
-    saved = state.get("exchange")
-    if saved is None:
-        return
-    if exchange is None or str(exchange.reducer.choice) != saved["reducer"]:
+    exchange, me, found = run.strategy.exchange, run.world, saved.get("exchange")
+    loaded: dict[str, torch.Tensor] = {}
+
+    def put() -> None:
+        if exchange is not None:
+            exchange.step = run.state.step
+            if found is not None:
+                exchange.reducer.load(loaded)
+
+    if found is None:
+        return [], put
+    if exchange is None or str(exchange.reducer.choice) != found["reducer"]:
         now = run.plan.reducer if me.size > 1 else "one worker, which has none"
-        again = f"Go on with --reducer {saved['reducer']} on two workers or more, or start"
-        if saved["reducer"].partition(":")[0] not in REDUCERS:
+        again = f"Go on with --reducer {found['reducer']} on two workers or more, or start"
+        if found["reducer"].partition(":")[0] not in REDUCERS:
             again = "This version has no such reducer: start"
         raise CheckpointError(
-            f"the checkpoint cannot be continued: it holds what reducer {saved['reducer']!r} has "
+            f"the checkpoint cannot be continued: it holds what reducer {found['reducer']!r} has "
             f"not sent yet, and now it is {now!r}, so that would be lost. {again} a new run with "
             "init= the checkpoint's path."
         )
-    ranks = [me.rank] if state["workers"] == me.size else list(range(state["workers"]))
-    loaded: dict[str, torch.Tensor] = {}
+    ranks = [me.rank] if saved["workers"] == me.size else list(range(saved["workers"]))
 
     def give(name: str, tensor: torch.Tensor) -> None:
         share = tensor if len(ranks) == 1 else tensor / len(ranks)
         loaded[name] = loaded[name] + share if name in loaded else share.clone()
 
-    if newest is None:
-        newest = checkpoint.trust(Path(answer["folder"]) / answer["path"], answer["digest"])
-    with contextlib.ExitStack() as stack:
-        sources = {}
-        if newest is not None:
-            sources["exchange"] = stack.enter_context(newest.source(f"{prefix}exchange"))
-        all_see = all(gather_json(me, newest is not None))
-        entries = sources["exchange"].entries if sources else {}
-        shapes = {name: list(entry.shape) for name, entry in entries.items()}
-        shapes = shapes if all_see else broadcast_json(me, shapes)
-        wants = []
-        for name in saved["names"]:
-            for rank in ranks:
-                if f"{name}@{rank}" not in shapes:
-                    raise CheckpointError(f"the checkpoint has no {name!r} of rank {rank}")
-                box = checkpoint.Box.whole(shapes[f"{name}@{rank}"])
-                wants.append(
-                    checkpoint.Want("exchange", f"{name}@{rank}", box, partial(give, name))
-                )
-        checkpoint.pull(me, sources, wants, all_see)
-    exchange.reducer.load(loaded)
+    wants = []
+    for name, rank in itertools.product(found["names"], ranks):
+        if f"{name}@{rank}" not in shapes:
+            raise CheckpointError(f"the checkpoint has no {name!r} of rank {rank}")
+        box = checkpoint.Box.whole(shapes[f"{name}@{rank}"])
+        wants.append(checkpoint.Want("exchange", f"{name}@{rank}", box, partial(give, name)))
+    return wants, put

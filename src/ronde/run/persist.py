@@ -15,7 +15,7 @@ from ronde import checkpoint
 from ronde.run import lr_rules
 from ronde.run.average import average_wants
 from ronde.run.content import CheckpointContent
-from ronde.run.exchange_state import exchange_pieces, exchange_values, has_state
+from ronde.run.exchange_state import exchange_pieces, exchange_values, exchange_wants, has_state
 from ronde.tables.recipe import Recipe
 from ronde.world import CheckpointError
 from ronde.world.consensus import gather_json
@@ -334,17 +334,16 @@ def restore(
     shapes: Mapping[str, Mapping[str, list[int]]],
     sources: Mapping[str, checkpoint.PieceSource],
     all_see: bool,
-    registered: dict[str, torch.Tensor],
     drawn: dict[str, torch.Tensor],
 ) -> None:
     """Continue from a checkpoint, or refuse it. Each worker reads what it holds.
 
     Args:
         saved: the plain values of a checkpoint.
-        shapes: ``"model"``, ``"optimizer"``, and ``"average"`` -> name -> shape, on every rank.
+        shapes: ``"model"``, ``"optimizer"``, ``"average"``, ``"registered"``, and ``"exchange"`` ->
+            name -> shape, on every rank.
         sources: the same parts as files; empty on a worker that does not see them.
         all_see: whether every worker sees them.
-        registered: the tensors of what the script registered, on every rank.
         drawn: states of random generators, where one worker goes on from one.
     """
     run = content.parts
@@ -366,9 +365,19 @@ def restore(
         run.model, run.optimizer, groups, work.tied, known["optimizer"], saved["optimizer"]
     )
     averaged, averages = average_wants(run, saved.get("averages", {}), known["average"])
-    checkpoint.pull(run.world, sources, [*weights, *moments, *averaged], all_see)
+    registered: dict[str, torch.Tensor] = {}
+    kept = [
+        checkpoint.Want(
+            "registered", name, checkpoint.Box.whole(shape), partial(registered.__setitem__, name)
+        )
+        for name, shape in known["registered"].items()
+    ]
+    reduced, put_reduced = exchange_wants(run, saved, known["exchange"])
+    wants = [*weights, *moments, *averaged, *kept, *reduced]
+    checkpoint.pull(run.world, sources, wants, all_see)
     put_weights()
     put_moments()
     _settle(content, saved, registered, averages)
+    put_reduced()
     if drawn:
         checkpoint.restore_random(drawn, saved["randomness"])

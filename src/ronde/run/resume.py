@@ -11,10 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ronde import checkpoint
-from ronde.run.exchange_state import restore_exchange
 from ronde.run.group import Choice, RunGroup
 from ronde.run.persist import file_prefix, restore
 from ronde.watch import Resumed, RunDir
@@ -145,7 +142,7 @@ def _restore(
     with contextlib.ExitStack() as stack:
         sources = {}
         if seen:
-            for part in ("model", "optimizer", "average"):
+            for part in ("model", "optimizer", "average", "registered", "exchange"):
                 sources[part] = stack.enter_context(seen.source(f"{prefix}{part}"))
         shapes = {
             part: {name: list(e.shape) for name, e in source.entries.items()}
@@ -153,23 +150,9 @@ def _restore(
         }
         all_see = all(gather_json(me, seen is not None))
         shapes = shapes if all_see else broadcast_json(me, shapes)
-        own = f"{prefix}registered"
-        registered = _send_tensors(me, newest.whole(own) if newest else {})
         alone = run.holds_all and me.size == state["workers"] == 1
         drawn = newest.whole("random") if newest and alone else {}
-        restore(content, state, shapes, sources, all_see, registered, drawn)
-    restore_exchange(run, me, newest, answer, state, prefix)
-
-
-def _send_tensors(me: World, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Rank 0's tensors on every rank, on the CPU."""
-    if me.size == 1:
-        return tensors
-    layout = {n: [list(t.shape), str(t.dtype).removeprefix("torch.")] for n, t in tensors.items()}
-    return {
-        name: checkpoint.from_main(me, tensors.get(name), getattr(torch, dtype), shape)
-        for name, (shape, dtype) in broadcast_json(me, layout).items()
-    }
+        restore(content, state, shapes, sources, all_see, drawn)
 
 
 # -- the form of plain values ----------------------------------------------------------
