@@ -207,8 +207,8 @@ def _send(out: _Out) -> None:
 
 def _addresses() -> list[str]:
     """This host's but loopback: nothing here says by which one the workers come."""
-    found = [address for _, address in addresses()]
-    return [a for a in found if not a.startswith("127.")] or found
+    all_addresses = [address for _, address in addresses()]
+    return [a for a in all_addresses if not a.startswith("127.")] or all_addresses
 
 
 def serve_reductions(arguments: Sequence[str] | None = None) -> None:

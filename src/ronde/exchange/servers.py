@@ -50,7 +50,6 @@ _CHUNKS_OUT = 6
 """Chunks that a worker has out at one server. Fewer leave gaps; more than a switch's queue holds
 are dropped, and what is dropped stalls every worker."""
 
-_CONNECT_SECONDS = 20.0
 _SILENT_MILLISECONDS = 30_000
 _sessions = 0
 
@@ -124,7 +123,7 @@ class _Server:
         for place in places.split("|"):
             host, _, port = place.rpartition(":")
             try:
-                connection = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
+                connection = socket.create_connection((host, int(port)), timeout=20)
             except OSError as error:
                 why = str(error)
                 continue

@@ -162,9 +162,6 @@ def _warn_of_norms(run: Parts) -> None:
         )
 
 
-_WAIT_SECONDS = 1.0
-
-
 class CodeVersion:
     """A question to git, under way. Without git, or outside of a repository, there is no answer."""
 
@@ -190,7 +187,7 @@ class CodeVersion:
         if (process := self._process) is None:
             return {}
         try:
-            lines = process.communicate(timeout=_WAIT_SECONDS)[0].splitlines()
+            lines = process.communicate(timeout=1.0)[0].splitlines()
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -218,12 +215,12 @@ def to_tensorboard(
     """Send the record to TensorBoard from a process beside rank 0, if asked for; what to call when
     the run has ended. ``ronde run --to`` says 0 where it sends itself.
     """
-    told = os.environ.get("RONDE_TENSORBOARD")
-    if told == "0" or not me.is_main or directory is None:
+    answer = os.environ.get("RONDE_TENSORBOARD")
+    if answer == "0" or not me.is_main or directory is None:
         return lambda: None
     key = str(directory.path)
     if key not in _sending:
-        if not asked and told != "1":
+        if not asked and answer != "1":
             return lambda: None
         from ronde.watch.sinks import Sending, check_target_name
 

@@ -25,12 +25,12 @@ Decay = float | Callable[[int], float] | None
 
 def _parameters(run: Parts) -> dict[str, nn.Parameter]:
     """The parameters of which this worker holds a part or all, each once, by its first name."""
-    found: dict[str, nn.Parameter] = {}
+    parameters: dict[str, nn.Parameter] = {}
     # FSDP puts its shards back for state_dict(): until then, it may hold whole parameters.
     for name, value in run.model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and run.strategy.owns(name):
-            found.setdefault(run.work.tied.get(name, name), value)
-    return found
+            parameters.setdefault(run.work.tied.get(name, name), value)
+    return parameters
 
 
 class WeightAverage:
@@ -113,10 +113,10 @@ class WeightAverage:
             for key, p in self._now(self._run).items()
         }
 
-    def restore(self, found: Mapping[str, torch.Tensor], updates: int) -> None:
+    def restore(self, parts: Mapping[str, torch.Tensor], updates: int) -> None:
         """Continue with a checkpoint's parts, by ``average/parameter``."""
         for key, part in self._parts.items():
-            value = found.get(f"{self.name}/{key}")
+            value = parts.get(f"{self.name}/{key}")
             if value is None or value.shape != part.shape:
                 raise CheckpointError(
                     f"the checkpoint's average {self.name!r} does not have {key!r} of shape "
@@ -131,14 +131,16 @@ class WeightAverage:
 
     def _now(self, run: Parts) -> dict[str, nn.Parameter]:
         """The parameters, if they are those that are averaged."""
-        found = _parameters(run)
-        changed = [n for n in {**found, **self._of} if found.get(n) is not self._of.get(n)]
+        parameters = _parameters(run)
+        changed = [
+            n for n in {**parameters, **self._of} if parameters.get(n) is not self._of.get(n)
+        ]
         if changed:
             raise RondeError(
                 f"the model's parameter {changed[0]!r} was added, removed, or replaced after "
                 "run.average: call run.average when the model has all its parameters."
             )
-        return found
+        return parameters
 
 
 def _copy(part: torch.Tensor) -> torch.Tensor:
@@ -223,9 +225,9 @@ class Averages:
             pieces |= average.pieces()
         return {name: each.updates for name, each in self.items.items()}, pieces
 
-    def loaded(self, found: Mapping[str, int], parts: Mapping[str, torch.Tensor]) -> None:
+    def loaded(self, updates: Mapping[str, int], parts: Mapping[str, torch.Tensor]) -> None:
         """Keep a checkpoint's averages for when the script asks for them."""
-        self._found, self._parts, self._resumed = dict(found), parts, True
+        self._found, self._parts, self._resumed = dict(updates), parts, True
 
     def report_unused(self, run: Parts) -> None:
         """Say once which averages of the checkpoint the script did not ask for before a step."""

@@ -140,8 +140,8 @@ class Callbacks:
 
         def methods(event: str) -> tuple[Callable[..., None], ...]:
             nothing = getattr(Callback, event)
-            found = ((c, getattr(type(c), event, None)) for c in awake)
-            return tuple(getattr(c, event) for c, own in found if own not in (None, nothing))
+            owned = ((c, getattr(type(c), event, None)) for c in awake)
+            return tuple(getattr(c, event) for c, own in owned if own not in (None, nothing))
 
         self.batch_taken = methods("batch_taken")
         self.before_passes = methods("before_passes")

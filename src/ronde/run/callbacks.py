@@ -47,7 +47,7 @@ def callbacks_of(
 ) -> Callbacks:
     """All callbacks of a run. For each event, they are called in this order."""
     run, studied = content.parts, hooks.observed()
-    found: list[Any] = [
+    callbacks: list[Any] = [
         # A launcher waits for the beat: it comes before whatever may wait.
         Heartbeats(),
         # A wrong loss or batch is refused before anything is updated by it.
@@ -72,7 +72,7 @@ def callbacks_of(
         *options.callbacks,
         hooks.observer,
     ]
-    return Callbacks(found)
+    return Callbacks(callbacks)
 
 
 # Imported where they are used: few runs need them.
@@ -317,7 +317,6 @@ class Recording(Callback):
 # -- a loss or gradient that is not finite -------------------------------------------------
 
 ON_NAN = ("error", "ignore", "skip")
-_MOST_IN_A_ROW = 10
 
 
 class NonFiniteLoss(Callback):
@@ -409,7 +408,7 @@ class NonFiniteGuard(Callback):
         self._in_a_row += 1
         step, what = run.state.step + 1, "loss" if lost else "gradient"
         ranks = _bad_ranks(run, bad)
-        if self._in_a_row > _MOST_IN_A_ROW:
+        if self._in_a_row > 10:
             raise LossError(
                 f"the {what} is not finite in {self._in_a_row} steps in a row, up to step {step} "
                 f"({_place(run, share)}): it is not a matter of single batches. Lower the learning "

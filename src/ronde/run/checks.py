@@ -315,7 +315,7 @@ def check_batches(plan: Plan, order: Order, auto: bool) -> None:
     """
     if order.ends(0) is None:
         return
-    found = (
+    argument = (
         "batch='grow'"
         if plan.batch == "grow"
         else f"pipeline={plan.pipeline}"
@@ -325,9 +325,9 @@ def check_batches(plan: Plan, order: Order, auto: bool) -> None:
         else None
     )
     _require(
-        found is None,
-        f"{found} needs global batches of one size, but the batch_sampler ({order.sampler}) makes "
-        "batches of several sizes. Use another plan, or DataLoader(dataset, batch_size=…).",
+        argument is None,
+        f"{argument} needs global batches of one size, but the batch_sampler ({order.sampler}) "
+        "makes batches of several sizes. Use another plan, or DataLoader(dataset, batch_size=…).",
     )
 
 

@@ -117,8 +117,8 @@ class KeepBest:
         if self._patience is None or self._worse < self._patience:
             return ""
         best = self.best
-        told = f"; the best is {best.value:g}, of step {best.step}" if best else ""
-        return f"no better {self.metric} in {self._worse} evaluations{told}"
+        newest = f"; the best is {best.value:g}, of step {best.step}" if best else ""
+        return f"no better {self.metric} in {self._worse} evaluations{newest}"
 
     def missing(self) -> str:
         """A warning if evaluations lacked the metric so far; empty otherwise."""
@@ -160,20 +160,20 @@ class KeepBest:
         del values["path"]
         return {**values, "mode": self.mode, "worse": self._worse}
 
-    def restore(self, found: Mapping[str, Any] | None) -> str:
+    def restore(self, saved: Mapping[str, Any] | None) -> str:
         """Continue from :meth:`to_dict`. Returns a note if the metric is another one now."""
-        if not found or not self.metric:
+        if not saved or not self.metric:
             return ""
-        if (found["metric"], found["mode"]) != (self.metric, self.mode):
+        if (saved["metric"], saved["mode"]) != (self.metric, self.mode):
             return (
-                f"keep_best was '{found['mode']}:{found['metric']}' and is "
+                f"keep_best was '{saved['mode']}:{saved['metric']}' and is "
                 f"'{self.mode}:{self.metric}' now: the best checkpoint so far is forgotten"
             )
-        step = found["step"]
+        step = saved["step"]
         path = self._checkpoints / f"step-{step:09d}" if self._checkpoints is not None else None
-        self.best = BestCheckpoint(self.metric, found["value"], step, found["epoch"], path)
+        self.best = BestCheckpoint(self.metric, saved["value"], step, saved["epoch"], path)
         self._announced = self._seen = step
-        self._worse = found.get("worse", 0)
+        self._worse = saved.get("worse", 0)
         return ""
 
 
@@ -213,10 +213,10 @@ class Ending:
         """Its form in a checkpoint: without what is empty."""
         return {name: value for name, value in vars(self).items() if value}
 
-    def restore(self, found: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> None:
         """Continue from :meth:`to_dict`; a pause is over."""
-        self.stopped = found.get("stopped", "")
-        self.loops = dict(found.get("loops", {}))
+        self.stopped = saved.get("stopped", "")
+        self.loops = dict(saved.get("loops", {}))
 
 
 @dataclass(eq=False)

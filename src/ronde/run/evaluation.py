@@ -32,8 +32,6 @@ from ronde.world.tensors import map_tensors
 
 __all__ = ["Evaluations"]
 
-_MOST_KEPT = 4  # evaluations: a script may make a new DataLoader for each
-
 
 def _is_torchmetric(metric: Any) -> bool:
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
@@ -257,14 +255,14 @@ class _Evaluation:
                 run.warn(mixing)
             left_out = self.feed.left_out or (0,) * len(micros)
             ready = on_device(self.feed, share, micros, self.me.device)
-            found = [lengths(batch) for batch in ready]
+            sizes = [lengths(batch) for batch in ready]
             counts = [h - low - n for (low, h), n in zip(share.micro, left_out, strict=True)]
             if self.rows.is_open:
-                self.rows.settle(self.me, found, counts)
+                self.rows.settle(self.me, sizes, counts)
             for i, (low, high) in enumerate(share.micro):
                 for call in callbacks.evaluation_batch:
                     call(run, share, low, high)
-                rows = self.rows.in_evaluation(found[i], counts[i])
+                rows = self.rows.in_evaluation(sizes[i], counts[i])
                 yield ready[i], rows, len(ready)
 
 
@@ -341,7 +339,7 @@ class Evaluations:
         settings = _settings_for(data, taken, run.data)
         evaluation = _Evaluation(data, taken, settings, run.plan, run.world, run.report)
         self._kept[id(data)] = evaluation
-        if len(self._kept) > _MOST_KEPT:
+        if len(self._kept) > 4:  # a script may make a new DataLoader for each evaluation
             self._kept.pop(next(iter(self._kept))).feed.close()
         return evaluation
 

@@ -79,24 +79,24 @@ def exchange_wants(
     Raises:
         CheckpointError: the checkpoint's reducer is another one.
     """
-    exchange, me, found = run.strategy.exchange, run.world, saved.get("exchange")
+    exchange, me, unsent = run.strategy.exchange, run.world, saved.get("exchange")
     loaded: dict[str, torch.Tensor] = {}
 
     def put() -> None:
         if exchange is not None:
             exchange.step = run.state.step
-            if found is not None:
+            if unsent is not None:
                 exchange.reducer.load(loaded)
 
-    if found is None:
+    if unsent is None:
         return [], put
-    if exchange is None or str(exchange.reducer.choice) != found["reducer"]:
+    if exchange is None or str(exchange.reducer.choice) != unsent["reducer"]:
         now = run.plan.reducer if me.size > 1 else "one worker, which has none"
-        again = f"Go on with --reducer {found['reducer']} on two workers or more, or start"
-        if found["reducer"].partition(":")[0] not in REDUCERS:
+        again = f"Go on with --reducer {unsent['reducer']} on two workers or more, or start"
+        if unsent["reducer"].partition(":")[0] not in REDUCERS:
             again = "This version has no such reducer: start"
         raise CheckpointError(
-            f"the checkpoint cannot be continued: it holds what reducer {found['reducer']!r} has "
+            f"the checkpoint cannot be continued: it holds what reducer {unsent['reducer']!r} has "
             f"not sent yet, and now it is {now!r}, so that would be lost. {again} a new run with "
             "init= the checkpoint's path."
         )
@@ -107,7 +107,7 @@ def exchange_wants(
         loaded[name] = loaded[name] + share if name in loaded else share.clone()
 
     wants = []
-    for name, rank in itertools.product(found["names"], ranks):
+    for name, rank in itertools.product(unsent["names"], ranks):
         if f"{name}@{rank}" not in shapes:
             raise CheckpointError(f"the checkpoint has no {name!r} of rank {rank}")
         box = checkpoint.Box.whole(shapes[f"{name}@{rank}"])

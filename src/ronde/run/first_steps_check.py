@@ -25,7 +25,6 @@ __all__ = ["MIXES", "FirstStepsCheck", "kind_of_loss", "undisturbed"]
 
 _STEPS = (1, 2, 4, 8, 16)  # losses may be equal at first, and mixing may be left to chance
 _MOST_NUMBERS = 2**22  # of a batch that is copied
-_MOST_CHANNELS = 16
 _ORDER = ("sum", "other", "unknown", "mean", "pair", "gathered", "flat")  # any rank's first counts
 
 _OTHER = (
@@ -215,9 +214,9 @@ class _Batch:
         same, others = self._seen.setdefault(step, (set(), []))
         with torch.no_grad(), suppress(Exception):  # watching must not break a training
             for t in tensors_in(value) if self._handed else ():
-                found = {i for i, handed in enumerate(self._handed) if _is_kept(t, *handed)}
-                same |= found
-                others += [] if found else [t.detach().clone()]  # the model may write to it
+                places = {i for i, handed in enumerate(self._handed) if _is_kept(t, *handed)}
+                same |= places
+                others += [] if places else [t.detach().clone()]  # the model may write to it
 
     def changes(self) -> list[_Change]:
         """The fields that were changed: by which lines, or None for other ways."""
@@ -254,7 +253,7 @@ def _changes(lost: torch.Tensor, others: Sequence[torch.Tensor], step: bool) -> 
 
 def _line(source: torch.Tensor, t: torch.Tensor) -> _Line | None:
     """Factor and offset of each channel, if lines lead from ``source`` to ``t``."""
-    channels = t.size(1) if t.dim() > 2 and t.size(1) <= _MOST_CHANNELS else 1
+    channels = t.size(1) if t.dim() > 2 and t.size(1) <= 16 else 1
     both = [
         v.double().reshape(len(v), channels, -1).transpose(0, 1).flatten(1) for v in (source, t)
     ]
@@ -306,7 +305,6 @@ def _close(a: float, b: float) -> bool:
 
 # -- the kind of a loss, asked by calls that leave no trace ----------------------------
 
-_MOST_SAMPLES = 24  # of a micro-batch that are asked about
 FLOAT32, HALF = 1e-5, 1e-2
 """Relative errors that are rounding in these types."""
 
@@ -378,7 +376,7 @@ def kind_of_loss(
     if samples < 2 or not free:
         return "flat" if free else "unknown"
     few = _MOST_NUMBERS * samples // max(sum(t.numel() for t in free), 1)
-    asked = min(samples, _MOST_SAMPLES, max(few, 3))
+    asked = min(samples, 24, max(few, 3))
     rows, rest = divmod(len(free[0]), samples)
     direct = any(samples in t.shape[:2] for t in free)
     if not direct and (rest or not rows):

@@ -13,7 +13,7 @@ from ronde.world import ArgumentError, RondeError, World
 
 __all__ = ["gather_batch"]
 
-_MOST_DIMS = 8
+_MOST_DIMS = 8  # of a row: their sizes travel in a tensor of fixed length
 _TYPES = (
     torch.float32,
     torch.float64,

@@ -189,13 +189,13 @@ class RunGroup:
 
     def to_save(self) -> dict[str, CheckpointContent]:
         """Part name -> what a run has, for a checkpoint of all."""
-        found = self.members
-        if len(found) < len(self._members):
+        members = self.members
+        if len(members) < len(self._members):
             raise RondeError(
                 "run.save(): another run of this loop is gone, and a checkpoint has all of them. "
                 "Keep its variable until the last save."
             )
-        return {member.parts.part: member.content for member in found}
+        return {member.parts.part: member.content for member in members}
 
     def release(self, member: Member) -> None:
         """Let go of a run that has ended; of those that hold each other, after the last."""

@@ -34,8 +34,7 @@ _FIRST_STEPS = 10  # whose layers are measured, for how weights were initialized
 _EARLY_STEPS = 20  # all measured
 _LAYERS_EVERY = 8  # measured steps
 _MOST_BYTES = 16 << 20  # of the file; then half as many steps are measured
-_NUMBER_BYTES = 8  # of a number in the file, about
-_CLASSES = 1000
+_MOST_CLASSES = 1000  # whose samples are counted
 
 
 class Health(Callback):
@@ -130,8 +129,8 @@ class Health(Callback):
             replicas = {plan.layout.place(rank).replica for rank in bad}
             places = [(rank, plan.layout.place(rank)) for rank in range(self._me.size)]
             # ranks are numbered stage by stage: the first is the first in forward order
-            found = [everyone[r][1] for r, place in places if place.replica in replicas]
-            first = next(filter(None, found), None)
+            layers_of_ranks = [everyone[r][1] for r, place in places if place.replica in replicas]
+            first = next(filter(None, layers_of_ranks), None)
             line = {**_about(step), **columns, "bad_ranks": bad, "first_bad": first}
             self._describe(run, tensors, number)
             self._file.hold(None, lambda _: [line])
@@ -172,7 +171,7 @@ class Health(Callback):
             self._file.hold(flat, partial(health_lines, _about(step), tensors.all, me.size, shown))
             if self._opens:
                 self._attempt(self._look_at_batch, step)
-        self._bytes += 4 * _NUMBER_BYTES * len(tensors.names)
+        self._bytes += 4 * 8 * len(tensors.names)  # a number takes about 8 bytes
         if self._bytes > _MOST_BYTES:
             self._bytes, self._every, self._described = 0, 2 * self._every, False
 
@@ -189,8 +188,8 @@ class Health(Callback):
                 call(*args)
         except Exception as error:
             self._failed = True
-            told = f"rank {self._me.rank} cannot measure ({type(error).__name__}: {error})"
-            print(f"ronde: {told}; training continues", file=sys.stderr)
+            sentence = f"rank {self._me.rank} cannot measure ({type(error).__name__}: {error})"
+            print(f"ronde: {sentence}; training continues", file=sys.stderr)
 
     def _exchange(self, values: torch.Tensor, op: Any) -> None:
         if self._me.size > 1:
@@ -229,9 +228,9 @@ class Health(Callback):
             self._file.hold(facts, partial(inputs_line, step.number + 1))
         classes = tensors[-1] if len(tensors) > 1 else None
         if classes is not None and classes.ndim == 1 and classes.dtype == torch.int64:
-            valid = (classes >= 0) & (classes < _CLASSES)
-            counts = classes.new_zeros(_CLASSES)  # bincount would wait for a device
-            counts.scatter_add_(0, classes.clamp(0, _CLASSES - 1), valid.to(counts))
+            valid = (classes >= 0) & (classes < _MOST_CLASSES)
+            counts = classes.new_zeros(_MOST_CLASSES)  # bincount would wait for a device
+            counts.scatter_add_(0, classes.clamp(0, _MOST_CLASSES - 1), valid.to(counts))
             self._counts = counts if self._counts is None else self._counts + counts
             self._file.hold(self._counts, partial(targets_line, step.number + 1))
 
@@ -278,13 +277,21 @@ def health_lines(
         each = zip(squares, frozen, strict=True)
         return [None if none or square < 0 else math.sqrt(square) for square, none in each]
 
-    found = {"gradient": norms(gradients), "weight": norms(weights), "update": norms(updates)}
+    columns_of_tensors = {
+        "gradient": norms(gradients),
+        "weight": norms(weights),
+        "update": norms(updates),
+    }
     parts = zip(equal, tensors.values(), frozen, strict=True)
-    found["same"] = [None if none or not p.numel() else n / p.numel() for n, p, none in parts]
+    columns_of_tensors["same"] = [
+        None if none or not p.numel() else n / p.numel() for n, p, none in parts
+    ]
     bad = [r for r in range(ranks) if values[1 + r] or values[1 + ranks + r]]
-    if not bad and any(g is not None and not math.isfinite(g) for g in found["gradient"]):
+    if not bad and any(
+        g is not None and not math.isfinite(g) for g in columns_of_tensors["gradient"]
+    ):
         bad = list(range(ranks))  # they were averaged: whose it was is not known
-    lines = [{**about, **_rounded(found), "bad_ranks": bad, "first_bad": None}]
+    lines = [{**about, **_rounded(columns_of_tensors), "bad_ranks": bad, "first_bad": None}]
     if layers is not None:
         end = at + 3 * len(layers.names)
         columns, lines[0]["first_bad"] = layers.describe(values[at:end], values[end:])
@@ -298,8 +305,8 @@ def _rounded(columns: Mapping[str, Sequence[float | None]]) -> dict[str, Any]:
 
 def inputs_line(step: int, facts: Sequence[float]) -> list[dict[str, Any]]:
     """The line of a batch's mean, standard deviation, and fraction of constant features."""
-    found = dict(zip(("mean", "std", "constant"), map(rounded, facts), strict=True))
-    return [{"type": "inputs", "step": step, **found}]
+    columns = dict(zip(("mean", "std", "constant"), map(rounded, facts), strict=True))
+    return [{"type": "inputs", "step": step, **columns}]
 
 
 def targets_line(step: int, counts: Sequence[float]) -> list[dict[str, Any]]:

@@ -143,8 +143,7 @@ class _MeanMetric:
 
     def __call__(self, output: Any, target: Any) -> tuple[float, float]:
         if self._metric is None:
-            found = compile_utils.get_metric(self._identifier, target, output)
-            self._metric = self._check(found)
+            self._metric = self._check(compile_utils.get_metric(self._identifier, target, output))
         metric: Any = self._metric
         metric.reset_state()
         metric.update_state(target, output)

@@ -26,7 +26,7 @@ _KINDS = {
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
 }
-_BOUND = 1e-4
+_BOUND = 1e-4  # from the end of its range, at which an output is saturated
 _COMPILED = "under torch.compile"
 _CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
@@ -172,9 +172,9 @@ class LayerOutputs:
 
     def first_bad(self) -> str | None:
         """The first layer whose outputs here were not finite."""
-        found = self._found.items()
+        measured = self._found.items()
         return next(
-            (n for n, x in found if x.sums is not None and not x.sums.isfinite().all()), None
+            (n for n, x in measured if x.sums is not None and not x.sums.isfinite().all()), None
         )
 
     def describe(

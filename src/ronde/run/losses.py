@@ -112,9 +112,6 @@ Lengths = dict[str, int]
 ``1[1]`` the second dimension, ``list[1]`` the items of a list there.
 """
 
-_MOST_ITEMS = 16  # of a list that is looked into: a longer one has an item for each sample
-_MOST_FIELDS = 3  # a list as long as this may be inputs, target and weight
-
 
 def lengths(batch: Any) -> Lengths:
     """The lengths in a batch.
@@ -123,28 +120,28 @@ def lengths(batch: Any) -> Lengths:
         >>> lengths((torch.zeros(5, 3), [torch.zeros(5)]))
         {'list': 2, '0[0]': 5, '1[0]': 3, 'list[1]': 1, '0[1][0]': 5}
     """
-    found: Lengths = {}
-    _measure(batch, "", found)
-    return found
+    sizes: Lengths = {}
+    _measure(batch, "", sizes)
+    return sizes
 
 
-def _measure(value: Any, path: str, found: Lengths) -> None:
+def _measure(value: Any, path: str, sizes: Lengths) -> None:
     if isinstance(value, torch.Tensor):
         dims = value.dim()
         if dims:
-            found["0" + path] = value.size(0)
+            sizes["0" + path] = value.size(0)
         if dims > 1:
-            found["1" + path] = value.size(1)
+            sizes["1" + path] = value.size(1)
     elif isinstance(value, PackedSequence):
         return
     elif isinstance(value, list | tuple):
-        found["list" + path] = len(value)
-        if len(value) <= _MOST_ITEMS:
+        sizes["list" + path] = len(value)
+        if len(value) <= 16:  # a longer one has an item for each sample
             for i, each in enumerate(value):
-                _measure(each, f"{path}[{i}]", found)
+                _measure(each, f"{path}[{i}]", sizes)
     elif (held := parts(value)) is not None:
         for key, each in held.items():
-            _measure(each, f"{path}[{key}]", found)
+            _measure(each, f"{path}[{key}]", sizes)
 
 
 def collates(settings: LoaderSettings) -> bool:
@@ -180,15 +177,15 @@ class Rows:
     def settle(self, me: World, micros: Sequence[Lengths], samples: Sequence[int]) -> None:
         """Choose where rows are counted, by the first micro-batches of all ranks. A collective."""
         self.is_open = False
-        mine = [[n, found] for n, found in zip(samples, micros, strict=True) if n]
-        facts = [(n, found) for rank in gather_json(me, mine) for n, found in rank]
+        mine = [[n, sizes] for n, sizes in zip(samples, micros, strict=True) if n]
+        facts = [(n, sizes) for rank in gather_json(me, mine) for n, sizes in rank]
         self._counted = _choose(facts)
         if self._counted:
-            fewer = any(found[key] != n * k for n, found in facts for key, k in self._counted)
+            fewer = any(sizes[key] != n * k for n, sizes in facts for key, k in self._counted)
             self.weighs = self.collates or fewer
-        elif any(key.startswith("0") for _, found in facts for key in found):
-            n, found = facts[0]
-            dims = sorted({size for key, size in found.items() if key.startswith("0")})
+        elif any(key.startswith("0") for _, sizes in facts for key in sizes):
+            n, sizes = facts[0]
+            dims = sorted({size for key, size in sizes.items() if key.startswith("0")})
             self.unclear = (
                 f"a batch of {n} samples has tensors of {', '.join(map(str, dims)) or 'no'} rows: "
                 f"ronde cannot tell how many samples are in it, and weighs its mean by {n}. If "
@@ -196,7 +193,7 @@ class Rows:
                 "docs/batch-contract.md#weighted-losses"
             )
 
-    def of(self, found: Lengths, samples: int, loss: LossCall) -> float | None:
+    def of(self, sizes: Lengths, samples: int, loss: LossCall) -> float | None:
         """The samples whose rows are in a micro-batch; None if means are not weighted by rows.
 
         Raises:
@@ -205,7 +202,7 @@ class Rows:
         """
         if not self._counted or not samples:
             return 0 if self.weighs else None
-        read = [found[key] / k for key, k in self._counted if key in found] or [samples]
+        read = [sizes[key] / k for key, k in self._counted if key in sizes] or [samples]
         if not self.weighs and (samples in read or loss.pairs or loss.reduction == "sum"):
             return None
         rows = Counter(read).most_common(1)[0][0]  # a tensor may be as long by chance
@@ -223,9 +220,9 @@ class Rows:
             )
         )
 
-    def in_evaluation(self, found: Lengths, samples: int) -> float:
+    def in_evaluation(self, sizes: Lengths, samples: int) -> float:
         """The samples whose rows are in a micro-batch."""
-        read = [found[key] / k for key, k in self._counted if key in found] if samples else []
+        read = [sizes[key] / k for key, k in self._counted if key in sizes] if samples else []
         return Counter(read).most_common(1)[0][0] if read else samples
 
 
@@ -233,18 +230,19 @@ def _choose(facts: Sequence[tuple[int, Lengths]]) -> list[tuple[str, int]]:
     """Where rows are counted, and how many a sample has there."""
     if not facts:
         return []
-    common = set.intersection(*(set(found) for _, found in facts))
+    common = set.intersection(*(set(sizes) for _, sizes in facts))
     keys = [key for key in facts[0][1] if key in common]
     fewest = min(n for n, _ in facts)
 
     def of(kind: str) -> list[str]:
-        top = kind == "list" and fewest <= _MOST_FIELDS
+        # of three samples, a list may be inputs, target, and weight
+        top = kind == "list" and fewest <= 3
         return [key for key in keys if key.startswith(kind) and not (top and key == "list")]
 
     def times(key: str) -> int:
-        found = {lengths[key] / n for n, lengths in facts}
-        each = found.pop()
-        return int(each) if not found and each >= 1 and each == int(each) else 0
+        sizes = {lengths[key] / n for n, lengths in facts}
+        each = sizes.pop()
+        return int(each) if not sizes and each >= 1 and each == int(each) else 0
 
     for kind in ("0", "1", "list"):
         fits = [(key, k) for key in of(kind) if (k := times(key))]

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = ["MemoryCopies", "memory_copies"]
 
-_NEVER = 1 << 62
-_FIRST = 4  # steps until the first copy: nothing is known of its cost yet
-_STALL = 0.004  # part of the time for which the training may stand still
-_WORK = 0.004  # part of the time of all processors that writing may take
+_NEVER = 1 << 62  # a step
+_FIRST_STEPS = 4  # until the first copy: nothing is known of its cost yet
+_STALL_FRACTION = 0.004  # part of the time for which the training may stand still
+_WORK_FRACTION = 0.004  # part of the time of all processors that writing may take
 _LOOK_SECONDS = 5.0  # between two looks at the free memory
-_ROOM = 0.1  # part of the free memory that copies may take
+_ROOM_FRACTION = 0.1  # part of the free memory that copies may take
 
 
 class MemoryCopies:
@@ -51,7 +51,7 @@ class MemoryCopies:
     def __init__(self, me: World, folder: Path) -> None:
         self._me, self._folder = me, folder
         self._saver, self._cores = Saver(), usable_cores()
-        self._next, self._every = -1, _FIRST  # steps
+        self._next, self._every = -1, _FIRST_STEPS  # steps
         self._at = 0, 0.0  # step and time of the last copy
         self._met = self._copied = self._worked = 0.0  # seconds that the last one took
         self._pauses: deque[float] = deque(maxlen=3)
@@ -60,7 +60,7 @@ class MemoryCopies:
     def is_due(self, step: int) -> bool:
         """Whether a copy is to be made after that step: the same on all ranks."""
         if self._next < 0:
-            self._next, self._at = step + _FIRST, (step, time.monotonic())
+            self._next, self._at = step + _FIRST_STEPS, (step, time.monotonic())
         return step >= self._next
 
     def put_off(self, step: int) -> None:
@@ -107,7 +107,7 @@ class MemoryCopies:
         stall = min(each["met"] for each in everyone) + max(each["copied"] for each in everyone)
         worked = max(each["worked"] for each in everyone)
         if stall:
-            self._pauses.append(max(stall / _STALL, worked / _WORK))
+            self._pauses.append(max(stall / _STALL_FRACTION, worked / _WORK_FRACTION))
         if len(self._pauses) > 1:  # the first one finds nothing ready; a busy moment says little
             pace = max(each["pace"] for each in everyone)
             self._every = max(1, math.ceil(min(self._pauses) / pace))
@@ -142,7 +142,7 @@ class MemoryCopies:
                 if isinstance(value, torch.Tensor):
                     size += value.numel() * value.element_size()
         room = min(free_memory(), free_disk(self._folder)[0])
-        return 3 * size <= _ROOM * room
+        return 3 * size <= _ROOM_FRACTION * room
 
     def _timed(self, write: Write) -> Path | None:
         began = time.thread_time()

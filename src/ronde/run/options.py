@@ -53,12 +53,12 @@ def watch_every(asked: bool | int) -> int | None:
         >>> watch_every(False), watch_every(True), watch_every(16)
         (None, 32, 16)
     """
-    told = os.environ.get("RONDE_WATCH") or ("auto" if asked is True else str(asked))
-    if told == "False":
+    every = os.environ.get("RONDE_WATCH") or ("auto" if asked is True else str(asked))
+    if every == "False":
         return None
-    if told == "auto" or (told.isdecimal() and int(told)):
-        return WATCH_EVERY if told == "auto" else int(told)
-    raise ArgumentError(f"watch={told}: expected True, False, or a number of steps above 0.")
+    if every == "auto" or (every.isdecimal() and int(every)):
+        return WATCH_EVERY if every == "auto" else int(every)
+    raise ArgumentError(f"watch={every}: expected True, False, or a number of steps above 0.")
 
 
 @dataclass(frozen=True)

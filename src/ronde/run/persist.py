@@ -317,13 +317,13 @@ def _settle(
     run.state.epoch, run.state.step = saved["epoch"], saved["step"]
     run.state.samples, run.state.epoch_samples = saved["samples"], saved["epoch_samples"]
     # a checkpoint of an earlier version has nothing registered
-    found = saved.get("registered", {})
+    packed = saved.get("registered", {})
     if note := content.best.restore(saved.get("best")):
         run.warn(note)
     if not run.part:
         content.ending.restore(saved.get("ending", {}))
     content.averages.loaded(saved.get("averages", {}), averages)
-    content.registry.loaded(run, found, registered, run.plan.lr_factor / factor)
+    content.registry.loaded(run, packed, registered, run.plan.lr_factor / factor)
     content.saved_step = run.watcher.steps_at_start = run.state.step
     run.strategy.loaded()
 

@@ -32,8 +32,8 @@ __all__ = ["FactCheck", "Replicas", "TrainedNames"]
 
 # In the first steps a script's mistakes show. An exchange of two numbers costs 0.5 ms on the CPU,
 # a third of a small model's step.
-_EVERY, _FIRST, _LATER = 8, 64, 32
-_SHOWN = 5
+_EVERY_STEPS, _FIRST_STEPS, _LATER_EVERY_STEPS = 8, 64, 32
+_SHOWN_NAMES = 5  # in an error
 _REPLACED, _TYPES = "the modules that are new", "the parameters' new types"
 
 
@@ -113,7 +113,7 @@ class FactCheck:
                         self.changed[name] = self.changed.get(name, 0) + 1
         self._count = count = self._count + 1
         # To read a number, a GPU is waited for.
-        every = _EVERY if count <= _FIRST else _LATER
+        every = _EVERY_STEPS if count <= _FIRST_STEPS else _LATER_EVERY_STEPS
         if self._me.device.type != "cpu":
             every = NAN_EVERY
         self._due |= count % every == 0 or (count < every and not count & (count - 1))
@@ -202,7 +202,7 @@ class FactCheck:
             "the step": state.step + 1,
             "the epoch": state.epoch + 1,
             "the samples of the epoch so far": state.epoch_samples,
-            _REPLACED: replaced[:_SHOWN],
+            _REPLACED: replaced[:_SHOWN_NAMES],
             "the frozen parameters": [n for n, p in self._named.items() if not p.requires_grad],
             "the modules in evaluation mode": [n for n, m in self._modules if not m.training],
             _TYPES: self._changed_types(),
@@ -231,7 +231,7 @@ class FactCheck:
 
     def _changed_types(self) -> dict[str, str]:
         changed = {n: str(p.dtype) for n, p in self._named.items() if p.dtype != self._types[n]}
-        return dict(list(changed.items())[:_SHOWN])
+        return dict(list(changed.items())[:_SHOWN_NAMES])
 
 
 class Replicas(Callback):

@@ -151,21 +151,21 @@ class Registry:
                 )
 
     def _restore(self, run: Parts, name: str, thing: Any) -> None:
-        found = self._found.pop(name)
-        then, now = found["class"], _class(thing)
-        is_value = "value" in found
+        saved = self._found.pop(name)
+        then, now = saved["class"], _class(thing)
+        is_value = "value" in saved
         if is_value == _has_state(thing) or (not is_value and then != now):
             raise CheckpointError(
                 f"registered {name!r} is of {then} in the checkpoint, and the script now registers "
                 f"{now}. Register it under another name, or start a new run."
             )
         if is_value:
-            value = checkpoint.decode_exact(found["value"], self._tensors, run.world.device)
+            value = checkpoint.decode_exact(saved["value"], self._tensors, run.world.device)
             self.items[name] = _in_place(name, thing, value)
         else:
-            state = checkpoint.decode_exact(found["state"], self._tensors, run.world.device)
+            state = checkpoint.decode_exact(saved["state"], self._tensors, run.world.device)
             thing.load_state_dict(state)
-            for part, updates in zip(_metrics(thing), found.get("updates", ()), strict=True):
+            for part, updates in zip(_metrics(thing), saved.get("updates", ()), strict=True):
                 part._update_count = updates
             if isinstance(thing, Optimizer):
                 self._settings[id(thing)] = _group_settings(thing)
@@ -222,7 +222,7 @@ class Registry:
     def loaded(
         self,
         run: Parts,
-        found: Mapping[str, Any],
+        saved: Mapping[str, Any],
         tensors: dict[str, torch.Tensor],
         lr_factor: float,
     ) -> None:
@@ -231,7 +231,7 @@ class Registry:
         Args:
             lr_factor: factor on the learning rates, on another number of workers.
         """
-        self._found, self._tensors, self._resumed = dict(found), tensors, True
+        self._found, self._tensors, self._resumed = dict(saved), tensors, True
         self._lr_factor = lr_factor
         self._settings[id(run.optimizer)] = _group_settings(run.optimizer)
 

@@ -97,9 +97,9 @@ def _begun(
         content.given = state.get("given", content.given)
         return state, ""
     state = forked(state, content.given)
-    told = f"; as the script says now: {changes}" if changes else ""
+    differences = f"; as the script says now: {changes}" if changes else ""
     at = f"epoch {state['epoch'] + 1}, sample {state['epoch_samples']}"
-    return state, f"the checkpoint {origin}, {at}{told}"
+    return state, f"the checkpoint {origin}, {at}{differences}"
 
 
 def _record(run: Parts, me: World, state: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
@@ -188,17 +188,17 @@ def _complaints(run: Parts, saved: Mapping[str, Any]) -> Iterator[str]:
         yield f"epoch_samples is {saved['epoch_samples']}, an epoch has {order.epoch_samples}"
 
 
-def check_saved(run: Parts, found: checkpoint.Checkpoint) -> None:
+def check_saved(run: Parts, newest: checkpoint.Checkpoint) -> None:
     """Check that a checkpoint has the parts, and its plain values the form, that this run writes.
 
     Raises:
         CheckpointError: names the first value that is wrong.
     """
-    parts = {*found.tensors, *(file.removesuffix(".safetensors") for file in found.files)}
+    parts = {*newest.tensors, *(file.removesuffix(".safetensors") for file in newest.files)}
     for part in ("model", "optimizer", "random"):
         if part not in parts:
             raise CheckpointError(f"its manifest lists no file of the part {part!r}")
-    check_values(run, found.state)
+    check_values(run, newest.state)
 
 
 def check_values(run: Parts, saved: Mapping[str, Any]) -> None:
@@ -219,10 +219,10 @@ def _changes(
     saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]
 ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
     """For each group in a checkpoint: what its script gave, and what this one gives otherwise."""
-    found = []
+    changes = []
     for then, now in zip(saved.get("given", ()), given, strict=False):
-        found.append((then, {k: v for k, v in now.items() if k in then and v != then[k]}))
-    return found
+        changes.append((then, {k: v for k, v in now.items() if k in then and v != then[k]}))
+    return changes
 
 
 def changed_settings(saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -262,10 +262,11 @@ def forked(saved: Mapping[str, Any], given: Sequence[Mapping[str, Any]]) -> dict
         groups[i] = {**groups[i], "settings": {**groups[i]["settings"], **changed}}
     if ratios:
         if not all(math.isclose(ratio, ratios[0], rel_tol=1e-9) for ratio in ratios):
-            told = ", ".join(f"× {ratio:g}" for ratio in ratios)
+            factors = ", ".join(f"× {ratio:g}" for ratio in ratios)
             raise CheckpointError(
-                f"the learning rates of the optimizer's groups change by several factors ({told}), "
-                "and a fork multiplies the whole schedule. Change all of them by one factor."
+                "the learning rates of the optimizer's groups change by several factors "
+                f"({factors}), and a fork multiplies the whole schedule. Change all of them by one "
+                "factor."
             )
         # as a batch that grows scales the rates, with all copies that schedulers have of them
         plan = saved["plan"]

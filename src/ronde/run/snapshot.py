@@ -15,7 +15,6 @@ from ronde.run.parts import Parts, State
 __all__ = ["Snapshot"]
 
 _MOST_BYTES = 2**26  # of a tensor or an array that a data set holds: larger ones are data
-_MOST_PARTS = 100  # of a data set
 _PARTS = ("dataset", "datasets", "transform", "transforms", "target_transform")
 
 
@@ -41,7 +40,7 @@ class Snapshot:
         parts = () if exchange is None else (exchange, exchange.reducer)
         functions = (run.loss.loss, run.loss.forward)
         modules = [f for f in functions if isinstance(f, nn.Module)]
-        data = walk(run.data.dataset, _inner, most=_MOST_PARTS)
+        data = walk(run.data.dataset, _inner, most=100)
         self._data = SavedState(*data, largest=_MOST_BYTES, steps=True)
         owners = (run.model, *modules, run.optimizer, strategy, *parts, run.scheduler)
         self._objects = SavedState(*owners, steps=True)

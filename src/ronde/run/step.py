@@ -310,13 +310,15 @@ class OptimizerStep:
 
     def _rows_of(self, share: Share) -> list[float | None]:
         """The weights of a step's means, see :class:`Rows`. A collective in the first step."""
-        found = self._delivered
+        delivered = self._delivered
         samples = [high - low for low, high in share.micro]
-        if len(found) != len(samples):  # a study hands micro-batches out one by one
+        if len(delivered) != len(samples):  # a study hands micro-batches out one by one
             return [None] * len(samples)
         if self._rows.is_open:
-            self._rows.settle(self.parts.world, found, samples)
-        return [self._rows.of(*each, self.parts.loss) for each in zip(found, samples, strict=True)]
+            self._rows.settle(self.parts.world, delivered, samples)
+        return [
+            self._rows.of(*each, self.parts.loss) for each in zip(delivered, samples, strict=True)
+        ]
 
     def _report_rows(self) -> None:
         unclear, self._rows.unclear = self._rows.unclear, ""
@@ -420,7 +422,6 @@ class OptimizerStep:
 
 # -- where an exception was ------------------------------------------------------------
 
-_SHOWN = 8
 _runs: list[weakref.ref[Any]] = []  # the newest first
 _before = sys.excepthook
 
@@ -447,7 +448,7 @@ def note_place(error: BaseException) -> None:
         place += f", epoch {share.epoch}, {share.samples} samples"
         if share.samples and not isinstance(error, LossError):
             ids = run.data.order.ids(share.epoch, low, high).tolist()
-            shown = ", ".join(map(str, ids[:_SHOWN])) + (", …" if len(ids) > _SHOWN else "")
+            shown = ", ".join(map(str, ids[:8])) + (", …" if len(ids) > 8 else "")
             place += f": indices {shown}"
         error.add_note(f"{place})")
         from ronde.plan.torch_errors import meaning  # of errors only

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StepDraws", "probe_draws"]
 
-_WATCHED_STEPS, _WATCH_EVERY = 3, 1000
-_PROBED = (3, 2)  # samples
 _DRAWS = re.compile("rand|drop|bernoulli|multinomial|normal|uniform|expon|gumbel|sample|noise")
 _MASK = 2**64 - 1
 
@@ -99,7 +97,7 @@ def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
     state = SavedState(*modules)
     devices = {p.device.index for p in work.model.parameters() if p.is_cuda}
     try:
-        for samples in _PROBED:
+        for samples in (3, 2):
             batch = work.sample(samples)
             with torch.no_grad(), not_training(), recorded_draws() as made, fork_rng(devices):
                 work.compute(batch)
@@ -183,7 +181,7 @@ class StepDraws:
     def follow(self, step: int) -> None:
         """A batch is about to be handed out, by this run or by the one that it shares them with."""
         self._steps += 1
-        self._watched = self._steps <= _WATCHED_STEPS or self._steps % _WATCH_EVERY == 0
+        self._watched = self._steps <= 3 or self._steps % 1000 == 0
         # Draws that are not global are a function of (seed, step, rank): a resumed run draws what
         # the first one would have drawn.
         self._seed = key_of(step, self._replica, after=self._seeds)

@@ -61,14 +61,14 @@ class TensorNorms:
         """Take the squares of gradients; a missing one is -1."""
         self.values.zero_()
         grads = [(i, p.grad) for i, p in self._own]
-        found = [(i, _values(local_part(g))) for i, g in grads if g is not None]
-        squares = _squares([g for _, g in found])
+        held = [(i, _values(local_part(g))) for i, g in grads if g is not None]
+        squares = _squares([g for _, g in held])
         at = self._at
-        if len(found) < len(grads):
+        if len(held) < len(grads):
             missing = [i for i, g in grads if g is None]
             self.values[0, missing] = -1.0
-            at = torch.tensor([i for i, _ in found], dtype=torch.int64, device=at.device)
-        if found:
+            at = torch.tensor([i for i, _ in held], dtype=torch.int64, device=at.device)
+        if held:
             self.values[0].index_copy_(0, at, squares.to(self.values))
 
     def keep(self) -> None:
@@ -123,11 +123,15 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 
 def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sums of squares; half-precision ones are added up in float32."""
-    found: list[Any] = [None] * len(tensors)
+    norms_of_tensors: list[Any] = [None] * len(tensors)
     for dtype in {t.dtype for t in tensors}:
         at = [i for i, t in enumerate(tensors) if t.dtype == dtype]
         wide = torch.float32 if dtype.itemsize < 4 else dtype
         norms = torch._foreach_norm([tensors[i] for i in at], 2.0, wide)
         for i, norm in zip(at, norms, strict=True):
-            found[i] = norm.double()
-    return torch.stack(found).square() if found else torch.zeros(0, dtype=torch.float64)
+            norms_of_tensors[i] = norm.double()
+    return (
+        torch.stack(norms_of_tensors).square()
+        if norms_of_tensors
+        else torch.zeros(0, dtype=torch.float64)
+    )
