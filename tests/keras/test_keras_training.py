@@ -101,12 +101,13 @@ def test_replicas_train_as_fit_does(workers, tmp_path):
 
 
 def test_random_layers_draw_the_same_on_any_number_of_workers(tmp_path):
-    found = train(DRAWS, 3, tmp_path / "three")
-    check_equal(DRAWS, found, train(DRAWS, 1, tmp_path / "alone"))
+    cases = DRAWS if ALL else DRAWS[:1]
+    found = train(cases, 3, tmp_path / "three")
+    check_equal(cases, found, train(cases, 1, tmp_path / "alone"))
 
 
 def test_divided_models_train_as_one_does_or_are_refused_by_name(tmp_path):
-    cases = DIVIDED if ALL else DIVIDED[::2] + DIVIDED[-1:]
+    cases = DIVIDED if ALL else DIVIDED[::3] + DIVIDED[-1:]
     found = train(cases, 2, tmp_path / "two")
     for each, result in zip(cases, found, strict=True):
         why = REFUSED.get((each["optimizer"], each["plan"]))
@@ -140,8 +141,8 @@ CHAIN = [
 
 
 def test_a_run_is_resumed_on_other_numbers_of_workers_and_plans(tmp_path):
-    chain = CHAIN if ALL else CHAIN[:3]
-    made = [("mlp", "Nadam", "a"), ("transformer", "AdamW", "b")]
+    chain = CHAIN if ALL else CHAIN[1:3]
+    made = [("mlp", "Nadam", "a"), ("transformer", "AdamW", "b")][not ALL :]
     for epoch, (workers, plan) in enumerate(chain, 1):
         cases = [{**case(m, o, plan, name=name), "epochs": epoch} for m, o, name in made]
         runs = {"RUNS": str(tmp_path / "runs"), "RONDE_RESUME": "1" if epoch > 1 else "0"}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import processes
 import ronde
 from ronde.run import loop
+from sampling import some
 
 SCRIPT = textwrap.dedent(
     """
@@ -326,7 +327,7 @@ def told(folder: Path, name: str) -> tuple[str, str, int]:
     return shown["status"], shown["reason"], shown["step"]
 
 
-@pytest.mark.parametrize("own", [[], ["--own"]], ids=["epochs", "own loop"])
+@pytest.mark.parametrize("own", some([[], ["--own"]], 2))
 def test_a_stop_on_all_ranks_is_after_this_step(folder, own):
     name, script = f"stop{len(own)}", ["train.py", *own, "--stop", "7", "--stops", "all"]
     ronde_run(folder, "-n", "2", "--name", name, *script)
@@ -361,7 +362,7 @@ def test_a_stop_on_one_rank_alone_is_refused(folder):
     assert "Call it on every worker, or with together=False." in said
 
 
-@pytest.mark.parametrize("how", ["break", "return"])
+@pytest.mark.parametrize("how", some(["break", "return"], 2))
 def test_a_resume_does_not_undo_a_break(folder, how):
     ronde_run(folder, "-n", "2", "--name", how, "train.py", "--save-every", "5", "--leave", how)
     assert told(folder, how) == ("completed", "", 10)
@@ -429,7 +430,7 @@ DIVIDED = textwrap.dedent(
 
 
 @pytest.mark.parametrize(
-    ("plan", "workers"), [("shard=parameters", 3), ("pipeline=2", 4), ("tensor=2", 4)]
+    ("plan", "workers"), some([("shard=parameters", 3), ("pipeline=2", 4), ("tensor=2", 4)], 3)
 )
 def test_a_pause_under_a_divided_plan(folder, plan, workers):
     (folder / "divided.py").write_text(DIVIDED)
