@@ -19,14 +19,14 @@ from ronde.loader import (
     pipeline_in,
     take_over,
 )
-from ronde.plan import Place, Plan, shares
+from ronde.plan import Place, shares
 from ronde.run import hooks
 from ronde.run.callback import Callbacks, EvaluationResult
 from ronde.run.checks import check_draw, check_same_samples
 from ronde.run.loop import gather_skipped, on_device, skip_report
 from ronde.run.losses import Rows, lengths
 from ronde.run.parts import Gathering, Parts
-from ronde.world import ArgumentError, World
+from ronde.world import ArgumentError
 from ronde.world.consensus import gather_json
 from ronde.world.tensors import map_tensors
 
@@ -83,49 +83,42 @@ class _Evaluation:
 
     def __init__(
         self,
+        parts: Parts,
+        gathering: Gathering,
+        callbacks: Callbacks,
         data: Any,
         taken: TakenOver,
-        settings: LoaderSettings,
-        plan: Plan,
-        me: World,
-        say: Callable[[str, bool], None] | None = None,
     ) -> None:
-        self.data = data
-        self.taken = taken
-        self.me = me
+        self.data, self.taken = data, taken
+        self._parts, self._gathering, self._callbacks = parts, gathering, callbacks
+        self.me, plan = parts.world, parts.plan
         # As in training, a DataLoader's own batch size counts the samples of all workers.
         self.batch_size = max(taken.batch_size or plan.batch_size, 1)
         self.micro_batch = plan.micro_batch if taken.batch_size is None else None
         self.feed = Feed(
             taken.dataset,
             taken.order,
-            settings,
+            _settings_for(data, taken, parts.data),
             plan.seed,
             evaluate=True,
-            say=say,
-            compares=me.size > 1 and taken.fingerprint is None and not hooks.observed(),
+            say=parts.report,
+            compares=self.me.size > 1 and taken.fingerprint is None and not hooks.observed(),
         )
         self.skipped: list[tuple[int, str]] = []
         self.rows = Rows(asks=True, collates=True)
         self.layout = plan.layout
         # One worker of each replica counts: its last stage, and the first rank of a tensor group.
         self.counting: Any = None
-        if self.layout.replicas < me.size:
+        if self.layout.replicas < self.me.size:
             last = self.layout.pipeline - 1
             ranks = [self.layout.rank(Place(last, r, 0)) for r in range(self.layout.replicas)]
             from ronde.world.meshes import group_of
 
             self.counting = group_of("counting", ranks)
 
-    def run(
-        self,
-        run: Parts,
-        metrics: dict[str, Any],
-        gathering: Gathering,
-        callbacks: Callbacks,
-    ) -> tuple[dict[str, Any], int]:
+    def run(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
         """Loss and metrics over the whole set, and its number of samples."""
-        loss, strategy = run.loss, run.strategy
+        run, loss, strategy = self._parts, self._parts.loss, self._parts.strategy
         if self.taken.order.draw is not None:
             check_draw(self.me, self.taken.order, 0, "run.evaluate")
         tables = {name: m for name, m in metrics.items() if getattr(m, "takes_batch", False)}
@@ -141,7 +134,7 @@ class _Evaluation:
                 return arguments, *loss.check(loss.loss(*arguments))
 
         with torch.no_grad():
-            self._add_up(run, judge, plain, objects, tables, sums, gathering, callbacks)
+            self._add_up(judge, plain, objects, tables, sums)
         unclear, self.rows.unclear = self.rows.unclear, ""
         if unclear and not loss.pairs:
             run.warn(unclear)
@@ -191,23 +184,20 @@ class _Evaluation:
 
     def _add_up(
         self,
-        run: Parts,
         judge: Callable[[Any], Judged],
         plain: dict[str, Any],
         objects: dict[str, Any],
         tables: dict[str, Any],
         sums: torch.Tensor,
-        gathering: Gathering,
-        callbacks: Callbacks,
     ) -> None:
         """Add up loss and metrics."""
-        strategy = run.strategy
+        run, strategy, gathering = self._parts, self._parts.strategy, self._gathering
         stand_in: Any = None
         spare: Any = None  # judged on the stand-in
         # A loss that gathers the batch needs every worker.
         gathers = gathering.used is not False and run.plan.pipeline == 1 and run.world.size > 1
         run_empty = strategy.run_empty_inference or gathers
-        for batch, samples, count in self._read(run, callbacks):
+        for batch, samples, count in self._read():
             run.rendezvous.heartbeat.tick()
             gathering.evaluated = int(samples), count
             if not samples:
@@ -238,11 +228,11 @@ class _Evaluation:
                     metric.update(*judged[0])
                     _clear_but_typed(metric)
 
-    def _read(self, run: Parts, callbacks: Callbacks) -> Iterator[tuple[Any, float, int]]:
+    def _read(self) -> Iterator[tuple[Any, float, int]]:
         """Each micro-batch of this worker, how many of its samples are in it, and how many there
         are in its batch.
         """
-        layout, order = self.layout, self.taken.order
+        run, layout, order = self._parts, self.layout, self.taken.order
         samples, ends = order.samples_in(0), order.ends(0)
         replica = layout.place(self.me.rank).replica
 
@@ -260,7 +250,7 @@ class _Evaluation:
             if self.rows.is_open:
                 self.rows.settle(self.me, sizes, counts)
             for i, (low, high) in enumerate(share.micro):
-                for call in callbacks.evaluation_batch:
+                for call in self._callbacks.evaluation_batch:
                     call(run, share, low, high)
                 rows = self.rows.in_evaluation(sizes[i], counts[i])
                 yield ready[i], rows, len(ready)
@@ -290,7 +280,7 @@ class Evaluations:
             call(run)
         under_way = GlobalDraws.pause()
         try:
-            result, samples = evaluation.run(run, dict(metrics), self._gathering, self._callbacks)
+            result, samples = evaluation.run(metrics)
         finally:
             GlobalDraws.pause(under_way)
             self._gathering.evaluated = None
@@ -336,8 +326,7 @@ class Evaluations:
                 "feed.table(…, like=train)."
             )
         taken = hooks.observer.on_evaluation_data(run, taken)
-        settings = _settings_for(data, taken, run.data)
-        evaluation = _Evaluation(data, taken, settings, run.plan, run.world, run.report)
+        evaluation = _Evaluation(run, self._gathering, self._callbacks, data, taken)
         self._kept[id(data)] = evaluation
         if len(self._kept) > 4:  # a script may make a new DataLoader for each evaluation
             self._kept.pop(next(iter(self._kept))).feed.close()
