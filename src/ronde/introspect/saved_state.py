@@ -38,6 +38,7 @@ _GENERATORS: tuple[tuple[Any, Any, Any], ...] = (
     (np.random.RandomState, lambda g: g.get_state(), lambda g, s: g.set_state(s)),
 )
 _SIMPLE = (*_PLAIN, torch.Tensor, *(kind for kind, _, _ in _GENERATORS))
+_WRITTEN = (*_SIMPLE[len(_PLAIN) :], np.ndarray, *_CONTAINERS)
 _MOST_ITEMS = 100_000  # a longer list is data, which nobody writes
 _MOST_LEVELS = 3  # of containers in containers
 
@@ -153,7 +154,10 @@ class _Copy:
         elif isinstance(value, _CONTAINERS):
             if len(value) <= _MOST_ITEMS and level <= _MOST_LEVELS:
                 items = value.values() if isinstance(value, dict) else value
-                kept = [_Copy(v, largest, elsewhere, level + 1) for v in items]
+                kept = [
+                    _Copy(v, largest, elsewhere, level + 1) if isinstance(v, _WRITTEN) else v
+                    for v in items
+                ]
                 self._copy = list(zip(value, kept, strict=True))
         else:
             copies = (get(value) for kind, get, _ in _GENERATORS if isinstance(value, kind))
@@ -172,7 +176,7 @@ class _Copy:
         elif isinstance(value, np.ndarray):
             value[...] = kept
         elif isinstance(value, _CONTAINERS):
-            before = [(k, v.back()) for k, v in kept]
+            before = [(k, v.back() if isinstance(v, _Copy) else v) for k, v in kept]
             if isinstance(value, dict):
                 # diffusers' configuration is a dict that refuses to be written
                 if [(k, id(v)) for k, v in value.items()] != [(k, id(v)) for k, v in before]:
