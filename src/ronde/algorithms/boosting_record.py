@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from ronde import checkpoint
-from ronde.run.group import open_run_dir
-from ronde.run.leave import end_process, leaving
+from ronde.run.group import end_process, open_run_dir
+from ronde.run.leave import leaving
 from ronde.watch import (
     SCHEMA_VERSION,
     Checkpointed,

@@ -33,6 +33,7 @@ __all__ = [
     "Choice",
     "RunGroup",
     "current",
+    "end_process",
     "leave",
     "open_run_dir",
     "save",
@@ -450,10 +451,10 @@ def leave(loop: Saved) -> None:
         loop.parts.say(f"asked to leave, after step {state.step}")
     for member in group.members:
         member.finish("paused" if group.pauses else "interrupted")
-    _end_process(paused=group.pauses)
+    end_process(paused=group.pauses)
 
 
-def _end_process(paused: bool) -> NoReturn:
+def end_process(paused: bool) -> NoReturn:
     """End this process, with the status that means *again*.
 
     Args:

@@ -24,6 +24,7 @@ __all__ = [
     "Agreement",
     "LeavesWhenAsked",
     "PausesAt",
+    "leaving",
     "pause_if_there",
 ]
 
