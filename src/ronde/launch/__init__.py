@@ -11,7 +11,7 @@ from typing import Any
 
 from ronde.launch.console import Output
 from ronde.launch.container import Container, container
-from ronde.launch.engine import parse_hostfile, parse_hosts
+from ronde.launch.engine import Ssh, parse_hostfile, parse_hosts
 from ronde.launch.facts import notes, share
 from ronde.launch.fleet import Fleet, environment_for
 from ronde.launch.job import Job, Outcome
@@ -23,7 +23,6 @@ from ronde.launch.reduction_servers import ReductionServers
 from ronde.launch.restarts import Restarts
 from ronde.launch.slurm import Slurm, allocation
 from ronde.launch.spark_engine import Spark
-from ronde.launch.ssh import Ssh
 from ronde.launch.tensorflow import parameter_servers
 
 __all__ = [

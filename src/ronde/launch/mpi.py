@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from ronde.launch.engine import Engine, Host
-from ronde.launch.ssh import ssh_meaning
+from ronde.launch.engine import Engine, Host, ssh_meaning
 from ronde.world import ArgumentError
 from ronde.world.processes import temporary_prefix
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from ronde.launch.child import Child
-from ronde.launch.engine import Engine, Host, parse_hosts
+from ronde.launch.engine import Engine, Host, Ssh, parse_hosts
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["ReductionServers"]
@@ -107,8 +107,6 @@ def _commands(
     if slots := [host.name for host in hosts if host.slots is not None]:
         raise ArgumentError(f"--servers {asked}: {slots[0]} has a number. A host is one server.")
     if engine is None:
-        from ronde.launch.ssh import Ssh
-
         engine = Ssh()
     return [
         (host.name, engine.command(host, [python or sys.executable, *module])) for host in hosts
