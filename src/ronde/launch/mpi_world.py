@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from ronde.launch.child import Child
 from ronde.launch.mpi import Mpi
@@ -66,12 +65,7 @@ class MpiWorld:
     def __enter__(self) -> MpiWorld:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
         self._mpi.close()
 

@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host, Ssh, parse_hosts
@@ -54,12 +53,7 @@ class ReductionServers:
     def __enter__(self) -> ReductionServers:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for server in self._started:
             if server is not None:
                 server.close(2.5)
