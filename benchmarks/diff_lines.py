@@ -15,7 +15,6 @@ SCRIPTS = {  # plain script, and with Ronde -> title
     ("examples/gpt/plain.py", "train.py"): "GPT",
     ("examples/word_lm/plain.py", "train.py"): "language model with a hidden state",
     ("examples/gan/dcgan_plain.py", "dcgan.py"): "DCGAN",
-    ("examples/vae/plain.py", "train.py"): "VAE",
     ("examples/diffusion/plain.py", "train.py"): "diffusion with EMA",
     ("examples/reinforce/plain.py", "train.py"): "REINFORCE",
     ("tests/ports/gcn/plain.py", "train.py"): "graph network",

@@ -61,7 +61,6 @@ CASES = {
         (),
         NOT_TRIED | _piped("A script that owns its loop (run.backward) cannot drive a pipeline"),
     ),
-    "vae": Port(EXAMPLES / "vae", "--epochs 2 --batch 120", 2 * 12),
     "reinforce": Port(
         EXAMPLES / "reinforce",
         "--updates 12 --episodes 5",
