@@ -7,14 +7,13 @@ else may depend on the engine: no float is added in one.
 from __future__ import annotations
 
 import contextlib
-import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ronde.tables.arrow import as_kind
-from ronde.world import RondeError, usable_cores
+from ronde.tables.sql_engines import DuckDBSql
+from ronde.world import RondeError
 
 if TYPE_CHECKING:
     import narwhals as nw
@@ -181,36 +180,26 @@ def duckdb_engine(
     threads: int | None,
 ) -> Lazy:
     """DuckDB over Parquet files, or over canonical batches, which are kept as Parquet meanwhile."""
-    import duckdb
-
-    threads = threads or usable_cores()
-    folder = tempfile.TemporaryDirectory(prefix="ronde-prepare-")
-    here = duckdb.connect(config={"threads": threads, "temp_directory": folder.name})
-    here.execute("SET preserve_insertion_order = false")
-
-    def close() -> None:
-        here.close()
-        folder.cleanup()
-
+    opened = DuckDBSql(threads=threads)
+    name = f"DuckDB on {opened.threads} thread{'s' * (opened.threads > 1)}"
+    opened.run("SET preserve_insertion_order = false", name)
+    q = opened.quote
     if batches is not None:
-        files = [Path(folder.name, "canonical.parquet")]
+        files = [opened.folder / "canonical.parquet"]
         _write_parquet(files[0], batches(), kinds)
-        columns = ", ".join(_quoted(name) for name in kinds)
+        columns = ", ".join(map(q, kinds))
     else:
         columns = ", ".join(
-            f"{_in_duckdb(_quoted(n), kind, n in set(fractional))} AS {_quoted(n)}"
-            for n, kind in kinds.items()
+            f"{_in_duckdb(q(n), kind, n in set(fractional))} AS {q(n)}" for n, kind in kinds.items()
         )
-    names = ", ".join(_file_in_duckdb(file) for file in files)
-    # A folder called month=01 must not override the column month of its files.
-    options = "union_by_name = true, hive_partitioning = false"
     try:
-        with _in_a_sentence("DuckDB"):
-            table = here.sql(f"SELECT {columns} FROM read_parquet([{names}], {options})")
+        opened.view("ronde_table", [str(file) for file in files], name)
+        with _in_a_sentence(name):
+            table = opened.connection.sql(f"SELECT {columns} FROM ronde_table")
     except RondeError:
-        close()
+        opened.close()
         raise
-    return Lazy(f"DuckDB on {threads} thread{'s' * (threads > 1)}", table, close)
+    return Lazy(name, table, opened.close)
 
 
 @contextlib.contextmanager
@@ -233,15 +222,6 @@ def _write_parquet(file: Path, batches: Iterator[Any], kinds: Kinds) -> None:
     with pq.ParquetWriter(file, schema) as writer:
         for batch in batches:
             writer.write_batch(batch)
-
-
-def _file_in_duckdb(file: Path) -> str:
-    """A path in SQL, whose ``[``, ``*``, and ``?`` are no glob."""
-    return "'" + re.sub(r"[\[*?]", r"[\g<0>]", str(file)).replace("'", "''") + "'"
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _in_duckdb(name: str, kind: str, is_fractional: bool) -> str:

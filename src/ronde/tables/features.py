@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ronde.tables.steps import near
 from ronde.world import ArgumentError
 from ronde.world.units import parse_duration
 
@@ -73,13 +73,6 @@ class FeatureTable:
         return tuple(dict.fromkeys(name for name in some if name))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The rest of an error about an unknown word: the nearest known one, or all of them."""
-    known = list(known)
-    near = difflib.get_close_matches(word, known, 1)
-    return f"did you mean '{near[0]}'?" if near else f"there are {', '.join(known)}."
-
-
 def read_feature_tables(path: str | Path) -> tuple[FeatureTable, ...]:
     """Read and check ``features.yaml``; paths in it are relative to its folder.
 
@@ -129,7 +122,7 @@ class _Entry:
             raise self.wrong("a name has letters, digits, and underscores.")
         for key in self.given:
             if key not in _KEYS:
-                raise self.wrong(f"unknown key '{key}'; {did_you_mean(str(key), _KEYS)}")
+                raise self.wrong(f"unknown key '{key}'{near(key, _KEYS)}")
         if ("columns" in self.given) == ("windows" in self.given):
             raise self.wrong("expected either columns: or windows:.")
         for key, other in (

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ronde.tables.exact import shift_of, sql_limbs
-from ronde.tables.features import FeatureTable, Window, did_you_mean
+from ronde.tables.features import FeatureTable, Window
 from ronde.tables.online import micros_since_epoch
 from ronde.tables.sql_engines import NAIVE, ZONED, SqlEngine
+from ronde.tables.steps import near
 from ronde.world import ArgumentError
 
 _MICROS = 1_000_000
@@ -103,7 +104,7 @@ class PointInTime:
         for name in spec.used:
             if name not in given:
                 raise ArgumentError(
-                    f"{owner}: {spec.path} has no column '{name}'; {did_you_mean(name, given)}"
+                    f"{owner}: {spec.path} has no column '{name}'{near(name, given)}"
                 )
         kinds = {name: self.engine.kind(word) for name, word in given.items()}
         for name in filter(None, (spec.event_time, spec.arrival_time)):
@@ -167,7 +168,7 @@ class PointInTime:
             if name not in given:
                 what = "time of the labels" if name == at else "entity"
                 raise ArgumentError(
-                    f"{owner}: there is no column '{name}' ({what}); {did_you_mean(name, given)}"
+                    f"{owner}: there is no column '{name}' ({what}){near(name, given)}"
                 )
         if kinds[at] not in _TIMES:
             raise ArgumentError(f"{owner}: '{at}' is {given[at]}; expected a timestamp or a date.")

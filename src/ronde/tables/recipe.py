@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -157,32 +159,25 @@ class Recipe:
     def digest(self) -> str:
         """SHA-256 of the steps and of what was fitted; the same on every engine."""
         given = {k: v for k, v in self.to_dict().items() if k != "inputs"}
-        return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(_json(given).encode()).hexdigest()
 
     def difference(self, then: Recipe) -> str:
         """The first thing in which this recipe differs from an earlier one, in a sentence."""
-        for field in ("target", "key"):
-            if getattr(self, field) != getattr(then, field):
-                return f"{field} is {getattr(self, field)!r}, and was {getattr(then, field)!r}"
-        for name in dict.fromkeys([*then.steps, *self.steps]):
-            if name not in then.steps or name not in self.steps:
-                return f"{name!r} is {'new' if name in self.steps else 'gone'}"
-            now, before = self.steps[name], then.steps[name]
-            for step in dict.fromkeys([*before, *now]):
-                if now.get(step) != before.get(step):
-                    return f"{step} of {name!r} is {now.get(step)}, and was {before.get(step)}"
-        if [*self.steps] != [*then.steps]:
-            return "the columns are in another order"
-        if self.state is None or then.state is None:
-            return "it is not fitted" if self.state is None else "it was not fitted"
-        for name in self.steps:
-            now, before = self.state["columns"][name], then.state["columns"][name]
-            if count := len(now.get("levels", ())) - len(before.get("levels", ())):
-                return f"{name!r} has {abs(count)} {'more' if count > 0 else 'fewer'} levels"
-            for field in now:
-                if now[field] != before.get(field):
-                    return f"{field} of {name!r} is {now[field]}, and was {before.get(field)}"
-        return f"it was fitted on {self.state['rows']:,} rows, and then {then.state['rows']:,}"
+        now, before = self._facts(), then._facts()
+        for what in {**before, **now}:
+            if _json(now.get(what)) != _json(before.get(what)):
+                pair = [reprlib.repr(facts.get(what)) for facts in (now, before)]
+                return f"{what} is {pair[0]}, and was {pair[1]}"
+        return "nothing"
+
+    def _facts(self) -> dict[str, Any]:
+        """What its digest is of, one thing after the other."""
+        state = self.state or {"rows": None, "columns": {}}
+        facts: dict[str, Any] = {"target": self.target, "key": self.key, "columns": [*self.steps]}
+        for kind, columns in (("", self.steps), ("fitted ", state["columns"])):
+            for name, fields in columns.items():
+                facts |= {f"{kind}{field} of {name!r}": value for field, value in fields.items()}
+        return {**facts, "rows of the fit": state["rows"]}
 
     # -- fit -----------------------------------------------------------------------------
 
@@ -205,12 +200,10 @@ class Recipe:
         need("pyarrow", "tables", "Fitting a recipe")
         if engine is not None and engine not in ENGINES:
             raise ArgumentError(f"engine={engine!r}: choose {', '.join(ENGINES)}.")
-        with _Opened(self, data, engine, threads, spark) as opened:
-            return self._fit(opened.engine, opened.files)
-
-    def _fit(self, engine: Any, files: Sequence[Path] = ()) -> Recipe:
         need("narwhals", "tables", "Fitting a recipe")
-        state = fit_steps(engine, self.steps, self.target, self.key, self.where)
+        opened, files = _open(self, data, engine, threads, spark)
+        with contextlib.closing(opened):
+            state = fit_steps(opened, self.steps, self.target, self.key, self.where)
         inputs = [{"name": file.name, "sha256": file_digest(file)} for file in files]
         return Recipe(
             self.steps, self.target, self.key, where=self.where, state=state, inputs=inputs
@@ -262,14 +255,7 @@ class Recipe:
         if is_path(data):
             files = files_of(data, "recipe.apply", SUFFIXES)
             parts = [pa.Table.from_batches(self.batches(file)) for file in files]
-            try:
-                return pa.concat_tables(parts, promote_options="permissive")
-            except pa.ArrowTypeError as error:
-                handed = " and ".join(repr(n) for n in (self.key, self.target) if n is not None)
-                raise ArgumentError(
-                    f"recipe.apply: the files have {handed} of types that do not go together "
-                    f"({error}). Apply to one file at a time."
-                ) from None
+            return pa.concat_tables(parts, promote_options="permissive")
         table, back = _arrow_table(data, self)
         make = Applied(self.steps, self.fitted, self.key, out_of_fold)
         parts = table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]
@@ -344,6 +330,10 @@ class Recipe:
 
         wanted = [frame["`" + n.replace("`", "``") + "`"] for n in [*handed, *self.steps]]
         return frame.select(*wanted).mapInArrow(each, schema)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def is_path(data: Any) -> bool:
@@ -498,59 +488,46 @@ def _article(kind: str) -> str:
     }[kind]
 
 
-class _Opened:
-    """Data as an engine that answers queries of a fit; a context manager."""
+def _open(
+    recipe: Recipe, data: Any, engine: str | None, threads: int | None, spark: Any
+) -> tuple[Any, list[Path]]:
+    """An engine that answers the queries of a fit, and the files that it reads."""
+    kinds = recipe.reads
+    files: list[Path] = []
+    if is_path(data) and engine == "spark":
+        paths = [os.fspath(p) for p in (data if isinstance(data, list | tuple) else [data])]
+        if not any(map(is_remote, paths)):
+            files = files_of(paths, "recipe.fit", SUFFIXES)
+            _check_families(recipe, files, [columns_of(file) for file in files])
+        data = spark.read.parquet(*paths)
+    if is_spark(data):
+        [types] = check_columns(recipe, [data])
+        return spark_engine(data, kinds, _fractional(kinds, [types])), files
+    if engine == "spark":
+        raise ArgumentError("engine='spark' fits a Spark frame, or paths of Parquet files.")
+    if is_path(data):
+        files = files_of(data, "recipe.fit", SUFFIXES)
+        found = check_columns(recipe, files)
 
-    def __init__(
-        self, recipe: Recipe, data: Any, engine: str | None, threads: int | None, spark: Any
-    ) -> None:
-        self.files: list[Path] = []
-        kinds = recipe.reads
-        if is_path(data) and engine == "spark":
-            paths = [os.fspath(p) for p in (data if isinstance(data, list | tuple) else [data])]
-            if not any(map(is_remote, paths)):
-                self.files = files_of(paths, "recipe.fit", SUFFIXES)
-                _check_families(recipe, self.files, [columns_of(file) for file in self.files])
-            data = spark.read.parquet(*paths)
-        if is_spark(data):
-            [types] = check_columns(recipe, [data])
-            self.engine: Any = spark_engine(data, kinds, _fractional(kinds, [types]))
-            return
-        if engine == "spark":
-            raise ArgumentError("engine='spark' fits a Spark frame, or paths of Parquet files.")
-        if is_path(data):
-            self.files = files = files_of(data, "recipe.fit", SUFFIXES)
-            found = check_columns(recipe, files)
+        def batches() -> Iterator[Any]:
+            for file in files:
+                for part in read_batches(file, list(kinds), *recipe.csv_types):
+                    yield canonical(part, kinds, str(file))
 
-            def batches() -> Iterator[Any]:
-                for file in files:
-                    for part in read_batches(file, list(kinds), *recipe.csv_types):
-                        yield canonical(part, kinds, str(file))
+    else:
+        table, _ = _arrow_table(data, recipe, is_fit=True)
+        found = check_columns(recipe, [table])
 
-            is_parquet = all(f.suffix.lower() in (".parquet", ".pq") for f in files)
-            engine = engine or "duckdb"
-        else:
-            table, _ = _arrow_table(data, recipe, is_fit=True)
-            found, is_parquet, engine = check_columns(recipe, [table]), False, engine or "arrow"
+        def batches() -> Iterator[Any]:
+            for part in table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]:
+                yield canonical(part, kinds, "the table")
 
-            def batches() -> Iterator[Any]:
-                for part in table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]:
-                    yield canonical(part, kinds, "the table")
-
-        if engine == "arrow":
-            self.engine = Arrow(batches)
-            return
-        need("duckdb", "tables", "engine='duckdb'")
-        fractional = _fractional(kinds, found)
-        self.engine = duckdb_engine(
-            self.files, None if is_parquet else batches, kinds, fractional, threads
-        )
-
-    def __enter__(self) -> _Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engine.close()
+    if engine == "arrow" or (engine is None and not files):
+        return Arrow(batches), files
+    is_parquet = bool(files) and all(f.suffix.lower() in (".parquet", ".pq") for f in files)
+    fractional = _fractional(kinds, found)
+    given = None if is_parquet else batches
+    return duckdb_engine(files, given, kinds, fractional, threads), files
 
 
 def _fractional(kinds: Kinds, types: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -1,4 +1,4 @@
-"""The two engines of a point-in-time join, DuckDB and Spark: scans, types, and dialects."""
+"""DuckDB in this process, and Spark for what outgrows it: scans, types, and dialects of SQL."""
 
 from __future__ import annotations
 
@@ -56,20 +56,25 @@ class DuckDBSql:
 
     Args:
         memory: how much it may hold before it spills to a temporary folder, as ``1.5GB``.
+        threads: all usable cores by default.
+
+    Attributes:
+        folder: the temporary folder.
     """
 
     asof = True
     numbered = "row_number() OVER () - 1"
     text = "VARCHAR"
 
-    def __init__(self, memory: str = "") -> None:
-        need("duckdb", "tables", "A join")
+    def __init__(self, memory: str = "", threads: int | None = None) -> None:
+        need("duckdb", "tables", "A query of tables")
         import duckdb
 
         self._error = duckdb.Error
-        self._spill = tempfile.TemporaryDirectory(prefix="ronde-join-")
-        self._connection = duckdb.connect(
-            config={"threads": usable_cores(), "temp_directory": self._spill.name}
+        self._spill = tempfile.TemporaryDirectory(prefix="ronde-duckdb-")
+        self.folder, self.threads = Path(self._spill.name), threads or usable_cores()
+        self.connection = duckdb.connect(
+            config={"threads": self.threads, "temp_directory": self._spill.name}
         )
         self.run("SET TimeZone = 'UTC'", "time zone")
         if memory:
@@ -77,29 +82,20 @@ class DuckDBSql:
 
     def close(self) -> None:
         """Free memory and temporary files."""
-        self._connection.close()
+        self.connection.close()
         self._spill.cleanup()
 
     def scan(self, name: str, source: Any, owner: str) -> dict[str, str]:
         """Make a view of files or of a frame; returns column -> type, in the engine's words."""
         if isinstance(source, str | os.PathLike):
             files = _files(os.fspath(source), owner)
-            if not is_remote(files[0]):  # a bracket in a file's name is no pattern
-                files = [re.sub(r"[\[*?]", r"[\g<0>]", file) for file in files]
-            listed = ", ".join(self.literal(file) for file in files)
-            csv = files[0].lower().endswith(".csv")
-            reader = "read_csv" if csv else "read_parquet"
-            self.run(
-                f"CREATE OR REPLACE VIEW {name} AS "
-                f"SELECT * FROM {reader}([{listed}], union_by_name=true, "
-                "hive_partitioning=false)",
-                owner,
-            )
+            listed = self.view(name, files, owner)
             sql = f"SELECT DISTINCT name FROM parquet_schema([{listed}])"
-            names = None if csv else [row[0] for row in self.rows(sql, owner)]
+            is_csv = files[0].lower().endswith(".csv")
+            names = None if is_csv else [row[0] for row in self.rows(sql, owner)]
         else:
             try:
-                self._connection.register(f"{name}_given", source)
+                self.connection.register(f"{name}_given", source)
             except self._error:
                 raise ArgumentError(
                     f"{owner}: {type(source).__name__} is no table. Expected a path, or an "
@@ -113,10 +109,23 @@ class DuckDBSql:
             raise ArgumentError(f"{owner}: {_CASE}")
         return given
 
+    def view(self, name: str, files: Sequence[str], owner: str) -> str:
+        """Make a view of files of one kind; returns them as SQL."""
+        if not is_remote(files[0]):  # a bracket in a file's name is no pattern
+            files = [re.sub(r"[\[*?]", r"[\g<0>]", file) for file in files]
+        listed = ", ".join(self.literal(file) for file in files)
+        reader = "read_csv" if files[0].lower().endswith(".csv") else "read_parquet"
+        # A folder called month=01 must not override the column month of its files.
+        options = "union_by_name = true, hive_partitioning = false"
+        self.run(
+            f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {reader}([{listed}], {options})", owner
+        )
+        return listed
+
     def run(self, sql: str, owner: str) -> Any:
         """Run a statement; an error names ``owner``."""
         try:
-            return self._connection.execute(sql)
+            return self.connection.execute(sql)
         except self._error as error:
             raise RondeError(f"{owner}: DuckDB: {str(error).splitlines()[0]}") from None
 

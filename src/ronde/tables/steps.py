@@ -107,9 +107,12 @@ def expected_of(step: str) -> str:
 
 
 def near(word: Any, known: Iterable[str], otherwise: str = "") -> str:
-    """``; did you mean 'x'?``, or what else there is to say."""
-    close = difflib.get_close_matches(str(word), list(known), 1)
-    return f"; did you mean {close[0]!r}?" if close else otherwise
+    """``; did you mean 'x'?``, or what else there is to say: by default, what is known."""
+    known = list(known)
+    close = difflib.get_close_matches(str(word), known, 1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return otherwise or f"; there are {', '.join(known)}."
 
 
 def read_as(do: Mapping[str, Any]) -> str:
