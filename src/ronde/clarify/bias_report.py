@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ronde.clarify.counts import BiasTable, FacetValue, GroupVersusRest
@@ -36,18 +36,19 @@ def bias_report(
         legend = "Lines are 95 % intervals. Above: labels; below: predictions"
         charts.append((f"Positive by {facet}", legend, shares))
     for i, c in enumerate(comparisons):
-        drawn = _differences(f"metrics{i}", f"{c.name} against the rest", c)
-        charts.append(
-            (
-                f"{c.name} against the rest",
-                "0 is equal treatment; lines are 95 % "
-                "intervals. To the right, the group fares worse",
-                drawn,
-            )
+        title = f"{c.name} against the rest"
+        drawn = _intervals(
+            f"metrics{i}", title, {n: m for n, m in c.measures.items() if n in _DRAWN}
         )
+        legend = (
+            "0 is equal treatment; lines are 95 % intervals. To the right, the group fares worse"
+        )
+        charts.append((title, legend, drawn))
         if c.conditional and counts.predicted:
-            inside = _conditional(f"groups{i}", c)
-            charts.append((f"{c.name}, by group", "DPPL within each group", inside))
+            title = f"{c.name}, by group"
+            within = {group: measures["DPPL"] for group, measures in c.conditional.items()}
+            inside = _intervals(f"groups{i}", title, within)
+            charts.append((title, "DPPL within each group", inside))
     headline = (
         attention[0]
         if attention
@@ -87,40 +88,21 @@ def _shares(name: str, facet: str, groups: Sequence[FacetValue], predicted: bool
     return html.draw(name, 1.2 + 0.55 * len(groups), f"Positive by {facet}", plot)
 
 
-def _differences(name: str, title: str, comparison: GroupVersusRest) -> Any:
-    found = [m for n in _DRAWN if (m := comparison.measures.get(n)) and m.value is not None]
+def _intervals(name: str, title: str, measures: Mapping[str, Measure]) -> Any:
+    """A line with its interval for each measure that has a value."""
+    drawn = [(label, m) for label, m in measures.items() if m.value is not None]
 
     def plot(axes: Any) -> str:
-        for i, m in enumerate(reversed(found)):
+        for i, (_, m) in enumerate(reversed(drawn)):
             axes.plot([m.low, m.high], [i, i], color=html.REAL, linewidth=1.6)
             axes.plot([m.value], [i], "o", color=html.REAL, markersize=6)
         axes.axvline(0, color=html.FAINT, linewidth=1.0)
-        axes.set_yticks(range(len(found)), [m.name for m in reversed(found)])
-        axes.set_ylim(-0.6, len(found) - 0.4)
+        axes.set_yticks(range(len(drawn)), [label for label, _ in reversed(drawn)])
+        axes.set_ylim(-0.6, len(drawn) - 0.4)
         axes.grid(axis="x")
-        return "; ".join(str(m.name) + " " + str(m) for m in found)
+        return "; ".join(f"{label} {m}" for label, m in drawn)
 
-    return html.draw(name, 1.0 + 0.32 * len(found), title, plot)
-
-
-def _conditional(name: str, comparison: GroupVersusRest) -> Any:
-    found = [
-        (group, m)
-        for group, measures in comparison.conditional.items()
-        if (m := measures["DPPL"]).value is not None
-    ]
-
-    def plot(axes: Any) -> str:
-        for i, (_, m) in enumerate(reversed(found)):
-            axes.plot([m.low, m.high], [i, i], color=html.REAL, linewidth=1.6)
-            axes.plot([m.value], [i], "o", color=html.REAL, markersize=6)
-        axes.axvline(0, color=html.FAINT, linewidth=1.0)
-        axes.set_yticks(range(len(found)), [group for group, _ in reversed(found)])
-        axes.set_ylim(-0.6, len(found) - 0.4)
-        axes.grid(axis="x")
-        return "; ".join(f"{group} {m}" for group, m in found)
-
-    return html.draw(name, 1.0 + 0.32 * len(found), f"{comparison.name}, by group", plot)
+    return html.draw(name, 1.0 + 0.32 * len(drawn), title, plot)
 
 
 def _metrics(comparison: GroupVersusRest) -> html.Section:

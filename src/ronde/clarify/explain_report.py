@@ -30,13 +30,12 @@ def explain_report(
     mean = np.abs(each).mean(axis=0)
     best = names[int(mean.argmax())]
     image = values["kind"] == "patch"
-    charts = [
-        ("What matters", f"Mean |value| over {len(each)} rows", _over_all(mean, names, image))
-    ]
+    over_all = _bars("all", "What matters", mean, names, image)
+    charts = [("What matters", f"Mean |value| over {len(each)} rows", over_all)]
     for i in range(min(_ROWS, len(each))):
         output, base = values["output"][i], values["base"][i]
         legend = f"From the base {base:.3g} to the output {output:.3g}"
-        charts.append((f"Row {i}", legend, _row(f"row{i}", each[i], names, image)))
+        charts.append((f"Row {i}", legend, _bars(f"row{i}", f"Row {i}", each[i], names, image)))
     numbers = [
         ("sum check", f"{values['gap']:.1e}", "largest |base + sum - output|"),
         ("rows", str(len(each)), method),
@@ -58,20 +57,10 @@ def _grid(axes: Any, values: np.ndarray[Any, Any]) -> str:
     return f"the largest of {len(values)} patches is {most:.3g}"
 
 
-def _over_all(mean: np.ndarray[Any, Any], names: list[str], image: bool) -> Any:
-    order = np.argsort(-mean, kind="stable")[:_BARS][::-1]
-
-    def plot(axes: Any) -> str:
-        if image:
-            return _grid(axes, mean)
-        axes.barh(range(len(order)), mean[order], color=html.REAL, height=0.6)
-        axes.set_yticks(range(len(order)), [names[i] for i in order])
-        return "; ".join(f"{names[i]} {mean[i]:.3g}" for i in order[::-1])
-
-    return html.draw("all", 3.2 if image else 1.0 + 0.26 * len(order), "What matters", plot)
-
-
-def _row(name: str, values: np.ndarray[Any, Any], names: list[str], image: bool) -> Any:
+def _bars(
+    name: str, title: str, values: np.ndarray[Any, Any], names: list[str], image: bool
+) -> Any:
+    """The largest values as bars, below zero in another color; of an image, all as a grid."""
     order = np.argsort(-np.abs(values), kind="stable")[:_BARS][::-1]
 
     def plot(axes: Any) -> str:
@@ -83,4 +72,4 @@ def _row(name: str, values: np.ndarray[Any, Any], names: list[str], image: bool)
         axes.set_yticks(range(len(order)), [names[i] for i in order])
         return "; ".join(f"{names[i]} {values[i]:+.3g}" for i in order[::-1])
 
-    return html.draw(name, 3.2 if image else 1.0 + 0.26 * len(order), name, plot)
+    return html.draw(name, 3.2 if image else 1.0 + 0.26 * len(order), title, plot)
