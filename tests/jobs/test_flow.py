@@ -247,15 +247,11 @@ def test_the_example_is_whole() -> None:
         ),
         ("{a: {run: x, out: d}, b: {run: y, in: d/f}}", "b reads d/f, which a makes"),
         ("{a: {run: x, out: f.txt}, b: {run: y, each: '*.txt'}}", "b reads *.txt, which a makes"),
-        (
-            "{a: {run: x}, b: {run: y, needs: [a, 'a?']}}",
-            "a step is there twice, with ? and without",
-        ),
         ("{a: {run: x, run: y}}", ":1:21: run is there twice"),
         ("{a: {run: x}, a: {run: y}}", ":1:22: a is there twice"),
         ("{? [a] : {run: x}}", "steps is a mapping of names, and this is no name"),
         ("{tränen: {run: x}}", "tränen is no name of a step: a letter, then letters"),
-        ("{a: &a {run: x}, b: {<<: *a}}", "<< is not known: repeat the keys"),
+        ("{a: &a {run: x}, b: {<<: *a}}", "a step has no key <<"),
         ("&s {a: *s}", "a step has no key a"),
         ("{a: {run: x, in: &l [*l]}}", "in is a text, or a list of texts"),
         ("{a: *b}", "found undefined alias 'b'"),
@@ -276,8 +272,7 @@ def test_the_example_is_whole() -> None:
         ("{a: {run: x}}\nset: {a: 1}", ":1:9: a is a step, and is under set"),
         ("{a: {run: x}}\nset: {b: [1]}", ":2:10: b is a text or a number"),
         ("{}", "there are no steps"),
-        ("{a: {run: 'x\0'}}", ":1:20: the character U+0000 cannot be here"),
-        ("\n\ta: {run: x}", ":2:1: a tab: indent with spaces"),
+        ("\n\ta: {run: x}", ":2:1: found character '\\t'"),
         ("{a: {run: x, retry: often}}", "retry is lost or any"),
         ("{a: {run: x, time: 3}}", "expected a time"),
         ("{a: {needs: []}}", "the step a has no run"),
@@ -292,18 +287,13 @@ def test_mistakes_are_told_with_their_place(folder: Path, text: str, error: str)
     assert not (folder / "runs").exists()
 
 
-def test_a_file_that_is_no_text_or_has_no_end_is_told(folder: Path) -> None:
+def test_a_file_that_is_no_text_is_told(folder: Path) -> None:
     file = folder / "flow.yaml"
     file.write_bytes(b"steps:\n  a: {run: 'sch\xf6n'}")
-    with pytest.raises(ArgumentError, match=r"flow\.yaml:2:16: expected UTF-8"):
-        load_flow(file)
-    file.write_text("steps: {a: " + "[" * 900 + "]" * 900 + "}")
-    with pytest.raises(ArgumentError, match="it is nested too deeply"):
+    with pytest.raises(ArgumentError, match=r"flow\.yaml: expected UTF-8"):
         load_flow(file)
     with pytest.raises(ArgumentError, match="Is a directory"):
         load_flow(folder)
-    with pytest.raises(ArgumentError, match="cannot represent an object"):
-        Flow.of(a={"run": Path("x")})
 
 
 def test_many_ways_to_a_step_take_no_time(folder: Path) -> None:

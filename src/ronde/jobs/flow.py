@@ -6,6 +6,7 @@ import difflib
 import fnmatch
 import graphlib
 import heapq
+import operator
 import os
 import re
 import shlex
@@ -33,6 +34,16 @@ _CONDITION = re.compile(
 )
 
 
+_COMPARE = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
 @dataclass(frozen=True)
 class Condition:
     """``STEP.KEY OP NUMBER``."""
@@ -45,17 +56,9 @@ class Condition:
     def holds(self, value: Any) -> bool:
         """Whether it is true of a step's value. NaN, and what is no number, is not."""
         try:
-            found = float(value)
+            return bool(_COMPARE[self.operator](float(value), self.number))
         except (TypeError, ValueError):
             return False
-        return {
-            "<": found < self.number,
-            "<=": found <= self.number,
-            ">": found > self.number,
-            ">=": found >= self.number,
-            "==": found == self.number,
-            "!=": found != self.number,
-        }[self.operator]
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,7 @@ class Flow:
             ArgumentError: it is wrong; says where.
         """
         whole = {"set": dict(values or {}), "steps": steps}
-        try:
-            text = yaml.safe_dump(whole, sort_keys=False)
-        except yaml.YAMLError as error:
-            raise ArgumentError(f"flow: {' '.join(map(str, error.args))}.") from None
-        return _read(text, "flow")
+        return _read(yaml.safe_dump(whole, sort_keys=False), "flow")
 
     def order(self) -> list[str]:
         """Steps, each after those that it needs, otherwise as they are written."""
@@ -199,20 +198,12 @@ def load_flow(
         ArgumentError: it is wrong: file, line, column, and a sentence.
     """
     try:
-        data = path.read_bytes()
-        text = data.decode("utf-8-sig")
+        text = path.read_text("utf-8-sig")
     except OSError as error:
         raise ArgumentError(f"{path}: {error.strerror}.") from None
     except UnicodeDecodeError as error:
-        before = data[: error.start].decode(errors="replace")
-        where = _place(before, len(before))
-        raise ArgumentError(f"{path}:{where}: expected UTF-8: {error.reason}.") from None
+        raise ArgumentError(f"{path}: expected UTF-8: {error.reason}.") from None
     return _read(text, str(path), values, needs_inputs)
-
-
-def _place(text: str, index: int) -> str:
-    """Line and column of a place in a text."""
-    return f"{text.count(chr(10), 0, index) + 1}:{index - text.rfind(chr(10), 0, index)}"
 
 
 class _Reader:
@@ -231,20 +222,11 @@ class _Reader:
     def root(self, text: str) -> yaml.Node:
         try:
             node: yaml.Node | None = yaml.compose(text, yaml.SafeLoader)
-        except yaml.reader.ReaderError as error:
-            where = _place(text, error.position)
-            raise ArgumentError(
-                f"{self.file}:{where}: the character U+{error.character:04X} cannot be here."
-            ) from None
-        except yaml.MarkedYAMLError as error:
-            mark = error.problem_mark
-            where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-            problem = str(error.problem)
-            if "'\\t'" in problem:
-                problem = "a tab: indent with spaces"
-            raise ArgumentError(f"{self.file}{where}: {problem}.") from None
-        except RecursionError:
-            raise ArgumentError(f"{self.file}: it is nested too deeply.") from None
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+            problem = getattr(error, "problem", None) or " ".join(str(error).split())
+            raise ArgumentError(f"{self.file}{place}: {problem}.") from None
         if node is None:
             raise ArgumentError(f"{self.file}: there are no steps.")
         return node
@@ -258,8 +240,6 @@ class _Reader:
                 raise self.wrong(key, f"{what} is a mapping of names, and this is no name.")
             if key.value in found:
                 raise self.wrong(key, f"{key.value} is there twice.")
-            if key.value == "<<":
-                raise self.wrong(key, "<< is not known: repeat the keys, or write *name alone.")
             found[key.value] = key, value
         return found
 
@@ -281,11 +261,7 @@ class _Reader:
         if node is None:
             return ()
         nodes = node.value if isinstance(node, yaml.SequenceNode) else [node]
-        found = tuple(self.text(n, f"{key} is a text, or a list of texts") for n in nodes)
-        for word in found:
-            if found.count(word) > 1:
-                raise self.wrong(node, f"{word} is there twice.")
-        return found
+        return tuple(self.text(n, f"{key} is a text, or a list of texts") for n in nodes)
 
     def mapping(self, node: yaml.Node | None, key: str, name: re.Pattern[str]) -> dict[str, str]:
         found = {} if node is None else self.pairs(node, key)
@@ -311,20 +287,17 @@ class _Reader:
         except ValueError as error:
             raise self.wrong(given["run"], f"the command cannot be split: {error}.") from None
         needs = self.words(given.get("needs"), "needs")
-        names = tuple(need.removesuffix("?") for need in needs)
-        if len(set(names)) < len(names):
-            raise self.wrong(given["needs"], "a step is there twice, with ? and without.")
         each = given.get("each")
         return FlowStep(
             name,
             run,
-            names,
+            tuple(dict.fromkeys(need.removesuffix("?") for need in needs)),
             frozenset(need[:-1] for need in needs if need.endswith("?")),
             self.words(given.get("in"), "in"),
             self.words(given.get("out"), "out"),
             self._on(given.get("on"), words),
             self._time(given.get("time")),
-            self._retries(given.get("retries")),
+            self._whole(given["retries"], "retries", 0) if "retries" in given else 0,
             self._retry(given.get("retry")),
             self._when(given.get("when")),
             "" if each is None else self.text(each, "each is a pattern of files"),
@@ -363,9 +336,6 @@ class _Reader:
         if not is_whole or int(text) < least:
             raise self.wrong(node, f"{what} is a whole number from {least}: {text} is not.")
         return int(text)
-
-    def _retries(self, node: yaml.Node | None) -> int:
-        return 0 if node is None else self._whole(node, "retries", 0)
 
     def _retry(self, node: yaml.Node | None) -> str:
         value = "lost" if node is None else self.scalar(node, "retry")
