@@ -11,7 +11,16 @@ from dataclasses import dataclass
 
 from ronde.world import ArgumentError
 
-__all__ = ["METHODS", "Bracket", "Results", "best_of", "brackets_of", "promoted", "rungs_between"]
+__all__ = [
+    "METHODS",
+    "Bracket",
+    "Results",
+    "best_of",
+    "brackets_of",
+    "is_open",
+    "promoted",
+    "rungs_between",
+]
 
 METHODS = ("random", "grid", "bayes", "halving", "hyperband", "asha")
 """``bayes+halving`` and ``bayes+hyperband`` are two together."""
@@ -38,14 +47,15 @@ class Bracket:
         """
         alive = list(self.trials)
         for rung in range(len(self.rungs)):
-            if any(_is_open(results, trial, rung) for trial in alive):
+            if any(is_open(results, trial, rung) for trial in alive):
                 return alive, rung
             if rung + 1 < len(self.rungs):
                 alive = best_of(results, alive, rung, maximize)[: max(int(len(alive) / eta), 1)]
         return alive, len(self.rungs)
 
 
-def _is_open(results: Results, trial: int, rung: int) -> bool:
+def is_open(results: Results, trial: int, rung: int) -> bool:
+    """Whether a trial has not reached a rung yet, and has not failed."""
     reached = results.get(trial, ())
     return len(reached) <= rung and None not in reached
 

@@ -25,6 +25,7 @@ from ronde.jobs.halving import (
     Results,
     best_of,
     brackets_of,
+    is_open,
     promoted,
     rungs_between,
 )
@@ -394,39 +395,31 @@ class Tuner:
             if not self._ask_bracket(bracket):
                 break
             known = Bracket(tuple(t for t in bracket.trials if t < self._asked), bracket.rungs)
-            shift = len(self._rungs) - len(bracket.rungs)
-            alive, rung = known.alive(self._shifted(shift), plan.eta, self._goal.maximize)
+            alive, rung = self._alive(known)
             if plan.keep == "best":
                 for trial in set(known.trials) - set(alive):
                     shutil.rmtree(self._run_dir(trial).checkpoints, ignore_errors=True)
             if rung == len(bracket.rungs):
                 continue
-            results = self._results
-            place = rung + shift
-            found += [
-                (t, place)
-                for t in alive
-                if len(results.get(t, ())) <= place and None not in results.get(t, ())
-            ]
+            place = rung + len(self._rungs) - len(bracket.rungs)
+            found += [(t, place) for t in alive if is_open(self._results, t, place)]
         return found
 
-    def _shifted(self, shift: int) -> Results:
-        """Results by the rungs of a bracket that leaves the first ones out."""
-        return {
+    def _alive(self, bracket: Bracket) -> tuple[list[int], int]:
+        """:meth:`Bracket.alive`; a bracket may leave the first rungs out."""
+        shift = len(self._rungs) - len(bracket.rungs)
+        results = {
             number: results[shift:] if None not in results[:shift] else (None,)
             for number, results in self._results.items()
             if len(results) > shift or None in results
         }
+        return bracket.alive(results, self.plan.eta, self._goal.maximize)
 
     def _wanted_asha(self) -> list[tuple[int, int]]:
         (bracket,) = self._brackets()
         decided = [(e["trial"], e["rung"]) for e in self._lines if "rung" in e]
         results = self._results
-        open_ones = [
-            (t, r)
-            for t, r in decided
-            if len(results.get(t, ())) <= r and None not in results.get(t, ())
-        ]
+        open_ones = [(t, r) for t, r in decided if is_open(results, t, r)]
         slots = len(self._devices) // self._workers + len(self._running)
         while len(open_ones) < slots:
             running = dict(open_ones)
@@ -460,20 +453,12 @@ class Tuner:
         """Whether all trials before one have ended: their results decide about it, in whatever
         order they came.
         """
-        wanted = {t for t in range(before) if t in self._running}
-        results = self._results
-        if wanted:
+        if any(t in self._running for t in range(before)):
             return False
         if self.plan.method == "bayes":
-            return all(len(results.get(t, ())) >= 1 for t in range(before))
+            return all(self._results.get(t) for t in range(before))
         earlier = [b for b in self._brackets() if b.trials[-1] < before]
-        return all(
-            b.alive(
-                self._shifted(len(self._rungs) - len(b.rungs)), self.plan.eta, self._goal.maximize
-            )[1]
-            == len(b.rungs)
-            for b in earlier
-        )
+        return all(self._alive(b)[1] == len(b.rungs) for b in earlier)
 
     def _ask(self, last: int) -> None:
         """Ask for values of trials, up to one."""
