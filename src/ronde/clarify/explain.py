@@ -13,11 +13,9 @@ from torch.utils._pytree import tree_flatten
 
 from ronde.clarify.shapley import Explained, shapley_values
 from ronde.measure.model_call import ModelCall, read_call, saved_model
-from ronde.measure.study import report_progress, study_target, write_study
+from ronde.measure.study import answer_at_distribute, report_progress
 from ronde.parallel import Work
-from ronde.plan import Plan
-from ronde.run import hooks
-from ronde.world import ArgumentError, RondeError, World
+from ronde.world import ArgumentError
 from ronde.world.paths import need
 
 __all__ = ["by_text", "explain_trees", "install_explainer", "integrated_gradients"]
@@ -32,28 +30,7 @@ Array = np.ndarray[Any, Any]
 
 def install_explainer() -> None:
     """Observe this process, because of ``RONDE_STUDY=explain``."""
-    hooks.observer = Explainer(*study_target())
-
-
-class Explainer(hooks.Observer):
-    """Explains at ``distribute``, and ends the process.
-
-    Args:
-        options: ``checkpoint``, ``data``, ``method``, ``rows``, ``output``, ``budget``.
-        file: for the result, as JSON.
-    """
-
-    def __init__(self, options: dict[str, Any], file: Path) -> None:
-        self.options, self.file = options, file
-
-    def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
-        """See :class:`Observer`."""
-        try:
-            values = explain_rows(work, calls, self.options)
-        except RondeError as error:
-            values = {"refused": str(error)}
-        write_study(self.file, values)
-        raise SystemExit(0)
+    answer_at_distribute(explain_rows)
 
 
 def _score(model: nn.Module, output: int | None) -> Callable[[ModelCall], torch.Tensor]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ronde.data import Order
 from ronde.watch import MARK
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError
 from ronde.world.whole_file import write_whole
 
 
@@ -17,6 +18,28 @@ def study_target() -> tuple[dict[str, Any], Path]:
     """The study's options, and the file for its result."""
     options = json.loads(os.environ.get("RONDE_STUDY_OPTIONS", "{}"))
     return options, Path(os.environ["RONDE_STUDY_FILE"])
+
+
+def answer_at_distribute(study: Callable[[Any, Any, dict[str, Any]], dict[str, Any]]) -> None:
+    """Have this process answer at ``distribute``, and end there.
+
+    Args:
+        study: (work, calls, the study's options) -> values of JSON. What it refuses is an answer.
+    """
+    from ronde.run import hooks
+
+    options, file = study_target()
+
+    class Answering(hooks.Observer):
+        def on_plan(self, plan: Any, work: Any, calls: Any, me: Any) -> Any:
+            try:
+                values = study(work, calls, options)
+            except RondeError as error:
+                values = {"refused": str(error), "argument": isinstance(error, ArgumentError)}
+            write_study(file, values)
+            raise SystemExit(0)
+
+    hooks.observer = Answering()
 
 
 def refuse_batches(order: Order) -> None:
@@ -50,8 +73,6 @@ def load_study(file: Path, purpose: str) -> dict[str, Any]:
     Raises:
         RondeError: the script ended without calling ``distribute``.
     """
-    from ronde.world import RondeError
-
     try:
         values: dict[str, Any] = json.loads(file.read_text())
     except OSError:

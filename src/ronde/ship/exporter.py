@@ -5,7 +5,7 @@ exports the model, and compares the export with it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +14,13 @@ import torch
 
 from ronde import checkpoint
 from ronde.measure.model_call import ModelCall, read_call, saved_model
-from ronde.measure.study import report_progress, study_target, write_study
+from ronde.measure.study import answer_at_distribute, report_progress
 from ronde.parallel import Work
-from ronde.plan import Plan
-from ronde.run import hooks
 from ronde.ship.bundle import ShipError, write_bundle
 from ronde.ship.export import export_onnx, export_program
 from ronde.ship.floor import Floor, check_export, model_outputs
 from ronde.ship.quantize import judge_int8, quantize
 from ronde.ship.runtime import EXPECTED, INT8, MODEL, RECIPE, open_session
-from ronde.world import ArgumentError, RondeError, World
 
 __all__ = ["install_exporter"]
 
@@ -31,35 +28,15 @@ _STORED_SAMPLES = 32
 
 
 def install_exporter() -> None:
-    """Observe this process, because of ``RONDE_STUDY=ship``."""
-    hooks.observer = Exporter(*study_target())
+    """Observe this process, because of ``RONDE_STUDY=ship``.
 
-
-class Exporter(hooks.Observer):
-    """Exports at ``distribute``, and ends the process.
-
-    Args:
-        options: ``checkpoint``, ``to``, ``out``, ``check``, ``int8``, ``max_drop``, ``sign``,
-            ``serial``, ``facts``.
-        file: for the result, as JSON.
+    The options are ``checkpoint``, ``to``, ``out``, ``check``, ``int8``, ``max_drop``, ``sign``,
+    ``serial``, and ``facts``.
     """
-
-    def __init__(self, options: dict[str, Any], file: Path) -> None:
-        self.options, self.file = options, file
-
-    def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
-        """See :class:`Observer`."""
-        try:
-            values = ship(work, calls, self.options, report_progress)
-        except RondeError as error:
-            values = {"refused": str(error), "argument": isinstance(error, ArgumentError)}
-        write_study(self.file, values)
-        raise SystemExit(0)
+    answer_at_distribute(ship)
 
 
-def ship(
-    work: Work, calls: Any, options: Mapping[str, Any], tell: Callable[[str], None]
-) -> dict[str, Any]:
+def ship(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Export, check, and write the bundle.
 
     Raises:
@@ -87,9 +64,9 @@ def ship(
     def fill(folder: Path) -> None:
         to = options["to"]
         if to == "onnx":
-            tell("exporting to ONNX")
+            report_progress("exporting to ONNX")
             export_onnx(model, call, folder / MODEL)
-            tell("comparing the export with the model")
+            report_progress("comparing the export with the model")
             floors = check_export(model, folder / MODEL, call)
             about["floor"] = [f.__dict__ for f in floors]
             about["limits"] = [f.limit for f in floors]
