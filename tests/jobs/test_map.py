@@ -14,9 +14,8 @@ import ronde
 import zygote
 from ronde.cli.app import app
 from ronde.jobs.items import find_items
-from ronde.jobs.join import join_outputs
 from ronde.jobs.ledger import JobLedger
-from ronde.jobs.map_plan import chunk_key, without_output
+from ronde.jobs.map_plan import chunk_key, join_outputs, without_output
 from ronde.world import ArgumentError, RondeError
 
 SCRIPT = """

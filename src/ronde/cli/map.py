@@ -128,9 +128,15 @@ def register(app: typer.Typer) -> None:
 
 
 def _map(options: Options) -> None:
-    from ronde.jobs.join import FAILED, join_outputs, result_of, write_failed
     from ronde.jobs.ledger import JobLedger
-    from ronde.jobs.map_plan import load_map, without_output
+    from ronde.jobs.map_plan import (
+        FAILED,
+        join_outputs,
+        load_map,
+        result_of,
+        without_output,
+        write_failed,
+    )
     from ronde.jobs.map_worker import STOPPED
     from ronde.launch import container
     from ronde.launch.container import tell_service
@@ -282,8 +288,7 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
 @contextlib.contextmanager
 def _bar(options: Options, ledger: Any, began: float) -> Iterator[Any]:
     """A line of progress, on a terminal only."""
-    from ronde.jobs.join import result_of
-    from ronde.jobs.map_plan import load_map
+    from ronde.jobs.map_plan import load_map, result_of
 
     console = plain_console()
     if options.as_json or options.quiet or not console.is_terminal:

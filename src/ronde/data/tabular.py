@@ -19,8 +19,8 @@ from ronde.data.pipeline import Pipeline
 from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_values
 from ronde.tables import Recipe
 from ronde.tables.arrow import as_level, as_number, family
-from ronde.tables.levels import level_order
 from ronde.tables.reading import SUFFIXES
+from ronde.tables.steps import level_order
 from ronde.world import ArgumentError
 from ronde.world.paths import files_of, need
 

@@ -10,9 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from ronde.tables.arrow import as_kind
-from ronde.tables.levels import POINT_ZERO, whole_numbers
 from ronde.tables.logarithm import log1p
-from ronde.tables.steps import PERIODS, Steps, gives_number, read_as
+from ronde.tables.steps import (
+    PERIODS,
+    POINT_ZERO,
+    Steps,
+    gives_number,
+    read_as,
+    whole_numbers,
+)
 from ronde.world import ArgumentError
 
 Values = npt.NDArray[Any]

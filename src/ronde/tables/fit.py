@@ -15,9 +15,8 @@ import numpy as np
 
 from ronde.tables.engines import Query, QueryEngine, Row, Values
 from ronde.tables.exact import LIMBS, exact_sum, limbs, shift_of
-from ronde.tables.levels import level_order
 from ronde.tables.logarithm import log1p, log1p_stages
-from ronde.tables.steps import Steps, gives_number, read_as
+from ronde.tables.steps import Steps, gives_number, level_order, read_as
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:

@@ -1,11 +1,14 @@
-"""The steps of a recipe: what may be done to a column, and what comes out of it."""
+"""The steps of a recipe: what may be done to a column, what comes out of it, and the order of the
+levels that it may have.
+"""
 
 from __future__ import annotations
 
 import difflib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ronde.world import ArgumentError
@@ -20,6 +23,7 @@ KINDS = {
 }
 PERIODS = {"month": 12, "day": 31, "weekday": 7, "day_of_year": 366, "hour": 24, "minute": 60}
 PARTS = ("year", *PERIODS)
+POINT_ZERO = r"\.0+$"
 
 
 class PreparedColumn(NamedTuple):
@@ -209,3 +213,20 @@ def outputs_of(steps: Steps, fitted: Mapping[str, Any]) -> list[PreparedColumn]:
         if "missing_flag" in do:
             made.append(PreparedColumn(f"{name}_missing", name, 0, "byte"))
     return made
+
+
+def whole_numbers(levels: Sequence[str]) -> list[str] | None:
+    """Levels that are distinct whole numbers without ``.0``, else None."""
+    plain = [re.sub(POINT_ZERO, "", level.strip()) for level in levels]
+    if len(set(plain)) < len(plain) or not levels:
+        return None
+    return plain if all(re.fullmatch(r"-?(0|[1-9][0-9]*)", each) for each in plain) else None
+
+
+def level_order(level: str) -> tuple[int, float, str]:
+    """Sorts numbers by value, then texts by code point; NaN has no order, so it counts as text."""
+    try:
+        number = float(level)
+    except ValueError:
+        return (1, 0.0, level)
+    return (0, number, level) if math.isfinite(number) else (1, 0.0, level)
