@@ -13,7 +13,7 @@ SCRIPTS = {  # plain script, and with Ronde -> title
     ("tests/ports/imagenet/plain.py", "train.py"): "image classifier, best accuracy kept",
     ("tests/ports/horovod/plain.py", "train.py"): "Horovod's MNIST",
     ("examples/gpt/plain.py", "train.py"): "GPT",
-    ("examples/word_lm/plain.py", "train.py"): "language model with a hidden state",
+    ("tests/ports/word_lm/plain.py", "train.py"): "language model with a hidden state",
     ("examples/gan/dcgan_plain.py", "dcgan.py"): "DCGAN",
     ("examples/diffusion/plain.py", "train.py"): "diffusion with EMA",
     ("examples/reinforce/plain.py", "train.py"): "REINFORCE",

@@ -255,7 +255,10 @@ def of_examples() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
 
     return {
         "example gpt": lambda: (example("gpt/gpt.py", "GPT", 12, 32, 2, 4), (tokens(),)),
-        "example word_lm": lambda: (example("word_lm/word_lm.py", "WordLM", 90, 16), (tokens(),)),
+        "example word_lm": lambda: (
+            example("../tests/ports/word_lm/word_lm.py", "WordLM", 90, 16),
+            (tokens(),),
+        ),
         "example gan": lambda: (example("gan/gan.py", "generator"), (torch.randn(SAMPLES, 16),)),
         "example segment": lambda: (example("segment/unet.py", "UNet", 2, 8, 2), (images(),)),
         "example simclr": lambda: (

@@ -55,7 +55,7 @@ def _piped(text: str) -> dict[str, str]:
 
 CASES = {
     "word_lm": Port(
-        EXAMPLES / "word_lm",
+        PORTS / "word_lm",
         "--epochs 3 --words 800 --vocabulary 20 --columns 6 --bptt 17 --width 6 --dropout 0",
         3 * 7,
         (),

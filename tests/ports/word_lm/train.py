@@ -4,11 +4,11 @@ import argparse
 import math
 
 import torch
+import word_lm
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import ronde
-import word_lm
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=6)

@@ -4,9 +4,8 @@ import argparse
 import math
 
 import torch
-from torch import nn
-
 import word_lm
+from torch import nn
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=6)
