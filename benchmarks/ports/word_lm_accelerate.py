@@ -4,10 +4,9 @@ import argparse
 import math
 
 import torch
+import word_lm
 from accelerate import Accelerator
 from torch import nn
-
-import word_lm
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=6)
