@@ -54,18 +54,6 @@ def test_ronde_changes_few_lines(plain, train, most):
     assert len([line for line in changes if line[0] == "+"]) <= most, "\n".join(changes)
 
 
-def test_two_models_in_one_loop(tmp_path):
-    """As the plain script, on two workers."""
-    pytest.importorskip("sklearn")
-    done = ronde_run(
-        ["run", "-n", "2", "--name", "two", str(EXAMPLES / "gan" / "dcgan.py"), "--epochs", "1"],
-        tmp_path,
-        timeout=80,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {e.part for e in _events(tmp_path, "two", StepRecorded)} == {None, "generator"}
-
-
 def test_the_readme_shows_the_difference_as_it_is():
     plain, train = (
         (EXAMPLES / "gpt" / name).read_text().splitlines() for name in ("plain.py", "train.py")

@@ -19,6 +19,9 @@ def spark():
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
+    # compiling the long queries takes longer than these few rows
+    builder = builder.config("spark.sql.codegen.wholeStage", "false")
+    builder = builder.config("spark.sql.codegen.factoryMode", "NO_CODEGEN")
     session = builder.config("spark.sql.shuffle.partitions", "3").getOrCreate()
     yield session
     session.stop()
