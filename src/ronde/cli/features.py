@@ -30,7 +30,7 @@ Examples:
 ronde features join features.yaml labels.parquet --at label_time --out train.parquet
 ronde features publish features.yaml --to online.db
 ronde features get online.db clicks --user 17
-ronde features check features.yaml online.db     online = offline, on 1,000 entities a table
+ronde features check features.yaml online.db     online = offline, entity by entity
 ```
 """
 
@@ -163,7 +163,6 @@ def _text(value: Any) -> str:
 def _check(
     features: Spec,
     online: Annotated[Path, typer.Argument(metavar="ONLINE.db", show_default=False)],
-    sample: Annotated[int, option("--sample", "How many entities of each table.", min=1)] = 1000,
     engine: Engine = "duckdb",
     master: Master = "",
     memory: Memory = "",
@@ -171,7 +170,7 @@ def _check(
     """Compare what a reader gets with the offline join as of the publication."""
     from ronde.tables.feature_store import FeatureStore
 
-    done = FeatureStore(features).check(online, sample, engine, master, memory)
+    done = FeatureStore(features).check(online, engine, master, memory)
     console = plain_console()
     for table, entity, feature, got, expected in done.differences:
         which = " ".join(f"{name}={value}" for name, value in entity.items())

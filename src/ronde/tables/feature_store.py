@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.tables.features import FeatureTable, read_feature_tables
-from ronde.tables.online import Online, OnlineTable, publish_tables, shaped
+from ronde.tables.online import Online, OnlineTable, publish_tables
 from ronde.tables.point_in_time import EventSource, Joined, PointInTime, micros_of
 from ronde.tables.sql_engines import ZONED, open_engine
 from ronde.world import ArgumentError
@@ -106,23 +106,17 @@ class FeatureStore:
             opened.close()
 
     def check(
-        self,
-        online: str | Path,
-        sample: int = 1000,
-        engine: str = "duckdb",
-        master: str = "",
-        memory: str = "",
+        self, online: str | Path, engine: str = "duckdb", master: str = "", memory: str = ""
     ) -> Checked:
-        """Compare what a reader gets with the offline join as of the publication.
-
-        Args:
-            sample: how many entities of each table: half of them published ones, half of the files.
+        """Compare what a reader gets of every entity with the offline join as of the publication:
+        the features are published once more, and the two publications compared.
         """
         store, done = Online(online), Checked()
         published = store.tables()
         opened = open_engine(engine, master, memory)
         try:
             joins = PointInTime(self.tables, opened)
+            tables = []
             for source in joins.sources:
                 about = published.get(source.spec.name)
                 if about is None or about != _about(joins, source, about.as_of):
@@ -130,7 +124,12 @@ class FeatureStore:
                         f"{online}: table '{source.spec.name}' was published from another "
                         f"{self.path.name}. Publish again."
                     )
-                _compare(store, joins, source, about, sample, done)
+                tables.append((about, _rows(joins, source, about.as_of)))
+            with tempfile.TemporaryDirectory(prefix="ronde-check-") as folder:
+                again = Path(folder, "again.db")
+                done.entities = sum(publish_tables(again, tables).values())
+                for about, _ in tables:
+                    _compare(store, Online(again), about, done)
         finally:
             opened.close()
         return done
@@ -174,11 +173,9 @@ def _about(joins: PointInTime, source: EventSource, now: int) -> OnlineTable:
     )
 
 
-def _rows(
-    joins: PointInTime, source: EventSource, now: int, only: str = ""
-) -> Iterator[tuple[Any, ...]]:
+def _rows(joins: PointInTime, source: EventSource, now: int) -> Iterator[tuple[Any, ...]]:
     """One row an entity, in the order of OnlineTable.columns."""
-    joins.entities_as_labels(source, now, only)
+    joins.entities_as_labels(source, now)
     engine, spec = joins.engine, source.spec
     engine.keep("ronde_published", joins.features(source, aged=False), f"table '{spec.name}'")
     if not spec.windows:
@@ -205,42 +202,10 @@ def _rows(
     yield from engine.stream(sql, f"table '{spec.name}'")
 
 
-def _compare(
-    store: Online,
-    joins: PointInTime,
-    source: EventSource,
-    about: OnlineTable,
-    sample: int,
-    done: Checked,
-) -> None:
-    keys = len(about.entity)
-    hashed = joins.engine.hash([joins.engine.quote(name) for name in about.entity])
-    offline: dict[tuple[Any, ...], tuple[Any, ...] | None] = {
-        row[:keys]: row[keys:]
-        for row in _rows(joins, source, about.as_of, f"ORDER BY {hashed} LIMIT {sample // 2}")
-    }
-    chosen = _choose(store, about, sample - len(offline), set(offline))
-    if chosen:
-        offline |= dict.fromkeys(chosen)
-        for row in _rows(joins, source, about.as_of, joins.only(source, chosen)):
-            offline[row[:keys]] = row[keys:]
-    for key, values in offline.items():
-        entity = dict(zip(about.entity, key, strict=True))
-        expected = shaped(about, values, about.as_of)
-        got = store.read(about.name, entity, about.as_of)
+def _compare(store: Online, offline: Online, about: OnlineTable, done: Checked) -> None:
+    for entity in store.differing(offline, about.name):
+        got, expected = (s.read(about.name, entity, about.as_of) for s in (store, offline))
         wrong = [name for name in expected if got[name] != expected[name]]
-        done.entities += 1
         done.different += bool(wrong)
         for name in islice(wrong, max(20 - len(done.differences), 0)):
             done.differences.append((about.name, entity, name, got[name], expected[name]))
-
-
-def _choose(store: Online, about: OnlineTable, count: int, without: set[Any]) -> list[Any]:
-    """Published entities, drawn with a fixed seed, in one pass."""
-    draw, chosen = random.Random(0), []
-    for n, key in enumerate(key for key in store.entities(about.name) if key not in without):
-        if n < count:
-            chosen.append(key)
-        elif (place := draw.randrange(n + 1)) < count:
-            chosen[place] = key
-    return chosen

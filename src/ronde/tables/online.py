@@ -205,6 +205,23 @@ class Online:
         keys = ", ".join(map(_quoted, opened.tables[table].entity))
         return iter(opened.db.execute(f"SELECT {keys} FROM {_quoted(table)}"))
 
+    def differing(self, other: Online, table: str) -> Iterator[dict[str, Any]]:
+        """The entities whose rows in a table are others in another publication."""
+        opened = self._now()
+        entity = opened.tables[table].entity
+        keys, name = ", ".join(map(_quoted, entity)), _quoted(table)
+        opened.db.execute("ATTACH ? AS other", (f"{other.path.absolute().as_uri()}?mode=ro",))
+        try:
+            rows = opened.db.execute(
+                " UNION ".join(
+                    f"SELECT {keys} FROM (SELECT * FROM {a}.{name} EXCEPT SELECT * FROM {b}.{name})"
+                    for a, b in (("main", "other"), ("other", "main"))
+                )
+            ).fetchall()
+        finally:
+            opened.db.execute("DETACH other")
+        return (dict(zip(entity, row, strict=True)) for row in rows)
+
     def get(self, table: str, /, **entity: Any) -> dict[str, Any]:
         """The features of one entity.
 

@@ -201,14 +201,14 @@ class PointInTime:
         )
         return list(given)
 
-    def entities_as_labels(self, source: EventSource, now: int, only: str = "") -> None:
+    def entities_as_labels(self, source: EventSource, now: int) -> None:
         """Take each entity of a table as a label at the microsecond ``now``."""
         names = ", ".join(map(self.engine.quote, source.spec.entity))
         needed = " AND ".join(f"{self.engine.quote(e)} IS NOT NULL" for e in source.spec.entity)
         self.engine.keep(
             _LABELS,
             f"SELECT {self.engine.numbered} AS ronde_id, CAST({now} AS BIGINT) AS ronde_t, {names} "
-            f"FROM (SELECT DISTINCT {names} FROM {source.view} WHERE {needed}) AS e {only}",
+            f"FROM (SELECT DISTINCT {names} FROM {source.view} WHERE {needed}) AS e",
             f"table '{source.spec.name}'",
         )
 
@@ -263,18 +263,6 @@ class PointInTime:
                 "different values: which one wins is undefined. Add order_by: with a column that "
                 "decides."
             )
-
-    def only(self, source: EventSource, entities: Sequence[tuple[Any, ...]]) -> str:
-        """A clause for :meth:`entities_as_labels`: these entities only."""
-        names = [self.engine.quote(name) for name in source.spec.entity]
-        each = (
-            " AND ".join(
-                f"{name} = {self.engine.literal(v) if isinstance(v, str) else v}"
-                for name, v in zip(names, entity, strict=True)
-            )
-            for entity in entities
-        )
-        return f"WHERE ({') OR ('.join(each)})"
 
     def features(self, source: EventSource, aged: bool = True) -> str:
         """A query: ronde_id and the features f_0, f_1 … of each label.
