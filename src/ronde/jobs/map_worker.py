@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -33,20 +34,9 @@ STOPPED = "stopped"
 
 _BEAT, _IDLE = 1.0, 0.2
 _TAIL = 4000  # last characters of what a process wrote, which tell why an item failed
-_LAUNCHERS = (
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK"),
-    *("SM_HOSTS", "SM_CURRENT_HOST"),
-)
-_FAMILIES = (
-    "RONDE_",
-    "SM_HOSTS",
-    "SM_CURRENT_HOST",
-    "MASTER_",
-    "SLURM_",
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "TORCHELASTIC_",
+_OF_LAUNCHERS = re.compile(  # SM_CHANNEL_… and the like are the script's
+    r"(RONDE_|MASTER_|SLURM_|OMPI_|PMIX?_|TORCHELASTIC_|SM_HOSTS|SM_CURRENT_HOST)|"
+    r"((LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|GROUP_RANK)$"
 )
 
 
@@ -296,11 +286,7 @@ def _filled(word: str, values: dict[str, str]) -> str:
 
 def _without_launcher() -> dict[str, str]:
     """The environment of a process that is alone: it shares nothing with the other workers."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _LAUNCHERS and not name.startswith(_FAMILIES)
-    }
+    kept = {k: v for k, v in os.environ.items() if not _OF_LAUNCHERS.match(k)}
     visible = kept.get("CUDA_VISIBLE_DEVICES")
     place = int(os.environ.get("LOCAL_RANK", 0))
     if visible or Path("/dev/nvidia0").exists():

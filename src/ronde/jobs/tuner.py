@@ -554,7 +554,7 @@ class Tuner:
         longest = max((p.samples for p in self._progress.values()), default=0)
         most = self._rungs[-1] if self._rungs and self._rungs[-1] < _WHOLE else longest
         samples = sum(p.samples for p in self._progress.values())
-        log = log_names(self._space, [t["values"] for t in trials])
+        log = [] if self._grid else log_names(self._space)
         return Tuned(best, trials, self._rungs, samples, most * self._count, why, log)
 
 
