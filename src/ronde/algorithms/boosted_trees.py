@@ -315,11 +315,11 @@ class _Training:
         if self._validate is None:
             return {}
         margins = gather_arrays(self._me, booster.validation_margins())
-        found = {}
+        own = {}
         if self._me.is_main:
-            found = {
+            own = {
                 name: call(margins, self._labels, self._weights)
                 for name, call in self._objective.metrics.items()
             }
-        metrics: dict[str, float] = broadcast_json(self._me, found)
+        metrics: dict[str, float] = broadcast_json(self._me, own)
         return metrics

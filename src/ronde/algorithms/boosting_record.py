@@ -80,13 +80,13 @@ class BoostingRecord:
     def resume(self) -> tuple[int, bytes | None, dict[str, Any]]:
         """Rounds done, model, and state of the newest checkpoint. A collective."""
         answer: dict[str, Any] = {}
-        found = None
+        newest = None
         if self._me.is_main and self._resumes and self.directory:
-            found, refused = checkpoint.find_valid(self.directory.checkpoints)
+            newest, refused = checkpoint.find_valid(self.directory.checkpoints)
             for text in refused:
                 self._watcher.warn(text)
-            if found:
-                answer = {"state": found.state, "name": found.path.name}
+            if newest:
+                answer = {"state": newest.state, "name": newest.path.name}
             elif refused:
                 answer = {"error": f"nothing to resume: no checkpoint is whole. {refused[0]}"}
         answer = broadcast_json(self._me, answer)
@@ -113,11 +113,11 @@ class BoostingRecord:
                     f"and now it is {value}. Resume with the same arguments and data."
                 )
         size = broadcast_json(
-            self._me, found.load("booster.safetensors")["booster"].numel() if found else None
+            self._me, newest.load("booster.safetensors")["booster"].numel() if newest else None
         )
         content = torch.empty(size, dtype=torch.uint8)
-        if found:
-            content = found.load("booster.safetensors")["booster"]
+        if newest:
+            content = newest.load("booster.safetensors")["booster"]
         if self._me.size > 1:
             dist.broadcast(content, 0)
         self._watcher.say(f"resumed at round {state['step']}")
@@ -160,8 +160,8 @@ class BoostingRecord:
 
     def leaves(self, rounds: int) -> bool:
         """Whether all ranks leave after this round, because one was asked to."""
-        found = self._leaving
-        return found is not None and found.asked and found.agreement.is_time(rounds)
+        request = self._leaving
+        return request is not None and request.asked and request.agreement.is_time(rounds)
 
     def leave(self) -> None:
         """End this process; a launcher with restarts starts it again."""

@@ -98,9 +98,9 @@ def kmeans(
         total = sum_counts(np.array(sums, dtype=np.int64), me)
         counts = sum_counts(np.bincount(labels, minlength=k), me)
         moved = to_floats(total, _BITS, exponents[:, None] - _BITS).T
-        found = np.where(counts[:, None] > 0, moved / np.maximum(counts, 1)[:, None], centers)
-        moves = not np.array_equal(found, centers)
-        centers, done = found, done + 1
+        updated = np.where(counts[:, None] > 0, moved / np.maximum(counts, 1)[:, None], centers)
+        moves = not np.array_equal(updated, centers)
+        centers, done = updated, done + 1
     return Clusters(centers, total_of(_nearest(x, centers)[1], me), done)
 
 
@@ -115,8 +115,8 @@ def _nearest(x: F64, centers: F64) -> tuple[npt.NDArray[np.int64], F64]:
         distance = np.zeros((len(block), len(centers)))
         for column, values in zip(block.T, centers.T, strict=True):
             distance += (column[:, None] - values) ** 2
-        labels[low : low + _BLOCK] = found = distance.argmin(axis=1)
-        squares[low : low + _BLOCK] = distance[np.arange(len(block)), found]
+        labels[low : low + _BLOCK] = nearest = distance.argmin(axis=1)
+        squares[low : low + _BLOCK] = distance[np.arange(len(block)), nearest]
     return labels, squares
 
 

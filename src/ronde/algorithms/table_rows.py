@@ -91,9 +91,9 @@ def check_tables(
         ArgumentError: a rank has a problem, or another table than the others; on every rank.
     """
     every = gather_json(me, [problem, columns, rows, total])
-    for rank, (found, *_) in enumerate(every):
-        if found:
-            raise ArgumentError(f"{found} (rows of rank {rank}).")
+    for rank, (wrong, *_) in enumerate(every):
+        if wrong:
+            raise ArgumentError(f"{wrong} (rows of rank {rank}).")
     for rank, (_, names, _, count) in enumerate(every):
         if names != every[0][1] or (not own and count != every[0][3]):
             raise ArgumentError(f"rank {rank} holds another table than rank 0.")

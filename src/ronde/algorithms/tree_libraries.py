@@ -110,9 +110,9 @@ def _address(me: World) -> str:
     """This worker's address for the others."""
     if len(set(gather_json(me, me.host))) == 1:
         return "127.0.0.1"
-    found = identify(os.environ)
-    interface = found.interface or os.environ.get("GLOO_SOCKET_IFNAME")
-    return own_address(found.address or me.host, interface)
+    identity = identify(os.environ)
+    interface = identity.interface or os.environ.get("GLOO_SOCKET_IFNAME")
+    return own_address(identity.address or me.host, interface)
 
 
 def _threads(me: World) -> int:
@@ -239,8 +239,8 @@ class _XGBoost:
         return bytes(self._booster.save_raw("ubj"))
 
     def model(self, rounds: int) -> TreeModel:
-        found = self._booster[:rounds]
-        return TreeModel.of_xgboost(found, self._rows.levels)
+        booster = self._booster[:rounds]
+        return TreeModel.of_xgboost(booster, self._rows.levels)
 
 
 @contextlib.contextmanager

@@ -60,9 +60,9 @@ class TreeModel:
         """Around a booster; its file gets the categories as an attribute."""
         if levels:
             booster.set_attr(**{_LEVELS: json.dumps(levels)})
-        found = levels or json.loads(booster.attr(_LEVELS) or "{}")
+        known = levels or json.loads(booster.attr(_LEVELS) or "{}")
         names = booster.feature_names
-        return cls(booster, "xgboost", names, found, booster.num_boosted_rounds(), {})
+        return cls(booster, "xgboost", names, known, booster.num_boosted_rounds(), {})
 
     @classmethod
     def of_lightgbm(
@@ -97,8 +97,8 @@ class TreeModel:
         if library == "xgboost":
             return cls.of_xgboost(import_library("xgboost").Booster(model_file=str(path)))
         booster = import_library("lightgbm").Booster(model_file=str(path))
-        found = re.search(rf"^\[{_LEVELS}: (.*)\]$", Path(path).read_text(), re.M)
-        levels = json.loads(found[1]) if found else {}
+        match = re.search(rf"^\[{_LEVELS}: (.*)\]$", Path(path).read_text(), re.M)
+        levels = json.loads(match[1]) if match else {}
         return cls(
             booster, library, booster.feature_name(), levels, booster.current_iteration(), {}
         )

@@ -19,16 +19,16 @@ class BiasError(RondeError):
 
 
 def _listed(value: Any, name: str, rows: int) -> list[Any]:
-    found = _flat(value)
-    if len(found) != rows:
-        raise ArgumentError(f"{name} gave {len(found)} values for a batch of {rows} samples.")
-    return found
+    listed = _flat(value)
+    if len(listed) != rows:
+        raise ArgumentError(f"{name} gave {len(listed)} values for a batch of {rows} samples.")
+    return listed
 
 
 def _flat(values: Any) -> list[Any]:
     """One value for each sample: ``[n, 1]`` is ``[n]``."""
-    found = values.tolist() if hasattr(values, "tolist") else list(values)
-    return [v[0] if isinstance(v, list) and len(v) == 1 else v for v in found]
+    flat = values.tolist() if hasattr(values, "tolist") else list(values)
+    return [v[0] if isinstance(v, list) and len(v) == 1 else v for v in flat]
 
 
 class Bias:

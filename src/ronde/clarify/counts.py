@@ -194,7 +194,7 @@ class BiasTable:
         d = facet if value == "true" else f"{facet} = {value}"
 
         def measure(part: np.ndarray[Any, Any], flip: Measure | None) -> dict[str, Measure]:
-            found = measure_all(
+            measures = measure_all(
                 part,
                 [label in self.positive for label in labels],
                 labels,
@@ -203,7 +203,7 @@ class BiasTable:
                 predicted=self.predicted,
                 flip=flip,
             )
-            return {m.name: m for m in found}
+            return {m.name: m for m in measures}
 
         inside = (
             {group: measure(table[:, i : i + 1], None) for i, group in enumerate(groups)}

@@ -87,7 +87,7 @@ def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str
     score = _score(model, options.get("output"))
     report_progress(f"explaining {rows} rows")
     if options["method"] == "ig":
-        found = integrated_gradients(model, score, part, background, players)
+        explained = integrated_gradients(model, score, part, background, players)
     else:
 
         def predict(values: Array) -> Array:
@@ -97,26 +97,26 @@ def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str
 
         some = background.rows(0, min(_BACKGROUND, background.samples)).tensors[0].numpy()
         samples = part.tensors[0].numpy()
-        found = shapley_values(predict, samples, some, players, budget=int(options["budget"]))
-    values = explanation_values(found, kind, names, players.shape)
+        explained = shapley_values(predict, samples, some, players, budget=int(options["budget"]))
+    values = explanation_values(explained, kind, names, players.shape)
     if kind == "token":
         values["tokens"] = part.tensors[0].reshape(rows, -1).tolist()
     return values
 
 
 def explanation_values(
-    found: Explained, kind: str, names: list[str] | None, shape: tuple[int, ...]
+    explained: Explained, kind: str, names: list[str] | None, shape: tuple[int, ...]
 ) -> dict[str, Any]:
     """An explanation as plain JSON."""
-    count = found.values.shape[1]
+    count = explained.values.shape[1]
     return {
         "kind": kind,
         "shape": list(shape),
         "names": list(names) if names else [f"{kind} {i}" for i in range(count)],
-        "values": found.values.tolist(),
-        "base": found.base.tolist(),
-        "output": found.output.tolist(),
-        "gap": float(found.gaps.max(initial=0.0)),
+        "values": explained.values.tolist(),
+        "base": explained.base.tolist(),
+        "output": explained.output.tolist(),
+        "gap": float(explained.gaps.max(initial=0.0)),
     }
 
 
@@ -192,9 +192,9 @@ def integrated_gradients(
         flat = np.zeros((len(values), int(players.max()) + 1))
         for player in range(flat.shape[1]):
             flat[:, player] = values[:, players == player].sum(axis=1)
-        found = Explained(flat, base, output)
-        if float(found.gaps.max(initial=0.0)) <= limit or steps >= _MOST_STEPS:
-            return found
+        explained = Explained(flat, base, output)
+        if float(explained.gaps.max(initial=0.0)) <= limit or steps >= _MOST_STEPS:
+            return explained
         steps *= 2
 
 

@@ -140,14 +140,14 @@ class Flow:
 
     def before(self, name: str) -> set[str]:
         """All steps that come before one."""
-        found: set[str] = set()
+        earlier: set[str] = set()
         new = list(self.steps[name].needs)
         while new:
             need = new.pop()
-            if need not in found:
-                found.add(need)
+            if need not in earlier:
+                earlier.add(need)
                 new += self.steps[need].needs
-        return found
+        return earlier
 
     def after(self, name: str) -> set[str]:
         """All steps that come after one."""
@@ -175,13 +175,13 @@ def parse_condition(text: str) -> tuple[Condition, ...]:
         >>> parse_condition("test.accuracy >= 0.97")
         (Condition(step='test', key='accuracy', operator='>=', number=0.97),)
     """
-    found = []
+    conditions = []
     for part in re.split(r"\band\b", text):
         match = _CONDITION.fullmatch(part)
         if match is None:
             raise ValueError(part.strip())
-        found.append(Condition(match[1], match[2], match[3], float(match[4])))
-    return tuple(found)
+        conditions.append(Condition(match[1], match[2], match[3], float(match[4])))
+    return tuple(conditions)
 
 
 def load_flow(
@@ -234,14 +234,14 @@ class _Reader:
     def pairs(self, node: yaml.Node, what: str) -> dict[str, tuple[yaml.Node, yaml.Node]]:
         if not isinstance(node, yaml.MappingNode):
             raise self.wrong(node, f"{what} is a mapping of names.")
-        found: dict[str, tuple[yaml.Node, yaml.Node]] = {}
+        pairs_by_name: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise self.wrong(key, f"{what} is a mapping of names, and this is no name.")
-            if key.value in found:
+            if key.value in pairs_by_name:
                 raise self.wrong(key, f"{key.value} is there twice.")
-            found[key.value] = key, value
-        return found
+            pairs_by_name[key.value] = key, value
+        return pairs_by_name
 
     def scalar(self, node: yaml.Node, what: str) -> str:
         """A text or a number as it is written."""
@@ -264,23 +264,23 @@ class _Reader:
         return tuple(self.text(n, f"{key} is a text, or a list of texts") for n in nodes)
 
     def mapping(self, node: yaml.Node | None, key: str, name: re.Pattern[str]) -> dict[str, str]:
-        found = {} if node is None else self.pairs(node, key)
-        for word, (place, _) in found.items():
+        entries = {} if node is None else self.pairs(node, key)
+        for word, (place, _) in entries.items():
             if not name.fullmatch(word) or (key, word) == ("set", "out"):
                 raise self.wrong(place, f"{word} cannot be a name under {key}.")
-        return {word: self.scalar(value, word) for word, (_, value) in found.items()}
+        return {word: self.scalar(value, word) for word, (_, value) in entries.items()}
 
     def step(self, name: str, node: yaml.Node) -> FlowStep:
-        found = self.pairs(node, f"the step {name}")
-        for key, (place, _) in found.items():
+        entries = self.pairs(node, f"the step {name}")
+        for key, (place, _) in entries.items():
             if key not in _KEYS:
                 near = difflib.get_close_matches(key, _KEYS, 1)
                 hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(_KEYS)}."
                 raise self.wrong(place, f"a step has no key {key}. {hint}")
-        if "run" not in found:
+        if "run" not in entries:
             raise self.wrong(node, f"the step {name} has no run: give its command.")
-        self.places |= {(name, key): value for key, (_, value) in found.items()}
-        given = {key: value for key, (_, value) in found.items()}
+        self.places |= {(name, key): value for key, (_, value) in entries.items()}
+        given = {key: value for key, (_, value) in entries.items()}
         run = self.text(given["run"], "run is a command")
         try:
             words = shlex.split(run)
@@ -305,16 +305,16 @@ class _Reader:
         )
 
     def _on(self, node: yaml.Node | None, words: list[str]) -> dict[str, Any]:
-        found = {} if node is None else self.pairs(node, "on")
-        for key, (place, _) in found.items():
+        entries = {} if node is None else self.pairs(node, "on")
+        for key, (place, _) in entries.items():
             if key not in _ON:
                 raise self.wrong(place, f"on has no key {key}: there are {', '.join(_ON)}.")
-        if len(found) > 1:
-            raise self.wrong(node, f"on says where once: {' or '.join(found)}.")
-        if "slurm" in found:
-            options = self.mapping(found["slurm"][1], "slurm", _NAME)
+        if len(entries) > 1:
+            raise self.wrong(node, f"on says where once: {' or '.join(entries)}.")
+        if "slurm" in entries:
+            options = self.mapping(entries["slurm"][1], "slurm", _NAME)
             return {"slurm": options}
-        for key, (place, value) in found.items():
+        for key, (place, value) in entries.items():
             if words[:1] != ["ronde"] or words[1:2] not in (["run"], ["map"], ["tune"]):
                 raise self.wrong(place, f"on: {key} is for commands of ronde run, map, or tune.")
             if key == "hosts":

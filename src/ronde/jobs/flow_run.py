@@ -153,11 +153,13 @@ class FlowRun:
         if "skipped" in done:
             return [f"it was skipped: {done['skipped']}"]
         then = done["parts"]
-        told = [f"{part} is new" for part in now if part not in then]
-        told += [f"{part} is gone" for part in then if part not in now]
-        told += [f"{part} has changed" for part in now if part in then and then[part] != now[part]]
+        changes = [f"{part} is new" for part in now if part not in then]
+        changes += [f"{part} is gone" for part in then if part not in now]
+        changes += [
+            f"{part} has changed" for part in now if part in then and then[part] != now[part]
+        ]
         lost = self._lost_outputs(name) if lost is None else lost
-        return told + [f"{output}, which it makes, is gone or has changed" for output in lost]
+        return changes + [f"{output}, which it makes, is gone or has changed" for output in lost]
 
     def _show(self) -> None:
         """Keep ``flow.json`` as the flow is now, for those who look at it from outside."""
@@ -246,8 +248,8 @@ class FlowRun:
         lease = self._ledger.claim(only=key)
         if lease is None:  # another `ronde flow` is at it
             return
-        told = ["--from"] if anew else self._changes(name, self._parts[name], lost)
-        self._reasons[name] = "; ".join(told)
+        reasons = ["--from"] if anew else self._changes(name, self._parts[name], lost)
+        self._reasons[name] = "; ".join(reasons)
         outcome: dict[str, Any] = {}
         thread = threading.Thread(target=self._work, args=(step, lease, outcome))
         self._busy[name] = _Busy(lease, thread, outcome)
@@ -256,8 +258,8 @@ class FlowRun:
 
     def _is_there(self, key: str) -> bool:
         root = self._ledger.root
-        found = [*(root / "todo").glob(f"{key}.*"), *(root / "lease").glob(f"{key}.*")]
-        return bool(found) or self._ledger.is_committed(key)
+        waiting = [*(root / "todo").glob(f"{key}.*"), *(root / "lease").glob(f"{key}.*")]
+        return bool(waiting) or self._ledger.is_committed(key)
 
     def _forget(self, key: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -281,10 +283,10 @@ class FlowRun:
         self.tell(f" {name:<12} {state:<9} {took}{more.get('why', '')}".rstrip())
 
     def _value(self, name: str, key: str) -> Any:
-        found: Any = self._states[name].get("values", {})
+        value: Any = self._states[name].get("values", {})
         for part in key.split("."):
-            found = found.get(part) if isinstance(found, dict) else None
-        return found
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
 
     def _filled(self, text: str, out: str = "{out}") -> str:
         def look_up(name: str, key: str) -> Any:
@@ -304,10 +306,10 @@ class FlowRun:
         """What decides whether a step is run again."""
         parts = {"the command": self._filled(step.run), "on": json.dumps(step.on, sort_keys=True)}
         for pattern in [*step.inputs, *([step.each] if step.each else [])]:
-            found = sorted(glob.glob(self._filled(pattern), recursive=True))  # noqa: PTH207
-            if not found:
+            paths = sorted(glob.glob(self._filled(pattern), recursive=True))  # noqa: PTH207
+            if not paths:
                 raise RondeError(f"its input {pattern} is not there")
-            for path in found:
+            for path in paths:
                 parts[path] = content_digest(Path(path))
         for need in step.needs:
             if need in self._keys:
@@ -341,8 +343,8 @@ class FlowRun:
                 if not again or tries > step.retries:
                     self._ledger.give_back(lease)
                     log = self._step_folder(step.name) / "log.txt"
-                    told = f"{why}: {_last_line(log)} ({log})"
-                    outcome |= {"state": "failed", "why": told, "tries": tries}
+                    reason = f"{why}: {_last_line(log)} ({log})"
+                    outcome |= {"state": "failed", "why": reason, "tries": tries}
                     return
                 self.tell(f" {step.name:<12} try {tries + 1:<5} {why}")
                 self._pause(lease, min(self._wait * 2 ** min(tries - 1, 20), _WAIT_SECONDS[1]))
@@ -495,8 +497,8 @@ class FlowRun:
         text = (folder / "answer.txt").read_text(errors="replace")
         start = text.find("{\n") if text.find("{\n") >= 0 else text.rfind("\n{") + 1
         with contextlib.suppress(ValueError):
-            found = json.loads(text[max(start, 0) :])
-            values |= found if isinstance(found, dict) else {}
+            printed = json.loads(text[max(start, 0) :])
+            values |= printed if isinstance(printed, dict) else {}
         for output in map(self._filled, step.outputs):
             if fnmatch.fnmatch(Path(output).name, "*metrics*.json"):
                 try:

@@ -62,13 +62,13 @@ def is_open(results: Results, trial: int, rung: int) -> bool:
 
 def best_of(results: Results, trials: Sequence[int], rung: int, maximize: bool) -> list[int]:
     """Those that have a result at a rung, the best one first; of two alike, the earlier."""
-    found = []
+    ranked = []
     for trial in trials:
         reached = results.get(trial, ())
         value = reached[rung] if rung < len(reached) else None
         if value is not None and math.isfinite(value):
-            found.append((-value if maximize else value, trial))
-    return [trial for _, trial in sorted(found)]
+            ranked.append((-value if maximize else value, trial))
+    return [trial for _, trial in sorted(ranked)]
 
 
 def rungs_between(least: int, most: int, eta: float) -> tuple[int, ...]:
@@ -78,10 +78,10 @@ def rungs_between(least: int, most: int, eta: float) -> tuple[int, ...]:
         >>> rungs_between(1_000, 9_000, 3)
         (1000, 3000, 9000)
     """
-    found = [most]
-    while found[-1] / eta >= least:
-        found.append(math.ceil(found[-1] / eta))
-    return tuple(reversed(found))
+    rungs = [most]
+    while rungs[-1] / eta >= least:
+        rungs.append(math.ceil(rungs[-1] / eta))
+    return tuple(reversed(rungs))
 
 
 def brackets_of(method: str, trials: int, rungs: Sequence[int], eta: float) -> list[Bracket]:
@@ -102,7 +102,7 @@ def brackets_of(method: str, trials: int, rungs: Sequence[int], eta: float) -> l
         raise ArgumentError(f"--method {method}: {trials} trial cannot be halved.")
     if kind in ("halving", "asha"):
         return [Bracket(tuple(range(trials)), tuple(rungs))]
-    found: list[Bracket] = []
+    brackets: list[Bracket] = []
     first = 0
     while first < trials:
         for more in reversed(range(len(rungs))):
@@ -110,9 +110,9 @@ def brackets_of(method: str, trials: int, rungs: Sequence[int], eta: float) -> l
             count = min(count, trials - first)
             if count:
                 whole = range(first, first + count)
-                found.append(Bracket(tuple(whole), tuple(rungs[len(rungs) - 1 - more :])))
+                brackets.append(Bracket(tuple(whole), tuple(rungs[len(rungs) - 1 - more :])))
             first += count
-    return found
+    return brackets
 
 
 def promoted(

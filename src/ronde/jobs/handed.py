@@ -145,9 +145,9 @@ def items(source: str) -> Iterator[Chunk]:
     if PIPES in os.environ:
         yield from _handed()
         return
-    found = find_items(source)
+    listed = find_items(source)
     with tempfile.TemporaryDirectory(prefix=".ronde-items-", dir=".") as folder:
-        chunk = Chunk(0, len(found), Path(folder), found)
+        chunk = Chunk(0, len(listed), Path(folder), listed)
         yield chunk
         chunk.end()
         for path in sorted(Path(folder).rglob("*")):
@@ -194,8 +194,8 @@ def weights(run: str) -> dict[str, torch.Tensor]:
 
 
 def _handed() -> Iterator[Chunk]:
-    root, taken, told = json.loads(os.environ[PIPES])
-    found = load_items(Path(root))
+    root, taken, answered = json.loads(os.environ[PIPES])
+    listed = load_items(Path(root))
     said = 0.0
 
     def progress() -> None:  # an empty line
@@ -204,11 +204,11 @@ def _handed() -> Iterator[Chunk]:
             said = time.monotonic()
             print(file=answers, flush=True)
 
-    with open(taken, closefd=False) as orders, open(told, "w", closefd=False) as answers:
+    with open(taken, closefd=False) as orders, open(answered, "w", closefd=False) as answers:
         print("{}", file=answers, flush=True)
         for line in orders:
             order = json.loads(line)
-            chunk = Chunk(order["first"], order["last"], Path(order["folder"]), found)
+            chunk = Chunk(order["first"], order["last"], Path(order["folder"]), listed)
             chunk._progress = progress
             yield chunk
             print(json.dumps({"outputs": chunk.end()}), file=answers, flush=True)

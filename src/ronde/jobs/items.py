@@ -97,32 +97,32 @@ def find_items(source: str) -> Items:
     kind, _, file = source.partition(":")
     try:
         if kind == "lines" and file:
-            found = Items(source, _line_starts(file))
+            listed = Items(source, _line_starts(file))
         elif kind == "rows" and file:
-            found = Items(source, _row_starts(file))
+            listed = Items(source, _row_starts(file))
         elif source.startswith("@"):
             lines = Path(source[1:]).read_text().splitlines()
             names = [line.strip() for line in lines if line.strip()]
-            found = _named(source, names, [1] * len(names))
+            listed = _named(source, names, [1] * len(names))
         else:
             # As text: a million Paths take long to make.
             paths = sorted(p for p in glob.iglob(source, recursive=True) if os.path.isfile(p))  # noqa: PTH113, PTH207
-            found = _named(source, paths, [os.path.getsize(p) for p in paths])  # noqa: PTH202
+            listed = _named(source, paths, [os.path.getsize(p) for p in paths])  # noqa: PTH202
     except OSError as error:
         raise ArgumentError(f"--items {source}: {error.filename}: {error.strerror}.") from None
-    if not len(found):
+    if not len(listed):
         nothing = f"no file matches it in {Path.cwd()}" if not file and source[0] != "@" else "none"
         raise ArgumentError(f"--items {source}: {nothing}.")
-    return found
+    return listed
 
 
 def load_items(folder: Path) -> Items:
     """Those that :meth:`Items.save` wrote."""
     import numpy
 
-    told = json.loads((folder / "items.json").read_text())
+    about = json.loads((folder / "items.json").read_text())
     starts = numpy.load(folder / "items.npy", mmap_mode="r")
-    return Items(told["source"], starts, (folder / "items.txt").read_bytes(), told["first"])
+    return Items(about["source"], starts, (folder / "items.txt").read_bytes(), about["first"])
 
 
 def _named(source: str, names: list[str], sizes: list[int]) -> Items:
@@ -139,8 +139,8 @@ def _line_starts(file: str) -> Any:
     ends, at, last = [numpy.zeros(1, numpy.int64)], 0, b"\n"
     with open(file, "rb") as data:
         while block := data.read(_BLOCK):
-            found = numpy.flatnonzero(numpy.frombuffer(block, numpy.uint8) == 10)
-            ends.append(found.astype(numpy.int64) + at + 1)
+            breaks = numpy.flatnonzero(numpy.frombuffer(block, numpy.uint8) == 10)
+            ends.append(breaks.astype(numpy.int64) + at + 1)
             at, last = at + len(block), block[-1:]
     if last != b"\n":
         ends.append(numpy.array([at]))

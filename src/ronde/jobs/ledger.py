@@ -192,9 +192,9 @@ class JobLedger:
 
     def commit(self, lease: Lease, info: dict[str, Any] | None = None) -> bool:
         """Make the task's folder its output. False if it is committed already, or another's."""
-        told = {"owner": lease.path.name, **(info or {})}
+        facts = {"owner": lease.path.name, **(info or {})}
         try:  # the folder is gone where another owner has taken over
-            (lease.folder / ".info").write_text(json.dumps(told))
+            (lease.folder / ".info").write_text(json.dumps(facts))
             for path in [*lease.folder.rglob("*"), lease.folder]:
                 descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
@@ -280,8 +280,8 @@ class JobLedger:
 
     def info(self, key: str) -> dict[str, Any]:
         """What its owner said in ``commit``."""
-        found: dict[str, Any] = json.loads((self.root / "out" / key / ".info").read_text())
-        return found
+        facts: dict[str, Any] = json.loads((self.root / "out" / key / ".info").read_text())
+        return facts
 
     @property
     def has_output(self) -> bool:

@@ -184,13 +184,13 @@ def committed_chunks(ledger: JobLedger) -> Iterator[tuple[int, int, Path, dict[s
 
 def without_output(ledger: JobLedger, count: int) -> list[str]:
     """Chunks of items that no committed chunk holds."""
-    found, at = [], 0
+    missing, at = [], 0
     ranges = [(low, high) for low, high, _, _ in committed_chunks(ledger)]
     for low, high in [*ranges, (count, count)]:
         if low > at:
-            found.append(chunk_key(at, low))
+            missing.append(chunk_key(at, low))
         at = high
-    return found
+    return missing
 
 
 @dataclass(frozen=True)
@@ -248,8 +248,8 @@ def write_failed(ledger: JobLedger, items: Items, out: Path) -> None:
     for low, high, _, info in committed_chunks(ledger):
         if "error" in info:
             key = next(iter(items.read(low, high)))[0]
-            told = {"item": key, "place": items.first + low, "attempts": info["attempts"]}
-            lines.append(json.dumps(told | {"error": info["error"]}) + "\n")
+            facts = {"item": key, "place": items.first + low, "attempts": info["attempts"]}
+            lines.append(json.dumps(facts | {"error": info["error"]}) + "\n")
     if lines:
         (out / FAILED).write_text("".join(lines))
 

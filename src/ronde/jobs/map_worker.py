@@ -236,12 +236,12 @@ class _Worker:
     def _start(self) -> _Child:
         self._close()
         taken, self._orders = os.pipe()
-        self._answers, told = os.pipe()
-        pipes = json.dumps([str(self.ledger.root), taken, told])
+        self._answers, written = os.pipe()
+        pipes = json.dumps([str(self.ledger.root), taken, written])
         command = [sys.executable, *self.plan.command]
-        self._child = _Child(command, self._environment | {PIPES: pipes}, pass_fds=(taken, told))
+        self._child = _Child(command, self._environment | {PIPES: pipes}, pass_fds=(taken, written))
         os.close(taken)
-        os.close(told)
+        os.close(written)
         return self._child
 
     def _each(self, lease: Lease) -> list[str]:

@@ -101,20 +101,20 @@ def read_space(texts: Sequence[str]) -> Space:
     """
     if len(texts) == 1 and texts[0].endswith(".py"):
         return _file(Path(texts[0]))
-    found: dict[str, Callable[[Any], Any]] = {}
+    asks: dict[str, Callable[[Any], Any]] = {}
     for text in texts:
         name, is_there, written = text.partition("=")
-        if not is_there or not re.fullmatch(r"[\w.-]+", name) or name in found:
+        if not is_there or not re.fullmatch(r"[\w.-]+", name) or name in asks:
             raise ArgumentError(
                 f"--space {text}: expected NAME=0..1, NAME=log:1e-4..1e-1, NAME=int:1..8, "
                 "NAME=x,y,z, each name once, or one FILE.py."
             )
-        found[name] = _one(name, written)
-    if not found:
+        asks[name] = _one(name, written)
+    if not asks:
         raise ArgumentError("--space is missing: say what to search, as --space lr=log:1e-4..1e-1.")
 
     def space(trial: Any) -> None:
-        for ask in found.values():
+        for ask in asks.values():
             ask(trial)
 
     return space
@@ -169,14 +169,14 @@ def grid_values(space: Space) -> list[Values]:
     """
     first = _Grid(())
     space(first)
-    found = []
+    combinations = []
     for places in itertools.product(*map(range, first.sizes)):
         trial = _Grid(places)
         space(trial)
         if trial.sizes != first.sizes:
             raise ArgumentError("--method grid: what is asked must not depend on values.")
-        found.append(trial.params)
-    return found
+        combinations.append(trial.params)
+    return combinations
 
 
 def log_names(space: Space) -> list[str]:
@@ -188,7 +188,7 @@ def log_names(space: Space) -> list[str]:
 
 
 def draw_with_optuna(
-    space: Space, seed: int, number: int, told: Sequence[tuple[Mapping[str, Any], float | None]],
+    space: Space, seed: int, number: int, earlier: Sequence[tuple[Mapping[str, Any], float | None]],
     maximize: bool,
 ) -> Values:  # fmt: skip
     """Values of trial ``number`` by the tree-structured Parzen estimator (Bergstra et al. 2011), a
@@ -198,7 +198,7 @@ def draw_with_optuna(
         space: what is asked.
         seed: of the search.
         number: of the trial.
-        told: values of earlier trials, in order, with their results; None: none yet.
+        earlier: values of the trials before, in order, with their results; None: none yet.
         maximize: whether large results are good.
     """
     from ronde.world.paths import need
@@ -209,7 +209,7 @@ def draw_with_optuna(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = optuna.samplers.TPESampler(seed=seed * 100_003 + number, constant_liar=True)
     study = optuna.create_study(direction="maximize" if maximize else "minimize", sampler=sampler)
-    for values, result in told:
+    for values, result in earlier:
         known = optuna.trial.FixedTrial(dict(values))
         space(known)
         state = (

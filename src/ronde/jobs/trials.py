@@ -127,9 +127,9 @@ def progress_of(
             rates[workers] = event.samples_per_second
         elif isinstance(event, Evaluated):
             metrics.update(f"{name}@{event.name}" for name in event.metrics)
-            found = event.metrics.get(goal.metric)
-            if found is not None and goal.evaluation in ("", event.name):
-                values.append((samples, float(found)))
+            metric = event.metrics.get(goal.metric)
+            if metric is not None and goal.evaluation in ("", event.name):
+                values.append((samples, float(metric)))
     results: list[float | None] = []
     for rung in rungs:
         reached = next((value for at, value in values if at >= rung), None)

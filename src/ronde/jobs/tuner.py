@@ -224,9 +224,9 @@ class Tuner:
         for number in self._running:
             self._look(number)
         self._running.clear()
-        found = self._result(why)
-        self._save(found)
-        return found
+        tuned = self._result(why)
+        self._save(tuned)
+        return tuned
 
     def _show(self) -> None:
         """Keep ``result.json`` as the search is now, and its time of change as a sign of life."""
@@ -240,8 +240,8 @@ class Tuner:
             with contextlib.suppress(OSError):
                 os.utime(self.folder / "result.json")
 
-    def _save(self, found: Tuned) -> None:
-        write_whole(self.folder / "result.json", json.dumps(found.to_dict(), indent=1) + "\n")
+    def _save(self, tuned: Tuned) -> None:
+        write_whole(self.folder / "result.json", json.dumps(tuned.to_dict(), indent=1) + "\n")
         self._signed = time.monotonic()
 
     def _begin(self) -> None:
@@ -338,8 +338,8 @@ class Tuner:
         target, seconds, samples = self._limits
         if target is not None:
             sign = 1 if self._goal.maximize else -1
-            found = [v for results in self._results.values() for v in results if v is not None]
-            if any(sign * v >= sign * target for v in found):
+            reached = [v for results in self._results.values() for v in results if v is not None]
+            if any(sign * v >= sign * target for v in reached):
                 return "target"
         if seconds is not None and passed >= seconds:
             return "budget"
@@ -390,7 +390,7 @@ class Tuner:
         plan, kind = self.plan, self.plan.method.rpartition("+")[2]
         if kind == "asha":
             return self._wanted_asha()
-        found: list[tuple[int, int]] = []
+        wanted: list[tuple[int, int]] = []
         for bracket in self._brackets():
             if not self._ask_bracket(bracket):
                 break
@@ -402,8 +402,8 @@ class Tuner:
             if rung == len(bracket.rungs):
                 continue
             place = rung + len(self._rungs) - len(bracket.rungs)
-            found += [(t, place) for t in alive if is_open(self._results, t, place)]
-        return found
+            wanted += [(t, place) for t in alive if is_open(self._results, t, place)]
+        return wanted
 
     def _alive(self, bracket: Bracket) -> tuple[list[int], int]:
         """:meth:`Bracket.alive`; a bracket may leave the first rungs out."""
@@ -435,10 +435,10 @@ class Tuner:
         """Ask for the trials of a bracket, as many as can be; whether there are some."""
         last = bracket.trials[-1]
         if self.plan.method == "bayes":
-            while self._asked <= last and self._is_told(self._batch_of(self._asked)):
+            while self._asked <= last and self._is_known(self._batch_of(self._asked)):
                 self._ask(min(self._batch_of(self._asked) + self.plan.batch - 1, last))
         elif self._asked <= last:
-            if self.plan.method.startswith("bayes") and not self._is_told(bracket.trials[0]):
+            if self.plan.method.startswith("bayes") and not self._is_known(bracket.trials[0]):
                 return False
             self._ask(last)
         return True
@@ -449,7 +449,7 @@ class Tuner:
             return number - number % self.plan.batch
         return next(b.trials[0] for b in self._brackets() if number in b.trials)
 
-    def _is_told(self, before: int) -> bool:
+    def _is_known(self, before: int) -> bool:
         """Whether all trials before one have ended: their results decide about it, in whatever
         order they came.
         """
@@ -467,32 +467,32 @@ class Tuner:
             if self._grid:
                 values = self._grid[number]
             elif self.plan.method.startswith("bayes"):
-                told = self._told(self._batch_of(number) if number else 0)
+                earlier = self._earlier(self._batch_of(number) if number else 0)
                 values = draw_with_optuna(
-                    self._space, self.plan.seed, number, told, self._goal.maximize
+                    self._space, self.plan.seed, number, earlier, self._goal.maximize
                 )
             else:
                 values = draw_random(self._space, self.plan.seed, number)
             self._write({"trial": number, "values": values})
             self._progress[number] = TrialProgress()
 
-    def _told(self, known: int) -> list[tuple[Values, float | None]]:
+    def _earlier(self, known: int) -> list[tuple[Values, float | None]]:
         """What is known: results of earlier searches, then of this one's first trials; the values
         of the others.
         """
-        found: list[tuple[Values, float | None]] = []
+        pairs: list[tuple[Values, float | None]] = []
         for folder in self.plan.warm:
             result = json.loads((Path(folder) / "result.json").read_text())
             for trial in result["trials"]:
                 results = [v for v in trial["results"] if v is not None]
-                found += [(trial["values"], results[-1])] if results else []
+                pairs += [(trial["values"], results[-1])] if results else []
         for number in range(self._asked):
             results = [v for v in self._progress[number].results if v is not None]
             if number >= known:
-                found.append((self.values(number), None))
+                pairs.append((self.values(number), None))
             elif results:
-                found.append((self.values(number), results[-1]))
-        return found
+                pairs.append((self.values(number), results[-1]))
+        return pairs
 
     def _workers_for(self, wanted: int) -> int:
         workers = self._workers

@@ -70,23 +70,23 @@ def install_bundle(bundle: Path, root: Path, key: Path) -> Bundle:
     Raises:
         ShipError: it was changed, fails on this device, or is older than one installed before.
     """
-    found = verify_bundle(bundle, key)
+    verified = verify_bundle(bundle, key)
     root.mkdir(parents=True, exist_ok=True)
     with _one_at_a_time(root):
-        return _install(found, bundle, root, key)
+        return _install(verified, bundle, root, key)
 
 
-def _install(found: Bundle, bundle: Path, root: Path, key: Path) -> Bundle:
+def _install(verified: Bundle, bundle: Path, root: Path, key: Path) -> Bundle:
     state = _state(root)
-    if found.serial <= state["newest"]:
+    if verified.serial <= state["newest"]:
         raise ShipError(
-            f"this bundle is not newer than one installed before (serial {found.serial}, there was "
-            f"{state['newest']})."
+            "this bundle is not newer than one installed before "
+            f"(serial {verified.serial}, there was {state['newest']})."
         )
-    if MODEL in found.about["files"]:
+    if MODEL in verified.about["files"]:
         ShippedModel(bundle, key).check()
-    target = root / f"serial-{found.serial}"
-    temporary = root / f".serial-{found.serial}.{os.getpid()}"
+    target = root / f"serial-{verified.serial}"
+    temporary = root / f".serial-{verified.serial}.{os.getpid()}"
     try:
         shutil.copytree(bundle, temporary, symlinks=True)
         verify_bundle(temporary, key)
@@ -96,12 +96,12 @@ def _install(found: Bundle, bundle: Path, root: Path, key: Path) -> Bundle:
         shutil.rmtree(temporary, ignore_errors=True)
     before = _serial(root)
     _write(root, state["newest"], before)  # then the link, then the serial: killed anywhere, both
-    _switch(root, found.serial)  # bundles are there, and the link says which is current
-    _write(root, found.serial, before)
+    _switch(root, verified.serial)  # bundles are there, and the link says which is current
+    _write(root, verified.serial, before)
     for old in root.glob("serial-*"):
-        if old.name not in (f"serial-{found.serial}", f"serial-{before}"):
+        if old.name not in (f"serial-{verified.serial}", f"serial-{before}"):
             shutil.rmtree(old, ignore_errors=True)
-    return Bundle(target, found.about, True)
+    return Bundle(target, verified.about, True)
 
 
 def restore_previous(root: Path) -> int:

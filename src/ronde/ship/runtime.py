@@ -191,11 +191,11 @@ class ShippedModel:
         """
         inputs, expected = stored_samples(self.bundle)
         worst = 0.0
-        found = self.predict(inputs)
+        outputs = self.predict(inputs)
         limits = self.bundle.about.get("limits")
-        if not isinstance(limits, list) or not len(limits) == len(expected) == len(found):
+        if not isinstance(limits, list) or not len(limits) == len(expected) == len(outputs):
             raise ShipError(f"{self.bundle.path} lacks a limit or a stored value for an output.")
-        for i, (got, wanted, limit) in enumerate(zip(found, expected, limits, strict=True)):
+        for i, (got, wanted, limit) in enumerate(zip(outputs, expected, limits, strict=True)):
             with np.errstate(invalid="ignore"):
                 difference = np.abs(got.astype(np.float64) - wanted.astype(np.float64))
             same = (got == wanted) | ((got != got) & (wanted != wanted))  # infinite, or both NaN

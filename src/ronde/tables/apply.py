@@ -139,8 +139,8 @@ def _time(made: dict[str, Values], name: str, do: Any, state: Any, column: Any, 
         **{part: getattr(compute, part) for part in ("year", "month", "day", "hour", "minute")},
     }
     for part in do["date"]:
-        found = functions[part](column)
-        values = _numpy(compute.fill_null(found, 0)).astype(np.int64)
+        field = functions[part](column)
+        values = _numpy(compute.fill_null(field, 0)).astype(np.int64)
         if "cyclic" not in do or part not in PERIODS:
             made[f"{name}_{part}"] = values
             continue

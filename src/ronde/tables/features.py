@@ -157,10 +157,10 @@ class _Entry:
         return str(self.given[key])
 
     def texts(self, key: str) -> tuple[str, ...]:
-        found = self.given[key] if isinstance(self.given.get(key), list) else [self.text(key)]
-        if not found or not all(isinstance(name, str) and name for name in found):
+        names = self.given[key] if isinstance(self.given.get(key), list) else [self.text(key)]
+        if not names or not all(isinstance(name, str) and name for name in names):
             raise self.wrong(f"{key}: expected a column, or a list of columns.")
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(names))
 
     def seconds(self, key: str, given: Any) -> int:
         total = parse_duration(str(given))
@@ -170,13 +170,13 @@ class _Entry:
 
     def columns(self) -> dict[str, str]:
         given = self.given["columns"]
-        found = {name: name for name in given} if isinstance(given, list) else given
-        words = [*found, *found.values()] if isinstance(found, dict) else []
+        named = {name: name for name in given} if isinstance(given, list) else given
+        words = [*named, *named.values()] if isinstance(named, dict) else []
         if not words or not all(isinstance(word, str) and word for word in words):
             raise self.wrong("columns: expected a list of columns, or {feature: column}.")
-        if isinstance(given, list) and len(found) < len(given):
+        if isinstance(given, list) and len(named) < len(given):
             raise self.wrong("columns: a column is there twice.")
-        return dict(found)
+        return dict(named)
 
     def windows(self) -> tuple[Window, ...]:
         given = self.given["windows"]

@@ -113,14 +113,14 @@ def _number(name: str, do: Mapping[str, Any], place: str) -> Asking:
     count = do.get("bins")
     cuts = [i / count for i in range(1, count)] if isinstance(count, int) else []
     median = [0.5] if do.get("impute") == "median" else []
-    found = yield from _quantiles(x, n, low, high, [*shares, *cuts, *median])
+    quantiles = yield from _quantiles(x, n, low, high, [*shares, *cuts, *median])
     if cuts:
-        state["edges"] = sorted({found[q] for q in cuts}) if n else []
+        state["edges"] = sorted({quantiles[q] for q in cuts}) if n else []
     elif count is not None:
         state["edges"] = [float(edge) for edge in count]
     if "clip" in do:
         fixed = do["clip"] if isinstance(do["clip"], dict) else {}
-        bounds = [found[q] for q in shares] or [_or_none(fixed.get(k)) for k in ("min", "max")]
+        bounds = [quantiles[q] for q in shares] or [_or_none(fixed.get(k)) for k in ("min", "max")]
         low, high = (_clipped(v, *bounds) for v in (low, high))
         state["clip"] = bounds
     if not gives_number(do):
@@ -136,7 +136,7 @@ def _number(name: str, do: Mapping[str, Any], place: str) -> Asking:
         [[row]] = yield [_sum_query(x, shift)]
         fill = float(_sum_of(row, shift) / n) if n else 0.0
     elif fill == "median":
-        fill = found[0.5]
+        fill = quantiles[0.5]
     state["fill"] = None if fill is False else float(fill)
     if "scale" in do:
         yield from _scale(name, do, state, low, high, n)

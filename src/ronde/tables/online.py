@@ -145,13 +145,13 @@ class _Opened:
             self.db = sqlite3.connect(
                 f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True, isolation_level=None
             )
-            found = self.db.execute("SELECT about FROM ronde_tables").fetchall()
+            rows = self.db.execute("SELECT about FROM ronde_tables").fetchall()
             version = self.db.execute("PRAGMA user_version").fetchone()[0]
         except sqlite3.Error as error:
             raise ArgumentError(f"{path} is no store of features: {error}.") from None
         if version != _VERSION:
             raise ArgumentError(f"{path} has version {version}; this Ronde reads {_VERSION}.")
-        self.tables = {t.name: t for t in (OnlineTable(**json.loads(row[0])) for row in found)}
+        self.tables = {t.name: t for t in (OnlineTable(**json.loads(row[0])) for row in rows)}
         self.queries = {
             name: f"SELECT {', '.join(map(_quoted, table.columns[len(table.entity) :]))} "
             f"FROM {_quoted(name)} WHERE {' AND '.join(f'{_quoted(e)}=?' for e in table.entity)}"
@@ -183,10 +183,10 @@ class Online:
 
     def _now(self) -> _Opened:
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError as error:
             raise ArgumentError(f"{self.path} cannot be read: {error.strerror}.") from None
-        identity = (found.st_ino, found.st_mtime_ns)
+        identity = (status.st_ino, status.st_mtime_ns)
         opened: _Opened | None = getattr(self._local, "opened", None)
         if opened is None or opened.identity != identity:
             if opened is not None:

@@ -128,10 +128,10 @@ class PointInTime:
         extremes = [x for s in sizes for x in (f"max({s})", f"min(nullif({s}, 0))")]
         counts = ["count(*)", f"count(CASE WHEN {needed} THEN 1 END)", *extremes]
         sql = f"SELECT {', '.join(counts)} FROM {view}"
-        [(rows, usable, *found)] = self.engine.rows(sql, owner)
+        [(rows, usable, *seen)] = self.engine.rows(sql, owner)
         shifts = {
             name: _shift(owner, name, largest or 0.0, smallest or 0.0)
-            for name, largest, smallest in zip(floats, found[::2], found[1::2], strict=True)
+            for name, largest, smallest in zip(floats, seen[::2], seen[1::2], strict=True)
         }
         facts = TableFacts(spec.name, rows, rows - usable, windows=bool(spec.windows))
         return EventSource(spec, view, given, kinds, facts, shifts)

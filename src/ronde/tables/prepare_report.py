@@ -99,8 +99,8 @@ def _numbers(column: Any) -> Floats:
         column = pc.cast(column, pa.int8())
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
         column = pc.utf8_length(pc.cast(column, pa.string()))
-    found = np.asarray(pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False))
-    return np.where(np.isfinite(found), found, np.nan)
+    values = np.asarray(pc.cast(column, pa.float64(), safe=False).to_numpy(zero_copy_only=False))
+    return np.where(np.isfinite(values), values, np.nan)
 
 
 def _texts(column: Any) -> list[str]:

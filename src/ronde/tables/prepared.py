@@ -69,8 +69,8 @@ def write_prepared(
         shutil.rmtree(folder, ignore_errors=True)
         if not is_disk_full(error):
             raise
-        told = f"--out {out}: the disk is full after {done} of {len(files)} parts."
-        raise RondeError(f"{told} {_kept(recipe, out)}") from error
+        full = f"--out {out}: the disk is full after {done} of {len(files)} parts."
+        raise RondeError(f"{full} {_kept(recipe, out)}") from error
     return rows
 
 

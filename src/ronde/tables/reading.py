@@ -113,14 +113,14 @@ def _header(file: Path) -> list[str]:
     """The column names of a CSV file; a quoted name may span lines."""
     with open(file, encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         try:
-            found = next((row for row in csv.reader(lines)), [])
+            names = next((row for row in csv.reader(lines)), [])
         except csv.Error as error:
             raise SampleError(
                 f"{file} cannot be read: its first line is not a line of column names ({error})."
             ) from None
-    if not any(name.strip() for name in found):
+    if not any(name.strip() for name in names):
         raise ArgumentError(f"{file} is empty. A CSV file begins with a line of column names.")
-    return found
+    return names
 
 
 def _without_empty(column: Any) -> Any:

@@ -362,10 +362,10 @@ def _arrow_table(data: Any, recipe: Recipe, is_fit: bool = False) -> tuple[Any, 
     def among(names: Sequence[Any]) -> list[str]:
         if is_fit:
             _check_names(recipe, recipe.reads, names, "the table")
-        found = [n for n in dict.fromkeys(needed) if n in names]
-        if twice := next((n for n in found if list(names).count(n) > 1), None):
+        present = [n for n in dict.fromkeys(needed) if n in names]
+        if twice := next((n for n in present if list(names).count(n) > 1), None):
             raise ArgumentError(f"{recipe.where}: the table has two columns named {twice!r}.")
-        return found
+        return present
 
     if isinstance(data, pa.RecordBatch):
         table = pa.Table.from_batches([data]).select(among(data.schema.names))
@@ -410,7 +410,7 @@ def check_columns(
     Raises:
         ArgumentError: a column is missing, or its type is none for the steps.
     """
-    found = []
+    all_types = []
     reads = {n: k for n, k in recipe.reads.items() if not applied or n in recipe.steps}
     for source in sources:
         place = str(source) if isinstance(source, Path) else "the table"
@@ -430,21 +430,21 @@ def check_columns(
                 f"{recipe.where}, column {name!r}: {place} has {types[name]}, and "
                 f"{', '.join(recipe.steps.get(name, ())) or 'this'} needs {_article(kind)}."
             )
-        found.append(types)
+        all_types.append(types)
     if not applied:
-        _check_families(recipe, sources, found)
-    return found
+        _check_families(recipe, sources, all_types)
+    return all_types
 
 
 def _check_families(
-    recipe: Recipe, sources: Sequence[Any], found: Sequence[Mapping[str, Any]]
+    recipe: Recipe, sources: Sequence[Any], all_types: Sequence[Mapping[str, Any]]
 ) -> None:
     """Refuse a level that is text in one file and a number in another: engines spell it apart."""
     import pyarrow as pa
 
     for name in (n for n, kind in recipe.reads.items() if kind == "level"):
         first: dict[str, str] = {}
-        for source, types in zip(sources, found, strict=True):
+        for source, types in zip(sources, all_types, strict=True):
             if (kind := types.get(name)) is not None and not pa.types.is_null(kind):
                 place = f"{recipe.where}, column {name!r}"
                 first.setdefault(family(kind, place), f"{kind} in {source}")
@@ -507,7 +507,7 @@ def _open(
         raise ArgumentError("engine='spark' fits a Spark frame, or paths of Parquet files.")
     if is_path(data):
         files = files_of(data, "recipe.fit", SUFFIXES)
-        found = check_columns(recipe, files)
+        all_types = check_columns(recipe, files)
 
         def batches() -> Iterator[Any]:
             for file in files:
@@ -516,7 +516,7 @@ def _open(
 
     else:
         table, _ = _arrow_table(data, recipe, is_fit=True)
-        found = check_columns(recipe, [table])
+        all_types = check_columns(recipe, [table])
 
         def batches() -> Iterator[Any]:
             for part in table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]:
@@ -525,7 +525,7 @@ def _open(
     if engine == "arrow" or (engine is None and not files):
         return Arrow(batches), files
     is_parquet = bool(files) and all(f.suffix.lower() in (".parquet", ".pq") for f in files)
-    fractional = _fractional(kinds, found)
+    fractional = _fractional(kinds, all_types)
     given = None if is_parquet else batches
     return duckdb_engine(files, given, kinds, fractional, threads), files
 
