@@ -20,10 +20,7 @@ from ronde.world.paths import need
 
 __all__ = ["by_text", "explain_trees", "install_explainer", "integrated_gradients"]
 
-_BACKGROUND = 16  # samples
 _PATCHES = 7  # of an image's side
-_FIRST_STEPS, _MOST_STEPS = 32, 1024  # of integrated gradients
-_SUM_LIMIT = 1e-4  # of the largest output: where the steps stop doubling
 
 Array = np.ndarray[Any, Any]
 
@@ -95,7 +92,7 @@ def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str
             with torch.no_grad():
                 return score(given).numpy()
 
-        some = background.rows(0, min(_BACKGROUND, background.samples)).tensors[0].numpy()
+        some = background.rows(0, min(16, background.samples)).tensors[0].numpy()
         samples = part.tensors[0].numpy()
         explained = shapley_values(predict, samples, some, players, budget=int(options["budget"]))
     values = explanation_values(explained, kind, names, players.shape)
@@ -182,8 +179,8 @@ def integrated_gradients(
         start = torch.zeros_like(inputs)
     with torch.no_grad():
         output, base = (forward(v).double().numpy() for v in (inputs, start))
-    steps = _FIRST_STEPS
-    limit = _SUM_LIMIT * max(1.0, float(np.abs(output).max(initial=0.0)))
+    steps = 32
+    limit = 1e-4 * max(1.0, float(np.abs(output).max(initial=0.0)))
     while True:
         given = method.attribute(inputs, baselines=start, n_steps=steps, internal_batch_size=256)
         values = given.detach().double().numpy()
@@ -193,7 +190,7 @@ def integrated_gradients(
         for player in range(flat.shape[1]):
             flat[:, player] = values[:, players == player].sum(axis=1)
         explained = Explained(flat, base, output)
-        if float(explained.gaps.max(initial=0.0)) <= limit or steps >= _MOST_STEPS:
+        if float(explained.gaps.max(initial=0.0)) <= limit or steps >= 1024:
             return explained
         steps *= 2
 

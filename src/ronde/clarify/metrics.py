@@ -16,8 +16,6 @@ import numpy as np
 __all__ = ["METRICS", "Measure", "flip_test", "measure_all", "newcombe", "wilson"]
 
 _Z = 1.959963984540054  # two-sided 95 %
-_NEIGHBORS = 5
-_CHUNK_VALUES = 4_000_000  # distances held at a time: 32 MB
 
 METRICS: dict[str, tuple[str, str]] = {
     "CI": ("before", "class imbalance"),
@@ -309,10 +307,10 @@ def flip_test(
     others, mine = (np.asarray(features[m], dtype=np.float64) for m in (~of_d, of_d))
     if not len(others) or not len(mine):
         return Measure("FT", None, why="no row on one side")
-    k = _NEIGHBORS if len(others) > 9 else 1
+    k = 5 if len(others) > 9 else 1
     accepted, norms = predicted[~of_d], np.sum(others * others, axis=1)
     flips = 0
-    size = max(1, _CHUNK_VALUES // len(others))
+    size = max(1, 4_000_000 // len(others))  # 32 MB of distances at a time
     for at in range(0, len(mine), size):
         distances = norms - 2 * (mine[at : at + size] @ others.T)
         nearest = np.argsort(distances, axis=1, kind="stable")[:, :k]

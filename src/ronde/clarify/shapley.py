@@ -16,8 +16,6 @@ import numpy as np
 
 __all__ = ["Explained", "shapley_values"]
 
-_MOST_EXACT = 11  # players: 2,048 coalitions
-_MOST_PASSES = 4096  # samples that the model is given at a time
 
 Array = np.ndarray[Any, Any]
 
@@ -47,7 +45,7 @@ def _coalitions(players: int, budget: int, key: int) -> tuple[Array, Array]:
     """Which players are present, ``[coalitions, players]``, and the weights of a regression on
     them: all of them, or pairs of a coalition and its complement, drawn by the kernel's weights.
     """
-    if 2**players - 2 <= budget or players <= _MOST_EXACT:
+    if 2**players - 2 <= budget or players <= 11:  # 2,048 coalitions
         every = np.array(list(itertools.product([0, 1], repeat=players))[1:-1], dtype=bool)
         sizes = every.sum(axis=1)
         weights = [(players - 1) / (math.comb(players, int(s)) * s * (players - s)) for s in sizes]
@@ -121,7 +119,7 @@ def _gains(
     present: Array,
 ) -> Array:
     """The mean output of each coalition."""
-    each = max(1, _MOST_PASSES // len(background))
+    each = max(1, 4096 // len(background))  # samples that the model is given at a time
     means = []
     for low in range(0, len(present), each):
         mask = present[low : low + each][:, players]

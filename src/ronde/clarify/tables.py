@@ -17,9 +17,7 @@ from ronde.world import ArgumentError, RondeError
 
 __all__ = ["count_table", "facet_of"]
 
-_MOST_FLIP_ROWS = 20_000
 _FLOATS = ("FLOAT", "DOUBLE")
-_MOST_LABELS = 100_000
 
 
 def _quoted(name: str) -> str:
@@ -139,8 +137,7 @@ class _Table:
     def values(self, column: str) -> list[Any]:
         """A column's values, the commonest first."""
         rows = self.rows(
-            f"SELECT {_quoted(column)}, count(*) FROM data GROUP BY 1 ORDER BY 2 DESC "
-            f"LIMIT {_MOST_LABELS}"
+            f"SELECT {_quoted(column)}, count(*) FROM data GROUP BY 1 ORDER BY 2 DESC LIMIT 100000"
         )
         return [v for v, _ in rows if v is not None and v == v]
 
@@ -202,7 +199,7 @@ class _Table:
         finite = " AND ".join(map(self._engine.is_finite, columns))
         return self.rows(
             f"SELECT {facet}, {mine}, {wanted} FROM data WHERE {where} AND {finite} "
-            f"ORDER BY hash({wanted}) LIMIT {_MOST_FLIP_ROWS}"
+            f"ORDER BY hash({wanted}) LIMIT 20000"
         )
 
 

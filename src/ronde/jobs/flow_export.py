@@ -238,7 +238,6 @@ def _batch_job(step: FlowStep, file: str) -> dict[str, Any]:
 
 
 _SAGEMAKER_FOLDER = "/opt/ml/input/data/flow"
-_SAGEMAKER_DAYS = 5, 28  # the service's own limit of a training job, and the highest one
 _SAGEMAKER_PARAMETERS = {
     "Role": None,
     "FileSystemId": None,
@@ -264,7 +263,8 @@ def _sagemaker(flow: Flow, file: str, image: str) -> str:
 
 
 def _sagemaker_step(step: FlowStep, file: str, image: str) -> dict[str, Any]:
-    limit, longest = (days * 86_400 for days in _SAGEMAKER_DAYS)
+    # the service's own limit of a training job, 5 days, and the highest one
+    limit, longest = 5 * 86_400, 28 * 86_400
     seconds = int(step.time * (step.retries + 1)) + 60 if step.time else limit
     command = f"cd {_SAGEMAKER_FOLDER} && exec {shlex.join(_command(step, file))}"
     for wrong, why in (

@@ -32,11 +32,7 @@ from ronde.world.whole_file import write_whole
 
 __all__ = ["FlowResult", "FlowRun", "content_digest"]
 
-_LOOK_SECONDS = 0.1
-_STOP_SECONDS = 30.0
-_ASKED = 75
 _WAIT_SECONDS = 10.0, 600.0  # before a step is tried again: doubled each time, at most
-_REFUSED = 2  # a command's status for wrong arguments
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ class FlowRun:
                     self._consider(name)
             self._collect()
             self._show()
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(0.1)
         for busy in self._busy.values():
             busy.thread.join()
         self._collect()
@@ -337,9 +333,10 @@ class FlowRun:
                 status, why = self._try(step, lease, tries)
                 if not status:
                     break
-                lost = status < 0 or status == _ASKED or status > 128
+                lost = status < 0 or status == os.EX_TEMPFAIL or status > 128
                 lost = lost or (status == 1 and self._lost_run(step, lease.key))
-                again = status != _REFUSED and (lost or step.retry == "any")
+                # wrong arguments, status 2, are so the next time too
+                again = status != 2 and (lost or step.retry == "any")
                 if not again or tries > step.retries:
                     self._ledger.give_back(lease)
                     log = self._step_folder(step.name) / "log.txt"
@@ -427,7 +424,7 @@ class FlowRun:
                 if (late or self._stop.is_set()) and not asked:
                     asked = time.monotonic()
                     process.terminate()
-                if asked and time.monotonic() - asked > _STOP_SECONDS:
+                if asked and time.monotonic() - asked > 30:  # it saves, if it can
                     os.killpg(process.pid, signal.SIGKILL)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(0.5)

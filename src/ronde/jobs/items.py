@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Items", "find_items", "load_items"]
 
-_BLOCK = 1 << 24
-
 
 @dataclass(frozen=True)
 class Items:
@@ -138,7 +136,7 @@ def _line_starts(file: str) -> Any:
 
     ends, at, last = [numpy.zeros(1, numpy.int64)], 0, b"\n"
     with open(file, "rb") as data:
-        while block := data.read(_BLOCK):
+        while block := data.read(1 << 24):
             breaks = numpy.flatnonzero(numpy.frombuffer(block, numpy.uint8) == 10)
             ends.append(breaks.astype(numpy.int64) + at + 1)
             at, last = at + len(block), block[-1:]

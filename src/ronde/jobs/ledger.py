@@ -28,10 +28,6 @@ from typing import Any
 
 __all__ = ["Lease", "JobLedger", "LeaseLost"]
 
-_LOST = 10  # times in a row that a task's owner vanished: then the task is to blame
-_SLOW_TOUCH = 2.0  # seconds: a disk that stalls makes all owners look dead
-_STRAGGLES = 3.0  # times the median: then another owner may try as well
-
 
 class LeaseLost(Exception):
     """The task is another owner's now, or committed by one: what was done here is void."""
@@ -139,7 +135,7 @@ class JobLedger:
             return False
         with suppress(OSError):
             began = (self.root / "work" / name / ".began").stat().st_mtime
-            return now - began > max(_STRAGGLES * statistics.median(known), 1.0)
+            return now - began > max(3 * statistics.median(known), 1.0)
         return False
 
     def seconds(self) -> dict[str, float]:
@@ -174,7 +170,8 @@ class JobLedger:
         path.touch()
         os.utime(path)
         now = path.stat().st_mtime
-        return now if time.monotonic() - began < _SLOW_TOUCH else None
+        # a disk that stalls makes all owners look dead
+        return now if time.monotonic() - began < 2.0 else None
 
     def beat(self, lease: Lease) -> None:
         """Give a sign of life: several times within ``patience``.
@@ -249,7 +246,7 @@ class JobLedger:
 
     def is_doomed(self, lease: Lease) -> bool:
         """Whether so many owners vanished with it that it must be what kills them."""
-        return lease.lost >= _LOST
+        return lease.lost >= 10
 
     def drop(self, lease: Lease) -> None:
         """Forget a lease and what was done under it."""

@@ -41,10 +41,6 @@ FAILED = "failed.jsonl"
 MODEL = "model.safetensors"
 """File of the weights that ``--model`` gives to the workers."""
 
-_MOST_CHUNKS = 4096
-_CHUNKS_A_WORKER = 16
-_TARGET = 30.0  # seconds that a chunk should take
-
 
 @dataclass(frozen=True)
 class MapPlan:
@@ -95,7 +91,8 @@ def chunk_cuts(items: Items, chunk: str, workers: int) -> list[int]:
     if chunk.isdecimal() and int(chunk) > 0:
         return [*range(0, count, int(chunk)), count]
     if chunk == "auto":
-        pieces = min(count, _MOST_CHUNKS, max(_CHUNKS_A_WORKER * workers, 64))
+        # few enough to list in a moment, enough for the last ones to end together
+        pieces = min(count, 4096, max(16 * workers, 64))
     elif size := parse_bytes(chunk):
         pieces = min(count, math.ceil(total / size))
     else:
@@ -166,12 +163,12 @@ def halves(key: str) -> list[str]:
 
 
 def is_too_long(ledger: JobLedger, items: Items, key: str) -> bool:
-    """Whether a chunk is expected, by what was measured, to take twice the target."""
+    """Whether a chunk is expected, by what was measured, to take more than a minute."""
     low, high = bounds(key)
     if high - low < 2 or not (seconds := ledger.seconds()):
         return False
     measured = sum(items.bytes_of(*bounds(k)) for k in seconds)
-    return items.bytes_of(low, high) * sum(seconds.values()) / measured > 2 * _TARGET
+    return items.bytes_of(low, high) * sum(seconds.values()) / measured > 60.0
 
 
 def committed_chunks(ledger: JobLedger) -> Iterator[tuple[int, int, Path, dict[str, Any]]]:

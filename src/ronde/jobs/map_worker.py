@@ -32,8 +32,7 @@ __all__ = ["STOPPED"]
 STOPPED = "stopped"
 """File in the ledger's folder that ends a map; says why."""
 
-_BEAT, _IDLE = 1.0, 0.2
-_TAIL = 4000  # last characters of what a process wrote, which tell why an item failed
+_BEAT_SECONDS = 1.0  # several in a ledger's patience
 _OF_LAUNCHERS = re.compile(  # SM_CHANNEL_… and the like are the script's
     r"(RONDE_|MASTER_|SLURM_|OMPI_|PMIX?_|TORCHELASTIC_|SM_HOSTS|SM_CURRENT_HOST)|"
     r"((LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|GROUP_RANK)$"
@@ -77,7 +76,7 @@ class _Child:
         how = "" if status is None else (
             f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         )  # fmt: skip
-        return f"{how}\n{said.decode(errors='replace')[-_TAIL:]}".strip()
+        return f"{how}\n{said.decode(errors='replace')[-4000:]}".strip()
 
 
 class _Worker:
@@ -103,7 +102,7 @@ class _Worker:
                 if lease := self.ledger.claim(self._size):
                     self._do(lease)
                 elif self.ledger.left:
-                    time.sleep(_IDLE)
+                    time.sleep(0.2)
                 else:
                     self._end_well()
                     return
@@ -115,7 +114,7 @@ class _Worker:
         if self._child is not None and self._orders >= 0:
             os.close(self._orders)
             self._orders = -1
-            while not _ended(self._child.process, _BEAT):
+            while not _ended(self._child.process, _BEAT_SECONDS):
                 heartbeat(int(os.environ.get("RANK", 0))).tick()
 
     def _do(self, lease: Lease) -> None:
@@ -189,8 +188,8 @@ class _Worker:
         """
         beat = heartbeat(int(os.environ.get("RANK", 0)))
         self._progress = began = time.monotonic()
-        while not is_done(_BEAT):
-            if time.monotonic() - began >= _BEAT:
+        while not is_done(_BEAT_SECONDS):
+            if time.monotonic() - began >= _BEAT_SECONDS:
                 began = time.monotonic()
                 beat.tick()
                 self.ledger.beat(lease)
@@ -224,7 +223,7 @@ class _Worker:
             self._watch(lease, answered, self.plan.limit)
         if not answer:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(_BEAT)
+                child.process.wait(_BEAT_SECONDS)
             self._child = None
             said = child.end()
             if child.process.returncode == 0:

@@ -27,8 +27,6 @@ __all__ = [
 HOPELESS = ("nan", "diverging", "exploding-gradient", "dead-units", "loss-flat")
 """Rules of ``ronde watch`` that end a trial."""
 
-_PAUSED = 75
-
 
 @dataclass(frozen=True)
 class Goal:

@@ -52,10 +52,7 @@ from ronde.world.whole_file import write_whole
 
 __all__ = ["Tuned", "Tuner", "TunePlan", "load_plan"]
 
-_PAYS = 1.2  # times the samples per second that twice the workers must give
-_TRIES = 3  # starts of a trial that come no further
-_KILLS = 30  # starts that something else ends: by hand, or where memory is short
-_LOOK_SECONDS, _SIGN_SECONDS = 0.2, 5.0
+_LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -235,7 +232,7 @@ class Tuner:
             self._shown = state
             with contextlib.suppress(OSError):  # what is shown ends no search
                 self._save(self._result(""))
-        elif time.monotonic() - self._signed > _SIGN_SECONDS:
+        elif time.monotonic() - self._signed > 5:
             self._signed = time.monotonic()
             with contextlib.suppress(OSError):
                 os.utime(self.folder / "result.json")
@@ -306,7 +303,8 @@ class Tuner:
             self._tries[number, was_killed] += 1
             if came_further:
                 self._tries[number, True] = self._tries[number, False] = 0
-            most = _KILLS if was_killed else _TRIES
+            # what is killed, by hand or where memory is short, may do better the next time
+            most = 30 if was_killed else 3
             if self._tries[number, was_killed] >= most or (status == 2 and not now.begun):
                 log = self.runs / f"{trial_name(number)}.log"
                 raise RondeError(
@@ -510,7 +508,7 @@ class Tuner:
         if workers not in rates or 2 * workers not in rates:
             return True
         less, more = (statistics.median(rates[n]) for n in (workers, 2 * workers))
-        return more >= _PAYS * less
+        return more >= 1.2 * less  # of samples per second
 
     def _launch(self, number: int, rung: int, workers: int) -> None:
         devices, self._devices = self._devices[:workers], self._devices[workers:]

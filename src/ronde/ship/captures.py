@@ -19,10 +19,6 @@ from ronde.world import ArgumentError
 
 __all__ = ["Capture", "Drift", "watch_captures"]
 
-_MOST_COLUMNS = 64  # of an input: each is compared; of a larger one, its mean and spread
-_BINS = 8
-_ALARM = 0.25  # population stability index: a shift, by the usual reading
-
 
 class Capture:
     """Appends a share of the requests to a file of JSON lines, up to a size.
@@ -76,7 +72,7 @@ class Drift:
 
 def _columns(name: str, values: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
     flat = values.reshape(len(values), -1).astype(np.float64)
-    if flat.shape[1] <= _MOST_COLUMNS:
+    if flat.shape[1] <= 64:  # of an image, say, mean and spread
         return {f"{name}[{i}]": flat[:, i] for i in range(flat.shape[1])}
     return {f"{name} mean": flat.mean(axis=1), f"{name} spread": flat.std(axis=1)}
 
@@ -92,7 +88,7 @@ def stability_index(expected: np.ndarray[Any, Any], seen: np.ndarray[Any, Any]) 
     expected, seen = (v[np.isfinite(v)] for v in (expected, seen))
     if not len(expected) or not len(seen):
         return math.inf
-    quantiles = np.unique(np.quantile(expected, np.linspace(0, 1, _BINS + 1)[1:-1]))
+    quantiles = np.unique(np.quantile(expected, np.linspace(0, 1, 9)[1:-1]))
     # below and at each: of a column with few values, a shift downwards leaves a bin as well
     edges = np.unique(np.concatenate([np.nextafter(quantiles, -np.inf), quantiles]))
     shares = []
@@ -149,7 +145,7 @@ def watch_captures(bundle: Bundle, lines: Iterable[str]) -> dict[str, Any]:
         for column, values in now.items():
             index = stability_index(known[column], values)
             missing = float(np.mean(~np.isfinite(values)))
-            limit = max(_ALARM, _chance(len(known[column]), len(values)))
+            limit = max(0.25, _chance(len(known[column]), len(values)))
             drifts.append(Drift(column, index, missing, index > limit or missing > 0))
     low, high = np.quantile(seconds, [0.5, 0.99])
     return {

@@ -24,8 +24,6 @@ from ronde.ship.runtime import EXPECTED, INT8, MODEL, RECIPE, open_session
 
 __all__ = ["install_exporter"]
 
-_STORED_SAMPLES = 32
-
 
 def install_exporter() -> None:
     """Observe this process, because of ``RONDE_STUDY=ship``.
@@ -131,7 +129,7 @@ def _feeds(path: Path, call: ModelCall) -> dict[str, np.ndarray[Any, Any]]:
 def _store_samples(folder: Path, call: ModelCall, floors: list[Floor]) -> None:
     from safetensors.numpy import save_file
 
-    part = call.rows(0, min(_STORED_SAMPLES, call.samples))
+    part = call.rows(0, min(32, call.samples))
     feeds = _feeds(folder / MODEL, part)
     outputs = open_session(folder / MODEL).run(None, feeds)
     values = {f"input.{name}": np.ascontiguousarray(v) for name, v in feeds.items()}

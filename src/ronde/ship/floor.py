@@ -29,8 +29,6 @@ _TINY_ULPS = 4.0  # of an output's scale: where the model happens to be exact
 _ULPS_WITHOUT_TWIN = 32.0
 _GAP, _LARGEST = 1e3, float(np.finfo(np.float64).max)
 _HUGE_ULPS = 64.0
-_BATCHES = 8  # of a size, about
-_SIZES = (1, 7)  # batch sizes besides the example's
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def check_export(model: nn.Module, path: Path | bytes, call: ModelCall) -> list[
     sessions = {}
     for optimized in (True, False):
         sessions[optimized] = open_session(path, optimized=optimized)
-    for size in dict.fromkeys((*_SIZES, whole)):
+    for size in dict.fromkeys((1, 7, whole)):
         for low in _starts(whole, size):
             part = call.rows(low, min(low + size, whole))
             # its own: some models look at the whole batch
@@ -140,7 +138,7 @@ def _starts(whole: int, size: int) -> Sequence[int]:
     is compared as well.
     """
     starts = range(0, whole, size)
-    return starts[:: max(1, len(starts) // _BATCHES)]
+    return starts[:: max(1, len(starts) // 8)]
 
 
 def _limits(

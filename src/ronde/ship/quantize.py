@@ -18,7 +18,6 @@ from ronde.ship.runtime import open_session
 __all__ = ["Int8Verdict", "judge_int8", "quantize"]
 
 _CALIBRATION_BATCH = 32
-_ROUNDS = 7
 _SPEEDUP = 1.5  # below it, 8 bits are not offered
 
 Inputs = Mapping[str, np.ndarray[Any, Any]]
@@ -142,7 +141,7 @@ def judge_int8(
 
 def _speedup(plain: Any, quick: Any, feeds: Inputs) -> float:
     ratios = []
-    for _ in range(_ROUNDS):
+    for _ in range(7):
         seconds = []
         for session in (plain, quick):
             start = time.perf_counter()

@@ -14,7 +14,6 @@ READ_BY = {
     "key": ("number",),
 }
 MISSING_KEY = "is missing, or 2^63 or more, in a row: a key is a whole number in each row."
-_ENOUGH_DIGITS = 15  # engines divide wider decimals in different ways
 
 
 def family(kind: Any, place: str) -> str:
@@ -27,7 +26,8 @@ def family(kind: Any, place: str) -> str:
 
     if types.is_dictionary(kind):
         kind = kind.value_type
-    if types.is_decimal(kind) and kind.precision > _ENOUGH_DIGITS:
+    # engines divide wider decimals in different ways
+    if types.is_decimal(kind) and kind.precision > 15:
         raise ArgumentError(
             f"{place} is {kind}, of more digits than a double holds. Cast it to double first."
         )

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 
 Asking = Generator[list[Query], list[list[Row]], Any]
 
-_BUCKETS = 4096
-_FEW = 100_000  # values of a bucket that are fetched rather than counted again
-_MOST_ONE_HOT = 1000
-
 
 def fit_steps(
     engine: QueryEngine, steps: Steps, target: str | None, key: str | None, where: str
@@ -217,7 +213,7 @@ def _ranked(x: nw.Expr, low: float, high: float, ranks: Sequence[int], before: i
         return dict.fromkeys(ranks, low)
     # Each step is monotone under rounding, so that a bucket holds a run of the sorted values.
     span = high * 0.25 - low * 0.25
-    factor = min(_BUCKETS / span, 1.7e308) if span else 1.7e308
+    factor = min(4096 / span, 1.7e308) if span else 1.7e308
     inside = (x >= low) & (x <= high)
     bucket = ((x * 0.25 - low * 0.25) * factor).floor().cast(nw.Int64)
     asked: Values = {"n": ("sum", _present(x)), "lo": ("min", x), "hi": ("max", x)}
@@ -228,7 +224,7 @@ def _ranked(x: nw.Expr, low: float, high: float, ranks: Sequence[int], before: i
         here = [r for r in ranks if before <= r < before + row["n"]]
         if here and row["lo"] == row["hi"]:
             values.update(dict.fromkeys(here, row["lo"] + 0.0))
-        elif here and row["n"] > _FEW and row["n"] < sum(r["n"] for r in rows):
+        elif here and row["n"] > 100_000 and row["n"] < sum(r["n"] for r in rows):
             values.update((yield from _ranked(x, row["lo"], row["hi"], here, before)))
         elif here:
             fetched.append((here, before, row))
@@ -293,7 +289,7 @@ def _level(
         counts[row["level"]] = counts.get(row["level"], 0) + int(row["n"])
     total = sum(counts.values()) + missing
     kept = sorted((v for v, c in counts.items() if c >= do.get("rare", 1)), key=level_order)
-    if "one_hot" in do and len(kept) > _MOST_ONE_HOT:
+    if "one_hot" in do and len(kept) > 1000:
         raise ArgumentError(
             f"{place}: {len(counts):,} of {total - missing:,} values are distinct: one_hot would "
             f"make {len(kept):,} columns. Use codes: true, or rare: N to keep frequent values only."

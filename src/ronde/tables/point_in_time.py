@@ -24,9 +24,7 @@ from ronde.tables.steps import near
 from ronde.world import ArgumentError
 
 _MICROS = 1_000_000
-_DAY = 86_400
 _TIMES = (NAIVE, ZONED, "date")
-_LEAST_BITS = 30  # of the smallest value, in a sum beside the largest
 _LABELS = "ronde_labels"
 
 
@@ -282,7 +280,7 @@ class PointInTime:
         late = spec.arrival_time
         arrival = self.engine.micros(q(late), source.given[late], up=True) if late else event
         if late and source.kinds[late] == "date":  # it may have arrived at any hour of that day
-            arrival = f"({arrival} + {_DAY * _MICROS})"
+            arrival = f"({arrival} + {86_400 * _MICROS})"
         entity = [f"{q(name)} AS e{n}" for n, name in enumerate(spec.entity)]
         needed = [f"e{n} IS NOT NULL" for n in range(len(entity))]
         times = [f"{event} AS ts", f"{arrival} AS arr", f"greatest({event}, {arrival}) AS known"]
@@ -435,7 +433,8 @@ class PointInTime:
 
 def _shift(owner: str, name: str, largest: float, smallest: float) -> int:
     shift = shift_of(largest)
-    if smallest and math.frexp(smallest)[1] + shift < _LEAST_BITS:
+    # bits that the smallest value keeps beside the largest
+    if smallest and math.frexp(smallest)[1] + shift < 30:
         raise ArgumentError(
             f"{owner}: '{name}' has values from {smallest:.3g} to {largest:.3g}. Sums hold a ratio "
             "of 2**64; round or leave out values beyond it."

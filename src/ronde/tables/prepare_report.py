@@ -18,7 +18,6 @@ from ronde.tables.steps import read_as
 from ronde.watch import html
 
 _MOST_ROWS = 200_000
-_BINS = 10  # of the target by bin, of a leak, and of a drift
 _LEVELS = 12  # that are drawn
 _MISSING = "(missing)"
 
@@ -111,7 +110,7 @@ def _edges(values: Floats) -> Floats:
     present = values[~np.isnan(values)]
     if not len(present):
         return np.zeros(0)
-    return np.unique(np.quantile(present, np.linspace(0, 1, _BINS + 1)[1:-1], method="lower"))
+    return np.unique(np.quantile(present, np.linspace(0, 1, 11)[1:-1], method="lower"))
 
 
 class _Groups:

@@ -10,7 +10,6 @@ from typing import Any
 from ronde.world import ArgumentError, SampleError
 
 SUFFIXES = (".parquet", ".pq", ".csv", ".arrow", ".feather", ".ipc")
-_ROWS = 1 << 16
 
 
 def open_arrow(source: Any) -> Any:
@@ -42,7 +41,7 @@ def read_batches(
 
             opened = pq.ParquetFile(file)
             _check(file, opened.schema_arrow.names, columns)
-            yield from opened.iter_batches(batch_size=_ROWS, columns=list(dict.fromkeys(columns)))
+            yield from opened.iter_batches(batch_size=1 << 16, columns=list(dict.fromkeys(columns)))
         elif file.suffix.lower() == ".csv":
             import pyarrow.csv as pc
 
