@@ -115,7 +115,7 @@ def test_what_does_not_go_together_is_refused(folder):
         (lambda: feed.table(train_files, recipe=feed.Recipe(STEPS, "y", "id")), "is not fitted"),
         (
             lambda: feed.table(folder / "other.parquet", recipe=recipe, cache=cache),
-            r"recipe\.json was fitted on 'age' as number; .*other\.parquet has string\.",
+            r"recipe\.json, column 'age': .*other\.parquet has string, and .* needs number",
         ),
         (
             lambda: feed.table(folder / "short.parquet", recipe=recipe, cache=cache),

@@ -417,19 +417,13 @@ def check_columns(
         types = _types_of(source, reads)
         _check_names(recipe, reads, list(types), place, applied)
         for name, kind in reads.items():
-            if (
-                types[name] is None
-                or family(types[name], f"{place}, column {name!r}") in READ_BY[kind]
-            ):
-                continue
-            if applied:
+            where = f"{recipe.where}, column {name!r}"
+            if types[name] is not None and family(types[name], where) not in READ_BY[kind]:
                 raise ArgumentError(
-                    f"{recipe.where} was fitted on {name!r} as {kind}; {place} has {types[name]}."
+                    f"{where}: {place} has {types[name]}, and "
+                    f"{', '.join(recipe.steps.get(name, ())) or 'this'} needs "
+                    f"{' or '.join(READ_BY[kind])}."
                 )
-            raise ArgumentError(
-                f"{recipe.where}, column {name!r}: {place} has {types[name]}, and "
-                f"{', '.join(recipe.steps.get(name, ())) or 'this'} needs {_article(kind)}."
-            )
         all_types.append(types)
     if not applied:
         _check_families(recipe, sources, all_types)
@@ -476,16 +470,6 @@ def _check_names(
                 f"{recipe.where}, column {name!r}: {place} has {same[0]!r} and {same[1]!r}, and "
                 "DuckDB and Spark ignore case. Rename one."
             )
-
-
-def _article(kind: str) -> str:
-    return {
-        "number": "numbers",
-        "level": "texts or numbers",
-        "time": "times",
-        "text": "texts",
-        "key": "whole numbers",
-    }[kind]
 
 
 def _open(
