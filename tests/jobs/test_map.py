@@ -95,16 +95,8 @@ def test_a_command_an_item_and_what_is_tolerated(tmp_path: Path) -> None:
 def test_ctrl_c_ends_all_and_resume_goes_on(folder: Path) -> None:
     (folder / "items.txt").write_text("".join(f"{i}\n" for i in range(40)))
     words = [sys.executable, "-m", "ronde", "map", "--items", "lines:items.txt", "--chunk", "2"]
-    words += [
-        "--workers",
-        "2",
-        "--out",
-        "out",
-        "--",
-        "sh",
-        "-c",
-        "echo {} >> begun; sleep 0.05; echo {}",
-    ]
+    item = "echo {} >> begun; [ {} -lt 4 ] || [ -e go ] || sleep 60; echo {}"  # most wait for go
+    words += ["--workers", "2", "--out", "out", "--", "sh", "-c", item]
     process = zygote.Popen(words, cwd=folder, stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 60
     while not (folder / "begun").exists() and time.monotonic() < until:
@@ -113,6 +105,7 @@ def test_ctrl_c_ends_all_and_resume_goes_on(folder: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "go on with: ronde map --resume out" in said
+    (folder / "go").touch()
     done = ronde_map(folder, "--resume", "out")
     assert done.returncode == 0, done.stderr
     assert (folder / "out" / "output.txt").read_text() == (folder / "items.txt").read_text()
