@@ -52,6 +52,7 @@ def sum_counts(counts: I64, me: World) -> I64:
 def to_floats(sums: I64, bits: int, exponents: Any) -> F64:
     """``sum(sums[k] << bits * (last - k)) * 2**(exponents - bits * last)``, rounded once."""
     last = len(sums) - 1
+    # as integers of Python, which have any number of bits
     whole = sum(part.astype(object) << bits * (last - k) for k, part in enumerate(sums))
     return np.asarray(np.ldexp(np.asarray(whole, np.float64), exponents - bits * last))
 

@@ -492,6 +492,7 @@ class FlowRun:
         folder = self._step_folder(step.name)
         values: dict[str, Any] = {}
         text = (folder / "answer.txt").read_text(errors="replace")
+        # --json prints an object over several lines; a script of its own, its last line
         start = text.find("{\n") if text.find("{\n") >= 0 else text.rfind("\n{") + 1
         with contextlib.suppress(ValueError):
             printed = json.loads(text[max(start, 0) :])

@@ -127,7 +127,7 @@ def _named(source: str, names: list[str], sizes: list[int]) -> Items:
     import numpy
 
     starts = numpy.zeros(len(names) + 1, numpy.int64)
-    numpy.cumsum(numpy.maximum(sizes, 1), out=starts[1:])
+    numpy.cumsum(numpy.maximum(sizes, 1), out=starts[1:])  # an empty file is an item too
     return Items(source, starts, "\n".join(map(json.dumps, names)).encode())
 
 

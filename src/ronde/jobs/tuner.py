@@ -354,7 +354,7 @@ class Tuner:
                 continue
             workers = self._workers_for(len(wanted))
             if len(self._devices) < workers:
-                break
+                break  # later trials wait too, or the first ones would never get several devices
             self._launch(number, rung, workers)
         return bool(wanted)
 
@@ -513,7 +513,7 @@ class Tuner:
     def _launch(self, number: int, rung: int, workers: int) -> None:
         devices, self._devices = self._devices[:workers], self._devices[workers:]
         if rung < 0:
-            until = "1"
+            until = "1"  # its record then knows how long an epoch is
         else:
             until = f"{self._rungs[rung]}@evaluate" if self._rungs[rung] < _WHOLE else ""
         words = argument_words(self.values(number), self.plan.style)

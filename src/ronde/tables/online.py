@@ -92,6 +92,7 @@ def publish_tables(
     with _sole_writer(path) as part:
         try:
             with contextlib.closing(sqlite3.connect(part, isolation_level=None)) as db:
+                # killed half-way, the file is never looked at: it needs no journal
                 db.execute("PRAGMA journal_mode=OFF")
                 db.execute("PRAGMA synchronous=OFF")
                 db.execute("BEGIN")
