@@ -8,35 +8,45 @@ import os
 import sys
 import warnings
 
-warnings.filterwarnings("ignore")
-master, partitions, seeds = sys.argv[1], int(sys.argv[2]), map(int, sys.argv[3:])
-os.environ["PYSPARK_SUBMIT_ARGS"] = (
+from generated import generated
+
+from ronde.tables import Recipe
+from ronde.tables.spark import session
+
+# Compiling the long queries takes longer than these few rows.
+SUBMIT_ARGUMENTS = (
     "--conf spark.sql.shuffle.partitions=3 --conf spark.driver.host=127.0.0.1 "
     "--conf spark.driver.bindAddress=127.0.0.1 --conf spark.sql.codegen.factoryMode=NO_CODEGEN "
     "--conf spark.sql.codegen.wholeStage=false pyspark-shell"
 )
 
-from generated import generated  # noqa: E402
 
-from ronde.tables import Recipe  # noqa: E402
-from ronde.tables.spark import session  # noqa: E402
+def start(master):
+    """A session of Spark for small tables."""
+    warnings.filterwarnings("ignore")
+    os.environ["PYSPARK_SUBMIT_ARGS"] = SUBMIT_ARGUMENTS
+    return session(master)
 
-spark = session(master)
-try:
-    for seed in seeds:
-        table, given = generated(seed)
-        recipe = Recipe.of(given)
-        frame = spark.createDataFrame(table).repartition(partitions)
-        fitted = recipe.fit(frame)
-        rows = {}
-        if master.startswith("local["):
-            made = fitted.apply(frame, out_of_fold=True).toArrow()
-            wanted = fitted.apply(table, out_of_fold=True)
-            order = [(name, "ascending") for name in wanted.schema.names[:2]]
-            rows = made.sort_by(order).to_pydict(), wanted.sort_by(order).to_pydict()
-        same = not rows or all(
-            str(rows[0][name]) == str(rows[1][name]) for name in wanted.schema.names
-        )
-        print(seed, fitted.digest, same, flush=True)
-finally:
-    spark.stop()
+
+def fit(spark, partitions, seed, is_applied):
+    """The digest of a recipe that Spark fitted, and whether its rows are those of PyArrow."""
+    table, given = generated(seed)
+    frame = spark.createDataFrame(table).repartition(partitions)
+    fitted = Recipe.of(given).fit(frame)
+    if not is_applied:
+        return fitted.digest, True
+    made = fitted.apply(frame, out_of_fold=True).toArrow()
+    wanted = fitted.apply(table, out_of_fold=True)
+    order = [(name, "ascending") for name in wanted.schema.names[:2]]
+    rows = made.sort_by(order).to_pydict(), wanted.sort_by(order).to_pydict()
+    return fitted.digest, all(str(rows[0][n]) == str(rows[1][n]) for n in wanted.schema.names)
+
+
+if __name__ == "__main__":
+    master, partitions, *seeds = sys.argv[1:]
+    spark = start(master)
+    try:
+        for seed in map(int, seeds):
+            print(seed, *fit(spark, int(partitions), seed, master.startswith("local[")), flush=True)
+    finally:
+        spark.stop()

@@ -1,30 +1,63 @@
-"""Point-in-time joins on Spark: row for row those of DuckDB."""
+"""Spark finds the bits that PyArrow finds, and joins row for row as DuckDB does."""
 
 import importlib.util
+import os
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("duckdb")
+pytest.importorskip("narwhals")
 if not (importlib.util.find_spec("pyspark") and shutil.which("java")):
     pytest.skip("Spark is absent: pip install '.[spark]', and Java", allow_module_level=True)
 
+from generated import generated
+
 from feature_cases import HOUR, Case, same
+from processes import PATHS, TESTS, child
+from ronde.tables import Recipe
 from ronde.tables.online import Online
-from sampling import some
+from sampling import long, some
+from spark_recipes_worker import fit, start
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def spark():
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false")
-    # compiling the long queries takes longer than these few rows
-    builder = builder.config("spark.sql.codegen.wholeStage", "false")
-    builder = builder.config("spark.sql.codegen.factoryMode", "NO_CODEGEN")
-    session = builder.config("spark.sql.shuffle.partitions", "3").getOrCreate()
+    before = os.environ.copy()
+    session = start("local[2]")
     yield session
     session.stop()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.timeout(900)
+def test_spark_finds_the_same_bits(spark):
+    table, given = generated(3)
+    assert fit(spark, 7, 3, True) == (Recipe.of(given).fit(table).digest, True)
+
+
+@long
+@pytest.mark.timeout(36000)
+@pytest.mark.parametrize(
+    ("master", "partitions"), [("local[2]", 4), ("local[2]", 7), ("local-cluster[2,1,1024]", 4)]
+)
+def test_spark_finds_the_same_bits_in_any_number_of_partitions(tmp_path, master, partitions):
+    script = [sys.executable, str(TESTS / "spark_recipes_worker.py"), master, str(partitions)]
+    paths = {"PYTHONPATH": f"{PATHS}:{HERE}", "SPARK_LOCAL_IP": "127.0.0.1"}
+    with child([*script, *map(str, range(200))], tmp_path, paths) as started:
+        done = started.done(36000)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [int(seed) for seed, _, _ in lines] == list(range(200))
+    for seed, digest, rows_equal in lines:
+        table, given = generated(int(seed))
+        assert digest == Recipe.of(given).fit(table).digest, seed
+        assert rows_equal == "True", seed
 
 
 @pytest.mark.timeout(900)
