@@ -79,7 +79,6 @@ def shapley_values(
     players: Array,
     *,
     budget: int = 2048,
-    seed: int = 0,
     first: int = 0,
 ) -> Explained:
     """Shapley values of each sample's players (Lundberg and Lee 2017).
@@ -90,9 +89,8 @@ def shapley_values(
         background: samples that stand for an absent player, ``[background, …]``.
         players: the player to which each element of a sample belongs, shaped as one sample.
         budget: coalitions of each sample, where not all can be tried.
-        seed: of the draws.
-        first: number of the first sample: a sample's draws depend on the seed and its number only,
-            so any division of the samples gives the same values.
+        first: number of the first sample: a sample's draws depend on its number only, so any
+            division of the samples gives the same values.
 
     Returns:
         In float64. The values add up to the output minus the base, exactly but for rounding.
@@ -105,7 +103,7 @@ def shapley_values(
         if count == 1:
             values[i] = outputs[i] - base
             continue
-        present, weights = _coalitions(count, budget, (seed << 32) + first + i)
+        present, weights = _coalitions(count, budget, first + i)
         gains = _gains(predict, sample, background, players, present) - base
         values[i] = _solve(present, weights, gains, float(outputs[i]) - base)
     return Explained(values, np.full(len(samples), base), outputs)

@@ -289,9 +289,9 @@ class PointInTime:
             f"WHERE {' AND '.join([*needed, 'ts IS NOT NULL', 'arr IS NOT NULL'])}"
         )
 
-    def _labels(self, source: EventSource, columns: str = "") -> str:
+    def _labels(self, source: EventSource) -> str:
         entity = [f"{self.engine.quote(name)} AS e{n}" for n, name in enumerate(source.spec.entity)]
-        return f"SELECT ronde_id, ronde_t, {', '.join(entity)}{columns} FROM {_LABELS}"
+        return f"SELECT ronde_id, ronde_t, {', '.join(entity)} FROM {_LABELS}"
 
     def _asof(self, source: EventSource, right: str, when: str, columns: Sequence[str]) -> str:
         """For each label the last row of ``right`` whose ``when`` is not later: ronde_id, ronde_t,
