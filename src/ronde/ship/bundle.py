@@ -62,6 +62,8 @@ def make_key(private: Path, public: Path) -> None:
     if private.absolute() == public.absolute():
         raise ArgumentError("the private and the public key need files of their own.")
     for file in (private, public):
+        if not file.absolute().parent.is_dir():
+            raise ArgumentError(f"{file}: there is no folder {file.absolute().parent}.")
         if file.exists():
             raise ArgumentError(f"{file} is there already: keys are never written over.")
     key = Ed25519PrivateKey.generate()
