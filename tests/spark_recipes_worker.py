@@ -11,7 +11,7 @@ import warnings
 from generated import generated
 
 from ronde.tables import Recipe
-from ronde.tables.spark import session
+from ronde.tables.sql_engines import session
 
 # Compiling the long queries takes longer than these few rows.
 SUBMIT_ARGUMENTS = (

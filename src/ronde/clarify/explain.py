@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from ronde.algorithms.tree_model import TreeModel
 from ronde.clarify.shapley import Explained, shapley_values
 from ronde.measure.model_call import ModelCall, read_call, saved_model
 from ronde.measure.study import answer_at_distribute, report_progress
 from ronde.parallel import Work
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError
 from ronde.world.paths import need
 
 __all__ = ["by_text", "explain_trees", "install_explainer", "integrated_gradients"]
@@ -213,11 +214,9 @@ def explain_trees(
     """
     try:
         return _explain_trees(model, samples, names)
-    except (ValueError, RuntimeError) as error:  # of both libraries
-        raise ArgumentError(f"{model}: {str(error).splitlines()[0][:200]}") from None
-    except Exception as error:
-        if type(error).__name__ not in ("XGBoostError", "LightGBMError"):
-            raise
+    except RondeError:
+        raise
+    except Exception as error:  # the libraries' own have no common base
         raise ArgumentError(f"{model}: {str(error).splitlines()[0][:200]}") from None
 
 
@@ -237,21 +236,16 @@ def _ordered(
 def _explain_trees(
     model: Path, samples: Array, names: list[str] | None
 ) -> tuple[Explained, list[str] | None]:
-    if model.suffix == ".txt":
-        need("lightgbm", "trees", "--method trees")
-        import lightgbm
-
-        booster: Any = lightgbm.Booster(model_file=str(model))
-        samples, names = _ordered(samples, names, booster.feature_name())
+    loaded = TreeModel.load(model, "lightgbm" if model.suffix == ".txt" else "xgboost")
+    booster = loaded.booster
+    samples, names = _ordered(samples, names, loaded.names)
+    if loaded.library == "lightgbm":
         given = np.asarray(booster.predict(samples, pred_contrib=True))
         output = np.asarray(booster.predict(samples, raw_score=True))
     else:
-        need("xgboost", "trees", "--method trees")
         import xgboost
 
-        booster = xgboost.Booster(model_file=str(model))
-        samples, names = _ordered(samples, names, booster.feature_names)
-        data = xgboost.DMatrix(samples, feature_names=booster.feature_names)
+        data = xgboost.DMatrix(samples, feature_names=loaded.names)
         given = booster.predict(data, pred_contribs=True)
         output = booster.predict(data, output_margin=True)
     if given.ndim != 2 or given.shape[1] != samples.shape[1] + 1:

@@ -179,7 +179,8 @@ def _here(
 def _on_spark(
     given: Any, data: list[str], out: str, engine: str, master: str | None, threads: int | None
 ) -> tuple[Any, int, float]:
-    from ronde.tables.spark import check_paths, is_out_of_fold, session, write_on_spark
+    from ronde.tables.spark import check_paths, is_out_of_fold, write_on_spark
+    from ronde.tables.sql_engines import session
 
     check_paths(data)
     is_fitted = given.state is not None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -14,34 +12,7 @@ from ronde.tables.prepared import RECIPE_FILE
 from ronde.tables.reading import SUFFIXES
 from ronde.tables.recipe import Recipe
 from ronde.world import ArgumentError, RondeError
-from ronde.world.paths import files_of, is_remote, need, need_java
-
-_SETTINGS = {
-    "spark.sql.session.timeZone": "UTC",
-    "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
-    "spark.log.level": "ERROR",
-}
-
-
-def session(master: str | None) -> Any:
-    """A session of Spark.
-
-    Args:
-        master: as Spark writes it, ``local[4]`` or ``yarn``; None is that of its configuration.
-
-    Raises:
-        ArgumentError: Spark or Java is not installed.
-    """
-    need("pyspark", "spark", "--engine spark")
-    need_java("--engine spark")
-    from pyspark.sql import SparkSession
-
-    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # it must have Ronde on executors too
-    builder = SparkSession.builder.appName("ronde prepare")
-    for name, value in _SETTINGS.items():
-        builder = builder.config(name, value)
-    return (builder.master(master) if master else builder).getOrCreate()
+from ronde.world.paths import files_of, is_remote
 
 
 def is_out_of_fold(recipe: Recipe, paths: Sequence[str]) -> bool:

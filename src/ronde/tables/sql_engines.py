@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ronde.world import ArgumentError, RondeError, usable_cores
-from ronde.world.paths import files_of, is_remote, need
+from ronde.world.paths import files_of, is_remote, need, need_java
 
 _SUFFIXES = (".parquet", ".pq", ".csv")
 
@@ -44,6 +45,14 @@ _SPARK_KINDS = {
     "float": "float",
     "double": "float",
     **dict.fromkeys(("tinyint", "smallint", "int", "bigint"), "int"),
+}
+
+
+_SPARK_SETTINGS = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.log.level": "ERROR",
 }
 
 
@@ -192,6 +201,26 @@ class DuckDBSql:
         return f"date_diff('day', DATE '1970-01-01', {column})"
 
 
+def session(master: str | None) -> Any:
+    """A session of Spark.
+
+    Args:
+        master: as Spark writes it, ``local[4]`` or ``yarn``; None is that of its configuration.
+
+    Raises:
+        ArgumentError: Spark or Java is not installed.
+    """
+    need("pyspark", "spark", "--engine spark")
+    need_java("--engine spark")
+    from pyspark.sql import SparkSession
+
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # it must have Ronde on executors too
+    builder = SparkSession.builder.appName("ronde prepare")
+    for name, value in _SPARK_SETTINGS.items():
+        builder = builder.config(name, value)
+    return (builder.master(master) if master else builder).getOrCreate()
+
+
 class SparkSql:
     """A Spark cluster, or ``local[…]``.
 
@@ -204,8 +233,6 @@ class SparkSql:
     numbered = "monotonically_increasing_id()"
 
     def __init__(self, master: str = "") -> None:
-        from ronde.tables.spark import session
-
         started = session(master or None)
         from pyspark.errors import PySparkException
 
