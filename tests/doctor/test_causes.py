@@ -25,7 +25,7 @@ def judged(stages=READ, real=990.0, others=None, **more):
     )
     given = {"workers": 1, "loaders": 2, "executor": "processes", "cores": 8, "batch": 16, **more}
     given = {"waits": ((16 / real - 16 / 1000,) * given["workers"],) * 3, **given}
-    return judge(Measurements(rounds=rounds, stages=tuple(stages), **given)).values
+    return judge(Measurements(rounds=rounds, stages=tuple(stages), **given))
 
 
 def shown(values, facts, to=8):

@@ -62,7 +62,7 @@ def test_the_stage_that_takes_the_loaders_time_is_the_cause():
             rounds(synthetic=1000, real=400, beside=1000),
             STAGES,
         )
-    ).values
+    )
     assert found["cause"]["stage"] == "decode"
     assert not found["healthy"] and found["refused"] is None
     assert found["gap"] == pytest.approx(0.6, abs=0.02)
@@ -78,7 +78,7 @@ def test_the_stage_that_takes_the_loaders_time_is_the_cause():
 def test_two_stages_that_each_close_the_gap_keep_it_between_them():
     both = rounds(synthetic=1000, real=500, beside=1000)
     stages = (TimedStage("read", wall_seconds=0.002), TimedStage("decode", wall_seconds=0.0025))
-    rows = {r["name"]: r for r in judge(seen(both, stages)).values["stages"]}
+    rows = {r["name"]: r for r in judge(seen(both, stages))["stages"]}
     assert rows["decode"]["lost_points"] + rows["read"]["lost_points"] <= 51
     assert all(rows[name]["alone_points"] > 40 for name in ("read", "decode"))
     assert sum("if it alone were free" in row["note"] for row in rows.values()) == 1
@@ -90,7 +90,7 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
         for n, t in (("read", 0.001), ("decode", 0.006), ("augment", 0.003))
     ]
     rates = rounds(synthetic=1000, real=1 / 0.011)
-    found = judge(seen(rates, stages, loaders=0, executor="none")).values
+    found = judge(seen(rates, stages, loaders=0, executor="none"))
     rows = {r["name"]: r for r in found["stages"]}
     assert found["cause"]["stage"] == "decode"
     assert found["cause"]["points"] == rows["decode"]["lost_points"]
@@ -100,15 +100,13 @@ def test_stages_that_follow_each_other_share_the_gap_by_their_time():
     assert "11 if it alone were free" in rows["decode"]["note"]
     # Where their times do not account for what is lost, nothing is laid at their door.
     short = [TimedStage(s.name, wall_seconds=s.wall_seconds / 4) for s in stages]
-    rows = {
-        r["name"]: r for r in judge(seen(rates, short, loaders=0, executor="none")).values["stages"]
-    }
+    rows = {r["name"]: r for r in judge(seen(rates, short, loaders=0, executor="none"))["stages"]}
     assert rows["decode"]["lost_points"] < 5
 
 
 @pytest.mark.parametrize("real", [1000, 985, 960])
 def test_a_small_gap_is_healthy(real):
-    found = judge(seen(rounds(synthetic=1000, real=real), STAGES)).values
+    found = judge(seen(rounds(synthetic=1000, real=real), STAGES))
     assert found["healthy"] and found["cause"] is None and found["refused"] is None
     assert remedies(found, Facts(1, 2, "processes", 8)) == []
 
@@ -117,7 +115,7 @@ def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
     wild = [
         {"synthetic": s, "real": r} for s, r in ((1000, 900), (1000, 600), (1000, 880), (1000, 620))
     ]
-    found = judge(seen(wild, STAGES)).values
+    found = judge(seen(wild, STAGES))
     assert "differs from itself" in found["refused"]
     assert not found["healthy"] and found["cause"] is None
     assert remedies(found, Facts(1, 2, "processes", 8)) == []
@@ -128,7 +126,7 @@ def test_a_machine_that_slows_down_makes_no_gap_uncertain():
     drifting = [
         {"synthetic": 1000 * f, "real": 800 * f, "beside": 1000 * f} for f in (0.97, 1.0, 1.03, 1.0)
     ]
-    found = judge(seen(drifting, STAGES)).values
+    found = judge(seen(drifting, STAGES))
     assert found["gap"] == pytest.approx(0.2) and found["gap_high"] - found["gap_low"] < 0.01
     assert not found["healthy"] and found["refused"] is None and found["cause"]["stage"] == "decode"
 
@@ -147,33 +145,33 @@ def test_the_interval_of_a_gap_covers_it_where_reading_alone_is_noisy():
             {name: rate * (1 + s * rng.standard_normal()) for name, (rate, s) in arms.items()}
             for _ in range(3)
         ]
-        found = judge(seen(noisy, STAGES)).values
+        found = judge(seen(noisy, STAGES))
         covered += found["gap_low"] <= 0.2 <= found["gap_high"]
     assert covered > 0.85 * 400  # by the noise of all arms alike it were two thirds
 
 
 def test_a_rank_with_a_smaller_share_or_none_is_no_straggler():
     alone = [(1000.0, 1000.0, 1000.0)] * 3
-    found = judge(seen(rounds(synthetic=2950, real=2930), STAGES, workers=3, alone=alone)).values
+    found = judge(seen(rounds(synthetic=2950, real=2930), STAGES, workers=3, alone=alone))
     assert found["healthy"] and found["straggler"] is None
 
 
 def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
-    found = judge(seen(rounds(synthetic=1000, real=700, beside=720), STAGES)).values
+    found = judge(seen(rounds(synthetic=1000, real=700, beside=720), STAGES))
     assert found["cause"]["stage"] == "neighbour"
     assert found["neighbour"]["points"] == pytest.approx(28, abs=2)
     assert "decode" in found["neighbour"]["cause"]
     assert next(r for r in found["stages"] if r["name"] == "decode")["lost_points"] < 5
     assert found["cause"]["within"] == "decode"
     # Loaders that could not feed a faster step are the cause themselves.
-    found = judge(seen(rounds(synthetic=1000, real=500, beside=600), STAGES, loading=540)).values
+    found = judge(seen(rounds(synthetic=1000, real=500, beside=600), STAGES, loading=540))
     assert found["cause"]["stage"] == "decode" and found["neighbour"]["points"] < 5
     assert next(r for r in found["stages"] if r["name"] == "decode")[
         "lost_points"
     ] == pytest.approx(48, abs=2)
     found = judge(
         seen(rounds(synthetic=1000, real=1050), STAGES)
-    ).values  # faster than its ceiling, by chance
+    )  # faster than its ceiling, by chance
     assert (
         found["gap"] == 0
         and found["gap_high"] >= 0
@@ -182,7 +180,7 @@ def test_a_step_that_is_slower_beside_the_loaders_is_their_neighbours_fault():
 
 
 def test_what_one_thread_in_the_loaders_mends_is_oversubscription():
-    found = judge(seen(rounds(synthetic=1000, real=300, limited=980, beside=900), STAGES)).values
+    found = judge(seen(rounds(synthetic=1000, real=300, limited=980, beside=900), STAGES))
     assert found["cause"]["stage"] == "oversubscription"
     assert found["cause"]["within"] == "decode"
     facts = Facts(1, 2, "processes", 8)
@@ -199,14 +197,14 @@ def test_what_is_left_when_samples_are_only_replayed_is_the_way_between_processe
             arm_waits=waits,
             waits=((0.025,),) * 3,
         )
-    ).values
+    )
     assert found["cause"]["stage"] == "transport"
     assert found["cause"]["points"] == pytest.approx(60, abs=2)
 
 
 def test_a_rank_whose_step_is_slower_is_a_straggler():
     alone = ((500.0, 330.0), (498.0, 331.0), (501.0, 329.0))
-    found = judge(seen(rounds(synthetic=650, real=645), STAGES, workers=2, alone=alone)).values
+    found = judge(seen(rounds(synthetic=650, real=645), STAGES, workers=2, alone=alone))
     assert found["cause"] == {
         "stage": "straggler",
         "points": pytest.approx(34, abs=1),
@@ -219,14 +217,14 @@ def test_a_rank_whose_step_is_slower_is_a_straggler():
 
 def test_a_slow_exchange_is_told_from_a_slow_step():
     alone = ((500.0, 497.0), (498.0, 502.0), (501.0, 499.0))
-    found = judge(seen(rounds(synthetic=650, real=645), STAGES, workers=2, alone=alone)).values
+    found = judge(seen(rounds(synthetic=650, real=645), STAGES, workers=2, alone=alone))
     assert found["cause"]["stage"] == "exchange"
     assert found["exchange_points"] == pytest.approx(35, abs=1)
     assert found["straggler"] is None
 
 
 def test_predictions_keep_the_measured_gap_here_and_name_the_wall():
-    values = judge(seen(rounds(synthetic=1000, real=980), STAGES)).values
+    values = judge(seen(rounds(synthetic=1000, real=980), STAGES))
     rows, walls = outlook(values, Facts(1, 2, "processes", 8, devices_per_node=8), 16)
     assert [r["devices"] for r in rows] == [1, 2, 4, 8, 16]
     assert rows[0]["gap"] == values["gap"]
@@ -246,7 +244,7 @@ def test_remedies_that_were_tried_and_bring_nothing_are_left_out():
             rounds(synthetic=1000, real=400, beside=1000),
             (TimedStage("read", wall_seconds=0.005, cpu_seconds=0.004),),
         )
-    ).values
+    )
     facts = Facts(1, 2, "processes", 8, pipeline=True)
     found = remedies(values, facts)
     assert {"loaders", "threads", "cache-read"} <= {r.id for r in found}
@@ -274,7 +272,7 @@ def noisy(real: float, **more) -> dict:
     """A machine that drifts: rates of one round belong together, those of several do not."""
     ceilings = (5000.0, 5369.0, 7000.0, 4000.0, 5600.0)
     rounds = tuple({"synthetic": c, "real": c * real} for c in ceilings)
-    found = judge(Measurements(2, 2, "processes", 8, 16, rounds, **more)).values
+    found = judge(Measurements(2, 2, "processes", 8, 16, rounds, **more))
     shown = {"script": "train.py", "model": "Net", "device": "cpu", "measured_seconds": 20.0}
     return {**found, **shown, "scale": [], "walls": [], "prescriptions": []}
 

@@ -24,7 +24,7 @@ from ronde.adapt import apply_settings
 from ronde.data import Pipeline
 from ronde.doctor.loop_trial import LoopTrial, ScriptTime, TimedLoop
 from ronde.doctor.prescribe import Facts, Remedy, is_crowded, outlook, prescriptions, remedies
-from ronde.doctor.verdict import Diagnosis, Measurements, TimedStage, ceiling_shares, judge
+from ronde.doctor.verdict import Measurements, TimedStage, ceiling_shares, judge
 from ronde.introspect import describe_open, preserve_state, shares_within
 from ronde.loader import FeedSettings
 from ronde.measure import Arm, ArmResult, Bench
@@ -329,7 +329,7 @@ class _Study:
             return None
         return {"seconds": draws, "share": share}
 
-    def reach_verdict(self) -> Diagnosis:
+    def reach_verdict(self) -> dict[str, Any]:
         """Measure until the result is clear or the time is over."""
         self.tell("reading batches to recycle")
         assert self.bench.batches
@@ -341,7 +341,7 @@ class _Study:
         while True:
             verdict = judge(self.seen())
             done = len(self.per_round)
-            if not arms and (verdict.values["gap"] > 0.03 or verdict.values["gap_low"] > 0.02):
+            if not arms and (verdict["gap"] > 0.03 or verdict["gap_low"] > 0.02):
                 arms = self.promising_arms()
             price = sum(self.costs.get(n, 3 * self.window) for n in (*basic_arms, *arms))
             if done >= max(2, wanted):
@@ -350,33 +350,33 @@ class _Study:
                 wanted = done + 1  # one more round, to see whether it settles
             left = self.clock.left()
             if done >= 2 and left < 0.7 * price:
-                if verdict.refused is None or not self.patience:
+                if verdict["refused"] is None or not self.patience:
                     break
                 self.clock.extend(self.patience)
                 left, self.patience = left + self.patience, 0.0
             self.round({**basic_arms, **self._affordable(arms, basic_arms, left)}, done % 2 == 1)
-        if not verdict.healthy:
+        if not verdict["healthy"]:
             self.time_collate()
             self.tell("loading alone")
             self.measure("loading", Arm("loading"), None)
             verdict = judge(self.seen())
         return verdict
 
-    def _is_clear(self, verdict: Diagnosis, price: float) -> bool:
+    def _is_clear(self, verdict: dict[str, Any], price: float) -> bool:
         """Whether another round, which takes ``price`` seconds, would add little. A collective."""
         # trying remedies may need this share of the budget
         done, room = len(self.per_round), 0.4 * self.clock.seconds
-        if verdict.refused is not None and done < 4 * self.rounds:
+        if verdict["refused"] is not None and done < 4 * self.rounds:
             return False
         if not self._is_wide(verdict) or done >= 2 * self.rounds:
             return True
         return self.clock.left() < price + room
 
-    def _is_wide(self, verdict: Diagnosis) -> bool:
+    def _is_wide(self, verdict: dict[str, Any]) -> bool:
         """Whether windows of the real training differ enough to justify another round."""
         real = ceiling_shares(self.seen(), "real")
         # of the ceiling
-        return not verdict.healthy and max(real) - min(real) > 0.06
+        return not verdict["healthy"] and max(real) - min(real) > 0.06
 
     def _affordable(
         self, arms: Mapping[str, Arm], basic_arms: Mapping[str, Arm], left: float
@@ -662,12 +662,11 @@ def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -
     largest, verify = max(to, run.world_size), bool(options.get("verify"))
     with Bench(run) as bench:
         study = _Study(run, bench, options, tell)
-        verdict = study.reach_verdict()
-        values = verdict.values
-        if verdict.refused is None and not verify:
+        values = study.reach_verdict()
+        if values["refused"] is None and not verify:
             study.find_plateau(values, largest)
         values["loading_samples_per_second"] = study.seen().loading
-        facts = study.facts(not verdict.healthy and verdict.refused is None and not verify)
+        facts = study.facts(not values["healthy"] and values["refused"] is None and not verify)
         usable = [] if verify else study.try_remedies(values, remedies(values, facts))
     if run.is_main:
         cuda = run.device.type == "cuda"
@@ -677,7 +676,7 @@ def examine(run: Run, options: Mapping[str, Any], tell: Callable[[str], None]) -
         values["threads"] = torch.get_num_threads()
         values["scale"], values["walls"] = outlook(values, facts, largest, nodes, usable)
         values["prescriptions"] = []
-        if not verdict.refused:
+        if not values["refused"]:
             values["prescriptions"] = prescriptions(values, facts, usable, to, nodes)
         values["notes"] += _notes(run, study, values)
         values["arms"] = {name: _arm(results) for name, results in study.results.items()}

@@ -108,24 +108,6 @@ class Measurements:
     queued: float = 0.0
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """The verdict; ``values`` is the JSON, without scale, walls and prescriptions."""
-
-    values: dict[str, Any]
-
-    @property
-    def healthy(self) -> bool:
-        """Whether nothing needs a cure."""
-        return bool(self.values["healthy"])
-
-    @property
-    def refused(self) -> str | None:
-        """Why there is no verdict."""
-        reason: str | None = self.values["refused"]
-        return reason
-
-
 def _t95(freedom: int) -> float:
     return _T95[freedom] if freedom < len(_T95) else 2.0
 
@@ -476,17 +458,20 @@ def _hand_over(rows: list[dict[str, Any]], points: float) -> None:
             return
 
 
-def judge(seen: Measurements) -> Diagnosis:
+def judge(seen: Measurements) -> dict[str, Any]:
     """Judge the measurements.
 
     Args:
         seen: at least two rounds with ``synthetic`` and ``real``.
 
+    Returns:
+        dict: the JSON of ``ronde doctor``, without scale, walls and prescriptions.
+
     Example:
         >>> rounds = tuple({"synthetic": 1000.0 + i, "real": 600.0 - i} for i in range(4))
         >>> stages = (TimedStage("decode", wall_seconds=0.003), TimedStage("read",
         ...     wall_seconds=0.0001))
-        >>> answer = judge(Measurements(1, 2, "processes", 2, 16, rounds, stages)).values
+        >>> answer = judge(Measurements(1, 2, "processes", 2, 16, rounds, stages))
         >>> answer["healthy"], answer["cause"]["stage"], round(answer["gap"], 2)
         (False, 'decode', 0.4)
     """
@@ -524,31 +509,29 @@ def judge(seen: Measurements) -> Diagnosis:
     # The gap is the median over rounds, each with both rates. The real rate follows from it: on a
     # noisy machine the median of the real rates would not agree with it.
     rates = {"synthetic": j.ceiling, "real": j.ceiling * (1.0 - gap), "alone": ideal}
-    return Diagnosis(
-        {
-            "workers": seen.workers,
-            "loaders": seen.loaders,
-            "executor": seen.executor,
-            "cores": seen.cores,
-            "batch": seen.batch,
-            "samples_per_second": rates,
-            "gap": gap,
-            "gap_low": max(0.0, j.gap - j.half),
-            "gap_high": max(gap, min(1.0, j.gap + j.half)),
-            "rounds": len(_column(seen, "real")),
-            "noise": j.noise,
-            "healthy": healthy,
-            "refused": refused,
-            "cause": None if refused else cause,
-            "stages": rows,
-            "exchange_points": exchange,
-            "straggler": straggler,
-            "neighbour": neighbour,
-            "startup_seconds": seen.startup_seconds,
-            "order": dict(seen.order) if seen.order else None,
-            "notes": [],
-        }
-    )
+    return {
+        "workers": seen.workers,
+        "loaders": seen.loaders,
+        "executor": seen.executor,
+        "cores": seen.cores,
+        "batch": seen.batch,
+        "samples_per_second": rates,
+        "gap": gap,
+        "gap_low": max(0.0, j.gap - j.half),
+        "gap_high": max(gap, min(1.0, j.gap + j.half)),
+        "rounds": len(_column(seen, "real")),
+        "noise": j.noise,
+        "healthy": healthy,
+        "refused": refused,
+        "cause": None if refused else cause,
+        "stages": rows,
+        "exchange_points": exchange,
+        "straggler": straggler,
+        "neighbour": neighbour,
+        "startup_seconds": seen.startup_seconds,
+        "order": dict(seen.order) if seen.order else None,
+        "notes": [],
+    }
 
 
 # fmt: off
