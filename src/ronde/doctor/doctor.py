@@ -407,7 +407,7 @@ class _Study:
     def _known_facts(self) -> Facts:
         """The facts that need no look at a sample."""
         run, taken = self.run, self.run.port.data
-        settings, stream = taken.settings, self.bench.is_stream
+        stream = self.bench.is_stream
         read = next((s for s in self.stages() if s.name == "read"), None)
         cuda, local = run.device.type == "cuda", run.port.world.local_size
         if cuda:
@@ -421,7 +421,6 @@ class _Study:
             cores=usable_cores(),
             devices_per_node=max(1, devices, local),
             cuda=cuda,
-            prefetch=settings.prefetch or int(settings.options.get("prefetch_factor") or 2),
             sample_bytes=read.bytes if read is not None else 0.0,
             samples=taken.order.n,
             memory_bytes=float(psutil.virtual_memory().available),

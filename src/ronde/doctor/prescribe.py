@@ -48,7 +48,6 @@ class Facts:
         cores: usable cores of this node.
         devices_per_node: of a full node.
         cuda: a GPU trains.
-        prefetch: batches that each loader may be ahead.
         jpeg: the dataset decodes JPEG images with Pillow.
         decoders: decoder -> milliseconds per image of the dataset.
         same_pixels: decoders that give exactly Pillow's pixels.
@@ -72,7 +71,6 @@ class Facts:
     cores: int
     devices_per_node: int = 1
     cuda: bool = False
-    prefetch: int = 2
     jpeg: bool = False
     decoders: Mapping[str, float] = field(default_factory=dict)
     same_pixels: tuple[str, ...] = ()
