@@ -358,7 +358,7 @@ def one_device(name: str, samples: int, steps: int = 2) -> Callable[[], None]:
 
 def predict_one_device(name: str, samples: int) -> dict[str, float]:
     """The chain's sum, and torch's MemTracker."""
-    from ronde.measure.unit_memory import weigh
+    from ronde.measure.memory_account import weigh
     from ronde.run.losses import LossCall
 
     build, batches, loss, optimizer_class, sizes = MODELS[name]
@@ -379,7 +379,7 @@ def tracked_peak(
     """Peak bytes of whole steps on one device, by torch's own MemTracker on fake tensors."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from ronde.measure.optimizer_memory import copied_optimizer
+    from ronde.measure.memory_account import copied_optimizer
     from ronde.measure.stand_in import refers_to, standing_in, tensor_maker, untouched
     from ronde.world.tensors import tensors_in
 
@@ -612,8 +612,8 @@ def weighed(name: str) -> Any:
     """
     import dataclasses
 
+    from ronde.measure.memory_account import weigh
     from ronde.measure.tensor_units import divisible
-    from ronde.measure.unit_memory import weigh
     from ronde.parallel import Work
     from ronde.predict.costs import LinearCost
     from ronde.run.losses import LossCall
@@ -821,7 +821,7 @@ def row_of(costs: Any, name: str, family: str, steps: int = STEPS) -> dict[str, 
 
 
 def plan_rows(names: list[str], families: list[str], output: Path) -> None:
-    from ronde.predict.candidates import unsupported
+    from ronde.predict.candidates import supported
     from ronde.predict.cluster import Cluster
 
     rows: list[dict[str, Any]] = []
@@ -835,11 +835,9 @@ def plan_rows(names: list[str], families: list[str], output: Path) -> None:
             if family == "tensor" and name in NO_TENSOR:
                 continue
             workers, spec = spec_of(name, family)
-            why = unsupported(
-                plan_of(workers, spec, SIZED[name][0]), costs, Cluster(devices_per_node=workers)
-            )
-            if why is not None:
-                print(f"{family:<17} {name:<5} {workers:>7}   not planned: {why}", flush=True)
+            plan = plan_of(workers, spec, SIZED[name][0])
+            if not supported(plan, costs, Cluster(devices_per_node=workers)):
+                print(f"{family:<17} {name:<5} {workers:>7}   not planned", flush=True)
                 continue
             row = row_of(costs, name, family)
             rows.append(row)

@@ -48,7 +48,6 @@ class Runtime:
 
     Attributes:
         weight, gradient, optimizer: bytes per parameter.
-        gather_ratio, reduce_ratio: bytes sent per byte of them.
         fused: whether attention is one causal kernel.
         operators: dispatched in a block's forward pass.
         shared, divided: 16-bit values read and written, per token and hidden unit, by operators
@@ -62,8 +61,6 @@ class Runtime:
     weight: float
     gradient: float
     optimizer: float
-    gather_ratio: float
-    reduce_ratio: float
     fused: bool
     operators: int
     shared: float
@@ -74,14 +71,14 @@ class Runtime:
     sends: bool = False
 
 
-MEGATRON = Runtime(2, 2, 12, 1.0, 1.0, False, 100, 11, 10, 6.5, 20)
+MEGATRON = Runtime(2, 2, 12, False, 100, 11, 10, 6.5, 20)
 RUNTIMES = {
     "Megatron-LM": dataclasses.replace(MEGATRON, sends=True),
     # ZeRO-1 keeps its part of the gradients in fp32 too.
     "Megatron-DeepSpeed": dataclasses.replace(MEGATRON, optimizer=16),
-    "Composer": Runtime(4, 4, 8, 0.5, 0.5, True, 60, 15, 12, 0, 14, slower=1.5),
-    "Llama 3": Runtime(2, 4, 12, 1.0, 1.0, True, 60, 10, 12, 0, 14, sends=True),
-    "torchtitan": Runtime(4, 4, 8, 0.5, 1.0, True, 60, 10, 12, 0, 14),
+    "Composer": Runtime(4, 4, 8, True, 60, 15, 12, 0, 14, slower=1.5),
+    "Llama 3": Runtime(2, 4, 12, True, 60, 10, 12, 0, 14, sends=True),
+    "torchtitan": Runtime(4, 4, 8, True, 60, 10, 12, 0, 14),
 }
 
 
@@ -124,6 +121,7 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
     )
     selective = (15.0 if per_op else 34.0) * tokens
     message = LinearCost(0, 2.0 * tokens)
+    sent = message.times(1 / int(row["tp"] or 1)) if runs.sends else message
     units = [
         Unit(
             f"layers.{i}",
@@ -133,12 +131,11 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
             saved_bytes=LinearCost(0, sum(kept)),
             forward_transient_bytes=LinearCost(0, 8.0 * tokens),
             backward_transient_bytes=LinearCost(0, 8.0 * tokens),
-            crossing_bytes=message,
-            crossing_grad_bytes=message,
+            crossing_bytes=sent,
+            crossing_grad_bytes=sent,
             flops=2 * block * sequence + attention,
             attention_flops=attention if runs.fused else 0.0,
             vector_flops=0.0 if aligned else attention,
-            inner=7.0 * hidden,
             moved_bytes=LinearCost(0, shared + divided),
             operations=runs.operators,
             tensor=1.0,
@@ -171,8 +168,8 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         selective_saved_bytes=message,
         full_saved_bytes=message,
         tensor_saved_bytes=message,
-        crossing_bytes=message,
-        crossing_grad_bytes=message,
+        crossing_bytes=sent,
+        crossing_grad_bytes=sent,
         moved_bytes=LinearCost(0, 8.0 * tokens),
         tensor_moved_bytes=LinearCost(0, 8.0 * tokens),
         operations=10,
@@ -200,7 +197,6 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         tensor_forward_bytes=LinearCost(0, 2.0 * logits),
         tensor_backward_bytes=LinearCost(0, 2.0 * logits),
         flops=2.0 * table * sequence,
-        inner=float(hidden),
         moved_bytes=LinearCost(0, runs.logits * logits),
         tensor_moved_bytes=LinearCost(0, runs.logits * logits / 2),
         operations=40,
@@ -216,10 +212,7 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
         measured_samples=(int(float(row["micro_batch"] or 1)),),
         again=("selective", "full"),
         optimizer_transient_bytes=1.0,  # fused
-        gather_ratio=runs.gather_ratio,
-        reduce_ratio=runs.reduce_ratio,
         sends_block=True,
-        send_ratio=1.0 / int(row["tp"] or 1) if runs.sends else 1.0,
     )
 
 

@@ -17,8 +17,8 @@ import time
 
 from plan_offline import plan_of, transformer
 from ronde.plan import Plan
-from ronde.plan.combinations import not_carried_out
 from ronde.predict.assumptions import error_range
+from ronde.predict.candidates import supported
 from ronde.predict.datasheets import cluster_of, device_named
 from ronde.predict.predict import predict
 from ronde.predict.prediction import Prediction
@@ -89,10 +89,10 @@ def main() -> None:
         found = search(costs, cluster, int(count), like=Plan(precision="bf16"))
         seconds = time.process_time() - start
         spec = dataclasses.replace(published.plan, split_at=()).spec
-        why = not_carried_out(published.plan)
+        carried_out = supported(published.plan, costs, cluster)
         print(f"{row['model']} on {int(count):,} {device.name}")
         print(f"  published  {spec}: {row['iter_time_s']} s, {shown(published)}")
-        print(f"             Ronde carries it out: {why or 'yes'}")
+        print(f"             Ronde carries it out: {'yes' if carried_out else 'no'}")
         print(f"  chosen     {found.best.plan.spec}: {shown(found.best)}")
         print(f"             {found.considered:,} plans searched in {seconds:.0f} s of CPU\n")
         for family, best in found.families.items():

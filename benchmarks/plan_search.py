@@ -85,7 +85,6 @@ def model(layers: int, hidden: int, sequence: int, batch: int) -> Costs:
         optimizer_seconds=layers * parameters * 16 / 2e12,
         optimizer="AdamW",
         sequence=sequence,
-        base_bytes=2e9,
         measured_samples=(1, 2),
         tensor_divides=hidden // 128,
         again=("selective", "full"),
@@ -111,6 +110,7 @@ def cluster(devices: int) -> Cluster:
         links=links,
         overlap=0.9,
         interference=1.1,
+        base_bytes=2e9,
     )
 
 

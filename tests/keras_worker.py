@@ -18,7 +18,7 @@ import torch
 import keras
 import ronde.keras
 from forked import forget_runs
-from ronde.measure.optimizer_memory import optimizer_bytes
+from ronde.measure.memory_account import optimizer_bytes
 
 keras.config.set_floatx("float64")
 L, O = keras.layers, keras.optimizers  # noqa: E741

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from processes import ronde_run
-from ronde.predict import Cluster
+from ronde.predict import Cluster, LinkFit
 from sampling import long
 
 
@@ -23,7 +23,9 @@ def bench(folder, *words):
 
 
 def test_every_exact_and_lossy_reducer_in_a_table_and_a_cluster_file(folder):
-    Cluster(devices_per_node=2).save(folder / "cluster.yaml")
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+    links = {kind: {"node": LinkFit(0.001, 1e9)} for kind in kinds}
+    Cluster(devices_per_node=2, links=links).save(folder / "cluster.yaml")
     sizes = ["-n", "2", "--sizes", "4KiB,64KiB"]
     done = bench(folder, *sizes, "--cluster", "cluster.yaml")
     assert done.returncode == 0, done.stderr

@@ -176,7 +176,8 @@ def test_the_planner_chooses_among_measured_reducers():
     unit = Unit("u", LinearCost(0, 1e-3), LinearCost(0, 2e-3), size, size, cut_after=False)
     costs = Costs((unit,) * 4, 64)
     slow, fast = LinkFit(0.001, 1e9, 4), LinkFit(0.001, 4e9, 4)
-    links = {"all_reduce": {"node": slow}}
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+    links = {kind: {"node": slow} for kind in kinds}
     known = Cluster(devices_per_node=4, links=links)
     fits = {"servers": fast, "bf16": LinkFit(0.001, 9e9, 4), "hierarchical": slow}
     measured = replace(known, reducers=fits)

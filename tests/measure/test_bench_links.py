@@ -145,7 +145,7 @@ assert costs.clip_seconds == 0
 clipped = planner.gauge(work, Plan(batch_size=16, workers=2, clip_norm=1.0), calls, None, lambda _: None)
 assert clipped.clip_seconds > 0
 assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) and all(p.grad is None for p in model.parameters())
-assert costs.contention >= 1 and costs.accumulate_seconds >= 0
+assert costs.accumulate_seconds >= 0
 assert costs.optimizer_seconds > 0  # of an optimizer that keeps nothing
 assert all(u.forward_seconds.at(8) > 0 for u in costs.units if u.parameter_bytes)
 Path(sys.argv[1], str(me.rank)).touch()

@@ -17,7 +17,6 @@ from ronde.predict.input_capacity import (
     StageCapacity,
     predict,
 )
-from ronde.world import ArgumentError
 
 
 def test_the_examples_in_the_docstrings_hold():
@@ -123,19 +122,3 @@ def test_samples_made_between_the_steps_cost_their_time_beside_any_other_limit()
     found = [predict(slow, n) for n in (1, 2, 4)]
     assert [round(p.rate) for p in found] == [50, 100, 150]
     assert [p.wall for p in found] == [None, None, "read"], "loaders as fast as the steps"
-
-
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [
-        ({"step_rate": 0.0}, "step_rate"),
-        ({"step_rate": math.nan}, "step_rate"),
-        ({"step_rate": 1.0, "cores_per_node": 0.0}, "cores_per_node"),
-        ({"step_rate": 1.0, "overhead": 1.0}, "overhead"),
-        ({"step_rate": 1.0, "uncertainty": -0.1}, "uncertainty"),
-        ({"step_rate": 1.0, "devices_per_node": 0}, "devices_per_node"),
-    ],
-)
-def test_capacities_that_cannot_be_are_refused_by_name(values, named):
-    with pytest.raises(ArgumentError, match=named):
-        Capacities(**values)

@@ -62,7 +62,7 @@ def wired(memory: float = 0.0, **more) -> Cluster:
     [
         {},
         {"optimizer_seconds": 0.03, "clip_seconds": 0.05},
-        {"contention": 1.4, "accumulate_seconds": 0.01},
+        {"accumulate_seconds": 0.01},
     ],
 )
 def test_one_device_is_as_fast_as_itself(more):
@@ -149,10 +149,10 @@ def test_the_least_is_the_least(seed):
     tight = dataclasses.replace(room, memory_bytes=0.9 * smallest)
     told = explain(search(costs, tight, 4), costs, tight, with_flips=False)
     assert told.sentence.startswith("Nothing fits 4 workers")
-    said = min(p.memory_bytes for p in told.found.plans)
-    assert said == pytest.approx(smallest, rel=0.02) and told.found.plans[0].memory_bytes == said
+    said = min(p.memory_bytes for p in told.result.plans)
+    assert said == pytest.approx(smallest, rel=0.02) and told.result.plans[0].memory_bytes == said
     amount = told.decided.removeprefix("memory: ").split(" of ")[0]
-    assert f"the least is {amount}, by {told.found.plans[0].plan.spec}" in told.sentence
+    assert f"the least is {amount}, by {told.result.plans[0].plan.spec}" in told.sentence
 
 
 GROWS = """
@@ -213,7 +213,7 @@ def test_the_headlines_error_is_that_of_its_measurements():
         assert ("± " in sure.step(1.0)) == (sure.time is not None) == (not sure.why)
         return sure.time
 
-    assert error() == pytest.approx(0.06) and error("shard=optimizer") == pytest.approx(0.083)
+    assert error() == pytest.approx(0.064) and error("shard=optimizer") == pytest.approx(0.087)
     assert 0.3 < error(noise=0.3) < 0.31 and 0.4 < error(fit_error=0.4) < 0.41
     assert 0.2 < error(where=dataclasses.replace(cluster, noise=0.2)) < 0.21
     assert error("tensor=2") is None  # no such run was ever compared
@@ -257,8 +257,8 @@ def test_devices_that_are_not_here_are_planned_for_at_once_and_said_to_be_assume
     assert "looking for when the answer would flip …" in phases
     assert "timing layers" not in done.stderr  # so that a busy machine disturbs nothing
     text = " ".join(done.stdout.split())
-    assert "≈ " in text.partition("Decided by")[0] and "a step (± 9 %)" in text
-    assert "predictions like these were off by 9 % in time" in text
+    assert "≈ " in text.partition("Decided by")[0] and "a step (± 8 %)" in text
+    assert "predictions like these were off by 8 % in time" in text
     # of a node's link a quarter for each device, and 80 % of that
     assert "Assumed" in text and "2.5 GB/s per device between nodes" in text
     assert "62 % of it in matrix products" in text and " 0 µs" not in text

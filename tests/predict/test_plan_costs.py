@@ -11,12 +11,9 @@ from torch import nn
 
 from cost_models import MSE, numbers, sgd, tokens_loss, words
 from ronde.measure.cost_lines import line
-from ronde.measure.memory_account import account
-from ronde.measure.model_units import find_chain, take
-from ronde.measure.optimizer_memory import optimizer_bytes
-from ronde.measure.unit_memory import weigh
+from ronde.measure.memory_account import account, optimizer_bytes, weigh
+from ronde.measure.model_units import find_chain
 from ronde.run.losses import LossCall
-from ronde.world import ArgumentError
 from tiny_models import AttentionBlock, TiedGPT
 
 # -- lines -----------------------------------------------------------------------------
@@ -68,19 +65,6 @@ def test_a_model_without_parts_is_one_unit():
     costs = weigh(model := Bare(), sgd(model), MSE, numbers(8), 4)
     assert [u.name for u in costs.units] == ["", "(loss)"]
     assert costs.units[0].parameter_bytes == 8 * 8 * 4
-
-
-def test_take_cuts_whatever_a_batch_is_made_of():
-    batch = {"a": torch.arange(6), "b": [list("abcdef"), (torch.ones(6, 2), 3)], "c": torch.ones(5)}
-    cut = take(batch, 2, 6)
-    assert (
-        cut["a"].tolist() == [0, 1]
-        and cut["b"][0] == ["a", "b"]
-        and cut["b"][1][0].shape == (2, 2)
-        and cut["c"].shape == (5,)
-    )
-    with pytest.raises(ArgumentError, match="nothing in a batch"):
-        take(torch.ones(5), 2, 6)
 
 
 # -- bytes -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ronde import ArgumentError
-from ronde.measure.unit_memory import weigh
+from ronde.measure.memory_account import weigh
 from ronde.plan import Plan
 from ronde.predict.collectives import Group
 from ronde.predict.costs import Costs, LinearCost, Unit
@@ -81,7 +81,6 @@ def test_three_dimensions_are_predicted_with_interleaved_stages():
     assert plain.terms["tensor"] > 0 and plain.terms["exchange"] > 0
     assert interleaved.bubble < plain.bubble
     assert sharded.placement["replicas"] == "4 across nodes, 2 in each"
-    assert any("8 µs per operator" in note for note in plain.notes)
     # A quarter of a quarter of the weights, and the optimizer's part of a replica.
     assert plain.memory["parameters"] == pytest.approx(16 * 1e8 / 16)
 
@@ -117,7 +116,6 @@ def test_work_is_counted_by_its_kinds():
     scores = 4 * sequence * sequence * hidden
     dense = 8 * sequence * hidden * hidden
     assert unit.attention_flops == scores / 2 and unit.flops == dense + scores / 2
-    assert unit.inner == 2 * hidden
     assert unit.vector_flops == 0 and 10 <= unit.operations <= 60
     # Norm, residual and casts of 2 to 4 bytes: some tens of bytes per value.
     assert 15 <= unit.moved_bytes.per_sample / (sequence * hidden) <= 120

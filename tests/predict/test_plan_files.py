@@ -86,6 +86,10 @@ FIT = "{alpha: 0.001, beta: 1.0e+9}"
             "links: {send: {node: {alpha: 1, beta: 5, ranks: 1}}}",
             "links.send.node.ranks=1 must be a whole number, 2 or more",
         ),
+        (
+            f"links: {{all_reduce: {{node: {FIT}}}, send: {{node: {FIT}}}}}",
+            "c.yaml: links lacks all_gather, reduce_scatter, broadcast: give a fit of every",
+        ),
         ("links: fast", "c.yaml: links='fast' must be collectives with their fits: all_reduce, "),
         (
             "memory_bytes: much",
@@ -115,11 +119,9 @@ def test_what_cannot_be_meant_in_a_cluster_file_is_said(tmp_path, text, said):
 def test_numbers_and_sizes_as_people_write_them(tmp_path):
     # YAML 1.1: without a point and a sign it is a text
     assert isinstance(yaml.safe_load("1e9"), str)
-    found = cluster(
-        tmp_path,
-        "memory_bytes: 16GiB\nbase_bytes: 200 MB\nlinks: {all_reduce: {node: {alpha: 1e-4, "
-        "beta: 1e9}}}\n",
-    )
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
+    links = ", ".join(f"{kind}: {{node: {{alpha: 1e-4, beta: 1e9}}}}" for kind in kinds)
+    found = cluster(tmp_path, f"memory_bytes: 16GiB\nbase_bytes: 200 MB\nlinks: {{{links}}}\n")
     assert (found.memory_bytes, found.base_bytes) == (16 * 2**30, 200e6)
     assert found.links["all_reduce"]["node"] == LinkFit(1e-4, 1e9)
     assert cluster(tmp_path, "links:\n").links == {}

@@ -58,7 +58,7 @@ def test_nothing_is_cut_at_any_width(explanation, width):
         model(2_000),
         wires(devices_per_node=4),
     )
-    found = explanation.found
+    found = explanation.result
     several = SearchResult((best,), {**found.families, best.plan.family: best}, 1, 1)
     for table in (
         answer_tables.times(several),

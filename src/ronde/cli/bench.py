@@ -220,9 +220,14 @@ def _register_exchange(bench: typer.Typer) -> None:
         from ronde.launch import Job
         from ronde.measure.bench_exchange import default_reducers, parse_sizes
         from ronde.plan import parse_reducer
+        from ronde.predict import Cluster
 
         if cluster is not None and not cluster.is_file():
             raise ArgumentError(f"--cluster {cluster}: there is no such file.")
+        if cluster is not None and not Cluster.load(cluster).links:
+            raise ArgumentError(
+                f"--cluster {cluster} has no links: write it with 'ronde bench cluster'."
+            )
         parse_sizes(sizes)
         names = reducers.split(",") if reducers else default_reducers()
         for name in names:

@@ -142,7 +142,7 @@ def _plan(options: Options) -> None:
         explanation = answer(costs, target, target.devices, like, options.optimize, tell=say)
     from ronde.predict import render_answer
 
-    best = explanation.found.best
+    best = explanation.result.best
     fits = best.verdict != "does not fit"
 
     def save() -> None:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.measure.arms import Arm, ArmResult, Timed
     from ronde.measure.bench_links import default_cluster, has_cuda
     from ronde.measure.planner import answer, load_costs, threads_on, with_predicted_cut
-    from ronde.measure.throughput import Bench
+    from ronde.measure.throughput import Arm, ArmResult, Bench, Timed
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
@@ -23,7 +22,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.measure.bench_links": "default_cluster has_cuda",
             "ronde.measure.planner": "answer load_costs threads_on with_predicted_cut",
-            "ronde.measure.arms": "Arm ArmResult Timed",
-            "ronde.measure.throughput": "Bench",
+            "ronde.measure.throughput": "Arm ArmResult Bench Timed",
         },
     )

@@ -25,11 +25,6 @@ from ronde.world.consensus import gather_json
 
 __all__ = ["default_reducers", "measure_reducers", "parse_sizes"]
 
-_SMALL = 512 << 10  # below this, several are timed together
-_LARGE = 16 << 20
-_SECONDS = 1.0  # a case is repeated for about so long
-_MOST = 9
-
 
 def default_reducers() -> list[str]:
     """The reducers that exchange in every step."""
@@ -50,10 +45,10 @@ def parse_sizes(text: str) -> list[int]:
     from ronde.world.units import parse_bytes
 
     def size(word: str) -> int:
-        found = parse_bytes(word)
-        if found is None or not 4 <= found <= 4 << 30:
+        count = parse_bytes(word)
+        if count is None or not 4 <= count <= 4 << 30:
             raise ArgumentError(f"--sizes {text}: {word!r} is no size from 4 bytes to 4 GiB.")
-        return int(found) // 4 * 4
+        return int(count) // 4 * 4
 
     sizes: list[int] = []
     for part in text.split(","):
@@ -88,19 +83,20 @@ def measure_reducers(
                 exchanges[name] = Exchange(build_reducer(parse_reducer(name), members))
             except Exception as error:  # the same on all ranks: hierarchical on uneven nodes
                 skipped[name] = str(error)
-        at_once = min(in_flight, max(1, in_flight * _LARGE // size))
+        at_once = min(in_flight, max(1, in_flight * (16 << 20) // size))
         flats = [torch.ones(size // 4, device=me.device) for _ in range(at_once)]
         times: dict[str, list[float]] = {name: [] for name in exchanges}
         repeats = 1
-        for turn in range(_MOST + 1):
+        for turn in range(10):  # the first is not counted
             for name, exchange in exchanges.items():
                 seconds = _seconds(exchange, flats, repeats)
                 if turn:
                     times[name].append(seconds)
             slowest = max(gather_json(me, max((t[-1] for t in times.values() if t), default=0.0)))
             if not turn:
-                repeats = 8 if size < _SMALL else 1
-            elif slowest * repeats * len(exchanges) * turn > _SECONDS * len(exchanges):
+                # small ones are over before a clock can tell
+                repeats = 8 if size < 512 << 10 else 1
+            elif slowest * repeats * turn > 1.0:  # seconds of a case, about
                 break
         for name, values in times.items():
             seconds = max(gather_json(me, statistics.median(values)))

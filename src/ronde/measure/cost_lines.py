@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
-from functools import partial
 
 from ronde.predict import LinearCost
 
 Points = Sequence[tuple[float, float]]
-_close = partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
 
 
 def line(points: Points) -> LinearCost:
@@ -39,26 +35,16 @@ def line(points: Points) -> LinearCost:
 
 
 def most(points: Points) -> LinearCost:
-    """The largest of the chords through (samples, peak bytes), nowhere negative.
+    """The line from the first to the last of (samples, peak bytes), nowhere negative.
 
-    With few samples the peak comes when gradients are there, with many when activations are, so one
-    line would be too low at both ends. The true peak is the largest of several lines. That is
-    convex, so no chord lies below it.
+    With few samples the peak comes when gradients are there, with many when activations are: it is
+    the largest of several lines, and so nowhere above its chord.
     """
-    points = sorted((float(x), float(y)) for x, y in points)
-    chords: list[tuple[float, float]] = []
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        slope = (y1 - y0) / (x1 - x0)
-        chord = (y0 - slope * x0, slope)
-        if not chords or not all(map(_close, chord, chords[-1])):
-            chords.append(chord)
-    if not chords:
-        return line(points)
-    if any(part < 0 for chord in chords for part in chord):
-        chords.insert(0, (0.0, 0.0))
-    return LinearCost(*chords[-1], tuple(reversed(chords[:-1])))
-
-
-def scale_cost(cost: LinearCost, factor: float) -> LinearCost:
-    """A cost without bends, times a factor."""
-    return LinearCost(cost.fixed * factor, cost.per_sample * factor)
+    (x0, y0), *_, (x1, y1) = [min(points), max(points)]
+    slope = (y1 - y0) / (x1 - x0) if x1 > x0 else 0.0
+    if slope <= 0 < x1 - x0:
+        return LinearCost(float(y0), 0.0)
+    fixed = y0 - slope * x0
+    if x0 == x1 or fixed < 0:
+        return LinearCost(0.0, max(y0 / x0, y1 / x1))
+    return LinearCost(float(fixed), float(slope))

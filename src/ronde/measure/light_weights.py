@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from ronde.measure.model_units import structure
 from ronde.profile.monkeypatch import put
 
-_LARGE = 4 << 20  # bytes from which on a tensor's values are left out
-_KEPT = 2  # layers of a list of equal ones
+_LARGE_BYTES = 4 << 20  # from here on a tensor's values are left out
+_KEPT_LAYERS = 2  # of a list of equal ones: the first may be given another input
 _FILLS = (torch.Tensor.normal_, torch.Tensor.uniform_)
 _INITS = ("trunc_normal_", "orthogonal_")  # they compute with what they have drawn
 
@@ -27,7 +27,7 @@ def _is_large(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and value.device.type == "cpu"
-        and value.numel() * value.element_size() >= _LARGE
+        and value.numel() * value.element_size() >= _LARGE_BYTES
     )
 
 
@@ -75,14 +75,14 @@ def short_lists(model: nn.Module) -> Iterator[dict[str, int]]:
     whole: list[tuple[nn.Module, dict[str, Any]]] = []
     for name, module in model.named_modules():
         layers = list(module.children())
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(layers) > _KEPT:
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(layers) > _KEPT_LAYERS:
             inside = any(name.startswith(f"{outer}.") for outer in lengths)
             nested = all(any(True for _ in layer.children()) for layer in layers)
             if nested and not inside and len({structure(layer) for layer in layers}) == 1:
                 lengths[name] = len(layers)
                 whole.append((module, module._modules))
     for module, layers_of in whole:
-        module._modules = dict(list(layers_of.items())[:_KEPT])
+        module._modules = dict(list(layers_of.items())[:_KEPT_LAYERS])
     try:
         yield lengths
     finally:

@@ -1,4 +1,4 @@
-"""Count the bytes of each unit of a model in one step.
+"""Count the bytes of each unit of a model in one step, and of its optimizer.
 
 The model runs on fake tensors, which hold no memory. Each storage is recorded when it appears and
 when it disappears, with the unit that was running. What remains after the forward pass is what the
@@ -9,8 +9,10 @@ cannot run on fake tensors, because it reads a value, is counted in a real run.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,17 +20,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 
 from ronde.measure.cost_lines import line, most
-from ronde.measure.model_units import ModelUnit, UnitProbe, find_chain
+from ronde.measure.model_units import LOSS, ModelUnit, UnitProbe, find_chain
 from ronde.measure.stand_in import refers_to, standing_in, tensor_maker, untouched
 from ronde.measure.storage_ledger import Ledger, bytes_of, storages
 from ronde.measure.unit_work import UnitWork, WorkCounter
+from ronde.parallel.batchnorm import normalizes_batch
+from ronde.parallel.optimizer_coupling import ways_refused
 from ronde.parallel.recompute import applied, large_children, repeated_blocks
-from ronde.predict import LinearCost
+from ronde.predict import Costs, LinearCost, Unit
+from ronde.world import RondeError
 from ronde.world.tensors import tensors_in
 
 Autocast = Callable[[], Any]
+_TRANSIENTS = {"forward": "forward_transient", "backward": "backward_transient"}
+_KINDS = ("saved", *_TRANSIENTS.values(), "crossing", "crossing_grad")
 
 
 @dataclass
@@ -99,6 +107,115 @@ class MemoryAccount:
             if unit == block or unit.startswith(f"{block}."):
                 return block
         return unit if any(b.startswith(f"{unit}.") for b in self.blocks) else ""
+
+
+def weigh(
+    model: nn.Module,
+    optimizer: Optimizer,
+    compute: Any,
+    batches: Callable[[int], Any],
+    batch_size: int,
+    *,
+    sizes: Sequence[int] | None = None,
+    autocast: Callable[[], Any] = contextlib.nullcontext,
+) -> Costs:
+    """A model's units with their bytes and operations, and no times.
+
+    Args:
+        compute: the script's forward and loss, a LossCall.
+        batches: makes a micro-batch of so many samples.
+        batch_size: global samples per optimizer step.
+        sizes: micro-batch sizes to weigh at; costs between them are interpolated.
+    """
+    least = min(2, batch_size)  # normalization over a batch of one fails
+    sizes = sorted(set(sizes or (least, max(least, batch_size // 8), batch_size)))
+    memory = account(model, compute, batches, sizes, autocast=autocast)
+    notes = []
+    if not memory.faked:
+        notes.append(
+            "memory was counted in a real run, because the model does not run on fake tensors "
+            f"({memory.reason})"
+        )
+    state: dict[str, int] = {}
+    transient = 0
+    try:
+        state, transient = optimizer_bytes(model, optimizer)
+    except RondeError as error:
+        notes.append(str(error))
+    refused = ways_refused(model, optimizer)
+    if refused:
+        reasons = "; ".join(dict.fromkeys(refused.values()))
+        notes.append(f"not considered: {', '.join(refused)}: {reasons}")
+    if several := [unit.name for unit in memory.chain if unit.calls > 1]:
+        notes.append(
+            f"{several[0]!r} runs several times in a forward pass: sharded plans gather it each "
+            "time, and may take more memory and time than predicted"
+        )
+    if rest := state.get("", 0):
+        notes.append(f"{rest:,} bytes of optimizer state belong to parameters outside the model")
+    return Costs(
+        units=_units(model, memory, state, sizes[-2:][0]),
+        batch_size=batch_size,
+        input_bytes=max(0.0, line([(b, float(n)) for b, n in memory.batch.items()]).per_sample),
+        optimizer=type(optimizer).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        measured_samples=tuple(sizes),
+        optimizer_transient_bytes=float(transient),
+        notes=tuple(notes),
+        again=tuple(memory.again),
+        refused=refused,
+    )
+
+
+def _units(
+    model: nn.Module, memory: MemoryAccount, state: Mapping[str, int], flops_size: int
+) -> tuple[Unit, ...]:
+    parameters = dict(model.named_parameters())
+    modules = dict(model.named_modules(remove_duplicate=False))
+    lines: dict[str, list[Any]] = {f"{kind}_bytes": memory.lines(kind) for kind in _KINDS}
+    lines |= {
+        f"{level}_{name}_bytes": memory.lines(kind, level)
+        for level in memory.again
+        for name, kind in {"saved": "saved", **_TRANSIENTS}.items()
+    }
+    units = []
+    moved, work = memory.moved(), memory.work[flops_size]
+    for i, link in enumerate(memory.chain):
+        own = [parameters[name] for name in memory.parameters[i]]
+        trained = tuple(bytes_of(p) for p in own if p.requires_grad)
+        inner = modules[link.name].modules() if link.name in modules else ()
+        units.append(
+            Unit(
+                name=link.name,
+                parameter_bytes=sum(bytes_of(p) for p in own),
+                trainable_bytes=sum(trained),
+                tensor_bytes=trained,
+                optimizer_bytes=sum(state.get(name, 0) for name in memory.parameters[i]),
+                buffer_bytes=memory.buffers[i],
+                cut_after=not link.why_not and link.name != LOSS,
+                why_not=link.why_not or ("the loss is the end" if link.name == LOSS else ""),
+                alike=link.alike,
+                flops=max(0.0, work[i].flops) / flops_size,
+                operations=work[i].operations,
+                attention_flops=work[i].attention / flops_size,
+                vector_flops=work[i].vector / flops_size,
+                moved_bytes=moved[i],
+                tied=tuple(sorted(memory.shared[i])),
+                tied_bytes=sum(bytes_of(parameters[name]) for name in memory.shared[i]),
+                tied_grad_bytes=memory.sizes[flops_size][i].late_gradient,
+                batchnorm=any(normalizes_batch(m) for m in inner),
+                block=memory.block(link.name),
+                recomputed=any(_overlap(link.name, b) for b in memory.recomputed),
+                **{name: fits[i] for name, fits in lines.items()},
+            )
+        )
+    return tuple(units)
+
+
+def _overlap(unit: str, block: str) -> bool:
+    """Whether one module is, or contains, the other; never for the whole model."""
+    inside = unit.startswith(f"{block}.") or block.startswith(f"{unit}.")
+    return bool(unit) and (unit == block or inside)
 
 
 def account(
@@ -344,3 +461,94 @@ def _count_work(
     finally:
         probe.close()
     return work.units
+
+
+def copied_optimizer(
+    optimizer: Optimizer,
+    copies: dict[int, torch.Tensor],
+    make: Callable[[torch.Tensor], torch.Tensor],
+) -> Optimizer:
+    """The script's optimizer, with its settings and its state, over copies of its parameters.
+
+    Args:
+        copies: id of a parameter -> its copy; missing parameters are added.
+        make: copies a tensor of the state.
+    """
+    memo: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if id(p) not in copies:
+                copies[id(p)] = nn.Parameter(make(p), p.requires_grad)
+    memo.update(copies)
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for value in tensors_in([list(optimizer.state.values()), settings], attributes=True):
+        if id(value) not in memo:
+            memo[id(value)] = make(value)
+    new: Optimizer
+    if (over := getattr(optimizer, "over", None)) is not None:  # Keras's
+        new = over(copies)
+    else:
+        new = object.__new__(type(optimizer))
+        for key, value in vars(optimizer).items():
+            if key == "step" or "hook" in key or key == "state":
+                continue  # a scheduler's wrapper around step() would step the script's own
+            vars(new)[key] = copy.deepcopy(value, memo)
+    new.__setstate__({"state": defaultdict(dict, copy.deepcopy(dict(optimizer.state), memo))})
+    if "defaults" not in vars(new):
+        new.defaults = {}
+    return new
+
+
+def optimizer_bytes(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, int], int]:
+    """Bytes of optimizer state for each parameter, by name, and the most it needs during a step.
+
+    Takes steps on stand-ins, so it works for any torch optimizer.
+
+    Raises:
+        RondeError: the optimizer cannot step on stand-ins, fake or copied.
+    """
+    errors = []
+    for fake in (True, False):
+        try:
+            return _optimizer_bytes(model, optimizer, fake)
+        except Exception as error:
+            errors.append(error)
+    raise RondeError(
+        f"optimizer {type(optimizer).__name__} cannot step on copies of the parameters, so its "
+        f"memory is unknown: {type(errors[-1]).__name__}: {errors[-1]}"
+    ) from errors[-1]
+
+
+def _optimizer_bytes(
+    model: nn.Module, optimizer: Optimizer, fake: bool
+) -> tuple[dict[str, int], int]:
+    with untouched(model):
+        make = tensor_maker(fake)
+        copies: dict[int, torch.Tensor] = {
+            id(p): nn.Parameter(make(p), p.requires_grad) for p in model.parameters()
+        }
+        names = {id(copies[id(p)]): name for name, p in model.named_parameters()}
+        stand_in = copied_optimizer(optimizer, copies, make)
+        parameters = [p for group in stand_in.param_groups for p in group["params"]]
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+
+        def step() -> None:
+            try:
+                stand_in.step()
+            except TypeError:  # it needs a closure
+                stand_in.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
+
+        step()
+        sizes: dict[str, int] = defaultdict(int)
+        seen: set[int] = set()
+        for p, state in stand_in.state.items():
+            new = {s._cdata: s.nbytes() for s, _ in storages(state) if s._cdata not in seen}
+            seen.update(new)
+            sizes[names.get(id(p), "")] += sum(new.values())
+        known = tensors_in([list(stand_in.state.values())], attributes=True)
+        known += [t for p in parameters for t in (p, p.grad) if t is not None]
+        ledger = Ledger(iter(known))
+        with ledger:
+            step()
+        return dict(sizes), max(ledger.peaks.values(), default=0)

@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
-from ronde.world import ArgumentError
-from ronde.world.tensors import is_named_tuple, map_leaves, tensors_in
+from ronde.world.tensors import tensors_in
 
 LOSS = "(loss)"
 """Name of the last unit."""
@@ -42,36 +40,6 @@ class ModelUnit:
     alike: str = ""
     calls: int = 1
     why_not: str = ""
-
-
-def take(batch: Any, samples: int, of: int) -> Any:
-    """The first ``samples`` of a batch of ``of``: cuts everything in it that has that length.
-
-    Raises:
-        ArgumentError: nothing in the batch has that length.
-    """
-    cuts = 0
-
-    def counts(value: Any) -> bool:
-        if isinstance(value, torch.Tensor):
-            return value.dim() > 0 and value.shape[0] == of
-        listed = isinstance(value, list | tuple) and not is_named_tuple(value) and len(value) == of
-        return listed and not any(isinstance(v, torch.Tensor) and counts(v) for v in value)
-
-    def cut(value: Any) -> Any:
-        nonlocal cuts
-        if not counts(value):
-            return value
-        cuts += 1
-        return value[:samples].clone() if isinstance(value, torch.Tensor) else value[:samples]
-
-    result = map_leaves(cut, batch, leaf=counts)
-    if not cuts and samples != of:
-        raise ArgumentError(
-            f"nothing in a batch of {of} samples has length {of}: pass a function that makes a "
-            "micro-batch of n samples."
-        )
-    return result
 
 
 def structure(module: nn.Module) -> str:

@@ -22,8 +22,7 @@ from ronde.world.consensus import gather_json
 
 __all__ = ["measure_pairs", "rounds"]
 
-_SMALL, _LARGE = 8, 8 << 20
-_PINGS, _SENDS = 30, 3
+_LARGE_BYTES = 8 << 20  # so that the latency is hardly a part of its time
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
@@ -34,14 +33,14 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
         [[(1, 2)], [(0, 2)], [(0, 1)]]
     """
     places: list[int | None] = [*range(size)] + ([None] if size % 2 else [])
-    found = []
+    tournament = []
     for _ in range(len(places) - 1):
         half = len(places) // 2
         pairs = zip(places[:half], reversed(places[half:]), strict=True)
         round_ = [(min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None]
-        found.append(sorted(round_))
+        tournament.append(sorted(round_))
         places = [places[0], places[-1], *places[1:-1]]
-    return sorted(found, reverse=True)
+    return sorted(tournament, reverse=True)
 
 
 def _echo(first: bool, other: int, data: torch.Tensor, times: int, group: Any) -> list[float]:
@@ -65,27 +64,27 @@ def measure_pairs(me: World) -> list[dict[str, Any]]:
     """Every pair: ``a``, ``b``, ``backend``, ``latency`` of one way in seconds, ``bandwidth`` in
     bytes/s; over gloo, and over NCCL where the workers have GPUs. A collective.
     """
-    found = _measured(me, "gloo", dist.new_group(backend="gloo"), torch.device("cpu"))
+    pairs = _measured(me, "gloo", dist.new_group(backend="gloo"), torch.device("cpu"))
     if me.device.type == "cuda":
-        found += _measured(me, "nccl", None, me.device)
-    return sorted(found, key=lambda p: (p["a"], p["b"], p["backend"]))
+        pairs += _measured(me, "nccl", None, me.device)
+    return sorted(pairs, key=lambda p: (p["a"], p["b"], p["backend"]))
 
 
 def _measured(me: World, backend: str, group: Any, device: torch.device) -> list[dict[str, Any]]:
-    small = torch.zeros(_SMALL, dtype=torch.uint8, device=device)
-    large = torch.zeros(_LARGE, dtype=torch.uint8, device=device)
+    small = torch.zeros(8, dtype=torch.uint8, device=device)
+    large = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device=device)
     mine = []
     for number in rounds(me.size):
         for pair in number:
             if me.rank in pair:
                 first, other = me.rank == pair[0], pair[me.rank == pair[0]]
                 _echo(first, other, small, 3, group)  # connections are made by the first
-                latency = statistics.median(_echo(first, other, small, _PINGS, group)) / 2
-                took = min(_echo(first, other, large, _SENDS, group)) / 2
+                latency = statistics.median(_echo(first, other, small, 30, group)) / 2
+                took = min(_echo(first, other, large, 3, group)) / 2
                 if first:
-                    bandwidth = _LARGE / max(took - latency, 1e-9)
-                    found = {"a": pair[0], "b": pair[1], "backend": backend, "latency": latency}
-                    mine.append({**found, "bandwidth": bandwidth})
+                    bandwidth = _LARGE_BYTES / max(took - latency, 1e-9)
+                    link = {"a": pair[0], "b": pair[1], "backend": backend, "latency": latency}
+                    mine.append({**link, "bandwidth": bandwidth})
         dist.barrier(group)
     return [p for each in gather_json(me, mine) for p in each]
 

@@ -19,6 +19,7 @@ from ronde.capture import watching
 from ronde.capture.follow import follow
 from ronde.measure.bench_links import calibrate, resident
 from ronde.measure.light_weights import NoInitialValues
+from ronde.measure.memory_account import weigh
 from ronde.measure.script_loop import own_loop
 from ronde.measure.stand_in import untouched
 from ronde.measure.study import (
@@ -30,8 +31,6 @@ from ronde.measure.study import (
 )
 from ronde.measure.tensor_units import divisible
 from ronde.measure.time_units import autocast_of, device_name, measure, sequence_of
-from ronde.measure.under_load import under_load
-from ronde.measure.unit_memory import weigh
 from ronde.parallel import Work, batchnorms
 from ronde.parallel.choose_cut import usable
 from ronde.plan import SPLIT_FIELDS, Plan
@@ -111,8 +110,7 @@ def gauge(
         tell=tell,
     )
     costs = replace(costs, script_bytes=script_bytes)
-    costs = _with_real_cuts(_with_tensors(costs, work.model), work, plan)
-    costs = under_load(costs, work, plan, calls)
+    costs = _with_real_cuts(costs, work, plan)
     return divisible(costs, work, calls, plan.precision)
 
 
@@ -130,7 +128,7 @@ def count(work: Work, plan: Plan, calls: Any, tell: Callable[[str], None]) -> Co
     sequence = sequence_of(work.sample(1), 1)
     costs = replace(costs, device=device_name(device), sequence=sequence)
     tell("looking for places to cut the model")
-    costs = _with_real_cuts(_with_tensors(costs, model), work, plan)
+    costs = _with_real_cuts(costs, work, plan)
     tell("counting one worker's part of divided layers")
     return divisible(costs, work, calls, plan.precision, timed=False)
 
@@ -178,21 +176,6 @@ def _why_uncut(work: Work, plan: Plan) -> str | None:
     return f"there is no place to cut the model{why}"
 
 
-def _with_tensors(costs: Costs, model: torch.nn.Module) -> Costs:
-    """Add the tensors that each unit trains."""
-    holders = {unit.name: i for i, unit in enumerate(costs.units)}
-    sizes: list[list[int]] = [[] for _ in costs.units]
-    for name, p in model.named_parameters():
-        path = name.rpartition(".")[0]
-        while path and path not in holders:
-            path = path.rpartition(".")[0]
-        if p.requires_grad:
-            sizes[holders.get(path, 0)].append(p.numel() * p.element_size())
-    pairs = zip(costs.units, sizes, strict=True)
-    units = (replace(u, tensor_bytes=tuple(each)) for u, each in pairs)
-    return replace(costs, units=tuple(units))
-
-
 def load_costs(file: Path) -> tuple[Costs, Plan]:
     """Read the result of a :class:`Gauge`.
 
@@ -213,8 +196,8 @@ def answer(
     tell: Callable[[str], None] | None = None,
 ) -> Explanation:
     """Search for the best plan and explain it; ``tell`` shows progress."""
-    found = search(costs, cluster, workers, optimize=optimize, like=like, tell=tell)
-    return explain(found, costs, cluster, with_flips=with_flips, tell=tell)
+    result = search(costs, cluster, workers, optimize=optimize, like=like, tell=tell)
+    return explain(result, costs, cluster, with_flips=with_flips, tell=tell)
 
 
 def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, str]:
@@ -239,7 +222,7 @@ def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, st
     if me.is_main:
         try:
             explanation = answer(costs, cluster, me.size, plan, with_flips=False)
-            best = explanation.found.best
+            best = explanation.result.best
             choice = {
                 "plan": with_predicted_cut(best).to_dict(),
                 "sentence": explanation.sentence,

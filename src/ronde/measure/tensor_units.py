@@ -27,8 +27,7 @@ from ronde.parallel.tensor_parallel import one_part
 from ronde.predict import Costs, LinearCost
 from ronde.world.tensors import map_leaves
 
-_ROUNDS = 6
-_TOKENS = 64
+_SHORT_TOKENS = 64  # of a sequence, where the division is only tried out
 
 
 def divisible(
@@ -70,7 +69,7 @@ def _blocks(work: Work, batch: Any) -> tuple[Block, ...]:
 
 def _in_short(work: Work, sequence: int) -> tuple[Block, ...]:
     """The blocks that can be divided, found in two layers of each list, on the first tokens."""
-    tokens = min(sequence or _TOKENS, _TOKENS)
+    tokens = min(sequence or _SHORT_TOKENS, _SHORT_TOKENS)
 
     def is_long(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[1] == sequence
@@ -79,10 +78,10 @@ def _in_short(work: Work, sequence: int) -> tuple[Block, ...]:
         lambda v: v[:, :tokens].clone() if is_long(v) else v, work.sample(2), leaf=is_long
     )
     with short_lists(work.model) as lengths, small_values(work.model):
-        found = _blocks(work, batch)
+        short = _blocks(work, batch)
     longer = sequence / tokens if sequence else 1.0
     blocks = []
-    for block in found:
+    for block in short:
         block = replace(block, reduced_bytes=block.reduced_bytes * longer)
         blocks.append(block)
         owner = next((name for name in lengths if _inside(block.row, f"{name}.1")), "")
@@ -196,10 +195,10 @@ def _by_measurement(
         with untouched(model), contextlib.ExitStack() as stack:
             model.train()
             copy = TimedModel(stack, model, work.optimizer, calls, chain, device, autocast)
-            for _ in range(_ROUNDS + 1):
-                whole = sum(copy.whole(batch))
+            for _ in range(7):  # the first is not counted
+                whole = copy.whole(batch)
                 with one_part(copy.model, blocks, 2):
-                    ratios.append(sum(copy.whole(batch)) / whole)
+                    ratios.append(copy.whole(batch) / whole)
         factor = _time_factor(costs, sizes[-1], statistics.median(ratios[1:]))
     units = tuple(
         replace(

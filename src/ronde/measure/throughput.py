@@ -8,18 +8,22 @@ once these have settled. All ranks take part and agree on the number of steps.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import itertools
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 import torch
 from torch.utils.data import IterableDataset
 
@@ -28,8 +32,7 @@ from ronde.data import Order
 from ronde.data import named_stages as stages
 from ronde.introspect import reopen_files
 from ronde.loader import Executor, Feed, FeedSettings, LoaderSettings
-from ronde.measure.arms import Arm, ArmResult, Timed
-from ronde.measure.loader_threads import Drain, ThreadTimes, stop_openmp_threads
+from ronde.loader.thread_workers import _openmp_runtimes
 from ronde.measure.step_stages import StepStages
 from ronde.measure.study import refuse_batches
 from ronde.plan import Share, shares
@@ -41,15 +44,83 @@ from ronde.world.tensors import tensors_in
 if TYPE_CHECKING:
     from ronde.run import Run
 
-_RECYCLED = 8  # batches, at least
-_FEWEST_RECYCLED = 3  # where reading is slow
-_SMALL_BYTES = 64 << 20  # batches below this together: recycle twice as many
-_FEWEST_STEPS = 4
-_WARM_SHARE = 1.0  # of a window, for the queues to settle
-_LEARN_SHARE = 5.0  # of a window, for loaders to read the samples that they then replay
-_LEARN_SAMPLES = 17  # samples that a loader reads before it replays them, see ronde.profile.probe
-_ATTEMPTS = 2
-_PATIENCE_SECONDS, _PATIENCE = 15.0, 8.0  # timeout of a batch: seconds, plus times the first
+_FEWEST_STEPS = 4  # of a window
+_LEARN_SAMPLES = 17  # that a loader reads before it replays them, see ronde.profile.probe
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One variant of the training.
+
+    Args:
+        kind: ``synthetic``: real batches, recycled on the device. ``alone``: synthetic without
+            exchange, each rank by itself. ``real``: with the input pipeline. ``beside``: synthetic
+            while the loaders run, their batches thrown away. ``loading``: the loaders without
+            training.
+        samples: replay whole samples through the real loaders, which leaves the transport.
+        threads: compute threads inside loading processes; None leaves them alone.
+        settings: settings file to read with.
+        timed: time each stage, at a cost of some microseconds per call.
+        first_only: of ``loading``: only rank 0's loaders run.
+    """
+
+    kind: str = "real"
+    samples: bool = False
+    threads: int | None = None
+    settings: FeedSettings | None = None
+    timed: bool = False
+    first_only: bool = False
+
+    @property
+    def loads(self) -> bool:
+        """Whether loaders run in it."""
+        return self.kind in ("real", "beside", "loading")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Cost of a stage per sample: time and bytes read."""
+
+    cpu_seconds: float
+    wall_seconds: float
+    bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One window of one arm.
+
+    Attributes:
+        samples_per_second: of all ranks together.
+        step_seconds: mean step without the wait for its batch, on the slowest rank.
+        wait_seconds: mean wait for a batch per step, of each rank.
+        usual_wait_seconds: of the rank that waits longest, the median over groups of as many steps
+            as there are loaders. It leaves out short disturbances of the machine.
+        per_rank: samples per second of each rank, by its own clock.
+        steps: steps in the window.
+        seconds: duration of the window.
+        first_batch_seconds: from the start of the loaders to the first batch, on the slowest rank;
+            0 without loaders.
+        stages: for each rank, stage -> its cost in the loaders; empty unless timed.
+        in_step: stage -> its cost within the step, on the slowest rank.
+        cpu_seconds: per sample, in the training processes.
+        other_threads: share of the loaders' CPU time spent outside their main threads.
+        queued: seconds that reading threads waited for a core, per second on a core.
+    """
+
+    samples_per_second: float
+    step_seconds: float
+    wait_seconds: tuple[float, ...]
+    usual_wait_seconds: float
+    per_rank: tuple[float, ...]
+    steps: int
+    seconds: float
+    first_batch_seconds: float = 0.0
+    stages: tuple[Mapping[str, Timed], ...] = ()
+    in_step: Mapping[str, Timed] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+    other_threads: float = 0.0
+    queued: float = 0.0
 
 
 class Bench:
@@ -177,7 +248,7 @@ class Bench:
                 settings = dataclasses.replace(settings, probe=probe)
             options = dict(settings.options)
             if self._slowest_first and not options.get("timeout") and not self.is_stream:
-                options["timeout"] = _PATIENCE_SECONDS + _PATIENCE * self._slowest_first
+                options["timeout"] = 15.0 + 8.0 * self._slowest_first
             settings = dataclasses.replace(settings, options=options)
             stop_openmp_threads()
             order, seed = self._draw_once(data.order), self.run.plan.seed
@@ -220,9 +291,9 @@ class Bench:
                 self._recycled.append((share, on_device(feed, share, micros, self.run.device)))
                 size += sum(t.numel() * t.element_size() for t in tensors_in(micros))
                 n, spent = len(self._recycled), time.perf_counter() - start
-                quick = 2 * size < _SMALL_BYTES and spent < 0.5
-                enough = n >= (2 * _RECYCLED if quick else _RECYCLED)
-                if self._agree(enough or (n >= _FEWEST_RECYCLED and spent > self.patience)):
+                quick = size < 32 << 20 and spent < 0.5
+                enough = n >= (16 if quick else 8)
+                if self._agree(enough or (n >= 3 and spent > self.patience)):
                     break
 
     @contextlib.contextmanager
@@ -388,8 +459,8 @@ class Bench:
             begun = done >= min(_FEWEST_STEPS, 2 * multiple) or spent > 2 * seconds
             if not (begun if self.run.world_size == 1 else self._agree(begun)):
                 continue
-            ready = done >= learn or spent > _LEARN_SHARE * seconds
-            if self._agree(ready and (done >= rest + learn or spent > _WARM_SHARE * seconds)):
+            ready = done >= learn or spent > 5.0 * seconds
+            if self._agree(ready and (done >= rest + learn or spent > seconds)):
                 break
         return (time.perf_counter() - start) / done
 
@@ -411,7 +482,7 @@ class Bench:
                 try:
                     share, _ = next(reader)
                 except RuntimeError as error:
-                    if "timed out" not in str(error) or attempt == _ATTEMPTS:
+                    if "timed out" not in str(error) or attempt == 2:
                         raise
                     continue
                 first = time.perf_counter() - start
@@ -499,6 +570,89 @@ class Bench:
             other_threads=max(e["others"] for e in everyone),
             queued=statistics.fmean(e["queued"] for e in everyone),
         )
+
+
+def stop_openmp_threads() -> None:
+    """End the idle threads of OpenMP; they start again with this thread's next computation.
+
+    A forked child believes that they exist, and waits forever in its first computation with several
+    threads. A training forks once an epoch, a measurement all the time.
+    """
+    for path in _openmp_runtimes():
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(path).omp_pause_resource_all(2)  # omp_pause_hard, OpenMP 5.0
+
+
+class ThreadTimes:
+    """CPU and queueing time of the loading processes' threads, or of this process without them."""
+
+    def __init__(self) -> None:
+        self._start = self._read()
+
+    def _read(self) -> tuple[float, float, float, float]:
+        main = others = ran = queued = 0.0
+        loaders = psutil.Process().children(recursive=True)
+        for process in loaders:
+            with contextlib.suppress(psutil.Error):
+                for thread in process.threads():
+                    spent = thread.user_time + thread.system_time
+                    if thread.id == process.pid:
+                        main += spent
+                    else:
+                        others += spent
+        tasks = [Path(f"/proc/{p.pid}/task/{p.pid}") for p in loaders]
+        for task in tasks or Path("/proc/self/task").glob("*"):
+            # The thread has ended, or this kernel has no schedstat.
+            with contextlib.suppress(OSError, ValueError):
+                on_core, in_queue, _ = (task / "schedstat").read_text().split()
+                ran, queued = ran + int(on_core) * 1e-9, queued + int(in_queue) * 1e-9
+        return main, others, ran, queued
+
+    def shares(self) -> tuple[float, float]:
+        """Since the start: share of CPU time outside the main threads, and seconds that reading
+        threads waited for a core per second on a core.
+        """
+        now = self._read()
+        main, others, ran, queued = (b - a for a, b in zip(self._start, now, strict=True))
+        outside = others / (main + others) if main + others > 0.05 else 0.0
+        return outside, max(0.0, queued) / ran if ran > 0.05 else 0.0
+
+
+class Drain:
+    """Takes batches from a reader in a thread, as many as were allowed, and throws them away."""
+
+    def __init__(self, reader: Iterator[Any]) -> None:
+        self._reader = reader
+        self._allowed = threading.Semaphore(0)
+        self._stop = False
+        self._thread = threading.Thread(target=self._drain, daemon=True)
+        self._error: BaseException | None = None
+
+    def _drain(self) -> None:
+        while True:
+            self._allowed.acquire()
+            if self._stop:
+                return
+            try:
+                next(self._reader)
+            except BaseException as error:
+                self._error = error
+                return
+
+    def allow(self) -> None:
+        """Allow one more batch, or raise the reader's error."""
+        if self._error is not None:
+            raise self._error
+        self._allowed.release()
+
+    def __enter__(self) -> Drain:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop = True
+        self._allowed.release()
+        self._thread.join()
 
 
 def _per_rank(

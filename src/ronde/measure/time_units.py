@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ronde.measure.cost_lines import line, scale_cost
-from ronde.measure.model_units import ModelUnit, take
+from ronde.measure.cost_lines import line
+from ronde.measure.memory_account import weigh
+from ronde.measure.model_units import ModelUnit
 from ronde.measure.stand_in import untouched
-from ronde.measure.timed_model import Rounds, TimedModel, least
-from ronde.measure.unit_memory import weigh
+from ronde.measure.timed_model import Rounds, TimedModel
 from ronde.parallel.batchnorm import normalizes_batch
 from ronde.predict import Costs, Unit
 from ronde.world import ArgumentError, usable_cores
@@ -53,26 +53,14 @@ def autocast_of(device: torch.device, precision: str) -> Callable[[], Any]:
     return partial(torch.autocast, device.type, _DTYPES[precision])
 
 
-def _sizes(batch_size: int, samples: Sequence[int] | None, batchnorm: bool) -> list[int]:
-    """Micro-batch sizes to measure at: the batch, a quarter and a sixteenth of it."""
-    if samples:
-        if min(samples) < 1:
-            raise ArgumentError(f"samples={list(samples)}: micro-batch sizes must be 1 or more.")
-        return sorted(set(samples))
-    fewest = 2 if batchnorm and batch_size > 1 else 1
-    return sorted({max(fewest, batch_size // 16), max(fewest, batch_size // 4), batch_size})
-
-
 def measure(
     model: nn.Module,
     optimizer: Optimizer,
     compute: Any,
-    batches: Any,
+    batches: Callable[[int], Any],
     batch_size: int,
     *,
-    device: torch.device | None = None,
     precision: Literal["fp32", "bf16", "fp16"] = "fp32",
-    samples: Sequence[int] | None = None,
     seconds: float = 8.0,
     threads: int | None = None,
     clips: bool = False,
@@ -83,11 +71,8 @@ def measure(
 
     Args:
         compute: forward and loss, a :class:`ronde.run.losses.LossCall`.
-        batches: ``batches(n)`` makes a micro-batch of n samples on the device; or one batch of
-            ``batch_size`` samples, which is cut.
+        batches: makes a micro-batch of so many samples, on the model's device.
         batch_size: global samples per optimizer step.
-        device: where to measure; None is the model's.
-        samples: micro-batch sizes to measure at; None chooses up to three.
         seconds: about how long to measure.
         threads: compute threads that a worker will have; None leaves them alone.
         clips: whether gradients are clipped before the optimizer's step.
@@ -98,15 +83,14 @@ def measure(
             the rounds differ.
 
     Raises:
-        ArgumentError: the model is on the meta device, or a batch cannot be cut.
+        ArgumentError: the model is on the meta device.
     """
-    where = device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    where = next((p.device for p in model.parameters()), torch.device("cpu"))
     if any(p.is_meta for p in model.parameters()):
         raise ArgumentError(
             "the model's parameters are on the meta device: they have no values, so it cannot be "
             "timed."
         )
-    make = batches if callable(batches) else lambda n: take(batches, n, batch_size)
     autocast = autocast_of(where, precision)
     tell = tell or (lambda _: None)
     with untouched(model), contextlib.ExitStack() as stack:
@@ -115,34 +99,32 @@ def measure(
         if not model.training:  # train() would also change frozen layers in eval mode
             model.train()
         tell("counting the memory of layers")
-        costs = weigh(model, optimizer, compute, make, batch_size, autocast=autocast)
+        costs = weigh(model, optimizer, compute, batches, batch_size, autocast=autocast)
         units = [ModelUnit(u.name, u.alike) for u in costs.units]
         timed = TimedModel(stack, model, optimizer, compute, units, where, autocast, clips)
+        # Normalization over a batch of one fails.
         norms = any(normalizes_batch(m) for m in model.modules())
-        sizes = _sizes(batch_size, samples, norms)
-        if samples is None:
-            sizes = timed.affordable(sizes, make, seconds)
-        else:
-            timed.whole(make(sizes[0]))  # warms the kernels
-        micro = {b: make(b) for b in sizes}
+        fewest = 2 if norms and batch_size > 1 else 1
+        parts = {max(fewest, batch_size // 16), max(fewest, batch_size // 4), batch_size}
+        sizes = timed.affordable(sorted(parts), batches, seconds)
+        micro = {b: batches(b) for b in sizes}
         tell("timing layers")
         rounds = timed.time_rounds(micro, seconds)
         accumulate_seconds = timed.time_accumulation(micro[sizes[0]])
         again_seconds = {}
         if costs.again and any(u.recomputed for u in costs.units):
             tell("timing recomputation")
-            quick = [b for b in sizes[1:] if least(rounds.whole[b], False) < seconds / 16]
+            quick = [b for b in sizes[1:] if min(rounds.whole[b]) < seconds / 16]
             ends = {b: micro[b] for b in (sizes[0], *quick[-1:])}
             again_seconds = timed.time_recomputation(costs.again, ends, seconds / 4)
-        noise = _disturbance(rounds, timed.one_thread)
-        timed_units, factor, fit_error = _fit(costs.units, rounds, timed.one_thread)
+            costs = replace(costs, again=tuple(again_seconds))
+        noise = _disturbance(rounds)
+        timed_units, fit_error = _fit(costs.units, rounds)
         return replace(
             costs,
             units=timed_units,
-            optimizer_seconds=least(rounds.optimizer, timed.one_thread)
-            if rounds.optimizer
-            else 0.0,
-            clip_seconds=least(rounds.clip, timed.one_thread) if rounds.clip else 0.0,
+            optimizer_seconds=min(rounds.optimizer, default=0.0),
+            clip_seconds=min(rounds.clip, default=0.0),
             accumulate_seconds=accumulate_seconds,
             again_seconds=again_seconds,
             device=device_name(where),
@@ -150,35 +132,31 @@ def measure(
             noise=noise,
             sequence=sequence_of(micro[sizes[0]], sizes[0]),
             measured_samples=tuple(sizes),
-            whole_factor=factor,
             fit_error=fit_error,
             notes=(*costs.notes, *timed.notes),
         )
 
 
-def _disturbance(rounds: Rounds, one_thread: bool) -> float:
+def _disturbance(rounds: Rounds) -> float:
     """How far two halves of the rounds differ, at the size where they do most."""
     apart = 0.0
     for whole in rounds.whole.values():
-        halves = [least(whole[i::2], one_thread) for i in (0, 1)]
+        halves = [min(whole[i::2]) for i in (0, 1)]
         apart = max(apart, max(halves) / min(halves) - 1)
     return apart
 
 
-def _fit(
-    units: tuple[Unit, ...], rounds: Rounds, one_thread: bool
-) -> tuple[tuple[Unit, ...], float, float]:
-    """Fit times over sizes, scale_cost so that the units add up to the whole step.
+def _fit(units: tuple[Unit, ...], rounds: Rounds) -> tuple[tuple[Unit, ...], float]:
+    """Fit times over sizes, scaled so that the units add up to the whole step.
 
     Returns:
-        The units with their times, the scale, and the mean relative error of whole steps.
+        The units with their times, and the mean relative error of whole steps.
     """
 
     def fastest(kind: str) -> list[list[float]]:
         """Unit -> seconds at each size."""
         return [
-            [least([getattr(s[i], kind) for s in steps], one_thread) for steps in sizes]
-            for i in range(len(units))
+            [min(getattr(s[i], kind) for s in steps) for steps in sizes] for i in range(len(units))
         ]
 
     sizes = list(rounds.units.values())
@@ -190,16 +168,13 @@ def _fit(
         _share(own, group)
         _share(back, group)
     forward = [[o + g for o, g in zip(*pair, strict=True)] for pair in zip(own, glue, strict=True)]
-    whole = [least(rounds.whole[b], one_thread) for b in rounds.units]
+    whole = [min(rounds.whole[b]) for b in rounds.units]
     factor = statistics.median(
         seconds / max(1e-12, sum(f[k] + b[k] for f, b in zip(forward, back, strict=True)))
         for k, seconds in enumerate(whole)
     )
     lines = [
-        [
-            scale_cost(line(list(zip(rounds.units, seconds, strict=True))), factor)
-            for seconds in kind
-        ]
+        [line(list(zip(rounds.units, seconds, strict=True))).times(factor) for seconds in kind]
         for kind in (forward, back)
     ]
     errors = [
@@ -210,7 +185,7 @@ def _fit(
         replace(u, forward_seconds=f, backward_seconds=g)
         for u, f, g in zip(units, *lines, strict=True)
     )
-    return timed, factor, statistics.mean(errors)
+    return timed, statistics.mean(errors)
 
 
 def _share(seconds: list[list[float]], group: list[int]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,96 +16,72 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ronde.measure.cost_lines import line
+from ronde.measure.memory_account import copied_optimizer
 from ronde.measure.model_units import ModelUnit, UnitProbe
-from ronde.measure.optimizer_memory import copied_optimizer
 from ronde.measure.stand_in import refers_to, standing_in
 from ronde.parallel.recompute import applied
 from ronde.predict import LinearCost
 
-_FEWEST_ROUNDS, _MOST_ROUNDS = 4, 30
-_UPDATES = 6  # optimizer steps
-
-Reading = tuple[float, float]
-"""Seconds of work and seconds of waiting."""
+_FEWEST_ROUNDS = 4  # so that two halves of them can be compared
 
 
-def least(readings: Iterable[Reading], one_thread: bool) -> float:
-    """The fastest reading. On one thread, least work plus least waiting: neither includes the time
-    in which the thread was preempted.
-    """
-    readings = list(readings)
-    if one_thread:
-        return min(work for work, _ in readings) + min(wait for _, wait in readings)
-    return min(work + wait for work, wait in readings)
-
-
-def _timed(device: torch.device, call: Callable[[], Any]) -> Reading:
+def _timed(device: torch.device, call: Callable[[], Any]) -> float:
+    """Seconds of a call."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start, cpu = time.perf_counter(), time.thread_time()
+    start = time.perf_counter()
     result = call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    wall, cpu = time.perf_counter() - start, time.thread_time() - cpu
+    seconds = time.perf_counter() - start
     del result  # what the call returns is freed after the clock has stopped
-    return min(cpu, wall), max(0.0, wall - cpu)
-
-
-def time_clipping(parameters: Sequence[torch.Tensor], device: torch.device) -> Reading:
-    """Time the clipping of gradients, which stay as they are."""
-    return _timed(device, lambda: nn.utils.clip_grad_norm_(parameters, 1e30))
+    return seconds
 
 
 @dataclass
 class UnitTimes:
-    """Times of one unit in one step."""
+    """Seconds of one unit in one step."""
 
-    own: Reading = (0.0, 0.0)
-    glue: Reading = (0.0, 0.0)
-    backward: Reading = (0.0, 0.0)
+    own: float = 0.0
+    glue: float = 0.0
+    backward: float = 0.0
 
 
 @dataclass
 class Rounds:
-    """Micro-batch size -> rounds -> units, and times of whole steps without clocks in them."""
+    """Micro-batch size -> rounds -> units, and seconds of whole steps without clocks in them."""
 
     units: dict[int, list[list[UnitTimes]]]
-    whole: dict[int, list[Reading]]
-    optimizer: list[Reading] = field(default_factory=list)
-    clip: list[Reading] = field(default_factory=list)
+    whole: dict[int, list[float]]
+    optimizer: list[float] = field(default_factory=list)
+    clip: list[float] = field(default_factory=list)
 
 
 class _Clock:
     """Moments of one step, read where units meet; on a GPU they are events in its stream."""
 
-    def __init__(self, device: torch.device, one_thread: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._one_thread = one_thread
-        self.marks: list[tuple[int, str, Any, float]] = []
+        self.marks: list[tuple[int, str, Any]] = []
 
     def mark(self, unit: int, event: str) -> None:
+        moment: Any = time.perf_counter()
         if self._cuda:
             moment = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             moment.record()
-            self.marks.append((unit, event, moment, 0.0))
-        else:
-            cpu = time.thread_time() if self._one_thread else 0.0
-            self.marks.append((unit, event, time.perf_counter(), cpu))
+        self.marks.append((unit, event, moment))
 
     def by_unit(self, units: int) -> list[UnitTimes]:
         if self._cuda:
             torch.cuda.synchronize()
         times = [UnitTimes() for _ in range(units)]
-        first = next((unit for unit, event, *_ in self.marks if event == "in"), 0)
+        first = next((unit for unit, event, _ in self.marks if event == "in"), 0)
         kinds = {"in": "own", "out": "glue", "start": "glue", "back": "backward"}
-        for (unit, event, at, cpu), (_, _, end, cpu_end) in zip(
-            self.marks, self.marks[1:], strict=False
-        ):
-            wall = at.elapsed_time(end) / 1e3 if self._cuda else end - at
-            unit = first if unit < 0 else unit  # code before the first unit belongs to it
-            spent = min(wall, cpu_end - cpu)
-            work, wait = getattr(times[unit], kinds[event])
-            setattr(times[unit], kinds[event], (work + spent, wait + wall - spent))
+        for (unit, event, at), (_, _, end) in itertools.pairwise(self.marks):
+            seconds = at.elapsed_time(end) / 1e3 if self._cuda else end - at
+            # code before the first unit belongs to it
+            mine = times[first if unit < 0 else unit]
+            setattr(mine, kinds[event], getattr(mine, kinds[event]) + seconds)
         return times
 
 
@@ -125,8 +102,6 @@ class TimedModel:
         self._clips = clips
         self.notes: list[str] = []
         self._compute, self._chain, self._device, self._autocast = compute, chain, device, autocast
-        # With one thread, its CPU time is the work, whatever else ran.
-        self.one_thread = device.type == "cpu" and torch.get_num_threads() == 1
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         cuda = device.type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if cuda else psutil.virtual_memory().available
@@ -161,8 +136,8 @@ class TimedModel:
         for p in self.model.parameters():
             p.grad = None
 
-    def whole(self, batch: Any, accumulate: bool = False) -> Reading:
-        """A whole step without clocks in it, optionally on top of existing gradients."""
+    def whole(self, batch: Any, accumulate: bool = False) -> float:
+        """Seconds of a whole step without clocks in it, optionally on top of existing gradients."""
         if not accumulate:
             self._clear()
 
@@ -179,7 +154,7 @@ class TimedModel:
         """A step with clocks in it."""
         self._clear()
         units = len(self._chain)
-        clock = _Clock(self._device, self.one_thread)
+        clock = _Clock(self._device)
         probe = UnitProbe(self.model, self._chain, clock.mark)
         try:
             clock.mark(-1, "start")
@@ -191,10 +166,7 @@ class TimedModel:
 
     def time_accumulation(self, batch: Any) -> float:
         """Extra seconds of adding gradients to existing ones, over writing them."""
-        extra = []
-        for _ in range(_FEWEST_ROUNDS):
-            (work, wait), (work_more, wait_more) = self.whole(batch), self.whole(batch, True)
-            extra.append(work_more - work + (0.0 if self.one_thread else wait_more - wait))
+        extra = [-self.whole(batch) + self.whole(batch, True) for _ in range(_FEWEST_ROUNDS)]
         self._clear()
         return max(0.0, statistics.median(extra))
 
@@ -208,8 +180,8 @@ class TimedModel:
         """
         points: dict[str, list[tuple[float, float]]] = {level: [] for level in levels}
         for b, batch in micro.items():
-            plain: list[Reading] = []
-            again: dict[str, list[Reading]] = {level: [] for level in points}
+            plain: list[float] = []
+            again: dict[str, list[float]] = {level: [] for level in points}
             end = time.perf_counter() + seconds / len(micro)
             while len(plain) <= _FEWEST_ROUNDS or (
                 len(plain) < 3 * _FEWEST_ROUNDS and time.perf_counter() < end
@@ -223,8 +195,7 @@ class TimedModel:
                         del points[level]
                         self._note(f"recompute={level}", error)
             for level, pairs in points.items():
-                without = least(plain[1:], self.one_thread)
-                pairs.append((b, max(0.0, least(again[level][1:], self.one_thread) - without)))
+                pairs.append((b, max(0.0, min(again[level][1:]) - min(plain[1:]))))
         self._clear()
         return {level: line(pairs) for level, pairs in points.items()}
 
@@ -237,7 +208,7 @@ class TimedModel:
         self.whole(batches(sizes[0]))
         if len(sizes) == 1:
             return sizes
-        first, second = (min(sum(self.whole(batches(b))) for _ in range(2)) for b in sizes[:2])
+        first, second = (min(self.whole(batches(b)) for _ in range(2)) for b in sizes[:2])
         slope = max(0.0, second - first) / (sizes[1] - sizes[0])
 
         def expected(samples: int) -> float:
@@ -264,13 +235,13 @@ class TimedModel:
         for batch in micro.values():
             self.by_unit(batch)
         start = time.perf_counter()
-        for done in range(_MOST_ROUNDS):
+        for done in range(30):
             if done >= _FEWEST_ROUNDS and time.perf_counter() - start > seconds:
                 break
             for b, batch in micro.items():
                 rounds.units[b].append(self.by_unit(batch))
                 rounds.whole[b].append(self.whole(batch))
-            if self.optimizer is not None and len(rounds.optimizer) < _UPDATES:
+            if self.optimizer is not None and len(rounds.optimizer) < 6:
                 self.update(rounds)
         self._clear()
         return rounds
@@ -286,9 +257,13 @@ class TimedModel:
         for p in parameters:
             if id(p) not in own and p.requires_grad:
                 p.grad = torch.zeros_like(p)
+
+        def clip_gradients() -> None:
+            nn.utils.clip_grad_norm_(parameters, 1e30)  # they stay as they are
+
         try:
             first, self._stepped = not self._stepped, True  # the first step makes the state
-            clip = time_clipping(parameters, self._device) if self._clips else None
+            clip = _timed(self._device, clip_gradients) if self._clips else None
             step = _timed(self._device, self.optimizer.step)
         except Exception as error:
             self._note("the optimizer's step", error)

@@ -17,8 +17,6 @@ from ronde.measure.storage_ledger import bytes_of
 from ronde.profile.monkeypatch import put
 from ronde.world.tensors import tensors_in
 
-_TILE = 8  # 16-bit values: tensor cores need rows of 16 bytes
-_BATCHED = ("bmm", "baddbmm")  # their results are as large as attention's scores
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -32,7 +30,6 @@ class UnitWork:
         moved: bytes read and written by all that are not matrix products.
         attention: operations of fused attention, without the half that a causal mask leaves out.
         vector: operations of products outside tensor cores.
-        inner: sum of the inner sizes of products with weights.
     """
 
     flops: float = 0.0
@@ -40,7 +37,6 @@ class UnitWork:
     moved: float = 0.0
     attention: float = 0.0
     vector: float = 0.0
-    inner: float = 0.0
 
 
 class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -112,12 +108,11 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = [a for a in args if isinstance(a, torch.Tensor)]
             single = given[-1].dtype not in _HALF and self._single
             sides = (given[-2].shape[-1], given[-1].shape[-1]) if name.endswith("mm") else ()
-            if single or any(side % _TILE for side in sides):
+            # tensor cores need rows of 16 bytes
+            if single or any(side % 8 for side in sides):
                 work.vector += flops
-            if name not in _BATCHED:
-                weight = args[1] if name == "convolution" else given[-1]
-                columns = weight.shape[0] if name == "convolution" else weight.shape[-1]
-                work.inner += weight.numel() / max(1, columns)
+            # results of batched products are as large as attention's scores
+            if name not in ("bmm", "baddbmm"):
                 return
         unmoved = getattr(func, "is_view", False) or name.startswith(("empty", "_unsafe_view"))
         if not unmoved:

@@ -19,10 +19,10 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
-        found = float(value)
+        number = float(value)
     except (ValueError, OverflowError):
         return None
-    return found if math.isfinite(found) else None
+    return number if math.isfinite(number) else None
 
 
 def read_number(
@@ -31,10 +31,10 @@ def read_number(
     """Read a number from ``least`` (excluded by ``above``) to ``most``."""
 
     def read(where: str, value: Any) -> float:
-        found = _number(value)
-        if found is None or not least <= found <= most or (above and found == least):
+        number = _number(value)
+        if number is None or not least <= number <= most or (above and number == least):
             raise ArgumentError(f"{where}={value!r} must be {expected}.")
-        return found
+        return number
 
     return read
 
@@ -52,14 +52,14 @@ def read_whole(least: int = 1) -> Reader:
 
 def read_bytes(where: str, value: Any) -> float:
     """Read bytes: a number, or a size with a unit."""
-    found = parse_bytes(value) if isinstance(value, str) else None
-    found = _number(value) if found is None else found
-    if found is None or found < 0:
+    count = parse_bytes(value) if isinstance(value, str) else None
+    count = _number(value) if count is None else count
+    if count is None or count < 0:
         raise ArgumentError(
             f"{where}={value!r} must be a number of bytes, 0 or more, or a size as 32GiB, "
             "80GB or 512MiB."
         )
-    return found
+    return count
 
 
 def read_flag(where: str, value: Any) -> bool:

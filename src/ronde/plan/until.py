@@ -35,11 +35,11 @@ class Until:
             >>> Until.parse("20k@evaluate")
             Until(samples=20000, at_evaluation=True)
         """
-        found = re.fullmatch(r"(\d[\d_]*)([kM]?)(@evaluate)?", text)
-        samples = int(found[1]) * _UNITS[found[2]] if found else 0
-        if found is None or not samples:
+        match = re.fullmatch(r"(\d[\d_]*)([kM]?)(@evaluate)?", text)
+        samples = int(match[1]) * _UNITS[match[2]] if match else 0
+        if match is None or not samples:
             raise ArgumentError(
                 f"--until {text}: expected a number of samples, as 50000 or 50k, or 50k@evaluate "
                 "for the first evaluation from there on."
             )
-        return cls(samples, found[3] is not None)
+        return cls(samples, match[3] is not None)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ronde.predict.partition import Cut, cut, cut_at
     from ronde.predict.predict import Predictor
     from ronde.predict.prediction import Prediction
-    from ronde.predict.simulate import Times, run_step
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
@@ -45,6 +44,5 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.predict.partition": "Cut cut cut_at",
             "ronde.predict.predict": "Predictor",
             "ronde.predict.prediction": "Prediction",
-            "ronde.predict.simulate": "Times run_step",
         },
     )

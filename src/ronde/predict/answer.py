@@ -23,8 +23,6 @@ from ronde.world import ArgumentError
 from ronde.world.units import format_bytes, format_seconds
 
 _DOUBLINGS = 6  # how far each way a flip is looked for: to 64 times, or a 64th
-# plans times layers, for all flips: about 6 s at 30 µs each; fewer doublings for large searches
-_LOOKED_AT = 200_000
 _NO_FASTER = 1.05  # speed-up up to which several devices are not worth it
 
 
@@ -78,7 +76,7 @@ class Explanation:
         decided: the number that decided.
         runner_up: who came second, and why it lost.
         flips: when another family would win.
-        found: the search.
+        result: of the search.
         calibration: where the numbers come from.
         workers, batch_size: of the question.
         precision: how sure the predictions are.
@@ -88,7 +86,7 @@ class Explanation:
     decided: str
     runner_up: str
     flips: tuple[Flip, ...]
-    found: SearchResult
+    result: SearchResult
     calibration: tuple[str, ...]
     workers: int
     batch_size: int
@@ -105,12 +103,12 @@ class Explanation:
             "workers": self.workers,
             "batch_size": self.batch_size,
             **self.precision.to_dict(),
-            **self.found.to_dict(),
+            **self.result.to_dict(),
         }
 
 
 def explain(
-    found: SearchResult,
+    result: SearchResult,
     costs: Costs,
     cluster: Cluster,
     *,
@@ -120,34 +118,34 @@ def explain(
     """Explain a search result.
 
     Args:
-        found: the search.
+        result: of the search.
         costs, cluster: what it was about.
         with_flips: whether other values are searched, for when the answer would flip.
         tell: shows progress.
     """
-    best = found.best
-    if best.verdict == "does not fit" and found.optimize == "speed":
+    best = result.best
+    if best.verdict == "does not fit" and result.optimize == "speed":
         # What comes nearest is not among the fastest.
-        nearest = search(costs, cluster, found.workers, optimize="memory", like=found.like)
-        found = dataclasses.replace(
-            found,
+        nearest = search(costs, cluster, result.workers, optimize="memory", like=result.like)
+        result = dataclasses.replace(
+            result,
             plans=tuple(sorted(nearest.plans, key=lambda p: p.memory_bytes)),
             families=nearest.families,
         )
-        best = found.best
+        best = result.best
     sure = Precision.of(costs, cluster, best.plan)
-    sentence = _sentence(found, sure)
-    if found.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER:
-        one = search(costs, cluster, 1, optimize=found.optimize, simulate=0, like=found.like)
-        sentence = _beside_one(found, sentence, one.best, sure)
+    sentence = _sentence(result, sure)
+    if result.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER:
+        one = search(costs, cluster, 1, optimize=result.optimize, simulate=0, like=result.like)
+        sentence = _beside_one(result, sentence, one.best, sure)
     return Explanation(
         sentence=sentence,
-        decided=_decided(found, sure),
-        runner_up=_lost(found, sure),
-        flips=flips(found, costs, cluster, tell) if with_flips else (),
-        found=found,
+        decided=_decided(result, sure),
+        runner_up=_lost(result, sure),
+        flips=flips(result, costs, cluster, tell) if with_flips else (),
+        result=result,
         calibration=_calibration(best, costs, cluster),
-        workers=found.workers,
+        workers=result.workers,
         batch_size=costs.batch_size,
         precision=sure,
     )
@@ -156,11 +154,11 @@ def explain(
 # The answer.
 
 
-def _sentence(found: SearchResult, sure: Precision) -> str:
-    best, plan = found.best, found.best.plan
+def _sentence(result: SearchResult, sure: Precision) -> str:
+    best, plan = result.best, result.best.plan
     if best.verdict == "does not fit":
         return (
-            f"Nothing fits {found.workers} workers of {format_bytes(best.capacity_bytes)}: the "
+            f"Nothing fits {result.workers} workers of {format_bytes(best.capacity_bytes)}: the "
             f"least is {sure.size(best.memory_bytes)}, by {plan.spec}. Use more devices, "
             "devices with more memory, or a smaller model."
         )
@@ -170,15 +168,15 @@ def _sentence(found: SearchResult, sure: Precision) -> str:
     if best.micro_batches > 1 and plan.pipeline == 1:
         extra.append(f"in {best.micro_batches} micro-batches of {best.micro_samples}")
     how = "".join(f", {each}" for each in extra)
-    if found.workers == 1:
+    if result.workers == 1:
         rate = f"{sure.about}{best.samples_per_second:.4g} samples/s"
         step = sure.step(best.step_seconds)
         return f"One device: the model needs {needs}{how} and trains {rate}, {step}."
     reach = f"take {sure.step(best.step_seconds)}, {sure.about}{best.speedup:.1f}× one device"
-    why = _too_big(found)
+    why = _too_big(result)
     if plan.pipeline > 1 or plan.tensor > 1:
         what = "model" if plan.pipeline > 1 else "each layer"
-        goal = why or f"{'memory' if found.optimize == 'memory' else 'time'} decides"
+        goal = why or f"{'memory' if result.optimize == 'memory' else 'time'} decides"
         text = f"Split {'the ' if plan.pipeline > 1 else ''}{what}: {goal}; {_shape(best)}{how} "
         return f"{text}need {needs} and {reach}; {_tail(best)}."
     if plan.shard != "none":
@@ -213,31 +211,31 @@ def _of_capacity(prediction: Prediction) -> str:
     return f"{format_bytes(prediction.memory_bytes)} of {format_bytes(prediction.capacity_bytes)}"
 
 
-def _beside_one(found: SearchResult, answer: str, alone: Prediction, sure: Precision) -> str:
+def _beside_one(result: SearchResult, answer: str, alone: Prediction, sure: Precision) -> str:
     """The answer when the workers are hardly faster than one device, or slower."""
     if alone.verdict in ("risky", "does not fit"):
         return (
             f"{answer} One device alone needs {sure.about}{_of_capacity(alone)} "
-            f"({alone.verdict}): {found.workers} are worth it for the memory only."
+            f"({alone.verdict}): {result.workers} are worth it for the memory only."
         )
-    times = alone.step_seconds / found.best.step_seconds
+    times = alone.step_seconds / result.best.step_seconds
     if times > _NO_FASTER:
         return answer  # it fits with recomputation or the like, which takes longer
     room = "" if alone.capacity_bytes else ", if its memory has room for the model"
     return (
-        f"Use one device{room}: {found.workers} reach {times:.2g}× of its speed. For "
-        f"{found.workers}: {answer[0].lower()}{answer[1:]}"
+        f"Use one device{room}: {result.workers} reach {times:.2g}× of its speed. For "
+        f"{result.workers}: {answer[0].lower()}{answer[1:]}"
     )
 
 
-def _too_big(found: SearchResult) -> str:
+def _too_big(result: SearchResult) -> str:
     """Why the model is not replicated, if memory or the batch decides."""
-    whole = [p for p in found.plans if p.plan.family == "replicate" and p.plan.offload == "none"]
+    whole = [p for p in result.plans if p.plan.family == "replicate" and p.plan.offload == "none"]
     if whole and all(p.verdict == "does not fit" for p in whole):
         least = min(whole, key=lambda p: p.memory_bytes)
         return f"a whole replica needs {_of_capacity(least)}"
-    if not whole and found.workers > found.best.plan.batch_size:
-        return f"{found.workers} replicas would share a batch of {found.best.plan.batch_size}"
+    if not whole and result.workers > result.best.plan.batch_size:
+        return f"{result.workers} replicas would share a batch of {result.best.plan.batch_size}"
     return ""
 
 
@@ -251,9 +249,9 @@ def _tail(best: Prediction) -> str:
     return f"{100 * wire:.0f} % of the step is exchange that does not hide"
 
 
-def _decided(found: SearchResult, sure: Precision) -> str:
+def _decided(result: SearchResult, sure: Precision) -> str:
     """The number that decided."""
-    best, second = found.best, found.runner_up
+    best, second = result.best, result.runner_up
     if best.verdict == "does not fit":
         least = sure.size(best.memory_bytes)
         return f"memory: {least} of {format_bytes(best.capacity_bytes)} at best"
@@ -262,10 +260,10 @@ def _decided(found: SearchResult, sure: Precision) -> str:
     other = second.plan.family
     if _verdict_decided(best, second):
         return f"memory: {other} needs {sure.about}{_of_capacity(second)} ({second.verdict})"
-    if (gap := _within(found, second, sure)) is not None:
-        what = "memory" if found.optimize == "memory" else "step time"
+    if (gap := _within(result, second, sure)) is not None:
+        what = "memory" if result.optimize == "memory" else "step time"
         return f"nothing: {best.plan.family} and {other} differ in {what} by {gap}"
-    if found.optimize == "memory":
+    if result.optimize == "memory":
         here, there = sure.size(best.memory_bytes), sure.size(second.memory_bytes)
         return f"memory: {here} against {there} of {other}"
     name = max(TERMS, key=lambda k: second.terms[k] - best.terms[k])
@@ -275,11 +273,11 @@ def _decided(found: SearchResult, sure: Precision) -> str:
     return f"{_TERM_WORDS[name]}: {there} in {other}, {here} in {best.plan.family}"
 
 
-def _within(found: SearchResult, second: Prediction, sure: Precision) -> str | None:
+def _within(result: SearchResult, second: Prediction, sure: Precision) -> str | None:
     """How far two plans are apart, if that is too little to tell them apart; else None."""
-    best = found.best
+    best = result.best
     here, there, spread = best.step_seconds, second.step_seconds, sure.spread
-    if found.optimize == "memory":
+    if result.optimize == "memory":
         here, there, spread = best.memory_bytes, second.memory_bytes, sure.memory
     gap = abs(there / here - 1.0) if here else math.inf
     if gap > spread:
@@ -287,17 +285,17 @@ def _within(found: SearchResult, second: Prediction, sure: Precision) -> str | N
     return f"{100 * gap:.1f} %, and such predictions are off by {100 * spread:.0f} %"
 
 
-def _lost(found: SearchResult, sure: Precision) -> str:
-    best, second = found.best, found.runner_up
+def _lost(result: SearchResult, sure: Precision) -> str:
+    best, second = result.best, result.runner_up
     if second is None:
         return "There is no other family of plans for these workers and this batch."
     name = f"{second.plan.family} ({second.plan.spec})"
     if best.verdict == "does not fit" or _verdict_decided(best, second):
         return f"{name} needs {sure.about}{_of_capacity(second)}: it {_FIT[second.verdict]}."
-    if _within(found, second, sure) is not None:
+    if _within(result, second, sure) is not None:
         return f"{name} cannot be told apart from it."
     slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else 0.0
-    if found.optimize == "memory":
+    if result.optimize == "memory":
         faster = "faster" if slower < 0 else "slower"
         needs = f"needs {sure.size(second.memory_bytes)}; here {sure.size(best.memory_bytes)}"
         return f"{name} is {sure.about}{100 * abs(slower):.0f} % {faster}, and {needs}."
@@ -328,7 +326,7 @@ def _calibration(best: Prediction, costs: Costs, cluster: Cluster) -> tuple[str,
 
 
 def flips(
-    found: SearchResult,
+    result: SearchResult,
     costs: Costs,
     cluster: Cluster,
     tell: Callable[[str], None] | None = None,
@@ -339,12 +337,12 @@ def flips(
     try fewer values.
 
     Args:
-        found: the search now.
+        result: the search now.
         costs, cluster: what it was about.
         tell: shows progress.
     """
 
-    ask = functools.partial(search, optimize=found.optimize, prune=True, like=found.like)
+    ask = functools.partial(search, optimize=result.optimize, prune=True, like=result.like)
 
     def winner(costs: Costs, cluster: Cluster, workers: int) -> tuple[str, str]:
         try:
@@ -352,7 +350,7 @@ def flips(
         except ArgumentError:
             return "", ""
 
-    workers = found.workers
+    workers = result.workers
     node = max(1, cluster.devices_per_node)
 
     def at_batch(value: float) -> tuple[str, str]:
@@ -368,7 +366,7 @@ def flips(
     def at_workers(value: float) -> tuple[str, str]:
         count = round(value)
         grown = costs
-        if found.like is not None and found.like.batch == "grow":
+        if result.like is not None and result.like.batch == "grow":
             batch = max(1, round(costs.batch_size * count / workers))
             grown = dataclasses.replace(costs, batch_size=batch)
         nodes = max(1, math.ceil(count / node))
@@ -387,8 +385,9 @@ def flips(
         asked.append(("memory", cluster.memory_bytes, at_memory))
     now = ask(costs, cluster, workers, simulate=0)
     each = (now.considered - now.left_out.get("slower", 0)) * max(1, len(costs.units))
-    doublings = max(1, min(_DOUBLINGS, _LOOKED_AT // max(1, each * 2 * len(asked))))
-    here = _named(found.best)
+    # plans times layers of all flips, about 6 s at 30 µs each: large searches double less often
+    doublings = max(1, min(_DOUBLINGS, 200_000 // max(1, each * 2 * len(asked))))
+    here = _named(result.best)
     every = []
     for variable, value, at in asked:
         for direction in ("down", "up"):
@@ -432,7 +431,7 @@ def find_flip(
     if variable in _WHOLE:
         grid = [v for v in dict.fromkeys(max(1.0, float(round(v))) for v in grid) if v != value]
     if variable == "workers":
-        grid = [v for v in grid if v < value or v <= _MOST_WORKERS]
+        grid = [v for v in grid if v < value or v <= 4096]
     limit, holds = grid[-1] if grid else value, value
     for at in grid:
         family, spec = winner(at)
@@ -444,20 +443,15 @@ def find_flip(
 
 # For the terminal.
 
-_NOTES = 3  # shown without --verbose
 
-
-def render_answer(
-    explanation: Explanation, *, stages: int = 16, verbose: bool = False
-) -> RenderableType:
+def render_answer(explanation: Explanation, *, verbose: bool = False) -> RenderableType:
     """The answer, tables and notes for a rich console of any width.
 
     Args:
         explanation: what to show.
-        stages: most stages of a pipeline to list.
         verbose: every note; otherwise the first three.
     """
-    found, sure = explanation.found, explanation.precision
+    result, sure = explanation.result, explanation.precision
     error = f"of the step time not known: {sure.why}"
     if sure.time is not None:
         error = (
@@ -470,13 +464,13 @@ def render_answer(
         "Runner-up": explanation.runner_up,
         "Error": error,
         "Assumed": "; ".join(a.sentence() for a in sure.assumed),
-        "Placement": "; ".join(f"{name}: {at}" for name, at in found.best.placement.items()),
+        "Placement": "; ".join(f"{name}: {at}" for name, at in result.best.placement.items()),
     }
     parts: list[RenderableType] = [Text(explanation.sentence, style="bold"), Text()]
     parts += [Text.assemble((f"{k:<12}", "dim"), v) for k, v in facts.items() if v]
-    tables = [answer_tables.times(found, sure.about), answer_tables.memory(found)]
-    if found.best.stages:
-        tables.append(answer_tables.stages(found.best, stages))
+    tables = [answer_tables.times(result, sure.about), answer_tables.memory(result)]
+    if result.best.stages:
+        tables.append(answer_tables.stages(result.best))
     for table in tables:
         parts += [Text(), table]
     if explanation.flips:
@@ -484,12 +478,12 @@ def render_answer(
         for variable, both in groupby(explanation.flips, lambda flip: flip.variable):
             ways = [flip.sentence().partition(": ")[2] for flip in both]
             parts.append(Text(f"  {variable}: {'; '.join(ways)}"))
-    counts = f"{found.considered:,} plans looked at, {found.simulated} predicted in full"
-    if found.left_out.get("memory"):
-        counts += f", {found.left_out['memory']:,} too big"
+    counts = f"{result.considered:,} plans looked at, {result.simulated} predicted in full"
+    if result.left_out.get("memory"):
+        counts += f", {result.left_out['memory']:,} too big"
     notes = list(explanation.calibration)
-    if not verbose and len(notes) > _NOTES:
-        notes = [*notes[:_NOTES], f"{len(notes)} notes in all: --verbose, or --json"]
+    if not verbose and len(notes) > 3:
+        notes = [*notes[:3], f"{len(notes)} notes in all: --verbose, or --json"]
     parts += [Text(), Text("\n".join([*notes, counts]), style="dim")]
     return Group(*parts)
 
@@ -520,7 +514,6 @@ _TERM_WORDS = {
     "host": "copies to the host",
 }
 _WHOLE = ("global batch", "workers")
-_MOST_WORKERS = 4096
 _SHOW: dict[str, tuple[Callable[[float], str], str]] = {  # and the unit
     "global batch": (lambda v: f"{v:.0f}", " sample"),
     "link speed": (lambda v: f"× {v:.3g}", ""),

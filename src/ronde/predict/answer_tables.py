@@ -56,8 +56,8 @@ class Fitted:
                         yield Text(hint, style="dim")
                     return
         for row in self.rows:  # lines, which wrap between words
-            told = [f"{head} {cell}" for head, cell in zip(self.columns, row, strict=True) if cell]
-            yield Text(", ".join(told))
+            cells = [f"{head} {cell}" for head, cell in zip(self.columns, row, strict=True) if cell]
+            yield Text(", ".join(cells))
 
     def whole(self) -> Table:
         """The table with all its columns, as wide as it is."""
@@ -97,14 +97,14 @@ def _wrapped(name: str, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def times(found: SearchResult, about: str = "") -> Fitted:
+def times(result: SearchResult, about: str = "") -> Fitted:
     """The best plan of each family: its time, and whether it fits.
 
     Args:
         about: what stands before a predicted time.
     """
     rows = []
-    for p in found.families.values():
+    for p in result.families.values():
         rate, sent = p.samples_per_second, p.exchanged_bytes
         cells = {
             "plan": p.plan.spec.replace(",", ", "),
@@ -121,9 +121,9 @@ def times(found: SearchResult, about: str = "") -> Fitted:
     return Fitted(tuple(cells), tuple(rows), ("plan", "verdict"), dropped)
 
 
-def memory(found: SearchResult) -> Fitted:
+def memory(result: SearchResult) -> Fitted:
     """Memory of each family by kind, in one unit; the device's memory has its own."""
-    families = list(found.families.values())
+    families = list(result.families.values())
     most = max((p.memory_bytes for p in families), default=0.0)
     unit, scale = bytes_unit(most)
     kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -148,13 +148,11 @@ def _number(value: float) -> str:
     return f"{value:.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
-def stages(best: Prediction, most: int = 16) -> Fitted:
-    """A pipeline's stages, the slowest in bold; only the first and last of many."""
-    every = list(best.stages)
-    shown = every if len(every) <= most else [*every[: most - 2], *every[-2:]]
-    slowest = max((r.forward_seconds + r.backward_seconds for r in every), default=0.0)
+def stages(best: Prediction) -> Fitted:
+    """A pipeline's stages, the slowest in bold."""
+    slowest = max((r.forward_seconds + r.backward_seconds for r in best.stages), default=0.0)
     rows, styles = [], []
-    for k, row in enumerate(shown):
+    for row in best.stages:
         cells = {
             "stage": str(row.stage),
             "worker": str(row.worker),
@@ -167,9 +165,6 @@ def stages(best: Prediction, most: int = 16) -> Fitted:
             "in flight": str(row.in_flight),
             "sends": format_bytes(row.send_bytes) if row.send_bytes else "–",
         }
-        if len(every) > most and k == most - 2:
-            rows.append(("…", *[""] * (len(cells) - 1)))
-            styles.append("")
         rows.append(tuple(cells.values()))
         styles.append("bold" if row.forward_seconds + row.backward_seconds == slowest else "")
     dropped = ("units", "sends", "in flight", "to", "worker", "from")

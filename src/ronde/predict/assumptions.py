@@ -14,18 +14,20 @@ from ronde.predict.costs import Costs
 from ronde.world import usable_cores
 from ronde.world.units import format_bytes, format_seconds
 
-ErrorKind = Literal["sheet time", "sheet memory", "measured time", "measured memory"]
+ErrorKind = Literal[
+    "sheet time", "sheet memory", "measured time", "sharded time", "measured memory"
+]
 """``sheet``: for a device known from its data sheet only; ``measured``: costs and links measured on
 the machine itself.
 """
 
 _MEAN_ERROR: dict[ErrorKind, float] = {
-    "sheet time": 0.09,
+    "sheet time": 0.08,
     "sheet memory": 0.10,
-    "measured time": 0.060,
+    "measured time": 0.064,
+    "sharded time": 0.087,
     "measured memory": 0.018,
 }
-_SHARDED_TIME = 0.083  # of measured step times of sharded plans
 
 
 def error_range(kind: ErrorKind) -> float:
@@ -144,7 +146,7 @@ def _step_error(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[float | Non
         return None, f"{cluster.devices_per_node} workers on {cores} cores were not measured"
     if plan.tensor > 1:
         return None, "no run of this family was compared with its prediction"
-    usual = _SHARDED_TIME if plan.shard != "none" else error_range("measured time")
+    usual = error_range("sharded time" if plan.shard != "none" else "measured time")
     # Disturbed or badly fitted measurements cannot predict better than they agree.
     shaken = max(costs.noise, cluster.noise)
     return math.hypot(usual, shaken, costs.fit_error), ""
@@ -152,27 +154,27 @@ def _step_error(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[float | Non
 
 def assumptions(cluster: Cluster) -> tuple[Assumption, ...]:
     """The numbers of a cluster that no measurement stands for."""
-    found = []
+    assumed = []
     places = {"node": "inside a node", "cluster": "between nodes"}
     there = {"node": cluster.devices_per_node > 1, "cluster": cluster.nodes > 1}
     for scope, where in places.items():
         send = cluster.links.get("send", {}).get(scope)
         if there[scope] and send is not None and send.assumed:
             text = f"{{}} per device {where}"
-            found.append(Assumption(f"{scope}_bytes_per_second", send.beta, "B/s", text))
+            assumed.append(Assumption(f"{scope}_bytes_per_second", send.beta, "B/s", text))
         fit = cluster.links.get("all_reduce", {}).get(scope)
         if there[scope] and fit is not None and fit.assumed:
             text = f"{{}} until an all-reduce {where} starts"
-            found.append(Assumption(f"{scope}_alpha_seconds", fit.alpha, "s", text))
+            assumed.append(Assumption(f"{scope}_alpha_seconds", fit.alpha, "s", text))
     if not cluster.speed_is_estimate:
-        return tuple(found)
+        return tuple(assumed)
     device = datasheets.DEVICES.get(cluster.device)
     if device is None:
         text = "{} × the speed of the measured device"
-        return (*found, Assumption("speed", cluster.speed, "factor", text))
+        return (*assumed, Assumption("speed", cluster.speed, "factor", text))
     peak, memory = device.flops_per_second, device.memory_bytes_per_second
     return (
-        *found,
+        *assumed,
         Assumption("peak_flops_per_second", peak, "FLOP/s", "{} at 16 bits at most"),
         Assumption("products_share", device.reached, "share", "{} of it in matrix products"),
         Assumption("attention_share", device.attention, "share", "{} in fused attention"),

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ronde.plan.batch import micro_batches_of
-from ronde.plan.combinations import not_carried_out
 from ronde.plan.plan import Plan, Schedule, ShardLevel
 from ronde.plan.reducers import parse_reducer
 from ronde.plan.schedules import allowed
@@ -30,49 +29,32 @@ _RECOMPUTES: tuple[Literal["none", "selective", "full"], ...] = ("none", "select
 _SHARDED: list[ShardLevel] = ["optimizer", "gradients", "parameters"]
 
 
-def unsupported(plan: Plan, costs: Costs, cluster: Cluster) -> str | None:
-    """Why the runtime cannot carry out a plan, or None."""
-    share = plan.batch_size / plan.replicas
-    if plan.workers != plan.pipeline * plan.tensor * plan.replicas:
-        return (
-            f"{plan.workers} workers do not divide into pipeline={plan.pipeline} × "
-            f"tensor={plan.tensor}"
-        )
-    if share < 1:
-        return (
-            f"{plan.replicas} replicas of a global batch of {plan.batch_size} get less than "
-            "one sample each"
-        )
-    if (why := not_carried_out(plan)) is not None:
-        return why
-    if plan.shard != "none" and plan.replicas < 2:
-        return "shard needs two replicas or more"
-    for way, why in costs.refused.items():
-        if way in (f"shard={plan.shard}", *_ways(plan)):
-            return why
-    if plan.shard_within is not None and (
-        plan.shard not in ("gradients", "parameters") or plan.pipeline > 1 or plan.tensor > 1
+def supported(plan: Plan, costs: Costs, cluster: Cluster) -> bool:
+    """Whether the runtime carries out a plan, and the costs tell what it takes."""
+    whole = plan.pipeline == 1 and plan.tensor == 1
+    if (
+        plan.workers != plan.pipeline * plan.tensor * plan.replicas
+        or plan.batch_size < plan.replicas
+        or (plan.tensor > 1 and plan.pipeline == 1 and plan.shard == "optimizer")
+        or not_counted(plan, costs) is not None
+        or not costs.refused.keys().isdisjoint((f"shard={plan.shard}", *_ways(plan)))
+        or (plan.shard != "none" and plan.replicas < 2)
+        or (plan.tensor > 1 and costs.tensor_divides % plan.tensor)
+        or (plan.offload != "none" and (cluster.device == "cpu" or not whole))
     ):
-        return "shard_within goes with shard=gradients or parameters alone"
-    if plan.shard_within and plan.replicas % plan.shard_within:
-        return f"shard_within={plan.shard_within} does not divide {plan.replicas} replicas"
-    if (why := not_counted(plan, costs)) is not None:
-        return why
-    if plan.tensor > 1 and costs.tensor_divides and costs.tensor_divides % plan.tensor:
-        return f"tensor={plan.tensor} does not divide {costs.tensor_divides} attention heads"
-    if plan.offload != "none" and (cluster.device == "cpu" or plan.pipeline > 1 or plan.tensor > 1):
-        return "offload needs a device with memory of its own, and no pipeline or tensor"
-    if plan.pipeline > 1:
-        places = sum(u.cut_after for u in costs.units[:-1]) + 1
-        if plan.pipeline * plan.virtual > places:
-            return (
-                f"{plan.pipeline * plan.virtual} stages were asked for, and the model can be "
-                f"cut into {places} at most"
-            )
-        return allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation)
-    if plan.virtual > 1:
-        return "virtual needs a pipeline"
-    return None
+        return False
+    if plan.shard_within is not None and (
+        plan.shard not in ("gradients", "parameters")
+        or not whole
+        or plan.replicas % max(1, plan.shard_within)
+    ):
+        return False
+    if plan.pipeline == 1:
+        return plan.virtual == 1
+    places = sum(u.cut_after for u in costs.units[:-1]) + 1
+    if plan.pipeline * plan.virtual > places:
+        return False
+    return allowed(plan.schedule, plan.pipeline, plan.virtual, plan.accumulation) is None
 
 
 def _ways(plan: Plan) -> Iterator[str]:
@@ -139,7 +121,7 @@ def _whole(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:
                         offload=offload,
                         reducer=reducer,
                     )
-                    if unsupported(one, costs, cluster) is None:
+                    if supported(one, costs, cluster):
                         yield _accumulated(one)
 
 
@@ -175,8 +157,6 @@ def _pipelines(
         shard="none",
         reducer="ring",
     )
-    if not_carried_out(probe) is not None:
-        return
     for schedule, virtual in _SCHEDULES:
         if pipeline * virtual > places:
             continue
@@ -187,7 +167,7 @@ def _pipelines(
                 made = dataclasses.replace(
                     one, accumulation=count, shard=shard, recompute=recompute
                 )
-                if unsupported(made, costs, cluster) is None:
+                if supported(made, costs, cluster):
                     yield [made]
 
 

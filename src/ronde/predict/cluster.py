@@ -106,36 +106,16 @@ class Cluster:
         return dataclasses.asdict(self)
 
     def notes(self) -> list[str]:
-        """What the links leave open, and what is assumed instead (see
-        :func:`ronde.predict.collectives.collective`).
-        """
-        if not self.links:
-            return []
-        told = []
-        absent = [kind for kind in _COLLECTIVES if not self.links.get(kind)]
-        if "all_reduce" in absent:
-            free = [kind for kind in absent if kind != "all_reduce"]
-            plans = "replicate and tensor" + "".join(
-                f", {_PLANS[kind]}" for kind in _PLANS if kind in free
-            )
-            told.append(
-                f"links lack {', '.join(absent)}: treated as free, so these plans cannot be "
-                f"judged: {plans}"
-            )
-        elif absent:
-            told.append(f"links lack {', '.join(absent)}: estimated from all_reduce")
-        there = [kind for kind in _COLLECTIVES if self.links.get(kind)]
-        for scope, needed, said, other in (
-            ("node", self.devices_per_node > 1, "inside a node", "those between nodes are"),
-            ("cluster", self.nodes > 1, "between nodes", "those inside a node are"),
-        ):
-            lacking = [kind for kind in there if scope not in self.links[kind]]
-            if needed and lacking:
-                which = "" if lacking == there else f" for {', '.join(lacking)}"
-                told.append(
-                    f"no links {said} are given{which} (scope {scope!r}): {other} taken for them"
-                )
-        return told
+        """Scopes whose links were not given: the other scope's are taken."""
+        wanted = (
+            ("node", self.devices_per_node, "inside a node"),
+            ("cluster", self.nodes, "between nodes"),
+        )
+        return [
+            f"no links {where} are given (scope {scope!r}): those of the other scope are taken"
+            for scope, count, where in wanted
+            if count > 1 and any(scope not in by for by in self.links.values())
+        ]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "a cluster") -> Cluster:
@@ -183,7 +163,7 @@ class Cluster:
 def _links(where: str, value: Any) -> dict[str, dict[str, LinkFit]]:
     if value is None:  # "links:" with nothing below it
         return {}
-    found: dict[str, dict[str, LinkFit]] = {}
+    links: dict[str, dict[str, LinkFit]] = {}
     by_kind = fields.read_mapping(
         where, value, f"collectives with their fits: {', '.join(_COLLECTIVES)}"
     )
@@ -196,8 +176,13 @@ def _links(where: str, value: Any) -> dict[str, dict[str, LinkFit]]:
                 f"{at} is empty: expected a fit under node, under cluster, or under both."
             )
         fields.choose(at, "the scope", by_scope, get_args(Scope))
-        found[kind] = {scope: _fit(f"{at}.{scope}", fit) for scope, fit in by_scope.items()}
-    return found
+        links[kind] = {scope: _fit(f"{at}.{scope}", fit) for scope, fit in by_scope.items()}
+    if links and (absent := [kind for kind in _COLLECTIVES if kind not in links]):
+        raise ArgumentError(
+            f"{where} lacks {', '.join(absent)}: give a fit of every collective, as 'ronde bench "
+            "cluster' writes, or no links at all."
+        )
+    return links
 
 
 def _reducers(where: str, value: Any) -> dict[str, LinkFit]:
@@ -225,8 +210,6 @@ def _fit(where: str, value: Any) -> LinkFit:
 
 
 _COLLECTIVES = get_args(Collective)
-_PLANS = {"all_gather": "shard", "broadcast": "shard=optimizer", "send": "pipeline"}
-"""Collective -> plans that need it. What needs a reduce-scatter needs an all-gather too."""
 _SECONDS = fields.read_number("a number of seconds, 0 or more")
 _SHARE = fields.read_number("a number from 0 to 1", most=1.0)
 _FACTOR = fields.read_number("a number above 0", above=True)

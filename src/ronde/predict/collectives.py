@@ -83,28 +83,16 @@ def scaled(
 def collective(cluster: Cluster, kind: Collective, group: Group) -> CollectiveCost:
     """Cost of ``kind`` over ``group``.
 
-    Without a fit of their own, all-gather and reduce-scatter cost half an all-reduce (gloo's
-    reduce-scatter a whole one, as measured), and a send costs a whole one at two ranks. A missing
-    scope uses the other scope's fit. Without any fit, the exchange is free.
+    A missing scope uses the other scope's fit. Without any fit, the exchange is free.
     """
-    if group.ranks <= 1:
-        return CollectiveCost()
-    factor = 1.0
-    by_scope = cluster.links.get(kind)
-    if not by_scope:
-        by_scope = cluster.links.get("all_reduce") or {}
-        if kind == "all_gather" or (kind == "reduce_scatter" and cluster.device != "cpu"):
-            factor = 0.5
+    by_scope = cluster.links.get(kind, {})
     fit = by_scope.get(group.scope) or next(iter(by_scope.values()), None)
-    if fit is None:
-        return CollectiveCost(assumed=True)
+    if group.ranks <= 1 or fit is None:
+        return CollectiveCost(assumed=group.ranks > 1)
     sharing = float(group.sisters) if group.scope == "cluster" else 1.0
     link = scaled(fit, kind, group.ranks, cluster.device, sharing)
-    return CollectiveCost(
-        link.alpha * factor + _hop_seconds(by_scope, kind, group),
-        link.seconds_per_byte * factor,
-        link.assumed or factor != 1.0 or not cluster.links.get(kind),
-    )
+    hops = _hop_seconds(by_scope, kind, group)
+    return CollectiveCost(link.alpha + hops, link.seconds_per_byte, link.assumed)
 
 
 def _hop_seconds(by_scope: dict[str, LinkFit], kind: Collective, group: Group) -> float:

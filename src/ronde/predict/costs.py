@@ -15,42 +15,21 @@ from ronde.plan.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class LinearCost:
-    """A cost linear in the samples at once: ``fixed + per_sample * samples`` (seconds or bytes).
-
-    Attributes:
-        bends: fixed and per-sample part of further lines, where the largest of several counts: what
-            is needed at most is needed at one moment with few samples, and at another with many.
-    """
+    """A cost linear in the samples at once: ``fixed + per_sample * samples`` (seconds or bytes)."""
 
     fixed: float = 0.0
     per_sample: float = 0.0
-    bends: tuple[tuple[float, float], ...] = ()
-
-    @property
-    def pieces(self) -> tuple[tuple[float, float], ...]:
-        """Fixed and per-sample part of each line."""
-        return ((self.fixed, self.per_sample), *self.bends)
 
     def at(self, samples: float) -> float:
         """The cost of so many samples at once."""
-        found = self.fixed + self.per_sample * samples
-        return max(found, *(f + p * samples for f, p in self.bends)) if self.bends else found
+        return self.fixed + self.per_sample * samples
 
     def times(self, factor: float) -> LinearCost:
         """All of it times ``factor``."""
-        bends = tuple((f * factor, p * factor) for f, p in self.bends)
-        return LinearCost(self.fixed * factor, self.per_sample * factor, bends)
+        return LinearCost(self.fixed * factor, self.per_sample * factor)
 
     def __add__(self, other: LinearCost) -> LinearCost:
-        first, *bends = ((f + g, p + q) for f, p in self.pieces for g, q in other.pieces)
-        return LinearCost(*first, tuple(bends))
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> LinearCost:
-        """Build from JSON values."""
-        return cls(
-            values["fixed"], values["per_sample"], tuple((f, p) for f, p in values.get("bends", ()))
-        )
+        return LinearCost(self.fixed + other.fixed, self.per_sample + other.per_sample)
 
 
 @dataclass(frozen=True)
@@ -105,9 +84,6 @@ class Unit:
             its kernels compute.
         vector_flops: the part of ``flops`` in products that tensor cores cannot run: in fp32, or in
             16 bits with a size that is no multiple of 8.
-        inner: sum of the inner sizes of its products with weights: input features, or channels
-            times kernel. ``wave_seconds`` is what their last, partly filled waves of tiles take of
-            ``forward_seconds``.
         moved_bytes: read and written by all other operators in a forward pass.
         tensor_moved_bytes: ``moved_bytes`` with the unit's blocks divided by two.
     """
@@ -151,8 +127,6 @@ class Unit:
     operations: int = 0
     attention_flops: float = 0.0
     vector_flops: float = 0.0
-    inner: float = 0.0
-    wave_seconds: float = 0.0
     moved_bytes: LinearCost = LinearCost()
     tensor_moved_bytes: LinearCost = LinearCost()
     tensor_reduces: int = 1
@@ -172,14 +146,11 @@ class Costs:
         device: what was measured on, for example ``"cpu: AMD EPYC (2 cores)"``.
         threads: threads a worker had.
         noise: relative disturbance seen while measuring, 0 to 1.
-        base_bytes: what a worker holds before the model: context, libraries, communication buffers.
         script_bytes: of the host's memory, what the script holds beside the model: its libraries,
             its data. Counts where the device is a CPU.
         sequence: length of the sequence that a sample has, 0 where there is none.
         measured_samples: micro-batch sizes at which the units were measured.
         optimizer_transient_bytes: most that an optimizer step needs for a moment.
-        whole_factor: measured whole step / sum of its units; the units' seconds have been
-            multiplied by it.
         fit_error: mean relative distance of the measured step times from the sum of the units'
             lines.
         notes: what to know about how this was measured, a sentence each.
@@ -187,8 +158,6 @@ class Costs:
             where not known.
         clip_seconds: clipping the gradients of all parameters once, where the script has
             ``clip_norm``.
-        contention: how much longer the layers take while all workers compute than while one does;
-            the units' seconds have it in them.
         accumulate_seconds: what adding the gradients of a further micro-batch to those that are
             there takes, of the whole model.
         again: levels of ``recompute`` whose bytes were counted; plans with others are not looked
@@ -208,32 +177,23 @@ class Costs:
     device: str = ""
     threads: int = 1
     noise: float = 0.0
-    base_bytes: float = 0.0
     sequence: int = 0
     measured_samples: tuple[int, ...] = field(default=())
     optimizer_transient_bytes: float = 0.0
-    whole_factor: float = 1.0
     fit_error: float = 0.0
     notes: tuple[str, ...] = ()
     tensor_divides: int = 0
-    contention: float = 1.0
     accumulate_seconds: float = 0.0
     again: tuple[str, ...] = ()
     again_seconds: dict[str, LinearCost] = field(default_factory=dict)
     script_bytes: float = 0.0
     clip_seconds: float = 0.0
     refused: dict[str, str] = field(default_factory=dict)
-    gather_ratio: float = 1.0
-    reduce_ratio: float = 1.0
-    send_ratio: float = 1.0
     sends_block: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        # Few lines have bends.
-        return dataclasses.asdict(
-            self, dict_factory=lambda items: {k: v for k, v in items if k != "bends" or v}
-        )
+        return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
@@ -241,7 +201,7 @@ class Costs:
         units = []
         for unit in values["units"]:
             made: dict[str, Any] = {
-                k: LinearCost.from_dict(v)
+                k: LinearCost(**v)
                 if isinstance(v, dict)
                 else tuple(v)
                 if isinstance(v, list)
@@ -253,8 +213,7 @@ class Costs:
             k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"
         }
         rest["again_seconds"] = {
-            level: LinearCost.from_dict(line)
-            for level, line in (values.get("again_seconds") or {}).items()
+            level: LinearCost(**line) for level, line in (values.get("again_seconds") or {}).items()
         }
         return cls(units=tuple(units), **rest)
 

@@ -19,15 +19,7 @@ LINK_SHARE = 0.8
 LAUNCH_SECONDS = 8e-6
 """Host time to dispatch and launch one operator from Python, assumed: no pass is faster."""
 _MEMORY_SHARE = 0.8  # of the memory's bandwidth
-_VECTOR_SHARE = 0.5  # of the peak without tensor cores
-_ALPHA_NODE, _ALPHA_WIDE = 55e-6, 60e-6  # launch and meet: 45-70 us for groups of 2 to 8
-_SEND_NODE, _SEND_WIDE = 30e-6, 50e-6
-_HOP_NODE, _HOP_WIDE = 3.4e-6, 14e-6  # of a ring, NCCL's own figures for its simple protocol
-_BASE_BYTES, _RESERVED = 4e9, 0.06  # context, NCCL's buffers; the allocator's fragments
-_WAVE = 2.1e6  # results that last waves lack: 0.6 × 108 processors × tiles of 128 × 256
 _BACKWARD = 2.0  # times the forward pass: work, traffic, and operators
-_ATTENTION_BACKWARD = 2.5  # fused attention computes its scores again
-_ADAM_WORDS = 7.0  # fp32 words read and written for each parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +110,7 @@ def pass_seconds(
     products = (flops - attention_flops - vector_flops) / device.reached
     return (
         (products + attention_flops / device.attention) / device.flops_per_second
-        + vector_flops / (device.vector_flops_per_second * _VECTOR_SHARE)
+        + vector_flops / (device.vector_flops_per_second * 0.5)
         + moved_bytes / (device.memory_bytes_per_second * _MEMORY_SHARE)
     )
 
@@ -152,13 +144,12 @@ def costs_on(costs: Costs, device: Device) -> Costs:
     return dataclasses.replace(
         costs,
         units=units,
-        optimizer_seconds=size / 2.0 * _ADAM_WORDS / rate,
+        optimizer_seconds=size / 2.0 * 7.0 / rate,
         clip_seconds=0.0,
         accumulate_seconds=3.0 * sum(u.trainable_bytes for u in costs.units) / rate,
         again_seconds={
             level: scaled(line) for level, line in costs.again_seconds.items() if level != "full"
         },
-        contention=1.0,
         noise=0.0,
         device=device.name,
     )
@@ -171,10 +162,9 @@ def _unit_on(unit: Unit, device: Device) -> Unit:
     moved = unit.moved_bytes if unit.operations else unit.saved_bytes.times(2.0)
     work = pass_seconds(device, unit.flops, 0.0, unit.attention_flops, unit.vector_flops)
     traffic = pass_seconds(device, 0.0, 1.0)
-    wave = pass_seconds(device, 2.0 * unit.inner * _WAVE)
-    forward = LinearCost(moved.fixed * traffic + wave, moved.per_sample * traffic + work)
+    forward = LinearCost(moved.fixed * traffic, moved.per_sample * traffic + work)
     again = pass_seconds(device, unit.attention_flops, 0.0, unit.attention_flops)
-    again *= _ATTENTION_BACKWARD - _BACKWARD
+    again *= 2.5 - _BACKWARD  # fused attention computes its scores again
     divided = unit.tensor * work
     halves = unit.tensor_moved_bytes.per_sample
     # What half a block less moves is what two workers share.
@@ -184,7 +174,6 @@ def _unit_on(unit: Unit, device: Device) -> Unit:
         unit,
         forward_seconds=forward,
         backward_seconds=forward.times(_BACKWARD) + LinearCost(0.0, again),
-        wave_seconds=wave,
         tensor_time=divided / forward.per_sample if forward.per_sample else 0.0,
     )
 
@@ -230,14 +219,15 @@ def cluster_of(
     ):
         links[kind] = {}
         for scope, ranks, rate, alpha, hop in (
-            ("node", max(2, per_node), near, _ALPHA_NODE, _HOP_NODE),
-            ("cluster", 2 * per_node, wide, _ALPHA_WIDE, _HOP_WIDE),
+            # launch and meet: 45-70 us for groups of 2 to 8; hops of a ring: NCCL's own figures
+            ("node", max(2, per_node), near, 55e-6, 3.4e-6),
+            ("cluster", 2 * per_node, wide, 60e-6, 14e-6),
         ):
             volume = passes * (ranks - 1) / ranks if kind != "broadcast" else 1.0
             links[kind][scope] = LinkFit(alpha, rate / volume, ranks, assumed=True, hop=hop)
     links["send"] = {
-        "node": LinkFit(_SEND_NODE, near, 2, assumed=True),
-        "cluster": LinkFit(_SEND_WIDE, network * LINK_SHARE, 2, assumed=True),
+        "node": LinkFit(30e-6, near, 2, assumed=True),
+        "cluster": LinkFit(50e-6, network * LINK_SHARE, 2, assumed=True),
     }
     return Cluster(
         name=f"{device.name} (data sheet)",
@@ -250,8 +240,8 @@ def cluster_of(
         overlap=0.9,
         interference=1.15,
         action_seconds=50e-6,
-        base_bytes=_BASE_BYTES,
-        reserved=_RESERVED,
+        base_bytes=4e9,  # context, NCCL's buffers
+        reserved=0.06,  # the allocator's fragments
         source="data sheet, links at 80 %",
         host_bytes_per_second=20e9,
         launch_seconds=LAUNCH_SECONDS,

@@ -20,10 +20,7 @@ from ronde.world import ArgumentError
 
 Limit = Literal["loaders", "cores", "storage", "shared", "unknown"]
 
-_NOISE = 0.03  # share of the synthetic rate: a smaller gap, or difference of gaps, is noise
-_SLOW = 0.10  # a gap above this, the same at any size, is of loaders that are too slow
-_UNEVEN = 0.7  # the slowest device's loaders give less than this of the fastest's
-_HINDERED = 0.85  # loaders of two give less than this of twice one's: they share a limit
+_NOISE_SHARE = 0.03  # of the synthetic rate: a smaller gap, or difference of gaps, is noise
 
 
 @dataclass(frozen=True)
@@ -80,17 +77,6 @@ class Capacities:
     shared_samples_per_second: float = math.inf
     storage_stage: str = "read"
     serial: bool = False
-
-    def __post_init__(self) -> None:
-        positive = ("step_rate", "cores_per_node", "storage_samples_per_second", "devices_per_node")
-        for name in (*positive, "shared_samples_per_second"):
-            if not getattr(self, name) > 0:  # NaN too
-                raise ArgumentError(f"{name}={getattr(self, name)!r} must be above 0.")
-        for name in ("step_cpu_seconds", "exchange", "uncertainty"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ArgumentError(f"{name}={getattr(self, name)!r} must be a number, 0 or more.")
-        if not 0 <= self.overhead < 1:
-            raise ArgumentError(f"overhead={self.overhead!r} must be at least 0 and below 1.")
 
     @property
     def input_cpu_seconds(self) -> float:
@@ -150,15 +136,15 @@ def gap(real: float, synthetic: float) -> float:
 
 def _limits(c: Capacities, devices: int, nodes: int) -> list[tuple[float, str, Limit]]:
     """Samples per second of each resource that the input needs."""
-    found: list[tuple[float, str, Limit]] = [
+    limits: list[tuple[float, str, Limit]] = [
         (s.samples_per_second * devices, s.name, "loaders") for s in c.stages
     ]
     cpu = c.step_cpu_seconds + c.input_cpu_seconds
     if cpu > 0:
-        found.append((c.cores_per_node * nodes / cpu, c.on_the_cores, "cores"))
-    found.append((c.storage_samples_per_second, c.storage_stage, "storage"))
-    found.append((c.shared_samples_per_second, "input", "shared"))
-    return [limit for limit in found if math.isfinite(limit[0])]
+        limits.append((c.cores_per_node * nodes / cpu, c.on_the_cores, "cores"))
+    limits.append((c.storage_samples_per_second, c.storage_stage, "storage"))
+    limits.append((c.shared_samples_per_second, "input", "shared"))
+    return [limit for limit in limits if math.isfinite(limit[0])]
 
 
 def _ceiling(c: Capacities, devices: int, nodes: int) -> float:
@@ -214,9 +200,9 @@ def predict(capacities: Capacities, devices: int, nodes: int | None = None) -> P
     ceiling = _ceiling(c, devices, where)
     rate, wall, limit = _rate(c, devices, where)
     best, worst = (_rate(c, devices, where, (1.0 + c.uncertainty) ** way)[0] for way in (1, -1))
-    found = gap(rate, ceiling)
-    low, high = min(found, gap(best, ceiling)), max(found, gap(worst, ceiling))
-    return Predicted(devices, where, ceiling, rate, found, low, high, wall, limit)
+    loss = gap(rate, ceiling)
+    low, high = min(loss, gap(best, ceiling)), max(loss, gap(worst, ceiling))
+    return Predicted(devices, where, ceiling, rate, loss, low, high, wall, limit)
 
 
 def walls(capacities: Capacities, upto: int = 64, nodes: int | None = None) -> list[Wall]:
@@ -279,7 +265,7 @@ class Measured:
     def uneven(self) -> bool:
         """Whether one device's loaders are slower than another's."""
         slow, fast = self.slowest_loading, self.fastest_loading
-        return slow is not None and fast is not None and slow < _UNEVEN * fast
+        return slow is not None and fast is not None and slow < 0.7 * fast
 
 
 def plateau(sweep: Iterable[tuple[int, float]]) -> tuple[float, bool]:
@@ -351,19 +337,19 @@ def from_runs(
     if last.devices > first.devices:
         slower = alone * last.devices / last.synthetic - 1.0
         shape = (last.devices - 1) / last.devices - (first.devices - 1) / first.devices
-        exchange = slower / shape if slower > _NOISE else 0.0
+        exchange = slower / shape if slower > _NOISE_SHARE else 0.0
     cost = max(r.cpu_seconds for r in ordered)
     named = sum(s.cpu_seconds for s in stages)
-    found = tuple(stages)
+    parts = tuple(stages)
     if cost and named:
-        found = tuple(replace(s, cpu_seconds=s.cpu_seconds * cost / named) for s in stages)
+        parts = tuple(replace(s, cpu_seconds=s.cpu_seconds * cost / named) for s in stages)
     elif cost:
-        found = (*stages, StageCapacity("input", cost))
+        parts = (*stages, StageCapacity("input", cost))
     c = replace(
         like or Capacities(alone),
         step_rate=alone,
         exchange=exchange,
-        stages=found,
+        stages=parts,
         storage_samples_per_second=plateau(sweep)[0] if sweep else math.inf,
         cores_per_node=cores_per_node,
         devices_per_node=devices_per_node,
@@ -395,7 +381,7 @@ def _with_own(c: Capacities, first: Measured, last: Measured) -> Capacities:
         c = own_limit(c, last.slowest_loading)  # all wait for it at any size
     elif first.loading is not None:
         c = own_limit(c, max(first.loading, first.real) / first.devices)
-    elif last.devices > first.devices and lost > _SLOW and lost_more < lost + _NOISE:
+    elif last.devices > first.devices and lost > 0.1 and lost_more < lost + _NOISE_SHARE:
         c = own_limit(c, first.real / first.devices)
     here = predict(c, first.devices, first.nodes)
     left = lost - here.gap
@@ -410,9 +396,10 @@ def _with_shared(c: Capacities, first: Measured, last: Measured) -> Capacities:
         return c
     shared = math.inf
     loads = [r.loading / r.devices for r in (first, last) if r.loading is not None]
-    hindered = len(loads) == 2 and loads[1] < _HINDERED * loads[0]
+    # Loaders of two that give so little less than twice one's share a limit.
+    hindered = len(loads) == 2 and loads[1] < 0.85 * loads[0]
     missed = gap(last.real, last.synthetic) - predict(c, last.devices, last.nodes).high
-    if missed > _NOISE and (hindered or len(loads) < 2):
+    if missed > _NOISE_SHARE and (hindered or len(loads) < 2):
         shared = last.real
     known = min((limit for limit, _, _ in _limits(c, last.devices, last.nodes)), default=math.inf)
     if hindered and last.loading is not None and last.real < last.loading < 0.9 * known:

@@ -23,10 +23,6 @@ from ronde.world import ArgumentError
 ALPHA = {"speed": 0.2, "memory": 0.8}
 """Weight of memory against time in a stage's cost."""
 
-# columns looked at together, so that a chain of thousands of units takes megabytes, not gigabytes
-_BLOCK = 256
-_KEEP = 1500  # places up to which the matrices are kept from stage to stage
-
 Seconds = Callable[[float], float]
 
 
@@ -88,7 +84,7 @@ def cut(
         ArgumentError: there are fewer places to cut than stages.
     """
     made = chain(costs, micro_samples)
-    found = cut_chain(
+    best = cut_chain(
         made,
         workers,
         virtual=virtual,
@@ -98,8 +94,8 @@ def cut(
         held=held,
         send_seconds=send_seconds,
     )
-    if found is not None:
-        return found
+    if best is not None:
+        return best
     reasons = [u for u in costs.units[:-1] if not u.cut_after and u.why_not]
     why = f" ({reasons[0].name}: {reasons[0].why_not})" if reasons else ""
     raise ArgumentError(
@@ -192,7 +188,6 @@ class _Sums:
             running: Array = np.concatenate([[0.0], np.cumsum(values)])
             return np.asarray(running[places], dtype=float)
 
-        self._kept: dict[int, tuple[Array, Array, Array]] = {}
         self.places = places
         self.time = sums(made.seconds)
         self.states = sums(
@@ -202,13 +197,18 @@ class _Sums:
             + made.buffers
         )
         self.saved = sums(made.saved)
-        self.forth = np.zeros(len(places))
-        self.back = np.zeros(len(places))
+        forth, back = np.zeros(len(places)), np.zeros(len(places))
         if send_seconds is not None:
             for k, place in enumerate(places[1:-1], 1):
-                self.forth[k] = send_seconds(float(made.crossing[place - 1]))
-                self.back[k] = send_seconds(float(made.crossing_grad[place - 1]))
-        self.ties = []
+                forth[k] = send_seconds(float(made.crossing[place - 1]))
+                back[k] = send_seconds(float(made.crossing_grad[place - 1]))
+
+        def between(values: Array) -> Array:
+            return np.asarray(values[None, :] - values[:, None], dtype=float)
+
+        # from a place (row) to another (column)
+        self.seconds = between(self.time) + forth[None, :] + back[:, None]
+        self.held_states, self.kept = between(self.states), between(self.saved)
         for tie in made.ties:
             owners = np.zeros(len(made))
             owners[list(tie.units)] = 1.0
@@ -220,71 +220,41 @@ class _Sums:
                 + tie.trainable_bytes * held.gradients
                 + tie.optimizer_bytes * held.optimizer
             )
-            self.ties.append((sums(owners), len(tie.units), tie.units[0], seconds, copy))
+            inside, first = between(sums(owners)), tie.units[0]
+            shared = (inside > 0) & (inside < len(tie.units))
+            lacks = (places[:, None] > first) | (places[None, :] <= first)
+            self.seconds += seconds * shared
+            self.held_states += copy * (shared & lacks)
+        self.seconds[np.tri(len(places), dtype=bool)] = np.inf  # where no stage may be
 
-    def block(self, alpha: float, flight: int, low: int, high: int) -> Array:
-        """Cost of a stage from ``i`` (row) to ``low + j`` (column); infinite if not allowed."""
-        seconds, states, saved = self._parts(low, high)
+    def costs(self, alpha: float, flight: int) -> Array:
+        """Cost of a stage from ``i`` (row) to ``j`` (column); infinite if not allowed."""
         total = float(self.states[-1] + flight * self.saved[-1]) or 1.0
-        share: Array = (alpha * flight / total) * saved
-        share += (alpha / total) * states
+        share: Array = (alpha * flight / total) * self.kept
+        share += (alpha / total) * self.held_states
         # never 0: where no stage may be it is infinite
-        share += max(1.0 - alpha, 1e-12) / (float(self.time[-1]) or 1.0) * seconds
+        share += max(1.0 - alpha, 1e-12) / (float(self.time[-1]) or 1.0) * self.seconds
         return share
-
-    def _parts(self, low: int, high: int) -> tuple[Array, Array, Array]:
-        """Seconds (infinite if not allowed), states and activations, kept if small."""
-        found = self._kept.get(low)
-        if found is not None and found[0].shape[1] == high - low:
-            return found
-        ends = slice(low, high)
-        seconds = (
-            self.time[None, ends] - self.time[:, None] + self.forth[None, ends] + self.back[:, None]
-        )
-        states = self.states[None, ends] - self.states[:, None]
-        saved = self.saved[None, ends] - self.saved[:, None]
-        for owners, count, first, tie_seconds, copy in self.ties:
-            inside = owners[None, ends] - owners[:, None]
-            shared = (inside > 0) & (inside < count)
-            seconds = seconds + tie_seconds * shared
-            lacks = (self.places[:, None] > first) | (self.places[None, ends] <= first)
-            states = states + copy * (shared & lacks)
-        rows = np.arange(len(self.places))
-        seconds[rows[:, None] >= rows[None, ends]] = np.inf
-        if len(self.places) <= _KEEP:
-            self._kept[low] = (seconds, states, saved)
-        return seconds, states, saved
 
 
 def _solve(tables: _Sums, flights: tuple[int, ...], alpha: float) -> tuple[list[int], float]:
     """The best cut and its worst stage's cost."""
-    places = len(tables.places)
-    worst = np.full(places, np.inf)
-    worst[0] = 0.0
+    start = np.full(len(tables.places), np.inf)
+    start[0] = 0.0
+    worst = total = start
     for flight in flights:
-        after = np.full(places, np.inf)
-        for low in range(0, places, _BLOCK):
-            share = tables.block(alpha, flight, low, min(low + _BLOCK, places))
-            after[low : low + _BLOCK] = np.maximum(worst[:, None], share).min(axis=0)
-        worst = after
+        worst = np.maximum(worst[:, None], tables.costs(alpha, flight)).min(axis=0)
     bound = float(worst[-1])
     # Again, among the cuts that are as good: the least sum of squares, so that the other stages are
     # even too.
-    total = np.full(places, np.inf)
-    total[0] = 0.0
-    origins = np.zeros((len(flights), places), dtype=np.int32)
-    columns = np.arange(places)
-    for s, flight in enumerate(flights):
-        after = np.full(places, np.inf)
-        for low in range(0, places, _BLOCK):
-            share = tables.block(alpha, flight, low, min(low + _BLOCK, places))
-            share[share > bound * (1.0 + 1e-9) + 1e-300] = np.inf
-            candidate = total[:, None] + share * share
-            origin = candidate.argmin(axis=0)
-            origins[s, low : low + _BLOCK] = origin
-            after[low : low + _BLOCK] = candidate[origin, columns[: len(origin)]]
-        total = after
-    chosen = [places - 1]
-    for s in range(len(flights) - 1, -1, -1):
-        chosen.append(int(origins[s, chosen[-1]]))
+    origins = []
+    for flight in flights:
+        share = tables.costs(alpha, flight)
+        share[share > bound * (1.0 + 1e-9) + 1e-300] = np.inf
+        sums = total[:, None] + share * share
+        origins.append(sums.argmin(axis=0))
+        total = sums.min(axis=0)
+    chosen = [len(start) - 1]
+    for origin in reversed(origins):
+        chosen.append(int(origin[chosen[-1]]))
     return chosen[::-1], bound

@@ -8,18 +8,11 @@ from collections import deque
 import numpy as np
 
 from ronde.plan.schedules import actions, in_flight
-from ronde.predict.plan_setup import PlanSetup
+from ronde.predict.plan_setup import BUCKET_BYTES, FIRST_BUCKET_BYTES, PlanSetup
 from ronde.predict.prediction import KINDS, StageRow
-from ronde.predict.stage_arrays import Stages, by_worker, edges, stage_arrays, within
-from ronde.predict.unit_arrays import Array, holders
+from ronde.predict.unit_arrays import Array, Stages, by_worker, edges, holders, stage_arrays, within
 
-_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
-_PENDING = 256  # sends that the pipeline's runtime keeps open
-_WALKED = (
-    1_500  # micro-batches × stages up to which a pipeline's memory is followed action by action
-)
-_GLOO_SEGMENT = float(1 << 20)  # largest piece of a tensor that gloo's ring sends at once
-_MOMENTS = ("adam", "lamb", "rmsprop", "adagrad", "adadelta")
+_PENDING_SENDS = 256  # sends that the pipeline's runtime keeps open
 
 _Moment = dict[str, Array]
 """What is held at one moment beside the states, by kind: one number a unit, or one for all."""
@@ -39,22 +32,22 @@ class PeakMemory:
         always["parameters"] = parameters * self.setup.held.parameters
         always["optimizer"] = float(made.optimizer.sum()) * self.setup.held.optimizer
         always["buffers"] = float(made.buffers.sum())
-        always["base"] = self.setup.owner.base_bytes
+        always["base"] = self.setup.base_bytes
         if plan.offload in ("optimizer", "parameters"):
             always["optimizer"] = 0.0
         if plan.offload == "parameters":
             always["parameters"] -= parameters * self.setup.held.parameters
         moments = self._sharded_moments() if self.setup.fsdp else self._plain_moments()
         # The worst unit of each kind of moment, then the worst of those.
-        found: list[dict[str, float]] = []
+        fullest: list[dict[str, float]] = []
         for moment in moments:
             u = int(
                 np.sum([np.broadcast_to(v, len(made)) for v in moment.values()], axis=0).argmax()
             )
-            found.append(
+            fullest.append(
                 {kind: float(np.broadcast_to(v, len(made))[u]) for kind, v in moment.items()}
             )
-        worst = max(found, key=lambda kinds: sum(kinds.values()))
+        worst = max(fullest, key=lambda kinds: sum(kinds.values()))
         return {kind: size + worst.get(kind, 0.0) for kind, size in always.items()}
 
     def _scratch(self, trainable: float) -> float:
@@ -68,14 +61,11 @@ class PeakMemory:
             return (
                 self.setup.costs.optimizer_transient_bytes
                 * part
-                * (
-                    trainable / self.setup.owner.trainable_bytes
-                    if self.setup.owner.trainable_bytes
-                    else 0.0
-                )
+                * (trainable / self.setup.trainable_bytes if self.setup.trainable_bytes else 0.0)
             )
         moments = self.setup.peak.optimizer.sum() > 0 and any(
-            m in self.setup.costs.optimizer.lower() for m in _MOMENTS
+            m in self.setup.costs.optimizer.lower()
+            for m in ("adam", "lamb", "rmsprop", "adagrad", "adadelta")
         )
         return (
             trainable * self.setup.held.gradients
@@ -86,7 +76,7 @@ class PeakMemory:
     def _ring_buffer(self, size: float, ranks: int) -> float:
         """gloo's all-reduce buffers: two segments of at most 1 MiB."""
         return (
-            2.0 * min(_GLOO_SEGMENT, size / (2 * ranks))
+            2.0 * min(float(1 << 20), size / (2 * ranks))
             if self.setup.cluster.device == "cpu" and ranks > 1
             else 0.0
         )
@@ -121,10 +111,12 @@ class PeakMemory:
             full = trainable
             # Two exchanges run at once, in the last micro-batch, as soon as buckets are full.
             behind = so_far - made.trainable
-            first = (behind >= min(_FIRST_BUCKET, trainable)) * np.array(
-                [self._ring_buffer(min(g, _BUCKET), replicas) for g in behind]
+            first = (behind >= min(FIRST_BUCKET_BYTES, trainable)) * np.array(
+                [self._ring_buffer(min(g, BUCKET_BYTES), replicas) for g in behind]
             )
-            second = (behind >= _FIRST_BUCKET + _BUCKET) * self._ring_buffer(_BUCKET, replicas)
+            second = (behind >= FIRST_BUCKET_BYTES + BUCKET_BYTES) * self._ring_buffer(
+                BUCKET_BYTES, replicas
+            )
             communication = (first + second) * (self.setup.micro_batches <= 2)
         elif several:
             # made, and then added
@@ -139,9 +131,11 @@ class PeakMemory:
         update = self._scratch(trainable)
         exchanged = 0.0
         if replicas > 1 and plan.shard == "optimizer":
-            exchanged = min(trainable / self.setup.parts, float(_BUCKET))  # a copy of what is sent
+            exchanged = min(
+                trainable / self.setup.parts, float(BUCKET_BYTES)
+            )  # a copy of what is sent
         if replicas > 1 and plan.tensor > 1:
-            exchanged = min(trainable, float(_BUCKET))  # gradients are copied into buckets
+            exchanged = min(trainable, float(BUCKET_BYTES))  # gradients are copied into buckets
         return [
             {
                 "gradients": np.array(forward_gradients),
@@ -326,9 +320,9 @@ class PeakMemory:
         whole = by_worker(stages.trainable, stages, workers)
         held_gradients = by_worker(gradients, stages, workers)
         tied = by_worker(stages.tied_bytes, stages, workers)
-        found = []
+        fullest = []
         for w in range(workers):
-            if quick or self.setup.micro_batches * len(stages.worker) > _WALKED:
+            if quick or self.setup.micro_batches * len(stages.worker) > 1_500:  # too many actions
                 moment = self._flown(w, stages, flight, arrives, returns, held_gradients[w])
             else:
                 moment = self._walked(w, stages, arrives, returns, undivided[1])
@@ -345,25 +339,26 @@ class PeakMemory:
             ends = [
                 {
                     "gradients": float(held_gradients[w]),
-                    "communication": max(min(summed, _BUCKET), min(sending, _BUCKET)),
+                    "communication": max(min(summed, BUCKET_BYTES), min(sending, BUCKET_BYTES)),
                 },
                 {
                     "gradients": float(held_gradients[w]),
                     "transient": self._scratch(float(whole[w])),
                 },
             ]
-            found.append(max([moment, *ends], key=lambda kinds: sum(kinds.values())))
-            found[-1]["transient"] = found[-1].get("transient", 0.0) + inputs
+            fullest.append(max([moment, *ends], key=lambda kinds: sum(kinds.values())))
+            fullest[-1]["transient"] = fullest[-1].get("transient", 0.0) + inputs
         totals = [
             sum(kinds.values()) + sum(float(v[w]) for v in each.values())
-            for w, kinds in enumerate(found)
+            for w, kinds in enumerate(fullest)
         ]
         worst = int(np.argmax(totals))
         memory = {
-            kind: found[worst].get(kind, 0.0) + (float(each[kind][worst]) if kind in each else 0.0)
+            kind: fullest[worst].get(kind, 0.0)
+            + (float(each[kind][worst]) if kind in each else 0.0)
             for kind in KINDS
         }
-        memory["base"] = self.setup.owner.base_bytes
+        memory["base"] = self.setup.base_bytes
         if quick:
             return memory, ()
         total = parameters + gradients + optimizer + activations + stages.buffers + buffers
@@ -396,7 +391,10 @@ class PeakMemory:
     ) -> dict[str, float]:
         """Upper bound of a pipeline worker's peak: all gradients, all activations in flight."""
         mine = stages.worker == worker
-        sent = np.maximum(0.0, min(self.setup.micro_batches, _PENDING) - flight) * stages.send_bytes
+        sent = (
+            np.maximum(0.0, min(self.setup.micro_batches, _PENDING_SENDS) - flight)
+            * stages.send_bytes
+        )
         if self.setup.fsdp:
             gradients += float(stages.trainable[mine].max())
         return {
@@ -533,7 +531,7 @@ class PeakMemory:
             elif kind == "SEND_B":
                 communication -= float(arrives[stage])
                 pending.append((float(stages.back_bytes[stage]), None))
-            if len(pending) > _PENDING:
+            if len(pending) > _PENDING_SENDS:
                 message, origin = pending.popleft()
                 if origin is None or origin in passed:
                     communication -= message

@@ -37,13 +37,13 @@ from ronde.plan.batch import micro_batches_of
 from ronde.plan.plan import Plan, Schedule
 from ronde.plan.schedules import allowed, bubble, in_flight, worker_of
 from ronde.predict.cluster import Cluster
-from ronde.predict.collectives import CollectiveCost, Group, collective, groups
+from ronde.predict.collectives import Group, collective, groups
 from ronde.predict.costs import Costs, not_counted
 from ronde.predict.datasheets import DEVICES, costs_on
-from ronde.predict.partition import Cut, HeldShare, cut_at, cut_chain
+from ronde.predict.partition import cut_at, cut_chain
 from ronde.predict.plan_setup import PlanSetup, measured_reducer
 from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
-from ronde.predict.step_time import StepPrediction
+from ronde.predict.step_time import StepParts, StepPrediction, send_costs
 from ronde.predict.unit_arrays import Chain, Gradients, chain
 from ronde.world import ArgumentError
 
@@ -97,7 +97,7 @@ class Predictor:
         self._bounds: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self._one_device: dict[int, float] = {}
         self.trainable_bytes = float(chain(costs, 1).trainable.sum())
-        self.base_bytes = max(costs.base_bytes, cluster.base_bytes) + (
+        self.base_bytes = cluster.base_bytes + (
             costs.script_bytes if cluster.device == "cpu" else 0.0
         )
         self.gradients = Gradients.of(costs)
@@ -145,8 +145,62 @@ class Predictor:
             micro_batch=largest if micro_batches > 1 or plan.pipeline > 1 else plan.micro_batch,
         )
         at = groups(plan.layout, self.cluster, plan.shard_within)
-        step = StepPrediction(PlanSetup(self, plan, at, share, micro_batches, largest))
-        return step.pipeline(quick, split_waits) if plan.pipeline > 1 else step.whole(quick)
+        usual = share / micro_batches
+        made = self.chain_of(plan, usual, at["tensor"])
+        setup = PlanSetup(
+            plan=plan,
+            costs=self.costs,
+            cluster=self.cluster,
+            groups=at,
+            share=share,
+            micro_batches=micro_batches,
+            largest=largest,
+            made=made,
+            peak=made if largest == usual else self.chain_of(plan, largest, at["tensor"]),
+            gradients=self.gradients,
+            trainable_bytes=self.trainable_bytes,
+            base_bytes=self.base_bytes,
+        )
+        if plan.pipeline == 1:
+            return self._prediction(setup, StepPrediction(setup).whole(), quick)
+        setup = dataclasses.replace(setup, bounds=self.bounds_of(setup, quick))
+        step = StepPrediction(setup).pipeline(quick, split_waits)
+        return self._prediction(setup, step, quick)
+
+    def _prediction(self, setup: PlanSetup, step: StepParts, quick: bool) -> Prediction:
+        plan, memory = setup.plan, step.memory
+        memory["base"] += self.cluster.reserved * (sum(memory.values()) - memory["base"])
+        placement: dict[str, str] = {}
+        notes: list[str] = []
+        if not quick:
+            notes = self.notes(plan)
+            names = {"tensor": plan.tensor, "replicas": plan.replicas, "stages": plan.pipeline}
+            places = [name for name, size in names.items() if size > 1]
+            if plan.shard_within and plan.shard != "none":
+                places += ["shard", "copies"]
+            placement = {name: setup.groups[name].sentence() for name in places}
+            if plan.pipeline > 1:
+                near = setup.groups["stages"].scope == "node"
+                placement["stages"] = f"neighbours {'inside a node' if near else 'across nodes'}"
+        return Prediction(
+            plan=plan,
+            step_seconds=sum(step.terms.values()),
+            terms=step.terms,
+            one_device_seconds=self.one_device_seconds(plan.batch_size),
+            memory=memory,
+            capacity_bytes=self.cluster.memory_bytes,
+            verdict=self.verdict(sum(memory.values())),
+            exchanged_bytes=step.sent,
+            bubble=step.bubble,
+            micro_batches=setup.micro_batches,
+            micro_samples=setup.largest,
+            placement=placement,
+            stages=step.stages,
+            split_at=() if quick else tuple(self.costs.units[b].name for b in setup.bounds[1:-1]),
+            hidden_seconds=step.hidden,
+            notes=tuple(notes),
+            simulated=not quick,
+        )
 
     def floor_seconds(self, plan: Plan) -> float:
         """Lower bound of a plan's step: computation alone, in equal stages. Prunes the search."""
@@ -160,8 +214,6 @@ class Predictor:
         if plan.pipeline > 1:
             wait = bubble(plan.schedule, plan.pipeline, plan.virtual, count)
         total = float(self.chain_of(plan, share / count, group).seconds.sum())
-        if plan.pipeline > 1 or plan.workers == 1:
-            total /= self.costs.contention  # at best nobody else works meanwhile
         return count * total / plan.pipeline / (1.0 - wait)
 
     def floor_bytes(self, plan: Plan) -> float:
@@ -187,12 +239,12 @@ class Predictor:
     def chain_of(self, plan: Plan, samples: float, group: Group) -> Chain:
         """The units' costs under a plan."""
         key = (samples, plan.tensor, plan.recompute, group)
-        found = self._chains.get(key)
-        if found is None:
+        made = self._chains.get(key)
+        if made is None:
             if len(self._chains) > 2048:
                 self._chains.clear()
             sums = collective(self.cluster, "all_reduce", group)
-            found = chain(
+            made = chain(
                 self.costs,
                 samples,
                 tensor=plan.tensor,
@@ -201,39 +253,38 @@ class Predictor:
                 reduce_seconds=sums if plan.tensor > 1 else None,
                 launch_seconds=self.cluster.launch_seconds,
             )
-            self._chains[key] = found
-        return found
+            self._chains[key] = made
+        return made
 
-    def bounds_of(
-        self,
-        plan: Plan,
-        made: Chain,
-        held: HeldShare,
-        micro_batches: int,
-        send: CollectiveCost,
-        quick: bool,
-    ) -> tuple[int, ...] | None:
-        """A plan's pipeline cut, or None."""
+    def bounds_of(self, setup: PlanSetup, quick: bool) -> tuple[int, ...]:
+        """A plan's pipeline cut."""
+        plan, count = setup.plan, setup.plan.pipeline * setup.plan.virtual
         if plan.split_at:
-            return cut_at(self.costs, plan.split_at, plan.pipeline * plan.virtual)
+            return cut_at(self.costs, plan.split_at, count)
+        *_, send = send_costs(self.cluster, setup.groups["stages"])
         key: tuple[Any, ...]
         key = (plan.pipeline, plan.virtual, plan.recompute, plan.tensor, plan.optimize)
         if not quick:
-            samples = plan.batch_size / plan.replicas / micro_batches
-            key = (*key, samples, plan.schedule, micro_batches, held, send)
+            samples = plan.batch_size / plan.replicas / setup.micro_batches
+            key = (*key, samples, plan.schedule, setup.micro_batches, setup.held, send)
         if key not in self._bounds:
-            found: Cut | None = cut_chain(
-                made,
+            best = cut_chain(
+                setup.made,
                 plan.pipeline,
                 virtual=plan.virtual,
                 schedule=plan.schedule,
                 optimize=plan.optimize,
-                micro_batches=micro_batches,
-                held=held,
+                micro_batches=setup.micro_batches,
+                held=setup.held,
                 send_seconds=send,
             )
-            self._bounds[key] = found.bounds if found else None
-        return self._bounds[key]
+            self._bounds[key] = best.bounds if best else None
+        if (bounds := self._bounds[key]) is None:
+            raise ArgumentError(
+                f"pipeline: {count} stages were asked for, and the model can "
+                f"be cut into {len(setup.made.cuts) + 1} at most."
+            )
+        return bounds
 
     def one_device_seconds(self, batch_size: int) -> float:
         """The same global batch on one device, in micro-batches as large as fit."""
@@ -258,7 +309,7 @@ class Predictor:
             further = (count - 1) * self.costs.accumulate_seconds / self.cluster.speed
             once = (self.costs.optimizer_seconds + self.costs.clip_seconds) / self.cluster.speed
             passes = count * float(made.seconds.sum()) + further
-            self._one_device[batch_size] = passes / self.costs.contention + once
+            self._one_device[batch_size] = passes + once
         return self._one_device[batch_size]
 
     def verdict(self, memory_bytes: float) -> Verdict:
@@ -268,27 +319,13 @@ class Predictor:
         used = memory_bytes / self.cluster.memory_bytes
         return "fits" if used < FITS else "risky" if used <= RISKY else "does not fit"
 
-    def notes(self, plan: Plan, at: dict[str, Group]) -> list[str]:
-        """Estimates and assumptions in a prediction."""
+    def notes(self, plan: Plan) -> list[str]:
+        """What a prediction leaves open, beside the assumed numbers of an answer."""
         notes = []
-        device = DEVICES.get(self.cluster.device)
-        if self.cluster.speed_is_estimate and device is not None:
-            notes.append(
-                f"times are from the data sheet of {device.name}, an estimate: products at "
-                f"{device.reached:.0%} of peak, attention at {device.attention:.0%}, "
-                f"{self.cluster.launch_seconds * 1e6:.0f} µs per operator"
-            )
-        elif self.cluster.speed_is_estimate:
-            notes.append(
-                f"computation is scaled by {self.cluster.speed:.3g} to "
-                f"{self.cluster.device}: an estimate"
-            )
-        if plan.workers > 1 and not self.cluster.links:
-            notes.append("no link was measured: exchange is treated as free")
-        assumed = any(f.assumed for by in self.cluster.links.values() for f in by.values())
         if plan.workers > 1:
-            notes += ["link speeds are from a data sheet, not measured"] if assumed else []
-            notes += self.cluster.notes()
+            notes = self.cluster.notes()
+            if not self.cluster.links:
+                notes = ["no link was measured: exchange is treated as free"]
         own = parse_reducer(plan.reducer).name != "ring"
         if own and plan.replicas > 1 and measured_reducer(plan, self.cluster) is None:
             notes.append(

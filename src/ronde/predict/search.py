@@ -7,9 +7,8 @@ one sample is skipped.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,12 +21,7 @@ from ronde.predict.prediction import RISKY, Prediction
 from ronde.world import ArgumentError
 
 _VERDICTS = {"fits": 0, "unknown": 0, "risky": 1, "does not fit": 2}
-# of step time, for each mechanism more: between two plans as fast, the simpler one
-_SIMPLER = 0.005
-# of step time at most, for what is not simple: as much as the measurements were disturbed
-_DOUBT = 0.05
-# how far a pipeline's closed form may be from its simulation: none that is nearer is ruled out
-_INEXACT = 1.3
+_INEXACT_FACTOR = 1.3  # how far a pipeline's closed form may be from its simulation
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ def search(
         like or Plan(), workers=workers, batch_size=costs.batch_size, optimize=optimize
     )
     noise = max(costs.noise, cluster.noise)
-    looked = _Looked(predictor, optimize, noise, prune, max(1, simulate))
+    looked = _Looked(predictor, optimize, noise, prune)
     pipelines: list[Plan] = []
     for ladder in candidates(base, costs, cluster):
         if ladder[0].pipeline > 1:
@@ -135,11 +129,13 @@ def search(
     full: list[Prediction] = []
     shortest: dict[str, float] = {}
     # the likely winner first: it rules out the most
-    chosen = sorted(_choose(kept, simulate), key=lambda p: rank_key(p, optimize, noise))
+    chosen = _choose(kept.values(), simulate, lambda p: rank_key(p, optimize, noise))
     for number, quick in enumerate(chosen):
         group = "" if prune else quick.plan.family
         least = predictor.floor_seconds(quick.plan)
-        least = max(least, quick.step_seconds / (_INEXACT if quick.plan.pipeline > 1 else 1.0))
+        least = max(
+            least, quick.step_seconds / (_INEXACT_FACTOR if quick.plan.pipeline > 1 else 1.0)
+        )
         lost = (prune or quick.plan.pipeline > 1) and optimize == "speed"
         if simulate and lost and least >= shortest.get(group, math.inf):
             left_out["slower"] = left_out.get("slower", 0) + 1
@@ -191,16 +187,16 @@ def rank_key(
     )
     value = prediction.step_seconds if optimize == "speed" else prediction.memory_bytes
     other = prediction.memory_bytes if optimize == "speed" else prediction.step_seconds
-    doubt = min(noise, _DOUBT) if mechanisms and optimize == "speed" else 0.0
+    doubt = min(noise, 0.05) if mechanisms and optimize == "speed" else 0.0
     return (
         float(_VERDICTS[prediction.verdict]),
-        value * (1.0 + _SIMPLER * mechanisms + doubt),
+        value * (1.0 + 0.005 * mechanisms + doubt),
         other,
     )
 
 
 class _Looked:
-    """Plans predicted by closed form, the best of each family and schedule kept."""
+    """Plans predicted by closed form, by family and schedule."""
 
     def __init__(
         self,
@@ -208,11 +204,9 @@ class _Looked:
         optimize: Literal["speed", "memory"],
         noise: float,
         prune: bool,
-        drawer_size: int,
     ) -> None:
-        self.predictor, self.optimize, self.noise = predictor, optimize, noise
-        self.prune, self.drawer_size = prune, drawer_size
-        self.kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]] = {}
+        self.predictor, self.optimize, self.noise, self.prune = predictor, optimize, noise, prune
+        self.kept: dict[tuple[str, str], list[Prediction]] = {}
         self.left_out: dict[str, int] = {}
         self.considered = 0
         self._best: dict[str, float] = {}  # by family, or of all if it prunes: the best for sure
@@ -247,29 +241,32 @@ class _Looked:
             # out does not, so that nothing is missed.
             surely = key[1]
             if plan.pipeline > 1:
-                surely *= _INEXACT
+                surely *= _INEXACT_FACTOR
             group = "" if self.prune else plan.family
             self._best[group] = min(self._best.get(group, math.inf), surely)
-        drawer = self.kept.setdefault(
-            (plan.family, quick.plan.schedule if plan.pipeline > 1 else plan.shard), []
-        )
-        entry = (tuple(-k for k in key), -self.considered, quick)
-        if len(drawer) < self.drawer_size:
-            heapq.heappush(drawer, entry)
-        else:
-            heapq.heappushpop(drawer, entry)
+        how = quick.plan.schedule if plan.pipeline > 1 else plan.shard
+        self.kept.setdefault((plan.family, how), []).append(quick)
         return quick
 
     def climb(self, ladder: list[Plan]) -> None:
-        """Look at a ladder of falling micro-batch size."""
+        """Look at a ladder of falling micro-batch size, down to the first that fits: smaller ones
+        only take longer.
+        """
         plain = dataclasses.replace(ladder[0], recompute="none", offload="none")
         if self.optimize == "speed" and plain != ladder[0] and plain in self._enough:
             self.considered += len(ladder)
             self._leave_out("slower")
-            return
-        quick = _climb(ladder, self.at, self.optimize)
-        if quick is not None and quick.verdict in ("fits", "unknown"):
+        elif self._fits(ladder[0]):
             self._enough.add(ladder[0])
+            if self.optimize == "memory" and len(ladder) > 1:
+                self._fits(ladder[-1])
+        elif len(ladder) > 1 and self._fits(ladder[-1]) and self.optimize == "speed":
+            next(filter(self._fits, ladder[1:-1]), None)
+
+    def _fits(self, plan: Plan) -> bool:
+        quick = self.at(plan)
+        # What was left out as too slow counts as fitting: all that is smaller is slower still.
+        return quick is None or quick.verdict in ("fits", "unknown")
 
     def at_pipelines(self, plans: list[Plan]) -> None:
         """Look at pipelines, those with the lowest bound first. For most of them the bound alone
@@ -303,55 +300,15 @@ class _Looked:
             next(filter(None, (self._quick(plan) for *_, plan in sorted(too_big[family]))), None)
 
 
-def _climb(
-    ladder: list[Plan],
-    look: Callable[[Plan], Prediction | None],
-    optimize: Literal["speed", "memory"],
-) -> Prediction | None:
-    """Descend a ladder to the first micro-batch that fits; smaller ones only take longer.
-
-    Returns:
-        The prediction of the largest micro-batch.
-    """
-
-    def fits(plan: Plan) -> bool:
-        quick = look(plan)
-        # What was left out as too slow counts as fitting: all that is smaller is slower still, so
-        # only larger ones are worth a look.
-        return quick is None or quick.verdict in ("fits", "unknown")
-
-    first = look(ladder[0])
-    enough = first is None or first.verdict in ("fits", "unknown")
-    if (enough and optimize == "speed") or len(ladder) == 1 or not fits(ladder[-1]):
-        return first
-    if optimize == "memory":
-        return first
-    low, high = 0, len(ladder) - 1  # does not fit, fits
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(ladder[middle]):
-            high = middle
-        else:
-            low = middle
-    return first
-
-
 def _choose(
-    kept: dict[tuple[str, str], list[tuple[tuple[float, ...], int, Prediction]]], simulate: int
+    kept: Iterable[list[Prediction]], simulate: int, rank: Callable[[Prediction], Any]
 ) -> list[Prediction]:
     """The best of all and of every family: the closed form alone must exclude none."""
-    drawers = [sorted(drawer, key=lambda e: e[:2], reverse=True) for drawer in kept.values()]
-    chosen: dict[int, Prediction] = {}
-    for drawer in drawers:
-        for entry in drawer[: 2 if simulate >= 20 else 1]:
-            chosen[entry[1]] = entry[2]
-    for entry in sorted(
-        (e for drawer in drawers for e in drawer), key=lambda e: e[:2], reverse=True
-    ):
-        if len(chosen) >= simulate:
-            break
-        chosen[entry[1]] = entry[2]
-    return list(chosen.values())
+    first = 2 if simulate >= 20 else 1
+    drawers = [sorted(drawer, key=rank) for drawer in kept]
+    chosen = [each for drawer in drawers for each in drawer[:first]]
+    rest = sorted((each for drawer in drawers for each in drawer[first:]), key=rank)
+    return sorted([*chosen, *rest[: max(0, simulate - len(chosen))]], key=rank)
 
 
 def _in_full(

@@ -6,17 +6,13 @@ different workers. Sends overlap with computation, one at a time per directed li
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ronde.plan.plan import Schedule
-from ronde.plan.schedules import Action, actions, allowed
+from ronde.plan.schedules import Action, actions
 from ronde.world import ArgumentError
-
-# a step with more actions is simulated with fewer micro-batches, twice, and continued in a line
-_ACTIONS = 6_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +40,12 @@ class Timeline:
         busy: seconds that each worker computes.
         done: when each worker is done.
         in_flight: most micro-batches whose activations each stage held at once.
-        micro_batches: of the step.
-        extrapolated: whether the step was simulated with fewer micro-batches and continued in a
-            line.
     """
 
     seconds: float
     busy: tuple[float, ...]
     done: tuple[float, ...]
     in_flight: tuple[int, ...]
-    micro_batches: int = 0
-    extrapolated: bool = False
 
     @property
     def bubble(self) -> tuple[float, ...]:
@@ -72,7 +63,6 @@ def simulate(
     times: Times,
     *,
     overhead_seconds: float = 0.0,
-    micro_batches: int = 0,
 ) -> Timeline:
     """Run every worker's list.
 
@@ -81,7 +71,6 @@ def simulate(
             receives in them are passed over, since a send begins when what it sends is there.
         times: of each stage.
         overhead_seconds: what the runtime adds to each action.
-        micro_batches: for the record.
 
     Raises:
         ArgumentError: the lists wait for each other.
@@ -161,7 +150,7 @@ def simulate(
             f"at {first.kind} of micro-batch {first.micro} "
             f"on stage {first.stage}."
         )
-    return Timeline(max(clock), tuple(busy), tuple(clock), tuple(most), micro_batches)
+    return Timeline(max(clock), tuple(busy), tuple(clock), tuple(most))
 
 
 def run_step(
@@ -172,65 +161,11 @@ def run_step(
     times: Times,
     *,
     overhead_seconds: float = 0.0,
-    exact: bool = False,
 ) -> Timeline:
     """Simulate one step of a schedule.
-
-    A long step is simulated at two smaller numbers of micro-batches and extrapolated linearly: in a
-    full pipeline, each round takes as long as the one before. ``exact`` disables that.
 
     Raises:
         ArgumentError: the schedule does not allow these numbers.
     """
-    shorter = max(2 * workers, _ACTIONS // (4 * workers * virtual) // workers * workers)
-    # rounds of another size than in the shorter steps
-    rounds = schedule == "interleaved" and micro_batches % workers
-    if (
-        not exact
-        and not rounds
-        and micro_batches * 2 * workers * virtual > _ACTIONS
-        and micro_batches > 2 * shorter
-    ):
-        few, more = shorter, 2 * shorter
-        if not allowed(schedule, workers, virtual, few) and not allowed(
-            schedule, workers, virtual, more
-        ):
-            reason = allowed(schedule, workers, virtual, micro_batches)
-            if reason:
-                raise ArgumentError(f"pipeline: {reason}.")
-            a, b = (
-                simulate(
-                    actions(schedule, workers, virtual, m),
-                    times,
-                    overhead_seconds=overhead_seconds,
-                )
-                for m in (few, more)
-            )
-            return _continue(a, b, few, more, micro_batches, schedule)
     lists = actions(schedule, workers, virtual, micro_batches)
-    return simulate(
-        lists,
-        times,
-        overhead_seconds=overhead_seconds,
-        micro_batches=micro_batches,
-    )
-
-
-def _continue(
-    a: Timeline, b: Timeline, few: int, more: int, micro_batches: int, schedule: Schedule
-) -> Timeline:
-    def line(x: float, y: float) -> float:
-        return y + (y - x) / (more - few) * (micro_batches - more)
-
-    def lines(x: tuple[float, ...], y: tuple[float, ...]) -> tuple[float, ...]:
-        return tuple(itertools.starmap(line, zip(x, y, strict=True)))
-
-    flight = (micro_batches,) * len(b.in_flight) if schedule in ("gpipe", "looped") else b.in_flight
-    return Timeline(
-        line(a.seconds, b.seconds),
-        lines(a.busy, b.busy),
-        lines(a.done, b.done),
-        flight,
-        micro_batches,
-        True,
-    )
+    return simulate(lists, times, overhead_seconds=overhead_seconds)

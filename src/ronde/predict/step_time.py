@@ -4,23 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from ronde.predict.cluster import Cluster
 from ronde.predict.collectives import CollectiveCost, Group, boundary_crosses, collective
 from ronde.predict.peak_memory import PeakMemory
-from ronde.predict.plan_setup import PlanSetup
-from ronde.predict.prediction import TERMS, Prediction, StageRow
+from ronde.predict.plan_setup import BUCKET_BYTES, FIRST_BUCKET_BYTES, PlanSetup
+from ronde.predict.prediction import TERMS, StageRow
 from ronde.predict.simulate import Timeline, Times, run_step
-from ronde.predict.stage_arrays import Stages, by_worker, closed_form, edges, ring, stage_arrays
-from ronde.predict.unit_arrays import Array
-from ronde.world import ArgumentError
+from ronde.predict.unit_arrays import (
+    Array,
+    Stages,
+    by_worker,
+    closed_form,
+    edges,
+    ring,
+    stage_arrays,
+)
 
-_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # torch's DistributedDataParallel
-_HOST_BYTES_PER_SECOND = 12e9
 # FSDP2 with gloo on 2 cores, a gather or a reduction: fitted to benchmarks/results/plan_truth.json
 _SHARD_CALL_SECONDS, _SHARD_SECONDS_PER_BYTE = 7e-4, 3e-10
+
+
+@dataclass
+class StepParts:
+    """A predicted step: seconds by kind, bytes by kind, and what a :class:`Prediction` says of
+    them.
+    """
+
+    terms: dict[str, float]
+    memory: dict[str, float]
+    sent: float
+    hidden: float = 0.0
+    bubble: float = 0.0
+    stages: tuple[StageRow, ...] = ()
 
 
 class StepPrediction:
@@ -28,18 +48,20 @@ class StepPrediction:
 
     def __init__(self, setup: PlanSetup) -> None:
         self.setup, self.memory = setup, PeakMemory(setup)
+        self.copies = setup.wire("all_reduce", "copies")
+        self.gather = setup.wire("all_gather", "shard")
+        self.broadcast = setup.wire("broadcast", "replicas")
+        self.scatter = setup.wire("reduce_scatter", "shard")
 
-    def whole(self, quick: bool) -> Prediction:
+    def whole(self) -> StepParts:
         """With the whole model on each worker, or each tensor-parallel or sharding group."""
         made, times = self.setup.made, self.setup.micro_batches
         forward, backward = float(made.forward.sum()), float(made.backward.sum())
         recompute, reduce = float(made.recompute.sum()), float(made.reduce.sum())
         terms = dict.fromkeys(TERMS, 0.0)
-        # nobody else computes meanwhile
-        alone = self.setup.costs.contention if self.setup.plan.workers == 1 else 1.0
         further = (times - 1) * self._accumulated(float(made.trainable.sum()))
-        terms["compute"] = (times * (forward + backward - recompute - reduce) + further) / alone
-        terms["recompute"] = times * recompute / alone
+        terms["compute"] = times * (forward + backward - recompute - reduce) + further
+        terms["recompute"] = times * recompute
         terms["tensor"] = times * reduce
         hidden = 0.0
         trainable = float(made.trainable.sum())
@@ -62,26 +84,25 @@ class StepPrediction:
                 sent += trainable * ring(self.setup.parts) / 2.0
         terms["optimizer"] = self._optimizer(trainable)
         terms["host"] = self._host(parameters, trainable)
-        memory = self.memory.of_whole_model()
-        return self._result(terms, memory, sent, 0.0, hidden, simulated=not quick)
+        return StepParts(terms, self.memory.of_whole_model(), sent, hidden)
 
     def _buckets(self) -> tuple[float, float]:
         """Seconds of the gradient exchange that the backward pass does not hide, and hides."""
-        made, gradients = self.setup.made, self.setup.owner.gradients
+        made, gradients = self.setup.made, self.setup.gradients
         ready = np.cumsum(made.backward[::-1])
         # A bucket is sent when it is full, which is in the middle of a unit that has many
         # parameters.
         at = ready[::-1][gradients.unit] - gradients.before * made.backward[gradients.unit]
         behind = np.cumsum(gradients.share * made.trainable[gradients.unit])
         now = total = sent = 0.0
-        limit, first = _FIRST_BUCKET, 0
+        limit, first = FIRST_BUCKET_BYTES, 0
         while first < len(behind) and behind[-1] > sent:
             last = min(int(np.searchsorted(behind, sent + limit)), len(behind) - 1)
             filled = float(behind[last]) - sent
             seconds = self.setup.all_reduce.alpha + self.setup.all_reduce.seconds_per_byte * filled
             now = max(now, float(at[last])) + seconds
             total += seconds
-            sent, first, limit = float(behind[last]), last + 1, _BUCKET
+            sent, first, limit = float(behind[last]), last + 1, BUCKET_BYTES
         exposed = max(0.0, now - float(ready[-1]))
         overlap = self.setup.cluster.bucket_overlap
         exposed = overlap * exposed + (1.0 - overlap) * total
@@ -89,19 +110,19 @@ class StepPrediction:
 
     def _broadcasts(self, trainable: float) -> float:
         """Seconds for all workers to send the parameters they updated, one after another."""
-        wire, parts = self.setup.broadcast, self.setup.parts
-        messages = parts * max(1, math.ceil(trainable / parts / _BUCKET))
+        wire, parts = self.broadcast, self.setup.parts
+        messages = parts * max(1, math.ceil(trainable / parts / BUCKET_BYTES))
         wired = messages * wire.alpha + trainable * wire.seconds_per_byte
         return wired + self._handled(trainable)
 
     def _gathered(self, size: float) -> float:
         """Seconds of FSDP2's gather of so many bytes."""
-        return self.setup.gather(size) + self._handled(size)
+        return self.gather(size) + self._handled(size)
 
     def _reduced(self, size: float, last: bool) -> float:
         """Seconds of FSDP2's gradient reduction; over the copies in the last micro-batch only."""
-        copies = self.setup.copies(size / self.setup.parts) if last else 0.0
-        return self.setup.scatter(size) + copies + self._handled(size)
+        copies = self.copies(size / self.setup.parts) if last else 0.0
+        return self.scatter(size) + copies + self._handled(size)
 
     def _handled(self, size: float) -> float:
         """Seconds of the hooks and the copies to and from flat buffers of FSDP2 and ZeRO-1."""
@@ -112,10 +133,10 @@ class StepPrediction:
     def _sharded(self, terms: dict[str, float]) -> float:
         """Add exposed gather and scatter seconds; returns the hidden ones."""
         kinds = ((1, True), (self.setup.micro_batches - 1, False))
-        found = [(times, *self._sharded_pass(last)) for times, last in kinds if times]
-        terms["gather"] = sum(times * gather for times, gather, _, _ in found)
-        terms["exchange"] = sum(times * exchange for times, _, exchange, _ in found)
-        return sum(times * hidden for times, _, _, hidden in found)
+        passes = [(times, *self._sharded_pass(last)) for times, last in kinds if times]
+        terms["gather"] = sum(times * gather for times, gather, _, _ in passes)
+        terms["exchange"] = sum(times * exchange for times, _, exchange, _ in passes)
+        return sum(times * hidden for times, _, _, hidden in passes)
 
     def _sharded_pass(self, last_pass: bool) -> tuple[float, float, float]:
         """Exposed gather and scatter seconds of one micro-batch, and hidden ones of both."""
@@ -162,7 +183,7 @@ class StepPrediction:
 
     def _part(self, trainable: float) -> float:
         """A worker's share of the model's trainable bytes."""
-        every = self.setup.owner.trainable_bytes
+        every = self.setup.trainable_bytes
         return trainable / every if every else 0.0
 
     def _accumulated(self, trainable: float) -> float:
@@ -180,26 +201,17 @@ class StepPrediction:
     def _host(self, parameters: float, trainable: float) -> float:
         if self.setup.plan.offload == "none":
             return 0.0
-        rate = self.setup.cluster.host_bytes_per_second or _HOST_BYTES_PER_SECOND
+        rate = self.setup.cluster.host_bytes_per_second or 12e9
         moved = (trainable + parameters) / self.setup.parts
         if self.setup.plan.offload == "parameters":
             moved += 2 * self.setup.micro_batches * parameters / self.setup.parts
         return moved / rate
 
-    def pipeline(self, quick: bool, split_waits: bool) -> Prediction:
+    def pipeline(self, quick: bool, split_waits: bool) -> StepParts:
         """With one or more stages on each worker."""
         setup, plan, workers = self.setup, self.setup.plan, self.setup.plan.pipeline
-        at = setup.groups["stages"]
-        near = collective(setup.cluster, "send", Group(2, "node", 2, 1))
-        far = collective(setup.cluster, "send", Group(2, "cluster", 1, at.sisters))
-        usual = far if at.scope == "cluster" else near
-        micro_batches = setup.micro_batches
-        bounds = setup.owner.bounds_of(plan, setup.made, setup.held, micro_batches, usual, quick)
-        if bounds is None:
-            raise ArgumentError(
-                f"pipeline: {workers * plan.virtual} stages were asked for, and the model can "
-                f"be cut into {len(setup.made.cuts) + 1} at most."
-            )
+        near, far, usual = send_costs(setup.cluster, setup.groups["stages"])
+        micro_batches, bounds = setup.micro_batches, setup.bounds
         stages = stage_arrays(setup.made, bounds, plan)
         times = self._pass_times(stages, near, far)
         timeline, unsent = self._timelines(stages, times, quick, split_waits)
@@ -213,17 +225,8 @@ class StepPrediction:
         terms["gather"], terms["exchange"] = float(gather[last]), float(exchange[last])
         terms["optimizer"], terms["host"] = float(optimizer[last]), float(host[last])
         memory, rows = self.memory.of_pipeline(bounds, quick)
-        return self._result(
-            terms,
-            memory,
-            float(sent.max()),
-            timeline.mean_bubble,
-            0.0,
-            not quick,
-            rows,
-            () if quick else tuple(setup.costs.units[b].name for b in bounds[1:-1]),
-            timeline.extrapolated and not quick,
-        )
+        bubble = timeline.mean_bubble
+        return StepParts(terms, memory, float(sent.max()), 0.0, bubble, rows)
 
     def _pass_times(self, stages: Stages, near: CollectiveCost, far: CollectiveCost) -> Times:
         """Of each stage, for one micro-batch."""
@@ -232,7 +235,7 @@ class StepPrediction:
         def seconds(size: float, one: int, other: int) -> float:
             ends = int(stages.worker[one]), int(stages.worker[other])
             wire = far if boundary_crosses(plan.layout, setup.cluster, *ends) else near
-            return wire(size * setup.costs.send_ratio)
+            return wire(size)
 
         send, back = (
             [seconds(float(b), s, s + way) if b else 0.0 for s, b in enumerate(sizes)]
@@ -257,8 +260,8 @@ class StepPrediction:
         action_seconds = setup.cluster.action_seconds
         if quick:
             sends = float(np.sum(times.send) + np.sum(times.send_back))
-            found = closed_form(plan, stages, setup.micro_batches, action_seconds, sends)
-            return found, found
+            timeline = closed_form(plan, stages, setup.micro_batches, action_seconds, sends)
+            return timeline, timeline
         simulated = partial(
             run_step,
             plan.schedule,
@@ -268,11 +271,11 @@ class StepPrediction:
             overhead_seconds=action_seconds,
         )
         count = plan.pipeline * plan.virtual
-        found = simulated(times)
+        timeline = simulated(times)
         if not split_waits:
-            return found, found
+            return timeline, timeline
         free = dataclasses.replace(times, send=(0.0,) * count, send_back=(0.0,) * count)
-        return found, simulated(free)
+        return timeline, simulated(free)
 
     def _after_passes(self, stages: Stages, bounds: tuple[int, ...]) -> tuple[Array, ...]:
         """By worker: seconds of gathers and of exchanges, bytes sent, seconds of the optimizer and
@@ -287,8 +290,8 @@ class StepPrediction:
             by_worker(modules, stages, workers).tolist(),
             strict=True,
         )
-        found = np.zeros((5, workers))
-        gather, exchange, sent, optimizer, host = found
+        by_kind = np.zeros((5, workers))
+        gather, exchange, sent, optimizer, host = by_kind
         wire = setup.all_reduce
         call = _SHARD_CALL_SECONDS if setup.cluster.device == "cpu" else 0.0
         for w, (g, p, m) in enumerate(of_workers):
@@ -297,18 +300,18 @@ class StepPrediction:
                 # Each module of a stage is gathered when it is called, and reduced when its
                 # backward pass is done, micro-batch by micro-batch.
                 gathers = micro_batches * (2 if plan.shard == "parameters" else 1)
-                gather[w] = gathers * (self._gathered(p) + more * (setup.gather.alpha + call))
-                reduces = self._reduced(g, last=False) + more * (setup.scatter.alpha + call)
+                gather[w] = gathers * (self._gathered(p) + more * (self.gather.alpha + call))
+                reduces = self._reduced(g, last=False) + more * (self.scatter.alpha + call)
                 exchange[w] = micro_batches * reduces
                 sent[w] = (gathers * p + micro_batches * g) * ring(setup.parts) / 2.0
             elif plan.replicas > 1:
-                exchange[w] = math.ceil(g / _BUCKET) * wire.alpha + wire.seconds_per_byte * g
+                exchange[w] = math.ceil(g / BUCKET_BYTES) * wire.alpha + wire.seconds_per_byte * g
                 sent[w] = g * ring(plan.replicas)
                 if plan.shard == "optimizer":
                     gather[w] = self._broadcasts(g)
                     sent[w] += g * ring(setup.parts) / 2.0
             optimizer[w], host[w] = self._optimizer(g), self._host(p, g)
-        return tuple(found)
+        return tuple(by_kind)
 
     def _pipeline_terms(
         self, stages: Stages, timeline: Timeline, unsent: Timeline, worker: int
@@ -328,54 +331,11 @@ class StepPrediction:
         terms["bubble"] = waits - terms["p2p"]
         return terms
 
-    def _result(
-        self,
-        terms: dict[str, float],
-        memory: dict[str, float],
-        sent: float,
-        bubble: float,
-        hidden: float,
-        simulated: bool,
-        stages: tuple[StageRow, ...] = (),
-        split_at: tuple[str, ...] = (),
-        extrapolated: bool = False,
-    ) -> Prediction:
-        plan = self.setup.plan
-        base = memory["base"]
-        memory["base"] += self.setup.cluster.reserved * (sum(memory.values()) - base)
-        notes = () if not simulated else tuple(self.setup.owner.notes(plan, self.setup.groups))
-        if extrapolated:
-            notes = (*notes, "simulated with fewer micro-batches and extrapolated linearly")
-        placement = {}
-        if simulated and plan.workers > 1:
-            names = {"tensor": plan.tensor, "replicas": plan.replicas, "stages": plan.pipeline}
-            shown = [name for name, size in names.items() if size > 1]
-            if plan.shard_within and plan.shard != "none":
-                shown += ["shard", "copies"]
-            placement = {name: self.setup.groups[name].sentence() for name in shown}
-            if plan.pipeline > 1:
-                where = (
-                    "inside a node"
-                    if self.setup.groups["stages"].scope == "node"
-                    else "across nodes"
-                )
-                placement["stages"] = f"neighbours {where}"
-        return Prediction(
-            plan=plan,
-            step_seconds=sum(terms.values()),
-            terms=terms,
-            one_device_seconds=self.setup.owner.one_device_seconds(plan.batch_size),
-            memory=memory,
-            capacity_bytes=self.setup.cluster.memory_bytes,
-            verdict=self.setup.owner.verdict(sum(memory.values())),
-            exchanged_bytes=sent,
-            bubble=bubble,
-            micro_batches=self.setup.micro_batches,
-            micro_samples=self.setup.largest,
-            placement=placement,
-            stages=stages,
-            split_at=split_at,
-            hidden_seconds=hidden,
-            notes=notes,
-            simulated=simulated,
-        )
+
+def send_costs(
+    cluster: Cluster, stages: Group
+) -> tuple[CollectiveCost, CollectiveCost, CollectiveCost]:
+    """A send inside a node, one between nodes, and the one of most stages."""
+    near = collective(cluster, "send", Group(2, "node", 2, 1))
+    far = collective(cluster, "send", Group(2, "cluster", 1, stages.sisters))
+    return near, far, far if stages.scope == "cluster" else near

@@ -1,4 +1,6 @@
-"""A model's units as arrays: costs at one micro-batch size, whole, divided or recomputed."""
+"""A model's units as arrays: costs at one micro-batch size, whole, divided or recomputed; and their
+sums over the stages of a cut pipeline.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from ronde.plan.plan import Plan
+from ronde.plan.schedules import worker_of
 from ronde.predict.costs import Costs, Unit
+from ronde.predict.simulate import Timeline
 from ronde.world import ArgumentError
 
 Array = npt.NDArray[np.float64]
@@ -21,10 +26,6 @@ Recompute = Literal["none", "selective", "full"]
 SELECTIVE_SECONDS = 0.15
 """What ``"selective"`` adds to a unit's backward pass, as a share of its forward pass, where it was
 not timed.
-"""
-WHOLE_INNER = 2.0 / 7.0
-"""Share of its products' inner sizes that a tensor-parallel block does not divide: attention's and
-the MLP's first product have a hidden size each, of 7 in all.
 """
 
 
@@ -130,13 +131,13 @@ class Gradients:
                 for i, size in enumerate(reversed(sizes))
                 if unit.trainable_bytes
             ]
-        found = np.array(rows, dtype=float).reshape(-1, 3)
-        return cls(found[:, 0].astype(np.intp), found[:, 1], found[:, 2])
+        table = np.array(rows, dtype=float).reshape(-1, 3)
+        return cls(table[:, 0].astype(np.intp), table[:, 1], table[:, 2])
 
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """Fixed and per-sample part of every line (with bends: one row per piece)."""
+    """Fixed and per-sample part of every line."""
 
     lines: dict[str, tuple[Array, Array]]
     flat: dict[str, Array]
@@ -183,17 +184,14 @@ def chain(
 
     def line(name: str) -> Array:
         fixed, per_sample = tables.lines[name]
-        values: Array = fixed + per_sample * samples
-        return values if values.ndim == 1 else np.asarray(values.max(axis=0), dtype=float)
+        return fixed + per_sample * samples
 
     share = tables.flat["tensor"]
     rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
     in_time = 1.0 - tables.flat["tensor_time"] * (1.0 - 1.0 / tensor)
-    # Of a block's products, those that divide their columns keep their inner size.
-    wave = tables.flat["wave_seconds"] * share * (1.0 - 1.0 / tensor) * WHOLE_INNER
     launch = tables.flat["operations"] * launch_seconds
-    forward = np.maximum(line("forward_seconds") * in_time / speed + wave, launch)
-    backward = np.maximum(line("backward_seconds") * in_time / speed + 2.0 * wave, 2.0 * launch)
+    forward = np.maximum(line("forward_seconds") * in_time / speed, launch)
+    backward = np.maximum(line("backward_seconds") * in_time / speed, 2.0 * launch)
     # Weighed whole and in two parts: what is divided goes with 1 / tensor.
     parts = 2.0 * (1.0 - 1.0 / tensor)
 
@@ -275,19 +273,20 @@ def _divided(tie: Tie, part: float) -> Tie:
 
 def _tables(costs: Costs) -> _Tables:
     """A model's arrays, built once."""
-    found = _made.get(id(costs))
-    if found is not None and found[0]() is costs:
-        return found[1]
+    kept = _made.get(id(costs))
+    if kept is not None and kept[0]() is costs:
+        return kept[1]
     if not costs.units:
         raise ArgumentError(
             "plan: the model has no unit whose cost is known; the planner needs one or more."
         )
     lines: dict[str, tuple[Array, Array]] = {}
     for name in _LINES:
-        pieces = [getattr(unit, name).pieces for unit in costs.units]
-        rows = [[p[min(k, len(p) - 1)] for p in pieces] for k in range(max(map(len, pieces)))]
-        table = np.array(rows, dtype=float).transpose(2, 0, 1)  # part, piece, unit
-        lines[name] = (table[0, 0], table[1, 0]) if len(rows) == 1 else (table[0], table[1])
+        costs_of = [getattr(unit, name) for unit in costs.units]
+        lines[name] = (
+            np.array([cost.fixed for cost in costs_of], dtype=float),
+            np.array([cost.per_sample for cost in costs_of], dtype=float),
+        )
     flat = {
         name: np.array([getattr(unit, name) for unit in costs.units], dtype=float) for name in _FLAT
     }
@@ -302,13 +301,13 @@ def _tables(costs: Costs) -> _Tables:
 
 def _blocks(units: tuple[Unit, ...]) -> npt.NDArray[np.intp]:
     """Each unit's block as a number; -1 for those in none."""
-    found: list[int] = []
+    numbers: list[int] = []
     last = -1
     for i, unit in enumerate(units):
         if unit.block and (not i or unit.block != units[i - 1].block):
             last += 1
-        found.append(last if unit.block else -1)
-    return np.array(found, dtype=np.intp)
+        numbers.append(last if unit.block else -1)
+    return np.array(numbers, dtype=np.intp)
 
 
 def _runs(blocks: npt.NDArray[np.intp]) -> list[slice]:
@@ -338,3 +337,120 @@ def _ties(units: tuple[Unit, ...]) -> tuple[Tie, ...]:
         part = size / first.parameter_bytes if first.parameter_bytes else 0.0
         ties.append(Tie(shared, size, first.trainable_bytes * part, first.optimizer_bytes * part))
     return tuple(ties)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stages:
+    """A cut's stages as arrays, one number per stage."""
+
+    bounds: tuple[int, ...]
+    worker: Array
+    forward: Array
+    backward: Array
+    recompute: Array
+    reduce: Array
+    parameters: Array
+    trainable: Array
+    optimizer: Array
+    buffers: Array
+    saved: Array
+    transient: Array
+    send_bytes: Array
+    back_bytes: Array
+    tied_bytes: Array
+    reduce_bytes: Array
+
+
+def ring(ranks: int) -> float:
+    """Bytes a worker sends per byte of a ring all-reduce."""
+    return 2.0 * (ranks - 1) / ranks
+
+
+def within(values: Array, starts: npt.NDArray[np.intp], count: int) -> Array:
+    """Sum over a unit and those after it in its run."""
+    total = np.cumsum(values[::-1])[::-1]
+    ends = np.append(starts[1:], count)
+    behind = np.append(total, 0.0)[ends]
+    return np.asarray(total - np.repeat(behind, np.diff([*starts, count])), dtype=float)
+
+
+def edges(blocks: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Units that start a block, or a run outside blocks."""
+    return np.concatenate([[0], np.flatnonzero(np.diff(blocks)) + 1]).astype(np.intp)
+
+
+_SUMMED = (
+    "forward",
+    "backward",
+    "recompute",
+    "reduce",
+    "buffers",
+    "saved",
+    "reduce_bytes",
+)
+
+
+def stage_arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
+    """Sums over each stage's units."""
+    starts = np.array(bounds[:-1])
+    count = len(starts)
+    worker = np.array([worker_of(s, plan.pipeline) for s in range(count)])
+
+    def sums(values: Array) -> Array:
+        return np.asarray(np.add.reduceat(values, starts), dtype=float)
+
+    parameters, trainable, optimizer = (
+        sums(made.parameters),
+        sums(made.trainable),
+        sums(made.optimizer),
+    )
+    tied = np.zeros(count)
+    for tie in made.ties:
+        held, made_at = holders(tie, bounds, worker)
+        first = int(np.searchsorted(starts, tie.units[0], side="right")) - 1
+        trainable[first] -= tie.trainable_bytes
+        for s, last in zip(held, made_at, strict=True):
+            trainable[last] += tie.trainable_bytes
+            if len(held) > 1:
+                tied[s] += tie.trainable_bytes
+            if s != first:
+                parameters[s] += tie.parameter_bytes
+                optimizer[s] += tie.optimizer_bytes
+    ends = np.array(bounds[1:]) - 1
+    apart = worker[1:] != worker[:-1]
+    send = np.zeros(count)
+    back = np.zeros(count)
+    send[:-1] = made.crossing[ends[:-1]] * apart
+    back[1:] = made.crossing_grad[ends[:-1]] * apart
+    return Stages(
+        bounds=bounds,
+        worker=worker,
+        parameters=parameters,
+        trainable=trainable,
+        optimizer=optimizer,
+        transient=np.asarray(np.maximum.reduceat(made.transient_backward, starts), dtype=float),
+        send_bytes=send,
+        back_bytes=back,
+        tied_bytes=tied,
+        **{name: sums(getattr(made, name)) for name in _SUMMED},
+    )
+
+
+def by_worker(values: Array, stages: Stages, workers: int) -> Array:
+    """Per-stage numbers summed by worker."""
+    return np.asarray(
+        np.bincount(stages.worker.astype(np.intp), weights=values, minlength=workers), dtype=float
+    )
+
+
+def closed_form(
+    plan: Plan, stages: Stages, micro_batches: int, overhead_seconds: float, send_seconds: float
+) -> Timeline:
+    """The textbook's step: the busiest worker, plus the others' time for one micro-batch."""
+    workers = plan.pipeline
+    each = by_worker(stages.forward + stages.backward + 2 * overhead_seconds, stages, workers)
+    busiest = float(each.max())
+    wait = (float(each.sum()) - busiest + send_seconds) / plan.virtual
+    seconds = micro_batches * busiest + wait
+    busy = tuple((micro_batches * each).tolist())
+    return Timeline(seconds, busy, (seconds,) * workers, ())
