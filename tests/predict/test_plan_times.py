@@ -38,7 +38,7 @@ def test_sleeping_layers_are_told_apart():
     back = [u.backward_seconds.at(8) for u in costs.units[:3]]
     assert forward[0] >= 0.015 and forward[0] > forward[2] > forward[1]
     assert back[1] >= 0.025 and back[1] > back[2] > back[0]
-    assert costs.measured_samples[-1] == 8 and costs.threads == torch.get_num_threads()
+    assert costs.threads == torch.get_num_threads()
     assert costs.device.startswith("cpu")
 
 
