@@ -43,9 +43,9 @@ def requested_settings(
     feed: FeedSettings | Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> FeedSettings:
     """The script's settings, overridden by the file that ``RONDE_FEED`` names."""
-    found = read_settings(feed)
+    settings = read_settings(feed)
     file = os.environ.get("RONDE_FEED", "none")
-    return found if file in ("", "none") else found.merged(FeedSettings.load(Path(file)))
+    return settings if file in ("", "none") else settings.merged(FeedSettings.load(Path(file)))
 
 
 def summarize(settings: FeedSettings) -> str:

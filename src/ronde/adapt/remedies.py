@@ -22,7 +22,7 @@ from ronde.loader import FeedSettings
 from ronde.profile import same_bits, size_of
 from ronde.world import ArgumentError
 
-_MOST_PIXELS = 8_000_000
+_MOST_PIXELS = 8_000_000  # of all images that are compared
 
 
 # -- what a data set does --------------------------------------------------------------
@@ -95,16 +95,16 @@ def _cpu(work: Callable[[], Any]) -> int:
 
 def _jpegs_to_compare(observation: Observation) -> list[bytes]:
     """Images for comparing decoders, few enough to take well under a second."""
-    found: list[bytes] = []
+    chosen: list[bytes] = []
     pixels = 0
     for data, (_, width, height) in zip(
         observation.jpegs, [i for i in observation.images if i[0] == "JPEG"], strict=False
     ):
-        if found and pixels + width * height > _MOST_PIXELS:
+        if chosen and pixels + width * height > _MOST_PIXELS:
             break
-        found.append(data)
+        chosen.append(data)
         pixels += width * height
-    return found
+    return chosen
 
 
 def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:

@@ -40,20 +40,20 @@ class BatchOrder(Order):
     def ends(self, epoch: int) -> tuple[int, ...]:
         """See :meth:`Order.ends`."""
         self._drawn(epoch)
-        found: tuple[int, ...] = self.__dict__["_ends"][epoch]
-        return found
+        ends: tuple[int, ...] = self.__dict__["_ends"][epoch]
+        return ends
 
     def _drawn(self, epoch: int) -> Ids:
         held: dict[int, Ids] = self.__dict__.setdefault("_flat", {})
-        found = held.get(epoch)
-        if found is None:
+        ids = held.get(epoch)
+        if ids is None:
             batches = self.batches(epoch)
             ends: dict[int, tuple[int, ...]] = self.__dict__.setdefault("_ends", {})
             ends[epoch] = tuple(itertools.accumulate(map(len, batches)))
-            found = held[epoch] = np.fromiter((i for b in batches for i in b), dtype=np.int64)
+            ids = held[epoch] = np.fromiter((i for b in batches for i in b), dtype=np.int64)
             for old in [e for e in held if e not in (0, epoch)]:
                 del held[old], ends[old]
-        return found
+        return ids
 
 
 def batch_order(

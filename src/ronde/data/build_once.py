@@ -95,12 +95,12 @@ def build_once(root: Path, key: str, make: Callable[[Path], None]) -> Path:
 
 def identity(files: Sequence[Path]) -> str:
     """A digest of the files' paths, sizes and times."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         info = file.stat()
-        found.update(
+        digest.update(
             f"{file.resolve()}\0{info.st_size}\0{info.st_mtime_ns}\0".encode(
                 "utf-8", "surrogateescape"
             )
         )
-    return found.hexdigest()
+    return digest.hexdigest()

@@ -29,8 +29,8 @@ def _simplejpeg(data: bytes) -> Pixels:
     # whose colors libjpeg-turbo converts slightly differently from Pillow
     if simplejpeg.decode_jpeg_header(data)[2] in ("CMYK", "YCCK"):
         raise ValueError("CMYK")
-    found: Pixels = simplejpeg.decode_jpeg(data)
-    return found
+    pixels: Pixels = simplejpeg.decode_jpeg(data)
+    return pixels
 
 
 def _pillow(data: bytes, orient: bool = False) -> Pixels:
@@ -71,12 +71,12 @@ def available() -> list[str]:
 def check_decoder(decoder: str) -> str:
     """Resolve the JPEG decoder's name, ``auto`` included; refuse one that is not usable here."""
     if decoder == "auto":
-        if not (found := available()):
+        if not (names := available()):
             raise ArgumentError(
                 "decoder='auto': neither simplejpeg nor Pillow can be imported: "
                 "pip install 'ronde[images]'."
             )
-        return found[0]
+        return names[0]
     if decoder not in DECODERS:
         raise ArgumentError(
             f"decoder={decoder!r} is not known: choose 'auto' or one of {', '.join(DECODERS)}."

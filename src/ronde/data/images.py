@@ -176,13 +176,13 @@ def _transforms(size: int | tuple[int, int], augment: Any) -> tuple[Callable[[An
         if isinstance(size, int):
             return (Resize(round(size * 256 / 224)), CenterCrop(size))
         return (Resize(size),)
-    found = tuple(augment) if isinstance(augment, Sequence) else (augment,)
-    for t in found:
+    steps = tuple(augment) if isinstance(augment, Sequence) else (augment,)
+    for t in steps:
         if not callable(t):
             raise ArgumentError(
                 f"augment: {t!r} cannot be called. Give True, False, a callable, or a list of them."
             )
-    return found
+    return steps
 
 
 def _normalize(value: Any) -> Normalize | None:

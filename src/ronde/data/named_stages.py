@@ -140,12 +140,12 @@ class sample_keys:
 
     def generator(self, j: int) -> np.random.Generator:
         """Sample ``j``'s generator, continued from its previous step."""
-        found = self.made.get(j)
-        if found is None:
-            found = self.made[j] = np.random.Generator(
+        made = self.made.get(j)
+        if made is None:
+            made = self.made[j] = np.random.Generator(
                 np.random.Philox(key=self._key(j) & 0xFFFFFFFFFFFFFFFF)
             )
-        return found
+        return made
 
     def key(self, j: int) -> int:
         """Sample ``j``'s key."""

@@ -121,10 +121,10 @@ def _sorted_permutation(n: int, key: int) -> Ids:
         return last[1]
     with np.errstate(over="ignore"):
         hashes = _mix(np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(key))
-    found = np.argsort(hashes, kind="stable").astype(np.int64)
-    found.setflags(write=False)  # kept: whoever sorts what he was given shall have a copy
-    _last = ((n, key), found)
-    return found
+    permutation = np.argsort(hashes, kind="stable").astype(np.int64)
+    permutation.setflags(write=False)  # kept: whoever sorts what he was given shall have a copy
+    _last = ((n, key), permutation)
+    return permutation
 
 
 @dataclass(frozen=True)
@@ -230,15 +230,15 @@ class Order:
         blocks = range(start // _BLOCK, -(-stop // _BLOCK))
         if not blocks:
             return np.empty(0, dtype=np.int64)
-        found = np.concatenate([self._block(epoch, b) for b in blocks])
+        joined = np.concatenate([self._block(epoch, b) for b in blocks])
         first = blocks[0] * _BLOCK
-        return found[start - first : stop - first]
+        return joined[start - first : stop - first]
 
     def _layout(self, epoch: int) -> tuple[Ids, Ids, Ids]:
         """An epoch's block permutation, block starts, and each window's first block."""
         held: dict[int, tuple[Ids, Ids, Ids]] = self.__dict__.setdefault("_layouts", {})
-        found = held.get(epoch)
-        if found is None:
+        layout = held.get(epoch)
+        if layout is None:
             sizes = np.asarray(self.blocks, dtype=np.int64)
             turned = permute(
                 np.arange(len(sizes)), len(sizes), key_of(self.seed, epoch, _OF_BLOCKS)
@@ -249,8 +249,8 @@ class Order:
             edges = np.arange(windows + 1, dtype=np.int64) * len(sizes) // windows
             if len(held) >= 2:
                 held.pop(next(iter(held)), None)
-            found = held[epoch] = (turned, begins, edges)
-        return found
+            layout = held[epoch] = (turned, begins, edges)
+        return layout
 
     def _windowed(self, epoch: int, start: int, stop: int) -> Ids:
         if start >= stop:
@@ -281,28 +281,28 @@ class Order:
         chunk = size if size <= _SORTED_BELOW else _BLOCK  # a small one is sorted whole in any case
         parts = []
         for c in range(start // chunk, -(-stop // chunk)):
-            found = held.get((epoch, window, c))
-            if found is None:
-                found = permute(
+            entries = held.get((epoch, window, c))
+            if entries is None:
+                entries = permute(
                     np.arange(c * chunk, min((c + 1) * chunk, size), dtype=np.int64), size, key
                 )
                 if len(held) >= 4:
                     held.pop(next(iter(held)), None)
-                held[epoch, window, c] = found
-            parts.append(found)
+                held[epoch, window, c] = entries
+            parts.append(entries)
         low = start // chunk * chunk
         return np.concatenate(parts)[start - low : stop - low]
 
     def _block(self, epoch: int, index: int) -> Ids:
         held: dict[tuple[int, int], Ids] = self.__dict__.setdefault("_held", {})
-        found = held.get((epoch, index))  # several threads may ask at once
-        if found is None:
+        entries = held.get((epoch, index))  # several threads may ask at once
+        if entries is None:
             positions = np.arange(index * _BLOCK, min((index + 1) * _BLOCK, self.n), dtype=np.int64)
-            found = permute(positions, self.n, key_of(self.seed, epoch))
+            entries = permute(positions, self.n, key_of(self.seed, epoch))
             if len(held) >= 4:
                 held.pop(next(iter(list(held)), (epoch, index)), None)
-            held[epoch, index] = found
-        return found
+            held[epoch, index] = entries
+        return entries
 
     def _drawn(self, epoch: int) -> Ids:
         assert self.draw is not None

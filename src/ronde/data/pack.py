@@ -31,8 +31,6 @@ from ronde.world import ArgumentError, RondeError, SampleError
 
 _READ_FILES = 16  # at a time
 _DAMAGED = "damaged (its SHA-256 differs)"
-_BLOCK_BYTES = 512  # of a tar
-_RECORD_BYTES = tarfile.RECORDSIZE  # a whole number of them is a tar
 
 Progress = Callable[[int, int], None]
 
@@ -92,13 +90,13 @@ class _Keys:
         key = f"{place}{slash}{plain}"
         if key.startswith("__"):
             key = "_" + key.lstrip("_")  # WebDataset leaves __names__ out
-        found = key
+        unique = key
         number = 1
-        while found in self._used:
+        while unique in self._used:
             number += 1
-            found = f"{key}~{number}"
-        self._used.add(found)
-        return found
+            unique = f"{key}~{number}"
+        self._used.add(unique)
+        return unique
 
 
 class _Shards:
@@ -116,8 +114,10 @@ class _Shards:
 
     def add(self, sample: Sample) -> None:
         if self._tar is not None:
-            end = self._tar.offset + len(sample.data) + 8 * _BLOCK_BYTES  # at most, with its label
-            if -(-end // _RECORD_BYTES) * _RECORD_BYTES > self._most_bytes:
+            end = (
+                self._tar.offset + len(sample.data) + 8 * tarfile.BLOCKSIZE
+            )  # at most, with its label
+            if -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE > self._most_bytes:
                 self.finish()
         if self._tar is None:
             name = f"shard-{len(self.entries):06d}.tar"
@@ -127,7 +127,9 @@ class _Shards:
             )
         key = self._keys.of(sample.name)
         self._add_member(f"{key}.{_suffix_of(sample.name)}", sample.data)
-        self.offsets.append(self._tar.offset - -(-len(sample.data) // _BLOCK_BYTES) * _BLOCK_BYTES)
+        self.offsets.append(
+            self._tar.offset - -(-len(sample.data) // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        )
         self.sums.append(zlib.crc32(sample.data))
         if self._labelled:
             self._add_member(f"{key}.cls", str(sample.label).encode())
@@ -389,11 +391,11 @@ def _problem(path: Path, shard: dict[str, Any]) -> str:
 
 def _damaged(place: Path, manifest: dict[str, Any]) -> list[str]:
     """What reading says of the samples that are damaged."""
-    found = []
+    damage = []
     source = PackSource(str(place), manifest, Store())
     for i in range(len(source)):
         try:
             source.read([i])
         except SampleError as error:
-            found.append(str(error))
-    return found
+            damage.append(str(error))
+    return damage

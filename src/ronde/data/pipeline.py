@@ -111,8 +111,8 @@ class Pipeline(Dataset[Any]):
         """
         if make_cached is None:
             raise RuntimeError("Pipeline.cache needs ronde.feed to be imported.")
-        found: Pipeline = make_cached(self, after, where, limit, **more)
-        return found
+        kept: Pipeline = make_cached(self, after, where, limit, **more)
+        return kept
 
     @property
     def fingerprint(self) -> str:
@@ -122,8 +122,8 @@ class Pipeline(Dataset[Any]):
     @property
     def blocks(self) -> tuple[int, ...] | None:
         """The source's blocks, if it is best read in runs; see :class:`Order`."""
-        found = getattr(self.source, "blocks", None)
-        return found if isinstance(found, tuple) else None
+        sizes = getattr(self.source, "blocks", None)
+        return sizes if isinstance(sizes, tuple) else None
 
     @property
     def window(self) -> int:
@@ -139,19 +139,19 @@ class Pipeline(Dataset[Any]):
     def __getitems__(self, ids: Sequence[int]) -> Sequence[Any]:
         samples = self.attempt(ids)
         if type(samples) is list:
-            for found in samples:
-                if type(found) is Bad:
-                    raise SampleError(found.text) from found.cause
+            for sample in samples:
+                if type(sample) is Bad:
+                    raise SampleError(sample.text) from sample.cause
         return samples
 
     def name(self, i: int) -> str | None:
         """A sample's name, such as its file name, or None."""
         try:
             named = getattr(self.source, "name", None)
-            found = named(i) if callable(named) else getattr(self.source.read([i])[0], "name", None)
+            text = named(i) if callable(named) else getattr(self.source.read([i])[0], "name", None)
         except Exception:
             return None  # it is for an error's text: another error would hide it
-        return found if isinstance(found, str) else None
+        return text if isinstance(text, str) else None
 
     def _read(self, ids: Sequence[int]) -> Sequence[Any]:
         read = (

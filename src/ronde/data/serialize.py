@@ -35,16 +35,16 @@ def _find_class(module: str, name: str) -> type | None:
     """
     if module not in sys.modules and module.startswith("ronde."):
         importlib.import_module(module)
-    found: Any = sys.modules.get(module)
+    kind: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, type) or not issubclass(found, tuple | dict):
+        kind = getattr(kind, part, None)
+    if not isinstance(kind, type) or not issubclass(kind, tuple | dict):
         return None
     if module.startswith("ronde."):
-        return found
-    if not issubclass(found, tuple) or not hasattr(found, "_fields"):
+        return kind
+    if not issubclass(kind, tuple) or not hasattr(kind, "_fields"):
         return None
-    return found if found.__slots__ == () else None  # type: ignore[attr-defined]
+    return kind if kind.__slots__ == () else None  # type: ignore[attr-defined]
 
 
 class _Writer:

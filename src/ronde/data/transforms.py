@@ -23,14 +23,14 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
 def pair(size: int | tuple[int, int], argument: str) -> tuple[int, int]:
     """``size`` as (height, width); ``argument`` is its name in the error."""
-    found = tuple(size) if isinstance(size, list | tuple) else (size, size)
-    if len(found) != 2 or any(
-        isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in found
+    sides = tuple(size) if isinstance(size, list | tuple) else (size, size)
+    if len(sides) != 2 or any(
+        isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sides
     ):
         raise ArgumentError(
             f"{argument}={size!r}: expected a whole number of pixels, or (height, width)."
         )
-    return found[0], found[1]
+    return sides[0], sides[1]
 
 
 def resized(image: Tensor, height: int, width: int) -> Tensor:
@@ -177,11 +177,11 @@ def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Means and deviations in 0 … 255, repeated to a row: innermost 3 is slow on CPUs."""
-    found = [
+    rows = [
         (torch.tensor(values, dtype=torch.float32) * 255).repeat(width).to(device)
         for values in (mean, std)
     ]
-    return found[0], found[1]
+    return rows[0], rows[1]
 
 
 @dataclass(frozen=True)
@@ -215,19 +215,19 @@ class Normalize:
         rows = images.permute(0, 2, 3, 1)
         mean, std = _constants(self.mean, self.std, width, images.device)
         if images.device.type == "cpu":
-            found = torch.empty((n, height, width, 3), dtype=torch.float32)
+            floats = torch.empty((n, height, width, 3), dtype=torch.float32)
             # an image at a time stays in the cache
-            for one, out in zip(rows, found.view(n, height, width * 3), strict=True):
+            for one, out in zip(rows, floats.view(n, height, width * 3), strict=True):
                 out.view(height, width, 3).copy_(one)
                 out.sub_(mean).div_(std)
         else:
-            found = rows.to(torch.float32, memory_format=torch.contiguous_format).view(
+            floats = rows.to(torch.float32, memory_format=torch.contiguous_format).view(
                 n, height, width * 3
             )
-            found = (
-                found.sub_(mean).div_(std)
+            floats = (
+                floats.sub_(mean).div_(std)
                 if images.dtype != torch.float32
-                else (found - mean).div_(std)
+                else (floats - mean).div_(std)
             )
-            found = found.view(n, height, width, 3)
-        return found.to(dtype).permute(0, 3, 1, 2)
+            floats = floats.view(n, height, width, 3)
+        return floats.to(dtype).permute(0, 3, 1, 2)

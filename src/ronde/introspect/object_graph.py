@@ -27,7 +27,7 @@ _INNER = (
     "parent",
 )
 
-_MOST_OBJECTS = 2000
+_MOST_OBJECTS = 2000  # beyond that they are samples, not parts of a data set
 _MOST_ITEMS = 64  # of a list or dictionary: beyond that it holds samples
 _FUNCTIONS = (FunctionType, BuiltinFunctionType)
 _LEAVES = (
@@ -48,10 +48,10 @@ _LEAVES = (
 def attributes(one: Any) -> dict[str, Any]:
     """An object's ``__dict__`` itself, or an empty dictionary."""
     try:
-        found: dict[str, Any] = vars(one)
+        names: dict[str, Any] = vars(one)
     except Exception:  # it has none; or it is a proxy, which may raise anything
         return {}
-    return found
+    return names
 
 
 def children(one: Any) -> Iterable[Any]:
@@ -88,15 +88,15 @@ def walk(
         True
     """
     leaves = _LEAVES if functions else (*_LEAVES, *_FUNCTIONS)
-    found: dict[int, Any] = {}
+    met: dict[int, Any] = {}
     queue = deque([root])
-    while queue and len(found) < most:
+    while queue and len(met) < most:
         one = queue.popleft()
-        if issubclass(type(one), leaves) or id(one) in found:
+        if issubclass(type(one), leaves) or id(one) in met:
             continue
-        found[id(one)] = one
+        met[id(one)] = one
         queue.extend(inside(one))
-    return list(found.values())
+    return list(met.values())
 
 
 def _wrapped(one: Any) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from ronde.introspect.code_owner import is_ronde, user_modules
 from ronde.introspect.object_graph import attributes, walk
 from ronde.introspect.random_state import restore_states, states
 
-_FEW = 1000  # entries of what is copied
+_FEW_ENTRIES = 1000  # entries of what is copied
 
 _LIBRARIES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb", "webdataset", "rasterio")
 # what these libraries say of a file, and keep without it
@@ -109,7 +109,7 @@ def _values(one: Any) -> list[Any]:
 
 def _is_large(value: Any) -> bool:
     try:
-        return hasattr(value, "__array_interface__") or len(value) > _FEW
+        return hasattr(value, "__array_interface__") or len(value) > _FEW_ENTRIES
     except Exception:  # it has no length, or does not tell
         return False
 

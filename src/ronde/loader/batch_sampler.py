@@ -46,18 +46,18 @@ def _seed(sampler: Any, key: int) -> None:
 
 def _shared(dataset: Any) -> dict[int, Any]:
     """What a copy of a sampler shares with it: the data set, and what it is made of."""
-    found: dict[int, Any] = {}
+    shared: dict[int, Any] = {}
     left = [dataset]
     while left:
         one = left.pop()
-        if id(one) not in found:
-            found[id(one)] = one
+        if id(one) not in shared:
+            shared[id(one)] = one
             for value in attributes(one).values():
                 if isinstance(value, Dataset):
                     left.append(value)
                 else:
-                    found[id(value)] = value
-    return found
+                    shared[id(value)] = value
+    return shared
 
 
 class _Draws:
@@ -109,11 +109,11 @@ class _Draws:
         if self.living is None or self.next > epoch:
             self.living, self.next = self._copy(self.pristine), 0
         while True:
-            found = self._pass(self.next)
+            batches = self._pass(self.next)
             self.next += 1
             if self.next > epoch:
-                self.last = (epoch, found)
-                return found
+                self.last = (epoch, batches)
+                return batches
 
     def afresh(self, epoch: int) -> list[list[int]]:
         """An epoch's batches, drawn again."""
@@ -132,10 +132,10 @@ class _Draws:
             restore_states(before)
 
     def _collect(self, epoch: int) -> list[list[int]]:
-        found: list[list[int]] = []
+        batches: list[list[int]] = []
         samples = 0
         for batch in self.living:
-            where = f"{self.name} gave, as batch {len(found)} of epoch {epoch},"
+            where = f"{self.name} gave, as batch {len(batches)} of epoch {epoch},"
             try:
                 ids = [operator.index(i) for i in batch]
             except TypeError:
@@ -150,16 +150,16 @@ class _Draws:
                     f"{where} the indices {min(ids)} to {max(ids)}, but the data set has "
                     f"{self.n} samples."
                 )
-            found.append(ids)
+            batches.append(ids)
             samples += len(ids)
             if samples > max(_MOST_SAMPLES, 100 * self.n):
                 raise ArgumentError(
                     f"{self.name} does not end: it gave {samples:,} samples in one epoch. Let "
                     "__iter__ end after one pass."
                 )
-        if not found:
+        if not batches:
             raise ArgumentError(f"{self.name} gave no batches in epoch {epoch}.")
-        return found
+        return batches
 
 
 def order_of_batches(sampler: Any, dataset: Any, seed: int, argument: str) -> BatchOrder:

@@ -188,8 +188,8 @@ def _order_of(
 
 
 def _fingerprint(dataset: Any) -> str | None:
-    found = getattr(dataset, "fingerprint", None)
-    return found if isinstance(found, str) else None
+    digest = getattr(dataset, "fingerprint", None)
+    return digest if isinstance(digest, str) else None
 
 
 def default_workers(local_size: int | None = None) -> int:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 SampleFacts = tuple[list[int], list[Any], bool]
 Shares = Callable[[], Iterator[Share]]
 
-_PREFETCH = 2
-_TRIED = 64  # samples
+_PREFETCH_BATCHES = 2  # of each worker, as torch's DataLoader
+_TRIED_SAMPLES = 64
 _DRAWS = (
     "feed: samples draw from torch's, random's or numpy's global generator, which loading threads "
     "would share with each other and with the training: they are read one by one in the training "
@@ -219,7 +219,7 @@ class Feed:
 
         assert self._reader is not None
         low, high = share.micro[0]
-        ask = ask_of(self.order, share, low, min(high, low + _TRIED))
+        ask = ask_of(self.order, share, low, min(high, low + _TRIED_SAMPLES))
         with preserve_state(self._reader.dataset):  # its own generators too
             marks = Marks()
             with suppress(Exception):  # a training read names it
@@ -244,7 +244,9 @@ class Feed:
 
     def _pool(self) -> Threads:
         if self._threads is None:
-            prefetch = _PREFETCH if self.settings.prefetch is None else self.settings.prefetch
+            prefetch = (
+                _PREFETCH_BATCHES if self.settings.prefetch is None else self.settings.prefetch
+            )
             workers = self.settings.num_workers
             from ronde.loader.thread_workers import Threads
 
@@ -293,19 +295,19 @@ class Feed:
             if self._draws(first):
                 self.executor = "none"
                 self._say(_DRAWS, True)
-        found = self._read(shares)
+        batches = self._read(shares)
         if self._probe is not None and self.executor != "processes":
-            found = self._probed(found)
-        found = self._count_skipped(found) if self._tolerant else found
-        self._reading = weakref.ref(cast("Generator[Any, None, None]", found))
-        return found
+            batches = self._probed(batches)
+        batches = self._count_skipped(batches) if self._tolerant else batches
+        self._reading = weakref.ref(cast("Generator[Any, None, None]", batches))
+        return batches
 
     def _probed(
-        self, found: Iterator[tuple[Share, list[Any]]]
+        self, batches: Iterator[tuple[Share, list[Any]]]
     ) -> Iterator[tuple[Share, list[Any]]]:
         self._probe.install()
         try:
-            yield from found
+            yield from batches
         finally:
             self._probe.uninstall()
 
@@ -378,8 +380,8 @@ class Feed:
 
         def work(ask: Ask) -> Any:
             # not Reader.batch: it seeds the global generators, which threads share
-            found = reader[ask] if reader.rows is not None else reader.join(ask, reader.read(ask))
-            return _pinned(found) if pin else found
+            batch = reader[ask] if reader.rows is not None else reader.join(ask, reader.read(ask))
+            return _pinned(batch) if pin else batch
 
         results = self._pool().run(_asks(self.order, shares), work)
         try:
@@ -391,11 +393,11 @@ class Feed:
     # -- what is done to a batch -------------------------------------------------------
 
     def _count_skipped(
-        self, found: Iterator[tuple[Share, list[Any]]]
+        self, batches: Iterator[tuple[Share, list[Any]]]
     ) -> Iterator[tuple[Share, list[Any]]]:
         """Remove the skipped samples' reports from the batches, and check their share."""
         most = self.settings.max_skipped * self.order.epoch_samples
-        for share, micros in found:
+        for share, micros in batches:
             self.left_out = tuple(
                 len(skipped) if high > low else 0
                 for (_, skipped), (low, high) in zip(micros, share.micro, strict=True)
@@ -424,16 +426,16 @@ class Feed:
         call = self.settings.finish
         assert call is not None
         order, seed = self.order, self.seed
-        found: list[int] = []
+        ids: list[int] = []
 
         def key(j: int) -> int:
-            if not found:
-                found.extend(
+            if not ids:
+                ids.extend(
                     range(low, high)
                     if order.draw is not None
                     else order.ids(epoch, low, high).tolist()
                 )
-            return key_of(seed, 7, epoch, found[j])
+            return key_of(seed, 7, epoch, ids[j])
 
         with named_stages.sample_keys(high - low, key):
             return (

@@ -41,12 +41,12 @@ def _settle_signal() -> None:
     global _theirs
     if threading.current_thread() is not threading.main_thread():
         return
-    found = signal.getsignal(signal.SIGCHLD)
+    handler = signal.getsignal(signal.SIGCHLD)
     if (
-        found is not _on_child
-        and getattr(found, "__module__", "") == "torch.utils.data._utils.signal_handling"
+        handler is not _on_child
+        and getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"
     ):
-        _theirs = found
+        _theirs = handler
         signal.signal(signal.SIGCHLD, _on_child)
 
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from ronde.loader.sample_facts import Facts
     from ronde.loader.settings import LoaderSettings
 
-_MOST_STAND_INS = 16
-_JUDGES = 5
+_STAND_IN_TRIES = 16  # so many bad ones in a row are no chance
+_JUDGED_SAMPLES = 5  # whose most common shape is that of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +191,10 @@ def other_classes(train: Any, test: Any) -> str | None:
         "label 1 is 'cat' here, and 'bee' in the training data"
         >>> other_classes(Data(classes=["ant", "bee", "cat"]), Data(classes=["ant", "bee"]))
     """
-    known, found = _classes(train), _classes(test)
-    if known is None or found is None:
+    known, theirs = _classes(train), _classes(test)
+    if known is None or theirs is None:
         return None
-    for label, name in enumerate(found):
+    for label, name in enumerate(theirs):
         if label >= len(known):
             return (
                 f"label {label} is {name!r} here, and the training data have {len(known)} classes"
@@ -315,7 +315,7 @@ class Reader(Dataset[Any]):
         from ronde.introspect import preserve_state
         from ronde.loader.sample_facts import facts_of
 
-        found: list[Facts | None] = []
+        facts: list[Facts | None] = []
         samples: list[Any] = []
         for j in range(len(ask.ids)):
             part, both = ask.part(j, j + 1), []
@@ -327,7 +327,7 @@ class Reader(Dataset[Any]):
                         both.append(facts_of(sample))
                 samples.append(sample)
             same = len(both) == 2 and len(both[0]) == len(both[1])
-            found.append(
+            facts.append(
                 [a if repr(a) == repr(b) else None for a, b in zip(*both, strict=True)]
                 if same
                 else None
@@ -336,7 +336,7 @@ class Reader(Dataset[Any]):
         with suppress(Exception), preserve_state([self.given, self.collate]):
             whole = len(samples) > 2 and all(sample is not None for sample in samples)
             mixes = whole and not self.stacks and self._mixes(samples)
-        return found, mixes
+        return facts, mixes
 
     def _mixes(self, samples: list[Any]) -> bool:
         half, made = len(samples) // 2, []
@@ -469,17 +469,17 @@ class Reader(Dataset[Any]):
         if _is_pipeline(dataset):
             return dataset.attempt(ids)
         keys = named_stages.current_keys()
-        found = []
+        samples = []
         for j, i in enumerate(ids):
             if keys is not None and keys.n == len(ids):
                 keys.at = j
             try:
-                found.append(dataset[i])
+                samples.append(dataset[i])
             except ArgumentError:
                 raise
             except Exception as error:
-                found.append(Bad.of(int(i), None, "read", error))
-        return found
+                samples.append(Bad.of(int(i), None, "read", error))
+        return samples
 
     def _tolerant(self, ask: Ask, at: sample_keys) -> Any:
         usual = self._common_form() if self.stacks else None
@@ -521,7 +521,7 @@ class Reader(Dataset[Any]):
                         one = self._attempt([i])
                         if type(one) is list and type(one[0]) is not Bad:
                             forms[_form(one[0])] += 1
-                        if sum(forms.values()) == _JUDGES or i >= 8 * _JUDGES:
+                        if sum(forms.values()) == _JUDGED_SAMPLES or i >= 8 * _JUDGED_SAMPLES:
                             break
                 self._usual = forms.most_common(1)[0][0] if forms else ()
             finally:
@@ -532,7 +532,7 @@ class Reader(Dataset[Any]):
         """A replacement for sample j, a function of seed, epoch and that sample."""
         key, reasons = self._keys(ask)[j], []
         usual = self._common_form() if self.stacks else None
-        for attempt in range(_MOST_STAND_INS):
+        for attempt in range(_STAND_IN_TRIES):
             draw = key_of(self.seed, 6, ask.epoch, key, attempt)
             if self.order is None:
                 i = draw % self.n
@@ -546,7 +546,7 @@ class Reader(Dataset[Any]):
                 return one
             reasons.append(bad.text)
         raise SampleError(
-            f"{_MOST_STAND_INS} samples in a row cannot be used, so nothing can replace sample "
+            f"{_STAND_IN_TRIES} samples in a row cannot be used, so nothing can replace sample "
             f"{ask.ids[j]}; the last one: {reasons[-1]}"
         )
 

@@ -13,7 +13,7 @@ from ronde.world.tensors import leaves
 __all__ = ["facts_of", "is_other"]
 
 _MOST_LEAVES, _MOST_NUMBERS = 16, 16
-_NEAR = 0.02  # of the largest number: decoders of two builds round differently
+_NEAR_SHARE = 0.02  # of the largest number: decoders of two builds round differently
 
 Facts = list[list[Any] | None]
 """For each leaf its kind, its shape, and some of its values; None if it changes from one read to
@@ -65,5 +65,5 @@ def is_other(one: Facts | None, two: Facts | None) -> bool:
 def _is_other(one: list[Any], two: list[Any]) -> bool:
     if one[:2] != two[:2] or one[0] != "near":
         return repr(one) != repr(two)
-    allowed = _NEAR * max(map(abs, (*one[2], *two[2])), default=0.0)
+    allowed = _NEAR_SHARE * max(map(abs, (*one[2], *two[2])), default=0.0)
     return any(abs(a - b) > allowed for a, b in zip(one[2], two[2], strict=True))

@@ -68,9 +68,9 @@ class FeedSettings:
                 raise ArgumentError(
                     f"feed setting {name!r} is not known: choose among {', '.join(sorted(known))}."
                 )
-        found = cls(**values)
-        found.check()
-        return found
+        settings = cls(**values)
+        settings.check()
+        return settings
 
     def check(self) -> None:
         """Raise ArgumentError for a value that cannot be used."""

@@ -195,10 +195,10 @@ def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             with open(filename, "rb") as file:
                 data = np.frombuffer(file.read(), dtype=np.uint8)
-            found = cv2.imdecode(data, flags) if data.size else None
+            image = cv2.imdecode(data, flags) if data.size else None
         except OSError:
-            found = None
-        return original(filename, *args, **kwargs) if found is None else found
+            image = None
+        return original(filename, *args, **kwargs) if image is None else image
 
     return imread
 

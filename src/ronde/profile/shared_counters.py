@@ -109,9 +109,9 @@ class Slot:
 
     def stage(self, name: str) -> int:
         """A stage's number. Beyond forty names, all share the last one."""
-        found = self.index.get(name)
-        if found is not None:
-            return found
+        known = self.index.get(name)
+        if known is not None:
+            return known
         number = self._head[_NAMES]
         if number >= STAGES - 1:
             name, number = "others", STAGES - 1
@@ -140,11 +140,11 @@ def _name(whole: memoryview, number: int) -> str:
 def _times(whole: memoryview) -> dict[str, StageTimes]:
     head = whole[: _HEAD * 8].cast("q")
     values = whole[_HEAD * 8 : (_HEAD + STAGES * FIELDS) * 8].cast("q")
-    found = {}
+    times = {}
     for i in range(head[_NAMES]):
         calls, samples, cpu, wall, read = values[i * FIELDS : (i + 1) * FIELDS]
-        found[_name(whole, i)] = StageTimes(calls, samples, cpu / 1e9, wall / 1e9, read)
-    return found
+        times[_name(whole, i)] = StageTimes(calls, samples, cpu / 1e9, wall / 1e9, read)
+    return times
 
 
 def _slots(path: Path) -> list[memoryview]:

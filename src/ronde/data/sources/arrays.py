@@ -183,8 +183,8 @@ class ArraySource(BaseSource):
         wanted = check_ids(ids, len(self))
         if isinstance(self._columns, dict):
             return {name: column.take(wanted) for name, column in self._columns.items()}
-        found = tuple(column.take(wanted) for column in self._columns)
-        return found[0] if self._alone else found
+        columns = tuple(column.take(wanted) for column in self._columns)
+        return columns[0] if self._alone else columns
 
     def read(self, ids: Sequence[int]) -> Any:
         """Rows of these ids, in this order.
@@ -192,12 +192,12 @@ class ArraySource(BaseSource):
         Raises:
             SampleError: a file cannot be read; it is named.
         """
-        found = self.take(ids)
-        if isinstance(found, dict):
-            return Batch({name: tensor_of(values) for name, values in found.items()})
-        if isinstance(found, tuple):
-            return Batch(tuple(tensor_of(values) for values in found))
-        return list(tensor_of(found))
+        rows = self.take(ids)
+        if isinstance(rows, dict):
+            return Batch({name: tensor_of(values) for name, values in rows.items()})
+        if isinstance(rows, tuple):
+            return Batch(tuple(tensor_of(values) for values in rows))
+        return list(tensor_of(rows))
 
 
 def _one(given: Any, name: str, store: Store) -> Any:

@@ -225,11 +225,11 @@ def check_ids(ids: Sequence[int], n: int) -> Ints:
     given = np.asarray(ids)
     if given.dtype.kind in "fc" and given.size:  # numpy would cut off what is behind the point
         raise TypeError(f"a sample index must be an integer, not {given.reshape(-1)[0].item()!r}")
-    found = given.astype(np.int64).reshape(-1)
-    if found.size and (int(found.min()) < 0 or int(found.max()) >= n):
-        wrong = int(found.min()) if int(found.min()) < 0 else int(found.max())
+    wanted = given.astype(np.int64).reshape(-1)
+    if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= n):
+        wrong = int(wanted.min()) if int(wanted.min()) < 0 else int(wanted.max())
         raise IndexError(f"sample {wrong} is not in [0, {n})")
-    return found
+    return wanted
 
 
 def digest_values(*parts: Any) -> str:
@@ -240,7 +240,7 @@ def digest_values(*parts: Any) -> str:
         ...     1) == digest_values("a1")
         (True, False)
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
         raw = (
             part
@@ -249,8 +249,8 @@ def digest_values(*parts: Any) -> str:
             if isinstance(part, np.ndarray)
             else repr(part).encode("utf-8", "surrogateescape")
         )
-        found.update(len(raw).to_bytes(8, "little") + raw)
-    return found.hexdigest()[:16]
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()[:16]
 
 
 def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str] | None:
@@ -268,16 +268,16 @@ def classes_of(classes: Sequence[str] | None, like: Any, what: str) -> list[str]
             )
     if classes is None:
         return None
-    found = [classes] if isinstance(classes, str) else list(classes)
+    names = [classes] if isinstance(classes, str) else list(classes)
     if (
-        not found
-        or not all(isinstance(name, str) for name in found)
-        or len(set(found)) < len(found)
+        not names
+        or not all(isinstance(name, str) for name in names)
+        or len(set(names)) < len(names)
     ):
         raise ArgumentError(
             f"{what}: classes={classes!r}: expected the names of the classes, each of them once."
         )
-    return found
+    return names
 
 
 def unknown_class(label: Any, classes: Sequence[str]) -> str:

@@ -132,13 +132,13 @@ class Store:
         """
         if places and is_remote(places[0].path):
             return self._read_remote(places)
-        found: list[bytes] = []
+        data: list[bytes] = []
         for path, run in itertools.groupby(places, lambda place: place.path):
-            found += _read_local(path, list(run))
-        return found
+            data += _read_local(path, list(run))
+        return data
 
     def _read_remote(self, places: Sequence[ByteRange]) -> list[bytes]:
-        found: list[Any] = [b"" if place.length == 0 else None for place in places]
+        parts: list[Any] = [b"" if place.length == 0 else None for place in places]
         left = [i for i, place in enumerate(places) if place.length != 0]
         for attempt in range(_TRIES):
             if not left:
@@ -146,9 +146,9 @@ class Store:
             if attempt:
                 time.sleep(0.2 * 4 ** (attempt - 1))  # seconds: 0.2, 0.8
             for i, data in zip(left, self._fetch([places[i] for i in left]), strict=True):
-                found[i] = data
-            left = [i for i in left if isinstance(found[i], BaseException) and not _final(found[i])]
-        for place, data in zip(places, found, strict=True):
+                parts[i] = data
+            left = [i for i in left if isinstance(parts[i], BaseException) and not _final(parts[i])]
+        for place, data in zip(places, parts, strict=True):
             if isinstance(data, BaseException):
                 raise SampleError(f"{place.path} cannot be read: {_reason(data)}.") from data
             if place.length is not None and len(data) > place.length:
@@ -158,7 +158,7 @@ class Store:
                 )
             if place.length is not None and len(data) < place.length:
                 raise SampleError(_truncated(place, len(data)))
-        return found
+        return parts
 
     def _fetch(self, places: Sequence[ByteRange]) -> list[Any]:
         """Bytes, or the error of each."""
@@ -297,7 +297,7 @@ def expand(
         ArgumentError: nothing matches.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found: list[str] = []
+    files: list[str] = []
     for path in given:
         text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
         # What exists is itself, whatever its name looks like.
@@ -305,7 +305,7 @@ def expand(
             if not any(letter in one for letter in "*[") and not (
                 "?" in one and not is_remote(one)
             ):
-                found.append(one)
+                files.append(one)
                 continue
             if is_remote(one):
                 fs = store.file_system(one)
@@ -320,10 +320,10 @@ def expand(
                 )
             if not matches:
                 raise ArgumentError(f"{argument}: nothing matches {one}.")
-            found += matches
-    if not found:
+            files += matches
+    if not files:
         raise ArgumentError(f"{argument}: no path given.")
-    return found
+    return files
 
 
 def one_folder(paths: Any, ending: str) -> str | None:
@@ -341,10 +341,10 @@ def one_folder(paths: Any, ending: str) -> str | None:
 
 def inside(folder: str, ending: str, argument: str) -> list[str]:
     """A local folder's files with this suffix, sorted; the folder's name is not a pattern."""
-    found = sorted(globbing.glob(f"{globbing.escape(folder)}/*{ending}"))  # noqa: PTH207
-    if not found:
+    files = sorted(globbing.glob(f"{globbing.escape(folder)}/*{ending}"))  # noqa: PTH207
+    if not files:
         raise ArgumentError(f"{argument}: nothing matches {folder}/*{ending}.")
-    return found
+    return files
 
 
 def _braces(text: str) -> list[str]:
@@ -406,14 +406,14 @@ class BytesCache(Generic[K, V]):
         Args:
             make: values of the keys that are not held, asked for all at once.
         """
-        found: dict[K, V] = {}
+        values_of: dict[K, V] = {}
         mine: dict[K, Future[V]] = {}
         theirs: dict[K, Future[V]] = {}
         with self._lock:
             for key in keys:
                 if key in self._held:
                     self._held.move_to_end(key)
-                    found[key] = self._held[key][0]
+                    values_of[key] = self._held[key][0]
                 elif key in self._coming and key not in mine:
                     theirs[key] = self._coming[key]
                 elif key not in mine:
@@ -429,13 +429,13 @@ class BytesCache(Generic[K, V]):
                 raise
             with self._lock:
                 for (key, future), value in zip(mine.items(), values, strict=True):
-                    found[key] = value
+                    values_of[key] = value
                     self._coming.pop(key, None)
                     self._keep(key, value)
                     future.set_result(value)
         for key, future in theirs.items():
-            found[key] = future.result()
-        return found
+            values_of[key] = future.result()
+        return values_of
 
     def _keep(self, key: K, value: V) -> None:
         size = self._size(value)

@@ -77,8 +77,8 @@ class FolderSource(BaseSource):
         """The label of sample ``i``."""
         if self.labels is None:
             return None
-        found = self.labels[i]
-        return found.item() if isinstance(found, np.generic) else found
+        label_of = self.labels[i]
+        return label_of.item() if isinstance(label_of, np.generic) else label_of
 
     def read(self, ids: Sequence[int]) -> list[Sample]:
         """The samples of these ids, in this order.
@@ -180,13 +180,13 @@ def folder(
         tuple(("." + s.lstrip(".")).lower() for s in suffixes) if suffixes is not None else None
     )
     listed = _listed_remote(root, store) if is_remote(root) else _listed(root)
-    found = sorted(
+    names = sorted(
         name
         for name in listed
         if (endings is None or name.lower().endswith(endings))
         and (pattern is None or fnmatch.fnmatchcase(name, pattern))
     )
-    if not found:
+    if not names:
         what = f" ending in {', '.join(endings)}" if endings is not None else ""
         what += f" matching {pattern!r}" if pattern is not None else ""
         raise ArgumentError(f"the folder {root} holds no file{what} ({len(listed):,} others).")
@@ -195,9 +195,9 @@ def folder(
     counted: list[str] | None = None
     unlabelled = 0
     if callable(labels):
-        values, counted = encode_labels([labels(name) for name in found], known)
+        values, counted = encode_labels([labels(name) for name in names], known)
     elif labels == "folder":
-        named = [_class_of(name, root) for name in found]
+        named = [_class_of(name, root) for name in names]
         if known is None and pattern is None and not is_remote(root):
             _none_is_empty(root, set(named), endings)
         try:
@@ -206,16 +206,16 @@ def folder(
             raise ArgumentError(f"the folder {root}: {error}") from None
     elif labels is not None and labels != "none":
         table = os.fspath(labels)
-        given = _from_csv(table, file_column, label_column, found, store)
-        unlabelled = len(found) - len(given)
-        found = sorted(given)
+        given = _from_csv(table, file_column, label_column, names, store)
+        unlabelled = len(names) - len(given)
+        names = sorted(given)
         try:
-            texts = [given[name] for name in found]
+            texts = [given[name] for name in names]
             values, counted = encode_labels(numbers_of(texts) if known is None else texts, known)
         except ArgumentError as error:
             raise ArgumentError(f"{table}: {error}") from None
-    source = FolderSource(root, Names.of(found), values, counted, store, unlabelled)
-    sizes = [listed[name] for name in found]
+    source = FolderSource(root, Names.of(names), values, counted, store, unlabelled)
+    sizes = [listed[name] for name in names]
     if all(size is not None for size in sizes):
         source._sizes = np.asarray(sizes, dtype=np.int64)
     return source
@@ -244,7 +244,7 @@ def _listed(root: str) -> dict[str, int | None]:
     if not os.path.isdir(root):  # noqa: PTH112
         kind = "is a file" if os.path.exists(root) else "does not exist"  # noqa: PTH110
         raise ArgumentError(f"the folder {root} {kind}.")
-    found: dict[str, int | None] = {}
+    sizes: dict[str, int | None] = {}
     info = os.stat(root)  # noqa: PTH116
     # Each folder with itself and all those above it: a link may lead back to any of them.
     waiting: list[tuple[str, frozenset[tuple[int, int]]]] = [
@@ -267,7 +267,7 @@ def _listed(root: str) -> dict[str, int | None]:
                                 waiting.append((name + "/", above | {mark}))
                         elif entry.is_file() or entry.is_symlink():
                             # A link to nothing fails when read; it is not silently left out.
-                            found[name] = None
+                            sizes[name] = None
                     except OSError as error:  # a link to itself, say
                         what = "link" if entry.is_symlink() else "file"
                         raise ArgumentError(
@@ -277,7 +277,7 @@ def _listed(root: str) -> dict[str, int | None]:
             raise ArgumentError(
                 f"the folder {place.rstrip('/')} cannot be listed: {error.strerror}."
             ) from error
-    return found
+    return sizes
 
 
 def _listed_remote(root: str, store: Store) -> dict[str, int | None]:
@@ -289,13 +289,13 @@ def _listed_remote(root: str, store: Store) -> dict[str, int | None]:
         raise ArgumentError(
             f"the folder {root} cannot be listed: {type(error).__name__}: {error}"
         ) from error
-    found: dict[str, int | None] = {}
+    sizes: dict[str, int | None] = {}
     for path, info in entries.items():
         name = str(path)[len(base) :].lstrip("/")
         if name and not any(part.startswith(".") for part in name.split("/")):
             size = info.get("size")
-            found[name] = int(size) if size is not None else None
-    return found
+            sizes[name] = int(size) if size is not None else None
+    return sizes
 
 
 def _class_of(name: str, root: str) -> str:
@@ -309,7 +309,7 @@ def _class_of(name: str, root: str) -> str:
 
 
 def _from_csv(
-    table: str, file_column: str | int, label_column: str | int, found: list[str], store: Store
+    table: str, file_column: str | int, label_column: str | int, names: list[str], store: Store
 ) -> dict[str, str]:
     raw = store.whole(table) if is_remote(table) else Store().whole(local_path(table))
     if raw is None:
@@ -339,14 +339,14 @@ def _from_csv(
         return which
 
     files, labels = column(file_column, "file_column"), column(label_column, "label_column")
-    known = set(found)
+    known = set(names)
     if len(header) > files and header[files].strip().removeprefix("./") in known:
         raise ArgumentError(
             f"labels={table!r} needs a header line: its first line names a file, "
             f"{header[files]!r}, which would be skipped."
         )
     stems: dict[str, list[str]] = {}
-    for name in found:
+    for name in names:
         stems.setdefault(os.path.splitext(name)[0], []).append(name)  # noqa: PTH122
     given: dict[str, str] = {}
     for number, row in enumerate(rows[1:], start=2):

@@ -29,20 +29,20 @@ def read_manifest(path: str, store: Store) -> dict[str, Any] | None:
     if raw is None:
         return None
     try:
-        found = json.loads(raw)
-        if (found["format"], found["version"]) != ("ronde pack", VERSION):
-            raise ValueError(f"{found['format']} {found['version']}")
-        for shard in found["shards"]:
+        manifest = json.loads(raw)
+        if (manifest["format"], manifest["version"]) != ("ronde pack", VERSION):
+            raise ValueError(f"{manifest['format']} {manifest['version']}")
+        for shard in manifest["shards"]:
             int(shard["samples"]), int(shard["bytes"]), str(shard["name"])
-        if sum(shard["samples"] for shard in found["shards"]) != found["samples"]:
+        if sum(shard["samples"] for shard in manifest["shards"]) != manifest["samples"]:
             raise ValueError("its shards have other samples")
-        list(found["classes"] or ()), str(found["fingerprint"])
+        list(manifest["classes"] or ()), str(manifest["fingerprint"])
     except (ValueError, KeyError, TypeError) as error:
         raise ArgumentError(
             f"{path}/{MANIFEST} is damaged, or no manifest that this version of ronde reads: "
             f"{type(error).__name__}: {error}. Remove the pack and pack again, or restore the file."
         ) from None
-    return dict(found)
+    return dict(manifest)
 
 
 def is_pack(path: str | os.PathLike[str], options: Mapping[str, Any] | None = None) -> bool:
@@ -72,9 +72,9 @@ class PackSource(FolderSource):
         self._ends = np.cumsum([shard["samples"] for shard in manifest["shards"]])
         self._offset, self._sizes, self.crc32 = index["offset"], index["size"], index["crc32"]
         for i, (shard, size) in enumerate(zip(self._shards, self._shard_bytes, strict=True)):
-            if not is_remote(path) and (found := store.size(f"{path}/{shard}")) != size:
+            if not is_remote(path) and (now := store.size(f"{path}/{shard}")) != size:
                 raise ArgumentError(
-                    f"{path}/{shard} has {found:,} bytes; {size:,} were packed. Shard {i} is "
+                    f"{path}/{shard} has {now:,} bytes; {size:,} were packed. Shard {i} is "
                     "truncated, or another file."
                 )
 

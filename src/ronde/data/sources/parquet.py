@@ -79,7 +79,7 @@ class _ParquetFile:
         metadata, schema = self._open()
         # Not by its path: "a.b" may be a part of "a", or a column of its own.
         names = [field.name for field in schema for _ in range(_leaves(field.type))]
-        found = []
+        row_groups = []
         for g in range(metadata.num_row_groups):
             group = metadata.row_group(g)
             size: dict[str, int] = {}
@@ -89,8 +89,8 @@ class _ParquetFile:
                 size[name] = size.get(name, 0) + chunk.total_uncompressed_size
                 if chunk.statistics is not None and chunk.statistics.null_count:
                     nulls.add(name)
-            found.append(_RowGroup(group.num_rows, size, frozenset(nulls)))
-        return found
+            row_groups.append(_RowGroup(group.num_rows, size, frozenset(nulls)))
+        return row_groups
 
     def read(self, g: int, columns: list[str]) -> Any:
         import pyarrow.parquet as pq
@@ -356,7 +356,7 @@ class ParquetSource(BaseSource):
     def _decode(self, wanted: list[int]) -> list[Any]:
         import pyarrow as pa
 
-        found = []
+        tables = []
         for number in wanted:
             f, g = self._group_file[number]
             place = f"{self.paths[f]}, row group {g}"
@@ -366,8 +366,8 @@ class ParquetSource(BaseSource):
                 raise SampleError(
                     f"{place}, cannot be read: {str(error).splitlines()[0]}"
                 ) from error
-            found.append(_takeable(table))
-        return found
+            tables.append(_takeable(table))
+        return tables
 
     def _path(self, i: int) -> str:
         """The file that holds row ``i``."""
@@ -404,23 +404,23 @@ class ParquetSource(BaseSource):
                 self.classes = known
                 self._fingerprint = digest_values(self._fingerprint, known)
             return self
-        found: set[str] = set()
+        texts: set[str] = set()
         only = copy.copy(self)
         only.columns = [label]
         for group in range(self.groups):
-            found.update(
+            texts.update(
                 v
                 for v in only._decode([group])[0].column(label).unique().to_pylist()
                 if v is not None
             )
         wrong = next(
-            (name for name in sorted(found) if known is not None and name not in known), None
+            (name for name in sorted(texts) if known is not None and name not in known), None
         )
         if known is not None and wrong is not None:
             raise ArgumentError(
                 f"feed.parquet: {self.paths[0]}, column {label!r}: {unknown_class(wrong, known)}."
             )
-        self.classes = sorted(found) if known is None else known
+        self.classes = sorted(texts) if known is None else known
         self._number = {name: i for i, name in enumerate(self.classes)}
         self._fingerprint = digest_values(self._fingerprint, self.classes)
         return self
@@ -508,12 +508,12 @@ def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any
             if names.count(name) == 1 and _holds_files(schema.field(name).type)
         ]
         if len(held) != 1:
-            found = (
+            what = (
                 f"its columns {', '.join(map(repr, held))} all hold"
                 if held
                 else f"none of its columns {', '.join(names)} holds"
             )
-            raise ArgumentError(f"{first}: {found} bytes: choose one with data='…'.")
+            raise ArgumentError(f"{first}: {what} bytes: choose one with data='…'.")
         data = held[0]
     if label is None:
         classed = [name for name in names if _class_names(schema, name) is not None]

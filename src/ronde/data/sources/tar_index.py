@@ -25,7 +25,6 @@ from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote
 from ronde.world.whole_file import write_whole
 
-_BLOCK_BYTES = 512  # of a tar
 _VERSION = 3
 SUFFIX = ".ronde-index"
 _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # WebDataset leaves these out too
@@ -145,7 +144,7 @@ def members_of(file: IO[bytes], size: int, path: str) -> Iterator[tuple[str, int
         ArgumentError: compressed, truncated, damaged, or no tar at all; or it holds a link, or a
             sparse file, whose bytes are elsewhere.
     """
-    begin = file.read(_BLOCK_BYTES)
+    begin = file.read(tarfile.BLOCKSIZE)
     if begin.startswith(_COMPRESSED):
         raise ArgumentError(
             f"{path} is compressed, so it has no random access. Unpack it to a plain .tar."
@@ -155,7 +154,7 @@ def members_of(file: IO[bytes], size: int, path: str) -> Iterator[tuple[str, int
     try:
         with tarfile.open(fileobj=file, mode="r:") as held:
             while (member := held.next()) is not None:
-                end = member.offset_data + -(-member.size // _BLOCK_BYTES) * _BLOCK_BYTES
+                end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 if member.issparse() or member.issym() or member.islnk():
                     kind = "a sparse file" if member.issparse() else "a link"
                     raise ArgumentError(
@@ -170,7 +169,7 @@ def members_of(file: IO[bytes], size: int, path: str) -> Iterator[tuple[str, int
         raise ArgumentError(f"{path} {what}: {error}.") from None
     # tarfile takes a damaged header for the end.
     file.seek(end)
-    if len(mark := file.read(_BLOCK_BYTES)) < _BLOCK_BYTES:
+    if len(mark := file.read(tarfile.BLOCKSIZE)) < tarfile.BLOCKSIZE:
         raise ArgumentError(
             f"{path} is truncated: it ends at byte {size:,} without an end-of-archive mark."
         )
@@ -221,16 +220,16 @@ def index_of(store: Store, path: str) -> TarIndex:
             raw = store.whole(place) if is_remote(place) else Store().whole(place)
         # of another version, or damaged: made anew
         with contextlib.suppress(ValueError):
-            if raw is not None and (found := TarIndex.from_bytes(raw)).state == state:
-                return found
-    found = build_index(store, path)
-    if not any(found.state[1:]):
-        return found  # nothing would tell whether the tar is still the same
+            if raw is not None and (index := TarIndex.from_bytes(raw)).state == state:
+                return index
+    index = build_index(store, path)
+    if not any(index.state[1:]):
+        return index  # nothing would tell whether the tar is still the same
     for place in places:
         if is_remote(place):
             continue
         with contextlib.suppress(OSError):
             Path(place).parent.mkdir(parents=True, exist_ok=True)
-            write_whole(Path(place), found.to_bytes())
+            write_whole(Path(place), index.to_bytes())
             break
-    return found
+    return index
