@@ -146,6 +146,9 @@ def by_fit(case: dict, file: Path, fit) -> dict:
     model, (x, y) = build(case["model"]), data(75)
     model.compile(OPTIMIZERS[case["optimizer"]](), loss(), metrics=["accuracy"])
     held = (x[:33] + 0.1, y[:33])
+    more = callbacks(file)
+    if fit is ronde.keras.fit:
+        more.append(keras.callbacks.TensorBoard(file.with_suffix(".board")))
     history = fit(
         model,
         x,
@@ -154,7 +157,7 @@ def by_fit(case: dict, file: Path, fit) -> dict:
         epochs=6,
         shuffle=False,
         validation_data=held,
-        callbacks=callbacks(file),
+        callbacks=more,
         **case["options"],
     )
     found = {f"end {k}": v for k, v in weights(model).items()}

@@ -171,6 +171,15 @@ def test_fit_calls_back_as_keras_does(tmp_path):
     wanted = train(cases, 1, tmp_path / "fit", "plain")
     assert 1 < len(wanted[0]["loss"]) < 6
     check_equal(cases, found, wanted)
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for part, tag, key in [
+        ("train", "epoch_loss", "loss"),
+        ("validation", "epoch_loss", "val_loss"),
+    ]:
+        board = EventAccumulator(str(tmp_path / "two" / "0.board" / part)).Reload()
+        written = [event.value for event in board.Scalars(tag)]
+        assert written == pytest.approx(wanted[0][key].tolist(), rel=1e-6)
 
 
 SAID = {

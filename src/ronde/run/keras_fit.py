@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,12 @@ from ronde.keras.owned_variables import check_backend
 from ronde.run.callback import StepView
 from ronde.run.distribute import distribute
 from ronde.run.run import Run
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, world
 
 __all__ = ["fit_keras"]
 
 _OWN = ("model", "optimizer", "data", "loss", "batch_size", "shuffle", "callbacks")
-_KINDS = ("EarlyStopping", "ModelCheckpoint", "LearningRateScheduler")
+_KINDS = ("EarlyStopping", "ModelCheckpoint", "LearningRateScheduler", "TensorBoard")
 _STATE = {
     "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch"),
     "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
@@ -207,8 +208,9 @@ class _Callbacks:
             known |= {"val_loss", *(f"val_{name}" for name in metrics)}
         for each in given:
             _check_callback(each, known, options)
+        board = keras.callbacks.TensorBoard
         self.history = keras.callbacks.History()
-        self.all = [*given, self.history]
+        self.all = [*(_Board(c) if isinstance(c, board) else c for c in given), self.history]
         self.read_batches = any(getattr(c, "save_freq", "epoch") != "epoch" for c in given)
         self.proxy = _Proxy(model, metrics or {})
 
@@ -253,6 +255,34 @@ class _Kept:
             setattr(self._callback, name, value)
 
 
+class _Board(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keras's TensorBoard writes with TensorFlow; this writes its epoch curves without."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self._folder = Path(given.log_dir)
+        self._writers: dict[str, Any] = {}
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Write the epoch's numbers, in the folders and under the names that Keras uses."""
+        if not world().is_main:
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        rate = float(self.model.optimizer.learning_rate)
+        for name, value in {**logs, "learning_rate": rate}.items():
+            part = "validation" if name.startswith("val_") else "train"
+            if part not in self._writers:
+                self._writers[part] = SummaryWriter(str(self._folder / part))  # type: ignore[no-untyped-call]
+            tag = f"epoch_{name.removeprefix('val_')}"
+            self._writers[part].add_scalar(tag, value, epoch)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Close the files."""
+        for writer in self._writers.values():
+            writer.close()
+
+
 def _check_options(options: Mapping[str, Any]) -> None:
     known = [n for n in inspect.signature(distribute).parameters if n not in _OWN]
     for name in options:
@@ -268,8 +298,7 @@ def _check_callback(each: Any, known: set[str], options: Mapping[str, Any]) -> N
     if kind.__name__ not in _KINDS or kind is not getattr(keras.callbacks, kind.__name__, None):
         raise ArgumentError(
             f"callbacks: {kind.__name__} is not supported by ronde.keras.fit; "
-            f"{', '.join(_KINDS)} are, and tensorboard=True writes for TensorBoard. Write the loop "
-            "with ronde.distribute for others."
+            f"{', '.join(_KINDS)} are. Write the loop with ronde.distribute for others."
         )
     monitored = getattr(each, "save_best_only", kind.__name__ == "EarlyStopping")
     if monitored and each.monitor not in known:
@@ -281,6 +310,14 @@ def _check_callback(each: Any, known: set[str], options: Mapping[str, Any]) -> N
         raise ArgumentError(
             "LearningRateScheduler sets the rate that batch='grow' scales: use one."
         )
+    if kind.__name__ == "TensorBoard":
+        plain = keras.callbacks.TensorBoard(write_graph=each.write_graph)
+        for name in ("histogram_freq", "write_images", "update_freq", "embeddings_freq"):
+            if getattr(each, name) != getattr(plain, name):
+                raise ArgumentError(
+                    f"TensorBoard({name}=…) is not supported by ronde.keras.fit: it writes the "
+                    "numbers of each epoch."
+                )
 
 
 def _compiled_loss(model: Any) -> Any:
