@@ -12,12 +12,14 @@ import typer
 from ronde.watch import plain_console
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from rich.text import Text
 
 __all__ = [
     "Doing",
     "StyledText",
     "answer_line",
+    "answer_table",
     "note_lines",
     "print_answer",
     "report_answer",
@@ -42,6 +44,19 @@ def note_lines(notes: Sequence[str], verbose: bool) -> list[Text]:
     if len(shown) < len(notes):
         lines.append(answer_line((f"{len(notes)} notes in all: --verbose, or --json", "dim")))
     return lines
+
+
+def answer_table(*heads: str) -> Table:
+    """A table without lines. A head that begins with ``>`` is that of numbers, which go right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for head in heads:
+        right = head.startswith(">")
+        side: Any = "right" if right else "left"
+        table.add_column(Text(head.lstrip(">")), justify=side, no_wrap=right, overflow="fold")
+    return table
 
 
 def tell(text: str) -> None:

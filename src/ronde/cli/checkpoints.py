@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde import checkpoint
+from ronde.cli.answer_screen import answer_table
 from ronde.cli.options import JsonFlag, RunArgument, RunsOption, option
 from ronde.cli.show import find_run
 from ronde.plan import Plan
@@ -86,14 +87,9 @@ def _prune(run: RunDir, text: str, sure: bool) -> list[Path]:
 
 
 def _print(rows: list[dict[str, Any]], best: int | None) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, side in (("step", "right"), ("size", "right"), ("written", "left")):
-        table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    for name in ("plan", "workers", "state"):
-        table.add_column(name)
+    table = answer_table(">step", ">size", "written", "plan", "workers", "state")
     for row in rows:
         notes = ["best"] if row["step"] == best else []
         notes += {True: ["whole"], False: [f"damaged: {row['damage'] or ''}"]}.get(row["whole"], [])

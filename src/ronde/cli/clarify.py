@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import answer_table
 from ronde.cli.explain import register_explain
 from ronde.cli.options import GroupWithDefault, option
 from ronde.cli.script import JsonOption, ReportOption, write_json
@@ -169,9 +170,8 @@ def _show(counts: BiasTable, comparisons: list[GroupVersusRest], values: dict[st
     console = plain_console()
     left = f", {values['left_out']:,} without a label or prediction left out"
     console.print(f"rows      {counts.rows():,}{left if values['left_out'] else ''}")
-    sizes = Table(box=None, pad_edge=False, header_style="bold")
-    for head in ("group", "rows", "positive labels", *(("predicted",) * counts.predicted)):
-        sizes.add_column(head, justify="left" if head == "group" else "right")
+    predicted = (">predicted",) * counts.predicted
+    sizes = answer_table("group", ">rows", ">positive labels", *predicted)
     for facet in counts.facets:
         for g in counts.groups(facet):
             chosen = (f"{g.selected[0]:.1%}",) if g.selected else ()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ronde.cli.answer_screen import answer_table
 from ronde.cli.show import find_run
 from ronde.watch import (
     Evaluated,
@@ -128,14 +129,11 @@ def _show(
     came: Mapping[str, Sequence[Any]],
     summaries: Sequence[Summary],
 ) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     console = plain_console()
-    table = Table(box=None, pad_edge=False, header_style="bold")
     marks = [chr(ord("A") + i % 26) for i in range(len(names))]
-    for head in ("", *(f"{mark}  {name}" for mark, name in zip(marks, names, strict=True))):
-        table.add_column(Text(head), overflow="fold")
+    table = answer_table("", *(f"{m}  {name}" for m, name in zip(marks, names, strict=True)))
     for name, row in differing.items():
         table.add_row(Text(name), *(Text(_text("", value)) for value in row))
     table.add_section()

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import answer_table
 from ronde.cli.options import RunsOption, option
 from ronde.cli.saved_run import answer_of, start_of
 from ronde.cli.script import JsonOption, ReportOption, write_json
@@ -123,16 +124,13 @@ def _run(
 
 def _show(values: dict[str, Any]) -> None:
     import numpy as np
-    from rich.table import Table
 
     each = np.asarray(values["values"])
     console = plain_console()
     gap = f"largest |base + sum - output| {values['gap']:.1e}"
     console.print(f"sum check {gap}, {len(each)} rows", soft_wrap=True)
     mean = np.abs(each).mean(axis=0)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for head, side in ((values["kind"], "left"), ("mean |value|", "right"), ("mean", "right")):
-        table.add_column(head, justify=side)  # type: ignore[arg-type]
+    table = answer_table(values["kind"], ">mean |value|", ">mean")
     for i in np.argsort(-mean, kind="stable")[:_SHOWN]:
         table.add_row(values["names"][i], f"{mean[i]:.4g}", f"{each[:, i].mean():+.4g}")
     console.print()

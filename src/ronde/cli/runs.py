@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ronde.cli.answer_screen import answer_table
 from ronde.cli.compare import compare
 from ronde.cli.options import JsonFlag, RunsOption, option
 from ronde.watch import RunDir, figure, plain_console, summarise
@@ -54,7 +55,6 @@ def register(app: typer.Typer) -> None:
             return
         if names or as_csv:
             raise ArgumentError("RUN and --csv are for --compare: ronde runs --compare RUN RUN ….")
-        from rich.table import Table
         from rich.text import Text
 
         directories = (
@@ -75,19 +75,8 @@ def register(app: typer.Typer) -> None:
                 soft_wrap=True,
             )
             return
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for name, side in (
-            ("run", "left"),
-            ("status", "left"),
-            ("workers", "right"),
-            ("epoch", "right"),
-            ("step", "right"),
-            ("loss", "right"),
-            ("samples/s", "right"),
-            ("took", "right"),
-            ("written", "left"),
-        ):
-            table.add_column(name, justify=side, no_wrap=True)  # type: ignore[arg-type]
+        heads = "run status >workers >epoch >step >loss >samples/s >took written"
+        table = answer_table(*heads.split())
         colour = {
             "completed": "green",
             "failed": "red",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import tell
+from ronde.cli.answer_screen import answer_table, tell
 from ronde.cli.leaving import on_signals
 from ronde.cli.options import TIME, JsonFlag, RunsOption, add_verb, option, parsed
 from ronde.cli.script import ModuleOption, command_of, short
@@ -307,19 +307,13 @@ def _budget(text: str | None) -> tuple[float | None, int | None]:
 
 def _show(result: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
     """A table of the trials, and the best one."""
-    from rich.table import Table
     from rich.text import Text
 
     console = plain_console()
     names = list(dict.fromkeys(name for trial in result.trials for name in trial["values"]))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("trial", *names):
-        table.add_column(column)
     metric = plan.goal.partition(":")[2]
-    table.add_column(metric, justify="right")
-    table.add_column("samples", justify="right")
-    if any(t["rule"] or t["error"] for t in result.trials):
-        table.add_column("ended by")
+    ended_by = ["ended by"] if any(t["rule"] or t["error"] for t in result.trials) else []
+    table = answer_table("trial", *names, f">{metric}", ">samples", *ended_by)
     sign = -1 if plan.goal.startswith("max") else 1
 
     def order(trial: Any) -> tuple[int, float]:
