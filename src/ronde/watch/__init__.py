@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.watch.loss_curve import curve, curves, thin
+    from ronde.watch.loss_curve import curve, curves
     from ronde.watch.progress import (
         MARK,
         Bar,
-        Display,
         Lines,
         Silent,
-        Stream,
         choose_display,
         figure,
         plain_console,
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
         Ended,
         Epoch,
         Evaluated,
-        Event,
         HangFound,
         Logged,
         LossChecked,
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
     )
     from ronde.watch.run_dir import RunDir, check_name, claim_run_dir, latest, lock_run, script_stem
     from ronde.watch.summary import Summary, summarise
-    from ronde.watch.watcher import Rate, Watcher, recorded
+    from ronde.watch.watcher import Watcher, recorded
 
 __all__ = [
     "EVENTS",
@@ -58,17 +55,14 @@ __all__ = [
     "Bar",
     "BestFound",
     "Checkpointed",
-    "Display",
     "Ended",
     "Epoch",
     "Evaluated",
-    "Event",
     "HangFound",
     "Lines",
     "Logged",
     "LossChecked",
     "NonFiniteStep",
-    "Rate",
     "Record",
     "Restarted",
     "Resumed",
@@ -76,7 +70,6 @@ __all__ = [
     "Silent",
     "Started",
     "StepRecorded",
-    "Stream",
     "Summary",
     "Warned",
     "Watcher",
@@ -94,21 +87,19 @@ __all__ = [
     "recorded",
     "script_stem",
     "summarise",
-    "thin",
 ]
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.watch.loss_curve": "curve curves thin",
-            "ronde.watch.progress": "Bar Display Lines MARK Silent "
-            "Stream choose_display figure plain_console",
-            "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated Event "
+            "ronde.watch.loss_curve": "curve curves",
+            "ronde.watch.progress": "Bar Lines MARK Silent choose_display figure plain_console",
+            "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated "
             "HangFound Logged LossChecked NonFiniteStep Record Restarted Resumed "
             "SCHEMA_VERSION Started StepRecorded Warned less_is_better read",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest lock_run script_stem",
             "ronde.watch.summary": "Summary summarise",
-            "ronde.watch.watcher": "Rate Watcher recorded",
+            "ronde.watch.watcher": "Watcher recorded",
         },
     )
