@@ -60,7 +60,7 @@ for epoch in run.epochs(4):
                 run.port.parts.watcher.flush()
                 print("waiting", flush=True)
                 time.sleep(100)
-            if args.how == "raise" and run.rank == args.on or args.how == "raise all":
+            if args.how == "raise" and run.rank == args.on:
                 raise ValueError(f"no good on {run.rank}")
             if args.how == "exit" and run.rank == args.on:
                 sys.exit(3)
@@ -378,16 +378,6 @@ def test_a_plan_of_another_version_hides_no_failure(tmp_path):
     done = ronde_run(["run", "-n", "1", "--name", "old", "fails.py"], tmp_path)
     assert done.returncode == 1 and "ValueError: no good" in done.stderr
     assert "its output: runs/old/logs/rank-0.log" in done.stderr
-
-
-def test_all_ranks_raise(place):
-    done = failing(place, "all", "--how", "raise all")
-    assert (
-        done.returncode == 1
-        and done.stderr.count("Traceback") == 1
-        and re.search(r"ValueError: no good on [01]", done.stderr)
-    )
-    assert "failed first:" in done.stderr
 
 
 def test_a_rank_that_ends_early_is_named(place):
