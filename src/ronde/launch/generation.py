@@ -17,7 +17,6 @@ from ronde.launch.links import Link
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_foreign, judge_hang
 from ronde.watch.health_record import RESOURCES
 from ronde.watch.record import JsonLines
-from ronde.watch.slow_rank import SlowRanks
 
 __all__ = ["Generation"]
 
@@ -53,10 +52,6 @@ class Generation:
         self._limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
         self._ranks: dict[Link, tuple[float, Sequence[RankView]]] = {}
         self._judged = 0.0
-        # under --watch, the rule imbalance tells it
-        watched = bool(job.environment.get("RONDE_WATCH"))
-        say = self._limits.say if self._limits else 0.0
-        self._pace = None if watched else SlowRanks(total, say)
         self._slow: list[HangVerdict] = []
         self._unwritten: list[HangVerdict] = []
         self._hang: HangVerdict | None = None
@@ -130,8 +125,6 @@ class Generation:
         fresh = [v for at, views in each if now - at < 4.0 for v in views]
         judge = judge_hang if self._job.tensorflow is None else judge_foreign
         verdict = judge(fresh, self._limits, self._total)
-        if verdict is None and self._pace is not None:
-            verdict = self._pace.look(now, [v for _, views in each for v in views])
         if verdict is not None and not verdict.slow:
             self._hang = verdict
             for other in self._links:

@@ -196,7 +196,6 @@ class _Worker:
             tuple(self.answer.get("exchanges", ())),
             self.answer.get("module", ""),
             beat.error if beat else "",
-            waited_seconds=beat.waited_seconds if beat else -1.0,
             quiet_seconds=now - max(self.alive, self.since),
             bytes_per_second=rate,
             in_flight=bool(fact and fact.in_flight),

@@ -81,7 +81,6 @@ class RankView:
         module: of the model, whose code it runs.
         error: the last error that a call raised into its script.
         host: where it runs; empty for this machine.
-        waited_seconds: waited in exchanges of gradients so far; below 0 if that is not known.
         quiet_seconds: since the last progress or other sign of life.
         bytes_per_second: that came over TCP, while it made no progress.
         in_flight: whether it has sent bytes that have not arrived.
@@ -106,7 +105,6 @@ class RankView:
     module: str = ""
     error: str = ""
     host: str = ""
-    waited_seconds: float = -1.0
     quiet_seconds: float = 0.0
     bytes_per_second: float = 0.0
     in_flight: bool = False

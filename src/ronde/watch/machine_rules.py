@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,6 @@ import numpy as np
 from ronde.watch.record import Alert
 from ronde.watch.rule import Alerts, rule
 from ronde.watch.rule_view import HostView, RuleView
-from ronde.watch.slow_rank import STEPS, slowest
 from ronde.world.identity import ranks_text
 from ronde.world.units import format_bytes, format_seconds
 
@@ -187,9 +188,9 @@ def imbalance(view: RuleView, part: float = 0.2, windows: int = 3) -> Alerts:
             waited |= zip(host.ranks, waits / np.maximum(steps, 1), strict=True)
             least = min(least, float(np.min(steps)))
             longest = max(longest, float(host.table["seconds"][-back]))
-        if least < STEPS or not np.isfinite(list(waited.values())).all():
+        if least < 10 or not np.isfinite(list(waited.values())).all():
             return
-        rank, lost = slowest(waited)
+        rank, lost = _slowest(waited)
         if lost < part * longest / least:
             return
         slow.append(rank)
@@ -252,3 +253,14 @@ def _span(seconds: float) -> str:
 
 def _hours(hours: float) -> str:
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"
+
+
+def _slowest(waited: Mapping[int, float]) -> tuple[int, float]:
+    """The rank that has waited least, and for how long the others wait for it in the median.
+
+    Example:
+        >>> _slowest({0: 0.25, 1: 0.0, 2: 0.25})
+        (1, 0.25)
+    """
+    slow = min(waited, key=lambda r: (waited[r], r))
+    return slow, statistics.median(w for r, w in waited.items() if r != slow) - waited[slow]
