@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,23 +154,10 @@ def _measured(
     """The workers' result."""
     from ronde.doctor import load_doctor
 
-    def failed(error: str) -> str:
-        return f"the script failed before it was examined: {error}"
-
     say(f"starting {count_of(workers, 'worker')}")
-    with tempfile.TemporaryDirectory(prefix="ronde-doctor-") as folder:
-        return load_doctor(
-            examine(
-                "doctor",
-                command,
-                workers,
-                Path(folder),
-                json.dumps(options),
-                say,
-                failed,
-                {"RONDE_FEED": feed},
-            )
-        )
+    failed = "the script failed before it was examined"
+    feeding = {"RONDE_FEED": feed}
+    return examine("doctor", command, workers, options, say, failed, load_doctor, feeding)
 
 
 def screen(values: dict[str, Any], verbose: bool = False) -> list[Any]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -222,18 +220,10 @@ def _measure(
     environment = {"RONDE_PLAN": "replicate"}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
-    options = json.dumps({"threads": threads, "devices": devices, "counted": counted})
+    options = {"threads": threads, "devices": devices, "counted": counted}
     # CPUs of this machine measure together, as they will train.
     here = target.device == "cpu" and target.name == socket.gethostname() and target.nodes == 1
     here = here and not counted
     workers = max(1, min(target.devices_per_node, usable_cores())) if here else 1
-    with tempfile.TemporaryDirectory(prefix="ronde-plan-") as folder:
-        place = Path(folder)
-        return load_costs(
-            examine("plan", command, workers, place, options, say, explain_failure, environment)
-        )
-
-
-def explain_failure(error: str) -> str:
-    """The sentence for a script that ended before its model was measured."""
-    return f"the script failed before its model was measured: {error}"
+    failed = "the script failed before its model was measured"
+    return examine("plan", command, workers, options, say, failed, load_costs, environment)

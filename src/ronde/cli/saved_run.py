@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +55,13 @@ def answer_of(study: str, command: list[str], options: dict[str, Any], done: str
     Raises:
         RondeError: the script failed, or did not call ``distribute``.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix=f"ronde-{study}-") as place,
-        Doing(plain_console()) as say,
-    ):
-        answer = examine(
-            study,
-            command,
-            1,
-            Path(place),
-            json.dumps(options),
-            say,
-            lambda error: f"the script failed before its model was {done}: {error}",
-        )
-        if not answer.is_file():
-            raise RondeError("the script ended without calling ronde.distribute.")
-        values: dict[str, Any] = json.loads(answer.read_text())
-        return values
+    failed = f"the script failed before its model was {done}"
+    with Doing(plain_console()) as say:
+        return examine(study, command, 1, options, say, failed, _loaded)
+
+
+def _loaded(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise RondeError("the script ended without calling ronde.distribute.")
+    values: dict[str, Any] = json.loads(file.read_text())
+    return values

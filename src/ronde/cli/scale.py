@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -169,21 +167,16 @@ def _measured(
     say: Any,
 ) -> dict[int, list[Start]]:
     """Start every size, in processes of its own."""
-    from ronde.scale import load_scale, measure_sizes, start_options
+    from ronde.scale import load_scale, measure_sizes
 
     environment = {"RONDE_FEED": feed}
     if threads:  # the same at every size: otherwise a speed-up would come from threads
         environment |= {"OMP_NUM_THREADS": str(threads), **openmp_waits(sizes[-1], threads)}
 
     def start(n: int, first: bool) -> Start:
-        def failed(error: str) -> str:
-            workers = count_of(n, "worker")
-            return f"the script failed with {workers} before it was measured: {error}"
-
-        asked = start_options(2, options.seconds, options.batch, first)
-        with tempfile.TemporaryDirectory(prefix="ronde-scale-") as folder:
-            place = Path(folder)
-            return load_scale(examine("scale", command, n, place, asked, say, failed, environment))
+        asked = {"rounds": 2, "seconds": options.seconds, "batch": options.batch, "loading": first}
+        failed = f"the script failed with {count_of(n, 'worker')} before it was measured"
+        return examine("scale", command, n, asked, say, failed, load_scale, environment)
 
     return measure_sizes(sizes, options.rounds, start, say)
 

@@ -7,10 +7,11 @@ import difflib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -40,6 +41,8 @@ __all__ = [
     "short",
     "write_json",
 ]
+
+T = TypeVar("T")
 
 _TENSORFLOW = re.compile(r"^\s*(?:import|from) tensorflow\b", re.M)
 
@@ -296,50 +299,61 @@ def examine(
     study: str,
     command: list[str],
     workers: int,
-    folder: Path,
-    options: str,
+    options: dict[str, Any],
     say: Callable[[str], None],
-    failed: Callable[[str], str],
+    failed: str,
+    load: Callable[[Path], T],
     environment: dict[str, str] | None = None,
-) -> Path:
+) -> T:
     """Run a script's workers up to ``ronde.distribute``, where a study examines it instead of
     training.
 
     Args:
         study: its name.
-        folder: where its answer and the workers' run directory go; empty.
-        options: what the study is told, as JSON.
-        say: told what it is doing.
-        failed: ``failed(error)``: the sentence for a script that ended before the study had an
-            answer.
+        options: what the study is told.
+        say: gets what it is doing.
+        failed: that the script ended before the study had an answer, without a full stop.
+        load: reads the answer from its file, which is not there where the script ended without
+            calling ``distribute``.
         environment: more of the workers' environment.
-
-    Returns:
-        The file with the study's answer; it is not there where the script ended without calling
-        ``distribute``.
 
     Raises:
         RondeError: the script failed before.
         typer.Exit: a signal stopped it.
     """
-    from ronde.launch import Job, run_here
+    with tempfile.TemporaryDirectory(prefix=f"ronde-{study}-") as place:
+        file = Path(place) / "answer.json"
+        variables = {
+            "RONDE_STUDY": study,
+            "RONDE_STUDY_FILE": str(file),
+            "RONDE_STUDY_OPTIONS": json.dumps(options),
+            "RONDE_RUNS": "none",
+            "RONDE_PROGRESS": "quiet",
+            "RONDE_RESUME": "0",
+            **(environment or {}),
+        }
+        _start(study, command, workers, file, variables, say, failed)
+        return load(file)
 
-    out = folder / "answer.json"
-    variables = {
-        "RONDE_STUDY": study,
-        "RONDE_STUDY_FILE": str(out),
-        "RONDE_STUDY_OPTIONS": options,
-        "RONDE_RUNS": "none",
-        "RONDE_PROGRESS": "quiet",
-        "RONDE_RESUME": "0",
-        **(environment or {}),
-    }
+
+def _start(
+    study: str,
+    command: list[str],
+    workers: int,
+    file: Path,
+    variables: dict[str, str],
+    say: Callable[[str], None],
+    failed: str,
+) -> None:
+    """Run the workers; raise as :func:`examine` does."""
+    from ronde.launch import Job, run_here
 
     def heard(message: dict[str, Any]) -> None:
         if "study" in message:
             say(str(message["study"]))
 
-    outcome = run_here(Job(command, workers, folder / "run", variables), discard, heard)
+    folder = file.parent / "run"
+    outcome = run_here(Job(command, workers, folder, variables), discard, heard)
     if outcome.interrupted:
         typer.echo(
             "stopped by SIGINT; every process has ended"
@@ -347,16 +361,14 @@ def examine(
             else f"{outcome.error}; every process has ended"
         )
         raise typer.Exit(outcome.status)
-    if outcome.status and not out.exists():
-        error = outcome.error or ""
+    if outcome.status and not file.exists():
         if outcome.exited:  # with a usage text, say: nobody has seen what it printed
             typer.echo(
-                "".join(last_lines(folder / "run" / "logs" / f"rank-{outcome.rank}.log")),
+                "".join(last_lines(folder / "logs" / f"rank-{outcome.rank}.log")),
                 err=True,
                 nl=False,
             )
             raise RondeError(exited_early(study, command, outcome.status))
         if outcome.traceback:
             typer.echo(outcome.traceback.rstrip(), err=True)
-        raise RondeError(failed(error))
-    return out
+        raise RondeError(f"{failed}: {outcome.error or ''}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ronde.world.lazy import lazily
 
 if TYPE_CHECKING:
-    from ronde.scale.meter import Start, load_scale, measure_sizes, start_options
+    from ronde.scale.meter import Start, load_scale, measure_sizes
     from ronde.scale.rows import Scaling
     from ronde.scale.scaling import summarize_scale
 
@@ -19,7 +19,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.scale.meter": "Start load_scale measure_sizes start_options",
+            "ronde.scale.meter": "Start load_scale measure_sizes",
             "ronde.scale.rows": "Scaling",
             "ronde.scale.scaling": "summarize_scale",
         },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import threading
 import time
@@ -78,7 +77,8 @@ class Meter(hooks.Observer):
     """Measures before the first step, writes the rates, and ends the process.
 
     Args:
-        options: see :func:`start_options`.
+        options: ``rounds`` and ``seconds`` of the windows; ``batch``: ``keep``, ``grow``, or None
+            as the script has it; ``loading``: whether to measure the loaders alone.
         file: where rank 0 writes the result, as JSON.
     """
 
@@ -195,13 +195,6 @@ def load_scale(file: Path) -> Start:
     values = load_study(file, "measure")
     lists = ("synthetic", "real", "loading_each", "computing_each")
     return Start(**{**values, **{name: tuple(values[name]) for name in lists}})
-
-
-def start_options(rounds: int, seconds: float, batch: str | None, loading: bool) -> str:
-    """``RONDE_STUDY_OPTIONS`` of one start: rounds and seconds of the windows, ``keep``, ``grow``
-    or None as the script has it, and whether to measure the loaders alone.
-    """
-    return json.dumps({"rounds": rounds, "seconds": seconds, "batch": batch, "loading": loading})
 
 
 def measure_sizes(
