@@ -5,6 +5,7 @@ apart, and asking leaves nothing behind.
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ronde.introspect import SavedState
 from ronde.run.first_steps_check import kind_of_loss, undisturbed
 from ronde.run.losses import LossCall
 
@@ -246,3 +248,16 @@ def test_a_tensor_that_the_loss_sets_is_put_back():
     before = baseline
     kind_of(reinforce, LOGITS, Y)
     assert baseline is before and not baseline
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_counters_and_scripted_parts_are_put_back(steps):
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)).eval())
+    model.seen = Counter(pairs=2)
+    with SavedState(model, steps=steps):
+        model.train()
+        model(draw(4, 2))
+        model.seen["odd"] += 1
+    assert model.training and not model[1].training
+    assert not model[1].running_mean.any()
+    assert model.seen == Counter(pairs=2)

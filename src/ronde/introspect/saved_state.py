@@ -78,6 +78,12 @@ class SavedState:
         # others list the parameters, which are copied above
         known, private = parameters.keys(), not steps
         self._attributes = [_Attributes(m, largest, known, private) for m in modules]
+        # whose modes and buffers are no attributes of Python's
+        self._scripted = [
+            (m, m.training, [_Copy(b, largest) for b in m.buffers(recurse=False)])
+            for m in modules
+            if isinstance(m, torch.jit.ScriptModule) and hasattr(m, "training")  # not frozen
+        ]
         self._others: list[_Attributes | _Variables | _Moments] = []
         for owner in owners:
             if isinstance(owner, FunctionType):
@@ -87,10 +93,9 @@ class SavedState:
             elif not isinstance(owner, nn.Module) and _has_attributes(owner):
                 self._others.append(_Attributes(owner, largest, known, private))
         self._random, self._threads = states(), torch.get_num_threads()
-        self._device: tuple[int, torch.Tensor] | None = None
+        self._devices: list[torch.Tensor] = []
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            device = torch.cuda.current_device()
-            self._device = device, torch.cuda.get_rng_state(device)
+            self._devices = [torch.cuda.get_rng_state(d) for d in range(torch.cuda.device_count())]
 
     def __enter__(self) -> SavedState:
         return self
@@ -116,11 +121,15 @@ class SavedState:
                     p.requires_grad_(requires)
             for each in (*self._attributes, *self._others):
                 each.put_back()
+            for module, training, buffers in self._scripted:
+                module.training = training
+                for buffer in buffers:
+                    buffer.back()
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         restore_states(self._random)
-        if self._device is not None:
-            torch.cuda.set_rng_state(self._device[1], self._device[0])
+        for device, state in enumerate(self._devices):
+            torch.cuda.set_rng_state(state, device)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -181,7 +190,8 @@ class _Copy:
                 # diffusers' configuration is a dict that refuses to be written
                 if [(k, id(v)) for k, v in value.items()] != [(k, id(v)) for k, v in before]:
                     value.clear()
-                    value.update(before)
+                    for k, v in before:  # update() of a Counter adds
+                        value[k] = v
             elif not isinstance(value, tuple):
                 values = [v for _, v in before]
                 if list(map(id, value)) != list(map(id, values)):
