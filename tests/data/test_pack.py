@@ -178,6 +178,8 @@ def test_damage_is_found_and_named(tmp_path):
     raw = index.read_bytes()
     index.write_bytes(raw[:-1] + b"\x01")
     assert any(index.name in p for p in verify_pack(tmp_path / "out").problems)
+    with pytest.raises(ArgumentError, match=f"{index.name} cannot be used: it is damaged"):
+        feed.tar(tmp_path / "out")
     index.unlink()
     with pytest.raises(ArgumentError, match=f"{index.name} cannot be used: it is missing"):
         feed.tar(tmp_path / "out")
