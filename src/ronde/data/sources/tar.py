@@ -61,7 +61,7 @@ class TarSource(BaseSource):
         firsts = [index.first[1:] + at for index, at in zip(indices, members, strict=False)]
         self._first = np.concatenate([[0], *firsts]).astype(np.int64)
         number = {s: i for i, s in enumerate(suffixes)}
-        kinds = [np.asarray([number[s] for s in i.suffixes], np.int16)[i.suffix] for i in indices]
+        kinds = [np.asarray([number[s] for s in i.suffixes], np.int32)[i.suffix] for i in indices]
         self._suffix = np.concatenate(kinds)
         self._offset = np.concatenate([index.offset for index in indices])
         self._size = np.concatenate([index.size for index in indices])

@@ -48,7 +48,7 @@ class TarIndex:
     state: tuple[int, int, str]
     keys: Names
     first: Ints
-    suffix: np.ndarray[Any, np.dtype[np.int16]]
+    suffix: np.ndarray[Any, np.dtype[np.int32]]
     offset: Ints
     size: Ints
     suffixes: list[str]
@@ -68,7 +68,7 @@ class TarIndex:
             state,
             Names.of(keys),
             np.asarray([*first, len(members)], dtype=np.int64),
-            np.asarray([number[suffix] for _, suffix, _, _ in members], dtype=np.int16),
+            np.asarray([number[suffix] for _, suffix, _, _ in members], dtype=np.int32),
             np.asarray([offset for _, _, offset, _ in members], dtype=np.int64),
             np.asarray([size for _, _, _, size in members], dtype=np.int64),
             suffixes,
