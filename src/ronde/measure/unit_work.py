@@ -99,7 +99,8 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
         elif "rnn" in name:  # torch's own counter does not know recurrent layers
             weights = [t for t in tensors_in(args[1:5]) if t.dim() == 2]
-            flops = 2.0 * args[0].shape[0] * args[0].shape[1] * sum(t.numel() for t in weights)
+            rows = args[0].numel() // args[0].shape[-1]  # of packed sequences too
+            flops = 2.0 * rows * sum(t.numel() for t in weights)
         work.flops += flops
         if self._inside:
             return
