@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -38,6 +41,26 @@ def test_a_slow_driver_is_told_until_it_has_places(tmp_path, monkeypatch, capfd)
     engine.close()
     assert engine.hosts == [Host("a", 2)]
     assert len(said) > 1 and all(line.startswith("ronde: Ray is starting, for ") for line in said)
+
+
+def test_a_relay_ends_when_its_place_is_lost():
+    """Though nothing is sent there any more, which would fail."""
+    ends, relay = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server, relay:
+        node = socket.create_connection(server.getsockname())
+        link, _ = server.accept()
+        places = SimpleNamespace(links={0: link}, streams={0: link.makefile("rb")})
+        system = SimpleNamespace(environment=lambda _: {}, lost=lambda _: "node 3 is gone")
+        threading.Thread(target=driver._join, args=(ends, places, system), daemon=True).start()
+        del ends, link
+        relay.sendall(json.dumps({"place": 0, "argv": ["x"]}).encode() + b"\n")
+        assert json.loads(node.makefile("rb").readline())["argv"] == ["x"]
+        node.shutdown(socket.SHUT_RDWR)
+        node.close()
+        relay.settimeout(60)
+        assert relay.makefile("rb").read() == b"\nronde lost it: node 3 is gone\n"
+    printed = "ronde lost it: node 3 is gone\nTraceback: broken pipe"
+    assert driver.Driven.meaning(SimpleNamespace(), Host("a"), 255, printed) == "node 3 is gone"
 
 
 class Here:

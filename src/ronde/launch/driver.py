@@ -96,8 +96,8 @@ class Driven(Engine):
 
     def meaning(self, host: Host, status: int, printed: str) -> str:
         """What the system said about a place that it lost."""
-        last = next(reversed(printed.splitlines()), "")
-        return last.removeprefix(_WHY) if last.startswith(_WHY) else ""
+        lines = reversed(printed.splitlines())
+        return next((line.removeprefix(_WHY) for line in lines if line.startswith(_WHY)), "")
 
     def close(self) -> None:
         """Give the places back."""
@@ -201,7 +201,7 @@ def _join(relay: socket.socket, places: _Places, system: System) -> None:
             link.sendall(json.dumps(order).encode() + b"\n")
             while data := stream.read1(1 << 16):  # type: ignore[attr-defined]
                 link.sendall(data)
-        over.set()
+            over.set()
         with contextlib.suppress(OSError):
             link.shutdown(socket.SHUT_WR)
 
@@ -215,6 +215,8 @@ def _join(relay: socket.socket, places: _Places, system: System) -> None:
             with contextlib.suppress(OSError):
                 relay.sendall(f"\n{_WHY}{why}\n".encode())
             break
+    with contextlib.suppress(OSError):
+        relay.shutdown(socket.SHUT_RDWR)  # the thread that feeds still has it open
     relay.close()
 
 

@@ -93,9 +93,10 @@ def _relay(path: str, place: str, argv: list[str]) -> None:
     link.sendall(json.dumps({"place": int(place), "argv": argv}).encode() + b"\n")
 
     def feed() -> None:
-        while data := os.read(0, _PART):
-            link.sendall(data)
-        link.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):  # the place is lost: its end says so
+            while data := os.read(0, _PART):
+                link.sendall(data)
+            link.shutdown(socket.SHUT_WR)
 
     threading.Thread(target=feed, daemon=True).start()
     while data := link.recv(_PART):
