@@ -10,7 +10,7 @@ import textwrap
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.world import PlanError, World
@@ -109,6 +109,9 @@ def main() -> None:
                         f"dim {dim}, form {k}: {textwrap.dedent(inspect.getsource(form)).strip()}"
                     )
     assert written >= 10, written
+    undivided = distribute_tensor(start.clone(), mesh, [Replicate()])
+    undivided.index_fill_(0, torch.tensor([1, 4]), 3.0)  # nothing is lost of it
+    assert torch.equal(undivided.full_tensor(), start.index_fill(0, torch.tensor([1, 4]), 3.0))
     assert not wrong, "\n".join(wrong)
     dist.destroy_process_group()
 

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ronde.world import PlanError, World
 from ronde.world.rendezvous import Rendezvous, rendezvous
@@ -172,9 +172,14 @@ def _set_data(self: DTensor, value: torch.Tensor) -> None:
     self._local_tensor.copy_(value.redistribute(placements=self.placements)._local_tensor)
 
 
+@torch.no_grad()
 def _refuse_write(op: Any, args: Any, kwargs: Any) -> Any:
-    _refuse_mix(args[0], op)
-    raise _lost(op)
+    into, *others = args
+    _refuse_mix(into, op)
+    if not all(isinstance(p, Whole) for p in into.placements):
+        raise _lost(op)
+    op(into._local_tensor, *tree_map(_whole, others), **tree_map(_whole, kwargs))
+    return into
 
 
 def _lost(op: Any) -> PlanError:
