@@ -258,6 +258,7 @@ def refused(folder: Path) -> None:
             "replaced": lambda: setattr(kept, "steps", 1),
             "ranks": lambda: by_rank("mine", run.rank),
             "ranks' tensors": lambda: by_rank("noise", torch.full((3,), float(run.rank))),
+            "ranks' order": lambda: by_rank("names", [*"abcde", *("fg", "gf")[run.rank]]),
             "one rank's": lambda: by_rank(f"only{run.rank}", 1),
             "later": lambda: (setattr(kept, "a", object()), run.save()),
             "best": lambda: begin("replicate", folder, False, keep_best="mim:loss"),

@@ -190,6 +190,7 @@ REFUSED = {
     "replaced": "cannot be replaced by assignment",
     "ranks": "The ranks disagree on the registered 'mine' in run.save(): rank 0: 0; rank 1: 1",
     "ranks' tensors": "The ranks disagree on the registered 'noise'",
+    "ranks' order": "on the registered 'names' in run.save(): rank 0: 'f', 'g'; rank 1: 'g', 'f'",
     "one rank's": "'only0' in run.save(): rank 0: 1; rank 1: nothing",
     "later": "rank 0: run.register(a=…): 'a' is of type object",
     "best": "keep_best='mim:loss': expected the name of a metric",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -59,14 +60,17 @@ def _is_of_names(value: Any) -> bool:
 
 
 def _without_common(lists: list[list[str]]) -> dict[str, list[int]]:
-    """What each list has and not all others, shown -> ranks; their beginnings, if all have the same
-    in another order.
+    """What each list has and not all others, shown -> ranks; what follows their common beginning,
+    if all have the same in another order.
     """
-    common = set[str]() if len(set(map(frozenset, lists))) == 1 else set(lists[0])
-    common = common.intersection(*lists)
+    common = set(lists[0]).intersection(*lists)
+    start = None
+    if len(set(map(frozenset, lists))) == 1:
+        common, places = set(), enumerate(itertools.zip_longest(*lists))
+        start = next(i for i, names in places if len(set(names)) > 1)
     values: dict[str, list[int]] = {}
     for rank, each in enumerate(lists):
-        own = [name for name in each if name not in common]
+        own = [name for name in each[start:] if name not in common]
         more = f" and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
         shown = ", ".join(map(repr, own[:_SHOWN])) + more
         values.setdefault(shown or "none", []).append(rank)
