@@ -117,6 +117,7 @@ def test_a_gap_that_the_same_arm_shows_against_itself_is_no_verdict():
     ]
     found = judge(seen(wild, STAGES))
     assert "differs from itself" in found["refused"]
+    assert ". Stop other programs; more rounds may settle it" in found["refused"]
     assert not found["healthy"] and found["cause"] is None
     assert remedies(found, Facts(1, 2, "processes", 8)) == []
 

@@ -693,7 +693,7 @@ def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
         return None
     return (
         f"the gap is {100 * gap:.0f} points, give or take {100 * j.half:.0f}: too uncertain to "
-        f"call it {'healthy' if healthy else 'a gap'}. stop other programs; more "
+        f"call it {'healthy' if healthy else 'a gap'}. Stop other programs; more "
         "rounds may settle it (--rounds, --seconds)"
     )
 
@@ -723,5 +723,5 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
         )
     return (
         f"the {arm} arm differs from itself by {100 * differs[arm]:.0f} points, {what}. "
-        "stop other programs; more rounds may settle it (--rounds, --seconds)"
+        "Stop other programs; more rounds may settle it (--rounds, --seconds)"
     )
