@@ -251,9 +251,10 @@ def test_a_tensor_that_the_loss_sets_is_put_back():
 
 
 @pytest.mark.parametrize("steps", [False, True])
-def test_counters_and_scripted_parts_are_put_back(steps):
+def test_counters_and_scripted_or_quantized_parts_are_put_back(steps):
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2)).eval())
     model.seen = Counter(pairs=2)
+    model.register_buffer("codes", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
     with SavedState(model, steps=steps):
         model.train()
         model(draw(4, 2))
@@ -261,3 +262,4 @@ def test_counters_and_scripted_parts_are_put_back(steps):
     assert model.training and not model[1].training
     assert not model[1].running_mean.any()
     assert model.seen == Counter(pairs=2)
+    assert model.codes.dequantize().tolist() == [1, 1]

@@ -135,6 +135,8 @@ class SavedState:
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if {type(a), type(b)} - {torch.Tensor, nn.Parameter} or a.layout != torch.strided:
         return False
+    if a.is_quantized or a.is_nested or a.is_conj():  # whose bytes cannot be viewed
+        return False
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     flat = [t.to(a.device).contiguous().reshape(-1) for t in (a, b)]
