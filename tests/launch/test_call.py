@@ -28,6 +28,13 @@ def train(rate, seed=0):
     return run.rank, run.world_size, model.weight.detach().clone()
 
 
+def finds(name):
+    import importlib.util
+
+    spec = importlib.util.find_spec(name)
+    return spec and spec.origin
+
+
 def fails(rank):
     if ronde.world().rank == rank:
         raise KeyError("on purpose")
@@ -46,6 +53,7 @@ def waits(path):
 alone = train(0.1, 3)
 found = ronde.launch(train, (0.1,), {"seed": 3}, workers=2)
 assert [f[:2] for f in found] == [(0, 2), (1, 2)]
+assert ronde.launch(finds, ("hang_watch",), workers=1) == [None]  # Ronde's own, in its folder
 for _, _, weight in found:
     torch.testing.assert_close(weight, alone[2], rtol=0, atol=1e-12)
 try:

@@ -131,6 +131,7 @@ def _write(path: Path, value: Any) -> None:
 def main() -> None:
     """On each worker: call what the folder on the command line holds, and write the result."""
     place, rank = Path(sys.argv[1]), os.environ["RANK"]
+    del sys.path[0]  # this file's folder: its tensorflow.py is not the package of that name
     known = set(sys.path)
     sys.path += [p for p in (place / "path").read_text().split("\n") if p not in known]
     call = (place / "call").read_bytes()
