@@ -683,9 +683,7 @@ class Shard(Replicate):
         total = torch.zeros((), dtype=self._payload.dtype, device=self.me.device)
         add_squares(total, gradients)
         factor = (max_norm / (total.sqrt() + 1e-6)).clamp(max=1.0)
-        parts = [local_part(g) for g in gradients]
-        for device in {part.device for part in parts}:  # offload: some wait in the host's memory
-            scale_tensors([part for part in parts if part.device == device], factor.to(device))
+        scale_tensors([local_part(g) for g in gradients], factor)
 
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""

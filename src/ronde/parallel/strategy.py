@@ -301,10 +301,11 @@ def part_gradients(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def scale_tensors(dense: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors by a 0-d tensor, in place, each in its own type."""
-    if dense:
-        one_type = all(g.dtype == dense[0].dtype for g in dense)
-        torch._foreach_mul_(dense, factor.to(dense[0].dtype) if one_type else factor)
+    """Multiply tensors by a 0-d tensor, in place, each in its own type, and where it is."""
+    for device in {g.device for g in dense}:  # offload: some wait in the host's memory
+        here = [g for g in dense if g.device == device]
+        one_type = all(g.dtype == here[0].dtype for g in here)
+        torch._foreach_mul_(here, factor.to(device, here[0].dtype if one_type else None))
 
 
 def scale_gradients(parameters: list[torch.nn.Parameter], factor: torch.Tensor) -> None:
