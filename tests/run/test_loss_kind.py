@@ -263,3 +263,9 @@ def test_counters_and_scripted_or_quantized_parts_are_put_back(steps):
     assert not model[1].running_mean.any()
     assert model.seen == Counter(pairs=2)
     assert model.codes.dequantize().tolist() == [1, 1]
+
+
+def test_nothing_of_a_librarys_module_is_put_back(monkeypatch):
+    with SavedState(np.array, steps=True):  # whose object is NumPy's own module
+        monkeypatch.setattr(np.array.__self__, "met", 1, raising=False)
+    assert np.array.__self__.met == 1

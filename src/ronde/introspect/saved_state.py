@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
 import numpy as np
@@ -205,7 +205,9 @@ class _Copy:
 
 
 def _has_attributes(owner: Any) -> bool:
-    return isinstance(getattr(owner, "__dict__", None), dict)
+    # a library's own function has its module for an object
+    attributes = getattr(owner, "__dict__", None)
+    return isinstance(attributes, dict) and not isinstance(owner, ModuleType)
 
 
 class _Attributes:
