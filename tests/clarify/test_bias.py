@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import math
@@ -281,8 +282,9 @@ def test_labels_and_predictions_of_every_type(tmp_path: Path) -> None:
     }  # fmt: skip
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     pa.csv.write_csv(pa.table(columns), tmp_path / "t.csv")
+    (tmp_path / "t.csv.gz").write_bytes(gzip.compress((tmp_path / "t.csv").read_bytes()))
     found = []
-    for file in ("t.parquet", "t.csv"):
+    for file in ("t.parquet", "t.csv", "t.csv.gz"):
         for label, prediction in (
             ("y", "p"),
             ("y", "pb"),

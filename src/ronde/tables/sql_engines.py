@@ -16,6 +16,7 @@ from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.paths import files_of, is_remote, need, need_java
 
 _SUFFIXES = (".parquet", ".pq", ".csv")
+_CSV = (".csv", ".csv.gz", ".csv.zst")
 
 NAIVE, ZONED = "naive", "zoned"  # times without and with a time zone
 
@@ -100,7 +101,7 @@ class DuckDBSql:
             files = _files(os.fspath(source), owner)
             listed = self.view(name, files, owner)
             sql = f"SELECT DISTINCT name FROM parquet_schema([{listed}])"
-            is_csv = files[0].lower().endswith(".csv")
+            is_csv = files[0].lower().endswith(_CSV)
             names = None if is_csv else [row[0] for row in self.rows(sql, owner)]
         else:
             try:
@@ -123,7 +124,7 @@ class DuckDBSql:
         if not is_remote(files[0]):  # a bracket in a file's name is no pattern
             files = [re.sub(r"[\[*?]", r"[\g<0>]", file) for file in files]
         listed = ", ".join(self.literal(file) for file in files)
-        reader = "read_csv" if files[0].lower().endswith(".csv") else "read_parquet"
+        reader = "read_csv" if files[0].lower().endswith(_CSV) else "read_parquet"
         # A folder called month=01 must not override the column month of its files.
         options = "union_by_name = true, hive_partitioning = false"
         self.run(
