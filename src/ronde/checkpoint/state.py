@@ -201,7 +201,7 @@ def optimizer_pieces(
 def join_optimizer(
     recorded: Sequence[Sequence[str]], everyone: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Join all workers' parts to one optimizer, as :func:`load_optimizer` reads it.
+    """Join all workers' parts to one optimizer, as :func:`optimizer_wants` reads it.
 
     Args:
         recorded: the script's own groups.
