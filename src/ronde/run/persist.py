@@ -286,11 +286,7 @@ def _check(run: Parts, saved: Mapping[str, Any]) -> None:
             "another training"
         )
     if "batch_schedule" in saved:
-        raise CheckpointError(
-            "the checkpoint cannot be continued: its run grew the batch by run.grow_batch(), which "
-            "this version lacks. Start a new run with init= the checkpoint's path, which keeps its "
-            "weights."
-        )
+        raise _refuse("its run grew the batch by run.grow_batch(), which this version lacks")
     drew = was.get("randomness", "worker")
     if drew != run.plan.randomness:
         run.warn(
