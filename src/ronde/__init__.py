@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 # The function takes the name of the room it lives in: ronde.world() is who this worker is.
 from ronde.world import (
+    VERSION,
     ArgumentError,
     CheckpointError,
     FeedError,
@@ -23,7 +24,6 @@ from ronde.world import (
     WorldError,
     world,
 )
-from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
     from ronde import algorithms, feed

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 
 from processes import TESTS
-from ronde.world.version import VERSION
+from ronde.world import VERSION
 
 SOURCE = TESTS.parent / "src" / "ronde"
 ROOMS = sorted(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists())

@@ -28,9 +28,8 @@ from ronde.watch import (
     Watcher,
     choose_display,
 )
-from ronde.world import CheckpointError, World
+from ronde.world import VERSION, CheckpointError, World
 from ronde.world.consensus import broadcast_json
-from ronde.world.version import VERSION
 
 __all__ = ["BoostingRecord"]
 

@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 
 from ronde.cli.options import Group, option, tidy
-from ronde.world import RondeError
-from ronde.world.version import VERSION
+from ronde.world import VERSION, RondeError
 
 app = typer.Typer(
     name="ronde",

@@ -7,7 +7,7 @@ import platform
 import socket
 
 from ronde.watch import SCHEMA_VERSION, Ended, Record, RunDir, Started, summarise
-from ronde.world.version import VERSION
+from ronde.world import VERSION
 
 __all__ = ["record_end", "record_start"]
 

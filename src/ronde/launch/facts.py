@@ -17,11 +17,10 @@ import psutil
 
 from ronde.launch.engine import Host
 from ronde.launch.node import devices
-from ronde.world import ArgumentError, usable_cores
+from ronde.world import VERSION, ArgumentError, usable_cores
 from ronde.world.network import addresses
 from ronde.world.paths import find_module
 from ronde.world.processes import memory_root
-from ronde.world.version import VERSION
 
 __all__ = ["Facts", "collect", "differences", "digest_of", "notes", "share", "aligned"]
 

@@ -20,9 +20,8 @@ from torch import nn
 
 from ronde.run.parts import Parts
 from ronde.watch import SCHEMA_VERSION, RunDir, Started
-from ronde.world import World
+from ronde.world import VERSION, World
 from ronde.world.consensus import gather_json
-from ronde.world.version import VERSION
 
 if TYPE_CHECKING:
     from ronde.watch.sinks import Sending

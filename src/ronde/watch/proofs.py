@@ -19,7 +19,7 @@ from typing import Any
 
 from ronde.plan import Plan
 from ronde.watch.run_dir import script_stem
-from ronde.world.version import VERSION
+from ronde.world import VERSION
 from ronde.world.whole_file import write_answer
 
 __all__ = ["Proof", "digests_of", "keep_proofs", "kept_proofs", "plan_kind", "smallest_like"]

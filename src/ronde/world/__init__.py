@@ -21,6 +21,7 @@ from ronde.world.launchers import LAUNCHERS, Identity, identify
 
 __all__ = [
     "LAUNCHERS",
+    "VERSION",
     "ArgumentError",
     "CheckpointError",
     "FeedError",
@@ -37,3 +38,6 @@ __all__ = [
     "usable_cores",
     "world",
 ]
+
+VERSION = "0.1.0"
+"""Ronde's version: here because the public package stands above every room."""
