@@ -329,8 +329,7 @@ def _verdict(
     parameters = work.model.named_parameters()
     reads = Reads({id(p): name for name, p in parameters if isinstance(p, DTensor)})
     try:
-        with reads:
-            return {"bad": _disagreements(work.model, run, whole, mesh, partials)}
+        return {"bad": _disagreements(work.model, run, whole, mesh, partials, reads)}
     except torch.OutOfMemoryError:
         raise
     except _FAILURES as error:
@@ -339,13 +338,18 @@ def _verdict(
 
 
 def _disagreements(
-    model: nn.Module, run: Any, whole: DivisibleBlocks, mesh: DeviceMesh, partials: frozenset[str]
+    model: nn.Module,
+    run: Any,
+    whole: DivisibleBlocks,
+    mesh: DeviceMesh,
+    partials: frozenset[str],
+    reads: Reads,
 ) -> list[str]:
     """Parameters whose gradient on the sample is not the whole model's; ``""`` for the loss.
 
     Compares sums and sums of squares, so that no whole gradient is exchanged.
     """
-    with quiet(model):
+    with quiet(model), reads:  # putting the model back reads no weight
         loss = run()
         named = list(model.named_parameters())
         grads = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
