@@ -209,23 +209,21 @@ def test_the_planted_word_and_patch_are_the_strongest(
     kind = "token" if world is TEXT else "patch"
     best = int(np.abs(values).mean(axis=0).argmax())
     assert f"{kind} {best} moves the output most" in (tmp_path / "e.html").read_text()
+    vocabulary = {f"word{i}": i for i in range(30)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary)).save(str(tmp_path / "t.json"))
+    told = ["clarify", "explain", *options, *files, "--tokenizer"]
+    done = ronde_run([*told, "t.json"], tmp_path)
     if world is TEXT:
-        texts = {f"word{i}": i for i in range(30)}
-        tokenizers.Tokenizer(tokenizers.models.WordLevel(texts)).save(str(tmp_path / "t.json"))
-        done = ronde_run(
-            ["clarify", "explain", *options, *files, "--tokenizer", "t.json"], tmp_path
-        )
         assert done.returncode == 0, done.stdout + done.stderr
         texts = json.loads((tmp_path / "e.json").read_text())
         assert texts["gap"] < 1e-9 and set(texts["names"]) == {f"word{i}" for i in set(rows.flat)}
         found = np.array(texts["values"])[:, [texts["names"].index(w) for w in ("word3", "word7")]]
         expected = [[v, 0] if i % 2 == 0 else [0, v] for i, v in enumerate(strongest)]
         assert np.allclose(found, expected, atol=1e-12)
-        (tmp_path / "t.json").write_text("{}")
-    wrong = ronde_run(["clarify", "explain", *options, "--tokenizer", "t.json"], tmp_path)
-    refused = (
-        "--tokenizer t.json: "
-        if world is TEXT
-        else "--tokenizer is for tokens: this model's values are of each patch"
-    )
-    assert wrong.returncode == 2 and refused in wrong.stderr, wrong.stderr
+    else:
+        refused = "--tokenizer is for tokens: this model's values are of each patch"
+        assert done.returncode == 2 and refused in done.stderr, done.stderr
+    (tmp_path / "bad.json").write_text("{}")
+    for file in ("bad.json", "missing.json"):
+        done = ronde_run([*told, file], tmp_path)
+        assert done.returncode == 2 and f"--tokenizer {file}: " in done.stderr, done.stderr

@@ -19,7 +19,13 @@ from ronde.parallel import Work
 from ronde.world import ArgumentError, RondeError
 from ronde.world.paths import need
 
-__all__ = ["by_text", "explain_trees", "install_explainer", "integrated_gradients"]
+__all__ = [
+    "by_text",
+    "explain_trees",
+    "install_explainer",
+    "integrated_gradients",
+    "read_tokenizer",
+]
 
 _PATCHES = 7  # of an image's side
 
@@ -118,27 +124,35 @@ def explanation_values(
     }
 
 
-def by_text(values: dict[str, Any], tokenizer: Path) -> dict[str, Any]:
+def read_tokenizer(path: Path) -> Any:
+    """The vocabulary of a ``tokenizer.json``, or of the folder that holds it.
+
+    Raises:
+        ArgumentError: the file is no tokenizer, or the package is not installed.
+    """
+    need("tokenizers", "finetune", "--tokenizer")
+    from tokenizers import Tokenizer
+
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no other class
+        raise ArgumentError(f"--tokenizer {file}: {error}") from None
+
+
+def by_text(values: dict[str, Any], vocabulary: Any) -> dict[str, Any]:
     """An explanation of tokens by their texts: values of the same text in a row are added.
 
     Args:
         values: of :func:`explain_rows`.
-        tokenizer: a ``tokenizer.json``, or the folder that holds it.
+        vocabulary: of :func:`read_tokenizer`.
 
     Raises:
-        ArgumentError: the model takes no tokens, or the file is no tokenizer.
+        ArgumentError: the model takes no tokens.
     """
     if "tokens" not in values:
         kind = values["kind"]
         raise ArgumentError(f"--tokenizer is for tokens: this model's values are of each {kind}.")
-    need("tokenizers", "finetune", "--tokenizer")
-    from tokenizers import Tokenizer
-
-    file = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
-    try:
-        vocabulary = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises no other class
-        raise ArgumentError(f"--tokenizer {file}: {error}") from None
     texts = [[vocabulary.id_to_token(i) or str(i) for i in row] for row in values["tokens"]]
     names = list(dict.fromkeys(text for row in texts for text in row))
     place = {text: i for i, text in enumerate(names)}

@@ -66,14 +66,19 @@ def register_explain(app: typer.Typer) -> None:
     ) -> None:
         if method not in _METHODS:
             raise ArgumentError(f"--method {method}: expected {', '.join(_METHODS)}.")
+        vocabulary = None
+        if tokenizer:  # first: a wrong file is told at once
+            from ronde.clarify.explain import read_tokenizer
+
+            vocabulary = read_tokenizer(tokenizer)
         if method == "trees":
             values = _trees(run, data, rows)
         else:
             values = _run(folder, run, data, method, rows, output, budget)
-        if tokenizer:
+        if vocabulary is not None:
             from ronde.clarify.explain import by_text
 
-            values = by_text(values, tokenizer)
+            values = by_text(values, vocabulary)
         _show(values)
         if json_file:
             write_json(json_file, values)
