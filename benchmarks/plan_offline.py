@@ -31,7 +31,7 @@ from ronde import ArgumentError
 from ronde.plan import Plan
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs, LinearCost, Unit
-from ronde.predict.datasheets import Device, cluster_of, device_named, pass_seconds
+from ronde.predict.datasheets import cluster_of, device_named
 from ronde.predict.predict import predict
 from ronde.predict.prediction import Prediction
 
@@ -88,7 +88,7 @@ def runtime_of(row: dict[str, str]) -> Runtime:
     return dataclasses.replace(found, fused=True, scores=0.0) if row.get("fused") else found
 
 
-def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
+def transformer(row: dict[str, str], batch: int) -> Costs:
     """A decoder by its sizes, as a model's own units would be counted: embedding, blocks, head."""
     layers, hidden, heads, sequence = (
         int(row[k]) for k in ("layers", "hidden", "heads", "seq_len")
@@ -112,13 +112,8 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
     divided += 2.0 * runs.scores * scores
     kept = 10.0 * tokens, 24.0 * tokens + (0.0 if runs.fused else 5.0 * scores)
     # Selective recomputation: Korthikanti et al. 2022 keep all but the attention's core; torchtitan
-    # keeps attention's result and every second matrix product's, and computes the rest again.
+    # keeps attention's result and every second matrix product's.
     per_op = row["framework"].startswith("torchtitan")
-    again = (
-        pass_seconds(device, block * sequence, shared + divided)
-        if per_op
-        else pass_seconds(device, attention, 2.0 * runs.scores * scores)
-    )
     selective = (15.0 if per_op else 34.0) * tokens
     message = LinearCost(0, 2.0 * tokens)
     sent = message.times(1 / int(row["tp"] or 1)) if runs.sends else message
@@ -148,7 +143,6 @@ def transformer(row: dict[str, str], device: Device, batch: int) -> Costs:
             selective_saved_bytes=LinearCost(0, selective),
             selective_forward_bytes=LinearCost(0, 8.0 * tokens),
             selective_backward_bytes=LinearCost(0, 8.0 * tokens + sum(kept) - selective),
-            selective_seconds=LinearCost(0, again),
             full_saved_bytes=message,
             full_forward_bytes=LinearCost(0, 8.0 * tokens),
             full_backward_bytes=LinearCost(0, 6.0 * tokens + sum(kept)),
@@ -293,7 +287,7 @@ def case_of(row: dict[str, str]) -> tuple[Plan, Costs, Cluster] | str:
     per_node = min(per_node, count)
     nodes = math.ceil(count / per_node)
     cluster = cluster_of(device.name, nodes, per_node, network=float(row.get("net") or 0))
-    return plan_of(row, batch), transformer(row, device, batch), cluster
+    return plan_of(row, batch), transformer(row, batch), cluster
 
 
 def predicted(row: dict[str, str]) -> tuple[Prediction, float | None] | str:

@@ -27,7 +27,6 @@ from ronde.measure.model_units import LOSS, ModelUnit, UnitProbe, find_chain
 from ronde.measure.stand_in import refers_to, standing_in, tensor_maker, untouched
 from ronde.measure.storage_ledger import Ledger, bytes_of, storages
 from ronde.measure.unit_work import UnitWork, WorkCounter
-from ronde.parallel.batchnorm import normalizes_batch
 from ronde.parallel.optimizer_coupling import ways_refused
 from ronde.parallel.recompute import applied, large_children, repeated_blocks
 from ronde.predict import Costs, LinearCost, Unit
@@ -171,7 +170,6 @@ def _units(
     model: nn.Module, memory: MemoryAccount, state: Mapping[str, int], flops_size: int
 ) -> tuple[Unit, ...]:
     parameters = dict(model.named_parameters())
-    modules = dict(model.named_modules(remove_duplicate=False))
     lines: dict[str, list[Any]] = {f"{kind}_bytes": memory.lines(kind) for kind in _KINDS}
     lines |= {
         f"{level}_{name}_bytes": memory.lines(kind, level)
@@ -183,7 +181,6 @@ def _units(
     for i, link in enumerate(memory.chain):
         own = [parameters[name] for name in memory.parameters[i]]
         trained = tuple(bytes_of(p) for p in own if p.requires_grad)
-        inner = modules[link.name].modules() if link.name in modules else ()
         units.append(
             Unit(
                 name=link.name,
@@ -203,7 +200,6 @@ def _units(
                 tied=tuple(sorted(memory.shared[i])),
                 tied_bytes=sum(bytes_of(parameters[name]) for name in memory.shared[i]),
                 tied_grad_bytes=memory.sizes[flops_size][i].late_gradient,
-                batchnorm=any(normalizes_batch(m) for m in inner),
                 block=memory.block(link.name),
                 recomputed=any(_overlap(link.name, b) for b in memory.recomputed),
                 **{name: fits[i] for name, fits in lines.items()},

@@ -7,10 +7,16 @@ reads them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from ronde.plan.plan import Plan
+
+Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,6 @@ class Unit:
             divide; 0 where it has no recognised attention or MLP block.
         tensor_reduce_bytes: bytes all-reduced per forward pass of one micro-batch if it is tensor
             parallel; as much backward. tensor_reduces: in how many messages.
-        batchnorm: whether it normalises over the batch.
         forward_transient_bytes, backward_transient_bytes: most that each pass needs for a moment
             beside that; the gradients that the backward pass leaves behind are not in it.
         tied_grad_bytes: gradients it leaves behind for parameters that an earlier unit owns.
@@ -70,8 +75,6 @@ class Unit:
             ``recompute="selective"``, where ``Costs.again`` names it.
         full_saved_bytes, full_forward_bytes, full_backward_bytes: the same under
             ``recompute="full"``.
-        selective_seconds: what that adds to its backward pass, for costs that were not measured as
-            a whole (``Costs.again_seconds``).
         tensor_bytes: of each of them, in the order of the tree; empty where not known.
         tensor_time: share of its time that tensor parallelism divides.
         tensor_saved_bytes, tensor_forward_bytes, tensor_backward_bytes: ``saved_bytes`` and the
@@ -105,13 +108,11 @@ class Unit:
     tied: tuple[str, ...] = ()
     tensor: float = 0.0
     tensor_reduce_bytes: LinearCost = LinearCost()
-    batchnorm: bool = False
     forward_transient_bytes: LinearCost = LinearCost()
     backward_transient_bytes: LinearCost = LinearCost()
     tied_grad_bytes: int = 0
     tied_bytes: int = 0
     selective_saved_bytes: LinearCost = LinearCost()
-    selective_seconds: LinearCost = LinearCost()
     tensor_bytes: tuple[int, ...] = ()
     selective_forward_bytes: LinearCost = LinearCost()
     selective_backward_bytes: LinearCost = LinearCost()
@@ -130,6 +131,26 @@ class Unit:
     moved_bytes: LinearCost = LinearCost()
     tensor_moved_bytes: LinearCost = LinearCost()
     tensor_reduces: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Parameters that several units share.
+
+    Attributes:
+        units: which, in order; the first one's bytes count them.
+        parameter_bytes, trainable_bytes, optimizer_bytes: of what is shared.
+    """
+
+    units: tuple[int, ...]
+    parameter_bytes: float
+    trainable_bytes: float
+    optimizer_bytes: float
+
+    def times(self, part: float) -> Tie:
+        """The part that one of the tensor-parallel workers has."""
+        sizes = self.parameter_bytes, self.trainable_bytes, self.optimizer_bytes
+        return Tie(self.units, *(size * part for size in sizes))
 
 
 @dataclass(frozen=True)
@@ -166,6 +187,8 @@ class Costs:
             measured.
         refused: what cannot carry this model or its optimizer out (``"pipeline"``, ``"tensor"``,
             ``"looped"``, ``"shard=optimizer"``, …) -> why: plans with it are not looked at.
+        sends_block: whether a send ends before the next pass begins, as in Megatron-LM: nothing
+            that was sent or received is held twice. Ronde's own pipelines send beside it.
     """
 
     units: tuple[Unit, ...]
@@ -191,6 +214,49 @@ class Costs:
     refused: dict[str, str] = field(default_factory=dict)
     sends_block: bool = False
 
+    @functools.cached_property
+    def arrays(self) -> dict[str, Array]:
+        """Every number of the units, by field: one for each unit, and of a line its fixed and its
+        per-sample part in two rows.
+        """
+        arrays = {}
+        for each in dataclasses.fields(Unit):
+            values = [getattr(unit, each.name) for unit in self.units]
+            if each.type == "LinearCost":
+                lines = [(line.fixed, line.per_sample) for line in values]
+                arrays[each.name] = np.array(lines, dtype=float).T
+            elif each.type in ("int", "float", "bool"):
+                arrays[each.name] = np.array(values, dtype=float)
+        return arrays
+
+    @functools.cached_property
+    def blocks(self) -> npt.NDArray[np.intp]:
+        """Each unit's block as a number; -1 for those in none."""
+        numbers: list[int] = []
+        last = -1
+        for i, unit in enumerate(self.units):
+            if unit.block and (not i or unit.block != self.units[i - 1].block):
+                last += 1
+            numbers.append(last if unit.block else -1)
+        return np.array(numbers, dtype=np.intp)
+
+    @functools.cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """What units share, one tie for each set of units."""
+        where: dict[str, list[int]] = {}
+        for i, unit in enumerate(self.units):
+            for name in unit.tied:
+                where.setdefault(name, []).append(i)
+        ties = []
+        for shared in dict.fromkeys(tuple(w) for w in where.values() if len(w) > 1):
+            first = self.units[shared[0]]
+            known = [self.units[i].tied_bytes for i in shared if self.units[i].tied_bytes]
+            size = float(min(known or [first.parameter_bytes]))
+            part = size / first.parameter_bytes if first.parameter_bytes else 0.0
+            sizes = size, first.trainable_bytes * part, first.optimizer_bytes * part
+            ties.append(Tie(shared, *sizes))
+        return tuple(ties)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return dataclasses.asdict(self)
@@ -198,24 +264,19 @@ class Costs:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Costs:
         """Build from :meth:`to_dict`."""
-        units = []
-        for unit in values["units"]:
-            made: dict[str, Any] = {
-                k: LinearCost(**v)
-                if isinstance(v, dict)
-                else tuple(v)
-                if isinstance(v, list)
-                else v
-                for k, v in unit.items()
-            }
-            units.append(Unit(**made))
+
+        def read(value: Any) -> Any:
+            if isinstance(value, list):
+                return tuple(value)
+            return LinearCost(**value) if isinstance(value, dict) else value
+
+        units = tuple(Unit(**{k: read(v) for k, v in unit.items()}) for unit in values["units"])
         rest: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k != "units"
+            k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
         }
-        rest["again_seconds"] = {
-            level: LinearCost(**line) for level, line in (values.get("again_seconds") or {}).items()
-        }
-        return cls(units=tuple(units), **rest)
+        rest["again_seconds"] = {k: read(v) for k, v in (rest.get("again_seconds") or {}).items()}
+        rest["units"] = units
+        return cls(**rest)
 
 
 def not_counted(plan: Plan, costs: Costs) -> str | None:

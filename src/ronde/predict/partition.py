@@ -16,8 +16,8 @@ import numpy as np
 
 from ronde.plan.plan import Schedule
 from ronde.plan.schedules import in_flight, worker_of
-from ronde.predict.costs import Costs
-from ronde.predict.unit_arrays import Array, Chain, chain
+from ronde.predict.costs import Array, Costs
+from ronde.predict.unit_arrays import Chain, chain
 from ronde.world import ArgumentError
 
 ALPHA = {"speed": 0.2, "memory": 0.8}

@@ -8,9 +8,10 @@ from collections import deque
 import numpy as np
 
 from ronde.plan.schedules import actions, in_flight
+from ronde.predict.costs import Array
 from ronde.predict.plan_setup import BUCKET_BYTES, FIRST_BUCKET_BYTES, PlanSetup
 from ronde.predict.prediction import KINDS, StageRow
-from ronde.predict.unit_arrays import Array, Stages, by_worker, edges, holders, stage_arrays, within
+from ronde.predict.unit_arrays import Stages, edges, holders, stage_arrays, within
 
 _PENDING_SENDS = 256  # sends that the pipeline's runtime keeps open
 
@@ -313,13 +314,13 @@ class PeakMemory:
         returns = np.concatenate([stages.back_bytes[1:], [0.0]])
         buffers = flight * arrives + returns
         states = {"parameters": parameters, "optimizer": optimizer, "buffers": stages.buffers}
-        each = {kind: by_worker(values, stages, workers) for kind, values in states.items()}
+        each = {kind: stages.by_worker(values) for kind, values in states.items()}
         inputs = (
             self.setup.costs.input_bytes * self.setup.share
         )  # every worker reads its replica's samples
-        whole = by_worker(stages.trainable, stages, workers)
-        held_gradients = by_worker(gradients, stages, workers)
-        tied = by_worker(stages.tied_bytes, stages, workers)
+        whole = stages.by_worker(stages.trainable)
+        held_gradients = stages.by_worker(gradients)
+        tied = stages.by_worker(stages.tied_bytes)
         fullest = []
         for w in range(workers):
             if quick or self.setup.micro_batches * len(stages.worker) > 1_500:  # too many actions
@@ -400,7 +401,7 @@ class PeakMemory:
         return {
             "gradients": gradients,
             "activations": float((flight * stages.saved)[mine].sum()),
-            "transient": float(stages.transient[mine].max()),
+            "transient": float(stages.transient_backward[mine].max()),
             "communication": float((sent + flight * arrives + returns)[mine].sum()),
         }
 

@@ -9,21 +9,15 @@ from functools import partial
 
 import numpy as np
 
+from ronde.plan.plan import Plan
 from ronde.predict.cluster import Cluster
 from ronde.predict.collectives import CollectiveCost, Group, boundary_crosses, collective
+from ronde.predict.costs import Array
 from ronde.predict.peak_memory import PeakMemory
 from ronde.predict.plan_setup import BUCKET_BYTES, FIRST_BUCKET_BYTES, PlanSetup
 from ronde.predict.prediction import TERMS, StageRow
 from ronde.predict.simulate import Timeline, Times, run_step
-from ronde.predict.unit_arrays import (
-    Array,
-    Stages,
-    by_worker,
-    closed_form,
-    edges,
-    ring,
-    stage_arrays,
-)
+from ronde.predict.unit_arrays import Stages, edges, ring, stage_arrays
 
 # FSDP2 with gloo on 2 cores, a gather or a reduction: fitted to benchmarks/results/plan_truth.json
 _SHARD_CALL_SECONDS, _SHARD_SECONDS_PER_BYTE = 7e-4, 3e-10
@@ -209,17 +203,17 @@ class StepPrediction:
 
     def pipeline(self, quick: bool, split_waits: bool) -> StepParts:
         """With one or more stages on each worker."""
-        setup, plan, workers = self.setup, self.setup.plan, self.setup.plan.pipeline
+        setup, plan = self.setup, self.setup.plan
         near, far, usual = send_costs(setup.cluster, setup.groups["stages"])
         micro_batches, bounds = setup.micro_batches, setup.bounds
         stages = stage_arrays(setup.made, bounds, plan)
         times = self._pass_times(stages, near, far)
         timeline, unsent = self._timelines(stages, times, quick, split_waits)
         gather, exchange, sent, optimizer, host = self._after_passes(stages, bounds)
-        tied = by_worker(stages.tied_bytes, stages, workers)
+        tied = stages.by_worker(stages.tied_bytes)
         exchange += np.array([usual(2.0 * float(b)) for b in tied])
         messages = stages.send_bytes + stages.back_bytes + stages.reduce_bytes * ring(plan.tensor)
-        sent += micro_batches * by_worker(messages, stages, workers) + 2.0 * tied
+        sent += micro_batches * stages.by_worker(messages) + 2.0 * tied
         last = int((np.array(timeline.done) + gather + exchange + optimizer + host).argmax())
         terms = self._pipeline_terms(stages, timeline, unsent, last)
         terms["gather"], terms["exchange"] = float(gather[last]), float(exchange[last])
@@ -260,7 +254,7 @@ class StepPrediction:
         action_seconds = setup.cluster.action_seconds
         if quick:
             sends = float(np.sum(times.send) + np.sum(times.send_back))
-            timeline = closed_form(plan, stages, setup.micro_batches, action_seconds, sends)
+            timeline = _closed_form(plan, stages, setup.micro_batches, action_seconds, sends)
             return timeline, timeline
         simulated = partial(
             run_step,
@@ -285,9 +279,9 @@ class StepPrediction:
         starts, micro_batches = np.array(bounds[:-1]), setup.micro_batches
         modules = np.add.reduceat((setup.made.parameters > 0).astype(float), starts)
         of_workers = zip(
-            by_worker(stages.trainable, stages, workers).tolist(),
-            by_worker(stages.parameters, stages, workers).tolist(),
-            by_worker(modules, stages, workers).tolist(),
+            stages.by_worker(stages.trainable).tolist(),
+            stages.by_worker(stages.parameters).tolist(),
+            stages.by_worker(modules).tolist(),
             strict=True,
         )
         by_kind = np.zeros((5, workers))
@@ -322,7 +316,7 @@ class StepPrediction:
         actions = setup.micro_batches * plan.virtual * 2
         terms["overhead"] = actions * setup.cluster.action_seconds
         for name, seconds in (("recompute", stages.recompute), ("tensor", stages.reduce)):
-            of_worker = by_worker(seconds, stages, plan.pipeline)[worker]
+            of_worker = stages.by_worker(seconds)[worker]
             terms[name] = setup.micro_batches * float(of_worker)
         known = terms["overhead"] + terms["recompute"] + terms["tensor"]
         terms["compute"] = max(0.0, timeline.busy[worker] - known)
@@ -339,3 +333,16 @@ def send_costs(
     near = collective(cluster, "send", Group(2, "node", 2, 1))
     far = collective(cluster, "send", Group(2, "cluster", 1, stages.sisters))
     return near, far, far if stages.scope == "cluster" else near
+
+
+def _closed_form(
+    plan: Plan, stages: Stages, micro_batches: int, overhead_seconds: float, send_seconds: float
+) -> Timeline:
+    """The textbook's step: the busiest worker, plus the others' time for one micro-batch."""
+    workers = plan.pipeline
+    each = stages.by_worker(stages.seconds + 2 * overhead_seconds)
+    busiest = float(each.max())
+    wait = (float(each.sum()) - busiest + send_seconds) / plan.virtual
+    seconds = micro_batches * busiest + wait
+    busy = tuple((micro_batches * each).tolist())
+    return Timeline(seconds, busy, (seconds,) * workers, ())
