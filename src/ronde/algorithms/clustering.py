@@ -9,15 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ronde.algorithms.exact_sums import (
-    exponents_of,
-    matrix_of,
-    split_limbs,
-    sum_counts,
-    to_floats,
-    total_of,
-)
+from ronde.algorithms.exact_sums import exponents_of, matrix_of, sum_counts, total_of
 from ronde.data.order import key_of
+from ronde.tables.exact import array_limbs, array_sums
 from ronde.world import ArgumentError, World
 from ronde.world.connect import connect
 from ronde.world.consensus import gather_json
@@ -87,7 +81,7 @@ def kmeans(
     if centers.shape != (k, x.shape[1]):
         raise ArgumentError(f"start has the shape {centers.shape}: it must be {(k, x.shape[1])}.")
     exponents = exponents_of(x, me)
-    parts = split_limbs(x, exponents, _BITS, _LIMBS)
+    parts = array_limbs(x, exponents, _BITS, _LIMBS)
     done, moves = 0, True
     while moves and done < rounds:
         labels, _ = _nearest(x, centers)
@@ -97,7 +91,7 @@ def kmeans(
         ]
         total = sum_counts(np.array(sums, dtype=np.int64), me)
         counts = sum_counts(np.bincount(labels, minlength=k), me)
-        moved = to_floats(total, _BITS, exponents[:, None] - _BITS).T
+        moved = array_sums(total, exponents[:, None] - _BITS * _LIMBS, _BITS).T
         updated = np.where(counts[:, None] > 0, moved / np.maximum(counts, 1)[:, None], centers)
         moves = not np.array_equal(updated, centers)
         centers, done = updated, done + 1

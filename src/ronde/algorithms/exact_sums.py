@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ronde.algorithms.table_rows import check_tables, encode_numbers, own_frame, own_slice
+from ronde.tables.exact import array_limbs, array_sums
 from ronde.world import World
 
-__all__ = ["exponents_of", "matrix_of", "split_limbs", "sum_counts", "to_floats", "total_of"]
+__all__ = ["exponents_of", "matrix_of", "sum_counts", "total_of"]
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
@@ -27,20 +28,6 @@ def exponents_of(x: F64, me: World) -> I64:
     return np.asarray(np.frexp(largest.numpy())[1], dtype=np.int64)
 
 
-def split_limbs(x: F64, exponents: I64, bits: int, count: int) -> list[F64]:
-    """Whole numbers of so many bits that make up ``x``, the most significant first.
-
-    ``x`` is the sum of ``limb[k] * 2**(e - bits * (k + 1))``, up to half a unit of the last limb.
-    Sums of whole numbers below 2^53 are exact in float64, in any order: a matrix product as well.
-    """
-    rest, parts = np.ldexp(x, bits - exponents), []
-    for _ in range(count):
-        whole = np.rint(rest)
-        parts.append(whole)
-        rest = (rest - whole) * 2.0**bits
-    return parts
-
-
 def sum_counts(counts: I64, me: World) -> I64:
     """Integers, summed over all workers. A collective."""
     total = torch.from_numpy(np.ascontiguousarray(counts, dtype=np.int64))
@@ -49,19 +36,11 @@ def sum_counts(counts: I64, me: World) -> I64:
     return np.asarray(total.numpy())
 
 
-def to_floats(sums: I64, bits: int, exponents: Any) -> F64:
-    """``sum(sums[k] << bits * (last - k)) * 2**(exponents - bits * last)``, rounded once."""
-    last = len(sums) - 1
-    # as integers of Python, which have any number of bits
-    whole = sum(part.astype(object) << bits * (last - k) for k, part in enumerate(sums))
-    return np.asarray(np.ldexp(np.asarray(whole, np.float64), exponents - bits * last))
-
-
 def total_of(values: F64, me: World) -> float:
-    """The sum of the values of all workers, each to 2^-73 of the largest. A collective."""
+    """The sum of the values of all workers, each to 2^-71 of the largest. A collective."""
     exponents = exponents_of(values[:, None], me)
-    sums = [part.sum(axis=0) for part in split_limbs(values[:, None], exponents, 24, 3)]
-    return float(to_floats(sum_counts(np.array(sums, np.int64), me), 24, exponents - 24)[0])
+    sums = [part.sum(axis=0) for part in array_limbs(values[:, None], exponents, 24, 3)]
+    return float(array_sums(sum_counts(np.array(sums, np.int64), me), exponents - 72, 24)[0])
 
 
 def matrix_of(data: Any, me: World, own_rows: bool) -> F64:

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ronde.algorithms.exact_sums import exponents_of, matrix_of, split_limbs, sum_counts, to_floats
+from ronde.algorithms.exact_sums import exponents_of, matrix_of, sum_counts
+from ronde.tables.exact import array_limbs, array_sums
 from ronde.world import ArgumentError, World
 from ronde.world.connect import connect
 from ronde.world.consensus import broadcast_json
@@ -69,9 +70,9 @@ def pca(data: Any, components: int, *, own_rows: bool = False) -> Components:
             f"{x.shape[1] if count > 1 else 0}."
         )
     exponents = exponents_of(x, me)
-    parts = split_limbs(x, exponents, _BITS, _LIMBS)
+    parts = array_limbs(x, exponents, _BITS, _LIMBS)
     sums = sum_counts(np.array([part.sum(axis=0) for part in parts], np.int64), me)
-    mean = to_floats(sums, _BITS, exponents - _BITS) / count
+    mean = array_sums(sums, exponents - _BITS * _LIMBS, _BITS) / count
     covariance = _products(x - mean, me) / (count - 1)
     answer = _eigenvectors(covariance, components) if me.is_main else None
     variance, vectors = broadcast_json(me, answer)
@@ -84,12 +85,12 @@ def _products(x: F64, me: World) -> F64:
     columns = x.shape[1]
     sums = np.zeros((2 * _LIMBS - 1, columns, columns), np.int64)
     for low in range(0, len(x), _BLOCK):  # 2^26 for each product of limbs: below 2^53
-        parts = split_limbs(x[low : low + _BLOCK], exponents, _BITS, _LIMBS)
+        parts = array_limbs(x[low : low + _BLOCK], exponents, _BITS, _LIMBS)
         for i, left in enumerate(parts):
             for j, right in enumerate(parts):
                 sums[i + j] += (left.T @ right).astype(np.int64)
     total = sum_counts(sums, me)
-    return to_floats(total, _BITS, exponents[:, None] + exponents[None, :] - 2 * _BITS)
+    return array_sums(total, exponents[:, None] + exponents - 2 * _BITS * _LIMBS, _BITS)
 
 
 def _eigenvectors(covariance: F64, count: int) -> list[Any]:

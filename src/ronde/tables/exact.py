@@ -1,16 +1,25 @@
-"""Sums of floats that have the same bits on any engine, in any order: three integer sums each."""
+"""Sums of floats that have the same bits on any engine, in any order: sums of whole numbers.
+
+Each value, times a power of two, is cut off to a whole number with its sign. The digits of that
+number, its *limbs*, are added one place at a time, so that no sum rounds: three limbs of 32 bits as
+int64 in an engine, limbs of fewer bits as float64 in NumPy, where a matrix product is exact too.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import narwhals as nw
 
 LIMBS = 3
+_BITS = 32  # of a limb in an engine
 _TOP_BITS = 30  # of the first limb; int64 holds the sum of 2^31 rows of any limb
 _SMALLEST = -980  # exponent below which the scale would overflow; smaller values lose bits
 
@@ -25,7 +34,7 @@ def shift_of(largest: float) -> int:
         >>> shift_of(1000.0)
         84
     """
-    return 64 + _TOP_BITS - max(math.frexp(largest)[1], _SMALLEST)
+    return 2 * _BITS + _TOP_BITS - max(math.frexp(largest)[1], _SMALLEST)
 
 
 def limbs(value: nw.Expr, shift: int, signed: bool = True) -> list[nw.Expr]:
@@ -46,7 +55,7 @@ def limbs(value: nw.Expr, shift: int, signed: bool = True) -> list[nw.Expr]:
         part = whole.cast(nw.Int64)
         negative = nw.when(value < 0).then(nw.lit(0, nw.Int64) - part).otherwise(part)
         parts.append(negative if signed else part)
-        rest = (rest - whole) * 2.0**32
+        rest = (rest - whole) * 2.0**_BITS
     return parts
 
 
@@ -66,6 +75,33 @@ def sql_limbs(value: str, shift: int) -> list[str]:
     return parts
 
 
+def array_limbs(
+    x: npt.NDArray[np.float64], exponents: Any, bits: int, count: int
+) -> list[npt.NDArray[np.float64]]:
+    """So many limbs of an array, as float64.
+
+    Sums of whole numbers below 2^53 are exact in float64, in any order: a matrix product as well.
+
+    Args:
+        exponents: of each column: no value reaches ``2**exponent``.
+        bits: of a limb.
+        count: ``x`` is cut off below ``2**(exponent - bits * count)``.
+    """
+    rest, parts = np.ldexp(x, bits - exponents), []
+    for _ in range(count):
+        parts.append(np.trunc(rest))
+        rest = (rest - parts[-1]) * 2.0**bits
+    return parts
+
+
+def _joined(sums: Sequence[Any], bits: int) -> Any:
+    """Sums of limbs as one whole number, in the integers of Python, which have any size."""
+    whole = sums[0]
+    for each in sums[1:]:
+        whole = (whole << bits) + each
+    return whole
+
+
 def exact_sum(sums: Sequence[int | None], shift: int) -> Fraction:
     """The exact sum of a column, of the sums of its limbs; ``float()`` of it rounds once.
 
@@ -73,5 +109,14 @@ def exact_sum(sums: Sequence[int | None], shift: int) -> Fraction:
         >>> float(exact_sum([3, 0, 0], shift_of(1.0))) == 3 * 2.0**-29
         True
     """
-    top, middle, low = (int(each or 0) for each in sums)
-    return Fraction((top << 64) + (middle << 32) + low) / Fraction(2) ** shift
+    return Fraction(_joined([int(each or 0) for each in sums], _BITS)) / Fraction(2) ** shift
+
+
+def array_sums(sums: npt.NDArray[np.int64], exponents: Any, bits: int) -> npt.NDArray[np.float64]:
+    """Sums of :func:`array_limbs`, the limbs first, as floats that are rounded once.
+
+    Args:
+        exponents: of the last limb's unit.
+    """
+    whole = _joined(list(sums.astype(object)), bits)
+    return np.asarray(np.ldexp(np.asarray(whole, np.float64), exponents))
