@@ -36,6 +36,16 @@ def export_flow(target: str, flow: Flow, file: str, image: str = "") -> str:
     return TARGETS[target](flow, file, image)
 
 
+def _given(**fields: Any) -> dict[str, Any]:
+    """The fields that are set: a system's own defaults stand where a step says nothing."""
+    return {name: value for name, value in fields.items() if value}
+
+
+def _limit(step: FlowStep) -> int:
+    """Seconds for a step and the start of its command; 0: any."""
+    return int(step.time) + 60 if step.time else 0
+
+
 def _command(step: FlowStep, file: str) -> list[str]:
     return ["ronde", "flow", "--only", step.name, file]
 
@@ -95,8 +105,7 @@ def _github(flow: Flow, file: str, image: str) -> str:
         key = "flow-${{ github.run_id }}-"
         jobs[name] = {
             "runs-on": "ubuntu-latest",
-            **({"container": image} if image else {}),
-            **({"needs": list(step.needs)} if step.needs else {}),
+            **_given(container=image, needs=list(step.needs)),
             **({"timeout-minutes": int(step.time // 60) + 2} if step.time else {}),
             "steps": [
                 {"uses": "actions/checkout@v4"},
@@ -140,11 +149,7 @@ def _argo(flow: Flow, file: str, image: str) -> str:
                     {
                         "name": step,
                         "template": step,
-                        **(
-                            {"dependencies": list(flow.steps[step].needs)}
-                            if flow.steps[step].needs
-                            else {}
-                        ),
+                        **_given(dependencies=list(flow.steps[step].needs)),
                     }
                     for step in flow.order()
                 ]
@@ -155,7 +160,7 @@ def _argo(flow: Flow, file: str, image: str) -> str:
         templates.append(
             {
                 "name": step.name,
-                **({"activeDeadlineSeconds": int(step.time) + 60} if step.time else {}),
+                **_given(activeDeadlineSeconds=_limit(step)),
                 "retryStrategy": {"limit": str(step.retries), "retryPolicy": "OnError"},
                 "container": {
                     "image": image,
@@ -212,7 +217,8 @@ def _step_functions(flow: Flow, file: str, image: str) -> str:
 
 
 def _batch_job(step: FlowStep, file: str) -> dict[str, Any]:
-    task: dict[str, Any] = {
+    retry = {"ErrorEquals": ["States.TaskFailed"], **_retry(step)}
+    return {
         "Type": "Task",
         "Resource": "arn:aws:states:::batch:submitJob.sync",
         "Parameters": {
@@ -222,19 +228,12 @@ def _batch_job(step: FlowStep, file: str) -> dict[str, Any]:
             "ContainerOverrides": {"Command": _command(step, file)},
         },
         "ResultPath": None,
+        **_given(TimeoutSeconds=_limit(step), Retry=[retry] if step.retries else []),
     }
-    if step.time:
-        task["TimeoutSeconds"] = int(step.time) + 60
-    if step.retries:
-        task["Retry"] = [
-            {
-                "ErrorEquals": ["States.TaskFailed"],
-                "IntervalSeconds": 10,
-                "MaxAttempts": step.retries,
-                "BackoffRate": 2.0,
-            }
-        ]
-    return task
+
+
+def _retry(step: FlowStep) -> dict[str, Any]:
+    return {"IntervalSeconds": 10, "BackoffRate": 2.0, "MaxAttempts": step.retries}
 
 
 _SAGEMAKER_FOLDER = "/opt/ml/input/data/flow"
@@ -285,7 +284,9 @@ def _sagemaker_step(step: FlowStep, file: str, image: str) -> dict[str, Any]:
         "DirectoryPath": get["DirectoryPath"],
         "FileSystemAccessMode": "rw",
     }
-    made: dict[str, Any] = {
+    errors = ["SageMaker.JOB_INTERNAL_ERROR", "SageMaker.CAPACITY_ERROR"]
+    retry = {"ExceptionType": errors, **_retry(step)}
+    return {
         "Name": step.name,
         "Type": "Training",
         "Arguments": {
@@ -311,19 +312,8 @@ def _sagemaker_step(step: FlowStep, file: str, image: str) -> dict[str, Any]:
                 "SecurityGroupIds": [get["SecurityGroup"]],
             },
         },
+        **_given(DependsOn=list(step.needs), RetryPolicies=[retry] if step.retries else []),
     }
-    if step.needs:
-        made["DependsOn"] = list(step.needs)
-    if step.retries:
-        made["RetryPolicies"] = [
-            {
-                "ExceptionType": ["SageMaker.JOB_INTERNAL_ERROR", "SageMaker.CAPACITY_ERROR"],
-                "IntervalSeconds": 10,
-                "BackoffRate": 2.0,
-                "MaxAttempts": step.retries,
-            }
-        ]
-    return made
 
 
 def _need_image(target: str, image: str) -> None:

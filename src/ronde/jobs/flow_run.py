@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
 import glob
 import hashlib
 import json
@@ -14,7 +13,6 @@ import os
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,11 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ronde.jobs.child import end_child, has_ended, how_ended, last_line, start_child
 from ronde.jobs.flow import Flow, FlowStep, fill
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.watch import RunDir, summarise
 from ronde.world import RondeError
-from ronde.world.processes import end_with_parent
 from ronde.world.whole_file import write_whole
 
 __all__ = ["FlowResult", "FlowRun", "content_digest"]
@@ -237,10 +235,10 @@ class FlowRun:
                 _write(self._step_folder(name) / "done.json", info)
                 self._set(name, "kept", values=info["values"])
                 return
-            self._forget(key)
+            self._ledger.forget(key)
             self._anew.discard(name)
         self._anew.discard(name)
-        self._ledger.add([] if self._is_there(key) else [key])
+        self._ledger.add([] if self._ledger.is_known(key) else [key])
         lease = self._ledger.claim(only=key)
         if lease is None:  # another `ronde flow` is at it
             return
@@ -251,17 +249,6 @@ class FlowRun:
         self._busy[name] = _Busy(lease, thread, outcome)
         self.tell(f" {name:<12} runs      {self._filled(step.run)}")
         thread.start()
-
-    def _is_there(self, key: str) -> bool:
-        root = self._ledger.root
-        waiting = [*(root / "todo").glob(f"{key}.*"), *(root / "lease").glob(f"{key}.*")]
-        return bool(waiting) or self._ledger.is_committed(key)
-
-    def _forget(self, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            trash = self._ledger.root / "work" / f"{key}.0.0.old~{time.time_ns()}"
-            (self._ledger.root / "out" / key).rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
 
     def _collect(self) -> None:
         for name, busy in list(self._busy.items()):
@@ -340,7 +327,7 @@ class FlowRun:
                 if not again or tries > step.retries:
                     self._ledger.give_back(lease)
                     log = self._step_folder(step.name) / "log.txt"
-                    reason = f"{why}: {_last_line(log)} ({log})"
+                    reason = f"{why}: {last_line(log) or 'it said nothing'} ({log})"
                     outcome |= {"state": "failed", "why": reason, "tries": tries}
                     return
                 self.tell(f" {step.name:<12} try {tries + 1:<5} {why}")
@@ -408,30 +395,25 @@ class FlowRun:
             open(folder / "log.txt", "ab" if tries > 1 else "wb") as log,
             open(answer, "wb") as out,
         ):
-            process = subprocess.Popen(
+            process = start_child(
                 [shutil.which(words[0], path=environment["PATH"]) or words[0], *words[1:]],
-                env=environment,
-                stdin=subprocess.DEVNULL,
+                environment,
+                at_end=signal.SIGTERM,
                 stdout=out,
                 stderr=log,
-                start_new_session=True,
-                preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
             )
         began, asked = time.monotonic(), 0.0
         try:
-            while process.poll() is None:
+            while not has_ended(process, 0.5):
                 late = step.time is not None and time.monotonic() - began > step.time
                 if (late or self._stop.is_set()) and not asked:
                     asked = time.monotonic()
                     process.terminate()
                 if asked and time.monotonic() - asked > 30:  # it saves, if it can
                     os.killpg(process.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(0.5)
                 self._ledger.beat(lease)
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end_child(process)
             raise
         with open(folder / "log.txt", "ab") as log:
             log.write(answer.read_bytes())
@@ -440,10 +422,7 @@ class FlowRun:
         status = process.returncode
         if asked and status:
             return -signal.SIGKILL, f"it took longer than {step.time:g} s"
-        return (
-            status,
-            f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}",
-        )
+        return status, how_ended(status)
 
     def _words(self, step: FlowStep, key: str) -> list[str]:
         """The command, with what ``on``, ``time`` and ``each`` add to it."""
@@ -539,8 +518,3 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 def _write(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1) + "\n")
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][:200] if lines else "it said nothing"

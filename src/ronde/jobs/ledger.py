@@ -20,7 +20,7 @@ import shutil
 import socket
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,6 +274,28 @@ class JobLedger:
     def is_committed(self, key: str) -> bool:
         """Whether it has its output."""
         return (self.root / "out" / key).exists()
+
+    def is_known(self, key: str) -> bool:
+        """Whether it waits, is under way, or is committed."""
+        waiting = any((self.root / "todo").glob(f"{key}.*"))
+        return waiting or bool(self._leases(key)) or self.is_committed(key)
+
+    def forget(self, key: str) -> None:
+        """Remove its output, so that it can be done again."""
+        with suppress(FileNotFoundError):
+            trash = self.root / "work" / f"{key}.0.0.old~{secrets.token_hex(4)}"
+            (self.root / "out" / key).rename(trash)
+            shutil.rmtree(trash, ignore_errors=True)
+
+    def committed(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Committed tasks by name, and what their owners said; those that were divided are not."""
+        for key in sorted(self._names("out")):
+            if "divided" not in (info := self.info(key)):
+                yield key, info
+
+    def output(self, key: str) -> Path:
+        """The folder of what a committed task wrote."""
+        return self.root / "out" / key
 
     def info(self, key: str) -> dict[str, Any]:
         """What its owner said in ``commit``."""

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,18 +171,10 @@ def is_too_long(ledger: JobLedger, items: Items, key: str) -> bool:
     return items.bytes_of(low, high) * sum(seconds.values()) / measured > 60.0
 
 
-def committed_chunks(ledger: JobLedger) -> Iterator[tuple[int, int, Path, dict[str, Any]]]:
-    """Committed chunks in the order of items: first and last item, folder, and what is known."""
-    for path in sorted((ledger.root / "out").iterdir()):
-        info = ledger.info(path.name)
-        if "divided" not in info:
-            yield *bounds(path.name), path, info
-
-
 def without_output(ledger: JobLedger, count: int) -> list[str]:
     """Chunks of items that no committed chunk holds."""
     missing, at = [], 0
-    ranges = [(low, high) for low, high, _, _ in committed_chunks(ledger)]
+    ranges = [bounds(key) for key, _ in ledger.committed()]
     for low, high in [*ranges, (count, count)]:
         if low > at:
             missing.append(chunk_key(at, low))
@@ -223,7 +215,8 @@ def result_of(ledger: JobLedger, items: Items) -> MapResult:
     """Count what is committed."""
     done = failed = chunks = done_bytes = 0
     hosts: dict[str, dict[str, Any]] = {}
-    for low, high, _, info in committed_chunks(ledger):
+    for key, info in ledger.committed():
+        low, high = bounds(key)
         done_bytes += items.bytes_of(low, high)
         if "error" in info:
             failed += 1
@@ -242,10 +235,11 @@ def result_of(ledger: JobLedger, items: Items) -> MapResult:
 def write_failed(ledger: JobLedger, items: Items, out: Path) -> None:
     """Write the items that were set aside into ``failed.jsonl``, if there are any."""
     lines = []
-    for low, high, _, info in committed_chunks(ledger):
+    for key, info in ledger.committed():
         if "error" in info:
-            key = next(iter(items.read(low, high)))[0]
-            facts = {"item": key, "place": items.first + low, "attempts": info["attempts"]}
+            low, high = bounds(key)
+            item = next(iter(items.read(low, high)))[0]
+            facts = {"item": item, "place": items.first + low, "attempts": info["attempts"]}
             lines.append(json.dumps(facts | {"error": info["error"]}) + "\n")
     if lines:
         (out / FAILED).write_text("".join(lines))
@@ -271,9 +265,10 @@ def join_outputs(ledger: JobLedger, out: Path) -> None:
 
 
 def _join(ledger: JobLedger, made: Path) -> None:
-    for _, _, folder, info in committed_chunks(ledger):
+    for key, info in ledger.committed():
         if "error" in info:
             continue
+        folder = ledger.output(key)
         for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name[0] != "."):
             name = path.relative_to(folder)
             target = made / name

@@ -13,7 +13,6 @@ import select
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from ronde.jobs.child import end_child, has_ended, how_ended, start_child
 from ronde.jobs.handed import PIPES
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
-from ronde.jobs.map_plan import MODEL, bounds, committed_chunks, halves, is_too_long, load_map
+from ronde.jobs.map_plan import MODEL, bounds, halves, is_too_long, load_map
 from ronde.world.heartbeat import heartbeat
-from ronde.world.processes import end_with_parent
 
 __all__ = ["STOPPED"]
 
@@ -48,34 +47,22 @@ class _NeverBegan(_Failed):
 
 
 class _Child:
-    """A process of the user's, in a group of its own. Its errors are kept until it ends."""
+    """A process of the user's. Its errors are kept until it ends."""
 
     def __init__(self, command: list[str], environment: dict[str, str], **other: Any) -> None:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stderr=self._errors,
-            start_new_session=True,
-            preexec_fn=end_with_parent,
-            **other,
-        )
+        self.process = start_child(command, environment, stderr=self._errors, **other)
 
     def end(self) -> str:
         """Kill it and all that it started. Returns how it ended, and its last words."""
         status = self.process.poll()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        end_child(self.process)
         self._errors.seek(0)
         said = self._errors.read()
         self._errors.close()
         sys.stderr.buffer.write(said)
         sys.stderr.flush()
-        how = "" if status is None else (
-            f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        )  # fmt: skip
+        how = "" if status is None else how_ended(status)
         return f"{how}\n{said.decode(errors='replace')[-4000:]}".strip()
 
 
@@ -114,7 +101,7 @@ class _Worker:
         if self._child is not None and self._orders >= 0:
             os.close(self._orders)
             self._orders = -1
-            while not _ended(self._child.process, _BEAT_SECONDS):
+            while not has_ended(self._child.process, _BEAT_SECONDS):
                 heartbeat(int(os.environ.get("RANK", 0))).tick()
 
     def _do(self, lease: Lease) -> None:
@@ -170,7 +157,7 @@ class _Worker:
         most = self.plan.tolerate
         if most is None:
             return
-        bad = sum("error" in info for *_, info in committed_chunks(self.ledger))
+        bad = sum("error" in info for _, info in self.ledger.committed())
         if bad > most:
             self._stop(f"more items failed ({bad}) than --tolerate allows ({most})")
 
@@ -222,8 +209,7 @@ class _Worker:
                 os.write(self._orders, (json.dumps(order) + "\n").encode())
             self._watch(lease, answered, self.plan.limit)
         if not answer:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.process.wait(_BEAT_SECONDS)
+            has_ended(child.process, _BEAT_SECONDS)
             self._child = None
             said = child.end()
             if child.process.returncode == 0:
@@ -254,7 +240,7 @@ class _Worker:
                 words = [_filled(word, values) for word in self.plan.command]
                 self._child = _Child(words, self._environment, stdout=out)
                 process = self._child.process
-                self._watch(lease, functools.partial(_ended, process), self.plan.limit)
+                self._watch(lease, functools.partial(has_ended, process), self.plan.limit)
                 child, self._child = self._child, None
                 said = child.end()
                 if process.returncode:
@@ -269,12 +255,6 @@ class _Worker:
             if descriptor >= 0:
                 os.close(descriptor)
         self._orders = self._answers = -1
-
-
-def _ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    return process.returncode is not None
 
 
 def _filled(word: str, values: dict[str, str]) -> str:

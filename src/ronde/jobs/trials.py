@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from ronde.jobs.child import start_child
 from ronde.jobs.space import Values
 from ronde.watch import RunDir
 from ronde.watch.record import Alert, Ended, Epoch, Evaluated, Started, StepRecorded, read
 from ronde.world import ArgumentError
-from ronde.world.processes import end_with_parent
 
 __all__ = [
     "HOPELESS", "Goal", "TrialProcess", "TrialProgress", "argument_words", "progress_of",
@@ -171,13 +169,6 @@ def argument_words(values: Values, style: str) -> list[str]:
     return words
 
 
-def _begin(cores: Sequence[int]) -> None:
-    """In the trial's process: leave with the tuner, and stay on these cores."""
-    end_with_parent(signal.SIGTERM)  # it saves, and leaves
-    if cores:
-        os.sched_setaffinity(0, cores)
-
-
 class TrialProcess:
     """``ronde run`` of a trial, on devices that no other trial has."""
 
@@ -197,19 +188,17 @@ class TrialProcess:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = seen.split(",") if seen else [str(i) for i in range(max(devices) + 1)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in devices)
-
         own: list[int] = []
         if not gpus and hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))
             own = [cores[i] for i in devices if i < len(cores)]
-        self._process = subprocess.Popen(
+        self._process = start_child(
             [*words, *command],
-            env=environment,
-            stdin=subprocess.DEVNULL,
+            environment,
+            at_end=signal.SIGTERM,  # it saves, and leaves
+            cores=own,
             stdout=self._log,
             stderr=self._log,
-            start_new_session=True,
-            preexec_fn=functools.partial(_begin, own),
         )
 
     def ended(self) -> int | None:

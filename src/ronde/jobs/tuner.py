@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ronde.jobs.child import last_line
 from ronde.jobs.halving import (
     Bracket,
     Results,
@@ -309,7 +310,7 @@ class Tuner:
                 log = self.runs / f"{trial_name(number)}.log"
                 raise RondeError(
                     f"trial {trial_name(number)} ends with status {status} and comes no further: "
-                    f"{_last_line(log)} Its output: {log}."
+                    f"{last_line(log)} Its output: {log}."
                 )
             self._tell_reached(number, before, now)
 
@@ -568,8 +569,3 @@ def _samples(text: str, epoch: int, option: str) -> int:
     if count < 1:
         raise ArgumentError(f"{option} {text}: expected samples, as 50000, or epochs, as 9ep.")
     return round(count)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1][:200] if lines else ""
