@@ -4,13 +4,21 @@ import math
 import random
 from fractions import Fraction
 
+import numpy as np
 import pytest
 
 duckdb = pytest.importorskip("duckdb")
 pa = pytest.importorskip("pyarrow")
 nw = pytest.importorskip("narwhals")
 
-from ronde.tables.exact import exact_sum, limbs, shift_of, sql_limbs  # noqa: E402
+from ronde.tables.exact import (  # noqa: E402
+    array_limbs,
+    array_sums,
+    exact_sum,
+    limbs,
+    shift_of,
+    sql_limbs,
+)
 
 _DRAW = random.Random(0)
 COLUMNS = {
@@ -45,7 +53,12 @@ def test_sums_are_those_of_fractions(name):
         by_sql = here.execute(f"select {text} from t").fetchall()[0]
     named = {f"l{i}": each.sum() for i, each in enumerate(limbs(nw.col("x"), shift))}
     by_arrow = nw.from_native(table).select(**named).rows()[0]
-    assert exact_sum(by_sql, shift) == exact_sum(by_arrow, shift) == oracle(values, shift)
+    wanted = oracle(values, shift)
+    assert exact_sum(by_sql, shift) == exact_sum(by_arrow, shift) == wanted
+    present = np.array([x for x in values if x is not None], np.float64)
+    exponent = 94 - shift  # four limbs of 24 bits reach two bits below the three of 94
+    sums = np.array([each.sum() for each in array_limbs(present, exponent, 24, 4)], np.int64)
+    assert array_sums(sums, exponent - 96, 24) == float(oracle(values, shift + 2))
 
 
 def test_a_sum_is_close_to_the_true_one():
