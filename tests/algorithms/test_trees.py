@@ -13,7 +13,7 @@ from sklearn.metrics import log_loss, mean_squared_error, roc_auc_score
 import zygote
 from processes import PATHS, TESTS, ronde_run
 from ronde import algorithms
-from ronde.algorithms.tree_objectives import auc
+from ronde.tables.scores import auc
 from ronde.world import ArgumentError, CheckpointError
 from sampling import ALL
 

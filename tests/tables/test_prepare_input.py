@@ -180,6 +180,22 @@ def test_files_of_two_widths_are_one_table(tmp_path):
     assert take_sample(fitted, files).table["x"].to_pylist() == [1.0, 3.0]
 
 
+def test_files_of_unlike_keys_are_refused_in_a_sentence(tmp_path):
+    files = [
+        write(tmp_path / "a.parquet", id=[1], x=[1]),
+        write(tmp_path / "b.parquet", id=["2"], x=[3]),
+    ]
+    fitted = Recipe({"x": {"scale": "minmax"}}, key="id").fit(files)
+    with pytest.raises(
+        ArgumentError, match=r"'id' is int64 in .*a\.p.*, and string in .*b\.p.*Cast"
+    ):
+        fitted.apply(files)
+    broken = write(tmp_path / "c.parquet", id=[0.5, 1.5], city=["x", "z"], y=[0.0, 1.0])
+    for engine in ("duckdb", "arrow"):
+        with pytest.raises(ArgumentError, match=r"c\.parquet has double: a key is a whole number"):
+            MEANS.fit(broken, engine=engine)
+
+
 def test_an_error_of_duckdb_is_a_sentence(cities):
     with pytest.raises(RondeError, match=r"^DuckDB on 1 thread: "):
         asked_after_the_file_is_gone(cities[0])

@@ -59,14 +59,6 @@ def test_a_leak_and_a_drift_are_found_and_nothing_else(tmp_path):
     assert "closed_by predicts the target alone" in text and "age has drifted" in text
 
 
-def test_alone_is_the_area_that_scikit_learn_measures():
-    metrics = pytest.importorskip("sklearn.metrics")
-    draw = np.random.default_rng(2)
-    score, positive = draw.integers(0, 9, 500).astype(float), draw.random(500) < 0.4
-    expected = metrics.roc_auc_score(positive, score)
-    assert prepare_report._auc(score, positive) == pytest.approx(expected, abs=1e-12)
-
-
 def test_a_number_is_explained_and_many_rows_are_drawn_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_report, "_MOST_ROWS", 500)
     first = table(4000, 3, target=lambda gone: gone * 2.5 + np.linspace(0, 1, len(gone)))

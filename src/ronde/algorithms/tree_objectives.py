@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["OBJECTIVES", "Objective", "auc", "on_grid"]
+from ronde.tables.scores import auc
+
+__all__ = ["OBJECTIVES", "Objective", "on_grid"]
 
 F64 = npt.NDArray[np.float64]
 GRID_BITS = 20
@@ -27,20 +29,6 @@ def on_grid(values: F64, largest: float) -> npt.NDArray[np.float32]:
     """
     unit = 2.0 ** (math.frexp(largest)[1] - GRID_BITS)
     return (np.rint(values / unit) * unit).astype(np.float32)
-
-
-def auc(score: F64, y: F64, weight: F64) -> float:
-    """Area under the ROC curve; ties count half.
-
-    Example:
-        >>> auc(np.array([0.1, 0.4, 0.4, 0.8]), np.array([0.0, 0, 1, 1]), np.ones(4))
-        0.875
-    """
-    _, group = np.unique(score, return_inverse=True)
-    positive, negative = (np.bincount(group, weights=weight * part) for part in (y, 1 - y))
-    below = np.cumsum(negative) - negative / 2
-    pairs = positive.sum() * negative.sum()
-    return float((positive * below).sum() / pairs) if pairs else math.nan
 
 
 def _sigmoid(margin: F64) -> F64:
@@ -86,7 +74,6 @@ class Objective:
         gradients: (margin, labels) -> first and second derivatives of each row's loss.
         loss: (margin, labels) -> each row's loss.
         metrics: name -> (margin, labels, weights) -> a number; the first stops early.
-        probabilities: margin -> predictions.
         names: library -> its name of the objective.
     """
 

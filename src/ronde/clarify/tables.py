@@ -11,7 +11,7 @@ import numpy as np
 
 from ronde.clarify.counts import BiasTable, as_text
 from ronde.clarify.metrics import flip_test
-from ronde.tables.sql_engines import DuckDBSql
+from ronde.tables.sql_engines import DuckDBSql, quoted
 from ronde.tables.steps import near
 from ronde.world import ArgumentError, RondeError
 
@@ -20,19 +20,15 @@ __all__ = ["count_table", "facet_of"]
 _FLOATS = ("FLOAT", "DOUBLE")
 
 
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
-
-
 def facet_of(text: str, columns: Sequence[str]) -> tuple[str, str, str | None]:
     """Name, SQL expression and sensitive value of a facet: a column, ``column=value``, or a
     condition.
     """
     if text in columns:
-        return text, _quoted(text), None
+        return text, quoted(text), None
     name, equals, value = (part.strip() for part in text.partition("="))
     if equals and name in columns and not value.startswith("="):
-        return name, _quoted(name), value
+        return name, quoted(name), value
     return text, f"({text})", None
 
 
@@ -79,7 +75,7 @@ def count_table(
         where = " AND ".join(table.present(c) for c in (label, prediction) if c)
         [(gone,)] = table.rows(f"SELECT count(*) FROM data WHERE NOT ({where})")
         sensitive: dict[str, list[str]] = {}
-        by = _quoted(group) if group else "NULL"
+        by = quoted(group) if group else "NULL"
         for facet in facets:
             name, expression, value = facet_of(facet, table.columns)
             if value is not None:
@@ -87,7 +83,7 @@ def count_table(
             if name in counts.facets:
                 continue  # a second value of the same column
             rows = table.rows(
-                f"SELECT {expression}, {by}, {_quoted(label)}, {mine}, count(*) FROM data "
+                f"SELECT {expression}, {by}, {quoted(label)}, {mine}, count(*) FROM data "
                 f"WHERE {where} GROUP BY ALL ORDER BY ALL"
             )
             if rows:
@@ -129,15 +125,15 @@ class _Table:
 
     def present(self, column: str) -> str:
         """SQL of whether a column has a value. NaN and infinity are none."""
-        kind = self.rows(f"SELECT typeof({_quoted(column)}) FROM data LIMIT 1")
+        kind = self.rows(f"SELECT typeof({quoted(column)}) FROM data LIMIT 1")
         is_float = bool(kind) and kind[0][0] in _FLOATS
-        finite = f" AND {self._engine.is_finite(_quoted(column))}" if is_float else ""
-        return f"({_quoted(column)} IS NOT NULL{finite})"
+        finite = f" AND {self._engine.is_finite(quoted(column))}" if is_float else ""
+        return f"({quoted(column)} IS NOT NULL{finite})"
 
     def values(self, column: str) -> list[Any]:
         """A column's values, the commonest first."""
         rows = self.rows(
-            f"SELECT {_quoted(column)}, count(*) FROM data GROUP BY 1 ORDER BY 2 DESC LIMIT 100000"
+            f"SELECT {quoted(column)}, count(*) FROM data GROUP BY 1 ORDER BY 2 DESC LIMIT 100000"
         )
         return [v for v, _ in rows if v is not None and v == v]
 
@@ -167,7 +163,7 @@ class _Table:
             asked: the positive ones.
         """
         if threshold is not None:
-            return f"({_quoted(prediction)} > {float(threshold)!r})"
+            return f"({quoted(prediction)} > {float(threshold)!r})"
         values = self.values(prediction)
         if any(isinstance(v, float) and not v.is_integer() for v in values):
             raise ArgumentError(
@@ -188,13 +184,13 @@ class _Table:
             "'" + str(as_text(v) if isinstance(v, bool) else v).replace("'", "''") + "'"
             for v in positive
         ]
-        return f"(CAST({_quoted(prediction)} AS VARCHAR) IN ({', '.join(literals)}))"
+        return f"(CAST({quoted(prediction)} AS VARCHAR) IN ({', '.join(literals)}))"
 
     def flip_rows(
         self, facet: str, mine: str, features: Sequence[str], where: str
     ) -> list[tuple[Any, ...]]:
         """Facet, prediction, and features of some rows, for the flip test."""
-        columns = [f"CAST({_quoted(c)} AS DOUBLE)" for c in features]
+        columns = [f"CAST({quoted(c)} AS DOUBLE)" for c in features]
         wanted = ", ".join(columns)
         finite = " AND ".join(map(self._engine.is_finite, columns))
         return self.rows(

@@ -15,6 +15,7 @@ import numpy as np
 
 from ronde.ship.bundle import Bundle
 from ronde.ship.runtime import stored_samples
+from ronde.tables.scores import stability
 from ronde.world import ArgumentError
 
 __all__ = ["Capture", "Drift", "watch_captures"]
@@ -78,8 +79,7 @@ def _columns(name: str, values: np.ndarray[Any, Any]) -> dict[str, np.ndarray[An
 
 
 def stability_index(expected: np.ndarray[Any, Any], seen: np.ndarray[Any, Any]) -> float:
-    """Population stability index: bins are quantiles of what is expected; half a count is added to
-    each, so that an empty bin is finite.
+    """Population stability index of values: bins are quantiles of those that are expected.
 
     Example:
         >>> stability_index(np.arange(100.0), np.arange(100.0))
@@ -91,12 +91,8 @@ def stability_index(expected: np.ndarray[Any, Any], seen: np.ndarray[Any, Any]) 
     quantiles = np.unique(np.quantile(expected, np.linspace(0, 1, 9)[1:-1]))
     # below and at each: of a column with few values, a shift downwards leaves a bin as well
     edges = np.unique(np.concatenate([np.nextafter(quantiles, -np.inf), quantiles]))
-    shares = []
-    for values in (expected, seen):
-        counts = np.bincount(np.searchsorted(edges, values, side="left"), minlength=len(edges) + 1)
-        shares.append((counts + 0.5) / (len(values) + 0.5 * len(counts)))
-    p, q = shares
-    return float(np.sum((q - p) * np.log(q / p)))
+    places = (np.searchsorted(edges, values, side="left") for values in (expected, seen))
+    return stability(*(np.bincount(each, minlength=len(edges) + 1) for each in places))
 
 
 def _chance(expected: int, seen: int) -> float:

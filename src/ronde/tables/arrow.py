@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ronde.world import ArgumentError, SampleError
@@ -13,7 +14,8 @@ READ_BY = {
     "text": ("text",),
     "key": ("number",),
 }
-MISSING_KEY = "is missing, or 2^63 or more, in a row: a key is a whole number in each row."
+WHOLE_KEY = "a key is a whole number in each row."
+MISSING_KEY = f"is missing, or 2^63 or more, in a row: {WHOLE_KEY}"
 
 
 def family(kind: Any, place: str) -> str:
@@ -41,6 +43,13 @@ def family(kind: Any, place: str) -> str:
     raise ArgumentError(f"{place} is {kind}: expected numbers, texts, or dates.")
 
 
+def is_whole(kind: Any) -> bool:
+    """Whether a type holds whole numbers, or nothing at all."""
+    import pyarrow.types as types
+
+    return bool(types.is_integer(kind) or types.is_null(kind))
+
+
 def arrow_of_spark(kind: Any) -> Any:
     """The Arrow type of a column of Spark; a list for whatever a recipe does not read."""
     import pyarrow as pa
@@ -62,6 +71,34 @@ def arrow_of_spark(kind: Any) -> Any:
         "timestamp_ntz": pa.timestamp("us"),
     }
     return known.get(kind.typeName(), pa.list_(pa.null()))
+
+
+def one_table(parts: Sequence[tuple[Any, Any]], where: str) -> Any:
+    """Tables as one; a column may be int32 in one, and int64 in another.
+
+    Args:
+        parts: tables, and what each is called in an error.
+        where: what the error begins with.
+
+    Raises:
+        ArgumentError: no type holds a column of two of them.
+    """
+    import pyarrow as pa
+
+    known: dict[str, tuple[Any, Any]] = {}
+    for table, place in parts:
+        for field in table.schema:
+            one, first = known.setdefault(field.name, (field, place))
+            try:
+                pair = [pa.schema([one]), pa.schema([field])]
+                both = pa.unify_schemas(pair, promote_options="permissive")
+            except pa.ArrowException:
+                raise ArgumentError(
+                    f"{where}: the column {field.name!r} is {one.type} in {first}, and "
+                    f"{field.type} in {place}. Cast one to the other."
+                ) from None
+            known[field.name] = both.field(0), first
+    return pa.concat_tables([table for table, _ in parts], promote_options="permissive")
 
 
 def _decoded(column: Any) -> Any:
@@ -145,8 +182,8 @@ def as_kind(column: Any, kind: str, place: str) -> Any:
 
     if kind == "key":
         column = _decoded(column)
-        if not (pa.types.is_integer(column.type) or pa.types.is_null(column.type)):
-            raise ArgumentError(f"{place} is {column.type}: a key is a whole number in each row.")
+        if not is_whole(column.type):
+            raise ArgumentError(f"{place} is {column.type}: {WHOLE_KEY}")
         try:
             column = column.cast(pa.int64())
         except pa.ArrowInvalid:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ronde.tables.arrow import as_kind
-from ronde.tables.sql_engines import DuckDBSql
+from ronde.tables.sql_engines import Dialect, DuckDBSql, SparkSql
 from ronde.world import RondeError
 
 if TYPE_CHECKING:
@@ -183,19 +183,16 @@ def duckdb_engine(
     opened = DuckDBSql(threads=threads)
     name = f"DuckDB on {opened.threads} thread{'s' * (opened.threads > 1)}"
     opened.run("SET preserve_insertion_order = false", name)
-    q = opened.quote
     if batches is not None:
         files = [opened.folder / "canonical.parquet"]
         _write_parquet(files[0], batches(), kinds)
-        columns = ", ".join(map(q, kinds))
+        columns = [opened.quote(name) for name in kinds]
     else:
-        columns = ", ".join(
-            f"{_in_duckdb(q(n), kind, n in set(fractional))} AS {q(n)}" for n, kind in kinds.items()
-        )
+        columns = _canonical_columns(DuckDBSql, kinds, fractional)
     try:
         opened.view("ronde_table", [str(file) for file in files], name)
         with _in_a_sentence(name):
-            table = opened.connection.sql(f"SELECT {columns} FROM ronde_table")
+            table = opened.connection.sql(f"SELECT {', '.join(columns)} FROM ronde_table")
     except RondeError:
         opened.close()
         raise
@@ -224,37 +221,28 @@ def _write_parquet(file: Path, batches: Iterator[Any], kinds: Kinds) -> None:
             writer.write_batch(batch)
 
 
-def _in_duckdb(name: str, kind: str, is_fractional: bool) -> str:
-    # DuckDB 2.0.1: isnan() is false for each row of a Parquet file whose statistics have no NaN.
-    number = f"CASE WHEN isfinite({name}::DOUBLE) THEN {name}::DOUBLE END"
-    if kind == "number":
-        return number
-    if kind == "key":
-        return f"TRY_CAST({name} AS BIGINT)"
-    if kind == "level":
-        zero = f"CASE WHEN {name}::DOUBLE = 0 THEN 0::DOUBLE ELSE {number} END"
-        return zero if is_fractional else f"{name}::VARCHAR"
-    return f"CASE WHEN {name} IS NOT NULL THEN 1::DOUBLE END"
+def _canonical_columns(dialect: Dialect, kinds: Kinds, fractional: Iterable[str]) -> list[str]:
+    """:func:`canonical` as SQL."""
+    fractional, columns = set(fractional), []
+    for name, kind in kinds.items():
+        column = dialect.quote(name)
+        double = f"CAST({column} AS DOUBLE)"
+        number = f"CASE WHEN {dialect.is_finite(double)} THEN {double} END"
+        if kind == "number":
+            made = number
+        elif kind == "key":
+            made = f"TRY_CAST({column} AS BIGINT)"
+        elif kind == "level" and name in fractional:  # -0.0 is 0
+            made = f"CASE WHEN {double} = 0 THEN CAST(0 AS DOUBLE) ELSE {number} END"
+        elif kind == "level":
+            made = f"CAST({column} AS {dialect.text})"
+        else:
+            made = f"CASE WHEN {column} IS NOT NULL THEN CAST(1 AS DOUBLE) END"
+        columns.append(f"{made} AS {column}")
+    return columns
 
 
 def spark_engine(frame: Any, kinds: Kinds, fractional: Iterable[str]) -> Lazy:
     """Spark over a frame of its own."""
-    from pyspark.sql import functions as f
-
-    largest = 1.7976931348623157e308  # Spark orders NaN above infinity
-    columns = []
-    for name, kind in kinds.items():
-        given = f.col("`" + name.replace("`", "``") + "`")
-        double = given.cast("double")
-        number = f.when(double.between(-largest, largest), double)
-        if kind == "number":
-            column = number
-        elif kind == "key":
-            column = given.cast("bigint")
-        elif kind == "level":
-            zero = f.when(double == 0, f.lit(0.0)).otherwise(number)
-            column = zero if name in set(fractional) else given.cast("string")
-        else:
-            column = f.when(given.isNotNull(), f.lit(1.0))
-        columns.append(column.alias(name))
-    return Lazy(f"Spark on {frame.sparkSession.sparkContext.master}", frame.select(*columns))
+    table = frame.selectExpr(*_canonical_columns(SparkSql, kinds, fractional))
+    return Lazy(f"Spark on {frame.sparkSession.sparkContext.master}", table)

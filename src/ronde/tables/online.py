@@ -15,6 +15,7 @@ from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from ronde.tables.sql_engines import quoted
 from ronde.world import ArgumentError, RondeError
 
 _VERSION = 1
@@ -48,10 +49,6 @@ class OnlineTable:
         """The columns in the file, in their order."""
         times = [] if self.windows else ["ronde_ts", "ronde_known"]
         return [*self.entity, *times, *self.features]
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 @contextlib.contextmanager
@@ -119,11 +116,11 @@ def publish_tables(
 
 
 def _fill(db: sqlite3.Connection, about: OnlineTable, rows: Iterable[tuple[Any, ...]]) -> int:
-    name, keys = _quoted(about.name), ", ".join(map(_quoted, about.entity))
+    name, keys = quoted(about.name), ", ".join(map(quoted, about.entity))
     columns = about.columns
     db.execute("INSERT INTO ronde_tables VALUES (?, ?)", (about.name, json.dumps(asdict(about))))
     db.execute(
-        f"CREATE TABLE {name} ({', '.join(map(_quoted, columns))}, PRIMARY KEY ({keys})) "
+        f"CREATE TABLE {name} ({', '.join(map(quoted, columns))}, PRIMARY KEY ({keys})) "
         "WITHOUT ROWID"
     )
     try:
@@ -154,8 +151,8 @@ class _Opened:
             raise ArgumentError(f"{path} has version {version}; this Ronde reads {_VERSION}.")
         self.tables = {t.name: t for t in (OnlineTable(**json.loads(row[0])) for row in rows)}
         self.queries = {
-            name: f"SELECT {', '.join(map(_quoted, table.columns[len(table.entity) :]))} "
-            f"FROM {_quoted(name)} WHERE {' AND '.join(f'{_quoted(e)}=?' for e in table.entity)}"
+            name: f"SELECT {', '.join(map(quoted, table.columns[len(table.entity) :]))} "
+            f"FROM {quoted(name)} WHERE {' AND '.join(f'{quoted(e)}=?' for e in table.entity)}"
             for name, table in self.tables.items()
         }
 
@@ -203,14 +200,14 @@ class Online:
     def entities(self, table: str) -> Iterator[tuple[Any, ...]]:
         """The entities of a table."""
         opened = self._now()
-        keys = ", ".join(map(_quoted, opened.tables[table].entity))
-        return iter(opened.db.execute(f"SELECT {keys} FROM {_quoted(table)}"))
+        keys = ", ".join(map(quoted, opened.tables[table].entity))
+        return iter(opened.db.execute(f"SELECT {keys} FROM {quoted(table)}"))
 
     def differing(self, other: Online, table: str) -> Iterator[dict[str, Any]]:
         """The entities whose rows in a table are others in another publication."""
         opened = self._now()
         entity = opened.tables[table].entity
-        keys, name = ", ".join(map(_quoted, entity)), _quoted(table)
+        keys, name = ", ".join(map(quoted, entity)), quoted(table)
         opened.db.execute("ATTACH ? AS other", (f"{other.path.absolute().as_uri()}?mode=ro",))
         try:
             rows = opened.db.execute(

@@ -12,10 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ronde.tables.arrow import one_table
 from ronde.tables.reading import columns_of, read_batches
 from ronde.tables.recipe import Recipe
+from ronde.tables.scores import auc, stability
 from ronde.tables.steps import read_as
 from ronde.watch import html
+from ronde.world import ArgumentError
 
 _MOST_ROWS = 200_000
 _LEVELS = 12  # that are drawn
@@ -65,25 +68,21 @@ def take_sample(recipe: Recipe, files: Sequence[Path]) -> DrawnRows:
 
     more = [name for name in (recipe.target, recipe.key) if name is not None]
     present = [n for n in [*recipe.steps, *more] if all(n in columns_of(f) for f in files)]
-    parts, rows, stride = [], 0, 1
+    tables: list[tuple[Any, Any]] = []
+    rows, stride = 0, 1
     for file in files:
         for batch in read_batches(file, present, *recipe.csv_types):
             first = -rows % stride
-            parts.append(batch.take(pa.array(range(first, batch.num_rows, stride), pa.int64())))
+            drawn = batch.take(pa.array(range(first, batch.num_rows, stride), pa.int64()))
+            tables.append((pa.Table.from_batches([drawn]), file))
             rows += batch.num_rows
             while rows > _MOST_ROWS * stride:  # half of what is there, spread as evenly
                 stride *= 2
-                joined = _joined(parts)
-                parts = joined.take(pa.array(range(0, joined.num_rows, 2))).to_batches()
-    return DrawnRows(_joined(parts), rows, stride)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    """Batches as one table; a column may be int32 in one file, and int64 in another."""
-    import pyarrow as pa
-
-    tables = [pa.Table.from_batches([part]) for part in parts]
-    return pa.concat_tables(tables, promote_options="permissive")
+                joined = one_table(tables, "--report")
+                tables = [(joined.take(pa.array(range(0, joined.num_rows, 2))), "earlier files")]
+    if not tables:
+        raise ArgumentError(f"--report: {files[0]} holds no row.")
+    return DrawnRows(one_table(tables, "--report"), rows, stride)
 
 
 def _numbers(column: Any) -> Floats:
@@ -141,14 +140,6 @@ class _Groups:
         return np.where(np.isnan(values), 0, 1 + np.searchsorted(self.edges, values, "left"))
 
 
-def _auc(score: Floats, positive: npt.NDArray[np.bool_]) -> float:
-    """The area under the ROC curve; ties count half."""
-    _, place, count = np.unique(score, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(count) - (count - 1) / 2)[place]
-    n, m = int(positive.sum()), int((~positive).sum())
-    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m)) if n and m else 0.5
-
-
 def _target(sample: DrawnRows, name: str | None) -> tuple[Floats, bool] | None:
     """The target as numbers, and whether it is one of two values."""
     if name is None or name not in sample.table.column_names:
@@ -179,21 +170,20 @@ def _alone(groups: npt.NDArray[np.int64], count: int, target: tuple[Floats, bool
     mean = np.where(n > 0, total / np.maximum(n, 1), y[fit].mean())
     guess = mean[groups[test]]
     if two:
-        area = _auc(guess, y[test] > 0.5)
-        return max(area, 1 - area)
+        area = auc(guess, y[test] > 0.5, np.ones(len(guess)))
+        return 0.5 if math.isnan(area) else max(area, 1 - area)
     spread = float(((y[test] - y[test].mean()) ** 2).sum())
     return 1 - float(((y[test] - guess) ** 2).sum()) / spread if spread else 0.0
 
 
-def _stability(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64], count: int) -> Any:
+def _drift(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64], count: int) -> Any:
     """The population stability index between two sets of rows, and its mean where both are drawn
     from one distribution.
     """
     a, b = (np.bincount(g, minlength=count) for g in (first, second))
-    p, q = (np.maximum(c, 0.5) / max(c.sum(), 1) for c in (a, b))
     used = (a + b) > 0
-    index = float(((p - q) * np.log(p / q))[used].sum())
-    return index, float(used.sum() - 1) * (1 / max(a.sum(), 1) + 1 / max(b.sum(), 1))
+    chance = float(used.sum() - 1) * (1 / max(a.sum(), 1) + 1 / max(b.sum(), 1))
+    return stability(a[used], b[used]), chance
 
 
 def view_columns(recipe: Recipe, sample: DrawnRows, other: DrawnRows | None) -> list[ColumnView]:
@@ -204,7 +194,7 @@ def view_columns(recipe: Recipe, sample: DrawnRows, other: DrawnRows | None) -> 
         mine = groups.of(sample.table[name])
         drift = None
         if other is not None and name in other.table.column_names:
-            drift = _stability(mine, groups.of(other.table[name]), groups.count)
+            drift = _drift(mine, groups.of(other.table[name]), groups.count)
         alone = _alone(mine, groups.count, target) if target is not None else None
         missing = recipe.fitted[name]["missing"] / recipe.state["rows"]  # type: ignore[index]
         views.append(ColumnView(name, missing, alone, drift))
@@ -288,14 +278,12 @@ def _plot_after(recipe: Recipe, name: str, prepared: Any) -> Any:
 def draw_column(recipe: Recipe, name: str, rows: DrawnRows) -> str:
     """A column before and after a fitted recipe, side by side, as HTML."""
     target = _target(rows, recipe.target)
-    plots = {
-        "before": _plot_before(recipe, name, rows, target),
-        "after": _plot_after(recipe, name, recipe.apply(rows.table)),
-    }
+    before = _plot_before(recipe, name, rows, target)
+    after = _plot_after(recipe, name, recipe.apply(rows.table))
     colors = "--ink:#1d2330; --faint:#c9cfda; --synthetic:#2f6fde; --real:#c2410c"
     drawn = "".join(
         f'<div style="flex: 1">{html.draw(f"{word}-{n}", 2.2, f"{name} {word}", plot)}</div>'
-        for n, (word, plot) in enumerate(plots.items())
+        for n, (word, plot) in enumerate((("before", before), ("after", after)))
     )
     return f'<div style="display: flex; background: white; {colors}">{drawn}</div>'
 

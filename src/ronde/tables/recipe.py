@@ -15,7 +15,14 @@ from typing import Any
 import yaml
 
 from ronde.tables.apply import Applied
-from ronde.tables.arrow import READ_BY, arrow_of_spark, family
+from ronde.tables.arrow import (
+    READ_BY,
+    WHOLE_KEY,
+    arrow_of_spark,
+    family,
+    is_whole,
+    one_table,
+)
 from ronde.tables.engines import Arrow, Kinds, canonical, duckdb_engine, spark_engine
 from ronde.tables.fit import fit_steps
 from ronde.tables.reading import SUFFIXES, columns_of, read_batches
@@ -254,8 +261,8 @@ class Recipe:
             return self._apply_on_spark(data, out_of_fold)
         if is_path(data):
             files = files_of(data, "recipe.apply", SUFFIXES)
-            parts = [pa.Table.from_batches(self.batches(file)) for file in files]
-            return pa.concat_tables(parts, promote_options="permissive")
+            made = [(pa.Table.from_batches(self.batches(file)), file) for file in files]
+            return one_table(made, "recipe.apply")
         table, back = _arrow_table(data, self)
         make = Applied(self.steps, self.fitted, self.key, out_of_fold)
         parts = table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]
@@ -424,6 +431,8 @@ def check_columns(
                     f"{', '.join(recipe.steps.get(name, ())) or 'this'} needs "
                     f"{' or '.join(READ_BY[kind])}."
                 )
+            if kind == "key" and types[name] is not None and not is_whole(types[name]):
+                raise ArgumentError(f"{where}: {place} has {types[name]}: {WHOLE_KEY}")
         all_types.append(types)
     if not applied:
         _check_families(recipe, sources, all_types)

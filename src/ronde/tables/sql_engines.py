@@ -57,6 +57,11 @@ _SPARK_SETTINGS = {
 }
 
 
+def quoted(name: str) -> str:
+    """A column's name in the SQL of DuckDB and SQLite."""
+    return '"' + name.replace('"', '""') + '"'
+
+
 def _files(path: str, owner: str) -> list[str]:
     return [path] if is_remote(path) else [str(file) for file in files_of(path, owner, _SUFFIXES)]
 
@@ -167,37 +172,41 @@ class DuckDBSql:
             with contextlib.suppress(OSError):
                 part.unlink()
 
-    def kind(self, given: str) -> str:
+    @staticmethod
+    def kind(given: str) -> str:
         """int, float, text, bool, date, naive, zoned, or other."""
         if given.startswith("DECIMAL"):
             return "float"
         return "text" if given.startswith("ENUM") else _DUCKDB_KINDS.get(given, "other")
 
-    def quote(self, name: str) -> str:
-        """A column's name in SQL."""
-        return '"' + name.replace('"', '""') + '"'
+    quote = staticmethod(quoted)
 
-    def micros(self, column: str, given: str, up: bool) -> str:
+    @staticmethod
+    def micros(column: str, given: str, up: bool) -> str:
         """Microseconds since 1970; nanoseconds are rounded up or down."""
         if given.endswith("_NS"):
             ns = f"(epoch_ns({column}) + {999 if up else 0})"
             return f"(({ns} - ({ns} % 1000 + 1000) % 1000) // 1000)"
         return f"epoch_us({column}{'::TIMESTAMP' if given == 'DATE' else ''})"
 
-    def hash(self, columns: Sequence[str]) -> str:
+    @staticmethod
+    def hash(columns: Sequence[str]) -> str:
         """One number that differs where values differ."""
         return f"hash({', '.join(columns)})"
 
-    def literal(self, text: str) -> str:
+    @staticmethod
+    def literal(text: str) -> str:
         """A text in SQL."""
         return "'" + text.replace("'", "''") + "'"
 
-    def is_finite(self, number: str) -> str:
+    @staticmethod
+    def is_finite(number: str) -> str:
         """Whether a double is neither missing nor NaN nor infinite."""
         # DuckDB 2.0.1 folds isnan and comparisons by Parquet's statistics, which leave NaN out.
         return f"isfinite({number})"
 
-    def days(self, column: str) -> str:
+    @staticmethod
+    def days(column: str) -> str:
         """Days since 1970 of a date."""
         return f"date_diff('day', DATE '1970-01-01', {column})"
 
@@ -256,7 +265,7 @@ class SparkSql:
             if not is_remote(files[0]):
                 files = [re.sub(r"[\[\]{}*?\\]", r"\\\g<0>", file) for file in files]
             reader = self._session.read.option("mergeSchema", "true")
-            with self._told(owner):
+            with self._in_a_sentence(owner):
                 if files[0].lower().endswith(".csv"):
                     source = reader.csv(files, header=True, inferSchema=True)
                 else:
@@ -264,7 +273,7 @@ class SparkSql:
         elif not hasattr(source, "createOrReplaceTempView"):
             source = self._session.createDataFrame(source)
         # A frame of another session of the same application would make its view there.
-        with self._told(owner):
+        with self._in_a_sentence(owner):
             source.createOrReplaceGlobalTempView(f"{name}_{self._tag}")
             seen = self._session.table(f"global_temp.{name}_{self._tag}")
             seen.createOrReplaceTempView(name)
@@ -273,7 +282,7 @@ class SparkSql:
         return dict(source.dtypes)
 
     @contextlib.contextmanager
-    def _told(self, owner: str) -> Iterator[None]:
+    def _in_a_sentence(self, owner: str) -> Iterator[None]:
         try:
             yield
         except self._error as error:
@@ -281,22 +290,22 @@ class SparkSql:
 
     def run(self, sql: str, owner: str) -> Any:
         """A frame of a query."""
-        with self._told(owner):
+        with self._in_a_sentence(owner):
             return self._session.sql(sql)
 
     def rows(self, sql: str, owner: str) -> list[tuple[Any, ...]]:
         """All rows of a query."""
-        with self._told(owner):
+        with self._in_a_sentence(owner):
             return [tuple(row) for row in self._session.sql(sql).collect()]
 
     def stream(self, sql: str, owner: str) -> Iterator[tuple[Any, ...]]:
         """The rows of a query, a partition at a time."""
-        with self._told(owner):
+        with self._in_a_sentence(owner):
             yield from (tuple(row) for row in self._session.sql(sql).toLocalIterator())
 
     def keep(self, name: str, sql: str, owner: str) -> None:
         """Compute a query once."""
-        with self._told(owner):
+        with self._in_a_sentence(owner):
             frame = self._session.sql(sql).persist()
             frame.createOrReplaceTempView(name)
         if name in self._kept:
@@ -305,46 +314,55 @@ class SparkSql:
 
     def table(self, sql: str, owner: str) -> Any:
         """An Arrow table of a query."""
-        with self._told(owner):
+        with self._in_a_sentence(owner):
             return self._session.sql(sql).toArrow()
 
     def write(self, sql: str, out: Path, owner: str) -> None:
         """Write a query to a folder of Parquet files, which must be new."""
-        with self._told(owner):
+        with self._in_a_sentence(owner):
             self._session.sql(sql).write.parquet(str(out))
 
-    def kind(self, given: str) -> str:
+    @staticmethod
+    def kind(given: str) -> str:
         """As for DuckDB."""
         return "float" if given.startswith("decimal") else _SPARK_KINDS.get(given, "other")
 
-    def quote(self, name: str) -> str:
+    @staticmethod
+    def quote(name: str) -> str:
         """A column's name in SQL."""
         return "`" + name.replace("`", "``") + "`"
 
-    def micros(self, column: str, given: str, up: bool) -> str:
+    @staticmethod
+    def micros(column: str, given: str, up: bool) -> str:
         """Microseconds since 1970."""
         return f"unix_micros(CAST({column} AS TIMESTAMP))"
 
-    def hash(self, columns: Sequence[str]) -> str:
+    @staticmethod
+    def hash(columns: Sequence[str]) -> str:
         """One number that differs where values differ."""
         # xxhash64 skips nulls: without the flags (null, 1) would equal (1, null).
         flags = (f"isnull({column})" for column in columns)
         return f"xxhash64({', '.join([*columns, *flags])})"
 
-    def literal(self, text: str) -> str:
+    @staticmethod
+    def literal(text: str) -> str:
         """A text in SQL."""
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
-    def is_finite(self, number: str) -> str:
+    @staticmethod
+    def is_finite(number: str) -> str:
         """As for DuckDB; NaN is greater than infinity here."""
         return f"abs({number}) < CAST('Infinity' AS DOUBLE)"
 
-    def days(self, column: str) -> str:
+    @staticmethod
+    def days(column: str) -> str:
         """Days since 1970 of a date."""
         return f"unix_date({column})"
 
 
 SqlEngine = DuckDBSql | SparkSql
+Dialect = type[DuckDBSql] | type[SparkSql]
+"""What needs no connection: how names, texts, and times are written."""
 
 
 def open_engine(name: str, master: str = "", memory: str = "") -> SqlEngine:
