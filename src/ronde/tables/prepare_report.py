@@ -170,8 +170,11 @@ def _alone(groups: npt.NDArray[np.int64], count: int, target: tuple[Floats, bool
     mean = np.where(n > 0, total / np.maximum(n, 1), y[fit].mean())
     guess = mean[groups[test]]
     if two:
-        area = auc(guess, y[test] > 0.5, np.ones(len(guess)))
-        return 0.5 if math.isnan(area) else max(area, 1 - area)
+        positive = y[test] > 0.5
+        if positive.all() or not positive.any():
+            return 0.5
+        area = auc(guess, positive, np.ones(len(guess)))
+        return max(area, 1 - area)
     spread = float(((y[test] - y[test].mean()) ** 2).sum())
     return 1 - float(((y[test] - guess) ** 2).sum()) / spread if spread else 0.0
 
