@@ -17,7 +17,7 @@ import time
 
 from plan_offline import plan_of, transformer
 from ronde.plan import Plan
-from ronde.predict.assumptions import error_range
+from ronde.predict.assumptions import MEAN_ERROR
 from ronde.predict.candidates import supported
 from ronde.predict.datasheets import cluster_of, device_named
 from ronde.predict.predict import predict
@@ -79,7 +79,7 @@ def shown(prediction: Prediction) -> str:
 
 
 def main() -> None:
-    print(f"step times are predicted within ± {error_range('sheet time'):.0%} on average\n")
+    print(f"step times are predicted within ± {MEAN_ERROR['sheet time']:.0%} on average\n")
     for row in RUNS:
         device, batch, count = device_named(row["gpu"]), int(row["global_batch"]), row["gpu_count"]
         cluster = cluster_of(device.name, int(count) // 8, 8)

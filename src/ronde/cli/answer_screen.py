@@ -87,21 +87,19 @@ def report_answer(
     """
     from markupsafe import Markup
     from rich.table import Table
-    from rich.text import Text
 
     from ronde.watch import html
 
     sections = []
     for part in parts:
-        if isinstance(part, Text):
+        if not isinstance(part, Table):
             if headline not in part.plain:
                 foot = Markup("<p>{}</p>").format(part.plain.strip())
                 sections.append(html.Section(foot=foot))
             continue
-        table: Table = part if isinstance(part, Table) else part.whole()
-        heads = [str(column.header).strip() for column in table.columns]
-        cells = zip(*(map(str, column.cells) for column in table.columns), strict=True)
-        words = [i for i, column in enumerate(table.columns) if column.justify == "left"]
+        heads = [str(column.header).strip() for column in part.columns]
+        cells = zip(*(map(str, column.cells) for column in part.columns), strict=True)
+        words = [i for i, column in enumerate(part.columns) if column.justify == "left"]
         sections.append(html.Section(heads=heads, rows=[("", row) for row in cells], text=words))
     html.write_page(path, verb, script, headline, [], charts, sections)
 

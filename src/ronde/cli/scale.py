@@ -208,7 +208,8 @@ def answer_parts(answer: Scaling, verbose: bool = False) -> Iterator[Any]:
 
 
 def _table(answer: Scaling) -> Any:
-    from ronde.predict.answer_tables import Fitted
+    from rich.table import Table
+    from rich.text import Text
 
     def cost(money: float | None, device_seconds: float) -> str:
         return format_rate(device_seconds if money is None else money)
@@ -247,9 +248,13 @@ def _table(answer: Scaling) -> Any:
                 cost(f.cost_per_epoch, f.epoch_seconds * f.workers),
             )
         )
-    dropped = (money, "epoch", "synthetic ×", "gap", "synthetic/s")
-    styles = ["" for _ in answer.rows] + ["dim italic" for _ in answer.extrapolated]
-    return Fitted((*heads, money), tuple(rows), (), dropped, tuple(styles))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for head in (*heads, money):  # a narrow terminal breaks a cell, and leaves out no digit
+        table.add_column(head, justify="right", overflow="fold")
+    for number, row in enumerate(rows):
+        style = "dim italic" if number >= len(answer.rows) else ""
+        table.add_row(*(Text(cell) for cell in row), style=style)
+    return table
 
 
 def describe(fit: Any) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from ronde.predict import answer_tables
 from ronde.predict.assumptions import Precision
-from ronde.predict.cluster import Cluster, LinkFit
+from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs
 from ronde.predict.prediction import TERMS, Prediction
 from ronde.predict.search import SearchResult, search
@@ -137,11 +137,12 @@ def explain(
     sentence = _sentence(result, sure)
     if result.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER:
         one = search(costs, cluster, 1, optimize=result.optimize, simulate=0, like=result.like)
-        sentence = _beside_one(result, sentence, one.best, sure)
+        sentence = _beside_one(result, sentence, one.best)
+    decided, runner_up = _comparison(result, sure)
     return Explanation(
         sentence=sentence,
-        decided=_decided(result, sure),
-        runner_up=_lost(result, sure),
+        decided=decided,
+        runner_up=runner_up,
         flips=flips(result, costs, cluster, tell) if with_flips else (),
         result=result,
         calibration=_calibration(best, costs, cluster),
@@ -211,31 +212,27 @@ def _of_capacity(prediction: Prediction) -> str:
     return f"{format_bytes(prediction.memory_bytes)} of {format_bytes(prediction.capacity_bytes)}"
 
 
-def _beside_one(result: SearchResult, answer: str, alone: Prediction, sure: Precision) -> str:
+def _beside_one(result: SearchResult, answer: str, alone: Prediction) -> str:
     """The answer when the workers are hardly faster than one device, or slower."""
     if alone.verdict in ("risky", "does not fit"):
         return (
-            f"{answer} One device alone needs {sure.about}{_of_capacity(alone)} "
-            f"({alone.verdict}): {result.workers} are worth it for the memory only."
+            f"{answer} One device alone needs {_of_capacity(alone)} ({alone.verdict}): "
+            f"{result.workers} are worth it for the memory only."
         )
     times = alone.step_seconds / result.best.step_seconds
     if times > _NO_FASTER:
         return answer  # it fits with recomputation or the like, which takes longer
-    room = "" if alone.capacity_bytes else ", if its memory has room for the model"
     return (
-        f"Use one device{room}: {result.workers} reach {times:.2g}× of its speed. For "
+        f"Use one device: {result.workers} reach {times:.2g}× of its speed. For "
         f"{result.workers}: {answer[0].lower()}{answer[1:]}"
     )
 
 
 def _too_big(result: SearchResult) -> str:
-    """Why the model is not replicated, if memory or the batch decides."""
+    """Why the model is not replicated, if memory decides."""
     whole = [p for p in result.plans if p.plan.family == "replicate" and p.plan.offload == "none"]
     if whole and all(p.verdict == "does not fit" for p in whole):
-        least = min(whole, key=lambda p: p.memory_bytes)
-        return f"a whole replica needs {_of_capacity(least)}"
-    if not whole and result.workers > result.best.plan.batch_size:
-        return f"{result.workers} replicas would share a batch of {result.best.plan.batch_size}"
+        return f"a whole replica needs {_of_capacity(min(whole, key=lambda p: p.memory_bytes))}"
     return ""
 
 
@@ -249,59 +246,46 @@ def _tail(best: Prediction) -> str:
     return f"{100 * wire:.0f} % of the step is exchange that does not hide"
 
 
-def _decided(result: SearchResult, sure: Precision) -> str:
-    """The number that decided."""
+def _comparison(result: SearchResult, sure: Precision) -> tuple[str, str]:
+    """The number that decided, and why the runner-up lost."""
     best, second = result.best, result.runner_up
-    if best.verdict == "does not fit":
-        least = sure.size(best.memory_bytes)
-        return f"memory: {least} of {format_bytes(best.capacity_bytes)} at best"
+    nothing_fits = best.verdict == "does not fit"
+    least = f"memory: {sure.size(best.memory_bytes)} of {format_bytes(best.capacity_bytes)} at best"
     if second is None:
-        return "the only family of plans there is"
-    other = second.plan.family
-    if _verdict_decided(best, second):
-        return f"memory: {other} needs {sure.about}{_of_capacity(second)} ({second.verdict})"
-    if (gap := _within(result, second, sure)) is not None:
-        what = "memory" if result.optimize == "memory" else "step time"
-        return f"nothing: {best.plan.family} and {other} differ in {what} by {gap}"
-    if result.optimize == "memory":
-        here, there = sure.size(best.memory_bytes), sure.size(second.memory_bytes)
-        return f"memory: {here} against {there} of {other}"
-    name = max(TERMS, key=lambda k: second.terms[k] - best.terms[k])
-    here, there = (
-        f"{sure.seconds(p.terms[name])} a step" if p.terms[name] else "none" for p in (best, second)
+        decided = least if nothing_fits else "the only family of plans there is"
+        return decided, "There is no other family of plans for these workers and this batch."
+    family, other = best.plan.family, second.plan.family
+    name = f"{other} ({second.plan.spec})"
+    if nothing_fits or _verdict_decided(best, second):
+        needs = f"needs {sure.about}{_of_capacity(second)}"
+        decided = least if nothing_fits else f"memory: {other} {needs} ({second.verdict})"
+        return decided, f"{name} {needs}: it {_FIT[second.verdict]}."
+    by_memory = result.optimize == "memory"
+    here, there = (p.memory_bytes if by_memory else p.step_seconds for p in (best, second))
+    gap, spread = (
+        there / here - 1.0 if here else math.inf,
+        sure.memory if by_memory else sure.spread,
     )
-    return f"{_TERM_WORDS[name]}: {there} in {other}, {here} in {best.plan.family}"
-
-
-def _within(result: SearchResult, second: Prediction, sure: Precision) -> str | None:
-    """How far two plans are apart, if that is too little to tell them apart; else None."""
-    best = result.best
-    here, there, spread = best.step_seconds, second.step_seconds, sure.spread
-    if result.optimize == "memory":
-        here, there, spread = best.memory_bytes, second.memory_bytes, sure.memory
-    gap = abs(there / here - 1.0) if here else math.inf
-    if gap > spread:
-        return None
-    return f"{100 * gap:.1f} %, and such predictions are off by {100 * spread:.0f} %"
-
-
-def _lost(result: SearchResult, sure: Precision) -> str:
-    best, second = result.best, result.runner_up
-    if second is None:
-        return "There is no other family of plans for these workers and this batch."
-    name = f"{second.plan.family} ({second.plan.spec})"
-    if best.verdict == "does not fit" or _verdict_decided(best, second):
-        return f"{name} needs {sure.about}{_of_capacity(second)}: it {_FIT[second.verdict]}."
-    if _within(result, second, sure) is not None:
-        return f"{name} cannot be told apart from it."
-    slower = second.step_seconds / best.step_seconds - 1.0 if best.step_seconds else 0.0
-    if result.optimize == "memory":
-        faster = "faster" if slower < 0 else "slower"
-        needs = f"needs {sure.size(second.memory_bytes)}; here {sure.size(best.memory_bytes)}"
-        return f"{name} is {sure.about}{100 * abs(slower):.0f} % {faster}, and {needs}."
+    if abs(gap) <= spread:
+        what = "memory" if by_memory else "step time"
+        return (
+            f"nothing: {family} and {other} differ in {what} by {100 * abs(gap):.1f} %, and such "
+            f"predictions are off by {100 * spread:.0f} %",
+            f"{name} cannot be told apart from it.",
+        )
+    if by_memory:
+        decided = f"memory: {sure.size(here)} against {sure.size(there)} of {other}"
+        return decided, f"{name} needs {sure.size(there)}; here {sure.size(here)}."
     more = sorted(((second.terms[k] - best.terms[k], k) for k in TERMS), reverse=True)
     why = ", ".join(f"{_TERM_WORDS[k]} +{format_seconds(d)}" for d, k in more[:2] if d > 0)
-    return f"{name} is {sure.about}{100 * slower:.0f} % slower: {why}."
+    term = more[0][1]
+    mine, its = (
+        f"{sure.seconds(p.terms[term])} a step" if p.terms[term] else "none" for p in (best, second)
+    )
+    return (
+        f"{_TERM_WORDS[term]}: {its} in {other}, {mine} in {family}",
+        f"{name} is {sure.about}{100 * gap:.0f} % slower: {why}.",
+    )
 
 
 def _verdict_decided(best: Prediction, second: Prediction) -> bool:
@@ -343,57 +327,50 @@ def flips(
     """
 
     ask = functools.partial(search, optimize=result.optimize, prune=True, like=result.like)
+    workers = result.workers
 
-    def winner(costs: Costs, cluster: Cluster, workers: int) -> tuple[str, str]:
+    def changed(variable: str, value: float) -> tuple[Costs, Cluster, int]:
+        """The question with another value of one variable."""
+        if variable == "global batch":
+            return dataclasses.replace(costs, batch_size=round(value)), cluster, workers
+        if variable == "memory":
+            return costs, dataclasses.replace(cluster, memory_bytes=value), workers
+        if variable == "link speed":
+            links = {
+                kind: {s: dataclasses.replace(fit, beta=fit.beta * value) for s, fit in by.items()}
+                for kind, by in cluster.links.items()
+            }
+            return costs, dataclasses.replace(cluster, links=links), workers
+        batch = costs.batch_size
+        if result.like is not None and result.like.batch == "grow":
+            batch = max(1, round(batch * value / workers))
+        nodes = max(1, math.ceil(value / max(1, cluster.devices_per_node)))
+        grown = dataclasses.replace(costs, batch_size=batch)
+        return grown, dataclasses.replace(cluster, nodes=nodes), round(value)
+
+    def winner(variable: str, value: float) -> tuple[str, str]:
         try:
-            return _named(ask(costs, cluster, workers).best)
+            return _named(ask(*changed(variable, value)).best)
         except ArgumentError:
             return "", ""
 
-    workers = result.workers
-    node = max(1, cluster.devices_per_node)
-
-    def at_batch(value: float) -> tuple[str, str]:
-        return winner(dataclasses.replace(costs, batch_size=round(value)), cluster, workers)
-
-    def at_link(value: float) -> tuple[str, str]:
-        def faster(by: Mapping[Any, LinkFit]) -> dict[Any, LinkFit]:
-            return {s: dataclasses.replace(fit, beta=fit.beta * value) for s, fit in by.items()}
-
-        links = {kind: faster(by) for kind, by in cluster.links.items()}
-        return winner(costs, dataclasses.replace(cluster, links=links), workers)
-
-    def at_workers(value: float) -> tuple[str, str]:
-        count = round(value)
-        grown = costs
-        if result.like is not None and result.like.batch == "grow":
-            batch = max(1, round(costs.batch_size * count / workers))
-            grown = dataclasses.replace(costs, batch_size=batch)
-        nodes = max(1, math.ceil(count / node))
-        return winner(grown, dataclasses.replace(cluster, nodes=nodes), count)
-
-    def at_memory(value: float) -> tuple[str, str]:
-        return winner(costs, dataclasses.replace(cluster, memory_bytes=value), workers)
-
-    asked: list[tuple[str, float, Callable[[float], tuple[str, str]]]] = [
-        ("global batch", costs.batch_size, at_batch)
-    ]
+    asked: dict[str, float] = {"global batch": costs.batch_size}
     if workers > 1 and cluster.links:
-        asked.append(("link speed", 1.0, at_link))
-    asked.append(("workers", workers, at_workers))
+        asked["link speed"] = 1.0
+    asked["workers"] = workers
     if cluster.memory_bytes:
-        asked.append(("memory", cluster.memory_bytes, at_memory))
+        asked["memory"] = cluster.memory_bytes
     now = ask(costs, cluster, workers, simulate=0)
     each = (now.considered - now.left_out.get("slower", 0)) * max(1, len(costs.units))
     # plans times layers of all flips, about 6 s at 30 µs each: large searches double less often
     doublings = max(1, min(_DOUBLINGS, 200_000 // max(1, each * 2 * len(asked))))
     here = _named(result.best)
     every = []
-    for variable, value, at in asked:
-        for direction in ("down", "up"):
-            if tell is not None:
-                tell(f"looking for when the answer would flip: {variable} {direction}")
-            every.append(find_flip(variable, value, at, direction, now=here, doublings=doublings))
+    for (variable, value), direction in itertools.product(asked.items(), ("down", "up")):
+        if tell is not None:
+            tell(f"looking for when the answer would flip: {variable} {direction}")
+        at = functools.partial(winner, variable)
+        every.append(find_flip(variable, value, at, direction, now=here, doublings=doublings))
     return tuple(flip for flip in every if flip.limit != flip.now)
 
 
@@ -459,23 +436,31 @@ def render_answer(explanation: Explanation, *, verbose: bool = False) -> Rendera
             f"{100 * sure.memory:.0f} % in memory, on average over "
             f"{'published' if sure.estimate else 'real'} runs"
         )
+    best = result.best
+    kinds = ((kind, size) for kind, size in best.memory.items() if size)
     facts = {
         "Decided by": explanation.decided,
         "Runner-up": explanation.runner_up,
         "Error": error,
         "Assumed": "; ".join(a.sentence() for a in sure.assumed),
-        "Placement": "; ".join(f"{name}: {at}" for name, at in result.best.placement.items()),
+        "Memory": ", ".join(f"{kind} {format_bytes(size)}" for kind, size in kinds),
+        "Placement": "; ".join(f"{name}: {at}" for name, at in best.placement.items()),
     }
     parts: list[RenderableType] = [Text(explanation.sentence, style="bold"), Text()]
     parts += [Text.assemble((f"{k:<12}", "dim"), v) for k, v in facts.items() if v]
-    tables = [answer_tables.times(result, sure.about), answer_tables.memory(result)]
-    if result.best.stages:
-        tables.append(answer_tables.stages(result.best))
-    for table in tables:
-        parts += [Text(), table]
+    for row in best.stages:
+        seconds = format_seconds(row.forward_seconds + row.backward_seconds)
+        parts.append(
+            Text.assemble(
+                (f"{f'Stage {row.stage}':<12}", "dim"),
+                f"{row.first} to {row.last} on worker {row.worker}: {seconds} a micro-batch, "
+                f"{format_bytes(row.memory_bytes)} with {row.in_flight} in flight",
+            )
+        )
+    parts += [Text(), _table(result, sure.about)]
     if explanation.flips:
         parts += [Text(), Text("The answer would flip", style="bold")]
-        for variable, both in groupby(explanation.flips, lambda flip: flip.variable):
+        for variable, both in itertools.groupby(explanation.flips, lambda flip: flip.variable):
             ways = [flip.sentence().partition(": ")[2] for flip in both]
             parts.append(Text(f"  {variable}: {'; '.join(ways)}"))
     counts = f"{result.considered:,} plans looked at, {result.simulated} predicted in full"
@@ -488,6 +473,27 @@ def render_answer(explanation: Explanation, *, verbose: bool = False) -> Rendera
     return Group(*parts)
 
 
+def _table(result: SearchResult, about: str) -> Table:
+    """The best plan of each family."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("plan", overflow="fold", max_width=26)  # so that 80 columns are enough
+    for head in ("step", "speed-up", "bubble", "memory"):
+        # a terminal that is too narrow breaks a number, and leaves out none of its digits
+        table.add_column(head, justify="right", overflow="fold")
+    table.add_column("verdict", overflow="fold")
+    for p in result.families.values():
+        table.add_row(
+            p.plan.spec.replace(",", ", "),
+            f"{about}{format_seconds(p.step_seconds)}",
+            f"{p.speedup:.1f}×",
+            f"{100 * p.bubble:.0f} %" if p.plan.pipeline > 1 else "–",
+            format_bytes(p.memory_bytes),
+            Text(p.verdict, style=_STYLES[p.verdict]),
+        )
+    return table
+
+
+_STYLES = {"fits": "green", "unknown": "", "risky": "yellow", "does not fit": "red"}
 _WORDS = {
     "full": "with full recomputation",
     "selective": "with selective recomputation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ronde.plan.plan import Plan
 from ronde.predict import datasheets
@@ -14,33 +14,17 @@ from ronde.predict.costs import Costs
 from ronde.world import usable_cores
 from ronde.world.units import format_bytes, format_seconds
 
-ErrorKind = Literal[
-    "sheet time", "sheet memory", "measured time", "sharded time", "measured memory"
-]
-"""``sheet``: for a device known from its data sheet only; ``measured``: costs and links measured on
-the machine itself.
-"""
-
-_MEAN_ERROR: dict[ErrorKind, float] = {
+MEAN_ERROR = {
     "sheet time": 0.08,
     "sheet memory": 0.10,
     "measured time": 0.064,
     "sharded time": 0.087,
     "measured memory": 0.018,
 }
-
-
-def error_range(kind: ErrorKind) -> float:
-    """Mean relative error of predictions of this kind.
-
-    ``sheet`` kinds come from published runs (``benchmarks/plan_offline.py``), ``measured`` kinds
-    from real runs (``benchmarks/plan_truth.py`` and ``plan_memory.py``).
-
-    Example:
-        >>> f"≈ 31.5 s ± {error_range('measured time'):.0%}"
-        '≈ 31.5 s ± 6%'
-    """
-    return _MEAN_ERROR[kind]
+"""Mean relative error of predictions. ``sheet``: for a device known from its data sheet only, of
+published runs (``benchmarks/plan_offline.py``). ``measured``: costs and links measured on the
+machine itself, of real runs (``benchmarks/plan_truth.py`` and ``plan_memory.py``).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +50,14 @@ class Assumption:
             >>> Assumption("node_link", 5e10, "B/s", "{} per device inside a node").sentence()
             '50 GB/s per device inside a node'
         """
-        shown = f"{self.value:.3g}"
-        if self.unit == "s":
-            shown = format_seconds(self.value)
-        elif self.unit == "B/s":
-            scale, unit = (1e12, "TB/s") if self.value >= 1e12 else (1e9, "GB/s")
-            shown = f"{self.value / scale:.3g} {unit}"
-        elif self.unit == "FLOP/s":
-            shown = f"{self.value / 1e12:.3g} TFLOP/s"
-        elif self.unit == "share":
-            shown = f"{100 * self.value:.0f} %"
-        return self.text.format(shown)
+        scale, shown = {
+            "s": (0.0, ""),
+            "B/s": (1e-9, " GB/s"),
+            "FLOP/s": (1e-12, " TFLOP/s"),
+            "share": (100.0, " %"),
+        }.get(self.unit, (1.0, ""))
+        number = f"{self.value * scale:.4g}{shown}" if scale else format_seconds(self.value)
+        return self.text.format(number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +84,8 @@ class Precision:
         """The precision of predictions for a model on a cluster, and of this plan's step."""
         assumed = any(fit.assumed for by in cluster.links.values() for fit in by.values())
         estimate = cluster.speed_is_estimate or assumed
-        usual = error_range("sheet time" if estimate else "measured time")
-        memory = error_range("sheet memory" if estimate else "measured memory")
+        usual = MEAN_ERROR["sheet time" if estimate else "measured time"]
+        memory = MEAN_ERROR["sheet memory" if estimate else "measured memory"]
         spread = max(costs.noise, cluster.noise, usual)
         time, why = (usual, "") if estimate else _step_error(costs, cluster, plan)
         assumed_ones = assumptions(cluster) if estimate else ()
@@ -146,7 +127,7 @@ def _step_error(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[float | Non
         return None, f"{cluster.devices_per_node} workers on {cores} cores were not measured"
     if plan.tensor > 1:
         return None, "no run of this family was compared with its prediction"
-    usual = error_range("sharded time" if plan.shard != "none" else "measured time")
+    usual = MEAN_ERROR["sharded time" if plan.shard != "none" else "measured time"]
     # Disturbed or badly fitted measurements cannot predict better than they agree.
     shaken = max(costs.noise, cluster.noise)
     return math.hypot(usual, shaken, costs.fit_error), ""
@@ -155,17 +136,17 @@ def _step_error(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[float | Non
 def assumptions(cluster: Cluster) -> tuple[Assumption, ...]:
     """The numbers of a cluster that no measurement stands for."""
     assumed = []
-    places = {"node": "inside a node", "cluster": "between nodes"}
-    there = {"node": cluster.devices_per_node > 1, "cluster": cluster.nodes > 1}
-    for scope, where in places.items():
-        send = cluster.links.get("send", {}).get(scope)
-        if there[scope] and send is not None and send.assumed:
+    for scope, where, there in (
+        ("node", "inside a node", cluster.devices_per_node > 1),
+        ("cluster", "between nodes", cluster.nodes > 1),
+    ):
+        send, reduce = (cluster.links.get(kind, {}).get(scope) for kind in ("send", "all_reduce"))
+        if there and send is not None and send.assumed:
             text = f"{{}} per device {where}"
             assumed.append(Assumption(f"{scope}_bytes_per_second", send.beta, "B/s", text))
-        fit = cluster.links.get("all_reduce", {}).get(scope)
-        if there[scope] and fit is not None and fit.assumed:
+        if there and reduce is not None and reduce.assumed:
             text = f"{{}} until an all-reduce {where} starts"
-            assumed.append(Assumption(f"{scope}_alpha_seconds", fit.alpha, "s", text))
+            assumed.append(Assumption(f"{scope}_alpha_seconds", reduce.alpha, "s", text))
     if not cluster.speed_is_estimate:
         return tuple(assumed)
     device = datasheets.DEVICES.get(cluster.device)

@@ -1,10 +1,8 @@
 """Predict how fast an input pipeline feeds N devices, from capacities measured on a few.
 
-Throughput is set by the scarcest resource: the devices, each device's loaders, a node's cores, or
-what all share, such as storage. Each has a capacity; the smallest decides. A storage limit that one
-device hardly reaches is found by a sweep over concurrent readers, the core limit from CPU seconds
-per sample. Near the size where two are about equally scarce, the true rate is a few percent lower,
-because both fluctuate.
+The scarcest resource decides: the devices, their own loaders, a node's cores, or what all share,
+such as storage. A storage limit that one device hardly reaches is found by a sweep over concurrent
+readers, the core limit from CPU seconds per sample.
 
 Pure arithmetic: no processes, files or tensors.
 """
@@ -246,9 +244,6 @@ class Measured:
             where it was not measured.
         cpu_seconds: of the cores, for each sample, by the input.
         step_cpu_seconds: the same, by the training step.
-        slowest_loading: of the loaders of the device whose loaders are slowest, as ``loading``;
-            None where it is not known.
-        fastest_loading: the same of the fastest.
     """
 
     devices: int
@@ -258,14 +253,6 @@ class Measured:
     cpu_seconds: float = 0.0
     step_cpu_seconds: float = 0.0
     nodes: int = 1
-    slowest_loading: float | None = None
-    fastest_loading: float | None = None
-
-    @property
-    def uneven(self) -> bool:
-        """Whether one device's loaders are slower than another's."""
-        slow, fast = self.slowest_loading, self.fastest_loading
-        return slow is not None and fast is not None and slow < 0.7 * fast
 
 
 def plateau(sweep: Iterable[tuple[int, float]]) -> tuple[float, bool]:
@@ -278,22 +265,16 @@ def plateau(sweep: Iterable[tuple[int, float]]) -> tuple[float, bool]:
         tuple: samples per second, and True where the last doubling of readers brought less than 10
             %.
 
-    Raises:
-        ArgumentError: no reading at all.
-
     Example:
         >>> plateau([(1, 154.0), (4, 449.0), (16, 459.0)])
         (459.0, True)
     """
     ordered = sorted(sweep)
-    if not ordered:
-        raise ArgumentError("the sweep over the storage has no reading.")
     best = max(rate for _, rate in ordered)
     if len(ordered) == 1:
         return best, False
-    (few, before), (many, _) = ordered[-2], ordered[-1]
-    doublings = max(math.log2(many / few), 1e-9) if few > 0 else 1.0
-    return best, best <= before * 1.1**doublings
+    (few, before), (many, _) = ordered[-2:]
+    return best, best <= before * 1.1 ** math.log2(many / few)
 
 
 def from_runs(
@@ -324,9 +305,9 @@ def from_runs(
         ArgumentError: no run, or rates that are not above 0.
 
     Example:
-        >>> found = from_runs([Measured(1, 250.0, 249.0), Measured(2, 500.0, 498.0)], sweep=[(1,
+        >>> measured = from_runs([Measured(1, 250.0, 249.0), Measured(2, 500.0, 498.0)], sweep=[(1,
         ...     400.0), (8, 1500.0), (16, 1510.0)])
-        >>> round(predict(found, 8, 1).gap, 2)
+        >>> round(predict(measured, 8, 1).gap, 2)
         0.24
     """
     if not runs or any(not (r.synthetic > 0 and r.real > 0) for r in runs):
@@ -357,7 +338,7 @@ def from_runs(
     )
     for run in ordered:
         c = _at_least(c, run)
-    return _with_shared(_with_own(c, first, last), first, last)
+    return _with_shared(_with_own(c, first), first, last)
 
 
 def _at_least(c: Capacities, run: Measured) -> Capacities:
@@ -374,15 +355,11 @@ def _at_least(c: Capacities, run: Measured) -> Capacities:
     )
 
 
-def _with_own(c: Capacities, first: Measured, last: Measured) -> Capacities:
+def _with_own(c: Capacities, first: Measured) -> Capacities:
     """Add what each device's own loaders give, and the loss that is the same at any size."""
-    lost, lost_more = (gap(r.real, r.synthetic) for r in (first, last))
-    if last.uneven and last.slowest_loading is not None:
-        c = own_limit(c, last.slowest_loading)  # all wait for it at any size
-    elif first.loading is not None:
+    lost = gap(first.real, first.synthetic)
+    if first.loading is not None:
         c = own_limit(c, max(first.loading, first.real) / first.devices)
-    elif last.devices > first.devices and lost > 0.1 and lost_more < lost + _NOISE_SHARE:
-        c = own_limit(c, first.real / first.devices)
     here = predict(c, first.devices, first.nodes)
     left = lost - here.gap
     if left > 0 and here.limit == "loaders" and not c.serial:
@@ -392,7 +369,7 @@ def _with_own(c: Capacities, first: Measured, last: Measured) -> Capacities:
 
 def _with_shared(c: Capacities, first: Measured, last: Measured) -> Capacities:
     """Add a limit that all share, if more devices lost more than all that is known can say."""
-    if last.devices == first.devices or last.uneven:
+    if last.devices == first.devices:
         return c
     shared = math.inf
     loads = [r.loading / r.devices for r in (first, last) if r.loading is not None]

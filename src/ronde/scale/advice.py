@@ -76,8 +76,6 @@ def _input_advice(f: Scaling, lost: float, workers: int) -> tuple[str, str]:
             "shared": "what all workers share is",
         }.get(f.wall.limit, f"{f.wall.stage} is")
         where = f" ({part} full from {f.wall.devices} on)"
-        if f.uneven:
-            where = " (one worker's loaders are slower than the others')"
     cure = f"ronde doctor {f.script}, which finds the cause in the input and cures it"
     return f"the input costs {lost:.0%}{where}", cure
 

@@ -141,15 +141,13 @@ class Meter(hooks.Observer):
         if bench.can_be_alone:
             report_progress(f"{workers}: each by itself")
             computing = list(bench.window(Arm("alone"), seconds).per_rank)
-        loading, loading_each = None, []
+        loading = None
         if self.options.get("loading"):
             report_progress(f"{workers}: the loaders alone")
-            alone = bench.window(Arm("loading"), seconds)
-            loading, loading_each = alone.samples_per_second, list(alone.per_rank)
+            loading = bench.window(Arm("loading"), seconds).samples_per_second
         return {
             **rates,
             "loading": loading,
-            "loading_each": loading_each,
             "computing_each": computing,
             "cpu": {name: statistics.median(per) if per else None for name, per in cpu.items()},
         }
@@ -162,8 +160,7 @@ class Start:
     Attributes:
         workers: number of workers.
         synthetic, real: samples per second of all workers, one value per round.
-        loading: samples per second of all loaders alone, or None; ``loading_each``: of each
-            worker's.
+        loading: samples per second of all loaders alone, or None.
         cpu: CPU seconds per sample, ``synthetic`` and ``real``; None if unknown.
         batch: ``keep`` or ``grow``; ``batch_size``: of all workers together.
         epoch_samples: samples of an epoch.
@@ -182,7 +179,6 @@ class Start:
     plan: str
     epoch_samples: int
     device: str
-    loading_each: tuple[float, ...] = ()
     computing_each: tuple[float, ...] = ()
 
 
@@ -193,7 +189,7 @@ def load_scale(file: Path) -> Start:
         RondeError: the script ended without calling ``distribute``.
     """
     values = load_study(file, "measure")
-    lists = ("synthetic", "real", "loading_each", "computing_each")
+    lists = ("synthetic", "real", "computing_each")
     return Start(**{**values, **{name: tuple(values[name]) for name in lists}})
 
 

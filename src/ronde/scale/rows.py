@@ -89,7 +89,6 @@ class Scaling:
         per_node: devices of this machine.
         crowded: more workers than devices.
         full_cores: the training itself fills the cores.
-        uneven: one worker's loaders are slower than the others'.
         slow_worker: at the largest size, the rank that computes slowest and its share of the
             others' speed; None if all are alike.
         sentence: the answer in words.
@@ -110,7 +109,6 @@ class Scaling:
     cost_per_hour: float | None
     crowded: bool
     full_cores: bool
-    uneven: bool
     slow_worker: tuple[int, float] | None
     sentence: str = ""
     notes: list[str] = field(default_factory=list)

@@ -33,10 +33,8 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 def _capacities(
     starts: Mapping[int, Sequence[Start]], rows: Sequence[ScaleRow], cores: float, per_node: int
-) -> tuple[Capacities, bool]:
-    """Capacities of the machine's parts, from the sizes that fit on it; and whether one worker's
-    loaders are slower than the others'.
-    """
+) -> Capacities:
+    """Capacities of the machine's parts, from the sizes that fit on it."""
     fitting = [r for r in rows if r.workers <= per_node] or list(rows[:1])
     runs = []
     for row in fitting:
@@ -44,7 +42,6 @@ def _capacities(
         step = _median(s.cpu.get("synthetic") for s in some)
         whole = _median(s.cpu.get("real") for s in some)
         input_cpu = max(0.0, whole - step) if whole is not None and step is not None else 0.0
-        each = next((s.loading_each for s in some if s.loading_each), ())
         runs.append(
             Measured(
                 row.workers,
@@ -53,18 +50,15 @@ def _capacities(
                 _median(s.loading for s in some),
                 input_cpu,
                 step or 0.0,
-                slowest_loading=min(each, default=None),
-                fastest_loading=max(each, default=None),
             )
         )
-    capacities = from_runs(
+    return from_runs(
         runs,
         stages=(StageCapacity("input", max(runs[-1].cpu_seconds, 0.0)),),
         cores_per_node=cores,
         devices_per_node=per_node,
         like=Capacities(fitting[0].synthetic / fitting[0].workers),
     )
-    return capacities, runs[-1].uneven
 
 
 def _choose_law(by_law: Mapping[str, LawFit]) -> LawFit | None:
@@ -84,11 +78,10 @@ class _Rates:
         laws: Mapping[str, LawFit],
         further: Mapping[str, Extrapolation],
         capacities: Capacities,
-        uneven: bool,
         crowded: bool,
     ) -> None:
         self.laws, self.further, self.capacities = laws, further, capacities
-        self.uneven, self.crowded = uneven, crowded
+        self.crowded = crowded
         # A loss that is the same at all sizes, and within noise, does not grow.
         self.even = all(r.gap <= NO_GAP for r in rows)
         self.share = statistics.median(min(1.0, r.real / r.synthetic) for r in rows)
@@ -102,19 +95,16 @@ class _Rates:
 
     def real_at(self, n: float) -> float:
         law = self.laws["synthetic"].at(n)
-        if not self.uneven:  # no law of all workers describes a single slow one
-            law = self.share * law if self.even else min(law, self.laws["real"].at(n))
+        law = self.share * law if self.even else min(law, self.laws["real"].at(n))
         return min(law, self.limit(round(n)).value)
 
     def real_band(self, n: int) -> Band:
         """The real rate, with its interval."""
         synthetic = self.further["synthetic"].band(n)
-        real, limit = synthetic, self.limit(n)
-        if self.even and not self.uneven:
+        real, limit = self.further["real"].band(n), self.limit(n)
+        if self.even:
             s = self.share
             real = Band(s * synthetic.value, s * synthetic.low, s * synthetic.high)
-        elif not self.uneven:
-            real = self.further["real"].band(n)
         value = min(real.value, limit.value, synthetic.value)
         low = min(value, real.low, limit.low, synthetic.low)
         return Band(value, low, max(value, min(real.high, limit.high, synthetic.high)))
@@ -175,8 +165,8 @@ def summarize_scale(
     laws = {name: law for name in by_rate if (law := _choose_law(by_rate[name])) is not None}
     further = {name: Extrapolation(points[name], law) for name, law in laws.items()}
     crowded = largest > per_node
-    capacities, uneven = _capacities(starts, rows, cores, per_node)
-    rates = _Rates(rows, laws, further, capacities, uneven, crowded)
+    capacities = _capacities(starts, rows, cores, per_node)
+    rates = _Rates(rows, laws, further, capacities, crowded)
     extrapolated = []
     for n in further_sizes(largest, to) if len(laws) == 2 else []:
         synthetic, real = further["synthetic"].band(n), rates.real_band(n)
@@ -188,8 +178,6 @@ def summarize_scale(
         extrapolated.append(FurtherRow(n, synthetic, real, loss, efficiency, epoch, cost))
     limits = walls(capacities, upto, 1 if crowded else None)
     wall = limits[0] if limits else None
-    if uneven and wall is not None:  # one worker alone waits for no other
-        wall = wall._replace(devices=max(2, wall.devices))
     nodes = 1 if crowded else nodes_of(capacities, largest)
     step_cpu = _median(s.cpu.get("synthetic") for s in starts[largest])
     answer = Scaling(
@@ -209,7 +197,6 @@ def summarize_scale(
         crowded=crowded,
         # with so many of the cores at work, no more are to be had
         full_cores=step_cpu is not None and step_cpu * rows[-1].synthetic > 0.8 * cores * nodes,
-        uneven=uneven,
         slow_worker=slow_worker(starts[largest]),
     )
     answer.sentence, answer.notes = recommend(answer), describe_limits(answer)
