@@ -20,6 +20,7 @@ from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_
 from ronde.tables import Recipe
 from ronde.tables.arrow import as_level, as_number, family
 from ronde.tables.reading import SUFFIXES
+from ronde.tables.recipe import narrow
 from ronde.tables.steps import level_order
 from ronde.world import ArgumentError
 from ronde.world.paths import files_of, need
@@ -113,7 +114,7 @@ class _Target:
         if self.kind == "text":
             return self._class_numbers()
         values = np.concatenate([np.zeros(0, np.int64), *self._parts])
-        return _float32(values, self.name) if values.dtype.kind == "f" else values
+        return narrow(values, self.name) if values.dtype.kind == "f" else values
 
     def _class_numbers(self) -> Matrix:
         import pyarrow as pa
@@ -147,21 +148,8 @@ def _whole_or_float(column: Any, place: str) -> Any:
         raise ArgumentError(f"{place}: {error}") from None
 
 
-def _float32(values: Matrix, name: str) -> Matrix:
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    if (bad := np.isinf(narrow)).any():
-        raise ArgumentError(
-            f"feed.table: the column {name!r} holds {values[np.argmax(bad)]:g}, beyond float32. "
-            "Scale it, clip it, or take its log."
-        )
-    return narrow
-
-
 def _build(files: Sequence[Path], recipe: Recipe, target: _Target | None, folder: Path) -> None:
     """Write the matrices, and ``about.json`` with their shapes and the classes."""
-    numbers = [each.name for each in recipe.outputs if not each.size]
-    codes = [each.name for each in recipe.outputs if each.size]
     rows = 0
     with ExitStack() as stack:
         numeric, coded = (
@@ -169,23 +157,17 @@ def _build(files: Sequence[Path], recipe: Recipe, target: _Target | None, folder
         )
         for file in files:
             for batch in recipe.batches(file):
-                columns = [
-                    _float32(batch.column(n).to_numpy(zero_copy_only=False), n) for n in numbers
-                ]
-                if numbers:
-                    np.stack(columns, 1).tofile(numeric)
-                if codes:
-                    np.stack([batch.column(n).to_numpy() for n in codes], 1).astype(
-                        np.int32
-                    ).tofile(coded)
+                numbers, codes = recipe.matrices(batch)
+                numbers.tofile(numeric)
+                codes.astype(np.int32).tofile(coded)
                 if target is not None:
                     target.add(batch, file)
                 rows += batch.num_rows
     if not rows:
         raise ArgumentError(f"feed.table: {files[0]} holds no row.")
     matrices = [
-        _Matrix("numeric", "float32", (rows, len(numbers))),
-        _Matrix("codes", "int32", (rows, len(codes))),
+        _Matrix("numeric", "float32", (rows, numbers.shape[1])),
+        _Matrix("codes", "int32", (rows, codes.shape[1])),
     ]
     if target is not None:
         values = target.values()

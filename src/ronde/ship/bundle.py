@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from ronde.world import ArgumentError, RondeError
 from ronde.world.paths import file_digest, need
+from ronde.world.whole_file import sync, whole_folder
 
 __all__ = ["Bundle", "ShipError", "make_key", "verify_bundle", "write_bundle"]
 
@@ -98,28 +98,20 @@ def write_bundle(
     if path.exists():
         raise ArgumentError(f"{path} is there already: give --out another name.")
     sign = _signer(key) if key else None
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
-    try:
-        temporary.mkdir(parents=True)
-        fill(temporary)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_folder(path) as folder:
+        fill(folder)
         files = {
             f.name: {"bytes": f.stat().st_size, "sha256": file_digest(f)}
-            for f in sorted(temporary.iterdir())
+            for f in sorted(folder.iterdir())
         }
-        text = json.dumps(
-            {**about, "format": FORMAT, "serial": serial, "files": files},
-            sort_keys=True,
-            indent=1,
-        ).encode()
-        (temporary / ABOUT).write_bytes(text)
+        values = {**about, "format": FORMAT, "serial": serial, "files": files}
+        text = json.dumps(values, sort_keys=True, indent=1).encode()
+        (folder / ABOUT).write_bytes(text)
         if sign:
-            (temporary / SIGNATURE).write_bytes(sign(text))
-        for file in temporary.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        temporary.rename(path)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            (folder / SIGNATURE).write_bytes(sign(text))
+        for file in folder.iterdir():
+            sync(file)
     return Bundle(path, json.loads(text), sign is not None)
 
 

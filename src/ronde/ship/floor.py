@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from ronde.measure.model_call import ModelCall, inference_copy
 from ronde.ship.bundle import ShipError
-from ronde.ship.runtime import first_line, open_session
+from ronde.ship.runtime import differences, first_line, open_session
 
 __all__ = ["Floor", "check_export", "model_outputs"]
 
@@ -209,10 +209,7 @@ def _compare(
     for i, (mine, true, floor) in enumerate(zip(got, truth, floors, strict=True)):
         if mine.shape != true.shape:
             raise ShipError(f"output {i} has shape {mine.shape}, the model's {true.shape}.")
-        with np.errstate(invalid="ignore"):
-            off = np.abs(mine.astype(np.float64) - true.astype(np.float64))
-        off = np.where((mine == true) | (np.isnan(mine) & np.isnan(true)), 0.0, off)
-        off = np.where(np.isnan(off), np.inf, off)
+        off = differences(mine, true)
         huge = np.abs(true).astype(np.float64) > floor.ordinary
         with np.errstate(invalid="ignore"):
             own = _HUGE_ULPS * float(np.finfo(mine.dtype).eps) * np.abs(true) if huge.any() else 0.0

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ronde.ship.bundle import Bundle, ShipError, verify_bundle
 from ronde.ship.runtime import MODEL, ShippedModel
+from ronde.world.whole_file import whole_folder, write_whole
 
 __all__ = ["current_bundle", "install_bundle", "restore_previous"]
 
@@ -46,9 +47,7 @@ def _state(root: Path) -> dict[str, int]:
 
 
 def _write(root: Path, newest: int, previous: int) -> None:
-    temporary = root / f".{_STATE}.{os.getpid()}"
-    temporary.write_text(json.dumps({"newest": newest, "previous": previous}))
-    temporary.replace(root / _STATE)
+    write_whole(root / _STATE, json.dumps({"newest": newest, "previous": previous}))
 
 
 def _switch(root: Path, serial: int) -> None:
@@ -87,14 +86,10 @@ def _install(verified: Bundle, bundle: Path, root: Path, key: Path) -> Bundle:
     if MODEL in verified.about["files"]:
         ShippedModel(bundle, key).check()
     target = root / f"serial-{verified.serial}"
-    temporary = root / f".serial-{verified.serial}.{os.getpid()}"
-    try:
-        shutil.copytree(bundle, temporary, symlinks=True)
-        verify_bundle(temporary, key)
-        shutil.rmtree(target, ignore_errors=True)  # of an install that was killed
-        temporary.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(target, ignore_errors=True)  # of an install that was killed
+    with whole_folder(target) as copy:
+        shutil.copytree(bundle, copy, symlinks=True, dirs_exist_ok=True)
+        verify_bundle(copy, key)
     before = _serial(root)
     _write(root, state["newest"], before)  # then the link, then the serial: killed anywhere, both
     _switch(root, verified.serial)  # bundles are there, and the link says which is current

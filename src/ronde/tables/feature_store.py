@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -71,9 +72,14 @@ class FeatureStore:
         Raises:
             ArgumentError: labels and tables do not fit together; says how.
         """
+        with self._opened(engine, master, memory) as joins:
+            return joins.join(labels, at, Path(out) if out else None)
+
+    @contextlib.contextmanager
+    def _opened(self, engine: str, master: str, memory: str) -> Iterator[PointInTime]:
         opened = open_engine(engine, master, memory)
         try:
-            return PointInTime(self.tables, opened).join(labels, at, Path(out) if out else None)
+            yield PointInTime(self.tables, opened)
         finally:
             opened.close()
 
@@ -94,16 +100,12 @@ class FeatureStore:
         Returns:
             How many entities each table has.
         """
-        opened = open_engine(engine, master, memory)
-        try:
-            joins = PointInTime(self.tables, opened)
+        with self._opened(engine, master, memory) as joins:
             now = micros_of(at, joins.zone)
             about = [_about(joins, source, now) for source in joins.sources]
             return publish_tables(
                 to, ((a, _rows(joins, s, now)) for a, s in zip(about, joins.sources, strict=True))
             )
-        finally:
-            opened.close()
 
     def check(
         self, online: str | Path, engine: str = "duckdb", master: str = "", memory: str = ""
@@ -113,9 +115,7 @@ class FeatureStore:
         """
         store, done = Online(online), Checked()
         published = store.tables()
-        opened = open_engine(engine, master, memory)
-        try:
-            joins = PointInTime(self.tables, opened)
+        with self._opened(engine, master, memory) as joins:
             tables = []
             for source in joins.sources:
                 about = published.get(source.spec.name)
@@ -130,8 +130,6 @@ class FeatureStore:
                 done.entities = sum(publish_tables(again, tables).values())
                 for about, _ in tables:
                     _compare(store, Online(again), about, done)
-        finally:
-            opened.close()
         return done
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ronde.tables.recipe import Recipe
 from ronde.world import ArgumentError, RondeError
 from ronde.world.paths import is_disk_full
+from ronde.world.whole_file import whole_folder
 
 RECIPE_FILE = "_recipe.json"  # readers of Parquet folders skip names with an underscore
 
@@ -42,36 +41,34 @@ def write_prepared(
     Raises:
         RondeError: the disk is full; the text says what was kept.
     """
-    import pyarrow.parquet as pq
-
     check_out(out)
     rows, done = 0, 0
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".writing", dir=out.parent))
     try:
-        for number, file in enumerate(files):
-            writer = None
-            try:
-                for batch in recipe.batches(file):
-                    writer = writer or pq.ParquetWriter(
-                        folder / f"part-{number:05d}.parquet", batch.schema
-                    )
-                    writer.write_batch(batch)
-                    rows += batch.num_rows
-            finally:
-                if writer is not None:
-                    writer.close()
-            done += 1
-            part_done(rows)
-        recipe.write(folder / RECIPE_FILE)
-        folder.chmod(0o755)
-        folder.rename(out)
+        with whole_folder(out) as folder:
+            for number, file in enumerate(files):
+                rows += _write_part(recipe, file, folder / f"part-{number:05d}.parquet")
+                done += 1
+                part_done(rows)
+            recipe.write(folder / RECIPE_FILE)
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
         if not is_disk_full(error):
             raise
         full = f"--out {out}: the disk is full after {done} of {len(files)} parts."
         raise RondeError(f"{full} {_kept(recipe, out)}") from error
     return rows
+
+
+def _write_part(recipe: Recipe, file: Path, part: Path) -> int:
+    """Prepare a file; returns its rows."""
+    import pyarrow.parquet as pq
+
+    batches = recipe.batches(file)
+    first = next(batches)  # there is one, of no rows perhaps
+    with pq.ParquetWriter(part, first.schema) as writer:
+        writer.write_batch(first)
+        for batch in batches:
+            writer.write_batch(batch)
+    return int(pq.read_metadata(part).num_rows)
 
 
 def _kept(recipe: Recipe, out: Path) -> str:

@@ -12,6 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import yaml
 
 from ronde.tables.apply import Applied
@@ -268,6 +270,23 @@ class Recipe:
         parts = table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]
         return back(pa.Table.from_batches([self._prepared(make, part, "data") for part in parts]))
 
+    def matrices(self, prepared: Any) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """A prepared table, or batch, as a model takes it: numbers, and codes, one column each.
+
+        Raises:
+            ArgumentError: a number is beyond float32.
+        """
+
+        def stacked(coded: bool, kind: Any) -> npt.NDArray[Any]:
+            names = [each.name for each in self.outputs if bool(each.size) == coded]
+            matrix = np.empty((prepared.num_rows, len(names)), kind)
+            for column, name in zip(matrix.T, names, strict=True):
+                values = np.asarray(prepared[name])
+                column[:] = values if coded else narrow(values, name)
+            return matrix
+
+        return stacked(False, np.float32), stacked(True, np.int64)
+
     def applied_to(self, file: Path) -> Applied:
         """What prepares the batches of a file: out of fold where it is one of the fit."""
         out_of_fold = self.needs_folds and self.was_fitted_on(file)
@@ -337,6 +356,22 @@ class Recipe:
 
         wanted = [frame["`" + n.replace("`", "``") + "`"] for n in [*handed, *self.steps]]
         return frame.select(*wanted).mapInArrow(each, schema)
+
+
+def narrow(values: npt.NDArray[Any], name: str) -> npt.NDArray[np.float32]:
+    """Numbers as float32; missing is NaN.
+
+    Raises:
+        ArgumentError: one is beyond float32.
+    """
+    with np.errstate(over="ignore"):
+        narrowed = values.astype(np.float32)
+    if (bad := np.isinf(narrowed)).any():
+        raise ArgumentError(
+            f"the column {name!r} holds {values[np.argmax(bad)]:g}, beyond float32. Scale it, clip "
+            "it, or take its log."
+        )
+    return narrowed
 
 
 def _json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Write files whole: readers see what was there before, or all that is new."""
+"""Write files and folders whole: readers see what was there before, or all that is new."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from ronde.world.errors import ArgumentError, RondeError
 
-__all__ = ["check_target", "whole_file", "sync", "write_answer", "write_whole"]
+__all__ = ["check_target", "whole_file", "whole_folder", "sync", "write_answer", "write_whole"]
 
 
 def _descriptor(path: Path) -> int | None:
@@ -62,6 +63,21 @@ def whole_file(path: Path, durable: bool = False) -> Iterator[Path]:
         raise
     if durable:
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside ``path`` that gets its name once the block has ended, and goes if the
+    block fails. There must be no folder of that name.
+    """
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.writing")
+    try:
+        new.mkdir()
+        yield new
+        new.rename(path)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
 
 
 def write_whole(path: Path, data: str | bytes, durable: bool = False) -> None:
