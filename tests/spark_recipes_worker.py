@@ -13,11 +13,12 @@ from generated import generated
 from ronde.tables import Recipe
 from ronde.tables.sql_engines import session
 
-# Compiling the long queries takes longer than these few rows.
+# Compiling the long queries, and planning them anew, takes longer than these few rows.
 SUBMIT_ARGUMENTS = (
     "--conf spark.sql.shuffle.partitions=3 --conf spark.driver.host=127.0.0.1 "
     "--conf spark.driver.bindAddress=127.0.0.1 --conf spark.sql.codegen.factoryMode=NO_CODEGEN "
-    "--conf spark.sql.codegen.wholeStage=false pyspark-shell"
+    "--conf spark.sql.codegen.wholeStage=false --conf spark.sql.adaptive.enabled=false "
+    "--driver-java-options '-XX:TieredStopAtLevel=1 -XX:+UseSerialGC' pyspark-shell"
 )
 
 

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import math
+import shlex
 from pathlib import Path
 
 import fairlearn.metrics as fair
@@ -28,13 +29,8 @@ def people(seed: int, rows: int = 900, groups: int = 3) -> dict[str, np.ndarray]
     sex, age = g.choice(["F", "M", "X"], rows, p=[0.3, 0.5, 0.2]), g.integers(18, 70, rows)
     label = (g.random(rows) < 0.3 + 0.2 * (sex == "M")).astype(int)
     predicted = (g.random(rows) < 0.2 + 0.4 * label + 0.1 * (age > 40)).astype(int)
-    return {
-        "sex": sex,
-        "age": age,
-        "label": label,
-        "predicted": predicted,
-        "team": g.integers(0, groups, rows),
-    }
+    team = g.integers(0, groups, rows)
+    return {"sex": sex, "age": age, "label": label, "predicted": predicted, "team": team}
 
 
 def counted(t: dict[str, np.ndarray], rows: slice | np.ndarray = slice(None)) -> BiasTable:
@@ -152,8 +148,8 @@ def work(samples, plan):
         print("FOUND", json.dumps([sorted(bias.counts.state()), found["bias"], beyond]), flush=True)
 
 
-for samples in (37, 2):
-    for size, plan in ((1, "replicate"), (2, "replicate"), (3, "replicate"), (2, "pipeline=2")):
+for samples, plan, *sizes in ((37, "replicate", 1, 2, 3), (37, "pipeline=2", 2), (2, "replicate", 1, 3)):
+    for size in sizes:
         forked.fork(size, lambda: work(samples, plan))
 """
 
@@ -163,9 +159,11 @@ def test_evaluation_on_any_number_of_workers(tmp_path) -> None:  # type: ignore[
     (tmp_path / "work.py").write_text(SCRIPT)
     done = python(["work.py", str(Path(__file__).parents[1])], tmp_path, 120)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    assert len(found) == 8
-    for samples, results in ((37, found[:4]), (2, found[4:])):
+    tables = [
+        json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FOUND ")
+    ]
+    assert len(tables) == 6
+    for samples, results in ((37, tables[:4]), (2, tables[4:])):
         assert all(r == results[0] for r in results)
         cells, _, beyond = results[0]
         assert sum(n for facet, *_, n in cells if facet == "tall") == samples
@@ -177,97 +175,50 @@ def test_tables(tmp_path, capsys, monkeypatch) -> None:  # type: ignore[no-untyp
     t = people(11)
     score = 0.5 + 0.3 * (t["predicted"] - 0.5)
     missing = [None, *t["label"][1:].tolist()]
-    pq.write_table(
-        pa.table(
-            {
-                **t,
-                "score": score,
-                "missing": missing,
-                "said": ["no", "yes"] * 450,
-                "pay": t["age"] * 1.5,
-            }
-        ),
-        "p.parquet",
-    )
-    counts, sensitive, gone = count_table(
-        "p.parquet",
-        label="label",
-        prediction="score",
-        threshold=0.5,
-        group="team",
-        facets=["sex=F", "age >= 40"],
-    )
+    columns = {
+        "score": score,
+        "missing": missing,
+        "said": ["no", "yes"] * 450,
+        "pay": t["age"] * 1.5,
+    }
+    pq.write_table(pa.table({**t, **columns}), "p.parquet")
+    asked = {"label": "label", "prediction": "score", "threshold": 0.5, "group": "team"}
+    counts, sensitive, gone = count_table("p.parquet", facets=["sex=F", "age >= 40"], **asked)
     whole = counted(t)
     mine = {("old" if k[0] == "age >= 40" else k[0], *k[1:]): n for k, n in counts.cells.items()}
     assert (mine, sensitive, gone) == (dict(whole.cells), {"sex": ["F"]}, 0)
 
-    def ronde(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr("sys.argv", ["ronde", "clarify", *words])
+    def ronde(words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["ronde", "clarify", "p.parquet", *shlex.split(words)])
         with pytest.raises(SystemExit) as ended:
             main()
         return ended.value.code or 0, *capsys.readouterr()  # type: ignore[return-value]
 
-    options = ["p.parquet", "--label", "label", "--facet", "sex=F", "--facet", "age >= 40"]
-    code, out, _ = ronde(
-        *options,
-        "--prediction",
-        "predicted",
-        "--features",
-        "age,pay",
-        "--json",
-        "b.json",
-        "--report",
-        "b.html",
-    )
+    options = "--label label --facet sex=F --facet 'age >= 40'"
+    files = "--json b.json --report b.html"
+    code, out, _ = ronde(f"{options} --prediction predicted --features age,pay {files}")
     assert code == 0 and "training: predictions" in out
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert [c["facet"] for c in found["comparisons"]] == ["sex", "age >= 40"]
-    assert found["comparisons"][0]["measures"]["FT"]["value"] is not None
+    written = json.loads((tmp_path / "b.json").read_text())["comparisons"]
+    assert [c["facet"] for c in written] == ["sex", "age >= 40"]
+    assert written[0]["measures"]["FT"]["value"] is not None
     assert "sex = F against the rest" in (tmp_path / "b.html").read_text()
-    code, out, err = ronde(*options, "--require", "DPL=0.001", "--require", "KL=9")
-    assert (
-        code == 1
-        and "sex = F: DPL is +" in err
-        and "beyond ±0.001" in err
-        and "training: predictions" not in out
-    )
-    assert ronde("p.parquet", "--label", "missing", "--facet", "sex")[1].startswith(
-        "rows      899, 1 without"
-    )
+    code, out, err = ronde(f"{options} --require DPL=0.001 --require KL=9")
+    assert code == 1 and "training: predictions" not in out
+    assert "sex = F: DPL is +" in err and "beyond ±0.001" in err
+    assert ronde("--label missing --facet sex")[1].startswith("rows      899, 1 without")
     for words, text in {
-        ("--label", "labl", "--facet", "sex"): "no such column; did you mean 'label'?",
-        ("--label", "team", "--facet", "sex"): "--positive is missing: team has the values 0, 1, 2",
-        ("--label", "label", "--facet", "age"): "make it a condition, such as 'age >= 40'",
-        (
-            "--label",
-            "label",
-            "--facet",
-            "sex=Q",
-        ): "facet 'sex' has no value 'Q': its values are F, M, X.",
-        ("--label", "label", "--facet", "agee > 3"): "agee",
-        (
-            "--label",
-            "label",
-            "--facet",
-            "sex",
-            "--prediction",
-            "score",
-        ): "--threshold is missing: score has scores",
-        ("--label", "label", "--facet", "sex", "--require", "ABC=1"): "no metric is called 'ABC'",
-        ("--label", "label", "--facet", "sex", "--require", "DPL"): "expected METRIC=LIMIT",
-        ("--label", "label", "--facet", "sex", "--require", "DI=0.8"): "DI is a ratio",
-        (
-            "--label",
-            "said",
-            "--positive",
-            "yes",
-            "--facet",
-            "sex",
-            "--prediction",
-            "predicted",
-        ): "predictions are labels, or scores",
+        "--label labl --facet sex": "no such column; did you mean 'label'?",
+        "--label team --facet sex": "--positive is missing: team has the values 0, 1, 2",
+        "--label label --facet age": "make it a condition, such as 'age >= 40'",
+        "--label label --facet sex=Q": "facet 'sex' has no value 'Q': its values are F, M, X.",
+        "--label label --facet 'agee > 3'": "agee",
+        "--label label --facet sex --prediction score": "--threshold is missing: score has scores",
+        "--label label --facet sex --require ABC=1": "no metric is called 'ABC'",
+        "--label label --facet sex --require DPL": "expected METRIC=LIMIT",
+        "--label label --facet sex --require DI=0.8": "DI is a ratio",
+        "--label said --positive yes --facet sex --prediction predicted": "predictions are labels",
     }.items():
-        code, _, err = ronde("p.parquet", *words)
+        code, _, err = ronde(words)
         assert code == 2 and text in err, (words, err)
 
 
@@ -283,33 +234,20 @@ def test_labels_and_predictions_of_every_type(tmp_path: Path) -> None:
     pq.write_table(pa.table(columns), tmp_path / "t.parquet")
     pa.csv.write_csv(pa.table(columns), tmp_path / "t.csv")
     (tmp_path / "t.csv.gz").write_bytes(gzip.compress((tmp_path / "t.csv").read_bytes()))
-    found = []
-    for file in ("t.parquet", "t.csv", "t.csv.gz"):
-        for label, prediction in (
-            ("y", "p"),
-            ("y", "pb"),
-            ("y", "pf"),
-            ("yb", "pb"),
-            ("yb", "p"),
-            ("yw", "pw"),
-        ):
-            positive = ["good"] if label == "yw" else []
-            counts, *_ = count_table(
-                tmp_path / file,
-                label=label,
-                prediction=prediction,
-                facets=["sex"],
-                positive=positive,
-            )
-            found.append({m: v.value for m, v in counts.compare()[0].measures.items()})
-    assert all(f == found[0] for f in found) and found[0]["DPPL"] != 0
-    _, _, gone = count_table(
-        tmp_path / "t.parquet", label="y", prediction="scored", threshold=0.0, facets=["sex"]
-    )
-    assert gone == 7
-    counts, *_ = count_table(
-        tmp_path / "t.parquet", label="class", positive=["153"], facets=["sex"]
-    )
+    tables = []
+    pairs = ("y p", "y pb", "y pf", "yb pb", "yb p", "yw pw")
+    for file, pair in itertools.product(("t.parquet", "t.csv", "t.csv.gz"), pairs):
+        label, prediction = pair.split()
+        positive = ["good"] if label == "yw" else []
+        counts, *_ = count_table(
+            tmp_path / file, label=label, prediction=prediction, facets=["sex"], positive=positive
+        )
+        tables.append({m: v.value for m, v in counts.compare()[0].measures.items()})
+    assert all(table == tables[0] for table in tables) and tables[0]["DPPL"] != 0
+    whole = tmp_path / "t.parquet"
+    scored = {"prediction": "scored", "threshold": 0.0, "facets": ["sex"]}
+    assert count_table(whole, label="y", **scored)[2] == 7
+    counts, *_ = count_table(whole, label="class", positive=["153"], facets=["sex"])
     assert sum(g.rows * g.label[0] for g in counts.groups("sex")) == pytest.approx(1)
 
 

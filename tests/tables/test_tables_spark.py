@@ -18,7 +18,6 @@ from generated import generated
 from feature_cases import HOUR, Case, same
 from processes import PATHS, TESTS, child
 from ronde.tables import Recipe
-from ronde.tables.online import Online
 from sampling import long, some
 from spark_recipes_worker import fit, start
 
@@ -75,14 +74,7 @@ def test_spark_joins_and_publishes_what_duckdb_does(seed, tmp_path, spark):
     assert joined.facts == expected.facts
 
     now = case.bare(case.start + 8 * HOUR).isoformat()
-    counts = store.publish(tmp_path / "spark.db", at=now, engine="spark")
-    assert counts == store.publish(tmp_path / "duckdb.db", at=now)
-    ours, theirs = Online(tmp_path / "spark.db"), Online(tmp_path / "duckdb.db")
-    assert ours.tables() == theirs.tables()
-    for table in counts:
-        keys = sorted(ours.entities(table))
-        assert keys == sorted(theirs.entities(table))
-        for key in keys:
-            entity = dict(zip(case.keys, key, strict=True))
-            assert ours.read(table, entity, 0) == theirs.read(table, entity, 0)
-    assert store.check(tmp_path / "duckdb.db", engine="spark").different == 0
+    counts = store.publish(tmp_path / "duckdb.db", at=now)
+    checked = store.check(tmp_path / "duckdb.db", engine="spark")  # Spark publishes it again
+    assert checked.entities == sum(counts.values())
+    assert checked.different == 0, checked.differences

@@ -32,8 +32,6 @@ _CONDITION = re.compile(
     r"\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*",
     re.ASCII,
 )
-
-
 _COMPARE = {
     "<": operator.lt,
     "<=": operator.le,
@@ -371,15 +369,11 @@ def _read(
         if name not in known:
             raise ArgumentError(f"--set {name}: {file} has no {name} under set.")
     steps = {}
-    for name, (place, node) in (
-        reader.pairs(top["steps"][1], "steps") if "steps" in top else {}
-    ).items():
+    entries = reader.pairs(top["steps"][1], "steps") if "steps" in top else {}
+    for name, (place, node) in entries.items():
         if not _NAME.fullmatch(name):
-            raise reader.wrong(
-                place,
-                f"{name} is no name of a step: a letter, then letters, digits, - and _, "
-                "64 at most.",
-            )
+            form = "a letter, then letters, digits, - and _, 64 at most"
+            raise reader.wrong(place, f"{name} is no name of a step: {form}.")
         if name in known:
             raise reader.wrong(place, f"{name} is a step, and is under set.")
         steps[name] = reader.step(name, node)

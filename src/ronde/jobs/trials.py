@@ -129,18 +129,14 @@ def progress_of(
     results: list[float | None] = []
     for rung in rungs:
         reached = next((value for at, value in values if at >= rung), None)
-        if reached is None and ended is not None:
-            if ended.status == "completed":  # the script's training is shorter
-                reached = values[-1][1] if values else None
-            elif ended.status != "failed":
+        if reached is None:
+            if ended is None or ended.status not in ("completed", "failed"):
                 break
-            results.append(reached)
-            if reached is None:
-                break
-        elif reached is None:
+            if ended.status == "completed" and values:  # the script's training is shorter
+                reached = values[-1][1]
+        results.append(reached)
+        if reached is None:
             break
-        else:
-            results.append(reached)
     if len(results) == len(rungs) and None not in results:
         rule = ""
     elif rule and None not in results:
