@@ -550,6 +550,20 @@ def test_parquet_errors(tmp_path):
     paths[0].write_bytes(b"\0" * len(raw))
     with pytest.raises(SampleError, match=r"part-0.parquet, row group 0, cannot be read"):
         source.read([0])
+    paths[0].write_bytes(raw + raw)
+    with pytest.raises(SampleError, match=r"part-0.parquet changed: it has"):
+        source.read([0])
+    twice = pa.table([pa.array([1, 2]), pa.array([3, 4]), pa.array([5, 6])], names=["x", "x", "y"])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(ArgumentError, match=r"twice.parquet has 2 columns named 'x'. Rename them"):
+        feed.parquet(tmp_path / "twice.parquet")
+    assert feed.parquet(tmp_path / "twice.parquet", columns=["y"]).take([1])["y"].tolist() == [6]
+    views = pa.table({"n": pa.array([["a"]], pa.list_(pa.string_view())), "y": [7]})
+    with pa.ipc.new_file(str(tmp_path / "views.arrow"), views.schema) as out:
+        out.write_table(views)
+    with pytest.raises(ArgumentError, match=r"views.arrow: the column 'n' is list<.*nested views"):
+        feed.parquet(tmp_path / "views.arrow")
+    assert feed.parquet(tmp_path / "views.arrow", columns=["y"])[0] == {"y": 7}
     samples = feed.parquet(paths[1:], data="raw", label="flag", name="text")
     assert (
         samples[1] == Sample(bytes([167]) * (167 % 7), samples[1].label, "row 167")

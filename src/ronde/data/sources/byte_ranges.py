@@ -8,15 +8,11 @@ import io
 import itertools
 import os
 import re
-import threading
 import time
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote, local_path, need
@@ -28,9 +24,6 @@ _TAGS = (
     *("ETag", "etag", "md5Hash", "checksum", "Last-Modified", "LastModified", "last_modified"),
     *("mtime", "updated", "created"),
 )
-
-K = TypeVar("K", bound=Hashable)
-V = TypeVar("V")
 
 
 class ByteRange(NamedTuple):
@@ -54,6 +47,10 @@ def _truncated(place: ByteRange, got: int) -> str:
         f"{place.path} ends at byte {place.offset + got:,}; {place.length:,} bytes were expected "
         f"at {place.offset:,}. It is truncated."
     )
+
+
+def _changed(path: str, now: int, before: int) -> str:
+    return f"{path} changed: it has {now:,} bytes and had {before:,} when it was opened."
 
 
 def _pread(descriptor: int, place: ByteRange, size: int) -> bytes:
@@ -88,11 +85,8 @@ def _read_local(path: str, places: Sequence[ByteRange]) -> list[bytes]:
     try:
         info = os.stat(path)  # noqa: PTH116
         for place in places:
-            if place.size not in (None, info.st_size):
-                raise SampleError(
-                    f"{path} changed: it has {info.st_size:,} bytes and had {place.size:,} when it "
-                    "was opened."
-                )
+            if place.size is not None and place.size != info.st_size:
+                raise SampleError(_changed(path, info.st_size, place.size))
         # Whole files are many and small: each is opened once. Parts are read again and again, and
         # on a network file system opening costs as much as reading.
         whole = all(place.length is None for place in places)
@@ -171,8 +165,14 @@ class Store:
 
     @contextmanager
     def open(self, path: str, size: int) -> Iterator[Any]:
-        """What pyarrow reads a file of so many bytes by: a local path, or a file object."""
+        """What pyarrow reads a file of so many bytes by: a local path, or a file object.
+
+        Raises:
+            SampleError: a local file has another size now.
+        """
         if not is_remote(path):
+            if (now := self.size(path)) != size:
+                raise SampleError(_changed(path, now, size))
             yield path
             return
         with _RemoteFile(self, path, size) as file:
@@ -358,91 +358,3 @@ def _braces(text: str) -> list[str]:
         for number in range(int(low), int(high) + 1)
         for one in _braces(f"{text[: match.start()]}{number:0{width}d}{text[match.end() :]}")
     ]
-
-
-_caches: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def _reset_caches() -> None:
-    for cache in list(_caches):
-        cache.reset()
-
-
-os.register_at_fork(after_in_child=_reset_caches)
-
-
-class BytesCache(Generic[K, V]):
-    """The last values, up to a number of bytes. Thread-safe; concurrent requests build a value
-    once.
-
-    Args:
-        most_bytes: the most that it holds; something larger than that is made and not kept.
-        size: bytes of one value.
-    """
-
-    def __init__(self, most_bytes: int, size: Callable[[V], int]) -> None:
-        self.most_bytes = most_bytes
-        self._size = size
-        self.reset()
-        _caches.add(self)
-
-    def reset(self) -> None:
-        """Empty it. In a forked child, values the parent's threads were building never arrive."""
-        self._lock = threading.Lock()
-        self._held: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._coming: dict[K, Future[V]] = {}
-        self.bytes = 0
-        self.made = 0
-
-    def __getstate__(self) -> tuple[int, Callable[[V], int]]:
-        return self.most_bytes, self._size
-
-    def __setstate__(self, state: tuple[int, Callable[[V], int]]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
-
-    def get(self, keys: Sequence[K], make: Callable[[list[K]], list[V]]) -> dict[K, V]:
-        """The values of some keys.
-
-        Args:
-            make: values of the keys that are not held, asked for all at once.
-        """
-        values_of: dict[K, V] = {}
-        mine: dict[K, Future[V]] = {}
-        theirs: dict[K, Future[V]] = {}
-        with self._lock:
-            for key in keys:
-                if key in self._held:
-                    self._held.move_to_end(key)
-                    values_of[key] = self._held[key][0]
-                elif key in self._coming and key not in mine:
-                    theirs[key] = self._coming[key]
-                elif key not in mine:
-                    mine[key] = self._coming[key] = Future()
-        if mine:
-            try:
-                values = make(list(mine))
-            except BaseException as error:
-                with self._lock:
-                    for key, future in mine.items():
-                        self._coming.pop(key, None)
-                        future.set_exception(error)
-                raise
-            with self._lock:
-                for (key, future), value in zip(mine.items(), values, strict=True):
-                    values_of[key] = value
-                    self._coming.pop(key, None)
-                    self._keep(key, value)
-                    future.set_result(value)
-        for key, future in theirs.items():
-            values_of[key] = future.result()
-        return values_of
-
-    def _keep(self, key: K, value: V) -> None:
-        size = self._size(value)
-        self.made += 1
-        if size > self.most_bytes:
-            return
-        self._held[key] = (value, size)
-        self.bytes += size
-        while self.bytes > self.most_bytes:
-            self.bytes -= self._held.popitem(last=False)[1][1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,31 +23,36 @@ from ronde.data.sources.base import (
     digest_values,
     unknown_class,
 )
-from ronde.data.sources.byte_ranges import BytesCache, Store, expand, inside, one_folder
+from ronde.data.sources.byte_ranges import Store, expand, inside, one_folder
 from ronde.data.sources.packed import is_pack
 from ronde.tables.reading import arrow_batches, open_arrow
 from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote, need
 
-Columns = dict[str, Any]
-
 
 class _RowGroup(NamedTuple):
-    """What a footer says of a row group."""
+    """One row group, of the columns that are read."""
 
     rows: int
-    bytes: dict[str, int]  # decoded, by column
+    decoded_bytes: int
     nulls: frozenset[str]  # columns that are known to hold nulls
+
+
+def _children(kind: Any) -> list[Any]:
+    """The types that an Arrow type nests."""
+    kind = getattr(kind, "storage_type", kind)
+    return [kind.field(i).type for i in range(kind.num_fields)]
 
 
 def _leaves(kind: Any) -> int:
     """How many columns of a Parquet file a field of this type spans."""
-    kind = getattr(kind, "storage_type", kind)
-    return sum(_leaves(kind.field(i).type) for i in range(kind.num_fields)) or 1
+    return sum(map(_leaves, _children(kind))) or 1
 
 
-class _ParquetFile:
-    """A Parquet file; each process reads its footer once."""
+class _File:
+    """A file of row groups; each process opens it once."""
+
+    kind = ""
 
     def __init__(self, path: str, store: Store) -> None:
         self.path, self.size = path, store.size(path)
@@ -55,40 +62,54 @@ class _ParquetFile:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_opened": None}
 
+    def _load(self) -> tuple[Any, Any]:
+        """The schema, and what the row groups are read by."""
+        raise NotImplementedError
+
     def _open(self) -> tuple[Any, Any]:
-        """Its metadata and schema."""
         import pyarrow as pa
-        import pyarrow.parquet as pq
 
         if self._opened is None:
             try:
-                with self._store.open(self.path, self.size) as file:
-                    metadata = pq.read_metadata(file)
-                self._opened = metadata, metadata.schema.to_arrow_schema()
+                self._opened = self._load()
             except (pa.ArrowInvalid, OSError) as error:
                 raise ArgumentError(
-                    f"{self.path} cannot be read as Parquet: {str(error).splitlines()[0]}"
+                    f"{self.path} cannot be read as {self.kind}: {str(error).splitlines()[0]}"
                 ) from error
         return self._opened
 
     @property
     def schema(self) -> Any:
-        return self._open()[1]
+        return self._open()[0]
 
-    def groups(self) -> list[_RowGroup]:
-        metadata, schema = self._open()
+    def row_groups(self, columns: list[str]) -> list[_RowGroup]:
+        raise NotImplementedError
+
+    def read(self, g: int, columns: list[str]) -> Any:
+        """Some columns of a row group as a table."""
+        raise NotImplementedError
+
+
+class _ParquetFile(_File):
+    kind = "Parquet"
+
+    def _load(self) -> tuple[Any, Any]:
+        import pyarrow.parquet as pq
+
+        with self._store.open(self.path, self.size) as file:
+            metadata = pq.read_metadata(file)
+        return metadata.schema.to_arrow_schema(), metadata
+
+    def row_groups(self, columns: list[str]) -> list[_RowGroup]:
+        schema, metadata = self._open()
         # Not by its path: "a.b" may be a part of "a", or a column of its own.
         names = [field.name for field in schema for _ in range(_leaves(field.type))]
         row_groups = []
         for g in range(metadata.num_row_groups):
             group = metadata.row_group(g)
-            size: dict[str, int] = {}
-            nulls = set()
-            for c, name in enumerate(names):
-                chunk = group.column(c)
-                size[name] = size.get(name, 0) + chunk.total_uncompressed_size
-                if chunk.statistics is not None and chunk.statistics.null_count:
-                    nulls.add(name)
+            chunks = [(n, group.column(c)) for c, n in enumerate(names) if n in columns]
+            size = sum(chunk.total_uncompressed_size for _, chunk in chunks)
+            nulls = {n for n, c in chunks if c.statistics is not None and c.statistics.null_count}
             row_groups.append(_RowGroup(group.num_rows, size, frozenset(nulls)))
         return row_groups
 
@@ -100,7 +121,7 @@ class _ParquetFile:
         with (
             self._store.open(self.path, self.size) as file,
             pq.ParquetFile(
-                file, metadata=self._open()[0], pre_buffer=is_remote(self.path)
+                file, metadata=self._open()[1], pre_buffer=is_remote(self.path)
             ) as opened,
         ):
             table = opened.read_row_group(g, columns=columns, use_threads=False)
@@ -108,43 +129,25 @@ class _ParquetFile:
         return table.select([i for i, name in enumerate(table.column_names) if name in columns])
 
 
-class _ArrowFile:
+class _ArrowFile(_File):
     """An Arrow file or stream, memory-mapped; each record batch is a row group."""
 
-    def __init__(self, path: str, store: Store) -> None:
-        if is_remote(path):
-            raise ArgumentError(f"feed.parquet: {path}: Arrow files are read locally only.")
-        self.path, self.size = path, store.size(path)
-        self._opened: tuple[Any, list[Any]] | None = None
+    kind = "Arrow"
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None}
-
-    def _open(self) -> tuple[Any, list[Any]]:
+    def _load(self) -> tuple[Any, Any]:
         import pyarrow as pa
 
-        if self._opened is None:
-            try:
-                reader = open_arrow(pa.memory_map(self.path))
-                self._opened = reader.schema, list(arrow_batches(reader))
-            except (pa.ArrowInvalid, OSError) as error:
-                raise ArgumentError(
-                    f"{self.path} cannot be read as Arrow: {str(error).splitlines()[0]}"
-                ) from error
-        return self._opened
+        if is_remote(self.path):
+            raise ArgumentError(f"feed.parquet: {self.path}: Arrow files are read locally only.")
+        with self._store.open(self.path, self.size) as file:
+            reader = open_arrow(pa.memory_map(file))
+            return reader.schema, list(arrow_batches(reader))
 
-    @property
-    def schema(self) -> Any:
-        return self._open()[0]
-
-    def groups(self) -> list[_RowGroup]:
+    def row_groups(self, columns: list[str]) -> list[_RowGroup]:
         return [
-            _RowGroup(
-                batch.num_rows,
-                dict.fromkeys(batch.schema.names, 0),  # in the page cache, not in this process
-                frozenset(n for n in batch.schema.names if holds_nulls(batch.column(n))),
-            )
-            for batch in self._open()[1]
+            # 0 bytes: they stay in the page cache, not in this process.
+            _RowGroup(b.num_rows, 0, frozenset(n for n in columns if holds_nulls(b.column(n))))
+            for b in self._open()[1]
         ]
 
     def read(self, g: int, columns: list[str]) -> Any:
@@ -163,21 +166,27 @@ def holds_nulls(column: Any) -> bool:
     )
 
 
+def _is_view(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _nests_views(kind: Any) -> bool:
+    return any(_is_view(child) or _nests_views(child) for child in _children(kind))
+
+
 def _takeable(table: Any) -> Any:
     """A table without what Arrow's ``take`` lacks or is slow at: views, dictionaries, chunks."""
     import pyarrow as pa
 
     for i, field in enumerate(table.schema):
         kind = field.type.value_type if pa.types.is_dictionary(field.type) else field.type
-        if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        if _is_view(kind):
             kind = pa.string() if pa.types.is_string_view(kind) else pa.binary()
         if kind != field.type:
             table = table.set_column(i, field.name, table.column(i).cast(kind))
     return table.combine_chunks()
-
-
-def _bytes_of(table: Any) -> int:
-    return int(table.nbytes)
 
 
 def _to_column(column: Any, has_nulls: bool, where: str) -> Any:
@@ -241,14 +250,13 @@ def _class_names(schema: Any, label: str | None) -> list[str] | None:
         return None
 
 
-def _opened(path: str, store: Store) -> _ParquetFile | _ArrowFile:
-    if path.endswith((".arrow", ".feather", ".ipc")):
-        return _ArrowFile(path, store)
-    return _ParquetFile(path, store)
+def _file_of(path: str, store: Store) -> _File:
+    is_arrow = path.endswith((".arrow", ".feather", ".ipc"))
+    return (_ArrowFile if is_arrow else _ParquetFile)(path, store)
 
 
-def _check_columns(file: Any, columns: Sequence[str], first: Any, first_path: str) -> None:
-    """Refuse a column that a file lacks, or has with another type than the first."""
+def _check_columns(file: _File, columns: Sequence[str], first: Any, first_path: str) -> None:
+    """Refuse a column that a file lacks, has twice, or has with another type than the first."""
     names = list(file.schema.names)
     for name in columns:
         if name not in first.names:
@@ -256,7 +264,17 @@ def _check_columns(file: Any, columns: Sequence[str], first: Any, first_path: st
                 f"feed.parquet: {file.path} has no column {name!r}: choose among "
                 f"{', '.join(first.names)}."
             )
+        if names.count(name) > 1:
+            raise ArgumentError(
+                f"feed.parquet: {file.path} has {names.count(name)} columns named {name!r}. "
+                "Rename them, or name the other columns with columns=[…]."
+            )
         kind: Any = file.schema.field(name).type if name in names else "missing"
+        if kind != "missing" and _nests_views(kind):
+            raise ArgumentError(
+                f"feed.parquet: {file.path}: the column {name!r} is {kind}; Arrow cannot pick rows "
+                "of nested views. Write it with plain strings, or leave it out with columns=[…]."
+            )
         if kind != first.field(name).type:
             raise ArgumentError(
                 f"feed.parquet: the column {name!r} is {first.field(name).type} in {first_path} "
@@ -274,6 +292,68 @@ def _check_data(schema: Any, name: str, path: str) -> None:
             f"feed.parquet: data={name!r}: the column is {kind} in {path}: expected bytes, or a "
             "struct of bytes and path."
         )
+
+
+class TableCache:
+    """The row groups read last, up to a number of bytes. Thread-safe; of several threads that want
+    one, one decodes it.
+
+    Args:
+        most_bytes: the most that it holds; a larger table is handed out and not kept.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._clear()
+
+    def _clear(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._held: OrderedDict[int, Any] = OrderedDict()
+        self._coming: dict[int, Future[Any]] = {}
+        self._bytes = 0
+
+    def __getstate__(self) -> int:
+        return self.most_bytes
+
+    def __setstate__(self, most_bytes: int) -> None:
+        self.__init__(most_bytes)  # type: ignore[misc]
+
+    def get(self, key: int, make: Callable[[int], Any]) -> Any:
+        """The table of a key; ``make(key)`` where it is not held."""
+        if self._pid != os.getpid():
+            # In a forked child, the tables that the parent's threads were making never arrive.
+            self._clear()
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+            future = self._coming.get(key)
+            if is_mine := future is None:
+                future = self._coming[key] = Future()
+        assert future is not None
+        if not is_mine:
+            return future.result()
+        try:
+            table = make(key)
+        except BaseException as error:
+            with self._lock:
+                del self._coming[key]
+            future.set_exception(error)
+            raise
+        with self._lock:
+            del self._coming[key]
+            self._keep(key, table)
+        future.set_result(table)
+        return table
+
+    def _keep(self, key: int, table: Any) -> None:
+        if table.nbytes > self.most_bytes:
+            return
+        self._held[key] = table
+        self._bytes += table.nbytes
+        while self._bytes > self.most_bytes:
+            self._bytes -= self._held.popitem(last=False)[1].nbytes
 
 
 class ParquetSource(BaseSource):
@@ -297,7 +377,7 @@ class ParquetSource(BaseSource):
         self.paths = paths
         self._sample = sample
         self._number: dict[Any, int] = {}
-        self._files = [_opened(path, store) for path in paths]
+        self._files = [_file_of(path, store) for path in paths]
         first = self._files[0].schema
         self.columns = list(columns) if columns is not None else list(first.names)
         for file in self._files:
@@ -305,29 +385,27 @@ class ParquetSource(BaseSource):
         if sample is not None:
             _check_data(first, sample[0], paths[0])
             self.classes = _class_names(first, sample[1])
-        counts: list[int] = []
-        self._group_file: list[tuple[int, int]] = []
-        nulls: set[str] = set()
-        bytes_of: list[int] = []
-        for f, file in enumerate(self._files):
-            for g, group in enumerate(file.groups()):
-                if group.rows:
-                    counts.append(group.rows)
-                    self._group_file.append((f, g))
-                    nulls |= group.nulls
-                    bytes_of.append(sum(group.bytes.get(name, 0) for name in self.columns))
-        if not counts:
+        groups = [
+            ((f, g), group)
+            for f, file in enumerate(self._files)
+            for g, group in enumerate(file.row_groups(self.columns))
+            if group.rows
+        ]
+        if not groups:
             raise ArgumentError(
                 f"feed.parquet: no rows in {paths[0]}"
                 + (f" and {len(paths) - 1} more." if len(paths) > 1 else ".")
             )
-        self._nulls = frozenset(nulls)
+        self._group_file = [place for place, _ in groups]
+        self._nulls = frozenset().union(*(group.nulls for _, group in groups))
+        counts = [group.rows for _, group in groups]
         self._starts = np.cumsum([0, *counts], dtype=np.int64)
-        self.groups = len(counts)
-        self._cache: BytesCache[int, Any] = BytesCache(cache_bytes, _bytes_of)
-        if blocks if blocks is not None else is_remote(paths[0]) or sum(bytes_of) > cache_bytes:
+        self.groups = len(groups)
+        self._cache = TableCache(cache_bytes)
+        sizes = [group.decoded_bytes for _, group in groups]
+        if blocks if blocks is not None else is_remote(paths[0]) or sum(sizes) > cache_bytes:
             self.blocks = tuple(counts)
-            self.window = int(min(64, max(2, cache_bytes // max(1, max(bytes_of)))))
+            self.window = int(min(64, max(2, cache_bytes // max(1, *sizes))))
         names = [p.rpartition("/")[2] for p in paths]
         self._fingerprint = digest_values(
             "parquet", names, [file.size for file in self._files], counts, self.columns, sample
@@ -353,21 +431,18 @@ class ParquetSource(BaseSource):
         schema = self._files[0].schema
         return {name: schema.field(name).type for name in self.columns}
 
-    def _decode(self, wanted: list[int]) -> list[Any]:
+    def _decode(self, number: int, columns: list[str] | None = None) -> Any:
+        """A row group as a table."""
         import pyarrow as pa
 
-        tables = []
-        for number in wanted:
-            f, g = self._group_file[number]
-            place = f"{self.paths[f]}, row group {g}"
-            try:
-                table = self._files[f].read(g, self.columns)
-            except (pa.ArrowException, OSError) as error:
-                raise SampleError(
-                    f"{place}, cannot be read: {str(error).splitlines()[0]}"
-                ) from error
-            tables.append(_takeable(table))
-        return tables
+        f, g = self._group_file[number]
+        try:
+            table = self._files[f].read(g, self.columns if columns is None else columns)
+        except (pa.ArrowException, OSError) as error:
+            raise SampleError(
+                f"{self.paths[f]}, row group {g}, cannot be read: {str(error).splitlines()[0]}"
+            ) from error
+        return _takeable(table)
 
     def _path(self, i: int) -> str:
         """The file that holds row ``i``."""
@@ -376,7 +451,7 @@ class ParquetSource(BaseSource):
         ]
 
     def count_classes(self, known: list[str] | None = None) -> ParquetSource:
-        """Map text labels to sorted classes, or to ``known``; reads the column once.
+        """Map labels to sorted classes, or to ``known``; texts are read once, whole.
 
         Raises:
             ArgumentError: a label is none of the classes.
@@ -388,44 +463,36 @@ class ParquetSource(BaseSource):
             return self
         kind = self.schema[label]
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            if known is not None and known != self.classes:
-                if self.classes is None:
-                    raise ArgumentError(
-                        f"feed.parquet: the labels {label!r} of {self.paths[0]} are unnamed "
-                        "numbers; classes= and like= need names."
-                    )
-                wrong = next((name for name in self.classes if name not in known), None)
-                if wrong is not None:
-                    raise ArgumentError(
-                        f"feed.parquet: {self.paths[0]}: {unknown_class(wrong, known)}."
-                    )
-                self._number = {i: known.index(name) for i, name in enumerate(self.classes)}
-                self.classes = known
-                self._fingerprint = digest_values(self._fingerprint, known)
+        are_texts = pa.types.is_string(kind) or pa.types.is_large_string(kind)
+        names = self._texts(label) if are_texts else self.classes
+        if not are_texts and known in (None, names):
             return self
-        texts: set[str] = set()
-        only = copy.copy(self)
-        only.columns = [label]
-        for group in range(self.groups):
-            texts.update(
-                v
-                for v in only._decode([group])[0].column(label).unique().to_pylist()
-                if v is not None
-            )
-        wrong = next(
-            (name for name in sorted(texts) if known is not None and name not in known), None
-        )
-        if known is not None and wrong is not None:
+        if names is None:
             raise ArgumentError(
-                f"feed.parquet: {self.paths[0]}, column {label!r}: {unknown_class(wrong, known)}."
+                f"feed.parquet: the labels {label!r} of {self.paths[0]} are unnamed "
+                "numbers; classes= and like= need names."
             )
-        self.classes = sorted(texts) if known is None else known
-        self._number = {name: i for i, name in enumerate(self.classes)}
-        self._fingerprint = digest_values(self._fingerprint, self.classes)
+        classes = names if known is None else known
+        wrong = next((name for name in names if name not in classes), None)
+        if wrong is not None:
+            raise ArgumentError(
+                f"feed.parquet: {self.paths[0]}, column {label!r}: {unknown_class(wrong, classes)}."
+            )
+        numbers = {name: i for i, name in enumerate(classes)}
+        # A number of Hugging Face's counts its own names, a text is one.
+        self._number = {name if are_texts else i: numbers[name] for i, name in enumerate(names)}
+        self.classes = classes
+        self._fingerprint = digest_values(self._fingerprint, classes)
         return self
 
-    def take(self, ids: Sequence[int]) -> Columns:
+    def _texts(self, label: str) -> list[str]:
+        """The texts in a column, sorted."""
+        texts: set[str | None] = set()
+        for group in range(self.groups):
+            texts.update(self._decode(group, [label]).column(label).unique().to_pylist())
+        return sorted(text for text in texts if text is not None)
+
+    def take(self, ids: Sequence[int]) -> dict[str, Any]:
         """Rows as columns: NumPy arrays for numbers, lists for texts and bytes."""
         wanted = check_ids(ids, len(self))
         if not wanted.size:
@@ -433,7 +500,7 @@ class ParquetSource(BaseSource):
         import pyarrow as pa
 
         groups = np.searchsorted(self._starts, wanted, side="right") - 1
-        held = self._cache.get(np.unique(groups).tolist(), self._decode)
+        held = {g: self._cache.get(g, self._decode) for g in np.unique(groups).tolist()}
         by_group = np.argsort(groups, kind="stable")
         cuts = np.flatnonzero(np.diff(groups[by_group])) + 1
         parts = [
@@ -499,7 +566,7 @@ def parquet_files(paths: Sequence[str], label: str | None = None, **options: Any
     need("pyarrow", "tables", "feed.parquet")
     store = Store(options.get("options"))
     first = expand(given, store, "feed.parquet")[0]
-    schema = _opened(first, store).schema
+    schema = _file_of(first, store).schema
     names = list(schema.names)
     if data is None:
         held = [
