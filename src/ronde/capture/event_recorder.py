@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class CheckpointFrames:
 
 @dataclass
 class _Observed:
-    """A call about to run: what it reads, and how it will be executed."""
+    """A call about to run: what it is, what it reads, and how it will be executed."""
 
     kind: str
     name: str
@@ -115,14 +115,15 @@ class _Observed:
     function: Any
     args: Any
     kwargs: Any
-    sized: bool
-    inputs: list[torch.Tensor]
-    now: list[torch.Tensor]  # the inputs, as in-place changes have left them
-    reads: list[int]
-    parameters: list[Any]
-    pretend: bool  # runs on fake tensors
-    before: list[tuple[int, torch.Size]]
-    written: tuple[nn.Parameter, ...]
+    sized: bool = False
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    # the inputs, as in-place changes have left them
+    now: list[torch.Tensor] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    parameters: list[Any] = field(default_factory=list)
+    pretend: bool = False  # runs on fake tensors
+    before: list[tuple[int, torch.Size]] = field(default_factory=list)  # version, shape
+    written: tuple[nn.Parameter, ...] = ()
     used: tuple[nn.Parameter, ...] = ()  # by modules whose calls are not recorded
     drawn: int = 0  # draws of the pass before it
 
@@ -204,21 +205,16 @@ class EventRecorder(Interceptor):
     def _unsendable(self, tensor: torch.Tensor) -> str:
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return f"is a tensor of layout {tensor.layout}"
-        return (
-            "is computed under torch.func"
-            if torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-            else ""
-        )
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        return "is computed under torch.func" if wrapped else ""
 
     def _value_of(self, tensor: torch.Tensor) -> int:
         index = self.known.get(id(tensor))
         if index is None:
-            unseen = id(tensor) not in self.buffers and (
-                isinstance(tensor, FakeTensor) or tensor.grad_fn is not None
-            )
-            return self._new(
-                tensor, -1, not unseen, "was made where it cannot be seen" if unseen else ""
-            )
+            computed = isinstance(tensor, FakeTensor) or tensor.grad_fn is not None
+            unseen = computed and id(tensor) not in self.buffers
+            why_not = "was made where it cannot be seen" if unseen else ""
+            return self._new(tensor, -1, not unseen, why_not)
         if self.versions[id(tensor)] != version_of(tensor):
             # It shares its memory with a tensor that was changed in place.
             changer = self.changers.get(storage_of(tensor), -1)
@@ -232,41 +228,25 @@ class EventRecorder(Interceptor):
         twin = self.twins.get(id(tensor))
         if twin is not None:
             return twin
-        if (
-            self.tainted
-            and not isinstance(tensor, FakeTensor)
-            and storage_of(tensor) in self.tainted
-        ):
-            return self._twin(tensor)
-        return tensor
+        is_real = bool(self.tainted) and not isinstance(tensor, FakeTensor)
+        return self._twin(tensor) if is_real and storage_of(tensor) in self.tainted else tensor
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.fake is not None
         twin = self.fake.from_tensor(tensor, static_shapes=True)
         if id(tensor) in self.known and id(twin) not in self.known:
             self.known[id(twin)] = self.known[id(tensor)]
-            self.versions[id(twin)] = (
-                version_of(twin) if storage_of(tensor) not in self.tainted else -1
-            )
+            changed = storage_of(tensor) in self.tainted
+            self.versions[id(twin)] = -1 if changed else version_of(twin)
             self.changers.setdefault(storage_of(twin), self.changers.get(storage_of(tensor), -1))
         self.alive += [twin, tensor]
         return twin
 
     # -- events ------------------------------------------------------------------------
 
-    def _record(
-        self,
-        kind: str,
-        name: str,
-        random: bool,
-        module: nn.Module | None,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        sized: bool = False,
-    ) -> Any:
+    def _record(self, call: _Observed) -> Any:
         """Observe what a call takes, execute it, register the event; returns its result."""
-        call = self._observe(kind, name, random, module, function, args, kwargs, sized)
+        self._observe(call)
         call.drawn = drawn_so_far()
         self.used.append({})
         result = self._execute(call)
@@ -274,71 +254,46 @@ class EventRecorder(Interceptor):
         call.parameters += call.used
         return self._register(call, result)
 
-    def _observe(
-        self,
-        kind: str,
-        name: str,
-        random: bool,
-        module: nn.Module | None,
-        function: Any,
-        args: Any,
-        kwargs: Any,
-        sized: bool,
-    ) -> _Observed:
+    def _observe(self, call: _Observed) -> None:
         """Number the values a call reads, and decide whether it runs on fake tensors."""
-        given = tensors_in((args, kwargs))
-        parameters = list(module.parameters()) if module is not None else []
+        given = tensors_in((call.args, call.kwargs))
+        parameters = list(call.module.parameters()) if call.module is not None else []
         parameters += [t for t in given if isinstance(t, nn.Parameter)]
         inputs = [t for t in given if not isinstance(t, nn.Parameter)]
         now = [self._current(t) for t in inputs]
-        reads = [self._value_of(t) for t in now]
-        pretend = self.fake is not None and (
-            module is not None or bool(parameters) or any(isinstance(t, FakeTensor) for t in now)
+        call.reads = [self._value_of(t) for t in now]
+        computes = call.module is not None or bool(parameters)
+        call.pretend = self.fake is not None and (
+            computes or any(isinstance(t, FakeTensor) for t in now)
         )
-        in_place = kind == "call" or changes_in_place(name, kwargs)
-        if pretend and not all(isinstance(t, FakeTensor) for t in now) and in_place:
+        in_place = call.kind == "call" or changes_in_place(call.name, call.kwargs)
+        if call.pretend and in_place:
             now = [t if isinstance(t, FakeTensor) else self._twin(t) for t in now]
-        elif in_place and not pretend:
+        elif in_place:
             self._can_be_undone(given)
-        if any(a is not b for a, b in zip(inputs, now, strict=True)):
-            twins = {id(a): b for a, b in zip(inputs, now, strict=True)}
-            args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda t: twins.get(id(t), t), (args, kwargs)
+        twins = {id(a): b for a, b in zip(inputs, now, strict=True) if a is not b}
+        if twins:
+            call.args, call.kwargs = pytree.tree_map_only(
+                torch.Tensor, lambda t: twins.get(id(t), t), (call.args, call.kwargs)
             )
-        before = [(version_of(t), t.shape) for t in now]
-        return _Observed(
-            kind,
-            name,
-            random,
-            module,
-            function,
-            args,
-            kwargs,
-            sized,
-            inputs,
-            now,
-            reads,
-            parameters,
-            pretend,
-            before,
-            _written(kind, name, args),
-        )
+        call.inputs, call.now, call.parameters = inputs, now, parameters
+        call.before = [(version_of(t), t.shape) for t in now]
+        call.written = _written(call.kind, call.name, call.args)
 
     def _execute(self, call: _Observed) -> Any:
         """Run the call, on fake tensors if it computes activations."""
         if call.pretend and call.written:
             # torch does some of these for real, whatever the mode
             return None if call.name == "__setitem__" else call.args[0]
-        if call.pretend and self.fake is not None:
-            try:
-                with self.fake:
-                    return call.function(*call.args, **call.kwargs)
-            except DynamicOutputShapeException:
-                if call.module is not None or not data_shaped(call.name, call.args):
-                    raise
-                return self._supposed(call.function, call.args, call.kwargs)
-        else:
+        if not call.pretend or self.fake is None:
             return call.function(*call.args, **call.kwargs)
+        try:
+            with self.fake:
+                return call.function(*call.args, **call.kwargs)
+        except DynamicOutputShapeException:
+            if call.module is not None or not data_shaped(call.name, call.args):
+                raise
+            return self._supposed(call.function, call.args, call.kwargs)
 
     def _register(self, call: _Observed, result: Any) -> Any:
         """Find out what the call changed and made, and append its event."""
@@ -349,11 +304,8 @@ class EventRecorder(Interceptor):
             and not call.random
             and all(self.values[r].shared for r in reads)
         )
-        changed = [
-            i
-            for i, (t, (version, _)) in enumerate(zip(now, call.before, strict=True))
-            if version_of(t) != version
-        ]
+        versions = [version for version, _ in call.before]
+        changed = [i for i, t in enumerate(now) if version_of(t) != versions[i]]
         buffer = None
         if shared and changed:
             in_model = [self.buffers[id(now[i])] for i in changed if id(now[i]) in self.buffers]
@@ -382,11 +334,8 @@ class EventRecorder(Interceptor):
         for read in dict.fromkeys(reads):
             self.values[read].readers.append(number)
         if call.kind == "op" and keeps_shape(call.name):
-            shaped = any(
-                self.values[r].data_shaped
-                for r, t in zip(reads, now, strict=True)
-                if args and t is args[0]
-            )
+            first = [r for r, t in zip(reads, now, strict=True) if args and t is args[0]]
+            shaped = any(self.values[r].data_shaped for r in first)
         else:
             shaped = data_shaped(call.name, args) or any(self.values[r].data_shaped for r in reads)
         try:
@@ -413,9 +362,8 @@ class EventRecorder(Interceptor):
                 made.append(self._value_of(leaf))
                 marked.append(Given(place))
                 continue
-            index = (
-                self._value_of(leaf) if id(leaf) in self.known else self._new(leaf, number, shared)
-            )
+            known = id(leaf) in self.known
+            index = self._value_of(leaf) if known else self._new(leaf, number, shared)
             value = self.values[index]
             if leaf.dim() and shaped:
                 value.data_shaped = True
@@ -452,14 +400,11 @@ class EventRecorder(Interceptor):
         if call.used and call.kind == "op":
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    self.nodes[leaf.grad_fn] = (
-                        call.used
-                    )  # a call.function with a backward pass of its own
-        return (
-            self._originals(self.events[-1], result, call.inputs, now)
-            if call.pretend and self.events[-1].hands_on
-            else result
-        )
+                    # a function with a backward pass of its own
+                    self.nodes[leaf.grad_fn] = call.used
+        if call.pretend and self.events[-1].hands_on:
+            return self._originals(self.events[-1], result, call.inputs, now)
+        return result
 
     def _originals(
         self, event: TraceEvent, result: Any, inputs: list[torch.Tensor], now: list[torch.Tensor]
@@ -469,12 +414,10 @@ class EventRecorder(Interceptor):
             return result
         leaves, _ = flatten(result)
         for i, mark in enumerate(event.leaves):
-            if (
-                isinstance(mark, Given)
-                and inputs[mark.place] is not now[mark.place]
-                and id(inputs[mark.place]) not in self.twins
-            ):
-                leaves[i] = inputs[mark.place]
+            if isinstance(mark, Given):
+                given = inputs[mark.place]
+                if given is not now[mark.place] and id(given) not in self.twins:
+                    leaves[i] = given
         return build(leaves, event.shape)
 
     def _supposed(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -486,11 +429,9 @@ class EventRecorder(Interceptor):
         assert fake is not None
 
         def known(tensor: torch.Tensor) -> torch.Tensor:
-            return (
-                torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-                if isinstance(tensor, FakeTensor)
-                else tensor
-            )
+            if not isinstance(tensor, FakeTensor):
+                return tensor
+            return torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
         name = getattr(function, "__name__", "")
         if name == "__getitem__":
@@ -502,10 +443,8 @@ class EventRecorder(Interceptor):
                 return args[0][tuple(keys)]
         if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors_in((args, kwargs))):
             raise DynamicOutputShapeException(function)  # it would have no gradient
-        result = function(
-            *pytree.tree_map_only(torch.Tensor, known, args),
-            **pytree.tree_map_only(torch.Tensor, known, kwargs),
-        )
+        args, kwargs = pytree.tree_map_only(torch.Tensor, known, (args, kwargs))
+        result = function(*args, **kwargs)
         return pytree.tree_map_only(
             torch.Tensor, lambda t: fake.from_tensor(t, static_shapes=True), result
         )
@@ -531,12 +470,8 @@ class EventRecorder(Interceptor):
         """Save a real tensor before it is changed in place, if it existed before the pass."""
         for tensor in given:
             key = storage_of(tensor)
-            if (
-                key
-                and key not in self.own_storages
-                and key not in self.undo
-                and not isinstance(tensor, FakeTensor)
-            ):
+            known = not key or key in self.own_storages or key in self.undo
+            if not known and not isinstance(tensor, FakeTensor):
                 with torch.no_grad():
                     self.undo[key] = (tensor.detach(), tensor.detach().clone())
 
@@ -551,40 +486,30 @@ class EventRecorder(Interceptor):
         self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]
     ) -> Any:
         """See :class:`Interceptor`."""
-        return self._record("op", what[0], what[2], None, function, args, kwargs)
+        return self._record(_Observed("op", what[0], what[2], None, function, args, kwargs))
 
     def on_size(self, function: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
         """See :class:`Interceptor`. A size that depends on activations is sent to later stages."""
-        for tensor in args:
-            if isinstance(tensor, torch.Tensor):
-                index = self.known.get(id(self.twins.get(id(tensor), tensor)))
-                if (
-                    index is not None
-                    and self.values[index].data_shaped
-                    and not self.values[index].shared
-                ):
-                    return whole_size(
-                        self._record(
-                            "op", what[0], False, None, as_tuple(function), args, kwargs, True
-                        ),
-                        what[0],
-                    )
-        return function(*args, **kwargs)
+        tensors = (t for t in args if isinstance(t, torch.Tensor))
+        known = (self.known.get(id(self.twins.get(id(t), t))) for t in tensors)
+        values = (self.values[index] for index in known if index is not None)
+        if not any(value.data_shaped and not value.shared for value in values):
+            return function(*args, **kwargs)
+        plain = as_tuple(function)
+        size = self._record(_Observed("op", what[0], False, None, plain, args, kwargs, True))
+        return whole_size(size, what[0])
 
     def _hooked(self, module: nn.Module) -> bool:
         """Whether it or an inner module has hooks. They may keep what they see: run everywhere."""
         return any(m._forward_hooks or m._forward_pre_hooks for m in self.below[id(module)])
 
     def _leaf(self, module: nn.Module) -> bool:
-        if isinstance(module, torch.jit.ScriptModule) or (
-            compiled(module) and self.paths[id(module)]
-        ):
+        if isinstance(module, torch.jit.ScriptModule):
             return True
-        if (
-            not type(module).__module__.startswith("torch.nn.")
-            or isinstance(module, _CONTAINERS)
-            or self._hooked(module)
-        ):
+        if compiled(module) and self.paths[id(module)]:
+            return True
+        own_code = not type(module).__module__.startswith("torch.nn.")
+        if own_code or isinstance(module, _CONTAINERS) or self._hooked(module):
             return False
         held = [p for m in self.below[id(module)] for p in m._parameters.values() if p is not None]
         return all(isinstance(p, nn.Parameter) for p in held)
@@ -600,7 +525,8 @@ class EventRecorder(Interceptor):
         if self._leaf(module):
             with self.pause():
                 function = eagerly(module) if compiled(module) else module
-                result = self._record("call", path, False, module, function, args, kwargs)
+                call = _Observed("call", path, False, module, function, args, kwargs)
+                result = self._record(call)
             event = self.events[-1]
             self.calls.append(
                 Call(path, nth, module, start, start + 1, None if event.opaque else event)
@@ -613,12 +539,10 @@ class EventRecorder(Interceptor):
             result = self.plain_call(module, args, kwargs)
         finally:
             self.inside.pop()
-        with self.pause():
-            whole = (
-                None
-                if before is None
-                else self._merge_call(path, module, start, before, args, kwargs, result)
-            )
+        whole = None
+        if before is not None:
+            with self.pause():
+                whole = self._merge_call(path, module, start, before, args, kwargs, result)
         self.calls.append(Call(path, nth, module, start, len(self.events), whole))
         return result
 
@@ -636,17 +560,10 @@ class EventRecorder(Interceptor):
 
     def _state(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module's Python state and the containers it was given."""
-        kept = [
-            (k, snapshot(v, 2))
-            for m in self.below[id(module)]
-            for k, v in m.__dict__.items()
-            if k not in _MODULE_ATTRIBUTES
-        ]
-        own = [
-            id(b)
-            for m in self.below[id(module)]
-            for b in (*m._buffers.values(), *m._parameters.values())
-        ]
+        modules = self.below[id(module)]
+        attributes = ((k, v) for m in modules for k, v in m.__dict__.items())
+        kept = [(k, snapshot(v, 2)) for k, v in attributes if k not in _MODULE_ATTRIBUTES]
+        own = [id(b) for m in modules for b in (*m._buffers.values(), *m._parameters.values())]
         return kept, own, snapshot(list(args), 4)[1], snapshot(list(kwargs.values()), 4)[1]
 
     def _merge_call(
@@ -702,14 +619,14 @@ class EventRecorder(Interceptor):
                 if (value.shared and not shared) or value.maker < start:
                     return None
                 marked.append(value)
-            elif isinstance(leaf, IMMUTABLE) and not (
-                took and isinstance(leaf, bool | int | float | complex)
-            ):
-                marked.append(leaf)
-            elif id(leaf) in objects and not isinstance(leaf, IMMUTABLE):
+            elif not isinstance(leaf, IMMUTABLE):
+                if id(leaf) not in objects:
+                    return None
                 marked.append(Given(objects[id(leaf)], False))
+            elif took and isinstance(leaf, bool | int | float | complex):
+                return None  # maybe a number that was taken from a tensor
             else:
-                return None
+                marked.append(leaf)
         made = [
             m.index if isinstance(m, Value) else after[m.place]
             for m in marked
@@ -729,12 +646,8 @@ class EventRecorder(Interceptor):
             changes,
             tuple(parameters.values()) if not shared else (),
             shared,
-            False,
-            tuple(entry[i] for i in changed),
-            False,
-            None,
-            (),
-            storages,
+            replaces=tuple(entry[i] for i in changed),
+            changed_storages=storages,
             erratic=not shared and (took or shaped or states != generator_states()),
             drawn=drawn,
         )
@@ -750,12 +663,9 @@ class EventRecorder(Interceptor):
             if value.maker >= 0 and value.readers:
                 made_by[value.maker].append(value)
         for call in self.calls:
-            if (
-                call.event is None
-                or call.event.module is None
-                or call.stop - call.start == 0
-                or self._leaf(call.module)
-            ):
+            if call.event is None or call.event.module is None or call.stop == call.start:
+                continue
+            if self._leaf(call.module):
                 continue
             visible = {*call.event.made, *(new for _, new in call.event.changes)}
             inner = (v for made in made_by[call.start : call.stop] for v in made)

@@ -6,7 +6,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -98,7 +98,8 @@ def kind_of(function: Any) -> tuple[str, bool, bool]:
 _fake_tolist: Any = FakeTensor.__dict__.get("tolist")
 _TOLIST = ("tolist", False, False)
 _entered: list[Interceptor] = []  # the last one is active
-_plain: list[Any] = []  # the original methods
+_originals: list[tuple[Any, str, Any]] = []  # class, method, what was there
+_plain_call: Any = nn.Module.__call__
 _depth = 0
 
 
@@ -108,20 +109,14 @@ def _begin() -> None:
     Replacing a method of a class with many subclasses takes about 300 µs: :func:`watching` does it
     once for many passes, :func:`stay` for an owner's lifetime.
     """
-    global _depth
+    global _depth, _plain_call
     _depth += 1
     if _depth > 1:
         return
-    plain_call, plain_apply = nn.Module.__call__, torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    plain_call = _plain_call = nn.Module.__call__
+    plain_apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     plain_script = torch.jit.ScriptFunction.__call__
     plain_convert: Any = nn.Module._apply
-    _plain[:] = [plain_call, torch.autograd.Function.__dict__["apply"], plain_script, plain_convert]
-
-    def seen() -> Interceptor | None:
-        # A checkpointed function runs again in the backward pass, outside any interceptor.
-        if not _entered or _entered[-1]._off or threading.get_ident() != _entered[-1]._thread:
-            return None
-        return _entered[-1]
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not _entered:
@@ -135,62 +130,58 @@ def _begin() -> None:
             return plain_call(module, *args, **kwargs)
         return interceptor.on_call(module, args, kwargs)
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        interceptor = seen()
-        if interceptor is None:
-            return plain_apply(cls, *args, **kwargs)
+    def active() -> Interceptor | None:
+        # A checkpointed function runs again in the backward pass, outside any interceptor.
+        if not _entered or _entered[-1]._off or threading.get_ident() != _entered[-1]._thread:
+            return None
+        return _entered[-1]
 
+    def event(plain: Any, args: Any, kwargs: Any, what: tuple[str, bool, bool]) -> Any:
+        """Make a plain call, as an event of the active interceptor if there is one."""
+        if (interceptor := active()) is None:
+            return plain(*args, **kwargs)
+        with interceptor.pause():
+            return interceptor.on_function(plain, args, kwargs, what)
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         def run(*a: Any, **k: Any) -> Any:
             return plain_apply(cls, *a, **k)
 
         run.__name__ = cls.__name__
-        with interceptor.pause():
-            return interceptor.on_function(run, args, kwargs, (cls.__name__, False, False))
+        return event(run, args, kwargs, (cls.__name__, False, False))
 
     def script(function: Any, *args: Any, **kwargs: Any) -> Any:
-        interceptor = seen()
-        if interceptor is None:
-            return plain_script(function, *args, **kwargs)
         what = (function.name, False, is_random(function.name))
-        with interceptor.pause():
-            return interceptor.on_function(
-                lambda *a, **k: plain_script(function, *a, **k), args, kwargs, what
-            )
+        return event(partial(plain_script, function), args, kwargs, what)
 
     def tolist(tensor: Any) -> Any:
-        interceptor = seen()
-        if interceptor is None:
-            return _fake_tolist(tensor)
-        with interceptor.pause():
-            return interceptor.on_function(_fake_tolist, (tensor,), {}, _TOLIST)
+        return event(_fake_tolist, (tensor,), {}, _TOLIST)
 
     def convert(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # Module.to() and the like are no events: every stage converts the gradients that it has.
-        interceptor = seen()
-        if interceptor is None:
-            return plain_convert(module, *args, **kwargs)
-        with interceptor.pause():
+        interceptor = active()
+        with nullcontext() if interceptor is None else interceptor.pause():
             return plain_convert(module, *args, **kwargs)
 
-    nn.Module._apply = convert  # type: ignore[method-assign,assignment]
-    if _fake_tolist is not None:
-        FakeTensor.tolist = tolist  # type: ignore[method-assign,assignment]
-    nn.Module.__call__ = call  # type: ignore[method-assign,assignment]
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    torch.jit.ScriptFunction.__call__ = script  # type: ignore[method-assign,assignment]
+    for owner, name, method in (
+        (nn.Module, "__call__", call),
+        (nn.Module, "_apply", convert),
+        (torch.autograd.Function, "apply", classmethod(apply)),
+        (torch.jit.ScriptFunction, "__call__", script),
+        (FakeTensor, "tolist", tolist),
+    ):
+        if name in vars(owner):  # torch 2.11 may lack a tolist of its own
+            _originals.append((owner, name, vars(owner)[name]))
+            setattr(owner, name, method)
 
 
 def _end() -> None:
     global _depth
     _depth -= 1
     if not _depth:
-        call, apply, script_call = _plain[:3]
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        torch.jit.ScriptFunction.__call__ = script_call  # type: ignore[method-assign]
-        nn.Module._apply = _plain[3]  # type: ignore[method-assign]
-        if _fake_tolist is not None:
-            FakeTensor.tolist = _fake_tolist  # type: ignore[method-assign]
+        for owner, name, original in _originals:
+            setattr(owner, name, original)
+        _originals.clear()
 
 
 @contextmanager
@@ -271,7 +262,7 @@ class Interceptor(TorchFunctionMode):
         """Make the call itself, but intercept what it calls."""
         if compiled(module):  # calls inside compiled code cannot be intercepted
             return eagerly(module)(*args, **kwargs)
-        return _plain[0](module, *args, **kwargs)
+        return _plain_call(module, *args, **kwargs)
 
     def on_call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module is called."""
