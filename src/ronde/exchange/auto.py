@@ -20,6 +20,7 @@ from ronde.plan.reducers import ReducerChoice, parse_reducer
 from ronde.world import World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.paths import state_folder
+from ronde.world.whole_file import write_whole
 
 __all__ = ["bucket_sizes", "choose_reducer", "exact_candidates", "time_buckets"]
 
@@ -92,9 +93,7 @@ def choose_reducer(me: World, members: Members, total_bytes: int, build: Build) 
         if me.is_main:
             with contextlib.suppress(OSError):  # a measurement that is not kept is made again
                 file.parent.mkdir(parents=True, exist_ok=True)
-                temporary = file.with_suffix(f".{os.getpid()}")
-                temporary.write_text(json.dumps(kept))
-                temporary.replace(file)
+                write_whole(file, json.dumps(kept))
     return _decide(kept, total_bytes, "" if fresh else f", measured before ({file})")
 
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ronde.capture import Point, Trace
 from ronde.capture.intercept import calls_heard
+from ronde.introspect import SavedState
 from ronde.plan import Plan
 from ronde.predict import Costs, Cut, LinearCost, Unit, cut, cut_at
 from ronde.world import ArgumentError
@@ -123,9 +124,6 @@ def count_parts(model: nn.Module, points: list[Point], call: Callable[[], torch.
     """Count what each part costs, by the operations and bytes of one pass: the same on every
     machine and under any load, so that a run is cut in the same place each time. Changes nothing.
     """
-    random = torch.get_rng_state()
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    gradients = [(p, p.grad) for p in model.parameters()]
     modules = dict(model.named_modules())
     wanted = {(p.path, p.nth): i for i, p in enumerate(points)}
     counts: dict[str, int] = {}
@@ -162,26 +160,20 @@ def count_parts(model: nn.Module, points: list[Point], call: Callable[[], torch.
             saved[counter.part] += tensor.untyped_storage().nbytes()
         return tensor
 
-    try:
-        for p, _ in gradients:
-            p.grad = None
+    begin = {p.path: modules[p.path] for p in points}
+    saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with SavedState(model):
+        model.zero_grad()
         counter.seconds = [0.0] * parts
-        begin = {p.path: modules[p.path] for p in points}
-        saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
-        with calls_heard(begin, enter), counter, saving:
-            loss = call()
-        forward, counter.seconds = counter.seconds, [0.0] * parts
-        with counter:
-            loss.backward()  # type: ignore[no-untyped-call]
-    finally:
-        for handle in handles:
-            handle.remove()
-        torch.set_rng_state(random)
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
-        for p, g in gradients:
-            p.grad = g
+        try:
+            with calls_heard(begin, enter), counter, saving:
+                loss = call()
+            forward, counter.seconds = counter.seconds, [0.0] * parts
+            with counter:
+                loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            for handle in handles:
+                handle.remove()
     return _Parts(forward, counter.seconds, saved)
 
 

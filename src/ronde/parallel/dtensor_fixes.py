@@ -76,10 +76,8 @@ def fix_dtensors(me: World) -> None:
     for packet in (getattr(_aten, name) for name in _WRITES):
         handlers.update({getattr(packet, o): _refuse_write for o in packet.overloads()})
     handlers[_aten.fill_.Tensor] = _fill
-    for op in _NEW:
-        handlers[op] = _New(handlers, op)
-    for op in _VIEWS:
-        handlers[op] = _View(handlers, op)
+    handlers.update(dict.fromkeys(_NEW, partial(_new, handlers)))
+    handlers.update(dict.fromkeys(_VIEWS, partial(_view, handlers)))
     DTensor.data = property(_data, _set_data)  # type: ignore[assignment,method-assign]
 
 
@@ -196,24 +194,25 @@ def _fill(op: Any, args: Any, kwargs: Any) -> Any:
     return into
 
 
-class _New:
+def _torchs_own(handlers: dict[Any, Any], op: Any, args: Any, kwargs: Any) -> Any:
+    """What torch does where no handler takes the operation."""
+    handler = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if handler is not None:  # else another thread has it
+            handlers[op] = handler
+
+
+def _new(handlers: dict[Any, Any], op: Any, args: Any, kwargs: Any) -> Any:
     """A new tensor of the script is plain. That of an optimizer, and one in a parameter's own
     shape, is divided as torch does it.
     """
-
-    def __init__(self, handlers: dict[Any, Any], op: Any) -> None:
-        self.handlers, self.op = handlers, op
-
-    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
-        like, size, *others = args
-        plain = isinstance(like, torch.nn.Parameter) and tuple(size) != tuple(like.shape)
-        if plain and not _in_optimizer():
-            return op(like._local_tensor.detach(), size, *others, **kwargs)
-        self.handlers.pop(op, None)  # for torch's own way
-        try:
-            return op(*args, **kwargs)
-        finally:
-            self.handlers[op] = self
+    like, size, *others = args
+    plain = isinstance(like, torch.nn.Parameter) and tuple(size) != tuple(like.shape)
+    if plain and not _in_optimizer():
+        return op(like._local_tensor.detach(), size, *others, **kwargs)
+    return _torchs_own(handlers, op, args, kwargs)
 
 
 def _in_optimizer() -> bool:
@@ -225,29 +224,20 @@ def _in_optimizer() -> bool:
     return False
 
 
-class _View:
+def _view(handlers: dict[Any, Any], op: Any, args: Any, kwargs: Any) -> Any:
     """A view as torch computes it. If that is a copy, it becomes a :class:`_ViewCopy`."""
+    base = args[0]
+    takes_gradient = torch.is_grad_enabled() and base.requires_grad
+    result = _torchs_own(handlers, op, args, kwargs)
+    if takes_gradient or any(p.is_partial() for p in base.placements):
+        return result  # autograd lets nobody write into it
+    memory = base._local_tensor.untyped_storage()._cdata
 
-    def __init__(self, handlers: dict[Any, Any], op: Any) -> None:
-        self.handlers, self.op = handlers, op
+    def marked(part: DTensor) -> DTensor:
+        own = part._local_tensor.untyped_storage()._cdata == memory
+        return part if own else _view_copy(part)
 
-    def __call__(self, op: Any, args: Any, kwargs: Any) -> Any:
-        base = args[0]
-        takes_gradient = torch.is_grad_enabled() and base.requires_grad
-        self.handlers.pop(op, None)  # for torch's own way
-        try:
-            result = op(*args, **kwargs)
-        finally:
-            self.handlers[op] = self
-        if takes_gradient or any(p.is_partial() for p in base.placements):
-            return result  # autograd lets nobody write into it
-        memory = base._local_tensor.untyped_storage()._cdata
-
-        def marked(part: DTensor) -> DTensor:
-            own = part._local_tensor.untyped_storage()._cdata == memory
-            return part if own else _view_copy(part)
-
-        return tree_map_only(DTensor, marked, result)
+    return tree_map_only(DTensor, marked, result)
 
 
 def _view_copy(part: DTensor) -> DTensor:

@@ -63,7 +63,7 @@ from ronde.world.consensus import broadcast_json
 from ronde.world.meshes import group_of, mesh_of
 from ronde.world.tensors import local_part
 
-__all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard"]
+__all__ = ["Shard", "Sharded", "fully_shard_model", "replica_mesh", "shard", "shard_module"]
 
 _LOSS, _WEIGHT, _CALLS, _LEFT_OUT, _UNUSED = 0, 1, 2, 3, 4  # slots of the payload
 # In the first forward passes workers compare the blocks they call, one by one. On the CPU that
@@ -262,6 +262,23 @@ class Sharded:
             dist.all_reduce(tensor, group=self.mesh.get_group(dim))
 
 
+def shard_module(module: nn.Module, **options: Any) -> None:
+    """Divide one module that is gathered when it is called, with options of ``fully_shard``."""
+    # Registered before FSDP2's own hook, which then sees the copies.
+    module.register_forward_hook(lambda _m, _inputs, output: fsdp_repairs.clone_views(output))
+    fully_shard(module, **options)
+    fsdp_repairs.KeepContainers(module)
+    sum_gradients(module)
+
+
+def sum_gradients(module: nn.Module) -> None:
+    """Let an FSDP2 module sum gradients, where it would average them, and those of all workers."""
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    fsdp_repairs.exchange_unused(module)
+
+
 def fully_shard_model(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -302,16 +319,10 @@ def fully_shard_model(
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": whole}
     for block in blocks.values():
-        # Registered before FSDP2's own hook, which then sees the copies.
-        block.register_forward_hook(lambda _m, _inputs, output: fsdp_repairs.clone_views(output))
-        fully_shard(block, reshard_after_forward=level == "parameters", **options)
-        fsdp_repairs.KeepContainers(block)
+        shard_module(block, reshard_after_forward=level == "parameters", **options)
     fully_shard(model, reshard_after_forward=False, **options)
+    sum_gradients(model)
     result = Sharded(model, mesh, blocks, [p for p in dict.fromkeys(before.values()) if p in whole])
-    for module in result.modules:
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
-        fsdp_repairs.exchange_unused(module)
     after = dict(model.named_parameters(remove_duplicate=False))
     adopt(optimizer, {before[name]: after[name] for name in before})
     return result

@@ -111,7 +111,7 @@ def materialise(
         source = None
         if given is None and init != "reset":
             source = stack.enter_context(weights_in(init, verified))  # type: ignore[arg-type]
-        for name, module in _children_first(model):
+        for name, module in _children_first("", model, set()):
             own = {id(t): (attribute, t) for _, attribute, t in _own(module) if id(t) in todo}
             todo -= own.keys()
             if source is not None:
@@ -141,23 +141,17 @@ def _own(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
     ]
 
 
-def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _children_first(
+    name: str, module: nn.Module, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
     """Modules in the order their constructors end: what a parent does to its children comes
     last.
     """
-    ordered: list[tuple[str, nn.Module]] = []
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
+    if module not in seen:
+        seen.add(module)
         for child, each in module.named_children():
-            visit(f"{name}.{child}" if name else child, each)
-        ordered.append((name, module))
-
-    visit("", model)
-    return ordered
+            yield from _children_first(f"{name}.{child}" if name else child, each, seen)
+        yield name, module
 
 
 def _marked(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -203,11 +197,8 @@ def _initialise(
     """Run ``init`` on a module whose tensors are whole and on the host, and keep this worker's
     part.
     """
-    what = (
-        f"module {name!r} ({type(module).__name__})"
-        if name
-        else f"the model ({type(module).__name__})"
-    )
+    what = f"module {name!r}" if name else "the model"
+    what += f" ({type(module).__name__})"
     reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     own = _own(module)
     missing = [k for _, k, t in own if id(t) in wanted]
@@ -229,11 +220,8 @@ def _initialise(
             for held, k, t in own:
                 # What has its values already (tied weights) is covered too: it must not be drawn
                 # again.
-                whole = (
-                    _marked(tuple(t.shape), t.dtype)
-                    if t.is_meta or is_sharded(t)
-                    else t.detach().cpu().clone()
-                )
+                is_empty = t.is_meta or is_sharded(t)
+                whole = _marked(tuple(t.shape), t.dtype) if is_empty else t.detach().cpu().clone()
                 if isinstance(t, nn.Parameter):
                     whole = nn.Parameter(whole, requires_grad=t.requires_grad)
                 scratch.append((held, k, t, whole, whole._version))
@@ -277,20 +265,16 @@ def _read(
 
 
 def _fill(tensor: torch.Tensor, whole: torch.Tensor, device: torch.device) -> None:
-    box = checkpoint.box_of(tensor, "a parameter")
-    part = (
-        whole
-        if box == checkpoint.Box.whole(whole.shape)
-        else whole[box.inside(checkpoint.Box.whole(whole.shape))].clone()
-    )
-    _put(tensor, part, device)
+    box, all_of_it = checkpoint.box_of(tensor, "a parameter"), checkpoint.Box.whole(whole.shape)
+    _put(tensor, whole if box == all_of_it else whole[box.inside(all_of_it)].clone(), device)
 
 
 def _put(tensor: torch.Tensor, part: torch.Tensor, device: torch.device) -> None:
     """Turn the empty meta ``tensor`` into one that holds ``part``, as the same object."""
-    place = torch.device(tensor.device_mesh.device_type) if is_sharded(tensor) else device
+    if is_sharded(tensor) and tensor.device_mesh.device_type != device.type:
+        device = torch.device(tensor.device_mesh.device_type)
     with torch.no_grad():
-        part = part.to(device if place.type == device.type else place).to(tensor.dtype).contiguous()
+        part = part.to(device).to(tensor.dtype).contiguous()
         real: torch.Tensor = checkpoint.shard_like(part, tensor)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, requires_grad=tensor.requires_grad)

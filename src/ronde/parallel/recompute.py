@@ -210,14 +210,11 @@ class _Results:
         return all(tensor._version == version for tensor, version in versions)
 
 
-def _kept_ops() -> list[Any]:
+def _kept_ops() -> set[Any]:
+    # some exist only in a torch with CUDA
     packets = [getattr(torch.ops.aten, name) for name in _KEPT if hasattr(torch.ops.aten, name)]
-    return [
-        getattr(packet, overload)
-        for packet in packets
-        for overload in packet.overloads()
-        if not overload.endswith("out")
-    ]
+    overloads = [(p, name) for p in packets for name in p.overloads()]
+    return {getattr(p, name) for p, name in overloads if not name.endswith("out")}
 
 
 def _copied(value: Any) -> Any:
@@ -280,7 +277,7 @@ def _objects(values: Any) -> list[Any]:
 
 def _wrap(name: str, block: nn.Module, selective: bool) -> None:
     buffers = _Buffers(name)
-    ops = _kept_ops() if selective else []
+    ops = _kept_ops() if selective else set()
     own_forward = block.__dict__.get("forward")  # set on the module itself, not on its class
     if own_forward is not None:
         block.__dict__["_forward_once"] = own_forward
@@ -291,13 +288,11 @@ def _wrap(name: str, block: nn.Module, selective: bool) -> None:
         if not selective:
             return first, _Again(kept)
 
-        def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            return CheckpointPolicy.MUST_SAVE if op in known else CheckpointPolicy.PREFER_RECOMPUTE
-
         results = _Results(policy)
         return results.first(first), _Again(kept, results)
 
-    known = set(ops)
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         plain = partial(type(self).forward, self)
@@ -346,22 +341,21 @@ def _gains(block: nn.Module) -> bool:
     )
 
 
-def _changes_in_place(block: nn.Module) -> bool:
-    return any(getattr(m, "inplace", False) is True for m in block.modules())
-
-
-def _chosen(model: nn.Module) -> dict[str, nn.Module]:
-    """The default blocks: the repeated ones, or the largest children."""
+def _wrap_chosen(model: nn.Module, level: str) -> dict[str, nn.Module]:
+    """Recompute the default blocks: the repeated ones, or the largest children."""
     blocks = {n: b for n, b in repeated_blocks(model).items() if _gains(b)}
-    return blocks or {n: b for n, b in large_children(model).items() if _gains(b)}
+    blocks = blocks or {n: b for n, b in large_children(model).items() if _gains(b)}
+    for name, block in blocks.items():
+        # an in-place layer would overwrite the results that are kept
+        in_place = any(getattr(m, "inplace", False) is True for m in block.modules())
+        _wrap(name, block, level == "selective" and not in_place)
+    return blocks
 
 
 @contextmanager
 def applied(model: nn.Module, level: str) -> Iterator[list[str]]:
     """Like :func:`apply`, for the duration of a ``with`` block. Yields the blocks' names."""
-    chosen = _chosen(model)
-    for name, block in chosen.items():
-        _wrap(name, block, level == "selective" and not _changes_in_place(block))
+    chosen = _wrap_chosen(model, level)
     try:
         yield list(chosen)
     finally:
@@ -400,13 +394,11 @@ def apply(model: nn.Module, level: str) -> list[str]:
         raise ArgumentError(
             f"recompute={level!r} is unknown. Choose 'none', 'selective', or 'full'."
         )
-    chosen = _chosen(model)
+    chosen = _wrap_chosen(model, level)
     if not chosen:
         warnings.warn(
             f"recompute={level!r} has no effect: {type(model).__name__} has no block of several "
             "layers. Group its layers into modules in an nn.ModuleList or nn.Sequential.",
             stacklevel=2,
         )
-    for name, block in chosen.items():
-        _wrap(name, block, level == "selective" and not _changes_in_place(block))
     return list(chosen)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ronde.capture import Trace, TraceEvent, bounds_of
@@ -28,8 +27,7 @@ from ronde.capture.follow import follow
 from ronde.parallel import choose_cut
 from ronde.parallel.buckets import broadcast_packed
 from ronde.parallel.dtensor_fixes import fix_dtensors
-from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh
-from ronde.parallel.fsdp_repairs import KeepContainers, clone_views, exchange_unused
+from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh, shard_module
 from ronde.parallel.remote_parameter import RemoteParameters, element, held_elsewhere, make_remote
 from ronde.parallel.stage_run import Diverged, Guards, Program, has_guards, program
 from ronde.parallel.strategy import Flags, Work, trainable
@@ -434,7 +432,6 @@ class StageOwnership:
             for p in event.parameters:
                 users.setdefault(id(p), set()).add(id(event.module) if event.kind == "call" else 0)
         mesh = replica_mesh(self.plan, self.me)
-        self.shard_mesh = mesh
         before = dict(self.model.named_parameters(remove_duplicate=False))
         refuse_hooks(before, f"plan={self.plan.spec!r}")
         planned: list[nn.Module] = []  # the same on every worker
@@ -460,18 +457,12 @@ class StageOwnership:
                     for n, p in owner.named_parameters(recurse=False):
                         if p.dim():
                             self._stand_ins[owner, n] = self._followed_as.get(id(p), p)
-                module.register_forward_hook(lambda _m, _i, output: clone_views(output))
-                fully_shard(
+                shard_module(
                     module,
                     mesh=mesh,
                     reshard_after_forward=self.plan.shard == "parameters",
                     ignored_params={p for p in module.parameters() if not p.dim()},
                 )
-                KeepContainers(module)
-                assert isinstance(module, FSDPModule)
-                exchange_unused(module)
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
                 self.sharded.append(module)
         after = dict(self.model.named_parameters(remove_duplicate=False))
         changed = {name: p for name, p in before.items() if after[name] is not p}
