@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,36 +74,32 @@ def whole_size(result: Any, name: str) -> Any:
     return torch.Size(result) if isinstance(result, tuple) and name in ("shape", "size") else result
 
 
-class CheckpointFrames:
-    """The open checkpointed functions (``use_reentrant=False``): their forward runs twice."""
+@contextmanager
+def checkpoint_frames() -> Iterator[list[int]]:
+    """The numbers of the open checkpointed functions (``use_reentrant=False``), whose forward runs
+    twice; torch tells nobody when one begins.
+    """
+    frames: list[int] = []
+    numbers = itertools.count(1)
+    base: Any = getattr(torch.utils.checkpoint, "_checkpoint_hook", None)
+    if base is None:  # a torch that does it another way
+        yield frames
+        return
 
-    def __init__(self) -> None:
-        self.open: list[int] = []
-        self.count = 0
-        self._hook: Any = getattr(torch.utils.checkpoint, "_checkpoint_hook", None)
+    def enter(hook: Any) -> Any:
+        frames.append(next(numbers))
+        return super(base, hook).__enter__()  # type: ignore[misc]
 
-    def __enter__(self) -> CheckpointFrames:
-        if self._hook is not None:
-            frames, base = self, self._hook
+    def leave(hook: Any, *error: Any) -> Any:
+        if frames:
+            frames.pop()
+        return super(base, hook).__exit__(*error)  # type: ignore[misc]
 
-            def enter(hook: Any) -> Any:
-                frames.count += 1
-                frames.open.append(frames.count)
-                return super(base, hook).__enter__()  # type: ignore[misc]
-
-            def leave(hook: Any, *error: Any) -> Any:
-                if frames.open:
-                    frames.open.pop()
-                return super(base, hook).__exit__(*error)  # type: ignore[misc]
-
-            self._hook.__enter__, self._hook.__exit__ = enter, leave
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._hook is not None:
-            for name in ("__enter__", "__exit__"):
-                if name in self._hook.__dict__:
-                    delattr(self._hook, name)
+    base.__enter__, base.__exit__ = enter, leave
+    try:
+        yield frames
+    finally:
+        del base.__enter__, base.__exit__  # inherited again
 
 
 @dataclass
@@ -136,7 +134,7 @@ class EventRecorder(Interceptor):
         model: nn.Module,
         fake: FakeTensorMode | None,
         placeholders: FakeTensorMode,
-        frames: CheckpointFrames,
+        frames: list[int],
     ) -> None:
         super().__init__()
         self.sizes = True
@@ -390,7 +388,7 @@ class EventRecorder(Interceptor):
                 tuple(replaces),
                 any(self.values[r].why_not for r in reads),
                 buffer,
-                tuple(self.frames.open),
+                tuple(self.frames),
                 tuple(storages),
                 sized=call.sized,
                 writes=call.written,

@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from ronde.capture.event_recorder import CheckpointFrames, EventRecorder
+from ronde.capture.event_recorder import EventRecorder, checkpoint_frames
 from ronde.capture.global_draws import counted_draws
 from ronde.capture.pass_state import fake_buffers, stand_in
 from ronde.capture.trace import Trace
@@ -76,20 +76,16 @@ def _follow(
             fake.fake_tensor_converter.set_tensor_memo(p, whole[-1])
     with fake_buffers(model, fake), _quiet():
         before = SavedState(model)
-        recorder: EventRecorder | None = None
-        _under_way.append(None)
-        try:
-            with CheckpointFrames() as frames, counted_draws():
-                recorder = EventRecorder(model, fake, placeholders, frames)
+        with checkpoint_frames() as frames, counted_draws(), not_training():
+            recorder = EventRecorder(model, fake, placeholders, frames)
+            try:
                 with recorder:
                     result = call()
                 recorder.finish(result)
-        finally:
-            _under_way.pop()
-            if recorder is not None:
+            finally:
                 recorder.restore()
-            kept = before.kept()
-            before.restore()
+                kept = before.kept()
+                before.restore()
     reached, doubtful, seen = _reached(result, recorder.nodes)
     for index, node in recorder.makers.items():
         recorder.values[index].reached = node in seen

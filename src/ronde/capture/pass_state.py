@@ -75,7 +75,7 @@ def snapshot(value: Any, depth: int = 3) -> Any:
 
 def generator_states() -> Any:
     """The states of Python's and NumPy's generators, on which a path may depend."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = sys.modules.get("numpy")  # not imported for it: nobody has drawn from it then
     state = numpy.random.get_state() if numpy is not None else (None, b"")
     return hash(python_random.getstate()), bytes(state[1]), state[2:]
 

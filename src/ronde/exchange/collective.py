@@ -74,7 +74,7 @@ class Hierarchical(Reducer):
     def average(self, bucket: Bucket) -> None:
         """See :meth:`Reducer.average`."""
         groups, size = bucket.where.groups, self.members.size
-        if len(self.local) == 1:
+        if len(self.local) == 1:  # every worker is a node: there is no inner level
             mean_into(bucket.flat, groups["all"], size)
             return
 
@@ -116,6 +116,7 @@ def _by_shards(bucket: Bucket, group: Any, parts: int, size: int, between: Any) 
     padded = where.buffer("sent", flat, flat.dtype, parts, shard)
     padded.view(-1)[:n] = flat
     received = where.buffer("received", flat, flat.dtype, parts, shard)
+    # in float32 for 16 bits: the sum of many would lose their last bits, or overflow
     mine = scatter_rows(padded, received, group).sum(0, dtype=wide(flat.dtype)).div_(size)
     between(mine)
     gather_rows(mine.to(flat.dtype), padded, group)

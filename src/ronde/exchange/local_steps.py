@@ -47,6 +47,7 @@ class LocalSteps(Reducer):
             self._meet()
             self.drifts = False
 
+    # One exchange for each type: a parameter at a time would pay the latency of the slow link.
     @torch.no_grad()
     def _meet(self) -> None:
         by_type: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
@@ -98,5 +99,6 @@ class DiLoCo(LocalSteps):
         gradient = start - mean
         momentum = self.state.setdefault(f"{name}/momentum", torch.zeros_like(start))
         momentum.mul_(beta).add_(gradient)
+        # Nesterov's step, as torch's SGD takes it
         start.sub_(gradient.add_(momentum, alpha=beta), alpha=rate)
         parameter.copy_(start)

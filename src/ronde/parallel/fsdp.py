@@ -16,7 +16,6 @@ Repairs of FSDP2 itself are in :mod:`ronde.parallel.fsdp_repairs`.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -43,7 +42,7 @@ from ronde.parallel.buckets import broadcast_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.optimizer_coupling import REFUSED
-from ronde.parallel.own_calls import OwnCalls
+from ronde.parallel.own_calls import OwnCalls, wrap_forward
 from ronde.parallel.recompute import large_children, repeated_blocks
 from ronde.parallel.strategy import (
     Compute,
@@ -420,16 +419,14 @@ class RootModule(nn.Module):
 
     def intercept_model(self) -> None:
         """Let ``model(…)`` go through this module when the script calls it itself, too."""
-        root, own = self, self.model.__dict__.get("forward")
 
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            once = own or partial(type(self).forward, self)
-            if root.active:
-                return once(*args, **kwargs)
-            with root.own_calls.passing() if root.own_calls else nullcontext():
-                return root(partial(once, *args, **kwargs))
+        def around(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if self.active:
+                return forward(*args, **kwargs)
+            with self.own_calls.passing() if self.own_calls else nullcontext():
+                return self(partial(forward, *args, **kwargs))
 
-        self.model.forward = types.MethodType(forward, self.model)  # type: ignore[method-assign]
+        wrap_forward(self.model, around)
 
 
 class Shard(Replicate):

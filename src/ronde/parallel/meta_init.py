@@ -102,7 +102,7 @@ def materialise(
         >>> model.weight.is_meta
         False
     """
-    names: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {}  # a tied tensor has several
     for name, tensor in _named(model):
         names.setdefault(id(tensor), []).append(name)
     todo = {id(t) for n, t in _named(model) if t.is_meta and keep(n)}
@@ -280,6 +280,7 @@ def _put(tensor: torch.Tensor, part: torch.Tensor, device: torch.device) -> None
             real = nn.Parameter(real, requires_grad=tensor.requires_grad)
     if not is_sharded(tensor):
         real.__dict__.update(tensor.__dict__)
+    # Not ``.data``, which cannot move a tensor from meta to another device.
     try:
         torch.utils.swap_tensors(tensor, real)  # type: ignore[no-untyped-call]
     except RuntimeError as error:

@@ -20,7 +20,20 @@ from ronde.parallel.batchnorm import normalizes_batch
 from ronde.plan import Plan
 from ronde.world.rendezvous import Rendezvous
 
-__all__ = ["OwnCalls", "own_calls"]
+__all__ = ["OwnCalls", "own_calls", "wrap_forward"]
+
+
+def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Let ``around(forward, *args, **kwargs)`` run in place of a module's forward pass.
+
+    Not a hook: a pipeline follows modules that have hooks in another way.
+    """
+    own = module.__dict__.get("forward")  # set on the module itself, not on its class
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return around(own or partial(type(self).forward, self), *args, **kwargs)
+
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
 
 class OwnCalls:
@@ -78,16 +91,14 @@ class OwnCalls:
 
     def surround(self, model: nn.Module) -> None:
         """Let ``model(…)`` meet before it runs."""
-        calls, own = self, model.__dict__.get("forward")
 
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            once = own or partial(type(self).forward, self)
-            if calls.inside or calls._rendezvous.doing:
-                return once(*args, **kwargs)
-            with calls.passing():
-                return once(*args, **kwargs)
+        def around(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if self.inside or self._rendezvous.doing:  # a flag, where a context costs more
+                return forward(*args, **kwargs)
+            with self.passing():
+                return forward(*args, **kwargs)
 
-        model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+        wrap_forward(model, around)
 
 
 def own_calls(model: nn.Module, plan: Plan, rendezvous: Rendezvous) -> OwnCalls | None:

@@ -230,7 +230,7 @@ def _compared(
         assert parameter is not None
         mine = local_part(parameter).contiguous()
         if me.rank == first:
-            dist.send(mine, second)
+            dist.send(mine, second)  # the values: digests say that they differ, not by how much
         else:
             theirs = torch.empty_like(mine)
             dist.recv(theirs, first)

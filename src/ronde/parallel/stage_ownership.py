@@ -8,7 +8,6 @@ is followed again, and refused if a stage needs weights that its worker has rele
 from __future__ import annotations
 
 import itertools
-import types
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from ronde.parallel import choose_cut
 from ronde.parallel.buckets import broadcast_packed
 from ronde.parallel.dtensor_fixes import fix_dtensors
 from ronde.parallel.fsdp import adopt, refuse_hooks, replica_mesh, shard_module
+from ronde.parallel.own_calls import wrap_forward
 from ronde.parallel.remote_parameter import RemoteParameters, element, held_elsewhere, make_remote
 from ronde.parallel.stage_run import Diverged, Guards, Program, has_guards, program
 from ronde.parallel.strategy import Flags, Work, trainable
@@ -540,15 +540,12 @@ class StageOwnership:
             )
             raise meeting.refuse(PlanError(text))
 
-        def guard(module: nn.Module, name: str, own: Callable[..., Any] | None) -> None:
-            def forward(this: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def guard(module: nn.Module, name: str) -> None:
+            def around(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
                 refuse_own_call(module, name)
-                if own is not None:
-                    return own(*args, **kwargs)
-                return type(this).forward(this, *args, **kwargs)
+                return forward(*args, **kwargs)
 
-            # Not a hook: modules with hooks are followed in another way.
-            module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+            wrap_forward(module, around)
 
         absent, meeting = self._remote, rendezvous(self.me)
         for name, module in self.model.named_modules():
@@ -558,7 +555,7 @@ class StageOwnership:
             own = [p for p in module._parameters.values() if p is not None]
             remote = any(id(p) not in self._held for p in own)
             if (remote or module is self.model) and not isinstance(module, torch.jit.ScriptModule):
-                guard(module, name, module.__dict__.get("forward"))
+                guard(module, name)
 
     @contextmanager
     def opened(self) -> Iterator[None]:

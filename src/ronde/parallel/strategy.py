@@ -187,6 +187,7 @@ class Strategy:
         flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         default = self.parameters[0].device if self.parameters else torch.device("cpu")
         device = next(iter(flags), default)
+        # one worker alone would skip: its part would be a step behind the others'
         flag = torch.zeros(1, device=device)
         for value in flags.values():
             flag += value.to(device).reshape(1)
@@ -244,6 +245,7 @@ class Flags:
     def __init__(self, model: torch.nn.Module, replaced: bool = False) -> None:
         self._parameters = list(model.parameters())
         self._flags = [p.requires_grad for p in self._parameters]
+        # the dictionaries themselves: reading them costs less than a walk over the modules
         modules = list(model.modules()) if replaced else []
         self._members: list[dict[str, Any]] = [
             d for m in modules for d in (m._modules, m._parameters) if d
@@ -317,6 +319,7 @@ def scale_gradients(parameters: list[torch.nn.Parameter], factor: torch.Tensor) 
             p.grad.mul_(factor)
 
 
+# hooks of these are part of the exchange, or listen to it
 _OWN = ("ronde.parallel.", "ronde.prove.")
 NOTHING: AbstractContextManager[None] = nullcontext()
 

@@ -551,7 +551,10 @@ def _sum_over(mesh: DeviceMesh, gradients: list[torch.Tensor], mean: bool = Fals
 
 
 def extend_scaler(scale: Scale | None, me: World) -> None:
-    """Let the gradient scaler take divided and whole gradients, and agree on overflow."""
+    """Let the gradient scaler take divided and whole gradients.
+
+    Its kernel takes one or the other. :meth:`Strategy.agree_on_overflow` follows on all workers.
+    """
     scaler = getattr(scale, "__self__", None)
     if scaler is None or "_unscale_grads_" in vars(scaler):
         return
@@ -567,7 +570,6 @@ def extend_scaler(scale: Scale | None, me: World) -> None:
                     by_type.setdefault(p.grad.dtype, []).append(local_part(p.grad))
         for same in by_type.values():
             torch._amp_foreach_non_finite_check_and_unscale_(same, overflow, inverse)
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
         return {me.device: overflow}
 
     scaler._unscale_grads_ = unscale
