@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +66,19 @@ class Case:
         flags += [f"n{self.n}b{self.batch}", "shuffled" if self.shuffle else ""]
         return "-".join(f for f in flags if f)
 
+    def model(self) -> nn.Module:
+        return MODELS[self.kind]()
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        if not self.schedule:
+            return None
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s
+        )
+
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         torch.manual_seed(7)
-        model = MODELS[self.kind]().to(getattr(torch, self.dtype))
+        model = self.model().to(getattr(torch, self.dtype))
         if self.optimizer == "sgd":
             optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01)
         else:
@@ -77,12 +88,7 @@ class Case:
             optimizer = torch.optim.AdamW(
                 [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 2e-3}], lr=5e-3
             )
-        schedule = lambda s: min(1.0, (s + 1) / 5) * 0.97**s  # noqa: E731
-        return (
-            model,
-            optimizer,
-            torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if self.schedule else None,
-        )
+        return model, optimizer, self.scheduler(optimizer)
 
     def loss(self):
         return token_loss if self.kind == "tokens" else mean_loss
@@ -162,18 +168,21 @@ def ronde_loop(case: Case, own_loop: bool = False) -> tuple[dict[str, torch.Tens
 
 
 def largest_difference(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    actual: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    part: bool = False,
+    aside: str = "$^",
 ) -> tuple[float, str]:
-    """Of any element, relative to the largest of its tensor; and where."""
+    """Of any element, relative to the largest of its tensor; and where.
+
+    ``part``: this is what one worker holds of it. ``aside``: names that are not compared.
+    """
+    assert part or actual.keys() == expected.keys()
     worst, where = 0.0, ""
-    assert found.keys() == expected.keys()
-    for name, want in expected.items():
-        scale = want.double().abs().max().clamp(min=1e-30)
-        difference = float(
-            ((found[name].double() - want.double()).abs().max() / scale).nan_to_num(
-                nan=float("inf")
-            )
-        )
-        if difference > worst:
+    for name, got in actual.items():
+        want = expected[name].double()
+        apart = (got.double() - want).abs().max() / want.abs().max().clamp(min=1e-30)
+        difference = float(apart.nan_to_num(nan=math.inf))
+        if difference > worst and not re.search(aside, name):
             worst, where = difference, name
     return worst, where

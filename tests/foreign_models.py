@@ -1,5 +1,4 @@
-"""Models that nobody here wrote, small and with random weights, and odd ones of our own: for
-cutting them.
+"""Odd models of our own, for cutting them. Models that nobody here wrote are in ``grid_models``.
 
 Each builder gives a :class:`Built`: the model in float64, a batch, ``call(model, batch)``, a scalar
 loss, and another batch of another size.
@@ -7,10 +6,9 @@ loss, and another batch of another size.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +17,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 OWN: dict[str, Callable[[], Built]] = {}
-TRANSFORMERS: dict[str, Callable[[], Built]] = {}
-DIFFUSERS: dict[str, Callable[[], Built]] = {}
 
 
 @dataclass
@@ -29,8 +25,6 @@ class Built:
     batch: Any
     call: Callable[[nn.Module, Any], torch.Tensor]
     other: Any = None
-    # points (prefixes of their names) that may be missing with other weights or batches
-    moving: tuple[str, ...] = field(default=())
 
 
 def build(builders: dict[str, Callable[[], Built]], name: str) -> Built:
@@ -311,20 +305,6 @@ def custom_function() -> Built:
     return Built(CustomFunction(), rows(4), square, rows(3))
 
 
-class Twice(nn.Module):
-    """One block called again and again."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
-        self.out = nn.Linear(6, 5)
-
-    def forward(self, x):
-        for _ in range(4):
-            x = x + self.block(x)
-        return self.out(x)
-
-
 class Keeper(nn.Module):
     """Keeps a mask, a count, its last activation and a running mean in itself."""
 
@@ -392,27 +372,6 @@ def dropouts() -> Built:
     return Built(Dropouts(), rows(4), square, rows(3))
 
 
-class Hooked(nn.Module):
-    """Features are collected by hooks; one hook changes an output, one an input."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
-        self.features = {}
-        for i in (0, 2):
-            self.blocks[i].register_forward_hook(
-                lambda m, args, out, i=i: self.features.__setitem__(i, out)
-            )
-        self.blocks[1][0].register_forward_hook(lambda m, args, out: out * 2)
-        self.blocks[3].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
-
-    def forward(self, x):
-        self.features.clear()
-        for block in self.blocks:
-            x = block(x)
-        return x + self.features[0] * self.features[2]
-
-
 class Auxiliary(nn.Module):
     def __init__(self):
         super().__init__()
@@ -431,304 +390,3 @@ class Auxiliary(nn.Module):
 @own
 def auxiliary_and_frozen() -> Built:
     return Built(Auxiliary(), rows(4), lambda m, x: m(x)[0].pow(2).mean(), rows(3))
-
-
-class Gradients(nn.Module):
-    """Gradient hooks on activations; a context manager of its own; views handed on."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 12), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x):
-        h = self.a(x)
-        if h.requires_grad:
-            h.register_hook(lambda g: g * 0.5)
-        u, v = h.chunk(2, -1)
-        u = self.b(u)
-        if torch.is_grad_enabled():
-            u.register_hook(lambda g: g * 2)
-        with contextlib.nullcontext():
-            return self.c(u * v.sigmoid()) + h[:, ::2]
-
-
-# -- transformers ----------------------------------------------------------------------
-
-
-def load_transformers() -> None:
-    import transformers as t
-
-    def add(
-        name: str,
-        config: str,
-        model: str,
-        batch: Callable[[int, int], dict[str, Any]],
-        other=(2, 4),
-        loss=None,
-        **options,
-    ):
-        def make() -> Built:
-            settings = getattr(t, config)(**options)
-            if hasattr(settings, "_attn_implementation") and name.endswith("_eager"):
-                settings._attn_implementation = "eager"
-            if "moe" in name or name == "mixtral":
-                settings._experts_implementation = "eager"
-            made = getattr(t, model)(settings)
-            call = loss or (lambda m, b: m(**b).loss)
-            return Built(made, batch(3, 6), call, batch(*other))
-
-        TRANSFORMERS[name] = make
-
-    def text(n, length):
-        x = tokens(n, length)
-        return {"input_ids": x, "labels": x}
-
-    def padded(n, length):
-        x = tokens(n, length)
-        mask = torch.ones_like(x)
-        mask[0, -2:] = 0
-        return {"input_ids": x, "attention_mask": mask, "labels": x}
-
-    small = {
-        "vocab_size": 17,
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-    }
-    none = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
-    gpt = {"vocab_size": 17, "n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 16, **none}
-    add("gpt2", "GPT2Config", "GPT2LMHeadModel", text, **gpt)
-    llama = {**small, **none, "num_key_value_heads": 1, "max_position_embeddings": 16}
-    add("llama", "LlamaConfig", "LlamaForCausalLM", text, **llama, use_cache=False)
-    add("llama_cache", "LlamaConfig", "LlamaForCausalLM", padded, **llama)
-    moe = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-    add("mixtral", "MixtralConfig", "MixtralForCausalLM", padded, **llama, **moe, use_cache=False)
-    bert = {**small, "max_position_embeddings": 16, "pad_token_id": 0}
-    add("bert", "BertConfig", "BertForMaskedLM", padded, **bert)
-    t5 = {
-        "vocab_size": 17,
-        "d_model": 8,
-        "d_kv": 4,
-        "d_ff": 16,
-        "num_layers": 3,
-        "num_heads": 2,
-        "decoder_start_token_id": 0,
-        **none,
-    }
-    add("t5", "T5Config", "T5ForConditionalGeneration", padded, **t5)
-    bart = {
-        "vocab_size": 17,
-        "d_model": 8,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "decoder_attention_heads": 2,
-        "encoder_ffn_dim": 16,
-        "decoder_ffn_dim": 16,
-        "max_position_embeddings": 16,
-        "decoder_start_token_id": 1,
-        **none,
-    }
-    add("bart", "BartConfig", "BartForConditionalGeneration", padded, **bart)
-    add(
-        "mamba",
-        "MambaConfig",
-        "MambaForCausalLM",
-        text,
-        vocab_size=17,
-        hidden_size=8,
-        state_size=4,
-        num_hidden_layers=3,
-        time_step_rank=2,
-        use_cache=False,
-        **none,
-    )
-
-    def pictures(n, size):
-        return {"pixel_values": image(n, 3, 16), "labels": torch.arange(n) % 2}
-
-    vit = {
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
-    add("vit", "ViTConfig", "ViTForImageClassification", pictures, **vit)
-    add(
-        "swin",
-        "SwinConfig",
-        "SwinForImageClassification",
-        pictures,
-        image_size=16,
-        patch_size=2,
-        embed_dim=4,
-        depths=[1, 2],
-        num_heads=[1, 2],
-        window_size=4,
-        drop_path_rate=0.1,
-    )
-
-    def clip(n, s):
-        return {"input_ids": tokens(n, s), "pixel_values": image(n, 3, 16), "return_loss": True}
-
-    sub = {
-        "hidden_size": 8,
-        "intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    add(
-        "clip",
-        "CLIPConfig",
-        "CLIPModel",
-        clip,
-        text_config={**sub, "vocab_size": 17, "max_position_embeddings": 16, "eos_token_id": 16},
-        vision_config={**sub, "image_size": 16, "patch_size": 8},
-        projection_dim=6,
-    )
-
-    def wave(n, s):
-        return {
-            "input_values": torch.randn(n, 60 + 10 * s, dtype=torch.float64),
-            "labels": tokens(n, 3),
-        }
-
-    add(
-        "wav2vec2",
-        "Wav2Vec2Config",
-        "Wav2Vec2ForCTC",
-        wave,
-        **small,
-        conv_dim=(4, 4),
-        conv_stride=(2, 2),
-        conv_kernel=(4, 3),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-        layerdrop=0.0,
-        mask_time_prob=0.0,
-        ctc_loss_reduction="mean",
-        pad_token_id=0,
-    )
-
-
-# -- diffusers -------------------------------------------------------------------------
-
-
-def load_diffusers() -> None:
-    import diffusers as d
-
-    def add(
-        name: str,
-        model: str,
-        batch: Callable[[int], dict[str, Any]],
-        call=None,
-        other=2,
-        **options,
-    ):
-        def default(m, b):
-            out = m(**b)
-            out = out.sample if hasattr(out, "sample") else out[0]
-            return (out - 0.5).pow(2).mean()
-
-        DIFFUSERS[name] = lambda: Built(
-            getattr(d, model)(**options), batch(3), call or default, batch(other)
-        )
-
-    def real(*shape):
-        return torch.randn(*shape, dtype=torch.float64)
-
-    def noisy(n, channels=3, size=8, dims=2):
-        return {"sample": real(n, channels, *[size] * dims), "timestep": torch.arange(n) + 3}
-
-    two = {"block_out_channels": (8, 16), "norm_num_groups": 4, "layers_per_block": 1}
-    add(
-        "unet_2d",
-        "UNet2DModel",
-        noisy,
-        sample_size=8,
-        **two,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=4,
-    )
-    condition = {**two, "in_channels": 4, "cross_attention_dim": 8, "attention_head_dim": 4}
-    cross = {
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    }
-    add(
-        "unet_2d_condition",
-        "UNet2DConditionModel",
-        lambda n: {**noisy(n, 4), "encoder_hidden_states": real(n, 5, 8)},
-        sample_size=8,
-        out_channels=4,
-        **condition,
-        **cross,
-    )
-    vae = {
-        "block_out_channels": (8, 8),
-        "down_block_types": ("DownEncoderBlock2D",) * 2,
-        "up_block_types": ("UpDecoderBlock2D",) * 2,
-        "norm_num_groups": 4,
-        "latent_channels": 2,
-    }
-
-    def variational(m, b):
-        posterior = m.encode(b["sample"]).latent_dist
-        return (
-            F.mse_loss(m.decode(posterior.sample()).sample, b["sample"])
-            + 1e-3 * posterior.kl().mean()
-        )
-
-    add(
-        "autoencoder_kl",
-        "AutoencoderKL",
-        lambda n: {"sample": real(n, 3, 8, 8)},
-        variational,
-        **vae,
-    )
-    dit = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 4,
-        "num_layers": 3,
-        "sample_size": 8,
-        "patch_size": 2,
-        "in_channels": 4,
-        "norm_num_groups": 4,
-    }
-    add(
-        "dit",
-        "DiTTransformer2DModel",
-        lambda n: {
-            "hidden_states": real(n, 4, 8, 8),
-            "timestep": torch.arange(n),
-            "class_labels": torch.arange(n),
-        },
-        **dit,
-        num_embeds_ada_norm=10,
-    )
-    add(
-        "flux",
-        "FluxTransformer2DModel",
-        lambda n: {
-            "hidden_states": real(n, 16, 4),
-            "encoder_hidden_states": real(n, 5, 6),
-            "pooled_projections": real(n, 7),
-            "timestep": torch.arange(n) / 10.0,
-            "img_ids": torch.zeros(16, 3),
-            "txt_ids": torch.zeros(5, 3),
-        },
-        patch_size=1,
-        in_channels=4,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=2,
-        joint_attention_dim=6,
-        pooled_projection_dim=7,
-        axes_dims_rope=(2, 2, 4),
-    )

@@ -1,5 +1,5 @@
-"""Models beyond those of ``foreign_models``: of transformers and diffusers, tiny, with random
-weights, and mixtures of experts, implicit, multi-task and recurrent ones written for it.
+"""Models of transformers and diffusers, tiny, with random weights, and mixtures of experts,
+implicit, multi-task and recurrent ones written for it.
 
 Each builder gives a :class:`Case`: the model, its samples, and a loss that is a mean over samples.
 """
@@ -418,6 +418,12 @@ def load_diffusers() -> None:
         in_channels=4, num_layers=2, attention_head_dim=4, num_attention_heads=2, out_channels=4,
         text_embed_dim=8, time_embed_dim=8, condition_dim=2, pos_embed_max_size=8,
         sample_size=8)  # fmt: skip
+    add("unet_2d_condition", "UNet2DConditionModel", lambda: {
+        "sample": noise(4, 8, 8), "timestep": times(), "encoder_hidden_states": noise(5, 8)},
+        sample_size=8, in_channels=4, out_channels=4, cross_attention_dim=8, attention_head_dim=4,
+        block_out_channels=(8, 16), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"))  # fmt: skip
     add("wan", "WanTransformer3DModel", lambda: {
         "hidden_states": noise(4, 2, 8, 8), "encoder_hidden_states": noise(3, 8),
         "timestep": times()}, patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12,

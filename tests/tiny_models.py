@@ -309,18 +309,6 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class Mixing(GPT):
-    """Layers that mix tokens outside of their attention."""
-
-    class Layer(Block):
-        def forward(self, x, mask=None):
-            return super().forward(x, mask) + x.mean(1, keepdim=True)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Layer(12, 2) for _ in range(2))
-
-
 class EncoderDecoder(nn.Module):
     """Two inputs; what the encoder made is read by every block of the decoder."""
 

@@ -38,7 +38,7 @@ from equality_cases import (
 )
 from processes import PATHS, TESTS, forked
 from ronde.parallel import fsdp, recompute
-from sampling import ALL
+from sampling import ALL, some
 from tiny_models import CLASSES, LENGTH, VOCABULARY, Samples
 
 BOUND = 1e-10
@@ -135,28 +135,6 @@ class GPT(nn.Module):
         return x
 
 
-class EncoderDecoder(nn.Module):
-    """Without biases: those of keys have no gradient in exact arithmetic."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        options = {"dim_feedforward": 12, "dropout": 0.0, "batch_first": True, "bias": False}
-        self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(width, 2, **options), 2, enable_nested_tensor=False
-        )
-        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(width, 2, **options), 2)
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens):
-        mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
-        return self.head(
-            self.decoder(
-                self.embed(tokens.roll(1, 1)), self.encoder(self.embed(tokens)), tgt_mask=mask
-            )
-        )
-
-
 class Odd(nn.Module):
     """Used in ways that FSDP2's hooks do not see: by a method, by a layer's weight, one block
     several times, one never.
@@ -183,7 +161,6 @@ KINDS = {
     "gpt": GPT,
     "gpttokens": GPT,
     "dropout": lambda: GPT(0.3),
-    "seq2seq": EncoderDecoder,
     "odd": Odd,
 }
 KINDS = {**MODELS, **KINDS}
@@ -192,7 +169,6 @@ DATA = {
     "gpt": "transformer",
     "gpttokens": "tokens",
     "dropout": "transformer",
-    "seq2seq": "transformer",
 }
 FORWARDS = {  # the script's own way through its model
     "method": lambda model, batch: (model.last(torch.tanh(model.encode(batch[0]))), batch[1]),
@@ -231,33 +207,22 @@ class Sharded(Case):
         ]
         return f"{self.kind} {self.plan} {' '.join(flags)}"
 
+    def model(self):
+        return KINDS[self.kind]()
+
     def build(self):
+        if self.optimizer == "adamw":
+            return super().build()
         torch.manual_seed(7)
-        model = KINDS[self.kind]().to(getattr(torch, self.dtype))
+        model = self.model().to(getattr(torch, self.dtype))
+        parameters = list(model.parameters())
         if self.optimizer == "sgd":
             fused = self.kind == "mlp"  # which shards have no step for
-            optimizer = torch.optim.SGD(
-                model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused
-            )
-        elif self.optimizer == "adamw":
-            small = [p for p in model.parameters() if p.ndim < 2]
-            large = [p for p in model.parameters() if p.ndim >= 2]
-            optimizer = torch.optim.AdamW(
-                [{"params": large}, {"params": small, "weight_decay": 0.0, "lr": 2e-3}], lr=5e-3
-            )
+            optimizer = torch.optim.SGD(parameters, 0.1, 0.9, weight_decay=0.01, fused=fused)
         else:
-            matrices = (
-                [p for p in model.parameters() if p.ndim == 2]
-                if self.optimizer == "Muon"
-                else list(model.parameters())
-            )
+            matrices = [p for p in parameters if p.ndim == 2 or self.optimizer != "Muon"]
             optimizer = getattr(torch.optim, self.optimizer)(matrices, lr=0.01)
-        schedule = lambda s: min(1.0, (s + 1) / 5) * 0.97**s  # noqa: E731
-        return (
-            model,
-            optimizer,
-            torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) if self.schedule else None,
-        )
+        return model, optimizer, self.scheduler(optimizer)
 
     def loss(self):
         return token_loss if DATA.get(self.kind, self.kind) == "tokens" else mean_loss
@@ -540,7 +505,6 @@ CASES = {
         *COMMON,
         *(Sharded("resnet", "sgd", plan=plan, sync_batchnorm=True, n=24) for plan in LEVELS),
         *(Sharded("lstm", "adamw", plan=plan) for plan in LEVELS),
-        *(Sharded("seq2seq", "adamw", plan=plan) for plan in LEVELS[1:]),
         *(Sharded("unused", "adamw", plan=plan, clip=None) for plan in LEVELS),
         Sharded("unused", "sgd", micro=True),
         *(Sharded("handed", "sgd", plan=plan) for plan in LEVELS),
@@ -593,10 +557,10 @@ CASES = {
 
 # every third, with those that others are compared with; of optimizers alone, every fourth
 if not ALL:
-    some = [HALF[0], HALF[3], HALF[4], HALF[7], DROPOUT[0], DROPOUT[2]]
+    compared = [HALF[0], HALF[3], HALF[4], HALF[7], DROPOUT[0], DROPOUT[2]]
     others = [case for case in CASES[2][len(COMMON) : -13] if case not in (*HALF, *DROPOUT)]
     CASES = {
-        2: [*COMMON[::4], *others[::10], *some, *CASES[2][-13::6]],
+        2: [*COMMON[::4], *others[::10], *compared, *CASES[2][-13::6]],
         3: CASES[3][1::2],
         4: CASES[4][5:],
     }
@@ -734,9 +698,7 @@ def trained(model: nn.Module, data, steps: int = 4) -> tuple[list[torch.Tensor],
 
 @pytest.mark.parametrize(
     ("kind", "level"),
-    list(itertools.product(["dropout", "resnet", "seq2seq", "counter"], ["full", "selective"]))[
-        :: 1 if ALL else 3
-    ],
+    some(list(itertools.product(["dropout", "resnet", "counter"], ["full", "selective"])), 5),
 )
 def test_recomputed_activations_are_those_of_the_first_pass(kind, level):
     """Dropout, running statistics and counting buffers included: bit for bit, and no name

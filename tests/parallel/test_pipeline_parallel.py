@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 import zygote
-from pipeline_cases import MODELS, largest_difference, plain
-from processes import PATHS, TESTS, forked
+from equality_cases import largest_difference
+from pipeline_cases import MODELS, launch, plain
+from processes import forked
 from sampling import ALL, some
 
-HERE = TESTS
 BOUND = 1e-10
 
 
@@ -90,29 +88,6 @@ FOUR = [
 ]
 
 
-def run_cases(cases: list[dict], workers: int, folder: Path) -> list[list[dict]]:
-    """Train on ``workers`` real processes; per case, what each rank holds at the end."""
-    listing, out = folder / "cases.json", folder / "out"
-    out.mkdir()
-    listing.write_text(json.dumps(cases))
-    done = zygote.run(
-        forked(
-            HERE / "pipeline_worker.py",
-            workers,
-            listing,
-            out,
-            imports=["torch.distributed.pipelining"],
-        ),
-        env={**os.environ, "PYTHONPATH": PATHS},
-        cwd=folder,
-        timeout=175,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [
-        [load_file(out / f"{i}-{r}.safetensors") for r in range(workers)] for i in range(len(cases))
-    ]
-
-
 # Every kind of model and every schedule, each at least once; RONDE_TEST_ALL=1 for all of them.
 SAMPLE = {
     2: (0, 5, 7, 10, 19, 27),
@@ -125,18 +100,20 @@ if not ALL:
 @pytest.mark.parametrize(("workers", "cases"), some([(2, TWO), (4, FOUR)], 2))
 def test_a_pipeline_is_the_same_training(workers, cases, tmp_path):
     failures = []
-    for found, values in zip(run_cases(cases, workers, tmp_path), cases, strict=True):
+    out = launch(cases, workers, tmp_path)
+    for i, values in enumerate(cases):
+        ranks = [load_file(out / f"{i}-{rank}.safetensors") for rank in range(workers)]
         expected = plain(values)
         name = f"{values['kind']} {values['plan']}"
-        for rank, held in enumerate(found):
-            difference, where = largest_difference(held, expected)
+        for rank, held in enumerate(ranks):
+            difference, where = largest_difference(held, expected, part=True)
             if not difference <= BOUND:
                 failures.append(f"{name}, rank {rank}: {where} differs by {difference:.1e}")
-        together = set().union(*(held.keys() for held in found))
+        together = set().union(*ranks)
         if missing := expected.keys() - together:
             failures.append(f"{name}: nobody holds {sorted(missing)}")
         if "pipeline" in values["plan"]:
-            weights = [set(held) - {"losses", "evaluation"} for held in found]
+            weights = [set(held) - {"losses", "evaluation"} for held in ranks]
             if all(w == weights[0] for w in weights) and values["kind"] not in ("Frozen",):
                 failures.append(f"{name}: every worker holds everything")
     assert not failures, "\n".join(failures)
@@ -148,16 +125,7 @@ def test_replicas_that_would_call_other_modules_are_refused(tmp_path):
         case("Switch", "pipeline=2,shard=gradients,micro_batch=1", batch=4),
         case("Switch", "pipeline=2,shard=parameters,micro_batch=2", batch=4),
     ]
-    listing, out = tmp_path / "cases.json", tmp_path / "out"
-    out.mkdir()
-    listing.write_text(json.dumps(cases))
-    worker = HERE / "pipeline_worker.py"
-    done = zygote.run(
-        forked(worker, 4, listing, out, imports=["torch.distributed.pipelining"]),
-        timeout=100,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = launch(cases, 4, tmp_path)
     for i, rank in itertools.product(range(2), range(4)):
         text = (out / f"{i}-{rank}.error").read_text()
         assert "replicas would call others" in text and "shard=optimizer" in text
@@ -205,18 +173,7 @@ def test_where_it_is_cut(tmp_path):
         case("MLP", "pipeline=2,schedule=interleaved,virtual=9"),
         case("Rescaled", "pipeline=2", steps=1),
     ]
-    listing, out = tmp_path / "cases.json", tmp_path / "out"
-    out.mkdir()
-    listing.write_text(json.dumps(cases))
-    done = zygote.run(
-        forked(
-            HERE / "pipeline_worker.py", 2, listing, out, imports=["torch.distributed.pipelining"]
-        ),
-        env={**os.environ, "PYTHONPATH": PATHS},
-        cwd=tmp_path,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = launch(cases, 2, tmp_path)
     with safe_open(out / "0-0.safetensors", "pt") as file:
         table = json.loads(file.metadata()["table"])
     assert [row["begins"] for row in table] == ["(start)", "blocks.2"]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 import pytest
 from safetensors.torch import load_file
 
-import zygote
-from pipeline_cases import largest_difference, plain
-from processes import PATHS, TESTS, forked
+from equality_cases import largest_difference
+from pipeline_cases import launch, plain
 from sampling import ALL, some
 
 BOUND = 1e-10
@@ -50,36 +45,20 @@ if not ALL:
     FOUR, EIGHT = FOUR[:2], EIGHT[:2]
 
 
-def launch(worker: str, workers: int, cases: list, folder: Path, *imports: str) -> Path:
-    listing, out = folder / "cases.json", folder / "out"
-    out.mkdir()
-    listing.write_text(json.dumps(cases))
-    script = TESTS / worker
-    names = ["torch.distributed.pipelining", *imports]
-    done = zygote.run(
-        forked(script, workers, listing, out, imports=names),
-        env={**os.environ, "PYTHONPATH": PATHS},
-        cwd=folder,
-        timeout=560 if ALL else 170,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out
-
-
 @pytest.mark.timeout(600 if ALL else 180)
 @pytest.mark.parametrize(("workers", "cases"), some([(4, FOUR), (8, EIGHT)], 2))
 def test_three_dimensions_are_the_same_training(workers, cases, tmp_path):
     refused = REFUSED if workers == 4 else []
-    out = launch("pipeline_worker.py", workers, [*cases, *refused], tmp_path)
+    out = launch([*cases, *refused], workers, tmp_path)
     for i, values in enumerate(cases):
         expected, name = plain(values), f"{values['kind']} {values['plan']}"
         held = [load_file(out / f"{i}-{rank}.safetensors") for rank in range(workers)]
-        for rank, found in enumerate(held):
-            difference, where = largest_difference(found, expected)
+        for rank, actual in enumerate(held):
+            difference, where = largest_difference(actual, expected, part=True)
             assert difference <= BOUND, f"{name}, rank {rank}: {where} differs by {difference:.1e}"
         assert set().union(*held) == expected.keys(), name
         if not values.get("average"):
-            assert len({frozenset(found) for found in held}) > 1, f"{name}: everyone holds all"
+            assert len({frozenset(names) for names in held}) > 1, f"{name}: everyone holds all"
     for i, said in enumerate(
         (
             "no stage can begin at blocks.1.down: it lies between 'blocks.1.up' and "
