@@ -30,7 +30,6 @@ from cases import BEHIND, EVERY, FAULTS, HEALTHY, HIDDEN, LATER, LOOP, NOISY, ju
 from ronde.prove.catalogue import CAUSES  # noqa: E402
 from ronde.prove.compare import Comparison, _Judge  # noqa: E402
 from ronde.prove.diagnose import disagreement  # noqa: E402
-from ronde.prove.keyed_draws import KeyedDraws  # noqa: E402
 from ronde.prove.plan_list import chosen_plans  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
 from ronde.prove.proof import Study as AnyStudy  # noqa: E402
@@ -643,56 +642,6 @@ def test_a_cut_epoch_has_only_batches_of_sizes_that_the_training_has() -> None:
         epoch_samples=400, ends=lambda epoch: None
     )  # was 51: two batches of 20, and one of 11
     assert cut_epoch(SimpleNamespace(order=order, drop_last=False), 20, 6) == 60
-
-
-DRAWS = {
-    "randn": lambda x: torch.randn(x.shape),
-    "randn_like": torch.randn_like,
-    "of_batch_1": lambda x: torch.rand(3, len(x), 2),
-    "randint": lambda x: torch.randint(0, 50, (len(x),)),
-    "in_place": lambda x: torch.empty(len(x), 4).normal_(),
-    "normal": lambda x: torch.normal(x, x.abs() + 1),
-    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
-    "multinomial": lambda x: x.softmax(1).multinomial(2),
-    "weighted": lambda x: torch.multinomial(torch.ones(5), len(x), replacement=True),
-    "gumbel": lambda x: F.gumbel_softmax(x, hard=True),
-    "gamma": lambda x: torch.distributions.Gamma(x.abs() + 1, 1.0).rsample(),
-    "poisson": lambda x: torch.poisson(x.abs()),
-    "generator": lambda x: torch.randn(x.shape, generator=torch.Generator().manual_seed(len(x))),
-    "rrelu": lambda x: F.rrelu(x, training=True),
-    "tokens": lambda x: torch.rand(len(x) * 3).view(-1, 3),
-}
-
-
-def test_keyed_draws_are_each_samples_own() -> None:
-    noted: list[str] = []
-    x = torch.randn(11, 5)
-
-    def draw(call, given, low: int, high: int) -> tuple[torch.Tensor, dict]:
-        keyed = KeyedDraws(given, lambda: ("train.py:1", ""), noted.append, lambda: True)
-        with keyed:
-            keyed.begin("step 3", low, high, 11)
-            return (call(x[low:high]), call(x[low:high])), keyed.shapes
-
-    for name, call in DRAWS.items():
-        (first, second), shapes = draw(call, {}, 0, 11)
-        assert first.shape == second.shape and not torch.equal(first, second), name
-        axis = 1 if name == "of_batch_1" else 0
-        for cut in ((0, 6), (6, 11), (10, 11), (0, 11)):
-            parts, _ = draw(call, shapes, *cut)
-            for part, whole in zip(parts, (first, second), strict=True):
-                expected = whole.narrow(axis, cut[0], cut[1] - cut[0])
-                assert torch.equal(part, expected), (name, cut)
-    assert set(noted) == {"rand@train.py:1"}  # of the tokens: copies of the batch look like that
-    noted.clear()
-    for call in (lambda x: torch.randn(11), lambda x: torch.randn(4, 5), lambda x: torch.rand(())):
-        (whole, _), shapes = draw(call, {}, 0, 11)
-        (part, _), _ = draw(call, shapes, 0, 4)
-        assert torch.equal(part, whole) and not noted  # of a fixed shape: the same everywhere
-    for call in (lambda x: torch.randperm(len(x)), lambda x: torch.rand(len(x), len(x))):
-        _, shapes = draw(call, {}, 0, 11)
-        draw(call, shapes, 0, 4)
-        assert noted and not noted.clear()  # it relates samples to each other
 
 
 def test_a_disagreement_of_ranks_is_read() -> None:

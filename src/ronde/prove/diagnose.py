@@ -208,7 +208,7 @@ def _tied(case: Case) -> str | None:
 
 def _draws(case: Case) -> str | None:
     # where each row's draws are the same anyway, the loop does more than draw
-    return None if case.difference.phase == "batch" and case.one.is_keyed else case.draws()
+    return None if case.difference.phase == "batch" and case.one.has_same_draws else case.draws()
 
 
 def _recorded(case: Case) -> str | None:

@@ -100,7 +100,7 @@ class Case:
 
     def draws(self, key: str = "drawn") -> str | None:
         """Where the step draws random numbers that may differ, if it does."""
-        if self.one.is_keyed and key == "drawn":
+        if self.one.has_same_draws and key == "drawn":
             return self._unkeyed_draws()
         drawn = {g for t in self.runs for s in t.steps() for g in s.get(key, [])}
         phase = "step" if key == "drawn" else "update"

@@ -39,9 +39,8 @@ class Settings:
         training: the call of ``ronde.distribute`` to record, from 0.
         owns_loop: the script was written for one batch a step: ``split`` hands it part by part.
         plan_alone: ``run.plan`` of one process, for ``alone``.
-        draws: random draws of a step are the same for any number of workers, see
-            :mod:`ronde.prove.keyed_draws`: their shapes in one process. None: they stay as they
-            are.
+        same_draws: random draws of a step and an evaluation are made the same for any number of
+            workers.
     """
 
     folder: str
@@ -51,7 +50,7 @@ class Settings:
     training: int
     owns_loop: bool = False
     plan_alone: dict[str, Any] | None = None
-    draws: dict[str, list[int]] | None = None
+    same_draws: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "experiment", Experiment(self.experiment))

@@ -12,7 +12,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,8 @@ from ronde.capture import draws_globally
 from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
-from ronde.prove.keyed_draws import KeyedDraws
 from ronde.prove.recorder import RecordedLoop, RecordedRun, Recorder
-from ronde.prove.trace_writer import Phase
+from ronde.prove.trace_writer import Phase, place_of
 from ronde.prove.values import NARROW
 from ronde.run import hooks
 
@@ -55,20 +53,6 @@ _RANKS = _words(
 _DROPOUTS = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
 _CLAMPS = frozenset(["clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_"])
 _COMPUTING = (Phase.STEP, Phase.EVALUATE, Phase.UPDATE)
-_PASSED_THROUGH = ("os.py", "_collections_abc.py", Path(__file__).name)
-
-
-def _place(direct: bool) -> str | None:
-    """File and line of the running user code; with ``direct``, only if it made this very call."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_user_file(file):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        if direct and not file.startswith("<frozen") and Path(file).name not in _PASSED_THROUGH:
-            return None
-        frame = frame.f_back  # type: ignore[assignment]
-    return None
 
 
 def _in_place(name: str) -> bool:
@@ -122,14 +106,14 @@ class _Widening(TorchFunctionMode):
             in_step = recorder.trace.phase == Phase.STEP
             if name in _RANDOM:
                 own = kwargs.get("generator") is not None
-                recorder.trace.note("own generator" if own else "random", f"{name}@{_place(False)}")
+                recorder.trace.note("own generator" if own else "random", f"{name}@{place_of()}")
                 recorder.draws.note()
             elif name == "batch_norm" and not _from_batchnorm():
-                recorder.trace.note("batch_norm", _place(False))
+                recorder.trace.note("batch_norm", place_of())
             elif name in _CLAMPS and in_step and args and _is_gradient(recorder, args[0]):
-                recorder.trace.note("clamps", f"{name}@{_place(False)}")
+                recorder.trace.note("clamps", f"{name}@{place_of()}")
             elif _in_place(name) and args and _is_regraded(recorder, args[0]):
-                recorder.trace.note("regraded", f"{name}@{_place(False)}")
+                recorder.trace.note("regraded", f"{name}@{place_of()}")
         if any(isinstance(a, torch.dtype) for a in args):
             args = tuple(map(_wide, args))
         if "dtype" in kwargs:
@@ -160,12 +144,13 @@ def _patch_dropout(recorder: Recorder) -> None:
         def dropout(
             input: torch.Tensor, p: float = 0.5, training: bool = trains, inplace: bool = False
         ) -> torch.Tensor:
-            if draws_globally():  # the same on any number of workers
+            # the same on any number of workers
+            if draws_globally() and not recorder.trace.settings.same_draws:
                 recorder.values.record_dropout(
-                    float(p) if training else 0.0, _place(False), drops=True
+                    float(p) if training else 0.0, place_of(), drops=True
                 )
                 return plain(input, p, training, inplace)  # type: ignore[no-any-return]
-            recorder.values.record_dropout(float(p) if training else 0.0, _place(False))
+            recorder.values.record_dropout(float(p) if training else 0.0, place_of())
             return input if inplace else input.clone()
 
         return dropout
@@ -177,10 +162,10 @@ def _patch_dropout(recorder: Recorder) -> None:
 
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 4:
-            recorder.values.record_dropout(float(args[4]), _place(False))
+            recorder.values.record_dropout(float(args[4]), place_of())
             args = (*args[:4], 0.0, *args[5:])
         if "dropout_p" in kwargs:
-            recorder.values.record_dropout(float(kwargs["dropout_p"]), _place(False))
+            recorder.values.record_dropout(float(kwargs["dropout_p"]), place_of())
             kwargs = {**kwargs, "dropout_p": 0.0}
         return attention(*args, **kwargs)
 
@@ -207,7 +192,7 @@ def _patch_ranks(recorder: Recorder) -> None:
 
     def asking(what: str, original: Any, alone: Callable[[Any], Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            where = _place(True)
+            where = place_of(True)
             if where:
                 recorder.trace.note("rank", f"{what}@{where}")
             answer = original(*args, **kwargs)
@@ -241,7 +226,7 @@ def _patch_ranks(recorder: Recorder) -> None:
     read = environ.__getitem__
 
     def __getitem__(self: Any, key: str) -> str:
-        where = _place(True) if key in _RANKS else None
+        where = place_of(True) if key in _RANKS else None
         if where:
             recorder.trace.note("rank", f"os.environ[{key!r}]@{where}")
             if is_alone:
@@ -260,7 +245,7 @@ def _patch_exchanges(recorder: Recorder) -> None:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             caller = sys._getframe(1).f_code.co_filename
-            where = _place(not caller.endswith("/distributed/nn/functional.py"))
+            where = place_of(not caller.endswith("/distributed/nn/functional.py"))
             if where:
                 recorder.trace.note("exchange", f"torch.distributed.{name}()@{where}")
             return original(*args, **kwargs)
@@ -275,16 +260,16 @@ def _patch_training_calls(recorder: Recorder) -> None:
     """Note where the script clips or clears gradients, or steps a scheduler."""
 
     def note_clip() -> None:
-        if _place(True):
+        if place_of(True):
             recorder.clips_itself = True
 
     def note_clear() -> None:
-        where = _place(True)
+        where = place_of(True)
         if where and recorder.trace.is_between_parts():
             recorder.trace.note("cleared", where)
 
     def note_schedule() -> None:
-        if where := _place(True):
+        if where := place_of(True):
             recorder.trace.note("scheduler", where)
         recorder.state.record_scheduler_step()
 
@@ -308,7 +293,7 @@ def _note_clock(recorder: Recorder) -> None:
         original = getattr(time, name)
 
         def call(name: str = name, original: Callable[[], Any] = original) -> Any:
-            if where := _place(True):
+            if where := place_of(True):
                 recorder.trace.note("clock", f"time.{name}()@{where}")
             return original()
 
@@ -330,9 +315,9 @@ def _patch_own_generators(recorder: Recorder) -> None:
         pass
 
     def note(name: str) -> None:
-        if recorder.trace.phase in _COMPUTING and (where := _place(True)):
+        if recorder.trace.phase in _COMPUTING and (where := place_of(True)):
             recorder.trace.note("own generator", f"{name}@{where}")
-            if recorder.draws.keyed is not None:
+            if recorder.trace.settings.same_draws:
                 recorder.trace.note("unfixed", f"{name}@{where}")
 
     for name in _OWN_GENERATOR:
@@ -341,7 +326,7 @@ def _patch_own_generators(recorder: Recorder) -> None:
 
     def default_rng(seed: Any = None) -> np.random.Generator:
         generator = make(seed)
-        if isinstance(seed, np.random.Generator) or not _place(True):
+        if isinstance(seed, np.random.Generator) or not place_of(True):
             return generator
         return Noted(generator.bit_generator)
 
@@ -356,24 +341,6 @@ def _patch_autocast(recorder: Recorder) -> None:
 
     torch.autocast.__enter__ = enter  # type: ignore[method-assign]
     torch.autocast.__exit__ = lambda *_: False  # type: ignore[assignment,method-assign,misc]
-
-
-def _key_draws(recorder: Recorder, given: dict[str, list[int]]) -> None:
-    """Make the draws of a step the same for any number of workers."""
-
-    def is_computing() -> bool:
-        return recorder.trace.phase in (Phase.STEP, Phase.EVALUATE, Phase.HIDDEN)
-
-    recorder.draws.keyed = KeyedDraws(
-        given,
-        lambda: (_place(False) or "", recorder.draws.module_now()),
-        lambda where: recorder.trace.note("unfixed", where),
-        is_computing,
-    )
-    hooks_of = torch.nn.modules.module
-    hooks_of.register_module_forward_pre_hook(lambda module, _: recorder.draws.enter_module(module))
-    hooks_of.register_module_forward_hook(lambda module, *_: recorder.draws.leave_module(module))
-    recorder.draws.keyed.__enter__()  # type: ignore[no-untyped-call]
 
 
 def install_recorder(settings: Settings, rank: int) -> Recorder:
@@ -406,6 +373,4 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
 
     torch.nn.modules.module.register_module_forward_hook(record)
     _Widening(recorder).__enter__()  # type: ignore[no-untyped-call]
-    if settings.draws is not None:
-        _key_draws(recorder, settings.draws)
     return recorder

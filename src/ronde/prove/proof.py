@@ -134,11 +134,11 @@ class Study:
         self._chaos: Difference | None = None  # between two runs of one process
         self._remarks: dict[str, str | None] = {}  # on noise, counts, and late errors
         self._dropouts: list[str] = []  # places where workers call dropout
-        # with random draws that are the same for any number of workers: their shapes, the two runs
-        # of one process, and the plans so far
-        self._draws: dict[str, list[int]] | None = None
-        self._keyed: tuple[RunTrace, RunTrace, dict[str, list[int]]] | None = None
-        self._keyed_before: list[PlanVerdict] = []
+        # random draws are made the same for any number of workers: now; the two runs of one
+        # process with them, and the plans so far
+        self._same_draws = False
+        self._behind: tuple[RunTrace, RunTrace] | None = None
+        self._behind_before: list[PlanVerdict] = []
 
     def verdict(self, plans: list[str] | None, explicit: bool = True) -> Verdict:
         """Run the script and compare. ``plans`` is None for the script's own; ``explicit``: a
@@ -225,7 +225,7 @@ class Study:
             "training": self._training,
             "owns_loop": self._owns_its_loop,
             "plan_alone": self._plan_alone,
-            "draws": self._draws,
+            "same_draws": self._same_draws,
         }
         places = list(range(self._workers))
         if experiment.is_one_process:
@@ -236,7 +236,7 @@ class Study:
 
     def _run(self, plan: str, experiment: Experiment) -> RunTrace | None:
         """The run of an experiment, started at most once; None if it failed."""
-        key = (plan, experiment, self._draws is not None, self._workers)
+        key = (plan, experiment, self._same_draws, self._workers)
         if key not in self._runs:
             self.say(_TITLES[experiment])
             launch = self._start(experiment, "replicate" if experiment.is_one_process else plan)
@@ -283,7 +283,7 @@ class Study:
         has_micro = one.first("opening").get("micro_batch") is not None
         self._owns_its_loop = not steps[0]["calls_loss"] and not has_micro
         self._chaos, self._remarks = None, {"late": note_late_error(one)}
-        self._keyed, self._keyed_before, self._dropouts = None, [], []
+        self._behind, self._behind_before, self._dropouts = None, [], []
         self._compare_alone(verdict, one, rounded)
         if verdict.status == "differs":
             return begins
@@ -382,13 +382,13 @@ class Study:
             if answer is not None and not _fits(plan, workers):
                 continue
             self._workers = workers
-            behind = self._prove_keyed(plan) if answer is not None and self._keyed else None
+            behind = self._prove_behind(plan) if answer is not None and self._behind else None
             now = behind or self._prove_plan(plan, one, rounded, before)
             if answer is None:
                 before.append(now)
             if now.cause is not None and now.cause.id == "randomness":
                 now = self._look_behind(plan, now, one)
-            self._draws = None
+            self._same_draws = False
             if answer is not None and _has_ended(now):
                 error = now.error.splitlines()[0]
                 self._remarks["counts"] = f"On {workers} workers it was not compared: {error}"
@@ -452,9 +452,9 @@ class Study:
             return answer
         self.say(f"{plan}: with random numbers that do not depend on the number of workers")
         try:
-            behind = self._prove_keyed(plan)
+            behind = self._prove_behind(plan)
         finally:
-            self._draws = None
+            self._same_draws = False
         if behind is None:
             return answer
         split = Plan.parse(plan)
@@ -478,23 +478,23 @@ class Study:
         )
         return dataclasses.replace(behind, same_draws=True)
 
-    def _prove_keyed(self, plan: str) -> PlanVerdict | None:
+    def _prove_behind(self, plan: str) -> PlanVerdict | None:
         """The verdict where random draws do not depend on the number of workers; None if one
         process cannot tell.
         """
-        if self._keyed is None:
-            self._draws = {}
+        self._same_draws = True
+        if self._behind is None:
             first, second = self._start(Experiment.ONE), self._start(Experiment.ROUNDED)
             self.pool.wait(first, second)
             if first.failure or second.failure:
                 return None
             one, rounded = RunTrace(first.folder, 1), RunTrace(second.folder, 1)
-            self._keyed = one, rounded, one.first("draws").get("shapes", {})
-        one, rounded, self._draws = self._keyed
+            self._behind = one, rounded
+        one, rounded = self._behind
         if self._chaos is None and compare(one, rounded, tolerance=_CHAOS).difference is not None:
             return None
-        verdict = self._prove_plan(plan, one, rounded, self._keyed_before)
-        self._keyed_before.append(verdict)
+        verdict = self._prove_plan(plan, one, rounded, self._behind_before)
+        self._behind_before.append(verdict)
         return verdict
 
     def _too_uncertain(self, d: Difference | None, one: RunTrace, many: RunTrace) -> str:

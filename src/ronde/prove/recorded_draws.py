@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+import hashlib
+import itertools
+import random
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import numpy as np
+import torch
+import torch.nn.functional as F
 
-from ronde.capture import following
+from ronde.capture import GlobalDraws, following, replaced
 from ronde.introspect import restore_states
 from ronde.introspect import states as random_states
 from ronde.plan import Share
-from ronde.prove.keyed_draws import KeyedDraws
-from ronde.prove.trace_writer import Phase, TraceWriter
+from ronde.prove.trace_writer import Phase, TraceWriter, place_of
 from ronde.prove.values import draws_since, generators
 from ronde.run.parts import Parts
 
-__all__ = ["DrawRecorder"]
+if TYPE_CHECKING:
+    from ronde.capture import Recorded
+
+__all__ = ["DrawRecorder", "generator_digest"]
 
 
 class DrawRecorder:
     """The draws of one run.
 
     Attributes:
-        keyed: draws that are the same for any number of workers; None if they stay as they are.
+        probes: what forward and loss draw for two numbers of samples, see
+            :func:`~ronde.run.step_draws.probe_draws`; of a run whose draws are made the same.
     """
 
     def __init__(self, trace: TraceWriter) -> None:
         self._trace = trace
-        self.keyed: KeyedDraws | None = None
-        self._inside: list[int] = []  # identities of the modules that run now
+        self.probes: dict[int, list[Recorded]] = {}
+        self._stack = ExitStack()
+        self._same: GlobalDraws | None = None  # None: draws stay as they are
+        # torch's seeds of passes; smaller ones are the script's
+        self._seeds = itertools.count(1 << 40)
         self._handed: list[Any] = []  # the micro-batches of the step
         self._passes = 0  # forward passes of the step that run.step has started
-        self._range = ("", 0, 0, 0)  # of the pass under way, see KeyedDraws.begin
+        self._range = ("", 0, 0)  # of the pass under way: key, and its samples' places
         self._random_before = random_states()  # before the step or evaluation
         self._others: set[str] = set()  # generators drawn from in its passes so far
         self._in_pass = False  # whose draws are seen by the generators' states
         self._marks = generators()
+
+    def make_same(self, run: Parts) -> None:
+        """From now on, draws are the same for any number of workers."""
+        place = run.plan.layout.place(run.world.rank).tensor
+        spec, tensor = run.plan.spec, run.plan.tensor
+        self._same = GlobalDraws(spec, tensor, place, self._note_other, self.probes)
+        # prove's own drops nothing: a mask depends on the length to which a share is padded
+        attention = F.scaled_dot_product_attention
+        self._stack.enter_context(replaced())  # to the end of the process
+        F.scaled_dot_product_attention = attention
+
+    def _note_other(self, _: str = "") -> None:
+        """A draw may be another one on another number of workers."""
+        self._trace.note("unfixed", place_of())
 
     # -- where a pass begins -----------------------------------------------------------
 
@@ -50,12 +76,11 @@ class DrawRecorder:
         step = self._trace.step
         if i < len(self._trace.sizes):
             low, high = (at - step["start"] for at in step["micro"][i])
-            self._range = (f"step {step['step']}", low, high, len(step["ids"]))
-            self.draw_again()
+            self.use(f"step {step['step']}", low, high)
 
     def start_pass(self, batch: Any) -> None:
         """The forward pass of a micro-batch starts."""
-        if self._trace.phase == Phase.STEP and self.keyed is not None and not following():
+        if self._trace.phase == Phase.STEP and self._same is not None and not following():
             # a pipeline's stages take micro-batches in an order of their own
             same = (i for i, micro in enumerate(self._handed) if micro is batch)
             self.use_samples_of(next(same, self._passes))
@@ -66,38 +91,48 @@ class DrawRecorder:
     def start_evaluation(self, run: Parts, share: Share, low: int, high: int) -> None:
         """The samples of what is evaluated next."""
         key = f"evaluation {run.state.step} {share.start}"
-        self._range = (key, low - share.start, high - share.start, share.global_samples)
+        self.use(key, low - share.start, high - share.start)
+
+    def use(self, key: str, low: int, high: int) -> None:
+        """What is drawn from now on is for samples ``low`` to ``high`` of a batch."""
+        self._range = (key, low, high)
         self.draw_again()
 
     def draw_again(self) -> None:
         """The pass under way starts once more."""
-        if self.keyed is not None and not following():
-            self._others.update(draws_since(self._marks))
-            self._inside.clear()  # a pipeline's stage leaves a pass halfway
-            self.keyed.begin(*self._range)
-            self._marks = generators()
+        if self._same is None or following():
+            return
+        self._others.update(draws_since(self._marks))
+        self._end_pass()
+        key, low, high = self._range
+        seed = next(self._seeds)
+        if low < high:
+            self._same.begin(_number(key), low, high, seed, watched=True)
+        else:  # nobody asks for what is drawn
+            torch.default_generator.manual_seed(seed)
+        random.seed(_number(key))
+        np.random.seed(_number(key) % 2**32)
+        self._marks = generators()
+
+    def _end_pass(self) -> None:
+        """The pass under way draws no more; a backward pass may compute a part of it again."""
+        assert self._same is not None
+        self._same.end()
+        self._same.pause()
+        if self._same.moved:  # by something else than the functions that are replaced
+            self._same.moved = False
+            self._note_other()
+
+    def _end_passes(self) -> None:
+        if self._same is not None:
+            self._end_pass()
+            self._same.close()
 
     def leave(self) -> None:
         """The script's own draws between steps go on where they were."""
-        if self.keyed is not None:
-            self.keyed.end()
+        self._end_passes()
+        if self._same is not None:
             restore_states(self._random_before)
-
-    # -- modules -----------------------------------------------------------------------
-
-    def module_now(self) -> str:
-        """The innermost module of the model that runs now."""
-        modules = self._trace.modules
-        return next((modules[i] for i in reversed(self._inside) if i in modules), "")
-
-    def enter_module(self, module: nn.Module) -> None:
-        """A module's forward pass starts."""
-        self._inside.append(id(module))
-
-    def leave_module(self, module: nn.Module) -> None:
-        """A module's forward pass has ended."""
-        if id(module) in self._inside:
-            del self._inside[self._inside.index(id(module)) :]
 
     # -- what was drawn from -----------------------------------------------------------
 
@@ -108,6 +143,7 @@ class DrawRecorder:
 
     def mark_update(self) -> None:
         """The optimizer is about to step."""
+        self._end_passes()
         self._marks = generators()
 
     def since_mark(self) -> list[str]:
@@ -116,12 +152,12 @@ class DrawRecorder:
 
     def drawn(self) -> list[str]:
         """Generators drawn from since :meth:`mark`, except where draws are the same anyway."""
-        if self.keyed is None and self._seeds_passes():
+        if self._same is None and self._seeds_passes():
             # a script's own loop may draw after the last pass
             if not self._trace.step["calls_loss"]:
                 self.count()
             return sorted(self._others)
-        if self.keyed is None:
+        if self._same is None:
             return draws_since(self._marks)
         return sorted({*self._others, *draws_since(self._marks)} - {"torch"})
 
@@ -134,21 +170,31 @@ class DrawRecorder:
     def mark_pass(self) -> None:
         """The run has seeded a pass."""
         self._in_pass = True
-        if self.keyed is None and self._seeds_passes():
+        if self._same is None and self._seeds_passes():
             self._marks = generators()
 
     def count(self) -> None:
         """Count what was drawn since the run has seeded."""
         self._in_pass = False
-        if self.keyed is None and self._seeds_passes():
+        if self._same is None and self._seeds_passes():
             self._others.update(draws_since(self._marks))
 
     def skip(self) -> None:
         """Another run of the loop has stepped: what moved the generators until now is its own."""
-        if self.keyed is None:
+        if self._same is None:
             self._marks = generators()
 
     def note(self) -> None:
         """The script draws from torch's generator: in a hook on gradients, say."""
         if self._trace.phase == Phase.STEP and not self._in_pass:
             self._others.add("torch")
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def generator_digest() -> str:
+    """The states of Python's and numpy's generators, in a few letters."""
+    text = repr((random.getstate(), np.random.get_state(legacy=False)))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

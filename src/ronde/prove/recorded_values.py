@@ -134,8 +134,7 @@ class ValueRecorder:
         loss, values, samples, step = self._probe
 
         def draw(low: int, high: int) -> None:
-            if self.draws.keyed is not None:
-                self.draws.keyed.begin(f"step {step}", low, high, samples)
+            self.draws.use(f"step {step}", low, high)
 
         with self.trace.hidden():
             self.trace.event("probe", loss=probe(loss, values, samples, draw))

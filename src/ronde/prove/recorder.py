@@ -22,9 +22,8 @@ from ronde.parallel import Work
 from ronde.plan import Plan, Share
 from ronde.prove import recorded_opening
 from ronde.prove.experiment import Experiment, Settings
-from ronde.prove.keyed_draws import generator_digest
 from ronde.prove.recorded_data import SampleRecorder, cut_epoch, cut_order, wide_loader
-from ronde.prove.recorded_draws import DrawRecorder
+from ronde.prove.recorded_draws import DrawRecorder, generator_digest
 from ronde.prove.recorded_state import StateRecorder
 from ronde.prove.recorded_values import RecordedLoss, ValueRecorder
 from ronde.prove.trace_writer import Phase, TraceWriter
@@ -34,6 +33,7 @@ from ronde.run.callback import EvaluationResult, StepView
 from ronde.run.loop import Loop
 from ronde.run.losses import LossCall
 from ronde.run.parts import Parts
+from ronde.run.step_draws import probe_draws
 from ronde.watch.proofs import digests_of
 from ronde.watch.run_dir import RunDir
 from ronde.world import PlanError, World
@@ -74,8 +74,6 @@ class Recorder(hooks.Observer):
         """The script has ended."""
         self.values.ask_loss()
         event = self.trace.event
-        if self.draws.keyed is not None:
-            event("draws", shapes=self.draws.keyed.shapes)
         event("notes", clips_itself=self.clips_itself)
         files = [f for f in (getattr(m, "__file__", None) for m in user_modules()) if f]
         event("files", files=digests_of(files))
@@ -115,11 +113,14 @@ class Recorder(hooks.Observer):
         recorded_opening.change_arguments(opening, trace, size, self._is_mine)
 
     def on_plan(self, plan: Plan, work: Work, calls: LossCall, me: World) -> Plan:
-        """Where draws are made the same for the comparison, the run's own do not come first: theirs
-        depend on the length to which a share is padded.
+        """Where draws are made the same for the comparison, the run's own do not come first: those
+        of dropout depend on the length to which a share is padded.
         """
-        keyed = self.draws.keyed
-        return plan if keyed is None else dataclasses.replace(plan, randomness="worker")
+        if not self.trace.settings.same_draws:
+            return plan
+        if self._is_mine:
+            self.draws.probes = probe_draws(work, calls)
+        return dataclasses.replace(plan, randomness="worker")
 
     def count_workers(self, workers: int) -> int:
         """One process counts as the workers to prove."""
@@ -135,6 +136,8 @@ class Recorder(hooks.Observer):
             # The script may write into its run directory: this one ends with the study.
             run.dir = RunDir(Path(trace.settings.folder) / "run")
             run.dir.path.mkdir(exist_ok=True)
+        if trace.settings.same_draws:
+            self.draws.make_same(trace.run)
         trace.event("ready", plan=plan.to_dict(), follows=run.port.parts.follows)
         trace.phase = Phase.BETWEEN
 
@@ -259,7 +262,7 @@ class Recorder(hooks.Observer):
         if step.parts is not self.trace.run:
             return
         facts["drawn"] = self.draws.drawn()
-        if self.draws.keyed is not None:
+        if self.trace.settings.same_draws:
             facts["generators"] = generator_digest()
         facts["loss"] = float(step.loss)
         self.state.record_exchanged(step.parts)

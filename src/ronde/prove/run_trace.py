@@ -138,7 +138,7 @@ class RunTrace:
         }
 
     @property
-    def is_keyed(self) -> bool:
+    def has_same_draws(self) -> bool:
         """Whether random draws were the same for any number of workers."""
         return any("generators" in step for step in self.steps())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -13,11 +14,30 @@ import torch
 from torch import nn
 
 from ronde.capture import following
+from ronde.introspect import is_user_file
 from ronde.prove.experiment import Settings
 from ronde.prove.values import Array
 from ronde.run.parts import Parts
 
-__all__ = ["Phase", "TraceWriter"]
+__all__ = ["Phase", "TraceWriter", "place_of"]
+
+# what stands between a script and the functions that prove replaces
+_PASSED_THROUGH = ("os.py", "_collections_abc.py", "float64.py")
+
+
+def place_of(direct: bool = False) -> str | None:
+    """File and line of the user code that called the caller of this; with ``direct``, only if it
+    made that very call.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_file(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        if direct and not file.startswith("<frozen") and Path(file).name not in _PASSED_THROUGH:
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 class Phase(StrEnum):
