@@ -27,9 +27,8 @@ sys.path.insert(0, str(SCRIPTS))
 import cases as planted  # noqa: E402
 from cases import BEHIND, EVERY, FAULTS, HEALTHY, HIDDEN, LATER, LOOP, NOISY, judge  # noqa: E402
 
-from ronde.prove.catalogue import CAUSES  # noqa: E402
+from ronde.prove.causes import CAUSES, disagreement  # noqa: E402
 from ronde.prove.compare import Comparison, _Judge  # noqa: E402
-from ronde.prove.diagnose import disagreement  # noqa: E402
 from ronde.prove.plan_list import chosen_plans  # noqa: E402
 from ronde.prove.process_pool import Pool  # noqa: E402
 from ronde.prove.proof import Study as AnyStudy  # noqa: E402

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from ronde.plan import Plan
 from ronde.plan.torch_errors import meaning
-from ronde.prove.catalogue import cause
+from ronde.prove.causes import ALONE_IS_EQUAL, SEEDED, cause, disagreement
 from ronde.prove.compare import Difference, compare
-from ronde.prove.diagnose import ALONE_IS_EQUAL, SEEDED, disagreement
 from ronde.prove.experiment import Experiment
 from ronde.prove.plan_verdict import PlanVerdict
 from ronde.prove.process_pool import CONSEQUENCES, Failure

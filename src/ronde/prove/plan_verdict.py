@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ronde.prove.catalogue import Cause
+from ronde.prove.causes import Cause
 from ronde.prove.compare import Comparison, Difference
 
 __all__ = ["Holds", "PlanVerdict", "Status", "Verdict", "verdict_of"]

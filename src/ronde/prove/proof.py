@@ -3,7 +3,7 @@
 The script runs unchanged, in float64 on the CPU, for some steps: with one process, whose global
 batch is one batch; once more, with every weight moved by one unit in its last place, which tells
 rounding from error; and with N workers under each plan. :mod:`ronde.prove.recorder` records the
-runs, :mod:`ronde.prove.compare` compares them, and :mod:`ronde.prove.diagnose` names causes.
+runs, :mod:`ronde.prove.compare` compares them, and :mod:`ronde.prove.causes` names causes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ronde.plan import Plan, parse_reducer
-from ronde.prove.catalogue import cause
+from ronde.prove.causes import cause, diagnose
 from ronde.prove.compare import Difference, compare, lost_from
-from ronde.prove.diagnose import diagnose
 from ronde.prove.evidence import Case, clock_of
 from ronde.prove.experiment import Experiment
 from ronde.prove.failures import ENDED, FailedRun, explain_exit, explain_failure, note_late_error
