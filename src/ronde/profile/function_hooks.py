@@ -10,8 +10,6 @@ from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
 from typing import Any
 
-import numpy as np
-
 from ronde.profile.stage_timer import current_timer
 
 _READING = frozenset(("r", "rt", "tr", "rb", "br"))
@@ -174,33 +172,6 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
         return (decode if isinstance(self, base) else augment)(self, *args, **kwargs)
 
     return convert
-
-
-def split_imread(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``cv2.imread``: reads the file here, and lets OpenCV decode the bytes."""
-
-    @functools.wraps(original)
-    def imread(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        flags = args[0] if args else kwargs.get("flags", 1)
-        if (
-            current_timer() is None
-            or len(args) > 1
-            or not isinstance(flags, int)
-            or set(kwargs) - {"flags"}
-            or not isinstance(filename, str | os.PathLike)
-        ):
-            return original(filename, *args, **kwargs)
-        import cv2
-
-        try:
-            with open(filename, "rb") as file:
-                data = np.frombuffer(file.read(), dtype=np.uint8)
-            image = cv2.imdecode(data, flags) if data.size else None
-        except OSError:
-            image = None
-        return original(filename, *args, **kwargs) if image is None else image
-
-    return imread
 
 
 def swap_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:

@@ -16,7 +16,9 @@ from torch.utils.data import Dataset
 
 from ronde.introspect import attributes, is_user_module, user_modules, walk
 
-_PILLOW_METHODS = "resize crop transpose rotate transform filter reduce"
+_PILLOW_METHODS = (
+    "Image.resize Image.crop Image.transpose Image.rotate Image.transform Image.filter Image.reduce"
+)
 _PILLOW_OPERATIONS = (
     "autocontrast contain cover crop equalize exif_transpose expand fit flip grayscale invert "
     "mirror pad posterize scale solarize"
@@ -25,109 +27,77 @@ _OPENCV_FUNCTIONS = (
     "resize cvtColor flip rotate warpAffine warpPerspective GaussianBlur blur remap LUT "
     "copyMakeBorder normalize addWeighted medianBlur filter2D equalizeHist"
 )
-_CONNECTIONS = (
-    ("urllib.request", "urlopen OpenerDirector.open"),
-    ("http.client", "HTTPConnection.request HTTPConnection.getresponse HTTPResponse.read"),
-    ("socket", "create_connection socket.connect socket.recv socket.recv_into socket.recvfrom"),
-    ("socket", "socket.send socket.sendall"),
-    ("ssl", "SSLSocket.recv SSLSocket.recv_into SSLSocket.read SSLSocket.do_handshake"),
-    ("psycopg", "connect Connection.execute Cursor.execute Cursor.fetchone Cursor.fetchmany"),
-    ("psycopg", "Cursor.fetchall Cursor.__iter__"),
-    ("pymongo.collection", "Collection.find_one Collection.aggregate"),
-    ("pymongo.cursor", "Cursor.next Cursor.__next__"),
-    ("redis.client", "Redis.execute_command Pipeline.execute"),
-    ("botocore.client", "BaseClient._make_api_call"),
-    ("botocore.response", "StreamingBody.read"),
-    ("h5py", "Dataset.read_direct"),
+_PARQUET = "ParquetFile.read ParquetFile.read_row_group ParquetFile.read_row_groups"
+_HTTP = "HTTPConnection.request HTTPConnection.getresponse HTTPResponse.read"
+_COMPRESSIONS = "gzip zlib bz2 lzma lz4.frame snappy blosc blosc2 zstandard"
+_READERS = "imageio imageio.v2 imageio.v3 skimage.io tifffile"
+_TORCHCODEC = (
+    "VideoDecoder.get_frames_at VideoDecoder.get_frame_at VideoDecoder.get_frames_in_range "
+    "VideoDecoder.__getitem__ AudioDecoder.get_all_samples AudioDecoder.get_samples_played_in_range"
 )
-_PROGRAMS = "run check_output Popen.communicate Popen.wait"
-# module, attribute (dotted for a class's method), stage, kind of the first argument, by which the
-# bytes that were read are counted
-FUNCTIONS: tuple[tuple[str, str, str, str], ...] = (
-    ("numpy", "load", "read", "path"),
-    ("numpy", "fromfile", "read", "path"),
-    ("numpy", "loadtxt", "read", "path"),
-    ("numpy", "genfromtxt", "read", "path"),
-    ("numpy.lib.npyio", "NpzFile.__getitem__", "decode", ""),
-    ("torch", "load", "read", "path"),
-    ("os", "read", "read", "count"),
-    ("os", "pread", "read", "count"),
-    ("tarfile", "_FileInFile.read", "read", "count"),
-    ("tarfile", "TarFile._load", "read", ""),  # every header up to the end
-    ("zipfile", "ZipFile.read", "read", ""),
-    ("h5py", "Dataset.__getitem__", "read", ""),
-    ("zarr", "Array.__getitem__", "read", ""),
-    ("pyarrow.parquet", "read_table", "read", "path"),
-    ("pyarrow.parquet", "ParquetFile.read", "read", ""),
-    ("pyarrow.parquet", "ParquetFile.read_row_group", "read", ""),
-    ("pyarrow.parquet", "ParquetFile.read_row_groups", "read", ""),
-    ("pandas", "read_csv", "read", "path"),
-    ("pandas", "read_parquet", "read", "path"),
-    ("torchvision.io", "read_file", "read", "path"),
-    ("nibabel", "load", "read", "path"),
-    ("wave", "Wave_read.readframes", "read", "count"),
-    ("h5py", "File.__init__", "read", ""),
-    ("requests", "get", "read", ""),
-    ("requests", "Session.request", "read", ""),
-    ("httpx", "Client.send", "read", ""),
-    ("pandas", "read_sql", "read", ""),
-    ("pandas", "read_sql_query", "read", ""),
-    *((module, name, "read", "") for module, names in _CONNECTIONS for name in names.split()),
-    *(("subprocess", name, "subprocess", "") for name in _PROGRAMS.split()),
-    ("json", "loads", "decode", ""),
-    ("json", "load", "decode", ""),
-    ("pickle", "loads", "decode", ""),
-    ("pickle", "load", "decode", ""),
-    ("orjson", "loads", "decode", ""),
-    ("ujson", "loads", "decode", ""),
-    ("msgpack", "unpackb", "decode", ""),
-    ("base64", "b64decode", "decode", ""),
-    ("base64", "urlsafe_b64decode", "decode", ""),
-    ("base64", "decodebytes", "decode", ""),
-    ("gzip", "decompress", "decode", ""),
-    ("zlib", "decompress", "decode", ""),
-    ("bz2", "decompress", "decode", ""),
-    ("lzma", "decompress", "decode", ""),
-    ("lz4.frame", "decompress", "decode", ""),
-    ("snappy", "decompress", "decode", ""),
-    ("blosc", "decompress", "decode", ""),
-    ("blosc2", "decompress", "decode", ""),
-    ("zstandard", "decompress", "decode", ""),
-    ("cv2", "imdecode", "decode", ""),
-    ("simplejpeg", "decode_jpeg", "decode", ""),
-    ("simplejpeg", "decode_jpeg_header", "decode", ""),
-    ("turbojpeg", "TurboJPEG.decode", "decode", ""),
-    ("imagecodecs", "imread", "decode", "path"),
-    ("imagecodecs", "jpeg_decode", "decode", ""),
-    ("imagecodecs", "png_decode", "decode", ""),
-    ("imageio", "imread", "decode", "path"),
-    ("imageio.v2", "imread", "decode", "path"),
-    ("imageio.v3", "imread", "decode", "path"),
-    ("skimage.io", "imread", "decode", "path"),
-    ("tifffile", "imread", "decode", "path"),
-    ("pydicom", "dcmread", "decode", "path"),
-    ("torchvision.io", "read_image", "decode", "path"),
-    ("torchvision.io", "decode_image", "decode", "path"),
-    ("torchvision.io", "decode_jpeg", "decode", ""),
-    ("torchvision.io", "decode_png", "decode", ""),
-    ("torchvision.io", "read_video", "decode", "path"),
-    # The functions of v2 look up kernels by identity, so they cannot be replaced: transforms are
-    # timed as a whole instead.
-    ("torchvision.transforms.v2", "Transform.__call__", "augment", ""),
-    ("torchcodec.decoders", "VideoDecoder.get_frames_at", "decode", ""),
-    ("torchcodec.decoders", "VideoDecoder.get_frame_at", "decode", ""),
-    ("torchcodec.decoders", "VideoDecoder.get_frames_in_range", "decode", ""),
-    ("torchcodec.decoders", "VideoDecoder.__getitem__", "decode", ""),
-    ("torchcodec.decoders", "AudioDecoder.get_all_samples", "decode", ""),
-    ("torchcodec.decoders", "AudioDecoder.get_samples_played_in_range", "decode", ""),
-    ("torchaudio", "load", "decode", "path"),
-    ("soundfile", "read", "decode", "path"),
-    ("librosa", "load", "decode", "path"),
-    *(("PIL.Image", f"Image.{name}", "augment", "") for name in _PILLOW_METHODS.split()),
-    ("PIL.ImageEnhance", "_Enhance.enhance", "augment", ""),
-    *(("PIL.ImageOps", name, "augment", "") for name in _PILLOW_OPERATIONS.split()),
-    *(("cv2", name, "augment", "") for name in _OPENCV_FUNCTIONS.split()),
+_V2 = "torchvision.transforms.v2"  # its functions look up kernels by identity: timed as a whole
+# stage, kind of the first argument (by which the bytes that were read are counted), module, and
+# attributes (dotted for a class's method)
+_KNOWN = (
+    ("read", "path", "numpy", "load fromfile loadtxt genfromtxt"),
+    ("read", "path", "torch", "load"),
+    ("read", "path", "pyarrow.parquet", "read_table"),
+    ("read", "path", "pandas", "read_csv read_parquet"),
+    ("read", "path", "torchvision.io", "read_file"),
+    ("read", "path", "nibabel", "load"),
+    ("read", "count", "os", "read pread"),
+    ("read", "count", "tarfile", "_FileInFile.read"),
+    ("read", "count", "wave", "Wave_read.readframes"),
+    ("read", "", "tarfile", "TarFile._load"),  # every header up to the end
+    ("read", "", "zipfile", "ZipFile.read"),
+    ("read", "", "h5py", "File.__init__ Dataset.__getitem__ Dataset.read_direct"),
+    ("read", "", "zarr", "Array.__getitem__"),
+    ("read", "", "pyarrow.parquet", _PARQUET),
+    ("read", "", "pandas", "read_sql read_sql_query"),
+    ("read", "", "requests", "get Session.request"),
+    ("read", "", "httpx", "Client.send"),
+    ("read", "", "urllib.request", "urlopen OpenerDirector.open"),
+    ("read", "", "http.client", _HTTP),
+    ("read", "", "socket", "create_connection socket.connect socket.send socket.sendall"),
+    ("read", "", "socket", "socket.recv socket.recv_into socket.recvfrom"),
+    ("read", "", "ssl", "SSLSocket.recv SSLSocket.recv_into SSLSocket.read SSLSocket.do_handshake"),
+    ("read", "", "psycopg", "connect Connection.execute Cursor.execute Cursor.fetchone"),
+    ("read", "", "psycopg", "Cursor.fetchmany Cursor.fetchall Cursor.__iter__"),
+    ("read", "", "pymongo.collection", "Collection.find_one Collection.aggregate"),
+    ("read", "", "pymongo.cursor", "Cursor.next Cursor.__next__"),
+    ("read", "", "redis.client", "Redis.execute_command Pipeline.execute"),
+    ("read", "", "botocore.client", "BaseClient._make_api_call"),
+    ("read", "", "botocore.response", "StreamingBody.read"),
+    ("subprocess", "", "subprocess", "run check_output Popen.communicate Popen.wait"),
+    ("decode", "", "numpy.lib.npyio", "NpzFile.__getitem__"),
+    ("decode", "", "json", "loads load"),
+    ("decode", "", "pickle", "loads load"),
+    ("decode", "", "orjson", "loads"),
+    ("decode", "", "ujson", "loads"),
+    ("decode", "", "msgpack", "unpackb"),
+    ("decode", "", "base64", "b64decode urlsafe_b64decode decodebytes"),
+    *(("decode", "", module, "decompress") for module in _COMPRESSIONS.split()),
+    ("decode", "", "cv2", "imread imdecode"),
+    ("decode", "", "simplejpeg", "decode_jpeg decode_jpeg_header"),
+    ("decode", "", "turbojpeg", "TurboJPEG.decode"),
+    ("decode", "", "imagecodecs", "imread jpeg_decode png_decode"),
+    *(("decode", "", module, "imread") for module in _READERS.split()),
+    ("decode", "", "pydicom", "dcmread"),
+    ("decode", "", "torchvision.io", "read_image read_video decode_image decode_jpeg decode_png"),
+    ("decode", "", "torchcodec.decoders", _TORCHCODEC),
+    ("decode", "", "torchaudio", "load"),
+    ("decode", "", "soundfile", "read"),
+    ("decode", "", "librosa", "load"),
+    ("augment", "", _V2, "Transform.__call__"),
+    ("augment", "", "PIL.Image", _PILLOW_METHODS),
+    ("augment", "", "PIL.ImageEnhance", "_Enhance.enhance"),
+    ("augment", "", "PIL.ImageOps", _PILLOW_OPERATIONS),
+    ("augment", "", "cv2", _OPENCV_FUNCTIONS),
 )
+FUNCTIONS: tuple[tuple[str, str, str, str], ...] = tuple(
+    (module, name, stage, first) for stage, first, module, names in _KNOWN for name in names.split()
+)
+"""Module, attribute, stage, kind of the first argument."""
 
 # of a name in small letters
 _TRANSFORMS = re.compile(r"transform|tfm|augment|(?<![a-z])augs?(?![a-z])|tokeniz|preproc|normaliz")

@@ -30,7 +30,6 @@ from ronde.profile.function_hooks import (
     image_convert,
     image_load,
     opener,
-    split_imread,
     swap_attribute,
     timed_function,
 )
@@ -254,8 +253,6 @@ class Probe:
                 self._replace(owner, name, timed, replaced)
             if "sqlite3" in sys.modules:
                 self._replace(sys.modules["sqlite3"], "connect", timed_connect, replaced)
-            if "cv2" in sys.modules:
-                self._replace(sys.modules["cv2"], "imread", split_imread, replaced)
             if "PIL.Image" in sys.modules:
                 self._patch_pillow(replaced)
             if replaced:
