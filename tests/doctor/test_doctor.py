@@ -408,98 +408,41 @@ def job(tmp_path):
 
 def examine(job, *arguments, seconds="6", workers="1"):
     out = job / "doctor.json"
-    done = ronde_run(
-        [
-            "doctor",
-            "--workers",
-            workers,
-            "--seconds",
-            seconds,
-            "--rounds",
-            "2",
-            "--json",
-            str(out),
-            "train.py",
-            *arguments,
-        ],
-        job,
-        timeout=150,
-    )
+    options = f"--workers {workers} --seconds {seconds} --rounds 2 --json {out}".split()
+    done = ronde_run(["doctor", *options, "train.py", *arguments], job, timeout=150)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     return json.loads(out.read_text()), done
 
 
-KEYS = {
-    "script",
-    "workers",
-    "device",
-    "samples_per_second",
-    "gap",
-    "gap_low",
-    "gap_high",
-    "healthy",
-    "refused",
-    "stages",
-    "exchange_points",
-    "straggler",
-    "neighbour",
-    "startup_seconds",
-    "scale",
-    "walls",
-    "prescriptions",
-    "notes",
-    "cause",
-}
+KEYS = """
+    script workers device samples_per_second gap gap_low gap_high healthy refused stages
+    exchange_points straggler neighbour startup_seconds scale walls prescriptions notes cause
+"""
+STAGE_KEYS = "name capacity_samples_per_second cpu_ms_per_sample lost_points low high note"
+PRESCRIPTION_KEYS = "number id text settings label gap_here gap_largest gain_here_points"
+
+
+def has(values, keys):
+    return values.keys() >= set(keys.split())
 
 
 @long
 def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
     (job / "train.feed.yaml").write_text("# mine\nprefetch: 1\n")
     out = job / "doctor.json"
-    command = [
-        "doctor",
-        "--workers",
-        "1",
-        "--seconds",
-        "5",
-        "--rounds",
-        "2",
-        "--apply",
-        "loaders",
-        "--json",
-        str(out),
-        "train.py",
-        "read",
-        "1",
-    ]
+    options = f"--workers 1 --seconds 5 --rounds 2 --apply loaders --json {out}".split()
+    command = ["doctor", *options, "train.py", "read", "1"]
     done = ronde_run(command, job, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     values = json.loads(out.read_text())
-    assert values.keys() >= KEYS
+    assert has(values, KEYS)
     assert values["cause"]["stage"] == "read"
     assert not values["healthy"]
     row = next(s for s in values["stages"] if s["name"] == "read")
-    assert row.keys() >= {
-        "name",
-        "capacity_samples_per_second",
-        "cpu_ms_per_sample",
-        "lost_points",
-        "low",
-        "high",
-        "note",
-    }
+    assert has(row, STAGE_KEYS)
     assert row["lost_points"] > 30
     for p in values["prescriptions"]:
-        assert p.keys() >= {
-            "number",
-            "id",
-            "text",
-            "settings",
-            "label",
-            "gap_here",
-            "gap_largest",
-            "gain_here_points",
-        }
+        assert has(p, PRESCRIPTION_KEYS)
         assert p["label"] in ("same bits", "same distribution")
     lines = done.stdout.splitlines()
     assert "said by the script" not in done.stdout and "\x1b" not in done.stdout
@@ -523,7 +466,7 @@ def test_a_slow_read_is_named_cured_and_the_cure_is_read_by_ronde_run(job):
 def test_the_answer_of_the_command(job):
     """How true it is: benchmarks/doctor_truth.py."""
     values, done = examine(job, "augment", "0", seconds="4")
-    assert values.keys() >= KEYS and values["executor"] == "none"
+    assert has(values, KEYS) and values["executor"] == "none"
     assert 0 <= values["gap"] <= 1 and values["samples_per_second"]["real"] > 0
     assert {"read", "augment", "collate"} <= {stage["name"] for stage in values["stages"]}
     assert "said by the script" not in done.stdout and "\x1b" not in done.stdout
@@ -552,26 +495,24 @@ def test_ctrl_c_ends_every_process(job):
 
 def test_bad_arguments_are_refused_before_anything_starts(job):
     cases = [
-        (["doctor", "--seconds", "0", "train.py"], "'--seconds'"),
-        (["doctor", "--rounds", "0", "train.py"], "'--rounds'"),
-        (["doctor", "--to", "0", "train.py"], "'--to'"),
+        ("--seconds 0 train.py", "'--seconds'"),
+        ("--rounds 0 train.py", "'--rounds'"),
+        ("--to 0 train.py", "'--to'"),
+        ("--nodes 9 --to 8 train.py", "--nodes 9 is more than the 8 devices"),
+        ("--apply 1,,2 train.py", "--apply '1,,2': expected numbers or names"),
+        ("--apply 0 train.py", "--apply '0': expected numbers or names"),
         (
-            ["doctor", "--nodes", "9", "--to", "8", "train.py"],
-            "--nodes 9 is more than the 8 devices",
-        ),
-        (["doctor", "--apply", "1,,2", "train.py"], "--apply '1,,2': expected numbers or names"),
-        (["doctor", "--apply", "0", "train.py"], "--apply '0': expected numbers or names"),
-        (
-            ["doctor", "--apply", "foo", "train.py"],
+            "--apply foo train.py",
             "--apply foo: no prescription is called so; there are loaders, threads, ",
         ),
-        (["doctor", "--apply", "1,loader", "train.py"], "Did you mean loaders?"),
-        (["doctor", "--json", "none/x.json", "train.py"], "--json none/x.json: there is no folder"),
-        (["doctor", "--workers", "none", "train.py"], "none"),
-        (["doctor", "--feed", "gone.yaml", "train.py"], "gone.yaml cannot be read"),
-        (["doctor", "gone.py"], "script not found: gone.py"),
+        ("--apply 1,loader train.py", "Did you mean loaders?"),
+        ("--json none/x.json train.py", "--json none/x.json: there is no folder"),
+        ("--workers none train.py", "none"),
+        ("--feed gone.yaml train.py", "gone.yaml cannot be read"),
+        ("gone.py", "script not found: gone.py"),
     ]
-    for (command, text), done in zip(cases, ronde_batch([c for c, _ in cases], job), strict=True):
+    commands = [["doctor", *words.split()] for words, _ in cases]
+    for (command, text), done in zip(cases, ronde_batch(commands, job), strict=True):
         assert done.returncode == 2, command
         assert text in done.stderr.replace("\n", " "), (command, done.stderr)
 
@@ -581,13 +522,7 @@ VALUES = {
     "gap": 0.4,
     "samples_per_second": {"synthetic": 100.0, "real": 60.0},
     "prescriptions": [
-        {
-            "number": 1,
-            "id": "loaders",
-            "text": "more loaders",
-            "settings": {"workers": 4},
-            "gap_here": 0.1,
-        },
+        {"number": 1, "id": "loaders", "settings": {"workers": 4}, "text": "more", "gap_here": 0.1},
         {"number": 2, "id": "script-loop", "text": "log less", "settings": None, "gap_here": None},
     ],
 }
@@ -616,21 +551,11 @@ def test_what_cannot_be_applied_is_said_and_nothing_written(tmp_path):
         "2 \\(script-loop\\)",
     ):
         apply_prescriptions(VALUES, ["3"], script, "none", lambda _: {}, Console(quiet=True))
+    quiet = Console(quiet=True)
     with pytest.raises(ArgumentError, match="log less takes more than settings"):
-        apply_prescriptions(
-            VALUES, ["1", "script-loop"], script, "none", lambda _: {}, Console(quiet=True)
-        )
-    assert (
-        apply_prescriptions(
-            {**VALUES, "healthy": True, "prescriptions": []},
-            ["1"],
-            script,
-            "none",
-            lambda _: {},
-            Console(quiet=True),
-        )
-        is None
-    )
+        apply_prescriptions(VALUES, ["1", "script-loop"], script, "none", lambda _: {}, quiet)
+    healthy = {**VALUES, "healthy": True, "prescriptions": []}
+    assert apply_prescriptions(healthy, ["1"], script, "none", lambda _: {}, quiet) is None
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "train.feed.yaml").mkdir()
     with pytest.raises(ArgumentError, match="may not be written"):
