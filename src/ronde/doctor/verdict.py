@@ -499,11 +499,11 @@ def judge(seen: Measurements) -> dict[str, Any]:
         straggler = slow_loader
     if cause is not None and cause["stage"] != "straggler":
         _share_rest(rows, seen, j, cause)
-    cause = _between_workers(cause, gap, exchange, straggler)
-    cause = _or_unexplained(cause, rows, 100 * gap, neighbour)
+    cause = _exchange_or_straggler(cause, gap, exchange, straggler)
+    cause = _unexplained_if_small(cause, rows, 100 * gap, neighbour)
     claimed = max(gap if not healthy_input else 0.0, (cause["points"] / 100 if cause else 0.0))
     refused = _refused(seen, j, claimed) or _undecided(j, gap, healthy_input)
-    cause = _of(_or_sampler(seen, cause), gap)
+    cause = _with_whole(_sampler_if_larger(seen, cause), gap)
     healthy = healthy_input and cause is None and refused is None
     rows.sort(key=lambda r: _ORDER.index(r["name"]) if r["name"] in _ORDER else 2.5)
     # The gap is the median over rounds, each with both rates. The real rate follows from it: on a
@@ -542,7 +542,7 @@ _ORDER = [
 # fmt: on
 
 
-def _between_workers(
+def _exchange_or_straggler(
     cause: dict[str, Any] | None, gap: float, exchange: float, straggler: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     """The cause, unless the exchange or a straggler costs more.
@@ -562,7 +562,7 @@ def _between_workers(
     return cause
 
 
-def _of(cause: dict[str, Any] | None, gap: float) -> dict[str, Any] | None:
+def _with_whole(cause: dict[str, Any] | None, gap: float) -> dict[str, Any] | None:
     """The cause with what its points are a part of: ``gap`` (never more than it), ``epoch``, or the
     ``ideal`` rate of workers that need not wait for each other.
     """
@@ -584,7 +584,7 @@ def is_between_workers(cause: Mapping[str, Any] | None) -> bool:
     )
 
 
-def _or_sampler(seen: Measurements, cause: dict[str, Any] | None) -> dict[str, Any] | None:
+def _sampler_if_larger(seen: Measurements, cause: dict[str, Any] | None) -> dict[str, Any] | None:
     """The cause, unless drawing the order takes more of an epoch. No window has that."""
     points = 100 * seen.order["share"] if seen.order else 0.0
     if points <= HEALTHY_POINTS or (cause is not None and cause["points"] >= points):
@@ -592,7 +592,7 @@ def _or_sampler(seen: Measurements, cause: dict[str, Any] | None) -> dict[str, A
     return {"stage": "sampler", "points": points}
 
 
-def _or_unexplained(
+def _unexplained_if_small(
     cause: dict[str, Any] | None,
     rows: list[dict[str, Any]],
     gap: float,
@@ -631,7 +631,7 @@ def _cause(
             note += f", in {top['name']}"
         _hand_over(rows, points)
         if neighbour is not None:
-            neighbour["points"] = max(0.0, min(neighbour["points"], gap - points))
+            _leave_to(neighbour, gap - points)
             neighbour["cause"] = "threads of the loaders"
         low, high = max(0.0, limited.low), min(gap, limited.high)
         rows.append(_row("oversubscription", points, low, high, note))
@@ -640,7 +640,7 @@ def _cause(
     if slow_loader is not None:
         _hand_over(rows, slow_loader["points"])
         if neighbour is not None:
-            neighbour["points"] = max(0.0, min(neighbour["points"], gap - slow_loader["points"]))
+            _leave_to(neighbour, gap - slow_loader["points"])
         return {
             "stage": "straggler",
             "points": slow_loader["points"],
@@ -659,10 +659,15 @@ def _cause(
         return {"stage": "neighbour", "points": neighbour["points"], **within}
     if neighbour is not None:
         # The stage that is the cause also makes the step slower: it is counted there.
-        neighbour["points"] = max(0.0, min(neighbour["points"], gap - best))
+        _leave_to(neighbour, gap - best)
     if top is None or best < 1:
         return {"stage": "unexplained", "points": gap}
     return {"stage": top["name"], "points": best}
+
+
+def _leave_to(neighbour: dict[str, Any], rest: float) -> None:
+    """What another cause leaves of the gap is the most that the neighbor may claim."""
+    neighbour["points"] = max(0.0, min(neighbour["points"], rest))
 
 
 def _is_surely_faster(seen: Measurements, limited: Interval) -> bool:
@@ -711,16 +716,6 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
     what = "too much to call it healthy"
     if claimed:
         what = f"more than half of the {100 * claimed:.0f} that it would claim"
-    values = _column(seen, arm)
-    half = len(values) // 2
-    early, late = statistics.median(values[:half]), statistics.median(values[-half:])
-    # a cache that fills speeds up more than noise does
-    if arm == "real" and late > 1.25 * early:
-        return (
-            f"the real arm went from {early:.0f} to {late:.0f} samples/s while it was measured, "
-            f"{what}. The usual reason is a cache that fills: the first epoch runs as at the "
-            "start, later ones as at the end. --seconds 240 shows more of the end"
-        )
     return (
         f"the {arm} arm differs from itself by {100 * differs[arm]:.0f} points, {what}. "
         "Stop other programs; more rounds may settle it (--rounds, --seconds)"

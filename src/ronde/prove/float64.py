@@ -287,25 +287,22 @@ def _patch_training_calls(recorder: Recorder) -> None:
         _before(torch.nn.utils, name, note_clip)
 
 
-def _note_clock(recorder: Recorder) -> None:
-    """Note where the script reads the clock."""
+def _patch_clock(recorder: Recorder, ahead_seconds: float) -> None:
+    """Note where the script reads the clock, and put it ahead."""
     for name in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic"):
         original = getattr(time, name)
+        ahead = int(ahead_seconds * 1e9) if name.endswith("_ns") else ahead_seconds
 
-        def call(name: str = name, original: Callable[[], Any] = original) -> Any:
+        def call(
+            name: str = name,
+            original: Callable[[], Any] = original,
+            ahead: float = 0 if name == "monotonic" else ahead,  # prove's own limits go by it
+        ) -> Any:
             if where := place_of(True):
                 recorder.trace.note("clock", f"time.{name}()@{where}")
-            return original()
+            return original() + ahead
 
         setattr(time, name, call)
-
-
-def _patch_clock(ahead: float) -> None:
-    now, now_ns, count, count_ns = time.time, time.time_ns, time.perf_counter, time.perf_counter_ns
-    time.time = lambda: now() + ahead
-    time.time_ns = lambda: now_ns() + int(ahead * 1e9)
-    time.perf_counter = lambda: count() + ahead
-    time.perf_counter_ns = lambda: count_ns() + int(ahead * 1e9)
 
 
 def _patch_own_generators(recorder: Recorder) -> None:
@@ -360,10 +357,8 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
     _patch_ranks(recorder)
     _patch_exchanges(recorder)
     _patch_training_calls(recorder)
-    if settings.experiment is Experiment.ROUNDED:
-        # a day ahead: what the script seeds by the time differs between the two runs
-        _patch_clock(86_413.37)
-    _note_clock(recorder)
+    # a day ahead: what the script seeds by the time differs between the two runs
+    _patch_clock(recorder, 86_413.37 if settings.experiment is Experiment.ROUNDED else 0.0)
     _patch_own_generators(recorder)
     _patch_autocast(recorder)
 

@@ -12,10 +12,11 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from ronde.data import BatchOrder, Order
+from ronde.introspect import Marks
 from ronde.loader import LoaderSettings, TakenOver
 from ronde.plan import Share
 from ronde.prove.trace_writer import TraceWriter
-from ronde.prove.values import cast, digest_value, draws_since, generators
+from ronde.prove.values import cast, digest_value
 from ronde.run.parts import Parts
 
 __all__ = ["SampleRecorder", "cut_epoch", "cut_order", "wide_loader"]
@@ -163,9 +164,9 @@ def wide_loader(
     collate = settings.collate
 
     def wide(samples: list[Any]) -> Any:
-        before = generators()
+        marks = Marks()
         batch = collate(samples)
-        if names := draws_since(before):
+        if names := marks.moved():
             drawn(names)
         return cast(batch)
 

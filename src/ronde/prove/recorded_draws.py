@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from ronde.capture import GlobalDraws, following, replaced
-from ronde.introspect import restore_states
+from ronde.introspect import Marks, restore_states
 from ronde.introspect import states as random_states
 from ronde.plan import Share
 from ronde.prove.trace_writer import Phase, TraceWriter, place_of
-from ronde.prove.values import draws_since, generators
 from ronde.run.parts import Parts
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class DrawRecorder:
         self._random_before = random_states()  # before the step or evaluation
         self._others: set[str] = set()  # generators drawn from in its passes so far
         self._in_pass = False  # whose draws are seen by the generators' states
-        self._marks = generators()
+        self._marks = Marks()
 
     def make_same(self, run: Parts) -> None:
         """From now on, draws are the same for any number of workers."""
@@ -102,7 +101,7 @@ class DrawRecorder:
         """The pass under way starts once more."""
         if self._same is None or following():
             return
-        self._others.update(draws_since(self._marks))
+        self._others.update(self._marks.moved())
         self._end_pass()
         key, low, high = self._range
         seed = next(self._seeds)
@@ -112,7 +111,7 @@ class DrawRecorder:
             torch.default_generator.manual_seed(seed)
         random.seed(_number(key))
         np.random.seed(_number(key) % 2**32)
-        self._marks = generators()
+        self._marks = Marks()
 
     def _end_pass(self) -> None:
         """The pass under way draws no more; a backward pass may compute a part of it again."""
@@ -139,16 +138,16 @@ class DrawRecorder:
     def mark(self) -> None:
         """A step or an evaluation starts."""
         self._random_before, self._others, self._in_pass = random_states(), set(), True
-        self._marks = generators()
+        self._marks = Marks()
 
     def mark_update(self) -> None:
         """The optimizer is about to step."""
         self._end_passes()
-        self._marks = generators()
+        self._marks = Marks()
 
     def since_mark(self) -> list[str]:
         """Generators drawn from since the last mark."""
-        return draws_since(self._marks)
+        return self._marks.moved()
 
     def drawn(self) -> list[str]:
         """Generators drawn from since :meth:`mark`, except where draws are the same anyway."""
@@ -158,8 +157,8 @@ class DrawRecorder:
                 self.count()
             return sorted(self._others)
         if self._same is None:
-            return draws_since(self._marks)
-        return sorted({*self._others, *draws_since(self._marks)} - {"torch"})
+            return self._marks.moved()
+        return sorted({*self._others, *self._marks.moved()} - {"torch"})
 
     def _seeds_passes(self) -> bool:
         """Whether the run seeds each pass, which moves a generator that nobody draws from."""
@@ -171,18 +170,18 @@ class DrawRecorder:
         """The run has seeded a pass."""
         self._in_pass = True
         if self._same is None and self._seeds_passes():
-            self._marks = generators()
+            self._marks = Marks()
 
     def count(self) -> None:
         """Count what was drawn since the run has seeded."""
         self._in_pass = False
         if self._same is None and self._seeds_passes():
-            self._others.update(draws_since(self._marks))
+            self._others.update(self._marks.moved())
 
     def skip(self) -> None:
         """Another run of the loop has stepped: what moved the generators until now is its own."""
         if self._same is None:
-            self._marks = generators()
+            self._marks = Marks()
 
     def note(self) -> None:
         """The script draws from torch's generator: in a hook on gradients, say."""

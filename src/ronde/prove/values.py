@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,6 @@ __all__ = [
     "cast",
     "count_rows",
     "digest_value",
-    "draws_since",
-    "generators",
     "per_sample",
     "probe",
     "to_array",
@@ -127,23 +124,6 @@ def digest_value(value: Any) -> str:
 
     add(value)
     return content.hexdigest()
-
-
-def generators() -> tuple[Any, ...]:
-    """The states of torch's, Python's and numpy's generators."""
-    legacy = np.random.get_state(legacy=False)
-    return torch.default_generator.get_state(), random.getstate(), legacy
-
-
-def draws_since(before: tuple[Any, ...]) -> list[str]:
-    """The generators among these three that were drawn from."""
-    now = generators()
-    same = {
-        "torch": torch.equal(before[0], now[0]),
-        "random": before[1] == now[1],
-        "numpy.random": repr(before[2]) == repr(now[2]),
-    }
-    return [name for name, is_same in same.items() if not is_same]
 
 
 def _as_it_draws(low: int, high: int) -> None:
