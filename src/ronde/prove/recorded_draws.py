@@ -42,6 +42,7 @@ class DrawRecorder:
         self._seeds = itertools.count(1 << 40)
         self._handed: list[Any] = []  # the micro-batches of the step
         self._passes = 0  # forward passes of the step that run.step has started
+        self._is_under_way = False  # a pass whose draws are made the same
         self._range = ("", 0, 0)  # of the pass under way: key, and its samples' places
         self._random_before = random_states()  # before the step or evaluation
         self._others: set[str] = set()  # generators drawn from in its passes so far
@@ -60,6 +61,7 @@ class DrawRecorder:
 
     def _note_other(self, _: str = "") -> None:
         """A draw may be another one on another number of workers."""
+        self._others.add("torch")
         self._trace.note("unfixed", place_of())
 
     # -- where a pass begins -----------------------------------------------------------
@@ -101,10 +103,10 @@ class DrawRecorder:
         """The pass under way starts once more."""
         if self._same is None or following():
             return
-        self._others.update(self._marks.moved())
+        self._others.update(self._unplaced())
         self._end_pass()
         key, low, high = self._range
-        seed = next(self._seeds)
+        seed, self._is_under_way = next(self._seeds), low < high
         if low < high:
             self._same.begin(_number(key), low, high, seed, watched=True)
         else:  # nobody asks for what is drawn
@@ -117,10 +119,11 @@ class DrawRecorder:
         """The pass under way draws no more; a backward pass may compute a part of it again."""
         assert self._same is not None
         self._same.end()
-        self._same.pause()
-        if self._same.moved:  # by something else than the functions that are replaced
-            self._same.moved = False
+        # another run of the loop may have closed it, and its draws were torch's own
+        is_closed = self._same.pause() is None and self._is_under_way
+        if self._same.moved or is_closed:  # or by functions that are not replaced
             self._note_other()
+        self._same.moved = self._is_under_way = False
 
     def _end_passes(self) -> None:
         if self._same is not None:
@@ -158,7 +161,11 @@ class DrawRecorder:
             return sorted(self._others)
         if self._same is None:
             return self._marks.moved()
-        return sorted({*self._others, *self._marks.moved()} - {"torch"})
+        return sorted({*self._others, *self._unplaced()})
+
+    def _unplaced(self) -> list[str]:
+        """Generators drawn from since the last mark, except torch's, whose draws go by place."""
+        return [name for name in self._marks.moved() if name != "torch"]
 
     def _seeds_passes(self) -> bool:
         """Whether the run seeds each pass, which moves a generator that nobody draws from."""
