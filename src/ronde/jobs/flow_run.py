@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ronde.jobs.child import end_child, has_ended, how_ended, last_line, start_child
+from ronde.jobs.child_process import end_child, has_ended, how_ended, last_line, start_child
 from ronde.jobs.flow import Flow, FlowStep, fill
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.watch import RunDir, summarise

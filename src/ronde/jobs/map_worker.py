@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from ronde.jobs.child import end_child, has_ended, how_ended, start_child
+from ronde.jobs.child_process import end_child, has_ended, how_ended, start_child
 from ronde.jobs.handed import PIPES
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.jobs.map_plan import MODEL, bounds, halves, is_too_long, load_map

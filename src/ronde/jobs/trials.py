@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ronde.jobs.child import start_child
+from ronde.jobs.child_process import start_child
 from ronde.jobs.space import Values
 from ronde.watch import RunDir
 from ronde.watch.record import Alert, Ended, Epoch, Evaluated, Started, StepRecorded, read

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ronde.jobs.child import last_line
+from ronde.jobs.child_process import last_line
 from ronde.jobs.halving import (
     Bracket,
     Results,
