@@ -99,7 +99,9 @@ def checkpoint_frames() -> Iterator[list[int]]:
     try:
         yield frames
     finally:
-        del base.__enter__, base.__exit__  # inherited again
+        for name in ("__enter__", "__exit__"):
+            if name in vars(base):  # else a pass inside of this one has taken it back
+                delattr(base, name)
 
 
 @dataclass
@@ -295,7 +297,7 @@ class EventRecorder(Interceptor):
 
     def _register(self, call: _Observed, result: Any) -> Any:
         """Find out what the call changed and made, and append its event."""
-        now, reads, args, number = call.now, call.reads, call.args, len(self.events)
+        now, reads, number = call.now, call.reads, len(self.events)
         shared = (
             not call.parameters
             and call.module is None
@@ -313,29 +315,9 @@ class EventRecorder(Interceptor):
             any(now[i].shape != call.before[i][1] for i in changed)
             or getattr(call.function, "__name__", "") == "__set__"
         )
-        changes: list[tuple[int, int]] = []
-        replaces: list[int] = []
-        renewed: dict[int, int] = {}
-        storages = []
-        for i in changed:
-            tensor = now[i]
-            if id(tensor) not in renewed:
-                storages.append(storage_of(tensor))
-                self.changers[storages[-1]] = number
-                renewed[id(tensor)] = self._new(tensor, number, shared, before=reads[i])
-                if tensor is not call.inputs[i]:
-                    self.twins[id(call.inputs[i])] = tensor
-                    self.tainted.add(storage_of(call.inputs[i]))
-                    self.alive.append(call.inputs[i])
-            changes.append((i, renewed[id(tensor)]))
-            replaces.append(reads[i])
+        renewed = self._renew(call, changed, shared)
         for read in dict.fromkeys(reads):
             self.values[read].readers.append(number)
-        if call.kind == "op" and keeps_shape(call.name):
-            first = [r for r, t in zip(reads, now, strict=True) if args and t is args[0]]
-            shaped = any(self.values[r].data_shaped for r in first)
-        else:
-            shaped = data_shaped(call.name, args) or any(self.values[r].data_shaped for r in reads)
         try:
             leaves, shape = flatten(result)
         except Opaque:
@@ -345,12 +327,79 @@ class EventRecorder(Interceptor):
         numbers = not shared and call.kind == "op" and (call.name in NUMBERS or call.sized)
         if numbers and len(leaves) > 4096:  # each would be a message of its own
             opaque, numbers = True, False
+        marked, made = self._mark(call, leaves, shared, numbers)
+        # a constant of the pass among results that only one stage has
+        mixed = any(isinstance(m, Value) and m.shared for m in marked)
+        unique = {id(p): p for p in call.parameters}
+        self.events.append(
+            TraceEvent(
+                call.kind,
+                call.name,
+                self.inside[-1],
+                call.module,
+                tuple(reads),
+                tuple(made),
+                shape,
+                tuple(marked),
+                tuple((i, renewed[id(now[i])]) for i in changed),
+                tuple(unique.values()),
+                shared,
+                (opaque or mixed) and not shared,
+                tuple(reads[i] for i in changed),
+                any(self.values[r].why_not for r in reads),
+                buffer,
+                tuple(self.frames),
+                tuple(storage_of(t) for t in {id(now[i]): now[i] for i in changed}.values()),
+                sized=call.sized,
+                writes=call.written,
+                drawn=call.drawn,
+            )
+        )
+        if call.used and call.kind == "op":
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                    # a function with a backward pass of its own
+                    self.nodes[leaf.grad_fn] = call.used
+        if call.pretend and self.events[-1].hands_on:
+            return self._originals(self.events[-1], result, call.inputs, now)
+        return result
+
+    def _renew(self, call: _Observed, changed: list[int], shared: bool) -> dict[int, int]:
+        """The values that changed inputs have become, by the tensor's identity."""
+        renewed: dict[int, int] = {}
+        for i in changed:
+            tensor, given = call.now[i], call.inputs[i]
+            if id(tensor) in renewed:  # it was given twice
+                continue
+            number = self.changers[storage_of(tensor)] = len(self.events)
+            renewed[id(tensor)] = self._new(tensor, number, shared, before=call.reads[i])
+            if tensor is not given:
+                self.twins[id(given)] = tensor
+                self.tainted.add(storage_of(given))
+                self.alive.append(given)
+        return renewed
+
+    def _is_data_shaped(self, call: _Observed) -> bool:
+        """Whether the shape of a call's result depends on values."""
+        reads = call.reads
+        if call.kind == "op" and keeps_shape(call.name):
+            pairs = zip(reads, call.now, strict=True)
+            reads = [r for r, t in pairs if call.args and t is call.args[0]]
+        elif data_shaped(call.name, call.args):
+            return True
+        return any(self.values[r].data_shaped for r in reads)
+
+    def _mark(
+        self, call: _Observed, leaves: list[Any], shared: bool, numbers: bool
+    ) -> tuple[list[Any], list[int]]:
+        """What an event's result holds, leaf by leaf, and the values of its tensors."""
+        number, shaped = len(self.events), self._is_data_shaped(call)
         marked: list[Any] = []
         made: list[int] = []
-        places = {id(t): i for i, t in enumerate(now)}
+        places = {id(t): i for i, t in enumerate(call.now)}
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
-                marked.append(self._number(leaf, number, marked, made) if numbers else leaf)
+                marked.append(self._number(leaf, number, made) if numbers else leaf)
                 continue
             if isinstance(leaf, nn.Parameter):
                 marked.append(leaf)
@@ -365,44 +414,10 @@ class EventRecorder(Interceptor):
             value = self.values[index]
             if leaf.dim() and shaped:
                 value.data_shaped = True
-            if not shared:
-                opaque = opaque or value.shared
             self.own_storages.add(storage_of(leaf))
             made.append(index)
             marked.append(value)
-        unique = {id(p): p for p in call.parameters}
-        self.events.append(
-            TraceEvent(
-                call.kind,
-                call.name,
-                self.inside[-1],
-                call.module,
-                tuple(reads),
-                tuple(made),
-                shape,
-                tuple(marked),
-                tuple(changes),
-                tuple(unique.values()),
-                shared,
-                opaque and not shared,
-                tuple(replaces),
-                any(self.values[r].why_not for r in reads),
-                buffer,
-                tuple(self.frames),
-                tuple(storages),
-                sized=call.sized,
-                writes=call.written,
-                drawn=call.drawn,
-            )
-        )
-        if call.used and call.kind == "op":
-            for leaf in leaves:
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                    # a function with a backward pass of its own
-                    self.nodes[leaf.grad_fn] = call.used
-        if call.pretend and self.events[-1].hands_on:
-            return self._originals(self.events[-1], result, call.inputs, now)
-        return result
+        return marked, made
 
     def _originals(
         self, event: TraceEvent, result: Any, inputs: list[torch.Tensor], now: list[torch.Tensor]
@@ -447,7 +462,7 @@ class EventRecorder(Interceptor):
             torch.Tensor, lambda t: fake.from_tensor(t, static_shapes=True), result
         )
 
-    def _number(self, leaf: Any, maker: int, marked: list[Any], made: list[int]) -> Any:
+    def _number(self, leaf: Any, maker: int, made: list[int]) -> Any:
         """A number read from an activation: a value to send to later stages."""
         if isinstance(leaf, bool | int | float | complex):
             wide = {float: torch.float64, complex: torch.complex128}.get(type(leaf))
