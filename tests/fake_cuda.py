@@ -20,9 +20,9 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 def _torch() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def build(library: Path) -> None:

@@ -173,11 +173,11 @@ def fork_ranks(out: Path, case: str) -> None:
             os.environ.update(GLOO_SOCKET_IFNAME="lo")
             torch.distributed.init_process_group("gloo")
         try:
-            told = train(plan, precision)
+            facts = train(plan, precision)
         except BaseException as error:
-            told = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
+            facts = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
         with out.open("a") as file:
-            file.write(json.dumps({"case": case, "rank": rank, **told}) + "\n")
+            file.write(json.dumps({"case": case, "rank": rank, **facts}) + "\n")
         os._exit(0)
     limit = time.monotonic() + 60
     while ranks:

@@ -82,9 +82,9 @@ def trained(make, optimizer, data, loss, prepare=None, later=None, **options):
         return {k: v.clone() for k, v in whole.state_dict().items()}
 
 
-def same(name, found, expected, bound=1e-12):
+def same(name, actual, expected, bound=1e-12):
     for key, want in expected.items():
-        off = (found[key] - want).abs().max() / want.abs().max().clamp(min=1e-30)
+        off = (actual[key] - want).abs().max() / want.abs().max().clamp(min=1e-30)
         assert off <= bound, f"{name}: {key} is {off:.1e} off"
 
 
@@ -96,8 +96,8 @@ def sparse_gradients():
         (sparse_adam, weighted, {"plan": "shard=optimizer"}),
     ):
         want = plain(Factors, optimizer, data, loss)
-        found = trained(Factors, optimizer, data, loss, **options)
-        same(f"sparse {options}", found, want)
+        actual = trained(Factors, optimizer, data, loss, **options)
+        same(f"sparse {options}", actual, want)
 
 
 def sparse_adam(parameters):
@@ -130,10 +130,10 @@ def hooks_on_gradients():
         (weighted, {"plan": "pipeline=2"}),
     ):
         want = plain(net, sgd, data, loss, clamp_and_sign)
-        found = trained(net, sgd, data, loss, clamp_and_sign, **options)
-        same(f"hooks {options}", found, want)
-    found = trained(net, sgd, data, loss, later=clamp_and_sign, plan="shard")
-    same("hooks shard", found, want)
+        actual = trained(net, sgd, data, loss, clamp_and_sign, **options)
+        same(f"hooks {options}", actual, want)
+    actual = trained(net, sgd, data, loss, later=clamp_and_sign, plan="shard")
+    same("hooks shard", actual, want)
 
 
 def two_optimizers():
@@ -175,8 +175,8 @@ def complex_weights():
 
     want = plain(Waves, sgd, data, weighted, clip)
     for plan, micro in (("replicate", 2), ("shard", None), ("pipeline=2", None)):
-        found = trained(Waves, sgd, data, weighted, plan=plan, clip_norm=0.1, micro_batch=micro)
-        same(f"complex {plan}", found, want)
+        actual = trained(Waves, sgd, data, weighted, plan=plan, clip_norm=0.1, micro_batch=micro)
+        same(f"complex {plan}", actual, want)
 
 
 class Climb(torch.optim.Optimizer):

@@ -114,8 +114,8 @@ def cell(name: str, plan: str, expected: tuple[dict[str, torch.Tensor], list[flo
         apart = float(apart.nan_to_num(nan=float("inf")))
         if apart > worst:
             worst, where = apart, key
-    for i, (found, want) in enumerate(zip(losses, expected_losses, strict=True)):
-        apart = abs(float(found) - want) / max(abs(want), 0.01)
+    for i, (loss, want) in enumerate(zip(losses, expected_losses, strict=True)):
+        apart = abs(float(loss) - want) / max(abs(want), 0.01)
         if not apart <= worst:
             worst, where = apart, f"loss {i}"
     return {"apart": worst, "where": where, "held": held}
@@ -128,10 +128,10 @@ def _rank(name: str, plans: list[str], file: Path) -> None:
         for plan in plans:
             print(json.dumps({"begin": plan}), file=out, flush=True)
             try:
-                told = cell(name, plan, expected)
+                facts = cell(name, plan, expected)
             except BaseException as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
-                told = {
+                facts = {
                     "error": type(error).__name__,
                     "named": isinstance(error, ronde.RondeError),
                     "text": str(error)[:1200],
@@ -139,8 +139,8 @@ def _rank(name: str, plans: list[str], file: Path) -> None:
                     "when": time.time(),
                     "trace": traceback.format_exc()[-5000:],
                 }
-            print(json.dumps({"plan": plan, **told}), file=out, flush=True)
-            if "error" in told or not told["apart"] <= EXACT:
+            print(json.dumps({"plan": plan, **facts}), file=out, flush=True)
+            if "error" in facts or not facts["apart"] <= EXACT:
                 os._exit(1)
     os._exit(0)
 
@@ -159,7 +159,7 @@ def _launch(name: str, workers: int, plans: list[str], folder: Path) -> list[lis
             log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            _rank(name, plans, folder / f"told-{rank}")
+            _rank(name, plans, folder / f"facts-{rank}")
         children.append(pid)
     limit = time.monotonic() + SECONDS
     size = 0
@@ -170,7 +170,7 @@ def _launch(name: str, workers: int, plans: list[str], folder: Path) -> list[lis
                 children.remove(pid)
                 if status:
                     limit = min(limit, time.monotonic() + 2)
-        written = sum(f.stat().st_size for f in folder.glob("told-*"))
+        written = sum(f.stat().st_size for f in folder.glob("facts-*"))
         if written != size and limit > time.monotonic() + 2:
             size, limit = written, time.monotonic() + SECONDS
         if time.monotonic() > limit:
@@ -179,18 +179,18 @@ def _launch(name: str, workers: int, plans: list[str], folder: Path) -> list[lis
                 os.waitpid(pid, 0)
             break
         time.sleep(0.01)
-    told = []
+    facts = []
     for rank in range(workers):
-        file = folder / f"told-{rank}"
+        file = folder / f"facts-{rank}"
         lines = file.read_text().splitlines() if file.exists() else []
-        told.append([json.loads(line) for line in lines])
+        facts.append([json.loads(line) for line in lines])
         file.unlink(missing_ok=True)
-    return told
+    return facts
 
 
-def judge(plan: str, told: list[list[dict]], names: set[str]) -> dict[str, Any]:
+def judge(plan: str, facts: list[list[dict]], names: set[str]) -> dict[str, Any]:
     """One cell: ``exact``, ``refused``, or what it must not be: ``wrong``, ``error``, ``hang``."""
-    lines = [next((x for x in each if x.get("plan") == plan), None) for each in told]
+    lines = [next((x for x in each if x.get("plan") == plan), None) for each in facts]
     errors = sorted((x for x in lines if x and "error" in x), key=lambda x: x["when"])
     if errors:
         first = errors[0]
@@ -212,16 +212,16 @@ def run_cells(name: str, workers: int, plans: list[str]) -> list[dict]:
     names, results, left = set(grid_models.build(name).model.state_dict()), [], list(plans)
     with tempfile.TemporaryDirectory() as folder:
         while left:
-            told = _launch(name, workers, left, Path(folder))
-            begun = max(sum("begin" in x for x in each) for each in told)
+            facts = _launch(name, workers, left, Path(folder))
+            begun = max(sum("begin" in x for x in each) for each in facts)
             for plan in left[: max(begun, 1)]:
-                found = judge(plan, told, names)
-                results.append({"model": name, "workers": workers, **found, "plan": plan})
+                verdict = judge(plan, facts, names)
+                results.append({"model": name, "workers": workers, **verdict, "plan": plan})
                 left = left[1:]
-                if found["outcome"] == "hang":
+                if verdict["outcome"] == "hang":
                     log = Path(folder, "log-0")
                     results[-1]["log"] = log.read_text()[-1500:] if log.exists() else ""
-                if found["outcome"] != "exact":
+                if verdict["outcome"] != "exact":
                     break  # other ranks may have begun the next
     return results
 
@@ -250,8 +250,8 @@ def main() -> None:
         todo = [(m, n, plans) for m in grid_models.BUILDERS for n, plans in PLANS.items()]
     with out.open("a") as file:
         for name, workers, plans in todo:
-            for found in run_cells(name, workers, plans):
-                print(json.dumps(found), file=file, flush=True)
+            for row in run_cells(name, workers, plans):
+                print(json.dumps(row), file=file, flush=True)
 
 
 if __name__ == "__main__":

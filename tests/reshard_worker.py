@@ -136,9 +136,9 @@ def differ(a: Path, b: Path) -> float:
 
 def _optimizer(where: Path) -> dict[str, torch.Tensor]:
     """All of an optimizer's state, from the newest checkpoint."""
-    found, refused = find_valid(where / "checkpoints")
-    assert found is not None and not refused and found.step == END, (where, refused)
-    return found.whole("optimizer")
+    checkpoint, refused = find_valid(where / "checkpoints")
+    assert checkpoint is not None and not refused and checkpoint.step == END, (where, refused)
+    return checkpoint.whole("optimizer")
 
 
 def _furthest(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> float:
@@ -235,7 +235,7 @@ def states(folder: Path) -> None:
         run = start(PLANS[plan][1], False, folder / plan, False, **cut)
         train(run, 2)
         held = run.model.state_dict(keep_vars=True)
-        told = {}
+        answers = {}
         for name, call in {
             "model": run.model.state_dict,
             "blocks": run.model.blocks.state_dict,
@@ -245,13 +245,13 @@ def states(folder: Path) -> None:
             try:
                 call()
             except ronde.PlanError as error:
-                told[name] = str(error)
-        (folder / f"{plan}.{run.rank}.told").write_text(json.dumps(told))
+                answers[name] = str(error)
+        (folder / f"{plan}.{run.rank}.answers").write_text(json.dumps(answers))
 
     plans = ["replicate", "zero1", "zero3", "pipeline", "tensor"]
     fork(2, lambda: [go(plan) for plan in plans])
-    told = {plan: json.loads((folder / f"{plan}.1.told").read_text()) for plan in plans}
-    print(json.dumps(told))
+    answers = {plan: json.loads((folder / f"{plan}.1.answers").read_text()) for plan in plans}
+    print(json.dumps(answers))
 
 
 # -- without a run: pieces of tensors --------------------------------------------------
@@ -304,12 +304,12 @@ def _written(me, *arguments: object) -> Path:
     from ronde import checkpoint as c
     from ronde.world.consensus import broadcast_json
 
-    write, told = c.prepare_pieces(me, *arguments), []
+    write, answers = c.prepare_pieces(me, *arguments), []
     try:
-        told = [str(write()), ""]
+        answers = [str(write()), ""]
     except ronde.CheckpointError as error:
-        told = ["", str(error)]
-    path, error = broadcast_json(me, told)
+        answers = ["", str(error)]
+    path, error = broadcast_json(me, answers)
     if error:
         raise ronde.CheckpointError(error)
     return Path(path)
@@ -322,7 +322,7 @@ def pieces(folder: Path) -> None:
     from ronde import checkpoint as c
     from ronde.world.connect import connect
 
-    told: dict[str, object] = {}
+    answers: dict[str, object] = {}
 
     def write(size: int) -> None:
         me = connect()
@@ -354,12 +354,12 @@ def pieces(folder: Path) -> None:
         for source in (1, 2, 3, 4):
             for all_see in (True, False):
                 tensors = _divided(True)
-                found = (
+                checkpoint = (
                     c.verify(folder / str(source) / "step-000000001")
                     if me.is_main or all_see
                     else None
                 )
-                opened = {"model": found.source("model")} if found else {}
+                opened = {"model": checkpoint.source("model")} if checkpoint else {}
                 wants = [
                     c.Want("model", n, c.box_of(t, n), local_part(t).copy_)
                     for n, t in tensors.items()
@@ -432,8 +432,10 @@ def pieces(folder: Path) -> None:
     for size in (1, 2, 3, 4):
         fork(size, lambda size=size: read(size))
     fork(2, refuse)
-    told["refused"] = [json.loads((folder / f"refused.{rank}.json").read_text()) for rank in (0, 1)]
-    print(json.dumps(told))
+    answers["refused"] = [
+        json.loads((folder / f"refused.{rank}.json").read_text()) for rank in (0, 1)
+    ]
+    print(json.dumps(answers))
 
 
 # -- models on meta --------------------------------------------------------------------
@@ -453,7 +455,7 @@ def meta(folder: Path) -> None:
     """The same weights under every plan; trained, they are the same again; from a checkpoint
     too.
     """
-    told: dict[str, float] = {}
+    answers: dict[str, float] = {}
 
     def build() -> nn.Module:
         with torch.device("meta"):
@@ -477,13 +479,13 @@ def meta(folder: Path) -> None:
     fork(1, lambda: go("single", checkpoint, "-from"))
     fork(2, lambda: go("zero3", folder / "single.end", "-from"))
     for plan in plans[1:]:
-        told[plan] = max(
+        answers[plan] = max(
             differ(folder / f"{plan}.{at}", folder / f"single.{at}") for at in ("begin", "end")
         )
-    told["from a checkpoint"] = differ(folder / "single-from.begin", folder / "zero3.end")
-    told["from a file"] = differ(folder / "zero3-from.begin", folder / "single.end")
-    told["at all"] = differ(folder / "single.begin", folder / "single.end")
-    print(json.dumps(told))
+    answers["from a checkpoint"] = differ(folder / "single-from.begin", folder / "zero3.end")
+    answers["from a file"] = differ(folder / "zero3-from.begin", folder / "single.end")
+    answers["at all"] = differ(folder / "single.begin", folder / "single.end")
+    print(json.dumps(answers))
 
 
 class Ones(nn.Linear):

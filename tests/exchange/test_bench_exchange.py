@@ -64,7 +64,7 @@ def test_refusals_by_name(folder):
         "--cluster nowhere.yaml": "there is no such file",
         "--servers 0": "expected 1 to 64 servers, or hosts",
     }
-    for words, told in cases.items():
+    for words, message in cases.items():
         done = bench(folder, "-n", "2", *words.split())
         said = " ".join((done.stdout + done.stderr).split())
-        assert done.returncode != 0 and told in said, (words, said)
+        assert done.returncode != 0 and message in said, (words, said)

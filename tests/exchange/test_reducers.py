@@ -133,8 +133,8 @@ def test_a_server_or_worker_that_is_killed_is_started_again(tmp_path, two_server
     command = ["run", "--runs", "runs", *options, "train.py", "-1", "0.3"]
     with child(ronde(*command), tmp_path) as running:
         running.wait_for("TRAINING", 90)
-        found = [p for p in marked(running.mark) if _is(p, victim)]
-        found[0].send_signal(signal.SIGKILL)
+        victims = [p for p in marked(running.mark) if _is(p, victim)]
+        victims[0].send_signal(signal.SIGKILL)
         done = running.done(120)
     said = done.stdout + done.stderr
     assert done.returncode == 0 and "restart 1 of 2" in said, said
@@ -161,10 +161,10 @@ def test_refusals_by_name():
         "shard=parameters,reducer=servers": "Use it with replicate or shard=optimizer",
         "shard=optimizer,reducer=diloco": "workers cannot train alone as diloco does",
     }
-    for plan, told in cases.items():
+    for plan, message in cases.items():
         with pytest.raises(ArgumentError) as caught:
             Plan.parse(plan)
-        assert told in str(caught.value), caught.value
+        assert message in str(caught.value), caught.value
     with pytest.raises(ArgumentError, match="does not follow"):
         Plan(reducer="topk", precision="fp16").check()
     assert set(KINDS) == set(REDUCERS) - {"auto"}
@@ -184,9 +184,9 @@ def test_the_planner_chooses_among_measured_reducers():
     assert Cluster.from_dict(measured.to_dict()) == measured
 
     def best(cluster, like=None):
-        found = search(costs, cluster, 4, like=like)
-        assert found.best.plan.pipeline == 1
-        return found.best.plan.reducer
+        answer = search(costs, cluster, 4, like=like)
+        assert answer.best.plan.pipeline == 1
+        return answer.best.plan.reducer
 
     assert best(known) == "ring" and best(measured) == "servers"
     assert best(replace(measured, reducers={"servers": replace(fast, ranks=8)})) == "ring"

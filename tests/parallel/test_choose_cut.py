@@ -119,13 +119,13 @@ def followed(built: Built, batch=None, real: bool = False) -> Trace:
     return trace
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    assert found.shape == wanted.shape, what
+def near(actual: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    assert actual.shape == wanted.shape, what
     if not wanted.is_floating_point():
-        assert torch.equal(found, wanted), what
+        assert torch.equal(actual, wanted), what
         return
     scale = max(float(wanted.abs().max()) if wanted.numel() else 0.0, 1e-12)
-    worst = float((found - wanted).abs().max()) if wanted.numel() else 0.0
+    worst = float((actual - wanted).abs().max()) if wanted.numel() else 0.0
     assert worst <= TOLERANCE * scale or worst <= 1e-14, f"{what}: off by {worst / scale:.1e}"
 
 
@@ -136,7 +136,7 @@ def check(built: Built, made: Program, batch=None) -> None:
     kept = {n: b.detach().clone() for n, b in built.model.named_buffers()}
     built.model.zero_grad(set_to_none=True)
     loss = stage_by_stage(made, lambda: built.call(built.model, copied(batch)))
-    found = {n: p.grad for n, p in built.model.named_parameters()}
+    actual = {n: p.grad for n, p in built.model.named_parameters()}
     buffers = {n: b.detach().clone() for n, b in built.model.named_buffers()}
     with torch.no_grad():
         for name, buffer in built.model.named_buffers():
@@ -149,11 +149,11 @@ def check(built: Built, made: Program, batch=None) -> None:
     near(loss, wanted, "loss")
     for name, p in built.model.named_parameters():
         if id(p) in made.reached and p.grad is not None:
-            assert found[name] is not None, f"{name} got no gradient"
-            near(found[name], p.grad, f"gradient of {name}")
+            assert actual[name] is not None, f"{name} got no gradient"
+            near(actual[name], p.grad, f"gradient of {name}")
         else:
             assert p.grad is None or id(p) in made.reached, f"{name} is reached after all"
-            assert found[name] is None or not found[name].any(), f"{name} got a gradient"
+            assert actual[name] is None or not actual[name].any(), f"{name} got a gradient"
     for name, buffer in built.model.named_buffers():
         near(buffers[name], buffer, f"buffer {name}")
     built.model.zero_grad(set_to_none=True)
@@ -202,11 +202,11 @@ def check_everything(built: Built, seeds=(0, 1, 2), sizes=(2, 4), deep: bool = T
             with torch.no_grad():
                 made = program_for(built, cut, built.batch)
                 state = torch.get_rng_state()
-                found = stage_by_stage(
+                actual = stage_by_stage(
                     made, lambda: built.call(built.model, copied(built.batch)), backward=False
                 )
                 torch.set_rng_state(state)
-                near(found, built.call(built.model, copied(built.batch)), "evaluation")
+                near(actual, built.call(built.model, copied(built.batch)), "evaluation")
         except BaseException as error:
             error.add_note(
                 f"cut at {[p.name for p in cut]}, "

@@ -59,7 +59,7 @@ MORE = [
 def test_every_plan_on_a_device_that_must_not_be_waited_for(tmp_path):
     fake_cuda.build(tmp_path / "device.so")
     cases = [*some(CASES, 4), *(MORE if ALL else [])]
-    out = tmp_path / "told.jsonl"
+    out = tmp_path / "facts.jsonl"
     environment = {k: v for k, v in os.environ.items() if k != "RONDE_DEVICE"}
     done = subprocess.run(
         [
@@ -76,10 +76,10 @@ def test_every_plan_on_a_device_that_must_not_be_waited_for(tmp_path):
         timeout=800 if ALL else 300,
     )
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in out.read_text().splitlines()]
+    facts = [json.loads(line) for line in out.read_text().splitlines()]
     for case in cases:
         workers, plan, precision = case.split("/")
-        ranks = [t for t in told if t["case"] == case]
+        ranks = [t for t in facts if t["case"] == case]
         assert len(ranks) == int(workers), f"{case}: a rank hangs\n{done.stderr[-3000:]}"
         for rank in ranks:
             assert "error" not in rank, rank.get("trace")

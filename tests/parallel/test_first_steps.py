@@ -77,12 +77,12 @@ def leftover() -> list[str | None]:
 
 def worker(folder: Path, plans: list[str]) -> None:
     size = int(os.environ["WORLD_SIZE"])
-    told = {}
+    answers = {}
     for plan in plans:
-        told[plan] = [train(plan, 0.0, 0), train(plan, 1e-4, 1), train(plan, 1e-4, 2)]
+        answers[plan] = [train(plan, 0.0, 0), train(plan, 1e-4, 1), train(plan, 1e-4, 2)]
     if size == 2:
-        told["leftover"] = leftover()
-    (folder / f"{size}.{dist.get_rank()}.json").write_text(json.dumps(told))
+        answers["leftover"] = leftover()
+    (folder / f"{size}.{dist.get_rank()}.json").write_text(json.dumps(answers))
     dist.barrier()  # who leaves while another still reads from it resets the connection
 
 
@@ -97,7 +97,7 @@ def test_what_differs_between_workers_is_named(tmp_path):
         assert done.returncode == 0, f"{done.stdout}{done.stderr}"
         ranks = [json.loads((tmp_path / f"{size}.{r}.json").read_text()) for r in range(size)]
         for plan in plans:
-            sound, before, late = zip(*(told[plan] for told in ranks), strict=True)
+            sound, before, late = zip(*(answers[plan] for answers in ranks), strict=True)
             assert not any(sound), (plan, sound)
             assert len(set(before)) == 1, before  # the same on every rank
             if "optimizer" in plan:  # each weight's owner sends it to the others after a step
@@ -107,7 +107,7 @@ def test_what_differs_between_workers_is_named(tmp_path):
             assert f"on rank {size - 1} than on rank" in before[0]
             assert not any(late), (plan, late)  # the third step is not checked
         if size == 2:
-            assert all(told["leftover"] == [None, "1.0.weight"] for told in ranks), ranks
+            assert all(answers["leftover"] == [None, "1.0.weight"] for answers in ranks), ranks
 
 
 if __name__ == "__main__":

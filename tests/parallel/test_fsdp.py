@@ -352,7 +352,7 @@ def sharded_loop(case: Sharded):
 
 def refusals() -> dict[str, str]:
     """What cannot be carried out, and the errors that say so."""
-    told = {}
+    errors = {}
 
     def attempt(name, model, plan, optimizer=None, **options):
         data = options.pop("data", None) or Samples("mlp", 8, torch.float32)
@@ -368,9 +368,9 @@ def refusals() -> dict[str, str]:
             )
             for batch in itertools.islice(run.batches(), 4):
                 run.step(batch)
-            told[name] = "no error"
+            errors[name] = "no error"
         except ronde.RondeError as error:
-            told[name] = f"{type(error).__name__}: {error}"
+            errors[name] = f"{type(error).__name__}: {error}"
 
     for name in ("Adafactor", "Rprop", "Muon"):
         model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, CLASSES, bias=False))
@@ -416,7 +416,7 @@ def refusals() -> dict[str, str]:
     attempt("mixed", Shuffling(), "shard", data=Samples("mlp", 16, torch.float32))
     fsdp._CHECKED_PASSES = first
     attempt("ways", Dropping(), "shard")
-    return told
+    return errors
 
 
 def worker(listing: Path, out: Path) -> None:
@@ -445,7 +445,7 @@ def worker(listing: Path, out: Path) -> None:
                 {k: v.contiguous().clone() for k, v in result.items()}, out / f"{i}.safetensors"
             )
     if me.size == 2:
-        facts["told"] = refusals()
+        facts["errors"] = refusals()
     if me.is_main:
         (out / "facts.json").write_text(json.dumps(facts))
 
@@ -570,9 +570,9 @@ if not ALL:
 @pytest.mark.parametrize("workers", [2, 3, 4] if ALL else [2, 4])
 def test_the_same_training_as_a_plain_loop(workers, tmp_path):
     cases = CASES[workers]
-    found, facts = start(cases, workers, tmp_path)
+    actual, facts = start(cases, workers, tmp_path)
     failures = []
-    results = dict(zip(cases, found, strict=True))
+    results = dict(zip(cases, actual, strict=True))
     for case, result in results.items():
         like = next(
             (c for group in (HALF[:4], HALF[4:], DROPOUT) for c in group[:1] if case in group), None
@@ -585,7 +585,7 @@ def test_the_same_training_as_a_plain_loop(workers, tmp_path):
     for case, everyone in zip(cases, facts["held"], strict=True):
         check_memory(case, everyone, workers)
     if workers == 2:
-        check_refusals(facts["told"])
+        check_refusals(facts["errors"])
 
 
 def check_memory(case: Sharded, everyone: list[dict], workers: int) -> None:
@@ -651,14 +651,14 @@ REFUSED = {
 }
 
 
-def check_refusals(told: dict[str, str]) -> None:
-    assert told.keys() == REFUSED.keys()
+def check_refusals(errors: dict[str, str]) -> None:
+    assert errors.keys() == REFUSED.keys()
     for name, words in REFUSED.items():
-        missing = [w for w in words if w not in told[name]]
-        assert told[name].startswith(("ArgumentError", "PlanError")) and not missing, (
+        missing = [w for w in words if w not in errors[name]]
+        assert errors[name].startswith(("ArgumentError", "PlanError")) and not missing, (
             name,
             missing,
-            told[name],
+            errors[name],
         )
 
 
@@ -715,12 +715,14 @@ def test_recomputed_activations_are_those_of_the_first_pass(kind, level):
     names = recompute.apply(again, level)
     assert names and list(again.state_dict()) == list(model.state_dict())
     third = copy.deepcopy(again)  # a copy runs itself, not what it was copied from
-    (wanted, state), (found, state_again), (copied, _) = (
+    (wanted, state), (actual, state_again), (copied, _) = (
         trained(model, data),
         trained(again, data),
         trained(third, data),
     )
-    assert len(wanted) == len(found) and all(a.equal(b) for a, b in zip(wanted, found, strict=True))
+    assert len(wanted) == len(actual) and all(
+        a.equal(b) for a, b in zip(wanted, actual, strict=True)
+    )
     assert all(a.equal(b) for a, b in zip(wanted, copied, strict=True))
     assert all(state[k].equal(state_again[k]) for k in state)
 
@@ -800,7 +802,7 @@ class Own(torch.optim.AdamW):
     pass
 
 for make in [*(getattr(torch.optim, name) for name in sorted(ELEMENTWISE)), Own]:
-    found = []
+    actual = []
     for local in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(5, 3)
@@ -827,8 +829,8 @@ for make in [*(getattr(torch.optim, name) for name in sorted(ELEMENTWISE)), Own]
         narrowed = local and make is not Own
         assert seen == [not narrowed] * 2 + [True] * 2 + [not narrowed] * 2, (make, seen)  # a closure makes gradients within the step
         assert sum(isinstance(h.__self__, object) for h in optimizer._optimizer_step_pre_hooks.values() if hasattr(h, "__self__")) == narrowed
-        found.append([p.full_tensor() for p in model.parameters()] + [v.full_tensor() for v in states[-1] if isinstance(v, DTensor)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), make
+        actual.append([p.full_tensor() for p in model.parameters()] + [v.full_tensor() for v in states[-1] if isinstance(v, DTensor)])
+    assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True)), make
 print("equal")
 """
 

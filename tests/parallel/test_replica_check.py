@@ -24,26 +24,26 @@ if ALL:
 
 
 def flipped(folder, plan: str, workers: int, *arguments: object) -> list[str]:
-    """What each rank is told."""
+    """The error on each rank."""
     command = [str(TESTS / "saving_worker.py"), "flip", plan, str(workers), str(folder)]
     done = python([*command, *map(str, arguments)], TESTS, 150)
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert len(set(told)) == 1, told
-    return told
+    errors = json.loads(done.stdout)
+    assert len(set(errors)) == 1, errors
+    return errors
 
 
 @pytest.mark.parametrize(("plan", "workers", "rank", "text"), CASES)
 def test_a_flipped_bit_is_named(plan, workers, rank, text, tmp_path):
-    told = flipped(tmp_path, plan, workers, rank, 4)
-    assert text in told[0] and bool(told[0]) == bool(text)
+    errors = flipped(tmp_path, plan, workers, rank, 4)
+    assert text in errors[0] and bool(errors[0]) == bool(text)
     if text:
-        assert "after step 6" in told[0] and "At step 3 they were equal" in told[0]
+        assert "after step 6" in errors[0] and "At step 3 they were equal" in errors[0]
 
 
 def test_no_checkpoint_has_a_flipped_bit(tmp_path):
-    told = flipped(tmp_path, "replicate", 3, 1, 4, 5)
-    assert "after step 5" in told[0] and "of rank 1 differs" in told[0]
+    errors = flipped(tmp_path, "replicate", 3, 1, 4, 5)
+    assert "after step 5" in errors[0] and "of rank 1 differs" in errors[0]
     assert not list(tmp_path.rglob("step-*"))
 
 

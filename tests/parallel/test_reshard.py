@@ -67,11 +67,11 @@ def test_written_under_one_plan_and_continued_under_another(matrix, tmp_path):
 
 
 def test_a_state_dict_of_a_part_is_refused(tmp_path):
-    told = worker("states", tmp_path)
-    assert told["replicate"] == {} and list(told["zero1"]) == ["optimizer"]
+    answers = worker("states", tmp_path)
+    assert answers["replicate"] == {} and list(answers["zero1"]) == ["optimizer"]
     for plan in ("zero3", "pipeline", "tensor"):
-        assert list(told[plan]) == ["model", "blocks", "load", "optimizer"], plan
-        for name, text in told[plan].items():
+        assert list(answers[plan]) == ["model", "blocks", "load", "optimizer"], plan
+        for name, text in answers[plan].items():
             assert ("before ronde.distribute" if name == "load" else "run.export(path)") in text
 
 
@@ -121,21 +121,21 @@ def test_pieces_of_every_kind_from_any_number_of_workers_to_any(pieces):
     1 to 4 workers; torch's own reader.
     """
     folder, _ = pieces
-    found = verify(folder / "4" / "step-000000001")
+    checkpoint = verify(folder / "4" / "step-000000001")
     assert (
-        found.state == {"n": 4}
-        and len(found.files) == 5
-        and set(found.load("random.safetensors")) == {"x"}
+        checkpoint.state == {"n": 4}
+        and len(checkpoint.files) == 5
+        and set(checkpoint.load("random.safetensors")) == {"x"}
     )
-    entry = found.tensors["model"]["grid"]
+    entry = checkpoint.tensors["model"]["grid"]
     assert {str(b) for b in entry.pieces.values()} == {"0:3,0:4", "0:3,4:8", "3:6,0:4", "3:6,4:8"}
     # what all hold, the first one writes
-    assert list(found.tensors["model"]["plain"].pieces) == ["model-00000-of-00004.safetensors"]
+    assert list(checkpoint.tensors["model"]["plain"].pieces) == ["model-00000-of-00004.safetensors"]
     # 2 × 2: each once
-    assert list(found.tensors["model"]["f64"].pieces) == [
+    assert list(checkpoint.tensors["model"]["f64"].pieces) == [
         f"model-0000{r}-of-00004.safetensors" for r in (0, 1)
     ]
-    whole = found.whole("model")
+    whole = checkpoint.whole("model")
     assert (
         whole["zero-d"] == 3.5
         and whole["empty"].shape == (0, 3)
@@ -144,8 +144,8 @@ def test_pieces_of_every_kind_from_any_number_of_workers_to_any(pieces):
 
 
 def test_if_one_worker_cannot_write_all_say_so_and_nothing_is_lost(pieces):
-    _, told = pieces
-    (main, left), (other, _) = told["refused"]
+    _, answers = pieces
+    (main, left), (other, _) = answers["refused"]
     assert main == other and len(main) == 3 and left == ["step-000000001"]
     assert (
         "could not be written" in main[0]
@@ -189,11 +189,11 @@ def test_damaged_pieces_are_named_and_the_older_checkpoint_is_used(pieces, tmp_p
         with pytest.raises(CheckpointError, match=text) as caught:
             verify(newest)
         assert str(newest) in str(caught.value)
-        found, refused = find_valid(folder)
+        checkpoint, refused = find_valid(folder)
         assert (
-            found.step == 1
+            checkpoint.step == 1
             and len(refused) == 1
-            and torch.equal(found.whole("model")["int"], torch.arange(12).reshape(6, 2))
+            and torch.equal(checkpoint.whole("model")["int"], torch.arange(12).reshape(6, 2))
         )
 
 
