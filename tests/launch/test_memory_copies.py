@@ -11,7 +11,7 @@ from test_fault_matrix import faults, undisturbed  # noqa: F401
 
 from processes import child
 from ronde.launch.node import MemoryFolder
-from ronde.world.fence import name_generation
+from ronde.world.whole_file import name_generation
 from sampling import long, some
 
 pytestmark = pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")

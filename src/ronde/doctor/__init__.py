@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ronde.world.lazy import lazily
+from ronde.world import lazily
 
 if TYPE_CHECKING:
     from ronde.doctor.doctor import load_doctor

@@ -30,7 +30,7 @@ from ronde.horovod.objects import (
     unpack_object,
 )
 from ronde.world import ArgumentError
-from ronde.world.fence import refuse_fenced
+from ronde.world.whole_file import refuse_fenced
 
 __all__ = [
     "ElasticSampler",

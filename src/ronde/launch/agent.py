@@ -32,9 +32,9 @@ from ronde.launch.mpi_world import VARIABLE, MpiStarter
 from ronde.launch.node import Node, reap, warn_workers, worker_environment
 from ronde.launch.spares import Spares
 from ronde.watch.tcp_facts import heard_seconds, tcp_connections
-from ronde.world.fence import name_generation
 from ronde.world.network import addresses, listen_on
 from ronde.world.processes import adopt_orphans
+from ronde.world.whole_file import name_generation
 
 __all__ = ["Agent", "main"]
 

@@ -35,7 +35,7 @@ from ronde.launch.restarts import Restarts
 from ronde.plan import Plan
 from ronde.watch import RunDir
 from ronde.world import ArgumentError, WorldError
-from ronde.world.fence import AGAIN
+from ronde.world.whole_file import AGAIN
 
 __all__ = ["Fleet", "environment_for"]
 

@@ -29,10 +29,10 @@ from ronde.launch.tensorflow import TensorFlowCluster
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView
 from ronde.watch.process_facts import catches
 from ronde.world import openmp_waits, threads_per_worker, usable_cores
-from ronde.world.fence import AGAIN, is_generation
 from ronde.world.identity import ranks_text
 from ronde.world.network import listen_on
 from ronde.world.processes import adopt_orphans, memory_root, temporary_prefix
+from ronde.world.whole_file import AGAIN, is_generation
 
 __all__ = [
     "MemoryFolder",

@@ -11,7 +11,7 @@ from ronde.checkpoint.manifest import check_files, list_checkpoints, load_manife
 from ronde.launch.job import Outcome
 from ronde.watch import Record, Restarted, RunDir
 from ronde.world import CheckpointError, WorldError
-from ronde.world.fence import name_generation
+from ronde.world.whole_file import name_generation
 
 __all__ = ["Restarts"]
 

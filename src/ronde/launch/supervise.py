@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ronde.launch.console import Router
 from ronde.watch.process_facts import catches
-from ronde.world.fence import AGAIN
+from ronde.world.whole_file import AGAIN
 
 __all__ = ["Stopped", "WorkerFailure", "Workers"]
 

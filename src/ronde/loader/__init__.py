@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ronde.world.lazy import lazily
+from ronde.world import lazily
 
 if TYPE_CHECKING:
     from ronde.loader.from_dataloader import TakenOver, default_workers, take_over

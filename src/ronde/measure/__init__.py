@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ronde.world.lazy import lazily
+from ronde.world import lazily
 
 if TYPE_CHECKING:
     from ronde.measure.bench_links import default_cluster, has_cuda

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ronde.plan.batch import Share, epoch_steps, shares, split
 from ronde.plan.plan import LR_RULES, SPLIT_FIELDS, Layout, Place, Plan
-from ronde.world.lazy import lazily
+from ronde.world import lazily
 
 if TYPE_CHECKING:
     from ronde.plan.reducers import REDUCERS, parse_reducer

@@ -463,7 +463,7 @@ def end_process(paused: bool) -> NoReturn:
     Raises:
         SystemExit: always.
     """
-    from ronde.world.fence import AGAIN
+    from ronde.world.whole_file import AGAIN
 
     if errors := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         with suppress(OSError):

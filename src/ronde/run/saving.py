@@ -74,7 +74,7 @@ class Saving:
             WorldError: the run goes on without this worker.
         """
         from ronde.run import persist  # a run that writes nothing needs none of it
-        from ronde.world.fence import refuse_fenced
+        from ronde.world.whole_file import refuse_fenced
 
         refuse_fenced()
         began = time.perf_counter()
@@ -172,7 +172,7 @@ class Saving:
     def _announce(self, run: Parts, written: Written) -> None:
         self._announced = True
         if written.error:
-            from ronde.world.fence import refuse_fenced
+            from ronde.world.whole_file import refuse_fenced
 
             refuse_fenced()
             run.warn(f"{written.error} The training goes on.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ronde.world.lazy import lazily
+from ronde.world import lazily
 
 # ONNX Runtime 1.32 reports to its maker from its import on, and leaves a file behind.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -7,7 +7,7 @@ engines, so that a result has the same bits on DuckDB, PyArrow, and Spark.
 
 from typing import TYPE_CHECKING
 
-from ronde.world.lazy import lazily
+from ronde.world import lazily
 
 if TYPE_CHECKING:
     from ronde.tables.feature_store import FeatureStore

@@ -312,7 +312,7 @@ class JsonLines:
         Raises:
             OSError: the disk is full, say. What it did not take comes first the next time.
         """
-        from ronde.world.fence import is_fenced
+        from ronde.world.whole_file import is_fenced
 
         if is_fenced():
             return  # the run has been restarted without this worker
