@@ -227,7 +227,7 @@ def start(
     synthetic,
     real,
     *,
-    cpu=(None, None),
+    cpu=(0.0, 0.0),
     batch="keep",
     device="cuda",
     loading=None,
@@ -286,26 +286,6 @@ def test_what_is_lost_is_put_where_it_was_lost():
     assert starved.stop_at == 1 and "ronde doctor" in starved.sentence
     grown = asked([(1, 1000, 995), (2, 1500, 1495), (4, 1900, 1890)], batch="grow")
     assert "a larger batch" not in grown.sentence and any("weak scaling" in n for n in grown.notes)
-
-
-def test_a_worker_that_computes_slower_is_named():
-    rows = {n: [start(n, rate, rate)] for n, rate in ((1, 100), (2, 200), (4, 240))}
-    rows[4] = [
-        dataclasses.replace(s, computing_each=each)
-        for s in rows[4]
-        for each in ((100.0, 99.0, 60.0, 101.0), (100.0, 60.0, 62.0, 99.0))
-    ]
-    answer = summarize_scale("train.py", rows, to=8, cores=64.0, per_node=8)
-    assert (
-        answer.slow_worker == (2, pytest.approx(0.61, abs=0.01))
-        and answer.to_dict()["slow_worker"]["rank"] == 2
-    )
-    assert "worker 2, which computes at 61% of the others' speed" in answer.sentence and any(
-        "one as slow among them" in n for n in answer.notes
-    )
-    alike = [dataclasses.replace(s, computing_each=(100.0, 95.0, 104.0, 99.0)) for s in rows[4]]
-    answer = summarize_scale("train.py", {**rows, 4: alike}, to=8, cores=64.0, per_node=8)
-    assert answer.slow_worker is None and "waiting for the slowest worker" in answer.sentence
 
 
 def test_an_epoch_has_whole_steps():

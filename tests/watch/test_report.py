@@ -108,7 +108,20 @@ def test_a_report_has_the_lines_the_tables_and_the_chart(tmp_path):
 
 def test_the_scaling_report_has_every_size_and_note(tmp_path):
     starts = {
-        n: [Start(n, (s,), (r,), None, {}, "keep", 64, "replicate", 1000, "cpu")]
+        n: [
+            Start(
+                n,
+                (s,),
+                (r,),
+                None,
+                {"synthetic": 0.0, "real": 0.0},
+                "keep",
+                64,
+                "replicate",
+                1000,
+                "cpu",
+            )
+        ]
         for n, s, r in ((1, 100.0, 95.0), (2, 190.0, 110.0))
     }
     answer = summarize_scale(EVIL, starts, to=4, cores=8.0, per_node=8)

@@ -302,32 +302,6 @@ def _account(
     return memory
 
 
-class _Recomputing:
-    """Hooks that find units that run again in the backward pass."""
-
-    def __init__(self, model: nn.Module, chain: Sequence[ModelUnit], ledger: Ledger) -> None:
-        self.ledger = ledger
-        self._without_grad: set[int] = set()
-        named = dict(model.named_modules(remove_duplicate=False))
-        units = [(i, named[unit.name]) for i, unit in enumerate(chain) if unit.name in named]
-        self.hooks = [m.register_forward_pre_hook(partial(self._begin, i)) for i, m in units]
-        self.hooks += [m.register_forward_hook(partial(self._end, i)) for i, m in units]
-
-    def _begin(self, index: int, _: nn.Module, __: Any) -> None:
-        if self.ledger.phase == "forward":
-            if not torch.is_grad_enabled():
-                self._without_grad.add(index)
-        elif index in self._without_grad:
-            self.ledger.enter(index, "backward")
-
-    def _end(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
-        # A reentrant checkpoint has a graph only now, and its backward pass follows at once.
-        if self.ledger.phase == "backward" and index in self._without_grad:
-            for tensor in tensors_in(output, attributes=True):
-                if tensor.grad_fn is not None:
-                    tensor.grad_fn.register_prehook(lambda _: self.ledger.enter(index, "backward"))
-
-
 def _one_size(
     model: nn.Module, chain: list[ModelUnit], compute: Any, batch: Any, autocast: Autocast
 ) -> tuple[list[UnitBytes], Ledger]:
@@ -349,14 +323,8 @@ def _one_size(
                 saved[entry.unit] += entry.size
 
     probe = UnitProbe(model, chain, mark)
-    watch = _Recomputing(model, chain, ledger)
-    try:
-        with ledger:
-            probe.step(compute, model, batch, len(chain) - 1, count_saved, autocast)
-    finally:
-        for hook in watch.hooks:
-            hook.remove()
-        probe.close()
+    with ledger:
+        probe.step(compute, model, batch, len(chain) - 1, count_saved, autocast)
     owned, shared = _owners(model, chain, ledger, order)
     grads = {name: p.grad for name, p in order.items() if p.grad is not None}
     size = {name: sum(s.nbytes() for s, _ in storages(grad)) for name, grad in grads.items()}
@@ -437,10 +405,10 @@ def _count_work(
         if event == "in":
             work.unit = unit
 
-    probe = UnitProbe(model, chain, mark)
     try:
         # torch 2.13 does not count the fused attention kernels of CPUs, so use the plain one.
         with (
+            UnitProbe(model, chain, mark).listening(),
             torch.set_grad_enabled(grad),
             sdpa_kernel(SDPBackend.MATH),
             work,
@@ -454,8 +422,6 @@ def _count_work(
             raise
         # its forward pass needs gradients
         return _count_work(model, chain, compute, batch, autocast, True)
-    finally:
-        probe.close()
     return work.units
 
 

@@ -12,11 +12,12 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from ronde.capture.intercept import calls_heard
 from ronde.world.tensors import tensors_in
 
 LOSS = "(loss)"
@@ -86,19 +87,18 @@ def find_chain(model: nn.Module, run: Callable[[], None]) -> list[ModelUnit]:
     shapes: dict[nn.Module, str] = {}
     clock = itertools.count()
 
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+    modules = dict(model.named_modules())
+
+    def note(name: str, args: Any, kwargs: Any) -> None:
+        module = modules[name]
         last[module] = time = next(clock)
         first.setdefault(module, time)
         calls[module] += 1
         inputs = tensors_in((args, kwargs), attributes=True)
         shapes.setdefault(module, repr([(tuple(t.shape[1:]), t.dtype) for t in inputs]))
 
-    handles = [m.register_forward_pre_hook(note, with_kwargs=True) for m in names]
-    try:
+    with calls_heard(modules, note):
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
 
     units: list[nn.Module] = []
 
@@ -144,26 +144,33 @@ class UnitProbe:
         self, model: nn.Module, chain: Sequence[ModelUnit], mark: Callable[[int, str], None]
     ) -> None:
         self._mark = mark
-        self._handles: list[Any] = []
         self._forward = True
+        self._without_grad: set[str] = set()
         modules = dict(model.named_modules(remove_duplicate=False))
-        for index, unit in enumerate(chain):
-            if unit.name != LOSS:
-                module = modules[unit.name]
-                self._handles.append(module.register_forward_pre_hook(partial(self._begin, index)))
-                self._handles.append(module.register_forward_hook(partial(self._end, index)))
+        self._index = {unit.name: i for i, unit in enumerate(chain) if unit.name in modules}
+        self._modules = {name: modules[name] for name in self._index}
 
-    def _begin(self, index: int, _: nn.Module, __: Any) -> None:
+    def listening(self) -> contextlib.AbstractContextManager[None]:
+        """Report while this is entered."""
+        return calls_heard(self._modules, self._begin, self._end)
+
+    def _begin(self, name: str, _: Any, __: Any) -> None:
         if self._forward:
-            self._mark(index, "in")
+            if not torch.is_grad_enabled():
+                self._without_grad.add(name)
+            self._mark(self._index[name], "in")
+        elif name in self._without_grad:
+            self._mark(self._index[name], "back")
 
-    def _end(self, index: int, _: nn.Module, __: Any, output: Any) -> None:
-        if not self._forward:
-            return  # recomputed within the backward pass
-        self._mark(index, "out")
-        for tensor in tensors_in(output, attributes=True):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: self._mark(index, "back"))
+    def _end(self, name: str, _: Any, output: Any) -> None:
+        if self._forward:
+            self._mark(self._index[name], "out")
+        # A reentrant checkpoint has a graph only when its block runs again in the backward pass.
+        # Other blocks that run again then have one already.
+        if self._forward or name in self._without_grad:
+            for tensor in tensors_in(output, attributes=True):
+                if tensor.grad_fn is not None:
+                    tensor.grad_fn.register_prehook(lambda _: self._mark(self._index[name], "back"))
 
     def step(
         self,
@@ -178,21 +185,16 @@ class UnitProbe:
         is called after the forward pass.
         """
         self._forward = True
-        with autocast():
-            values = compute.arguments(model, batch)
-            self._mark(last, "in")
-            loss, _ = compute.check(compute.loss(*values))
-            del values
-        self._mark(last, "out")
-        if between is not None:
-            between()
-        self._forward = False
-        if loss.requires_grad:
-            self._mark(last, "back")
-            loss.backward()
-        self._forward = True
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        with self.listening():
+            with autocast():
+                values = compute.arguments(model, batch)
+                self._mark(last, "in")
+                loss, _ = compute.check(compute.loss(*values))
+                del values
+            self._mark(last, "out")
+            if between is not None:
+                between()
+            self._forward = False
+            if loss.requires_grad:
+                self._mark(last, "back")
+                loss.backward()

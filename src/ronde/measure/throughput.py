@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -103,7 +103,8 @@ class ArmResult:
             0 without loaders.
         stages: for each rank, stage -> its cost in the loaders; empty unless timed.
         in_step: stage -> its cost within the step, on the slowest rank.
-        cpu_seconds: per sample, in the training processes.
+        cpu_seconds: per sample, in the training processes; ``with_loaders_cpu_seconds``: in theirs
+            and their loaders'.
         other_threads: share of the loaders' CPU time spent outside their main threads.
         queued: seconds that reading threads waited for a core, per second on a core.
     """
@@ -119,8 +120,27 @@ class ArmResult:
     stages: tuple[Mapping[str, Timed], ...] = ()
     in_step: Mapping[str, Timed] = field(default_factory=dict)
     cpu_seconds: float = 0.0
+    with_loaders_cpu_seconds: float = 0.0
     other_threads: float = 0.0
     queued: float = 0.0
+
+
+class _Readings(NamedTuple):
+    """The moments between steps, and CPU seconds of this process, and with its children's."""
+
+    moments: list[float]
+    cpu_seconds: float
+    tree_cpu_seconds: float
+
+
+def _tree_cpu_seconds() -> float:
+    """CPU seconds of this process and all its children, those that have ended included."""
+    spent = 0.0
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has just ended: its parent has its time
+            t = process.cpu_times()
+            spent += t.user + t.system + t.children_user + t.children_system
+    return float(spent)
 
 
 class Bench:
@@ -325,16 +345,18 @@ class Bench:
         self._synchronize()
         gather_json(self.port.world, 0)
 
-    def _clock(self, step: Callable[[], None], steps: int) -> tuple[list[float], float]:
-        """Take steps: the moments between them, and their CPU seconds."""
-        cpu = time.process_time()
+    def _clock(self, step: Callable[[], None], steps: int) -> _Readings:
+        """Take steps."""
+        cpu, with_loaders = time.process_time(), _tree_cpu_seconds()
         moments = [time.perf_counter()]
         for _ in range(steps):
             step()
             moments.append(time.perf_counter())
         self._synchronize()
         moments[-1] = time.perf_counter()
-        return moments, time.process_time() - cpu
+        return _Readings(
+            moments, time.process_time() - cpu, max(0.0, _tree_cpu_seconds() - with_loaders)
+        )
 
     # -- windows -----------------------------------------------------------------------
 
@@ -342,8 +364,6 @@ class Bench:
         """Measure an arm once, for about so many seconds after its warm-up. A collective."""
         if not self._recycled:
             self._load_recycled()
-        if arm.first_only and self.run.rank:
-            return self._stand_by(arm, seconds)
         return self._measure_loaders(arm, seconds) if arm.loads else self._recycle(arm, seconds)
 
     def _agreed_steps(self, seconds: float, estimate: float, multiple: int = 1) -> int:
@@ -374,36 +394,23 @@ class Bench:
         estimate = self._step_seconds.get(arm)
         if estimate is None:
             self._synchronize()
-            moments, _ = self._clock(step, 3)
+            moments = self._clock(step, 3).moments
             estimate = (moments[-1] - moments[0]) / 3
         steps = self._agreed_steps(seconds, estimate)
         self._barrier()
         self.in_step.clear()
-        moments, cpu = self._clock(step, steps)
-        return self._result(arm, moments, [0.0] * steps, cpu)
-
-    def _stand_by(self, arm: Arm, seconds: float) -> ArmResult:
-        """Take part in a window in which only rank 0 loads."""
-        waits: list[float] = []
-
-        def step() -> None:
-            waits.append(0.0)
-
-        estimate = self._settle(arm, seconds, self._recycled[0][0], step)
-        multiple = self._depth(arm)[1]
-        steps = self._agreed_steps(seconds, self._step_seconds.get(arm, estimate), multiple)
-        self._barrier()
-        waits.clear()
-        self.in_step.clear()
-        moments, cpu = self._clock(step, steps)
-        return self._result(arm, moments, waits, cpu)
+        return self._result(arm, self._clock(step, steps), [0.0] * steps)
 
     def _measure_loaders(self, arm: Arm, seconds: float) -> ArmResult:
-        """A window in which loaders run."""
+        """A window in which loaders run, on this rank unless only the first one's do."""
         turn = itertools.cycle(range(len(self._recycled)))
+        loads = not (arm.first_only and self.run.rank)
+        board: Path | None = None
+        share, first = self._recycled[0][0], 0.0
         with contextlib.ExitStack() as stack:
-            feed, board, reader, share, first = self._first_batch(arm, stack)
-            stack.enter_context(self._listening())
+            if loads:
+                feed, board, reader, share, first = self._first_batch(arm, stack)
+                stack.enter_context(self._listening())
             drain = stack.enter_context(Drain(reader)) if arm.kind == "beside" else None
             waits: list[float] = []
 
@@ -413,7 +420,7 @@ class Bench:
                 if drain is not None:
                     drain.allow()
                     share, micros = self._recycled[k]
-                else:
+                elif loads:
                     share, micros = next(reader)
                 waits.append(time.perf_counter() - before)
                 if arm.kind != "loading":
@@ -430,14 +437,14 @@ class Bench:
             self.in_step.clear()
             threads = ThreadTimes() if arm.timed else None
             before = read_board(board) if board is not None else {}
-            moments, cpu = self._clock(step, steps)
+            readings = self._clock(step, steps)
             extra: dict[str, Any] = {"first": first}
             if board is not None:
                 stages_ = _timed(before, read_board(board))
                 extra["stages"] = {name: dataclasses.astuple(t) for name, t in stages_.items()}
             if threads is not None:
                 extra["others"], extra["queued"] = threads.shares()
-        return self._result(arm, moments, waits, cpu, **extra)
+        return self._result(arm, readings, waits, **extra)
 
     def _settle(self, arm: Arm, seconds: float, share: Share, step: Callable[[], None]) -> float:
         """Take steps until the queues have settled, as many on every rank; seconds of a step."""
@@ -523,7 +530,7 @@ class Bench:
         return workers * ahead, workers
 
     def _result(
-        self, arm: Arm, moments: Sequence[float], waits: Sequence[float], cpu: float, **extra: Any
+        self, arm: Arm, readings: _Readings, waits: Sequence[float], **extra: Any
     ) -> ArmResult:
         """Gather every rank's reading of the window."""
         steps, in_step = len(waits), self.in_step
@@ -531,10 +538,11 @@ class Bench:
         starts = range(0, steps - together + 1, together)
         groups = [sum(waits[i : i + together]) / together for i in starts]
         mine = {
-            "seconds": moments[-1] - moments[0],
+            "seconds": readings.moments[-1] - readings.moments[0],
             "wait": sum(waits) / steps,
             "usual": statistics.median(groups) if groups else sum(waits) / steps,
-            "cpu": cpu,
+            "cpu": readings.cpu_seconds,
+            "tree": readings.tree_cpu_seconds,
             "samples": self._recycled[0][0].samples,
             "in_step": {
                 name: [in_step.cpu[name] / steps, wall / steps]
@@ -554,9 +562,10 @@ class Bench:
                 if name not in in_step or wall > in_step[name].wall_seconds:
                     in_step[name] = Timed(cpu, wall)
         by_rank = tuple({n: Timed(*t) for n, t in e["stages"].items()} for e in everyone)
+        trained = self.batch_samples * steps
         samples, seconds = ([e[key] for e in everyone] for key in ("samples", "seconds"))
         return ArmResult(
-            samples_per_second=self.batch_samples * steps / longest,
+            samples_per_second=trained / longest,
             step_seconds=max(e["seconds"] / steps - e["wait"] for e in everyone),
             wait_seconds=tuple(e["wait"] for e in everyone),
             usual_wait_seconds=max(e["usual"] for e in everyone),
@@ -566,7 +575,8 @@ class Bench:
             first_batch_seconds=max(e["first"] for e in everyone),
             stages=by_rank if any(by_rank) else (),
             in_step=in_step,
-            cpu_seconds=sum(e["cpu"] for e in everyone) / (self.batch_samples * steps),
+            cpu_seconds=sum(e["cpu"] for e in everyone) / trained,
+            with_loaders_cpu_seconds=sum(e["tree"] for e in everyone) / trained,
             other_threads=max(e["others"] for e in everyone),
             queued=statistics.fmean(e["queued"] for e in everyone),
         )

@@ -82,14 +82,6 @@ def _input_advice(f: Scaling, lost: float, workers: int) -> tuple[str, str]:
 
 def _scale_advice(f: Scaling, lost: float) -> tuple[str, str]:
     """Why more workers cost speed without the input, and what to do."""
-    if f.slow_worker is not None:
-        rank, share = f.slow_worker
-        return (
-            f"worker {rank}, which computes at {share:.0%} of the others' speed, and the exchange "
-            f"cost {lost:.0%}",
-            f"check worker {rank}, which all others wait for: its device, other programs there, "
-            "code that runs on that rank alone",
-        )
     if f.full_cores and f.first.device == "cpu":
         return f"full cores cost {lost:.0%}", "more machines, or a GPU"
     what, cure = "the exchange", "accumulation"
@@ -129,12 +121,6 @@ def describe_limits(f: Scaling) -> list[str]:
         notes.append(
             "storage that was not at its limit is not visible here; ronde doctor tests it with "
             "more load."
-        )
-    if f.slow_worker is not None:
-        rank, share = f.slow_worker
-        notes.append(
-            f"worker {rank} of {f.largest} computes at {share:.0%} of the others' speed, and every "
-            "step waits for it. Larger sizes assume one as slow among them."
         )
     return notes
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch.distributed as dist
 
 from ronde.measure.study import load_study, report_progress, study_target, write_study
@@ -27,50 +24,6 @@ if TYPE_CHECKING:
 def install_meter() -> None:
     """Observe this process, because of ``RONDE_STUDY=scale``."""
     hooks.observer = Meter(*study_target())
-
-
-class _CoreWatch:
-    """CPU seconds of this process and its children, read a few times a second.
-
-    The loaders start before the window that counts, so only its last seconds are used.
-    """
-
-    def __init__(self) -> None:
-        self._stop = threading.Event()
-        self._readings: list[tuple[float, float, int]] = []
-        self._thread = threading.Thread(target=self._read, daemon=True)
-
-    def __enter__(self) -> _CoreWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _read(self) -> None:
-        me = psutil.Process()
-        while not self._stop.is_set():
-            try:
-                processes = [me, *me.children(recursive=True)]
-                times = [process.cpu_times() for process in processes]
-                spent = sum(t.user + t.system for t in times)
-                self._readings.append((time.monotonic(), spent, len(processes)))
-            except psutil.Error:
-                pass  # a process ended during the reading
-            self._stop.wait(0.1)
-
-    def rate(self, seconds: float) -> float | None:
-        """Cores at work in the last ``seconds``, from readings with all processes present."""
-        most = max((n for _, _, n in self._readings), default=0)
-        whole = [(at, spent) for at, spent, n in self._readings if n == most]
-        if not whole:
-            return None
-        end, spent = whole[-1]
-        inside = [(at, before) for at, before in whole if end - seconds <= at < end]
-        if not inside or end - inside[0][0] < 0.2:
-            return None
-        return (spent - inside[0][1]) / (end - inside[0][0])
 
 
 class Meter(hooks.Observer):
@@ -130,17 +83,9 @@ class Meter(hooks.Observer):
         for i in range(rounds):
             for name in names if i % 2 == 0 else names[::-1]:
                 report_progress(f"{workers}: {name}, {i + 1} of {rounds}")
-                with _CoreWatch() as watch:
-                    result = bench.window(Arm(name), seconds)
-                    busy = watch.rate(result.seconds)
-                everyone = gather_json(run.port.world, busy)
+                result = bench.window(Arm(name), seconds)
                 rates[name].append(result.samples_per_second)
-                if all(one is not None for one in everyone):
-                    cpu[name].append(sum(everyone) / result.samples_per_second)
-        computing: list[float] = []
-        if bench.can_be_alone:
-            report_progress(f"{workers}: each by itself")
-            computing = list(bench.window(Arm("alone"), seconds).per_rank)
+                cpu[name].append(result.with_loaders_cpu_seconds)
         loading = None
         if self.options.get("loading"):
             report_progress(f"{workers}: the loaders alone")
@@ -148,8 +93,7 @@ class Meter(hooks.Observer):
         return {
             **rates,
             "loading": loading,
-            "computing_each": computing,
-            "cpu": {name: statistics.median(per) if per else None for name, per in cpu.items()},
+            "cpu": {name: statistics.median(per) for name, per in cpu.items()},
         }
 
 
@@ -161,25 +105,22 @@ class Start:
         workers: number of workers.
         synthetic, real: samples per second of all workers, one value per round.
         loading: samples per second of all loaders alone, or None.
-        cpu: CPU seconds per sample, ``synthetic`` and ``real``; None if unknown.
+        cpu: CPU seconds per sample, ``synthetic`` and ``real``.
         batch: ``keep`` or ``grow``; ``batch_size``: of all workers together.
         epoch_samples: samples of an epoch.
         device: ``cpu`` or ``cuda``.
-        computing_each: samples per second of each worker by itself, without input and exchange;
-            empty with one, or if it cannot be measured.
     """
 
     workers: int
     synthetic: tuple[float, ...]
     real: tuple[float, ...]
     loading: float | None
-    cpu: Mapping[str, float | None]
+    cpu: Mapping[str, float]
     batch: str
     batch_size: int
     plan: str
     epoch_samples: int
     device: str
-    computing_each: tuple[float, ...] = ()
 
 
 def load_scale(file: Path) -> Start:
@@ -189,8 +130,8 @@ def load_scale(file: Path) -> Start:
         RondeError: the script ended without calling ``distribute``.
     """
     values = load_study(file, "measure")
-    lists = ("synthetic", "real", "computing_each")
-    return Start(**{**values, **{name: tuple(values[name]) for name in lists}})
+    rates = {name: tuple(values[name]) for name in ("synthetic", "real")}
+    return Start(**{**values, **rates})
 
 
 def measure_sizes(

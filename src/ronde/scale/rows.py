@@ -89,8 +89,6 @@ class Scaling:
         per_node: devices of this machine.
         crowded: more workers than devices.
         full_cores: the training itself fills the cores.
-        slow_worker: at the largest size, the rank that computes slowest and its share of the
-            others' speed; None if all are alike.
         sentence: the answer in words.
     """
 
@@ -109,7 +107,6 @@ class Scaling:
     cost_per_hour: float | None
     crowded: bool
     full_cores: bool
-    slow_worker: tuple[int, float] | None
     sentence: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -125,7 +122,7 @@ class Scaling:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as they are written as JSON."""
-        wall, slow = self.wall, self.slow_worker
+        wall = self.wall
         return {
             "version": 1,
             "script": self.script,
@@ -141,10 +138,7 @@ class Scaling:
             },
             "laws": {name: fit.law for name, fit in self.laws.items()},
             "extrapolated": [row.to_dict() for row in self.extrapolated],
-            "wall": {"stage": wall.stage, "devices": wall.devices, "limit": wall.limit}
-            if wall
-            else None,
-            "slow_worker": {"rank": slow[0], "speed": slow[1]} if slow else None,
+            "wall": wall._asdict() if wall else None,
             "stop_at": self.stop_at,
             "threshold": self.threshold,
             "sentence": self.sentence,
@@ -189,22 +183,3 @@ def measured_rows(starts: Mapping[int, Sequence[Start]], price: float | None) ->
             )
         )
     return rows
-
-
-def slow_worker(some: Sequence[Start]) -> tuple[int, float] | None:
-    """The rank that computes slowest and its share of the others' speed, if it is slow.
-
-    Example:
-        >>> start = Start(3, (30.0,), (30.0,), None, {}, "keep", 8, "replicate", 100, "cpu",
-        ...     computing_each=(10.0, 6.0, 11.0))
-        >>> slow_worker([start])
-        (1, 0.5714285714285714)
-    """
-    readings = [s.computing_each for s in some if len(s.computing_each) > 1]
-    if not readings:
-        return None
-    each = [statistics.median(rates) for rates in zip(*readings, strict=True)]
-    rank = min(range(len(each)), key=each.__getitem__)
-    share = each[rank] / statistics.median(rate for k, rate in enumerate(each) if k != rank)
-    # slower than noise explains
-    return (rank, share) if share < 0.85 else None

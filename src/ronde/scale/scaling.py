@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ronde.predict import Capacities, Measured, StageCapacity, from_runs, gap, nodes_of, walls
 from ronde.predict.input_capacity import predict
@@ -21,14 +21,8 @@ from ronde.scale.rows import (
     Scaling,
     epoch_seconds,
     measured_rows,
-    slow_worker,
 )
 from ronde.world import ArgumentError
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None
 
 
 def _capacities(
@@ -39,17 +33,18 @@ def _capacities(
     runs = []
     for row in fitting:
         some = starts[row.workers]
-        step = _median(s.cpu.get("synthetic") for s in some)
-        whole = _median(s.cpu.get("real") for s in some)
-        input_cpu = max(0.0, whole - step) if whole is not None and step is not None else 0.0
+        step, whole = (
+            statistics.median(s.cpu[rate] for s in some) for rate in ("synthetic", "real")
+        )
+        loading = [s.loading for s in some if s.loading is not None]
         runs.append(
             Measured(
                 row.workers,
                 row.synthetic,
                 row.real,
-                _median(s.loading for s in some),
-                input_cpu,
-                step or 0.0,
+                statistics.median(loading) if loading else None,
+                max(0.0, whole - step),
+                step,
             )
         )
     return from_runs(
@@ -179,7 +174,7 @@ def summarize_scale(
     limits = walls(capacities, upto, 1 if crowded else None)
     wall = limits[0] if limits else None
     nodes = 1 if crowded else nodes_of(capacities, largest)
-    step_cpu = _median(s.cpu.get("synthetic") for s in starts[largest])
+    step_cpu = statistics.median(s.cpu["synthetic"] for s in starts[largest])
     answer = Scaling(
         script=script,
         starts=starts,
@@ -196,8 +191,7 @@ def summarize_scale(
         cost_per_hour=price,
         crowded=crowded,
         # with so many of the cores at work, no more are to be had
-        full_cores=step_cpu is not None and step_cpu * rows[-1].synthetic > 0.8 * cores * nodes,
-        slow_worker=slow_worker(starts[largest]),
+        full_cores=step_cpu * rows[-1].synthetic > 0.8 * cores * nodes,
     )
     answer.sentence, answer.notes = recommend(answer), describe_limits(answer)
     return answer
