@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         random_state,
         restore_random,
     )
-    from ronde.checkpoint.tensors import group_names, tied_names
+    from ronde.checkpoint.tensor_file import group_names, tied_names
 
 __all__ = [
     "Box",
@@ -113,7 +113,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.checkpoint.remote": "RemoteCheckpoints Uploads",
             "ronde.checkpoint.retention": "KeepPolicy",
             "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces",
-            "ronde.checkpoint.tensors": "group_names tied_names",
+            "ronde.checkpoint.tensor_file": "group_names tied_names",
             "ronde.checkpoint.state": "join_optimizer model_pieces model_state model_wants "
             "optimizer_pieces optimizer_state optimizer_wants random_state restore_random",
         },

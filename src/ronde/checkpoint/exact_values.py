@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ronde.checkpoint.tensors import DTYPES
+from ronde.checkpoint.tensor_file import DTYPES
 from ronde.world import CheckpointError
 
 __all__ = ["decode_exact", "encode", "encode_exact"]

@@ -39,7 +39,7 @@ from ronde.checkpoint.manifest import (
 )
 from ronde.checkpoint.pieces import Box, PieceEntry, PieceSource, sharding_info
 from ronde.checkpoint.retention import KeepPolicy
-from ronde.checkpoint.tensors import write_tensors
+from ronde.checkpoint.tensor_file import write_tensors
 from ronde.world import CheckpointError
 from ronde.world.whole_file import refuse_fenced, sync, whole_file, write_whole
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from ronde.checkpoint.tensors import DTYPES, byte_view
+from ronde.checkpoint.tensor_file import DTYPES, byte_view
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json
 from ronde.world.tensors import is_sharded, local_part

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from ronde.checkpoint import files
 from ronde.checkpoint.pieces import Box, Piece, PieceEntry, from_main
 from ronde.checkpoint.retention import KeepPolicy
-from ronde.checkpoint.tensors import byte_view, tensor_header
+from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.identity import ranks_text

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ronde.checkpoint.exact_values import decode_exact, encode
 from ronde.checkpoint.pieces import Box, Piece, Want, piece_of, replicated, shard_like
-from ronde.checkpoint.tensors import group_names, tied_names
+from ronde.checkpoint.tensor_file import group_names, tied_names
 from ronde.world import CheckpointError
 from ronde.world.tensors import local_part
 

@@ -116,7 +116,7 @@ def check_model(model: Any, me: World) -> None:
 
 def check_saved(model: nn.Module) -> None:
     """Tensors that a checkpoint can hold."""
-    from ronde.checkpoint.tensors import tensor_header  # where a run writes
+    from ronde.checkpoint.tensor_file import tensor_header  # where a run writes
 
     kinds = {
         name: (t.dtype, tuple(t.shape))
