@@ -177,6 +177,7 @@ def _settings(given: Mapping[str, Any], rows: TableRows, me: World) -> TreeSetti
                 raise ArgumentError(f"all labels are {int(share)}: there is nothing to learn.")
             prior, base = [share], [math.log(share) - math.log(1 - share)]
         else:
+            # labels may skip a number: a class without rows has no logarithm
             prior = base = [math.log(max(s, 1e-9)) for s in sums]
     native = OBJECTIVES[objective].names[library].format(classes)
     return TreeSettings(
@@ -268,16 +269,19 @@ class _Training:
         self, number: int, margin: F64
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         rows, weight = self._rows, self._weight
+        # for the record alone: its last bits may depend on the number of workers
         losses = self._objective.loss(margin, rows.y) * weight
         sums = self._sum([float(losses.sum()), float(weight.sum())])
         self._loss = sums[0] / sums[1]
         weight = weight[:, None] if margin.ndim > 1 else weight
         pair = [each * weight for each in self._objective.gradients(margin, rows.y)]
         if (share := self._given["subsample"]) < 1:
+            # by a row's place in the whole table: the same rows however they are shared
             place = permute(rows.ids, rows.total, key_of(self._given["seed"], 0x5A9, number))
             left_out = place >= max(1, round(share * rows.total))
             for each in pair:
                 each[left_out] = 0
+        # one grid for all workers, or they would round to different multiples
         largest = torch.tensor([float(np.abs(each).max()) for each in pair], dtype=torch.float64)
         if self._me.size > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)

@@ -105,12 +105,14 @@ class BoostingRecord:
             )
         if state is None:
             return 0, None, {}
+        # as a checkpoint holds them: tuples are lists there
         for key, value in json.loads(json.dumps(self._facts)).items():
             if state.get("facts", {}).get(key) != value:
                 raise CheckpointError(
                     f"{answer['name']} was written with {key} {state.get('facts', {}).get(key)}, "
                     f"and now it is {value}. Resume with the same arguments and data."
                 )
+        # rank 0 alone reads the file: other hosts may not see its disk
         size = broadcast_json(
             self._me, newest.load("booster.safetensors")["booster"].numel() if newest else None
         )
@@ -138,6 +140,7 @@ class BoostingRecord:
         if not self._me.is_main or self.directory is None:
             return
         began = time.monotonic()
+        # a tensor may be written to, and bytes may not
         booster = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         path = checkpoint.write(
             self.directory.checkpoints,

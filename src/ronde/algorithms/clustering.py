@@ -19,6 +19,7 @@ from ronde.world.consensus import gather_json
 __all__ = ["Clusters", "kmeans"]
 
 F64 = npt.NDArray[np.float64]
+# 72 bits of each value; sums of 2^29 limbs of 24 bits are exact in float64
 _BITS, _LIMBS, _BLOCK = 24, 3, 16_384
 
 
@@ -85,6 +86,7 @@ def kmeans(
     done, moves = 0, True
     while moves and done < rounds:
         labels, _ = _nearest(x, centers)
+        # whole numbers: bincount adds them without rounding
         sums = [
             [np.bincount(labels, weights=column, minlength=k) for column in part.T]
             for part in parts
@@ -135,6 +137,7 @@ def _start(x: F64, k: int, seed: int, me: World) -> F64:
         clocks[squares == 0] = math.inf
         first = int(clocks.argmin()) if len(x) else -1
         own = [float(clocks[first]), x[first].tolist()] if len(x) else [math.inf, []]
+        # equal clocks are equal rows but for chance, and then the smaller row decides
         clock, row = min(gather_json(me, own))
         if clock == math.inf:
             raise ArgumentError(f"k={k}: there are {number} distinct rows.")

@@ -18,6 +18,7 @@ from ronde.world.consensus import broadcast_json
 __all__ = ["Components", "pca"]
 
 F64 = npt.NDArray[np.float64]
+# 65 bits of each value; sums of 2^20 products of 26 bits are exact in float64
 _BITS, _LIMBS, _BLOCK = 13, 5, 1 << 20
 
 

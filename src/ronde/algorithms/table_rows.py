@@ -289,7 +289,7 @@ def keyed_sample(rows: TableRows, count: int, seed: int, me: World) -> TableRows
         chosen = rows
     weight = None if chosen.weight is None else gather_arrays(me, chosen.weight)
     ids = gather_arrays(me, chosen.ids)
-    order = np.argsort(ids)
+    order = np.argsort(ids)  # one order on any number of workers, for bins
     every = replace(
         chosen, x=gather_arrays(me, chosen.x), y=gather_arrays(me, chosen.y), weight=weight, ids=ids
     )
@@ -307,7 +307,7 @@ def spread(rows: TableRows, me: World) -> TableRows:
             f"{sum(counts)} rows on {me.size} workers: start at most one worker a row."
         )
     for empty in [r for r, n in enumerate(counts) if n == 0]:
-        donor = int(np.argmax(counts))
+        donor = int(np.argmax(counts))  # the first of several: the same one on every rank
         counts[donor], counts[empty] = counts[donor] - 1, 1
         weight = np.ones(1) if rows.weight is None else rows.weight[-1:]
         parts = [rows.y[-1:], weight, rows.ids[-1:], *rows.x[-1:]] if me.rank == donor else []

@@ -79,6 +79,7 @@ class TreeModel:
         text = text.replace("\nmax_feature_idx=", f"\nobjective={objective}\nmax_feature_idx=", 1)
         booster = lgb.Booster(model_str=text)
         for tree, value in enumerate(base[: booster.num_trees()]):
+            # a round has one tree for each class
             for leaf in range(booster.dump_model(1)["tree_info"][tree]["num_leaves"]):
                 booster.set_leaf_output(tree, leaf, booster.get_leaf_output(tree, leaf) + value)
         return cls(

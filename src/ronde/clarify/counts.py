@@ -187,6 +187,7 @@ class BiasTable:
         rows = {key[1:]: n for key, n in self.cells.items() if key[0] == facet}
         groups = sorted({key[1] for key in rows})
         labels = sorted({key[2] for key in rows})
+        # integers: the sum over parts and workers is exact
         table = np.zeros((2, len(groups), len(labels), 2), dtype=np.int64)
         for (v, group, label, predicted), n in rows.items():
             at = int(v == value), groups.index(group), labels.index(label), predicted

@@ -87,7 +87,7 @@ def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str
     rows = min(int(options["rows"]), call.samples)
     part = call.rows(0, rows)
     players, kind = _players(part.tensors[0][0])
-    model = model.double()
+    model = model.double()  # the sum check would show float32's rounding, not the method's gap
     score = _score(model, options.get("output"))
     report_progress(f"explaining {rows} rows")
     if options["method"] == "ig":
@@ -99,6 +99,7 @@ def explain_rows(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str
             with torch.no_grad():
                 return score(given).numpy()
 
+        # each coalition costs a call for each of them
         some = background.rows(0, min(16, background.samples)).tensors[0].numpy()
         samples = part.tensors[0].numpy()
         explained = shapley_values(predict, samples, some, players, budget=int(options["budget"]))
@@ -194,7 +195,7 @@ def integrated_gradients(
         start = torch.zeros_like(inputs)
     with torch.no_grad():
         output, base = (forward(v).double().numpy() for v in (inputs, start))
-    steps = 32
+    steps = 32  # doubled until the values add up to 1e-4 of the output, at most to 1,024
     limit = 1e-4 * max(1.0, float(np.abs(output).max(initial=0.0)))
     while True:
         given = method.attribute(inputs, baselines=start, n_steps=steps, internal_batch_size=256)

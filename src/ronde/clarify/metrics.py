@@ -256,6 +256,7 @@ def measure_all(
         _Side(name, *(int(side[:, i, j].sum()) for i, j in ((1, 1), (1, 0), (0, 1), (0, 0))))
         for name, side in zip(names, binary, strict=True)
     )
+    # CI is 1 - 2 p of the share p of d: its interval is that of p
     low, high = wilson(sizes[1], sum(sizes))
     imbalance = Measure("CI", (sizes[0] - sizes[1]) / sum(sizes), 1 - 2 * high, 1 - 2 * low)
     result = [imbalance, _difference("DPL", "labels", a, d)]
@@ -307,7 +308,7 @@ def flip_test(
     others, mine = (np.asarray(features[m], dtype=np.float64) for m in (~of_d, of_d))
     if not len(others) or not len(mine):
         return Measure("FT", None, why="no row on one side")
-    k = 5 if len(others) > 9 else 1
+    k = 5 if len(others) > 9 else 1  # an odd number of votes, far fewer than voters
     accepted, norms = predicted[~of_d], np.sum(others * others, axis=1)
     flips = 0
     size = max(1, 4_000_000 // len(others))  # 32 MB of distances at a time

@@ -57,7 +57,8 @@ def _coalitions(players: int, budget: int, key: int) -> tuple[Array, Array]:
     present = np.zeros((2 * len(drawn), players), dtype=bool)
     for i, size in enumerate(drawn):
         present[2 * i, g.permutation(players)[:size]] = True
-        present[2 * i + 1] = ~present[2 * i]
+        present[2 * i + 1] = ~present[2 * i]  # pairs cancel the odd part of the sampling error
+    # one drawn twice counts twice, and is computed once
     unique, counts = np.unique(present, axis=0, return_counts=True)
     return unique, counts.astype(np.float64)
 
@@ -68,6 +69,7 @@ def _solve(present: Array, weights: Array, gains: Array, total: float) -> Array:
     left = z[:, :-1] - z[:, -1:]
     right = gains - z[:, -1] * total
     scale = np.sqrt(weights)
+    # least squares of the matrix itself: its normal equations would square the condition
     first, *_ = np.linalg.lstsq(left * scale[:, None], right * scale, rcond=None)
     return np.append(first, total - first.sum())
 

@@ -133,6 +133,7 @@ class _Table:
     def values(self, column: str) -> list[Any]:
         """A column's values, the commonest first."""
         rows = self.rows(
+            # many more than labels can be; a column of numbers may have one for each row
             f"SELECT {quoted(column)}, count(*) FROM data GROUP BY 1 ORDER BY 2 DESC LIMIT 100000"
         )
         return [v for v, _ in rows if v is not None and v == v]
@@ -195,7 +196,7 @@ class _Table:
         finite = " AND ".join(map(self._engine.is_finite, columns))
         return self.rows(
             f"SELECT {facet}, {mine}, {wanted} FROM data WHERE {where} AND {finite} "
-            f"ORDER BY hash({wanted}) LIMIT 20000"
+            f"ORDER BY hash({wanted}) LIMIT 20000"  # the same rows again, on any number of threads
         )
 
 

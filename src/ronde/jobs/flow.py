@@ -403,7 +403,7 @@ def _check(flow: Flow, reader: _Reader, needs_inputs: bool) -> None:
         raise reader.wrong(
             reader.places[circle[0], "needs"], f"a cycle: {' → '.join(circle)}."
         ) from None
-    before = {name: flow.before(name) for name in order}
+    before = {name: flow.before(name) for name in order}  # a graph without circles, from here on
     for step in flow.steps.values():
         _check_references(flow, step, before[step.name], reader)
     _check_files(flow, before, reader, needs_inputs)

@@ -320,6 +320,7 @@ class FlowRun:
                 status, why = self._try(step, lease, tries)
                 if not status:
                     break
+                # 75: it was asked to leave, and saved; above 128: a shell's word for a signal
                 lost = status < 0 or status == os.EX_TEMPFAIL or status > 128
                 lost = lost or (status == 1 and self._lost_run(step, lease.key))
                 # wrong arguments, status 2, are so the next time too
@@ -390,7 +391,7 @@ class FlowRun:
         # python and ronde are those that run the flow, in a virtual environment that is not active
         here = str(Path(sys.executable).parent)
         environment["PATH"] = os.pathsep.join([here, environment.get("PATH", os.defpath)])
-        answer = folder / "answer.txt"
+        answer = folder / "answer.txt"  # apart from the log: values are read from it
         with (
             open(folder / "log.txt", "ab" if tries > 1 else "wb") as log,
             open(answer, "wb") as out,
@@ -444,7 +445,7 @@ class FlowRun:
             if step.verb == "run":
                 own += ["--name", "run", *(["--resume"] if begun else [])]
                 own += ["--time-limit", f"{step.time:g}s"] if step.time else []
-                if not begun:
+                if not begun:  # killed before its first checkpoint: its name is taken
                     shutil.rmtree(folder / key, ignore_errors=True)
             elif begun:
                 words, own = words[:2], ["--runs", str(folder / key), "--resume", "run"]

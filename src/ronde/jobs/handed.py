@@ -152,7 +152,7 @@ def items(source: str) -> Iterator[Chunk]:
             if path.is_file():
                 target = path.relative_to(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(path, target)
+                shutil.move(path, target)  # whole: the folder is on the same disk
 
 
 def weights(run: str) -> dict[str, torch.Tensor]:

@@ -135,6 +135,7 @@ class JobLedger:
             return False
         with suppress(OSError):
             began = (self.root / "work" / name / ".began").stat().st_mtime
+            # a second at least: of short tasks, the start of a process alone is three medians
             return now - began > max(3 * statistics.median(known), 1.0)
         return False
 
@@ -194,7 +195,7 @@ class JobLedger:
             (lease.folder / ".info").write_text(json.dumps(facts))
             for path in [*lease.folder.rglob("*"), lease.folder]:
                 descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)
+                os.fsync(descriptor)  # a rename may reach the disk before what it names
                 os.close(descriptor)
             lease.folder.rename(self.root / "out" / lease.key)
             committed = True
@@ -246,7 +247,7 @@ class JobLedger:
 
     def is_doomed(self, lease: Lease) -> bool:
         """Whether so many owners vanished with it that it must be what kills them."""
-        return lease.lost >= 10
+        return lease.lost >= 10  # one lost host takes all its tasks: a few losses are no sign
 
     def drop(self, lease: Lease) -> None:
         """Forget a lease and what was done under it."""

@@ -168,6 +168,7 @@ def is_too_long(ledger: JobLedger, items: Items, key: str) -> bool:
     if high - low < 2 or not (seconds := ledger.seconds()):
         return False
     measured = sum(items.bytes_of(*bounds(k)) for k in seconds)
+    # longer ones leave other workers without work at the end of a map
     return items.bytes_of(low, high) * sum(seconds.values()) / measured > 60.0
 
 
@@ -281,7 +282,7 @@ def _join(ledger: JobLedger, made: Path) -> None:
                     f"two chunks wrote {name}: name files by their item, or use chunk.output."
                 )
             else:
-                _link(path, target)
+                _link(path, target)  # no second copy of what may be large
 
 
 def _link(path: Path, target: Path) -> None:

@@ -109,6 +109,7 @@ class _Worker:
         try:
             if self.ledger.is_doomed(lease):
                 raise _Failed(f"its worker was lost {lease.lost} times")
+            # a chunk that failed is halved for that, once it has failed again
             if not lease.failed and is_too_long(self.ledger, self.items, lease.key):
                 self.ledger.divide(lease, halves(lease.key))
                 return
@@ -137,6 +138,7 @@ class _Worker:
 
     def _failed(self, lease: Lease, why: _Failed) -> None:
         low, high = bounds(lease.key)
+        # A mistake in the script itself: halving would set all items aside, one by one.
         if isinstance(why, _NeverBegan) and lease.failed and not self.ledger.has_output:
             last = str(why).strip().splitlines()[-1]
             self._stop(f"the script ends before its first item: {last}")

@@ -207,6 +207,7 @@ def draw_with_optuna(
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # seeded by the trial: a search that was killed asks for the same values again
     sampler = optuna.samplers.TPESampler(seed=seed * 100_003 + number, constant_liar=True)
     study = optuna.create_study(direction="maximize" if maximize else "minimize", sampler=sampler)
     for values, result in earlier:

@@ -110,7 +110,7 @@ def progress_of(
     rates: dict[int, float] = {}
     ended: Ended | None = None
     rule = ""
-    for event in read(run.record):
+    for event in read(run.record):  # of all starts of the run, in their order
         if isinstance(event, Alert):  # also after the end
             rule = rule or (event.rule if event.rule in hopeless else "")
             continue

@@ -53,7 +53,7 @@ from ronde.world.whole_file import write_whole
 
 __all__ = ["Tuned", "Tuner", "TunePlan", "load_plan"]
 
-_LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -181,6 +181,7 @@ class Tuner:
         self._lines: list[dict[str, Any]] = []
         self._progress: dict[int, TrialProgress] = {}
         self._running: dict[int, _Running] = {}
+        # Ends without progress, of each trial: a killed one may be tried far more often.
         self._tries: Counter[tuple[int, bool]] = Counter()  # by trial, and whether it was killed
         self._rungs: tuple[int, ...] = ()
         self._asked_to_stop = False
@@ -213,7 +214,7 @@ class Tuner:
                 if not self._start() and not self._running:
                     break
                 self._show()
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(LOOK_SECONDS)
         finally:
             for running in self._running.values():
                 running.process.leave()
@@ -373,6 +374,7 @@ class Tuner:
         most = _samples(plan.most, size, "--max") if plan.most else _WHOLE
         kind = plan.method.rpartition("+")[2]
         if kind in ("halving", "hyperband", "asha"):
+            # one epoch, or two halvings by three
             least = _samples(plan.least, size, "--min") if plan.least else size or most // 9
             self._rungs = rungs_between(min(least, most), most, plan.eta)
         else:
@@ -508,6 +510,7 @@ class Tuner:
                 rates.setdefault(count, []).append(rate)
         if workers not in rates or 2 * workers not in rates:
             return True
+        # a median: the first epoch of a trial also pays for its start
         less, more = (statistics.median(rates[n]) for n in (workers, 2 * workers))
         return more >= 1.2 * less  # of samples per second
 
