@@ -52,11 +52,11 @@ def test_shapley_values_are_those_of_brute_force() -> None:
     g = np.random.default_rng(0)
     background = g.normal(size=(5, 8))
     samples = g.normal(size=(3, 8))
-    found = shapley_values(bumpy, samples, background, np.arange(8))
+    explained = shapley_values(bumpy, samples, background, np.arange(8))
     for i, sample in enumerate(samples):
         wanted = brute_force(bumpy, sample, background, np.arange(8))
-        assert np.abs(found.values[i] - wanted).max() <= 1e-9
-    assert found.gaps.max() <= 1e-12
+        assert np.abs(explained.values[i] - wanted).max() <= 1e-9
+    assert explained.gaps.max() <= 1e-12
     grid = np.arange(16).reshape(4, 4) // 4  # four players of an image, a row each
     image = g.normal(size=(1, 4, 4))
     values = shapley_values(bumpy, image, g.normal(size=(3, 4, 4)), grid).values
@@ -142,13 +142,16 @@ def test_explain_a_run(tmp_path: Path, method: str) -> None:
     assert "height moves the output most" in (tmp_path / "e.html").read_text()
     if method == "ig":
         np.savez(tmp_path / "one.npz", input=np.zeros((5, 3)))
-        for words, text in {
-            ("--data", "none.npz"): "expected arrays in a .npz file",
-            ("--data", "one.npz"): "cannot take samples of shape (3,); in training they had (4,)", ("--output", "7"): "the model has 1 outputs",
-            ("--method", "lime"): "expected shapley, ig, trees", ("--method", "trees"): "name a model file",
-        }.items():  # fmt: skip
-            wrong = ronde_run(["clarify", "explain", *words], tmp_path)
-            assert wrong.returncode == 2 and text in wrong.stderr, wrong.stderr
+        wrong = {
+            "--data none.npz": "expected arrays in a .npz file",
+            "--data one.npz": "cannot take samples of shape (3,); in training they had (4,)",
+            "--output 7": "the model has 1 outputs",
+            "--method lime": "expected shapley, ig, trees",
+            "--method trees": "name a model file",
+        }
+        for words, text in wrong.items():
+            refused = ronde_run(["clarify", "explain", *words.split()], tmp_path)
+            assert refused.returncode == 2 and text in refused.stderr, refused.stderr
 
 
 TEXT = """
@@ -211,8 +214,8 @@ def test_the_planted_word_and_patch_are_the_strongest(
     assert f"{kind} {best} moves the output most" in (tmp_path / "e.html").read_text()
     vocabulary = {f"word{i}": i for i in range(30)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary)).save(str(tmp_path / "t.json"))
-    told = ["clarify", "explain", *options, *files, "--tokenizer"]
-    done = ronde_run([*told, "t.json"], tmp_path)
+    words = ["clarify", "explain", *options, *files, "--tokenizer"]
+    done = ronde_run([*words, "t.json"], tmp_path)
     if world is TEXT:
         assert done.returncode == 0, done.stdout + done.stderr
         texts = json.loads((tmp_path / "e.json").read_text())
@@ -225,5 +228,5 @@ def test_the_planted_word_and_patch_are_the_strongest(
         assert done.returncode == 2 and refused in done.stderr, done.stderr
     (tmp_path / "bad.json").write_text("{}")
     for file in ("bad.json", "missing.json"):
-        done = ronde_run([*told, file], tmp_path)
+        done = ronde_run([*words, file], tmp_path)
         assert done.returncode == 2 and f"--tokenizer {file}: " in done.stderr, done.stderr

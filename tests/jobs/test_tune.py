@@ -150,7 +150,7 @@ def test_launchers_that_are_killed_are_started_again(
             return status
 
     monkeypatch.setattr("ronde.jobs.tuner.TrialProcess", Launcher)
-    monkeypatch.setattr("ronde.jobs.tuner._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("ronde.jobs.tuner.LOOK_SECONDS", 0.0)
     found = Tuner(tmp_path, TunePlan(["train.py"], ["lr=0..1"], "min:loss", 1), 1).run()
     assert found.best["result"] == 0.5
     assert not statuses

@@ -24,7 +24,7 @@ from onnx import numpy_helper
 from safetensors.numpy import save_file
 from torch import nn
 
-from processes import python, ronde_run
+from processes import python, ronde_batch, ronde_run
 from ronde.measure.model_call import ModelCall, call_of
 from ronde.ship import (
     Capture,
@@ -43,6 +43,7 @@ from ronde.ship import (
     write_bundle,
 )
 from ronde.ship.export import export_program
+from ronde.ship.exporter import store_samples
 from ronde.ship.quantize import judge_int8, quantize
 from ronde.ship.runtime import open_session, stored_samples
 from ronde.world import ArgumentError, RondeError
@@ -245,14 +246,12 @@ def test_int8_is_judged_by_class(made: Made, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def bundle(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     _, call, path, _ = made
-    from ronde.ship.exporter import _store_samples
-
     folder = tmp_path_factory.mktemp("bundle")
     make_key(folder / "key.pem", folder / "public.pem")
 
     def fill(into: Path) -> None:
         shutil.copy(path, into / "model.onnx")
-        _store_samples(into, call, [])
+        store_samples(into, call)
 
     write_bundle(folder / "b", fill, {"limits": [1e-4]}, key=folder / "key.pem", serial=3)
     yield folder / "b"
@@ -363,7 +362,7 @@ def test_verifying_imports_no_torch(bundle: Path, tmp_path: Path) -> None:
 def test_a_server_answers_bad_clients_and_lives(
     bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ronde.ship.server._PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("ronde.ship.server.PATIENCE_SECONDS", 0.5)
     server = serve_model(ShippedModel(bundle), 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
@@ -468,23 +467,19 @@ def test_installs_are_verified_and_can_be_rolled_back(bundle: Path, tmp_path: Pa
     with pytest.raises(ShipError, match="there was 6"):  # what was left is not taken again
         install_bundle(made(6), root, public)
     assert install_bundle(made(8), root, public).serial == current_bundle(root, public).serial == 8
-    for step in (
-        "_switch",
-        "rename",
-    ):  # killed before the link, or before the last state: 9 installs again
-        with pytest.MonkeyPatch.context() as patch:
-            whole = installs._switch
+    make_current = installs.make_current
+    for serial, is_linked in ((9, False), (10, True)):  # killed before the link, or after it
 
-            def killed(*args: object, step: str = step) -> None:
-                if step == "rename":
-                    whole(*args)
-                raise KeyboardInterrupt
+        def killed(root: Path, serial: int, is_linked: bool = is_linked) -> None:
+            if is_linked:
+                make_current(root, serial)
+            raise KeyboardInterrupt
 
-            patch.setattr(installs, "_switch", killed)
-            with pytest.raises(KeyboardInterrupt):
-                install_bundle(made(9 if step == "_switch" else 10), root, public)
-        assert current_bundle(root, public).serial == (8 if step == "_switch" else 10)
-        if step == "_switch":
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(installs, "make_current", killed)
+            install_bundle(made(serial), root, public)
+        assert current_bundle(root, public).serial == (10 if is_linked else 8)
+        if not is_linked:
             assert install_bundle(made(9), root, public).serial == 9
     assert restore_previous(root) == 9
     for serial in range(11, 17):
@@ -504,34 +499,30 @@ def test_installs_are_verified_and_can_be_rolled_back(bundle: Path, tmp_path: Pa
 
 
 def test_captures_tell_drift(bundle: Path, tmp_path: Path) -> None:
-    found = verify_bundle(bundle)
+    verified = verify_bundle(bundle)
     g = np.random.default_rng(0)
-    stored, _ = stored_samples(found)
+    stored, _ = stored_samples(verified)
     calm, shifted, file = stored["x"], stored["x"] + 3.0, tmp_path / "c.jsonl"
     capture = Capture(file, 1.0, most_bytes=1 << 21)
     for _ in range(30):
         rows = calm[g.integers(0, len(calm), 4)]
         capture.write(3, {"x": rows.tolist()}, [], 0.01)
-    values = watch_captures(found, [*file.open(), '{"torn'])
-    assert (values["requests"], values["rows"], values["unreadable"], values["serials"]) == (
-        30,
-        120,
-        1,
-        {"3": 30},
-    )
+    values = watch_captures(verified, [*file.open(), '{"torn'])
+    counted = [values[name] for name in ("requests", "rows", "unreadable", "serials")]
+    assert counted == [30, 120, 1, {"3": 30}]
     assert len(values["columns"]) == 64 and not any(c["shifted"] for c in values["columns"])
     lines = [
         json.dumps({"serial": 4, "seconds": 0.5, "inputs": {"x": shifted.tolist()}, "outputs": []})
     ]
     lines[0] = lines[0].replace(str(float(shifted[0, 0, 0, 0])), "NaN", 1)
-    values = watch_captures(found, lines)
+    values = watch_captures(verified, lines)
     assert all(c["shifted"] for c in values["columns"]) and values["columns"][0]["missing"] > 0
     size = file.stat().st_size
-    for _ in range(2000):
+    for _ in range(200):
         capture.write(3, {"x": calm.tolist()}, [], 0.01)
     assert size < file.stat().st_size <= 1 << 21
     with pytest.raises(ArgumentError, match="no captured request"):
-        watch_captures(found, [])
+        watch_captures(verified, [])
 
 
 SCRIPT = """
@@ -580,12 +571,14 @@ def test_ship_a_run(tmp_path: Path) -> None:
     refused = ronde_run(["ship", "--out", "c"], tmp_path, 120)
     assert refused.returncode == 1 and "the script now builds another model" in refused.stderr
     assert not (tmp_path / "c").exists()
-    for words, text in {
-        ("ship", "--out", "b"): "b is there already",
-        ("ship", "--to", "tf"): "expected onnx, torch",
-        ("ship", "nope"): "no run 'nope'",
-    }.items():
-        assert text in ronde_run(list(words), tmp_path).stderr
+    wrong = {
+        "--out b": "b is there already",
+        "--to tf": "expected onnx, torch",
+        "nope": "no run 'nope'",
+    }
+    refusals = ronde_batch([["ship", *words.split()] for words in wrong], tmp_path)
+    for refused, text in zip(refusals, wrong.values(), strict=True):
+        assert text in refused.stderr
 
 
 TABLE = """

@@ -15,7 +15,7 @@ sync_api = pytest.importorskip("playwright.sync_api")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-from processes import environment, free_port  # noqa: E402
+from processes import environment, free_port, ronde_batch, ronde_run  # noqa: E402
 from ronde.tables import Recipe  # noqa: E402
 from ronde.tables.explore import steps_of  # noqa: E402
 
@@ -30,13 +30,6 @@ columns:
 def test_controls_are_steps():
     given = {"impute": "median", "clip": "{min: 0}", "log": True, "scale": "none", "bins": " "}
     assert steps_of(given) == {"impute": "median", "clip": {"min": 0}, "log": True}
-
-
-def ronde(folder, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "ronde", "prepare", *words],
-        cwd=folder, env=environment(), capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -78,7 +71,8 @@ def test_a_control_changes_the_picture_and_the_button_saves_the_recipe(folder):
     path = next(filter(None, map(shutil.which, ("chromium", "google-chrome"))), None)
     if path is None:
         pytest.skip("no Chromium")
-    done = ronde(folder, "prepare.yaml", "train.parquet", "--notebook", "explore.py")
+    words = ["prepare", "prepare.yaml", "train.parquet", "--notebook", "explore.py"]
+    done = ronde_run(words, folder)
     assert done.returncode == 0, done.stderr
     with served(folder) as url, sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -107,11 +101,11 @@ def test_a_control_changes_the_picture_and_the_button_saves_the_recipe(folder):
 
 def test_what_cannot_be_edited_is_refused(folder):
     Recipe.read(folder / "prepare.yaml").fit(folder / "train.parquet").write(folder / "r.json")
-    for words, says in (
-        (("r.json", "train.parquet"), "--notebook edits a recipe in YAML; r.json is a fitted one."),
-        (("prepare.yaml", "none.parquet"), "--notebook: no such file or folder: none.parquet."),
-    ):
-        done = ronde(folder, *words, "--notebook", "explore.py")
+    wrong = {
+        "r.json train.parquet --notebook explore.py": "edits a recipe in YAML; r.json is a fitted",
+        "prepare.yaml none.parquet --notebook explore.py": "no such file or folder: none.parquet.",
+        "prepare.yaml train.parquet": "--out FOLDER is missing",
+    }
+    refused = ronde_batch([["prepare", *words.split()] for words in wrong], folder)
+    for done, says in zip(refused, wrong.values(), strict=True):
         assert done.returncode == 2 and says in done.stderr and not (folder / "explore.py").exists()
-    done = ronde(folder, "prepare.yaml", "train.parquet")
-    assert done.returncode == 2 and "--out FOLDER is missing" in done.stderr

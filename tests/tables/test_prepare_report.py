@@ -1,8 +1,6 @@
 """The report of a preparation: leaks, drift, and what it refuses."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,7 +10,7 @@ pytest.importorskip("matplotlib")
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-from processes import environment  # noqa: E402
+from processes import ronde_batch  # noqa: E402
 from ronde.tables import Recipe, prepare_report  # noqa: E402
 
 COLUMNS = {
@@ -60,7 +58,7 @@ def test_a_leak_and_a_drift_are_found_and_nothing_else(tmp_path):
 
 
 def test_a_number_is_explained_and_many_rows_are_drawn_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_report, "_MOST_ROWS", 500)
+    monkeypatch.setattr(prepare_report, "MOST_ROWS", 500)
     first = table(4000, 3, target=lambda gone: gone * 2.5 + np.linspace(0, 1, len(gone)))
     recipe = write(tmp_path, first, table(10, 4))
     sample = prepare_report.take_sample(recipe, [tmp_path / "a.parquet"])
@@ -68,28 +66,24 @@ def test_a_number_is_explained_and_many_rows_are_drawn_evenly(tmp_path, monkeypa
     assert sample.table.select(["word"]).equals(
         first.select(["word"]).take(list(range(0, 4000, 8)))
     )
-    found = {v.name: v.alone for v in prepare_report.view_columns(recipe, sample, None)}
-    assert found["closed_by"] > 0.8 and abs(found["age"]) < 0.2
+    alone = {v.name: v.alone for v in prepare_report.view_columns(recipe, sample, None)}
+    assert alone["closed_by"] > 0.8 and abs(alone["age"]) < 0.2
 
 
 def test_the_command_writes_it_and_says_what_it_shows(tmp_path):
     write(tmp_path, table(2000, 0), table(2000, 1, older=10))
 
-    def prepare(*words):
-        return subprocess.run(
-            [sys.executable, "-m", "ronde", "prepare", "prepare.yaml", "a.parquet", *words],
-            cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
-
-    done = prepare("--out", "out", "--report", "r.html", "--against", "b.parquet")
+    wrong = {
+        "--out o --against b.parquet": "--against needs --report",
+        "--out o --report no/r.html": "there is no folder",
+        "--out o --report r.html --engine spark": "--report draws local files",
+    }
+    written = "--out out --report r.html --against b.parquet"
+    head = ["prepare", "prepare.yaml", "a.parquet"]
+    done, *refused = ronde_batch([[*head, *words.split()] for words in (written, *wrong)], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "report   r.html" in done.stdout and (tmp_path / "r.html").exists()
     assert re.search(r"closed_by predicts gone alone \((1|0\.99\d*|1\.000)\)", done.stdout)
     assert re.search(r"age has drifted: PSI \d", done.stdout)
-    for words, says in (
-        (("--out", "o", "--against", "b.parquet"), "--against needs --report"),
-        (("--out", "o", "--report", "no/r.html"), "there is no folder"),
-        (("--out", "o", "--report", "r.html", "--engine", "spark"), "--report draws local files"),
-    ):
-        done = prepare(*words)
+    for done, says in zip(refused, wrong.values(), strict=True):
         assert done.returncode == 2 and says in done.stderr and not (tmp_path / "o").exists()

@@ -22,7 +22,7 @@ __all__ = ["Bundle", "ShipError", "make_key", "verify_bundle", "write_bundle"]
 
 FORMAT = 1
 ABOUT, SIGNATURE = "about.json", "about.sig"
-_MOST_ABOUT_BYTES = 1 << 20
+_MOST_ABOUT_BYTES = 1 << 20  # read before anything is checked; real ones have some kilobytes
 
 
 class ShipError(RondeError):
@@ -175,6 +175,7 @@ def verify_bundle(path: Path, key: Path | None = None) -> Bundle:
     if key is not None:
         _check_signature(path, text, key)
     about: Any = None
+    # whoever made the file decides how deep it nests
     with contextlib.suppress(ValueError, RecursionError):
         about = json.loads(text) if len(text) <= _MOST_ABOUT_BYTES else None
     files = about.get("files") if isinstance(about, dict) else None

@@ -44,7 +44,7 @@ class Capture:
         values = {"serial": serial, "seconds": seconds, "inputs": inputs, "outputs": outputs}
         line = json.dumps(values) + "\n"
         with self._lock:
-            if len(line) > self._rest:
+            if len(line) > self._rest:  # a shorter one may still fit
                 return
             self._rest -= len(line)
             try:

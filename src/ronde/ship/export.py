@@ -86,7 +86,7 @@ def export_onnx(model: nn.Module, call: ModelCall, path: Path) -> None:
             f"the model has {size / 1e9:.1f} GB of weights; an ONNX file holds "
             f"{_MOST_BYTES / 1e9:.1f} GB. --to torch has no such limit."
         )
-    if call.samples < 2:
+    if call.samples < 2:  # torch takes a size of 1 for a constant
         raise ShipError("an export needs a batch of two samples or more.")
     try:
         with _quiet(), torch.no_grad():

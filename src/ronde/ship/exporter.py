@@ -18,11 +18,11 @@ from ronde.measure.study import answer_at_distribute, report_progress
 from ronde.parallel import Work
 from ronde.ship.bundle import ShipError, write_bundle
 from ronde.ship.export import export_onnx, export_program
-from ronde.ship.floor import Floor, check_export, model_outputs
+from ronde.ship.floor import check_export, model_outputs, session_inputs
 from ronde.ship.quantize import judge_int8, quantize
 from ronde.ship.runtime import EXPECTED, INT8, MODEL, RECIPE, open_session
 
-__all__ = ["install_exporter"]
+__all__ = ["install_exporter", "store_samples"]
 
 
 def install_exporter() -> None:
@@ -68,7 +68,7 @@ def ship(work: Work, calls: Any, options: Mapping[str, Any]) -> dict[str, Any]:
             floors = check_export(model, folder / MODEL, call)
             about["floor"] = [f.__dict__ for f in floors]
             about["limits"] = [f.limit for f in floors]
-            _store_samples(folder, call, floors)
+            store_samples(folder, call)
             if recipe := saved.state.get("data", {}).get("recipe"):
                 (folder / RECIPE).write_text(json.dumps(recipe, indent=1))
             if options.get("int8"):
@@ -118,21 +118,14 @@ def _are_labels(value: Any, call: ModelCall) -> bool:
     return whole and value.shape == (call.samples,)
 
 
-def _names(path: Path) -> list[str]:
-    return [i.name for i in open_session(path).get_inputs()]
-
-
-def _feeds(path: Path, call: ModelCall) -> dict[str, np.ndarray[Any, Any]]:
-    return dict(zip(_names(path), (t.contiguous().numpy() for t in call.tensors), strict=True))
-
-
-def _store_samples(folder: Path, call: ModelCall, floors: list[Floor]) -> None:
+def store_samples(folder: Path, call: ModelCall) -> None:
+    """Write some samples of a call, and what the exported model makes of them, for devices."""
     from safetensors.numpy import save_file
 
-    part = call.rows(0, min(32, call.samples))
-    feeds = _feeds(folder / MODEL, part)
-    outputs = open_session(folder / MODEL).run(None, feeds)
-    values = {f"input.{name}": np.ascontiguousarray(v) for name, v in feeds.items()}
+    session = open_session(folder / MODEL)
+    inputs = session_inputs(session, call.rows(0, min(32, call.samples)))
+    values = {f"input.{name}": np.ascontiguousarray(v) for name, v in inputs.items()}
+    outputs = session.run(None, inputs)
     values |= {f"output.{i}": np.ascontiguousarray(v) for i, v in enumerate(outputs)}
     save_file(values, folder / EXPECTED)
 
@@ -144,7 +137,7 @@ def _int8(
         raise ShipError("--int8 is judged by accuracy: give labels, --check FILE with a 'target'.")
     if not all(t.is_floating_point() for t in call.tensors):
         raise ShipError("--int8 quantizes models whose inputs are floats, and this takes tokens.")
-    feeds = _feeds(folder / MODEL, call)
+    feeds = session_inputs(open_session(folder / MODEL), call)
     quantize(folder / MODEL, feeds, folder / INT8)
     verdict = judge_int8(folder / MODEL, folder / INT8, feeds, labels, slices, most_drop)
     if verdict.refused:

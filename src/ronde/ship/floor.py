@@ -22,7 +22,7 @@ from ronde.measure.model_call import ModelCall, inference_copy
 from ronde.ship.bundle import ShipError
 from ronde.ship.runtime import differences, first_line, open_session
 
-__all__ = ["Floor", "check_export", "model_outputs"]
+__all__ = ["Floor", "check_export", "model_outputs", "session_inputs"]
 
 _TIMES_FLOOR = 8.0  # other kernels add in another order: 1.0 to 3 was seen on sound exports
 _TINY_ULPS = 4.0  # of an output's scale: where the model happens to be exact
@@ -100,6 +100,7 @@ def check_export(model: nn.Module, path: Path | bytes, call: ModelCall) -> list[
     sessions = {}
     for optimized in (True, False):
         sessions[optimized] = open_session(path, optimized=optimized)
+    # 1 is broadcast where it should not be, 7 divides nothing, the whole is the example's own size
     for size in dict.fromkeys((1, 7, whole)):
         for low in _starts(whole, size):
             part = call.rows(low, min(low + size, whole))
@@ -178,7 +179,12 @@ def _ordinary(true: np.ndarray[Any, Any]) -> float:
     return float(sizes[few - 1 + gaps[0]]) if gaps.size else _LARGEST
 
 
-def _run(session: Any, part: ModelCall) -> list[np.ndarray[Any, Any]]:
+def session_inputs(session: Any, part: ModelCall) -> dict[str, np.ndarray[Any, Any]]:
+    """The tensors of a call by the names of an export's inputs.
+
+    Raises:
+        ShipError: the export has not all of them.
+    """
     names = [i.name for i in session.get_inputs()]
     tensors = part.tensors
     if len(names) != len(tensors):
@@ -186,7 +192,11 @@ def _run(session: Any, part: ModelCall) -> list[np.ndarray[Any, Any]]:
             f"the export takes {len(names)} inputs, the model {len(tensors)}: the exporter dropped "
             "some that it does not use."
         )
-    feeds = {n: t.contiguous().numpy() for n, t in zip(names, tensors, strict=True)}
+    return {n: t.contiguous().numpy() for n, t in zip(names, tensors, strict=True)}
+
+
+def _run(session: Any, part: ModelCall) -> list[np.ndarray[Any, Any]]:
+    feeds = session_inputs(session, part)
     try:
         return list(session.run(None, feeds))
     except Exception as error:

@@ -50,7 +50,8 @@ def _write(root: Path, newest: int, previous: int) -> None:
     write_whole(root / _STATE, json.dumps({"newest": newest, "previous": previous}))
 
 
-def _switch(root: Path, serial: int) -> None:
+def make_current(root: Path, serial: int) -> None:
+    """Point the link at a bundle, at one moment."""
     link = root / f".current.{os.getpid()}"
     link.unlink(missing_ok=True)
     link.symlink_to(f"serial-{serial}")
@@ -92,7 +93,7 @@ def _install(verified: Bundle, bundle: Path, root: Path, key: Path) -> Bundle:
         verify_bundle(copy, key)
     before = _serial(root)
     _write(root, state["newest"], before)  # then the link, then the serial: killed anywhere, both
-    _switch(root, verified.serial)  # bundles are there, and the link says which is current
+    make_current(root, verified.serial)  # bundles are there, and the link says which is current
     _write(root, verified.serial, before)
     for old in root.glob("serial-*"):
         if old.name not in (f"serial-{verified.serial}", f"serial-{before}"):
@@ -122,7 +123,7 @@ def _restore(root: Path) -> int:
         raise ShipError(f"{root} has no bundle before the current one.")
     verify_bundle(root / f"serial-{previous}")
     _write(root, state["newest"], 0)
-    _switch(root, previous)
+    make_current(root, previous)
     shutil.rmtree(root / f"serial-{now}", ignore_errors=True)
     return previous
 

@@ -106,6 +106,7 @@ def judge_int8(
         )
     if slices is not None and len(slices) != len(labels):
         raise ShipError(f"'slice' has {len(slices)} values for {len(labels)} samples.")
+    # one thread each: what is compared is the arithmetic, not the cores that are free
     plain, quick = open_session(model, threads=1), open_session(small, threads=1)
     feeds = dict(inputs)
     hits = []
@@ -141,7 +142,7 @@ def judge_int8(
 
 def _speedup(plain: Any, quick: Any, feeds: Inputs) -> float:
     ratios = []
-    for _ in range(7):
+    for _ in range(7):  # in turn: another process slows both down
         seconds = []
         for session in (plain, quick):
             start = time.perf_counter()

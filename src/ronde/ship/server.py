@@ -18,8 +18,8 @@ from ronde.world import ArgumentError
 __all__ = ["serve_model"]
 
 _MOST_BYTES = 16 << 20
-_MOST_REQUESTS = 32  # at a time
-_PATIENCE_SECONDS = 10.0  # for a slow client
+_MOST_REQUESTS = 32  # at a time: each may hold 16 MB, and what JSON makes of them
+PATIENCE_SECONDS = 10.0  # for a slow client
 
 
 class _Deadline(socket.SocketIO):
@@ -56,7 +56,7 @@ def serve_model(
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-        timeout = _PATIENCE_SECONDS
+        timeout = PATIENCE_SECONDS
 
         def setup(self) -> None:
             super().setup()
@@ -64,11 +64,11 @@ def serve_model(
             self.rfile = io.BufferedReader(self._raw)
 
         def handle_one_request(self) -> None:
-            self._raw.end = time.monotonic() + _PATIENCE_SECONDS  # for the request's first line
+            self._raw.end = time.monotonic() + PATIENCE_SECONDS  # for the request's first line
             super().handle_one_request()
 
         def parse_request(self) -> bool:
-            self._raw.end = time.monotonic() + _PATIENCE_SECONDS  # for its headers and its body
+            self._raw.end = time.monotonic() + PATIENCE_SECONDS  # for its headers and its body
             return super().parse_request()
 
         def log_message(self, *_: Any) -> None:
@@ -76,7 +76,7 @@ def serve_model(
 
         def _answer(self, status: int, values: dict[str, Any]) -> None:
             body = json.dumps(_finite(values)).encode()
-            self.connection.settimeout(_PATIENCE_SECONDS)
+            self.connection.settimeout(PATIENCE_SECONDS)
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

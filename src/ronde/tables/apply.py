@@ -81,6 +81,7 @@ def _number(made: dict[str, Values], name: str, do: Any, state: Any, column: Any
         made[f"{name}_bin"] = np.where(np.isnan(x), 0, bins).astype(np.int64)
     if not gives_number(do):
         return
+    # below the smallest value of the fit, 1 + x may be no positive number
     if "log" in do and state.get("clip", [None])[0] is None:
         x = np.maximum(x, state["min"])
     if column.null_count and state["fill"] is not None:
@@ -144,6 +145,7 @@ def _time(made: dict[str, Values], name: str, do: Any, state: Any, column: Any, 
         if "cyclic" not in do or part not in PERIODS:
             made[f"{name}_{part}"] = values
             continue
+        # one sine for each of the few values, not for each row
         circle = 2.0 * np.pi * np.arange(PERIODS[part] + 1) / PERIODS[part]
         absent = _numpy(column.is_null())
         for wave in (np.sin, np.cos):
@@ -164,6 +166,7 @@ def _text(made: dict[str, Values], name: str, do: Any, state: Any, column: Any, 
         made[f"{name}_words"] = np.bincount(rows, minlength=len(column)).astype(np.int64)
     if size := do["text"].get("words", 0):
         coded = flat.filter(pa.array(real)).dictionary_encode()
+        # Python's own hash() has another seed in each process
         hashes = [zlib.crc32(w.encode()) % size for w in coded.dictionary.to_pylist()]
         at = np.array(hashes, dtype=np.int64)[_numpy(coded.indices)]
         counts = np.bincount(rows * size + at, minlength=len(column) * size)

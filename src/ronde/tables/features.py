@@ -125,24 +125,21 @@ class _Entry:
                 raise self.wrong(f"unknown key '{key}'{near(key, _KEYS)}")
         if ("columns" in self.given) == ("windows" in self.given):
             raise self.wrong("expected either columns: or windows:.")
-        for key, other in (
-            ("max_age", "windows"),
-            ("order_by", "windows"),
-            ("event_id", "columns"),
-        ):
+        for key, other in {
+            "max_age": "windows",
+            "order_by": "windows",
+            "event_id": "columns",
+        }.items():
             if key in self.given and other in self.given:
                 raise self.wrong(f"{key} has no meaning for {other}.")
-        where = Path(self.text("path")).expanduser()
-        remote = "://" in self.text("path")
+        path, age = self.text("path"), self.given.get("max_age")
         return FeatureTable(
             name=self.name,
-            path=self.text("path") if remote else str(self.path.parent / where),
+            path=path if "://" in path else str(self.path.parent / Path(path).expanduser()),
             entity=self.texts("entity"),
             event_time=self.text("event_time"),
             arrival_time=self.text("arrival_time") if "arrival_time" in self.given else None,
-            max_age=self.seconds("max_age", self.given["max_age"])
-            if "max_age" in self.given
-            else None,
+            max_age=self.seconds("max_age", age) if "max_age" in self.given else None,
             columns=self.columns() if "columns" in self.given else {},
             windows=self.windows() if "windows" in self.given else (),
             order_by=self.texts("order_by") if "order_by" in self.given else (),

@@ -168,6 +168,7 @@ def _scale(name: str, do: Mapping[str, Any], state: Row, low: float, high: float
         state.update(center=0.0, width=1.0)
         return
     if do["scale"] == "minmax":
+        # a span beyond the largest float would be infinite
         state.update(center=low, width=min(high - low, sys.float_info.max) or 1.0)
         return
     if do.get("impute", "mean") == "mean" and not {"clip", "log"} & {*do}:
@@ -213,6 +214,7 @@ def _ranked(x: nw.Expr, low: float, high: float, ranks: Sequence[int], before: i
         return dict.fromkeys(ranks, low)
     # Each step is monotone under rounding, so that a bucket holds a run of the sorted values.
     span = high * 0.25 - low * 0.25
+    # 4,096 buckets: two rounds tell sixteen million places apart
     factor = min(4096 / span, 1.7e308) if span else 1.7e308
     inside = (x >= low) & (x <= high)
     bucket = ((x * 0.25 - low * 0.25) * factor).floor().cast(nw.Int64)
@@ -289,7 +291,7 @@ def _level(
         counts[row["level"]] = counts.get(row["level"], 0) + int(row["n"])
     total = sum(counts.values()) + missing
     kept = sorted((v for v, c in counts.items() if c >= do.get("rare", 1)), key=level_order)
-    if "one_hot" in do and len(kept) > 1000:
+    if "one_hot" in do and len(kept) > 1000:  # a column of names or numbers, by mistake
         raise ArgumentError(
             f"{place}: {len(counts):,} of {total - missing:,} values are distinct: one_hot would "
             f"make {len(kept):,} columns. Use codes: true, or rare: N to keep frequent values only."
@@ -319,6 +321,7 @@ def _target_means(rows: list[Row], kept: list[str], mean: Mapping[str, Any], shi
     count: dict[Any, int] = {}
     total: dict[Any, Fraction] = {}
     for row in rows:
+        # ... stands for all levels, and for all folds
         for at in {(v, f) for v in (row["level"], ...) for f in (int(row["fold"]), ...)}:
             count[at] = count.get(at, 0) + int(row["n"])
             total[at] = total.get(at, Fraction(0)) + _sum_of(row, shift)

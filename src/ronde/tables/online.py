@@ -184,6 +184,7 @@ class Online:
             status = self.path.stat()
         except OSError as error:
             raise ArgumentError(f"{self.path} cannot be read: {error.strerror}.") from None
+        # a publication is a new file: its number tells it apart, its time a number used again
         identity = (status.st_ino, status.st_mtime_ns)
         opened: _Opened | None = getattr(self._local, "opened", None)
         if opened is None or opened.identity != identity:
@@ -196,12 +197,6 @@ class Online:
     def tables(self) -> dict[str, OnlineTable]:
         """The published tables."""
         return dict(self._now().tables)
-
-    def entities(self, table: str) -> Iterator[tuple[Any, ...]]:
-        """The entities of a table."""
-        opened = self._now()
-        keys = ", ".join(map(quoted, opened.tables[table].entity))
-        return iter(opened.db.execute(f"SELECT {keys} FROM {quoted(table)}"))
 
     def differing(self, other: Online, table: str) -> Iterator[dict[str, Any]]:
         """The entities whose rows in a table are others in another publication."""
@@ -245,10 +240,10 @@ class Online:
             known = ", ".join(opened.tables)
             raise ArgumentError(f"{self.path} has no table '{table}'; there are {known}.")
         row = opened.db.execute(opened.queries[table], _key(about, entity)).fetchone()
-        return shaped(about, row, now)
+        return _shaped(about, row, now)
 
 
-def shaped(about: OnlineTable, row: tuple[Any, ...] | None, now: int) -> dict[str, Any]:
+def _shaped(about: OnlineTable, row: tuple[Any, ...] | None, now: int) -> dict[str, Any]:
     """What a reader gets of a stored row, or of none, at the microsecond ``now``."""
     if about.windows:
         values = (

@@ -298,6 +298,8 @@ class PointInTime:
         and ``columns``. At most one row of an entity may have the same time.
         """
         keys = self._keys(source)
+        # Spark has no ASOF join: events and labels are one sorted list, and a label takes the last
+        # event before it.
         if self.engine.asof:
             named = ", ".join(f"r.{column}" for column in columns)
             on = " AND ".join(f"l.{key} = r.{key}" for key in keys)
@@ -320,6 +322,7 @@ class PointInTime:
         spec, q = source.spec, self.engine.quote
         values = [f"{q(column)} AS v{n}" for n, column in enumerate(spec.columns.values())]
         ties = [f"{q(column)} AS o{n}" for n, column in enumerate(spec.order_by)]
+        # compared instead of the values, which may be many and wide
         hashed = self.engine.hash([q(column) for column in spec.columns.values()])
         names = [f"v{n}" for n in range(len(values))]
         order = ", ".join(["known", "ts", "arr", *(f"o{n} NULLS FIRST" for n in range(len(ties)))])

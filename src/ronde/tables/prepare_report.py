@@ -20,7 +20,7 @@ from ronde.tables.steps import read_as
 from ronde.watch import html
 from ronde.world import ArgumentError
 
-_MOST_ROWS = 200_000
+MOST_ROWS = 200_000
 _LEVELS = 12  # that are drawn
 _MISSING = "(missing)"
 
@@ -76,7 +76,7 @@ def take_sample(recipe: Recipe, files: Sequence[Path]) -> DrawnRows:
             drawn = batch.take(pa.array(range(first, batch.num_rows, stride), pa.int64()))
             tables.append((pa.Table.from_batches([drawn]), file))
             rows += batch.num_rows
-            while rows > _MOST_ROWS * stride:  # half of what is there, spread as evenly
+            while rows > MOST_ROWS * stride:  # half of what is there, spread as evenly
                 stride *= 2
                 joined = one_table(tables, "--report")
                 tables = [(joined.take(pa.array(range(0, joined.num_rows, 2))), "earlier files")]
@@ -162,8 +162,9 @@ def _alone(groups: npt.NDArray[np.int64], count: int, target: tuple[Floats, bool
     y, two = target
     known = ~np.isnan(y)
     groups, y = groups[known], y[known]
+    # halves: the mean of its own rows would predict a column of distinct values perfectly
     fit, test = slice(0, None, 2), slice(1, None, 2)
-    if len(y) < 20:
+    if len(y) < 20:  # of ten rows, chance alone predicts ten
         return 0.5 if two else 0.0
     total = np.bincount(groups[fit], weights=y[fit], minlength=count)
     n = np.bincount(groups[fit], minlength=count)

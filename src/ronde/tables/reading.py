@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,11 @@ from typing import Any
 from ronde.world import ArgumentError, SampleError
 
 SUFFIXES = (".parquet", ".pq", ".csv", ".arrow", ".feather", ".ipc")
+
+
+def is_parquet(file: Path) -> bool:
+    """Whether a file is Parquet, by its name."""
+    return file.suffix.lower() in (".parquet", ".pq")
 
 
 def open_arrow(source: Any) -> Any:
@@ -35,13 +41,14 @@ def read_batches(
     """Record batches of some columns of a file."""
     import pyarrow as pa
 
-    try:
-        if file.suffix.lower() in (".parquet", ".pq"):
+    wanted = list(dict.fromkeys(columns))
+    with _readable(file):
+        if is_parquet(file):
             import pyarrow.parquet as pq
 
             opened = pq.ParquetFile(file)
             _check(file, opened.schema_arrow.names, columns)
-            yield from opened.iter_batches(batch_size=1 << 16, columns=list(dict.fromkeys(columns)))
+            yield from opened.iter_batches(batch_size=1 << 16, columns=wanted)
         elif file.suffix.lower() == ".csv":
             import pyarrow.csv as pc
 
@@ -50,26 +57,28 @@ def read_batches(
             # Of texts only an empty one is missing: NA, null and nan are countries and names, as
             # they are in Parquet.
             convert = pc.ConvertOptions(
-                include_columns=list(dict.fromkeys(columns)),
-                column_types=types,
-                strings_can_be_null=False,
+                include_columns=wanted, column_types=types, strings_can_be_null=False
             )
             options = pc.ReadOptions(block_size=8 << 20)
-            for batch in pc.open_csv(
-                file,
-                read_options=options,
-                convert_options=convert,
-                parse_options=pc.ParseOptions(newlines_in_values=True),
-            ):
-                yield pa.record_batch(
-                    [_without_empty(column) for column in batch.columns], names=batch.schema.names
-                )
+            parse = pc.ParseOptions(newlines_in_values=True)
+            for batch in pc.open_csv(file, options, parse, convert):
+                filled = [_without_empty(column) for column in batch.columns]
+                yield pa.record_batch(filled, names=batch.schema.names)
         else:
             with pa.memory_map(str(file)) as source:
                 reader = open_arrow(source)
                 _check(file, reader.schema.names, columns)
                 for part in arrow_batches(reader):
-                    yield part.select(list(dict.fromkeys(columns)))
+                    yield part.select(wanted)
+
+
+@contextlib.contextmanager
+def _readable(file: Any) -> Iterator[None]:
+    """Name the file in an error of its reader."""
+    import pyarrow as pa
+
+    try:
+        yield
     except pa.ArrowInvalid as error:
         raise SampleError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
     except OSError as error:
@@ -90,7 +99,7 @@ def read_share(path: Any, part: int, parts: int) -> tuple[Any, int, int]:
 
     if not Path(path).exists():
         raise ArgumentError(f"{path} does not exist. Give a Parquet file or a folder of them.")
-    try:
+    with _readable(path):
         files = ds.dataset(path, format="parquet")
         total = files.count_rows()
         low, high = total * part // parts, total * (part + 1) // parts
@@ -103,8 +112,6 @@ def read_share(path: Any, part: int, parts: int) -> tuple[Any, int, int]:
                     table = group.to_table(schema=files.schema)
                     tables.append(table.slice(first - at, last - first))
                 at += count
-    except pa.ArrowInvalid as error:
-        raise SampleError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
     return pa.concat_tables(tables), low, total
 
 
@@ -167,21 +174,17 @@ def columns_of(file: Path, needed: Iterable[str] = ()) -> dict[str, Any]:
     """
     import pyarrow as pa
 
-    try:
+    with _readable(file):
         if file.suffix.lower() == ".csv":
             names = _header(file)
             _check_once(file, names, needed)
             return dict.fromkeys(names)
-        if file.suffix.lower() in (".parquet", ".pq"):
+        if is_parquet(file):
             import pyarrow.parquet as pq
 
             schema = pq.read_schema(file)
         else:
             with pa.memory_map(str(file)) as source:
                 schema = open_arrow(source).schema
-    except pa.ArrowInvalid as error:
-        raise SampleError(f"{file} cannot be read: {str(error).splitlines()[0]}") from None
-    except OSError as error:
-        raise SampleError(f"{file} cannot be read: {error.strerror or error}.") from error
     _check_once(file, schema.names, needed)
     return dict(zip(schema.names, schema.types, strict=True))

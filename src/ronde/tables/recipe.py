@@ -27,7 +27,7 @@ from ronde.tables.arrow import (
 )
 from ronde.tables.engines import Arrow, Kinds, canonical, duckdb_engine, spark_engine
 from ronde.tables.fit import fit_steps
-from ronde.tables.reading import SUFFIXES, columns_of, read_batches
+from ronde.tables.reading import SUFFIXES, columns_of, is_parquet, read_batches
 from ronde.tables.steps import PreparedColumn, checked, near, outputs_of, read_as
 from ronde.world import ArgumentError
 from ronde.world.paths import file_digest, files_of, is_remote, need
@@ -35,7 +35,7 @@ from ronde.world.paths import file_digest, files_of, is_remote, need
 ENGINES = ("duckdb", "arrow", "spark")
 _VERSION = 1
 _FIELDS = ("columns", "target", "key")
-_ROWS = 1 << 17
+_ROWS = 1 << 17  # of a batch: some tens of megabytes of float64, and long loops in NumPy
 
 
 class Recipe:
@@ -167,6 +167,7 @@ class Recipe:
     @property
     def digest(self) -> str:
         """SHA-256 of the steps and of what was fitted; the same on every engine."""
+        # not of the files: rows in another order, or in other parts, are the same fit
         given = {k: v for k, v in self.to_dict().items() if k != "inputs"}
         return hashlib.sha256(_json(given).encode()).hexdigest()
 
@@ -287,16 +288,13 @@ class Recipe:
 
         return stacked(False, np.float32), stacked(True, np.int64)
 
-    def applied_to(self, file: Path) -> Applied:
-        """What prepares the batches of a file: out of fold where it is one of the fit."""
-        out_of_fold = self.needs_folds and self.was_fitted_on(file)
-        return Applied(self.steps, self.fitted, self.key, out_of_fold)
-
     def batches(self, file: Path) -> Iterator[Any]:
         """The prepared record batches of a file."""
         types = check_columns(self, [file], applied=True)
         handed = [n for n in (self.target, self.key) if n is not None and n in types[0]]
-        make = self.applied_to(file)
+        # a file of the fit has its rows in the target means
+        out_of_fold = self.needs_folds and self.was_fitted_on(file)
+        make = Applied(self.steps, self.fitted, self.key, out_of_fold)
         parts = read_batches(file, [*self.steps, *handed], *self.csv_types)
         empty = True
         for part in parts:
@@ -552,9 +550,8 @@ def _open(
 
     if engine == "arrow" or (engine is None and not files):
         return Arrow(batches), files
-    is_parquet = bool(files) and all(f.suffix.lower() in (".parquet", ".pq") for f in files)
     fractional = _fractional(kinds, all_types)
-    given = None if is_parquet else batches
+    given = None if files and all(map(is_parquet, files)) else batches
     return duckdb_engine(files, given, kinds, fractional, threads), files
 
 

@@ -48,6 +48,7 @@ def write_on_spark(
         out_of_fold: as for :meth:`Recipe.apply`.
     """
     frame = spark.read.parquet(*paths)
+    # Hadoop's own file systems: the folder may be one that only the cluster sees
     path = spark.sparkContext._jvm.org.apache.hadoop.fs.Path
     whole = path(out)
     part = path(whole.getParent() or path("."), f".{whole.getName()}.{uuid.uuid4().hex}.writing")

@@ -14,6 +14,7 @@ from typing import Any
 
 from ronde.world import ArgumentError, RondeError, usable_cores
 from ronde.world.paths import files_of, is_remote, need, need_java
+from ronde.world.whole_file import whole_file
 
 _SUFFIXES = (".parquet", ".pq", ".csv")
 _CSV = (".csv", ".csv.gz", ".csv.zst")
@@ -164,13 +165,8 @@ class DuckDBSql:
 
     def write(self, sql: str, out: Path, owner: str) -> None:
         """Write a query to a Parquet file that is there whole, or not at all."""
-        part = out.with_name(f"{out.name}.{os.getpid()}.writing")
-        try:
+        with whole_file(out) as part:
             self.run(f"COPY ({sql}) TO {self.literal(str(part))} (FORMAT PARQUET)", owner)
-            part.replace(out)
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink()
 
     @staticmethod
     def kind(given: str) -> str:
@@ -248,8 +244,10 @@ class SparkSql:
 
         self._error = PySparkException
         self._kept: dict[str, Any] = {}
+        # of its own: views and settings of the user's session stay as they are
         self._session = started.newSession()
         self._session.conf.set("spark.sql.session.timeZone", "UTC")
+        # else a sum that overflows wraps around, and a cast that fails gives null
         self._session.conf.set("spark.sql.ansi.enabled", "true")
         self._tag = uuid.uuid4().hex[:8]
 
