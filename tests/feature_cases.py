@@ -117,14 +117,14 @@ class Case:
         """The events that one knows of at a time, each with the moment since when."""
         if now is None:
             return []
-        found = []
+        known = []
         for e in self.events:
             arrival = e["arr"] if self.late else e["ts"]
             if None in (e["ts"], arrival) or not self.of(e, entity):
                 continue
             if max(e["ts"], arrival) <= now:
-                found.append((e, arrival))
-        return found
+                known.append((e, arrival))
+        return known
 
     def last(self, entity, now, aged=True):
         known = self.known(entity, now)

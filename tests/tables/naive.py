@@ -29,29 +29,29 @@ def quantile(values, share):
 def number(column, do):
     """Fill, clip bounds, edges, center, and width of a column without log."""
     values = finite(column)
-    found = {}
+    facts = {}
     n = len(values)
     if isinstance(do.get("bins"), int):
         cuts = [i / do["bins"] for i in range(1, do["bins"])]
-        found["edges"] = sorted({quantile(values, q) for q in cuts}) if n else []
+        facts["edges"] = sorted({quantile(values, q) for q in cuts}) if n else []
     fill = do.get("impute", "mean")
     if fill == "mean":
         fill = float(cut_sum(values) / n) if n else 0.0
     elif fill == "median":
         fill = quantile(values, 0.5) if n else 0.0
-    found["fill"] = float(fill)
+    facts["fill"] = float(fill)
     if not n:
-        return {**found, "center": 0.0, "width": 1.0} if "scale" in do else found
+        return {**facts, "center": 0.0, "width": 1.0} if "scale" in do else facts
     if clip := do.get("clip"):
         if isinstance(clip, list):
             bounds = [quantile(values, q) for q in clip]
         else:
             bounds = [float(clip["min"]), float(clip["max"])]
-        found["clip"] = bounds
+        facts["clip"] = bounds
         values = [min(max(v, bounds[0]), bounds[1]) for v in values]
     if do.get("scale") == "minmax":
         low, high = min(values), max(values)
-        found.update(center=low, width=min(high - low, 1.7976931348623157e308) or 1.0)
+        facts.update(center=low, width=min(high - low, 1.7976931348623157e308) or 1.0)
     elif do.get("scale"):
         center = float(cut_sum(values) / n)
         reach = max(max(values) * 0.25 - center * 0.25, center * 0.25 - min(values) * 0.25)
@@ -60,8 +60,8 @@ def number(column, do):
         unit = Fraction(1, 2**93)
         total = sum(math.floor(Fraction(s) / unit) for s in squares) * unit
         width = math.sqrt(float(total / n)) * 4.0 / factor
-        found.update(center=center, width=width or 1.0)
-    return found
+        facts.update(center=center, width=width or 1.0)
+    return facts
 
 
 def levels(column, least=1):

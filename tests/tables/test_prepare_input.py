@@ -1,5 +1,7 @@
 """Files and frames that a careless fit would misread: each is read right, or refused."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -197,17 +199,10 @@ def test_files_of_unlike_keys_are_refused_in_a_sentence(tmp_path):
 
 
 def test_an_error_of_duckdb_is_a_sentence(cities):
-    with pytest.raises(RondeError, match=r"^DuckDB on 1 thread: "):
-        asked_after_the_file_is_gone(cities[0])
-
-
-def asked_after_the_file_is_gone(file):
-    engine = duckdb_engine([file], None, {"id": "key"}, (), 1)
-    file.unlink()
-    try:
-        engine.answer([Query({"n": ("len", None)})])
-    finally:
-        engine.close()
+    with contextlib.closing(duckdb_engine([cities[0]], None, {"id": "key"}, (), 1)) as engine:
+        cities[0].unlink()
+        with pytest.raises(RondeError, match=r"^DuckDB on 1 thread: "):
+            engine.answer([Query({"n": ("len", None)})])
 
 
 @pytest.mark.parametrize("engine", ["duckdb", "arrow", "spark"])

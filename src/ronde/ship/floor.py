@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from ronde.measure.model_call import ModelCall, inference_copy
 from ronde.ship.bundle import ShipError
-from ronde.ship.runtime import differences, first_line, open_session
+from ronde.ship.runtime import deviations, first_line, open_session
 
 __all__ = ["Floor", "check_export", "model_outputs", "session_inputs"]
 
@@ -219,7 +219,7 @@ def _compare(
     for i, (mine, true, floor) in enumerate(zip(got, truth, floors, strict=True)):
         if mine.shape != true.shape:
             raise ShipError(f"output {i} has shape {mine.shape}, the model's {true.shape}.")
-        off = differences(mine, true)
+        off = deviations(mine, true)
         huge = np.abs(true).astype(np.float64) > floor.ordinary
         with np.errstate(invalid="ignore"):
             own = _HUGE_ULPS * float(np.finfo(mine.dtype).eps) * np.abs(true) if huge.any() else 0.0

@@ -12,7 +12,7 @@ from ronde.ship.bundle import Bundle, ShipError, verify_bundle
 from ronde.world import ArgumentError
 from ronde.world.paths import need
 
-__all__ = ["ShippedModel", "differences", "first_line", "open_session", "stored_samples"]
+__all__ = ["ShippedModel", "deviations", "first_line", "open_session", "stored_samples"]
 
 MODEL, INT8, EXPECTED = "model.onnx", "model.int8.onnx", "expected.safetensors"
 RECIPE = "recipe.json"
@@ -57,7 +57,7 @@ def stored_samples(bundle: Bundle) -> tuple[dict[str, np.ndarray[Any, Any]], lis
     return inputs, outputs
 
 
-def differences(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def deviations(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """How far each value is from the one that is wanted. Equal infinities are not apart, nor two
     NaN; NaN is infinitely far from a number.
     """
@@ -198,7 +198,7 @@ class ShippedModel:
         if not isinstance(limits, list) or not len(limits) == len(expected) == len(outputs):
             raise ShipError(f"{self.bundle.path} lacks a limit or a stored value for an output.")
         for i, (got, wanted, limit) in enumerate(zip(outputs, expected, limits, strict=True)):
-            off = float(differences(got, wanted).max(initial=0.0))
+            off = float(deviations(got, wanted).max(initial=0.0))
             worst = max(worst, off)
             if not off <= limit:  # a limit of NaN allows nothing
                 raise ShipError(

@@ -43,7 +43,7 @@ def family(kind: Any, place: str) -> str:
     raise ArgumentError(f"{place} is {kind}: expected numbers, texts, or dates.")
 
 
-def is_whole(kind: Any) -> bool:
+def is_whole_type(kind: Any) -> bool:
     """Whether a type holds whole numbers, or nothing at all."""
     import pyarrow.types as types
 
@@ -182,7 +182,7 @@ def as_kind(column: Any, kind: str, place: str) -> Any:
 
     if kind == "key":
         column = _decoded(column)
-        if not is_whole(column.type):
+        if not is_whole_type(column.type):
             raise ArgumentError(f"{place} is {column.type}: {WHOLE_KEY}")
         try:
             column = column.cast(pa.int64())

@@ -22,7 +22,7 @@ from ronde.tables.arrow import (
     WHOLE_KEY,
     arrow_of_spark,
     family,
-    is_whole,
+    is_whole_type,
     one_table,
 )
 from ronde.tables.engines import Arrow, Kinds, canonical, duckdb_engine, spark_engine
@@ -464,7 +464,7 @@ def check_columns(
                     f"{', '.join(recipe.steps.get(name, ())) or 'this'} needs "
                     f"{' or '.join(READ_BY[kind])}."
                 )
-            if kind == "key" and types[name] is not None and not is_whole(types[name]):
+            if kind == "key" and types[name] is not None and not is_whole_type(types[name]):
                 raise ArgumentError(f"{where}: {place} has {types[name]}: {WHOLE_KEY}")
         all_types.append(types)
     if not applied:
