@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import graphlib
 import heapq
@@ -18,6 +17,7 @@ from typing import Any
 import yaml
 
 from ronde.world import ArgumentError
+from ronde.world.errors import did_you_mean
 from ronde.world.units import parse_duration
 
 __all__ = ["Condition", "Flow", "FlowStep", "fill", "load_flow", "parse_condition", "references"]
@@ -272,9 +272,8 @@ class _Reader:
         entries = self.pairs(node, f"the step {name}")
         for key, (place, _) in entries.items():
             if key not in _KEYS:
-                near = difflib.get_close_matches(key, _KEYS, 1)
-                hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(_KEYS)}."
-                raise self.wrong(place, f"a step has no key {key}. {hint}")
+                hint = did_you_mean(key, _KEYS, f" There are {', '.join(_KEYS)}.")
+                raise self.wrong(place, f"a step has no key {key}.{hint}")
         if "run" not in entries:
             raise self.wrong(node, f"the step {name} has no run: give its command.")
         self.places |= {(name, key): value for key, (_, value) in entries.items()}
@@ -389,8 +388,7 @@ def _check(flow: Flow, reader: _Reader, needs_inputs: bool) -> None:
     for name, step in flow.steps.items():
         for need in step.needs:
             if need not in flow.steps:
-                near = difflib.get_close_matches(need, flow.steps, 1)
-                hint = f" Did you mean {near[0]}?" if near else ""
+                hint = did_you_mean(need, flow.steps)
                 raise reader.wrong(
                     reader.places[name, "needs"], f"{name} needs {need}, which is no step.{hint}"
                 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ronde.world import ArgumentError
+from ronde.world.errors import did_you_mean
 from ronde.world.units import parse_bytes
 
 Reader = Callable[[str, Any], Any]
@@ -81,8 +81,7 @@ def choose(where: str, what: str, names: Iterable[Any], allowed: Iterable[str]) 
     allowed = list(allowed)
     for name in names:
         if name not in allowed:
-            near = difflib.get_close_matches(str(name).lower().replace("-", "_"), allowed, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(str(name).lower().replace("-", "_"), allowed)
             raise ArgumentError(
                 f"{where}: {what} {str(name)!r} is not known.{hint} Expected {', '.join(allowed)}."
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import json
 import math
@@ -35,6 +34,7 @@ from ronde.watch.rule_view import RuleView
 from ronde.watch.rules import RULES
 from ronde.watch.run_dir import RunDir
 from ronde.world import ArgumentError
+from ronde.world.errors import did_you_mean
 
 __all__ = ["Judge", "alert_line", "alert_values"]
 
@@ -243,9 +243,9 @@ class Judge:
             part=part,
             time=self._time,
         )
-        if _key(whole) in self._repeats:
+        if whole.key in self._repeats:
             return
-        self._repeats[_key(whole)] = self._repeat(whole, rule)
+        self._repeats[whole.key] = self._repeat(whole, rule)
         again = self._again(whole, self._checkpoints)
         self.alerts.append(dataclasses.replace(whole, again=again))
 
@@ -257,7 +257,7 @@ class Judge:
 
     def _again(self, alert: Alert, checkpoints: Iterable[int]) -> str:
         """The command that trains the step again, and measures what was measured."""
-        since, words = self._repeats[_key(alert)]
+        since, words = self._repeats[alert.key]
         before = [s for s in checkpoints if s < since]
         origin = ["--from", f"{self._run.name}@{before[-1]}"] if before else []
         return shlex.join(["ronde", "run", *origin, *words]) if words else ""
@@ -275,10 +275,6 @@ class Judge:
         words = ["--until", f"{until}{at}", f"--watch={health.every or 1}"]
         words += ["--workers", str(start.workers), *(start.command or [start.script])]
         return since, [*words, *start.arguments]
-
-
-def _key(alert: Alert) -> tuple[str | None, str, str | None]:
-    return alert.part, alert.rule, alert.tensor
 
 
 def _samples_at(view: RuleView, step: int) -> int:
@@ -300,8 +296,7 @@ def alert_line(alert: Alert) -> str:
 def _check_known(name: str, known: Iterable[str], what: str) -> None:
     known = list(known)
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = did_you_mean(name, known)
         raise ArgumentError(f"no {what} {name!r}.{hint} There are: {', '.join(known)}.")
 
 

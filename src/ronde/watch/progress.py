@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,15 +57,15 @@ def plain_console(**options: Any) -> Console:
     return Console(markup=False, emoji=False, highlight=False, **options)
 
 
-class Display(Protocol):
-    """Shows progress. ``state`` has epoch, epochs, step, steps, loss, samples_per_second and
-    seconds_left; each may be None.
-    """
+class Silent:
+    """Shows nothing. Displays that show something are subclasses."""
 
-    interval_seconds: float
+    interval_seconds = float("inf")
 
     def update(self, state: dict[str, Any]) -> None:
-        """Show a new state."""
+        """Show a new state. It has epoch, epochs, step, steps, loss, samples_per_second and
+        seconds_left; each may be None.
+        """
 
     def say(self, text: str) -> None:
         """Show a line of text."""
@@ -75,24 +75,6 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Take the display down."""
-
-
-class Silent:
-    """Shows nothing."""
-
-    interval_seconds = float("inf")
-
-    def update(self, state: dict[str, Any]) -> None:
-        """Nothing."""
-
-    def say(self, text: str) -> None:
-        """Nothing."""
-
-    def warn(self, text: str) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 class Quiet(Silent):
@@ -130,7 +112,7 @@ def _describe(state: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
-class Lines:
+class Lines(Silent):
     """Plain lines, one every few seconds, for files, pipes and batch systems."""
 
     def __init__(self, interval_seconds: float = 5.0) -> None:
@@ -147,9 +129,6 @@ class Lines:
     def warn(self, text: str) -> None:
         """Print it."""
         self.say(f"warning: {text}")
-
-    def close(self) -> None:
-        """Nothing to take down."""
 
 
 class Stream(Lines):
@@ -241,7 +220,7 @@ class Bar(Lines):
         self._beginning = False
 
 
-def choose_display(is_main: bool) -> Display:
+def choose_display(is_main: bool) -> Silent:
     """Choose this process's display; only rank 0 shows anything."""
     mode = os.environ.get("RONDE_PROGRESS", "")
     if not is_main:

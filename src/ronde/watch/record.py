@@ -250,6 +250,11 @@ class Alert(Event):
     again: str = ""
     values: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def key(self) -> tuple[str | None, str, str | None]:
+        """It fires once per run of the record, rule, and tensor."""
+        return self.part, self.rule, self.tensor
+
 
 @dataclass(frozen=True)
 class Ended(Event):

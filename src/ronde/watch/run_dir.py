@@ -191,9 +191,9 @@ def lock_run(run: RunDir) -> None:
                 f"to {run.path} at once. Wait for it, stop it, or start another run with --name."
             ) from None
     _held[key] = descriptor  # closing it would let go of the lock
-    told = {"process": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+    owner = {"process": os.getpid(), "host": socket.gethostname(), "since": time.time()}
     os.truncate(descriptor, 0)
-    os.pwrite(descriptor, (json.dumps(told) + "\n").encode(), 0)
+    os.pwrite(descriptor, (json.dumps(owner) + "\n").encode(), 0)
 
 
 def _holder(descriptor: int) -> str:

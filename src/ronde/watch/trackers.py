@@ -156,8 +156,8 @@ class MLflow:
         runs = self._call("runs/search", experiment_ids=[experiment], filter=mine).get("runs")
         if not runs:
             begun = {"run_name": self._name, "start_time": int(time.time() * 1000)}
-            told = [{"key": "ronde.id", "value": self._note["id"]}]
-            made = self._call("runs/create", experiment_id=experiment, tags=told, **begun)
+            tags = [{"key": "ronde.id", "value": self._note["id"]}]
+            made = self._call("runs/create", experiment_id=experiment, tags=tags, **begun)
             runs = [made["run"]]
         tagged = {t["key"]: t["value"] for t in runs[0]["data"].get("tags", ())}
         self._sent = int(tagged.get("ronde.offset", 0))
@@ -312,11 +312,11 @@ class Prometheus:
         rows += [(f"ronde_{k}s_total", "counter", f"{{{run}}}", v) for k, v in self._counts.items()]
         for name, value in list(self._named.items()):
             rows.append(("ronde_value", "gauge", f"{{{run},name={label(name)}}}", value))
-        lines, told = [], ""
+        lines, metric = [], ""
         for name, kind, labels, value in rows:
-            if name != told:
+            if name != metric:
                 lines.append(f"# TYPE {name} {kind}")
-            told = name
+            metric = name
             shown = f"{value:+}".capitalize() if math.isinf(value) else repr(value)
             lines.append(f"{name}{labels} {'NaN' if math.isnan(value) else shown}")
         return "\n".join(lines) + "\n"

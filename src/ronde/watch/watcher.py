@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ronde.watch.progress import Display
+from ronde.watch.progress import Silent
 from ronde.watch.record import Event, Record, Resumed, Started, StepRecorded
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Watcher:
     def __init__(
         self,
         record: Record | None,
-        display: Display,
+        display: Silent,
         active: bool,
         part: str | None = None,
         first: Watcher | None = None,

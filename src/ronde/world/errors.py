@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = [
     "ArgumentError",
     "CheckpointError",
@@ -11,6 +13,7 @@ __all__ = [
     "RondeError",
     "SampleError",
     "WorldError",
+    "did_you_mean",
 ]
 
 
@@ -54,3 +57,20 @@ class SampleError(RondeError, RuntimeError):
 
 class FeedError(RondeError, RuntimeError):
     """Loading cannot continue: a loading process died, or too many samples are bad."""
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", prefix: str = "") -> str:
+    """The known name that is closest to a mistyped one, for the end of an error.
+
+    Args:
+        otherwise: what to say where none is close.
+        prefix: what stands before the name: its folder.
+
+    Example:
+        >>> did_you_mean("trian.py", ["train.py"])
+        ' Did you mean train.py?'
+    """
+    import difflib  # only for an error
+
+    close = difflib.get_close_matches(word, list(known), 1)
+    return f" Did you mean {prefix}{close[0]}?" if close else otherwise
