@@ -108,6 +108,6 @@ def main() -> None:
 
         from ronde.watch import plain_console
 
-        told = Text.assemble(("error:", "bold red"), " ", str(error))
-        plain_console(stderr=True).print(told, soft_wrap=True)
+        message = Text.assemble(("error:", "bold red"), " ", str(error))
+        plain_console(stderr=True).print(message, soft_wrap=True)
         sys.exit(2)

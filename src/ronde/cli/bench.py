@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import Doing
+from ronde.cli.answer_screen import Doing, answer_table
 from ronde.cli.hosts import HostOptions, HostsOption, SshConfigOption, gathered
 from ronde.cli.options import Group, JsonFlag, option
 from ronde.cli.reducers import ServersOption, servers_of
@@ -98,7 +98,7 @@ def measure_links(
     Args:
         count: how many workers.
         options: of the benchmark, such as ``--quick``.
-        say: told what is measured.
+        say: gets a line about each measurement.
 
     Raises:
         RondeError: a worker has failed.
@@ -143,16 +143,11 @@ def check_file(output: Path) -> None:
 
 
 def _show(cluster: Any, output: Path, console: Any) -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(
-        title=f"{cluster.devices} × {cluster.device} on {cluster.name}", title_justify="left"
+    table = answer_table(
+        "collective", "scope", *[">workers", ">alpha", ">beta", ">25 MiB", ">error"]
     )
-    for name in ("collective", "scope"):
-        table.add_column(name)
-    for name in ("workers", "alpha", "beta", "25 MiB take", "fit's error"):
-        table.add_column(name, justify="right")
     for kind, by in cluster.links.items():
         for scope, fit in by.items():
             bucket = fit.alpha + (25 << 20) / fit.beta
@@ -165,6 +160,7 @@ def _show(cluster: Any, output: Path, console: Any) -> None:
                 f"{bucket * 1e3:.1f} ms",
                 f"{fit.residual:.0%}",
             )
+    console.print(f"{cluster.devices} × {cluster.device} on {cluster.name}")
     console.print(table)
     console.print(
         Text(
@@ -325,8 +321,8 @@ def _show_exchange(answer: dict[str, Any]) -> None:
         console.print(Text(f"note: {name} was left out: {why}", style="yellow"), soft_wrap=True)
     lossy = [name for name in names if not _exact(name)]
     if lossy:
-        told = f"not exact: {', '.join(lossy)}; their bus bandwidth is that of the whole gradient"
-        console.print(Text(told), soft_wrap=True)
+        note = f"not exact: {', '.join(lossy)}; their bus bandwidth is that of the whole gradient"
+        console.print(Text(note), soft_wrap=True)
 
 
 def _exact(name: str) -> bool:

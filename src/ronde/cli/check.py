@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import answer_table
 from ronde.cli.bench import check_file
 from ronde.cli.hosts import (
     EnvOption,
@@ -169,13 +170,12 @@ def slow_links(names: list[str], pairs: list[dict[str, Any]]) -> list[str]:
 
 
 def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[str]) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     console = plain_console()
-    table = Table(title="hosts", title_justify="left")
-    for name in ("host", "devices", "cores", "memory", "disk", "/dev/shm", "torch", "Python"):
-        table.add_column(name, justify="left" if name in ("host", "devices") else "right")
+    table = answer_table(
+        *["host", "devices", ">cores", ">memory", ">disk", ">/dev/shm", ">torch", ">Python"]
+    )
     for name in names:
         fact = facts[name]
         gib = [f"{fact[k] / 2**30:.1f} GiB" for k in ("memory", "disk", "shared_memory")]
@@ -185,11 +185,7 @@ def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[
         table.add_row(name, devices, str(fact["cores"]), *gib, *versions)
     console.print(table)
     if pairs:
-        links = Table(title="links", title_justify="left")
-        for name in ("between", "and", "over"):
-            links.add_column(name)
-        for name in ("latency", "bandwidth"):
-            links.add_column(name, justify="right")
+        links = answer_table("between", "and", "over", ">latency", ">bandwidth")
         for p in pairs:
             links.add_row(
                 names[p["a"]],
@@ -198,6 +194,7 @@ def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[
                 f"{p['latency'] * 1e6:,.0f} µs",
                 f"{p['bandwidth'] / 1e6:,.0f} MB/s",
             )
+        console.print()
         console.print(links)
     for line in said:
         console.print(Text(f"note: {line}", style="yellow"), soft_wrap=True)

@@ -163,8 +163,6 @@ def _values(
 
 
 def _show(counts: BiasTable, comparisons: list[GroupVersusRest], values: dict[str, Any]) -> None:
-    from rich.table import Table
-
     from ronde.clarify import METRICS
 
     console = plain_console()
@@ -179,11 +177,8 @@ def _show(counts: BiasTable, comparisons: list[GroupVersusRest], values: dict[st
     console.print()
     console.print(sizes)
     for c in comparisons:
-        grid = Table(box=None, pad_edge=False, header_style="bold")
-        grid.add_column(c.name)
-        for head in ("", "95 %"):
-            grid.add_column(head, justify="right", no_wrap=True)
-        grid.add_column("", no_wrap=True, style="dim")
+        grid = answer_table(c.name, ">", ">95 %", "")
+        grid.columns[-1].no_wrap, grid.columns[-1].style = True, "dim"
         for m in c.measures.values():
             when, meaning = METRICS[m.name]
             if m.name in ("CI", "DPPL"):

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import (
-    Doing,
-    StyledText,
-    answer_line,
-    note_lines,
-    report_answer,
-)
+from ronde.cli.answer_screen import Doing, StyledText, answer_line, answer_table, note_lines
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply
 from ronde.cli.options import add_verb, option
 from ronde.cli.script import ReportOptions, WorkersOption, examine, feed_of
@@ -117,9 +110,7 @@ def _doctor(options: Options) -> None:
     values["script"] = f"-m {options.module}" if options.module is not None else command[0]
     if told_feed:
         values["notes"].append(f"{told_feed}.")
-    options.give(
-        values, console, screen(values, options.verbose), lambda: _draw(values, options.report)
-    )
+    options.give(values, console, screen(values, options.verbose), lambda: _draw(options, values))
     if chosen and not values["refused"]:
         # A minute was spent on the answer: it is written before anything else can go wrong.
         def again(settings: str) -> dict[str, Any]:
@@ -130,22 +121,21 @@ def _doctor(options: Options) -> None:
         if applied is not None:
             values["applied"] = applied
             options.write(values)
-            _draw(values, options.report)
+            _draw(options, values)
     if options.report is not None:
         console.print(f"written: {options.report}", soft_wrap=True)
     if values["refused"]:
         raise typer.Exit(1)
 
 
-def _draw(values: dict[str, Any], report: Path | None) -> None:
-    if report is None:
-        return
-    from ronde.doctor.doctor_report import losses_chart
+def _draw(options: Options, values: dict[str, Any]) -> None:
+    def chart() -> tuple[str, str, str]:
+        from ronde.doctor.doctor_report import losses_chart
 
-    chart = ("Where the speed goes", "Points of the synthetic ceiling", losses_chart(values))
+        return "Where the speed goes", "Points of the synthetic ceiling", losses_chart(values)
+
     headline = answer_line(*_headline(values)).plain.strip()
-    parts = screen(values, verbose=True)
-    report_answer(report, "ronde doctor", values["script"], headline, parts, [chart])
+    options.draw("doctor", values["script"], headline, screen(values, verbose=True), chart)
 
 
 def _measured(
@@ -197,15 +187,9 @@ def screen(values: dict[str, Any], verbose: bool = False) -> list[Any]:
 
 def _table(values: dict[str, Any]) -> Any:
     """The stages, and what is lost between workers."""
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column(
-        "  stage", no_wrap=True, max_width=18
-    )  # of the script's own, a long one is cut
-    for head in ("capacity/s", "cpu ms", "lost pts"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table = answer_table("  stage", ">capacity/s", ">cpu ms", ">lost pts", "")
+    stage = table.columns[0]  # of the script's own, a long one is cut
+    stage.no_wrap, stage.max_width, stage.overflow = True, 18, "ellipsis"
     for row in (*_stage_rows(values), *_workers_rows(values)):
         table.add_row(*row)
     return table

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ronde.world import ArgumentError
+from ronde.world.errors import did_you_mean
 from ronde.world.units import format_rate
 
 _SIGNED = "Written by ronde doctor"
@@ -35,11 +35,9 @@ def parse_apply(text: str | None) -> list[str]:
 
         for word in names:
             if word not in NAMES:
-                near = difflib.get_close_matches(word, NAMES, 1)
-                hint = f" Did you mean {near[0]}?" if near else ""
                 raise ArgumentError(
                     f"--apply {word}: no prescription is called so; there are "
-                    f"{', '.join(NAMES)}.{hint}"
+                    f"{', '.join(NAMES)}.{did_you_mean(word, NAMES)}"
                 )
     return words
 

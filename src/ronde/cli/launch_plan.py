@@ -329,49 +329,74 @@ def plan_launch(options: RunOptions) -> LaunchPlan:
     check_command(command)
     if options.name is not None:
         check_name(options.name)
-    if options.horovod and (options.until or options.origin):
-        raise ArgumentError("--until and --from are not for scripts that use Horovod.")
     if options.tensorflow is not None:
         _check_tensorflow(options)
     if options.mpi_world:
         _check_mpi_world(options, box)
-    if options.output not in ("main", "all"):
-        raise ArgumentError(f"--output {options.output}: expected main or all.")
+    _check_together(options, box)
     places = options.places(options.workers)
-    fetched, told_feed = feed_of(options.feed, options.module or command[0])
-    restarts, kept = options.restarts, str(options.runs) != "none"
-    if box is not None and len(box.hosts) > 1 and (restarts or options.time_limit):
-        raise ArgumentError(
-            "--restarts and --time-limit are not for containers of several hosts: the service "
-            "starts and ends them together. Started again by it, a job resumes by itself."
-        )
-    if options.min_workers is not None and not (restarts and places):
-        raise ArgumentError(
-            "--min-workers says how few workers may go on when --restarts loses hosts: give "
-            "--restarts, and several hosts."
-        )
-    if not kept and restarts is not None and not (box is not None and box.rank > 0):
-        raise ArgumentError("--restarts goes on from checkpoints, and --runs none keeps none.")
-    check_until(options.until, kept, None if box is None else len(box.hosts))
+    feed, feed_note = feed_of(options.feed, options.module or command[0])
+    kept, hosts = str(options.runs) != "none", None if box is None else len(box.hosts)
+    check_until(options.until, kept, hosts)
     seconds = None
     if options.time_limit is not None:
         seconds = parsed("--time-limit", options.time_limit, parse_duration, TIME)
-    if not kept and (options.resume or options.name):
-        raise ArgumentError("--runs none keeps nothing, so there is nothing to name or resume.")
     check_upload(options.upload, kept)
-    if (options.to or options.tensorboard) and not kept:
-        raise ArgumentError("--to sends the record, and --runs none keeps none.")
     if options.to:
         from ronde.watch.sinks import check_target_name
 
         for target in options.to:
             check_target_name(target)
-    hosts = None if box is None else len(box.hosts)
     watch, stop_on = check_watch(options.watch, options.stop_on, kept, hosts, options.horovod)
     reducer = check_reducer(options.reducer, options.servers, planned_by=options.plan)
-    origin = _origin(options)
-    checked = (options, command, box, places, fetched, told_feed, seconds, watch, stop_on)
+    origin = None if options.origin is None else find_origin(options.origin, options.runs)
+    checked = (options, command, box, places, feed, feed_note, seconds, watch, stop_on)
     return LaunchPlan(*checked, reducer, origin)
+
+
+def _check_together(options: RunOptions, box: Container | None) -> None:
+    """Refuse options that contradict each other.
+
+    Raises:
+        ArgumentError: the first of them, and why.
+    """
+    restarts, drops = options.restarts, str(options.runs) == "none"
+    second, several = box is not None and box.rank > 0, box is not None and len(box.hosts) > 1
+    refusals = (
+        (
+            options.horovod and (options.until or options.origin),
+            "--until and --from are not for scripts that use Horovod.",
+        ),
+        (
+            options.output not in ("main", "all"),
+            f"--output {options.output}: expected main or all.",
+        ),
+        (
+            several and (restarts or options.time_limit),
+            "--restarts and --time-limit are not for containers of several hosts: the service "
+            "starts and ends them together. Started again by it, a job resumes by itself.",
+        ),
+        (
+            options.min_workers is not None and not (restarts and options.named),
+            "--min-workers says how few workers may go on when --restarts loses hosts: give "
+            "--restarts, and several hosts.",
+        ),
+        (
+            drops and restarts is not None and not second,
+            "--restarts goes on from checkpoints, and --runs none keeps none.",
+        ),
+        (
+            drops and (options.resume or options.name),
+            "--runs none keeps nothing, so there is nothing to name or resume.",
+        ),
+        (
+            drops and (options.to or options.tensorboard),
+            "--to sends the record, and --runs none keeps none.",
+        ),
+    )
+    for is_wrong, sentence in refusals:
+        if is_wrong:
+            raise ArgumentError(sentence)
 
 
 def check_plan(text: str, workers: int) -> str:
@@ -442,11 +467,6 @@ def _check_mpi_world(options: RunOptions, box: Container | None) -> None:
         )
     if options.restarts and options.named:
         raise ArgumentError("--mpi-world with --restarts is for this machine only.")
-
-
-def _origin(options: RunOptions) -> Origin | None:
-    """The checkpoint of another run that this one begins with, if it does."""
-    return None if options.origin is None else find_origin(options.origin, options.runs)
 
 
 def _in_container(options: RunOptions, box: Container, command: list[str]) -> RunOptions:

@@ -112,7 +112,7 @@ class LiveWatch:
         self._directory, self._stop_on = directory, stop_on
         self._say, self._end = say, end
         self._unwritten: list[Alert] = []
-        self._told: set[tuple[Any, ...]] = set()  # each fires once per rule and tensor
+        self._known: set[tuple[Any, ...]] = set()  # each fires once per rule and tensor
         self._judge: Judge | None = None
         self._fails = False
         self._over = threading.Event()
@@ -145,7 +145,7 @@ class LiveWatch:
                 from ronde.watch.judge import Judge
 
                 self._judge = Judge(self._directory)
-                self._known()
+                self._read_known()
             for alert in self._judge.look():
                 self._take(alert)
             self._write()
@@ -153,14 +153,14 @@ class LiveWatch:
             self._fails = True
             self._say(f"rules are not judged any more ({type(error).__name__}: {error})")
 
-    def _known(self) -> None:
+    def _read_known(self) -> None:
         """Alerts of the run before a resume were told then."""
         for event in read(self._directory.record):
             if isinstance(event, Alert):
-                self._told.add(_key(event))
+                self._known.add(event.key)
 
     def _take(self, alert: Alert) -> None:
-        if _key(alert) in self._told:
+        if alert.key in self._known:
             return
         from ronde.cli.watch import alert_text
 
@@ -179,7 +179,3 @@ class LiveWatch:
             record.write(*self._unwritten)
             record.close()
             self._unwritten.clear()
-
-
-def _key(alert: Alert) -> tuple[str | None, str, str | None]:
-    return alert.part, alert.rule, alert.tensor

@@ -165,10 +165,10 @@ def _map(options: Options) -> None:
     status = _work(options, out, ledger, began)
     write_failed(ledger, items, out)
     if (root / STOPPED).exists():
-        told, failed = (root / STOPPED).read_text().rstrip("."), out / FAILED
+        reason, failed = (root / STOPPED).read_text().rstrip("."), out / FAILED
         where = f"They are in {short(failed)}; {again}" if failed.exists() else again.capitalize()
-        tell_service(f"{told}. {where}.")
-        typer.echo(f"error: {told}. {where}.", err=True)
+        tell_service(f"{reason}. {where}.")
+        typer.echo(f"error: {reason}. {where}.", err=True)
         raise typer.Exit(1)
     if ledger.left:
         tell_service(f"stopped; {again}")

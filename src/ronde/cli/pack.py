@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ronde.cli.answer_screen import Doing
 from ronde.cli.options import JsonFlag, option, parsed
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
@@ -88,7 +89,10 @@ def register(app: typer.Typer) -> None:
         if verify:
             if out is not None:
                 raise ArgumentError(f"--verify takes one folder, the pack: leave {out} out.")
-            with _bar("checking", as_json) as progress, _stoppable(folder, "nothing was changed"):
+            with (
+                _progress("checking", as_json) as progress,
+                _stoppable(folder, "nothing was changed"),
+            ):
                 checked = verify_pack(folder, progress)
             _say_verified(checked, as_json)
             raise typer.Exit(1 if checked.problems else 0)
@@ -101,7 +105,7 @@ def register(app: typer.Typer) -> None:
         )
         size = int(parsed("--shard-size", shard_size, parse_bytes, "a size as 256MiB or 1GB"))
         with (
-            _bar("packing", as_json) as progress,
+            _progress("packing", as_json) as progress,
             _stoppable(out, "nothing was packed"),
         ):
             result = write(
@@ -133,33 +137,14 @@ def register(app: typer.Typer) -> None:
 
 
 @contextlib.contextmanager
-def _bar(what: str, as_json: bool) -> Iterator[Any]:
-    """A progress bar, on a terminal only; yields a callback (samples done, samples in total)."""
+def _progress(what: str, as_json: bool) -> Iterator[Any]:
+    """A status line, on a terminal only; yields a callback (samples done, samples in total)."""
     console = plain_console()
     if as_json or not console.is_terminal:
         yield None
         return
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("samples"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with Doing(console) as say:
+        yield lambda done, total: say(f"{what} {done:,} of {total:,} samples")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import importlib.metadata
 import shlex
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from ronde.world import ArgumentError
+from ronde.world.errors import did_you_mean
 
 __all__ = ["Argument", "Recipe", "built_in", "catalogue", "filled_in_script", "read_recipe"]
 
@@ -137,10 +137,7 @@ def filled_in_script(text: str, values: Mapping[str, str], recipe: str) -> str:
     places = []
     for name, given in values.items():
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = (
-                f" Did you mean {near[0]}?" if near else f" ronde new {recipe} --help lists them."
-            )
+            hint = did_you_mean(name, known, f" ronde new {recipe} --help lists them.")
             raise ArgumentError(f"recipe {recipe} has no argument {name}.{hint}")
         value = known[name].value
         assert value is not None
@@ -188,11 +185,8 @@ def read_recipe(folder: Path) -> Recipe:
     fields = {f.name: f for f in dataclasses.fields(Recipe) if f.name != "folder"}
     for key in given:
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, 1)
-            raise ArgumentError(
-                f"{file}: a recipe has no key {key}."
-                + (f" Did you mean {near[0]}?" if near else "")
-            )
+            hint = did_you_mean(str(key), fields)
+            raise ArgumentError(f"{file}: a recipe has no key {key}.{hint}")
     for key in ("name", "task", "about"):
         if not isinstance(given.get(key), str):
             raise ArgumentError(f"{file}: {key} is missing, or no text.")
@@ -249,9 +243,8 @@ def chosen(recipes: Mapping[str, Recipe], name: str) -> Recipe:
     """
     if name in recipes:
         return recipes[name]
-    near = difflib.get_close_matches(name, recipes, 1)
-    hint = f"Did you mean {near[0]}?" if near else f"There are {', '.join(sorted(recipes))}."
-    raise ArgumentError(f"there is no recipe {name}. {hint}")
+    hint = did_you_mean(name, recipes, f" There are {', '.join(sorted(recipes))}.")
+    raise ArgumentError(f"there is no recipe {name}.{hint}")
 
 
 def parsed_values(words: Sequence[str], recipe: Recipe) -> dict[str, str]:

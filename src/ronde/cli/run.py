@@ -231,12 +231,12 @@ def _announce(launch: LaunchPlan, screen: RunScreen, group: Gathered, directory:
     from rich.text import Text
 
     # A Text, not markup: arguments may hold brackets.
-    told = (
+    headline = (
         f" {' '.join(launch.command)}  ·  {workers}{group.where}  ·  "
         f"{short(directory.path) if launch.kept else 'nothing is kept'}"
     )
-    screen.console.print(Text.assemble(("ronde", "bold"), told), soft_wrap=True)
-    for told in (launch.feed_note, *(f"note: {n}" for n in group.notes)):
-        if told:
-            screen.console.print(Text(told), soft_wrap=True)
+    screen.console.print(Text.assemble(("ronde", "bold"), headline), soft_wrap=True)
+    for note in (launch.feed_note, *(f"note: {n}" for n in group.notes)):
+        if note:
+            screen.console.print(Text(note), soft_wrap=True)
     screen.begin(f"starting {workers}")

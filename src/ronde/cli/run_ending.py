@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from ronde.cli.leaving import Limit, requeue
-from ronde.cli.script import discard, short
+from ronde.cli.script import discard, short, study_environment
 from ronde.watch import Alert, Ended, Record, RunDir, plain_console, summarise
 from ronde.world import ArgumentError
 
@@ -170,16 +170,8 @@ def one_worker(command: list[str], feed: str) -> float | None:
     for waits in ways:
         with tempfile.TemporaryDirectory(prefix="ronde-baseline-") as folder:
             file = Path(folder) / "rate.json"
-            environment = {
-                "RONDE_STUDY": "baseline",
-                "RONDE_STUDY_FILE": str(file),
-                "RONDE_STUDY_OPTIONS": json.dumps({"seconds": MEASURE_SECONDS / 2}),
-                "RONDE_RUNS": "none",
-                "RONDE_PROGRESS": "quiet",
-                "RONDE_RESUME": "0",
-                "RONDE_FEED": feed,
-                **waits,
-            }
+            environment = study_environment("baseline", file, {"seconds": MEASURE_SECONDS / 2})
+            environment |= {"RONDE_FEED": feed, **waits}
             if run_here(Job(command, 1, None, environment), discard, lambda _: None).interrupted:
                 return None
             try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ronde.cli.answer_screen import Doing, answer_line, note_lines, report_answer
+from ronde.cli.answer_screen import Doing, answer_line, note_lines
 from ronde.cli.options import add_verb, option
 from ronde.cli.script import ReportOptions, examine, feed_of
 from ronde.watch import plain_console
@@ -144,14 +144,14 @@ def _scale(options: Options) -> None:
         answer.notes.append(f"{told_feed}.")
     values = answer.to_dict()
 
-    def draw() -> None:
-        if options.report is None:
-            return
+    def chart() -> tuple[str, str, str]:
         from ronde.scale.scale_report import speedup_chart
 
-        chart = ("Speed-up", _CHART, speedup_chart(values))
+        return "Speed-up", _CHART, speedup_chart(values)
+
+    def draw() -> None:
         parts = answer_parts(answer, verbose=True)
-        report_answer(options.report, "ronde scale", name, answer.sentence, parts, [chart])
+        options.draw("scale", name, answer.sentence, parts, chart)
 
     options.give(values, console, answer_parts(answer, options.verbose), draw)
     if options.report is not None:

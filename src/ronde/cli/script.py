@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -15,9 +14,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ronde.cli.answer_screen import print_answer
+from ronde.cli.answer_screen import print_answer, report_answer
 from ronde.cli.options import option, own_options
 from ronde.world import ArgumentError, RondeError
+from ronde.world.errors import did_you_mean
 from ronde.world.paths import find_module
 from ronde.world.whole_file import check_target, write_answer
 
@@ -39,6 +39,7 @@ __all__ = [
     "exited_early",
     "feed_of",
     "short",
+    "study_environment",
     "write_json",
 ]
 
@@ -105,12 +106,10 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
     script = Path(arguments[0])
     if arguments[0].startswith("-") and not script.exists():
         asked = arguments[0].partition("=")[0]
-        near = difflib.get_close_matches(asked, [o for o in own_options() if o[:2] == "--"], 1)
+        known = [o for o in own_options() if o[:2] == asked[:2] == "--"]
         raise ArgumentError(
-            f"option {asked} is not known. "
-            + (f"Did you mean {near[0]}? " if near and asked[:2] == "--" else "")
-            + "Ronde's options come before the script, the script's own after it; --help lists "
-            "them."
+            f"option {asked} is not known.{did_you_mean(asked, known)} Ronde's options come "
+            "before the script, the script's own after it; --help lists them."
         )
     if script.suffix == ".ipynb":
         raise ArgumentError(
@@ -123,10 +122,8 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
         raise ArgumentError(f"{script} is a folder, not a script.{hint}")
     if not script.is_file():
         folder = script.parent if str(script.parent) else Path()
-        near = difflib.get_close_matches(
-            script.name, [p.name for p in folder.glob("*.py")] if folder.is_dir() else [], 1
-        )
-        hint = f" Did you mean {folder / near[0]}?" if near else ""
+        where = "" if folder == Path() else f"{folder}/"
+        hint = did_you_mean(script.name, (p.name for p in folder.glob("*.py")), prefix=where)
         raise ArgumentError(f"script not found: {script} (in {Path.cwd()}).{hint}")
     if hint := misplaced(arguments):
         typer.echo(f"note: {hint}", err=True)
@@ -195,6 +192,18 @@ class ReportOptions(StudyOptions):
             from ronde.watch.html import check_drawing
 
             check_drawing()
+
+    def draw(
+        self,
+        verb: str,
+        script: str,
+        headline: str,
+        parts: Iterable[Any],
+        chart: Callable[[], tuple[str, str, str]],
+    ) -> None:
+        """Write the report, if it is asked for: what the screen shows, and a chart."""
+        if self.report is not None:
+            report_answer(self.report, f"ronde {verb}", script, headline, parts, [chart()])
 
 
 def misplaced(command: list[str]) -> str:
@@ -295,6 +304,18 @@ def last_lines(log: Path, most: int = 20) -> list[str]:
     return [f"{line}\n" for line in lines]
 
 
+def study_environment(study: str, file: Path, options: dict[str, Any]) -> dict[str, str]:
+    """Variables of workers that a study examines; its answer goes into ``file``."""
+    return {
+        "RONDE_STUDY": study,
+        "RONDE_STUDY_FILE": str(file),
+        "RONDE_STUDY_OPTIONS": json.dumps(options),
+        "RONDE_RUNS": "none",
+        "RONDE_PROGRESS": "quiet",
+        "RONDE_RESUME": "0",
+    }
+
+
 def examine(
     study: str,
     command: list[str],
@@ -310,7 +331,7 @@ def examine(
 
     Args:
         study: its name.
-        options: what the study is told.
+        options: of the study.
         say: gets what it is doing.
         failed: that the script ended before the study had an answer, without a full stop.
         load: reads the answer from its file, which is not there where the script ended without
@@ -323,15 +344,7 @@ def examine(
     """
     with tempfile.TemporaryDirectory(prefix=f"ronde-{study}-") as place:
         file = Path(place) / "answer.json"
-        variables = {
-            "RONDE_STUDY": study,
-            "RONDE_STUDY_FILE": str(file),
-            "RONDE_STUDY_OPTIONS": json.dumps(options),
-            "RONDE_RUNS": "none",
-            "RONDE_PROGRESS": "quiet",
-            "RONDE_RESUME": "0",
-            **(environment or {}),
-        }
+        variables = study_environment(study, file, options) | (environment or {})
         _start(study, command, workers, file, variables, say, failed)
         return load(file)
 

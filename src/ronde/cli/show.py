@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +22,7 @@ from ronde.watch import (
     summarise,
 )
 from ronde.world import ArgumentError
+from ronde.world.errors import did_you_mean
 
 
 def find_run(folder: Path, name: str | None) -> RunDir:
@@ -41,8 +41,7 @@ def find_run(folder: Path, name: str | None) -> RunDir:
             if folder.is_dir()
             else []
         )
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f" Did you mean {near[0]}?" if near else " 'ronde runs' lists them."
+        hint = did_you_mean(name, names, " 'ronde runs' lists them.")
         raise ArgumentError(f"no run {name!r} in {folder}.{hint}")
     return run
 

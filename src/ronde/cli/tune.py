@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +18,7 @@ from ronde.cli.answer_screen import answer_table, tell
 from ronde.cli.leaving import on_signals
 from ronde.cli.options import TIME, JsonFlag, RunsOption, add_verb, option, parsed
 from ronde.cli.script import ModuleOption, command_of, short
-from ronde.watch import check_name, plain_console, script_stem
+from ronde.watch import claim_run_dir, plain_console, script_stem
 from ronde.world import ArgumentError
 from ronde.world.units import parse_duration
 
@@ -263,26 +263,10 @@ def _plan(options: Options, batch: int) -> TunePlan:
 
 
 def _claim(options: Options, plan: TunePlan) -> Path:
-    import dataclasses
-
-    if options.name is not None:
-        check_name(options.name)
-        names: Iterator[str] = iter([options.name])
-    else:
-        stem = script_stem(options.module or plan.command[0])
-        names = (f"{stem}-tune-{number}" for number in range(1, 100_000))
-    for name in names:
-        folder = options.runs / name
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        (folder / "tune.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
-        return folder
-    raise ArgumentError(
-        f"{options.runs / str(options.name)} exists already: ronde tune --resume {options.name} "
-        "goes on, another --name begins anew."
-    )
+    stem = f"{script_stem(options.module or plan.command[0])}-tune"
+    folder = claim_run_dir(options.runs, options.name, stem, resume=False).path
+    (folder / "tune.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
+    return folder
 
 
 def _devices(text: str) -> tuple[int, bool]:
@@ -322,10 +306,10 @@ def _show(result: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
 
     for trial in sorted(result.trials, key=order)[:20]:
         values = [v for v in trial["results"] if v is not None]
-        told = f"{values[-1]:.5g}" if values else "–"
+        shown_result = f"{values[-1]:.5g}" if values else "–"
         shown = (_brief(trial["values"].get(name, "")) for name in names)
         why = trial["rule"] or ("an error" if trial["error"] else "")
-        row = (Path(trial["run"]).name, *shown, told, f"{trial['samples']:,}", why)
+        row = (Path(trial["run"]).name, *shown, shown_result, f"{trial['samples']:,}", why)
         table.add_row(*row[: len(table.columns)])
     console.print(table)
     if len(result.trials) > 20:
@@ -342,8 +326,8 @@ def _show(result: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
         return
     best = result.best
     said = "   ".join(f"{name} {_brief(value)}" for name, value in best["values"].items())
-    told = f" {Path(best['run']).name}   {metric} {best['result']:.5g}   {said}"
-    console.print(Text.assemble(("best", "bold"), told), soft_wrap=True)
+    summary = f" {Path(best['run']).name}   {metric} {best['result']:.5g}   {said}"
+    console.print(Text.assemble(("best", "bold"), summary), soft_wrap=True)
     from ronde.jobs.trials import argument_words
 
     words = [*plan.command, *argument_words(best["values"], plan.style)]
