@@ -26,7 +26,11 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_options_that_are_mistyped(folder):
+def test_lines_that_are_refused(folder):
+    (folder / "empty").mkdir()
+    (folder / "full").mkdir()
+    (folder / "full" / "train.py").touch()
+    speed = "expected the speed of a node's link to the others, such as 100Gbit or 25GB/s."
     lines = {
         "run --wrokers 2 strict.py": "Did you mean --workers?",
         "run --wrokers=2 strict.py": "option --wrokers is not known. Did you mean --workers?",
@@ -37,46 +41,28 @@ def test_options_that_are_mistyped(folder):
         "run -w 2 strict.py": "option -w is not known. Ronde's options come before the script",
         "rnu strict.py": "Did you mean 'run'?",
         "show --crve x": "--curve",
-    }
-    for done, text in zip(
-        ronde_batch([line.split() for line in lines], folder), lines.values(), strict=True
-    ):
-        assert done.returncode == 2, done
-        assert text in done.stderr and "Traceback" not in done.stderr, done
-
-
-def test_a_network_is_a_speed_and_goes_with_devices_that_are_not_here(folder):
-    speed = "expected the speed of a node's link to the others, such as 100Gbit or 25GB/s."
-    lines = {
         "plan --device H100 --network 100 strict.py": f"--network 100: {speed}",
         "plan --device H100 --network fast strict.py": speed,
         "plan --device H100 --network 0Gbit strict.py": speed,
-        "plan --device H100 --network 100G strict.py": speed,
         "plan --network 100Gbit strict.py": "--network describes devices that are not here: add",
         "plan --per-node 4 strict.py": "--per-node describes devices that are not here",
         "plan --device H100 --per-node 0 strict.py": "'--per-node'",
         "plan --device H100 --devices 12 --per-node 8 strict.py": "nodes of 8 H100-80GB.",
+        "run empty": "empty is a folder, not a script.\n",
+        "plan full": "full is a folder, not a script. Did you mean full/train.py?",
+        "run strct.py": "script not found: strct.py",
+        "run full/trian.py": "Did you mean full/train.py?",
+        "run --runs none --name x strict.py": "there is nothing to name or resume",
+        "run --runs none --restarts 1 strict.py": "goes on from checkpoints, and --runs none",
+        "run --min-workers 1 strict.py": "give --restarts, and several hosts",
+        "run --horovod --until 5 strict.py": "not for scripts that use Horovod",
+        "run --output some strict.py": "--output some: expected main or all",
     }
     for done, text in zip(
         ronde_batch([line.split() for line in lines], folder), lines.values(), strict=True
     ):
         assert done.returncode == 2 and "Traceback" not in done.stderr, done
         assert text in done.stderr, done
-
-
-def test_scripts_that_are_none(folder):
-    (folder / "empty").mkdir()
-    (folder / "full").mkdir()
-    (folder / "full" / "train.py").touch()
-    lines = {
-        "run empty": "empty is a folder, not a script.\n",
-        "plan full": "full is a folder, not a script. Did you mean full/train.py?",
-        "run strct.py": "script not found: strct.py",
-    }
-    for done, text in zip(
-        ronde_batch([line.split() for line in lines], folder), lines.values(), strict=True
-    ):
-        assert done.returncode == 2 and text in done.stderr, done
 
 
 def test_options_that_come_after_the_script(folder):
@@ -172,7 +158,7 @@ def test_a_terminal_that_has_fewer_characters(folder):
         "run -n 1 train.ipynb": "jupyter nbconvert --to script train.ipynb",
         "prove train.ipynb": "train.ipynb is a notebook, and workers run scripts",
     }
-    found = ronde_batch([shlex.split(line) for line in lines], folder)
-    for done, (line, text) in zip(found, lines.items(), strict=True):
+    answers = ronde_batch([shlex.split(line) for line in lines], folder)
+    for done, (line, text) in zip(answers, lines.items(), strict=True):
         assert text in done.stdout + done.stderr, (line, done)
         assert "Traceback" not in done.stderr, line

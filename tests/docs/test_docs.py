@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import PATHS, TESTS, ronde_run
+from processes import PATHS, TESTS, python, ronde_run
 from sampling import some
 
 ROOT = TESTS.parent
@@ -51,12 +51,12 @@ class Block:
 
 def blocks(page: Path) -> list[Block]:
     text = page.read_text()
-    found = []
+    read = []
     for match in _FENCE.finditer(text):
         info, indent = match["info"].strip(), match["indent"]
         title = re.search(r'title="([^"]*)"', info)
         code = re.sub(f"^{indent}", "", match["body"], flags=re.M) if indent else match["body"]
-        found.append(
+        read.append(
             Block(
                 language=re.match(r"[\w+-]*", info)[0],
                 marks=frozenset(re.findall(r"\.(\w+)", re.sub(r'title="[^"]*"', "", info))),
@@ -65,7 +65,7 @@ def blocks(page: Path) -> list[Block]:
                 line=text.count("\n", 0, match.start()) + 2,
             )
         )
-    return found
+    return read
 
 
 def commands(block: Block) -> list[list[str]]:
@@ -198,29 +198,6 @@ def driver():
     driver.process.wait(10)
 
 
-def run_quickly(
-    command: list[str], folder: Path, seconds: float, **more: str
-) -> subprocess.CompletedProcess[str]:
-    """Run with a hard time limit: what the process started is ended too, by its process group."""
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**environment(), **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
-        output, _ = process.communicate()
-        pytest.fail(f"{' '.join(command)} took more than {seconds} s:\n{output[-3000:]}")
-    return subprocess.CompletedProcess(command, process.returncode, output, "")
-
-
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("page", SAMPLE, ids=label)
 def test_code_on_the_page_runs(page: Path, driver: Driver, tmp_path: Path) -> None:
@@ -295,62 +272,42 @@ def test_the_plan_is_documented_field_by_field() -> None:
     }
 
 
-def test_every_option_of_ronde_run_is_documented() -> None:
-    import click
+def options_of(*verb: str) -> set[str]:
+    """The options of a verb, or of one in a group."""
     import typer.main
 
     from ronde.cli import app
 
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    command = typer.main.get_command(app)
+    for name in verb:
+        command = command.commands[name]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    return {o for p in options for o in (*p.opts, *p.secondary_opts)} - {"--help", "-h"}
+
+
+def test_every_option_of_ronde_run_is_documented() -> None:
     text = (DOCS / "run.md").read_text()
-    options = {
-        o
-        for p in group.commands["run"].params
-        if p.param_type_name == "option"
-        for o in (*p.opts, *p.secondary_opts)
-    }
-    assert len(options) >= 10
-    listed = {
-        o
-        for row in re.findall(r"^\| (`-.*?) \|", text, re.M)
-        for o in re.findall(r"`(-[\w-]+)`", row)
-    } - {"--help", "-h"}
-    assert listed == options
-    for verb in ("runs", "show"):
-        for p in group.commands[verb].params:
-            assert p.param_type_name != "option" or any(o in text for o in p.opts), (
-                f"run.md does not name {p.opts} of ronde {verb}"
-            )
+    rows = re.findall(r"^\| (`-.*?) \|", text, re.M)
+    listed = {o for row in rows for o in re.findall(r"`(-[\w-]+)`", row)} - {"--help", "-h"}
+    assert listed == options_of("run") and len(listed) >= 10
 
 
 @pytest.mark.parametrize(
     ("verb", "page"),
     [
+        ("runs", "run.md"),
+        ("show", "run.md"),
         ("plan", "plan.md"),
         ("prove", "prove.md"),
         ("doctor", "doctor.md"),
         ("scale", "scale.md"),
-        ("cluster", "cluster.md"),
+        ("bench cluster", "cluster.md"),
     ],
 )
-def test_every_option_of_the_studies_is_documented(verb: str, page: str) -> None:
-    import typer.main
-
-    from ronde.cli import app
-
-    commands = typer.main.get_command(app).commands
-    command = commands["bench"].commands["cluster"] if verb == "cluster" else commands[verb]
+def test_every_option_of_a_verb_is_documented(verb: str, page: str) -> None:
     text = (DOCS / page).read_text()
-    options = {
-        o
-        for p in command.params
-        if p.param_type_name == "option"
-        for o in (*p.opts, *p.secondary_opts)
-    } - {"--help", "-h"}
-    assert len(options) >= 4
-    for option in options:
-        assert f"`{option}`" in text, f"{page} does not name {option} of ronde {verb}"
+    for option in options_of(*verb.split()):
+        assert f"`{option}" in text, f"{page} does not name {option} of ronde {verb}"
 
 
 def test_every_extra_is_documented_and_installed_from_a_clone() -> None:
@@ -441,15 +398,15 @@ def test_every_public_name_is_documented() -> None:
 
 def anchors(page: Path) -> set[str]:
     text = _FENCE.sub("", page.read_text())
-    found: set[str] = set()
+    names: set[str] = set()
     for heading in re.findall(r"^#+ +(.+?) *$", text, re.M):
         plain = (
             re.sub(r"[^\w\s-]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading))
             .strip()
             .lower()
         )
-        found.add(re.sub(r"[-\s]+", "-", plain))
-    return found
+        names.add(re.sub(r"[-\s]+", "-", plain))
+    return names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=label)
@@ -612,23 +569,12 @@ def test_disagreement_has_the_text_that_is_documented(tmp_path: Path) -> None:
 def test_the_site_builds(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("material")
-    done = run_quickly(
-        [
-            sys.executable,
-            "-m",
-            "mkdocs",
-            "build",
-            "--strict",
-            "--quiet",
-            "--site-dir",
-            str(tmp_path / "site"),
-        ],
-        ROOT,
-        50,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    site = tmp_path / "site"
+    command = ["-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    done = python(command, ROOT, 50)
+    assert done.returncode == 0, done.stderr[-4000:]
     for asset in re.findall(
         r'(?:src|href)="(https?://[^"]+\.(?:css|js|woff2?))"',
-        (tmp_path / "site" / "index.html").read_text(),
+        (site / "index.html").read_text(),
     ):
         pytest.fail(f"the site needs {asset} from the network")

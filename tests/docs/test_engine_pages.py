@@ -39,18 +39,18 @@ _SMALL = (  # two cores are what is here
 
 def scripts() -> list[tuple[str, str]]:
     """Page and command, or batch script, of all pages, as they stand there."""
-    found = []
+    lines = []
     for page in PAGES:
         for block in blocks(page):
             if block.language == "bash" and "exec " not in block.code:  # of a dry run
                 whole = block.code.startswith("#!")
-                found += [
+                lines += [
                     (page.stem, c) for c in ([block.code] if whole else block.code.split("\n"))
                 ]
             elif block.language == "dockerfile":
                 words = shlex.split(re.sub(r'[\[\],"]', " ", block.code))
-                found.append((page.stem, shlex.join(words[1:])))
-    return [(page, text) for page, text in found if text.strip()]
+                lines.append((page.stem, shlex.join(words[1:])))
+    return [(page, text) for page, text in lines if text.strip()]
 
 
 def test_all_pages_have_commands_and_the_same_example() -> None:
@@ -121,5 +121,5 @@ def test_the_command_runs(page, text, place, hosts, request) -> None:
     assert done.returncode == 0, f"{shlex.join(words)}\n{said}"
     wanted = {"check": "the hosts are alike", "--kubernetes": "kind: PyTorchJob"}
     wanted["mpirun -n"] = "accuracy"
-    told = next((w for mark, w in wanted.items() if mark in text), "completed")
-    assert told in said, said
+    ending = next((w for mark, w in wanted.items() if mark in text), "completed")
+    assert ending in said, said

@@ -66,9 +66,9 @@ def test_the_readme_shows_the_difference_as_it_is():
 
 def test_the_page_of_scripts_shows_lines_that_are_there():
     page = (EXAMPLES.parent / "docs" / "my-script-is.md").read_text()
-    found = re.findall(r'^```diff title="([^"]+)"\n(.*?)^```', page, re.M | re.S)
-    assert len(found) >= 6
-    for place, block in found:
+    blocks = re.findall(r'^```diff title="([^"]+)"\n(.*?)^```', page, re.M | re.S)
+    assert len(blocks) >= 6
+    for place, block in blocks:
         folder = EXAMPLES.parent / place
         plain, train = folder / "plain.py", folder / "train.py"
         if not folder.is_dir():

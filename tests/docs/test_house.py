@@ -37,7 +37,7 @@ def test_no_file_name_occurs_twice():
     for path in _files():
         if path.name != "__init__.py" and not (_room(path) == "cli" and path.name in _VERBS):
             places[path.name].append(str(path.relative_to(SOURCE)))
-    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
 def test_no_public_name_is_defined_in_two_rooms():
@@ -49,21 +49,21 @@ def test_no_public_name_is_defined_in_two_rooms():
             if public and _room(path) != "cli":
                 places[node.name].add(str(path.relative_to(SOURCE)))
     twice = {
-        name: sorted(found)
-        for name, found in places.items()
-        if len({_room(SOURCE / p) for p in found}) > 1
+        name: sorted(files)
+        for name, files in places.items()
+        if len({_room(SOURCE / p) for p in files}) > 1
     }
     assert twice == {}
 
 
 def test_no_file_reaches_into_a_run():
-    found = [
+    lines = [
         f"{path.relative_to(SOURCE)}:{number}"
         for path in _files()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\brun\._[a-z]", line)
     ]
-    assert found == []
+    assert lines == []
 
 
 def test_no_class_of_a_run_has_more_than_25_methods_or_attributes():
@@ -88,13 +88,13 @@ def test_no_class_of_a_run_has_more_than_25_methods_or_attributes():
 
 def test_text_of_users_is_never_markup():
     """rich makes an emoji of the ``:x:`` in ``r1:x: completed``, and drops ``[bold]``."""
-    found = [
+    lines = [
         f"{path.relative_to(SOURCE)}:{number}"
         for path in _files()
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\bConsole\(|rich\.markup|from_markup", line)
     ]
-    assert len(found) == 1 and found[0].startswith("watch/progress.py"), found
+    assert len(lines) == 1 and lines[0].startswith("watch/progress.py"), lines
 
 
 def test_no_room_is_larger_than_15_percent():

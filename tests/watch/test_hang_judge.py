@@ -112,11 +112,11 @@ def test_a_pause_that_was_seen_before_is_said_once_for_a_place():
     assert first is not None and again is not None and again.usual
     assert is_new(first, []) and not is_new(first, [first]) and not is_new(again, [first])
     elsewhere = dataclasses.replace(pauses, step=8, place=dataclasses.replace(SLEEPS, line=30))
-    found = judge_hang([view(0, step=8), elsewhere], LATER)
-    assert found is not None and is_new(found, [first])
+    verdict = judge_hang([view(0, step=8), elsewhere], LATER)
+    assert verdict is not None and is_new(verdict, [first])
     longer = idle(dataclasses.replace(pauses, step=8), 13.0)
-    found = judge_hang([view(0, step=8), longer], LATER)
-    assert found is not None and not found.usual and is_new(found, [first])
+    verdict = judge_hang([view(0, step=8), longer], LATER)
+    assert verdict is not None and not verdict.usual and is_new(verdict, [first])
 
 
 GATHER = StackPlace("/a/train.py", 31, "dist.all_reduce(a)", "", "exchange", "all_reduce", "z")
@@ -241,8 +241,8 @@ def test_the_place_in_a_real_stack(tmp_path):
         "    else:\n"
         "        dump()\n"
     )
-    found = {}
-    exec(compile(script.read_text(), str(script), "exec"), found)
+    names = {}
+    exec(compile(script.read_text(), str(script), "exec"), names)
 
     def dump():
         with (tmp_path / "stack").open("w") as file:
@@ -252,7 +252,7 @@ def test_the_place_in_a_real_stack(tmp_path):
 
     places = []
     for rank in (1, 3):
-        found["work"](rank, dump)
+        names["work"](rank, dump)
         # this test stands between: as if it were a library's
         text = (tmp_path / "stack").read_text().replace(str(tmp_path.parent), str(tmp_path.parent))
         text = text.replace(__file__, "/x/site-packages/dump.py")
@@ -283,11 +283,11 @@ def test_a_script_whose_steps_nobody_knows():
     waits = StackPlace("/a/t.py", 9, "fit()", waits="exchange")
     views = [RankView(r, quiet_seconds=700.0, place=waits) for r in (0, 1)]
     assert judge_foreign(views, Limits(600.0), 3) is None  # one is not known yet
-    found = judge_foreign(views, Limits(600.0))
-    assert found.sentence == (
+    verdict = judge_foreign(views, Limits(600.0))
+    assert verdict.sentence == (
         "All ranks have waited for each other for 700 s, at t.py:9 (`fit()`)."
     )
-    assert (found.rank, found.waiting, found.slow) == (None, (0, 1), False)
+    assert (verdict.rank, verdict.waiting, verdict.slow) == (None, (0, 1), False)
     assert judge_foreign(
         [dataclasses.replace(v, quiet_seconds=40.0) for v in views], Limits(600.0)
     ).slow

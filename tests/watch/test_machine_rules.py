@@ -189,9 +189,9 @@ def write(path: Path, record: list[dict], resources: list[dict]) -> RunDir:
 
 def record_of(name: str) -> list[dict]:
     """The record of a case, with an end long after the last line."""
-    events, told, changes, _ = CASES[name]
+    events, lines, changes, _ = CASES[name]
     end = {"type": "end", "status": "completed", "step": 1, "epoch": 1, "samples": 8}
-    end |= {"samples_per_second": None, "seconds": 1.0, "time": BEGUN + 10 * len(told) + 60}
+    end |= {"samples_per_second": None, "seconds": 1.0, "time": BEGUN + 10 * len(lines) + 60}
     return [start(**changes), *({"time": BEGUN + 2, **e} for e in events), end]
 
 

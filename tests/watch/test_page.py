@@ -52,10 +52,10 @@ class Site:
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         link.request("GET", path, headers=headers)
         answer = link.getresponse()
-        found = {k.lower(): v for k, v in answer.getheaders()}
-        body = b"" if "event-stream" in found.get("content-type", "") else answer.read()
+        received = {k.lower(): v for k, v in answer.getheaders()}
+        body = b"" if "event-stream" in received.get("content-type", "") else answer.read()
         link.close()
-        return answer.status, found, body
+        return answer.status, received, body
 
     def write(self, name: str, *events: dict, file: str = "record", tail: str = "") -> None:
         (self.runs / name).mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,8 @@ def page(site, browser):
     page.on("pageerror", lambda error: page.trouble.append(str(error)))
     page.on("dialog", lambda dialog: (page.trouble.append("a dialog"), dialog.dismiss()))
     page.on(
-        "console", lambda told: page.trouble.append(told.text) if "Security" in told.text else None
+        "console",
+        lambda message: page.trouble.append(message.text) if "Security" in message.text else None,
     )
     page.on("request", lambda request: page.asked.append(request.url))
     yield page
@@ -364,8 +365,8 @@ def test_health_resources_and_bands(site, page):
     assert "not finite" in page.inner_text("#health") and "1.00 GiB of 4.00 GiB" in page.inner_text(
         "#resources"
     )
-    told = page.inner_text("#events")
-    assert "rank 1 waits" in told and "resumed at step 3 on 2 workers" in told
+    bands = page.inner_text("#events")
+    assert "rank 1 waits" in bands and "resumed at step 3 on 2 workers" in bands
 
 
 def write_search(site, name: str, results: list[list[float | None]], ended: str = "") -> None:
@@ -387,7 +388,7 @@ def write_search(site, name: str, results: list[list[float | None]], ended: str 
     ]
     done = [t for t in trials if t["results"] and None not in t["results"]]
     best = max(done, key=lambda t: (len(t["results"]), t["results"][-1]))
-    found = Tuned(
+    tuned = Tuned(
         {**best, "result": best["results"][-1]}, trials, (100, 300), 700, 1200, ended, ["lr"]
     )
     for n in range(len(results)):
@@ -395,7 +396,7 @@ def write_search(site, name: str, results: list[list[float | None]], ended: str 
             site.write(f"{name}/trials/t00{n}", start(f"t00{n}"), *steps(1, 3, loss=n + 1.0))
     (site.runs / name / "tune.json").write_text(json.dumps(dataclasses.asdict(plan)))
     new = site.runs / name / "result.new"
-    new.write_text(json.dumps(found.to_dict()))
+    new.write_text(json.dumps(tuned.to_dict()))
     os.utime(new, (2e10, 2e10))  # a sign of life, however slow the test is
     new.rename(site.runs / name / "result.json")
 
@@ -412,8 +413,8 @@ def test_a_search_is_listed_drawn_and_opens_its_trials(site, page):
         "4 trials, 1 running",
         "accuracy 0.7000 · t001",
     ]
-    told = "[...document.querySelectorAll('#job .wide tbody tr')].map(r => r.textContent)"
-    assert page.evaluate(told) == [
+    rows = "[...document.querySelectorAll('#job .wide tbody tr')].map(r => r.textContent)"
+    assert page.evaluate(rows) == [
         f"t001bestpaused0.70001 of 21000.0100{_HOSTILE}1",
         "t000paused0.50001 of 21000.1000b0",
         "t002failed––1000.0010b2",
@@ -473,9 +474,9 @@ steps:
     ledger.commit(ledger.claim(), {"outputs": []})
     ledger.set_aside(ledger.claim(), _HOSTILE)
     page.goto(site.url + "#job=flow")
-    told = "[...document.querySelectorAll('#job .wide tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
-    until(page, f"{told}.length === 4")
-    seen = {row[0].splitlines()[0]: row for row in page.evaluate(told)}
+    table = "[...document.querySelectorAll('#job .wide tbody tr')].map(r => [...r.cells].map(c => c.innerText))"
+    until(page, f"{table}.length === 4")
+    seen = {row[0].splitlines()[0]: row for row in page.evaluate(table)}
     assert seen["prepare"][1] == "done" and seen["prepare"][5:7] == ["it was never done", "rows 7"]
     assert seen["weak"][1:5:2] == ["failed", "2"] and _HOSTILE in seen["weak"][5]
     assert seen["after"][1] == "not run" and seen["after"][4:6] == ["weak", "weak failed"]
@@ -483,15 +484,15 @@ steps:
     row = page.locator("#jobs tr:has(button:text-is('flow')) td").all_inner_texts()
     assert row[1:5] == ["flow", "failed", "2 of 4 steps", "1 failed"]
     FlowRun(flow, site.runs / "flow", wait=0.01).run()
-    until(page, f"{told}[0][1] === 'kept'")
+    until(page, f"{table}[0][1] === 'kept'")
     (tmp_path / "data").write_text("2")
     FlowRun(flow, site.runs / "flow", wait=0.01).run()
-    until(page, f"{told}[0][5] === 'data has changed'")
+    until(page, f"{table}[0][5] === 'data has changed'")
     row = page.locator("#jobs tr:has(button:text-is('map')) td")
     assert row.all_inner_texts()[1:5] == ["map", "running", "3 of 4 items", "1 failed"]
     row.first.click()
     until(page, "job?.kind === 'map'")
-    assert page.evaluate(told) == [["item 2", "1", _HOSTILE]]
+    assert page.evaluate(table) == [["item 2", "1", _HOSTILE]]
     ledger.commit(ledger.claim(), {"outputs": []})
     until(page, "document.querySelector('#job .status').textContent === 'completed'")
     assert page.query_selector("img") is None

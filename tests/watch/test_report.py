@@ -45,12 +45,12 @@ class Strict(HTMLParser):
         self.open, self.ids, self.words = [], [], []
 
     def handle_starttag(self, tag, attrs):
-        found = dict(attrs)
+        values = dict(attrs)
         assert tag not in ("script", "link", "img", "iframe", "object"), tag
         for name in ("src", "href", "xlink:href"):
-            assert str(found.get(name, "#")).startswith("#"), found
-        if "id" in found:
-            self.ids.append(found["id"])
+            assert str(values.get(name, "#")).startswith("#"), values
+        if "id" in values:
+            self.ids.append(values["id"])
         if tag not in self.VOID:
             self.open.append(tag)
 

@@ -109,8 +109,8 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """What TensorBoard's own reader finds."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {t: [(e.step, e.value) for e in found.Scalars(t)] for t in found.Tags()["scalars"]}
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {t: [(e.step, e.value) for e in events.Scalars(t)] for t in events.Tags()["scalars"]}
 
 
 def float32(value: float) -> float:
@@ -144,9 +144,9 @@ def test_tensorboard_reads_each_point_once_after_kills_and_a_resume(run):
     write(run, resume(1500), *(step(s, loss=2.0) for s in range(1501, 1511)))
     send_record(run, "tensorboard", refuse)
     send_record(run, "tensorboard", refuse)
-    found = scalars(run.path / "tensorboard")
-    assert found["loss"] == wanted[:1500] + [(s, 2.0) for s in range(1501, 1511)]
-    assert found["evaluate/worst"] == [], "the evaluation at step 2000 is void"
+    curves = scalars(run.path / "tensorboard")
+    assert curves["loss"] == wanted[:1500] + [(s, 2.0) for s in range(1501, 1511)]
+    assert curves["evaluate/worst"] == [], "the evaluation at step 2000 is void"
 
 
 def test_a_later_run_of_the_record_and_own_names_are_told_apart():
@@ -200,9 +200,11 @@ class StandIn(http.server.BaseHTTPRequestHandler):
             state["runs"][0]["tags"] |= {t["key"]: t["value"] for t in body["tags"]}
         elif call == "runs/update":
             state["runs"][0]["status"] = body["status"]
-        for told in [answer.get("run"), *answer.get("runs", ())]:
-            if told:
-                told["data"] = {"tags": [{"key": k, "value": v} for k, v in told["tags"].items()]}
+        for tracked in [answer.get("run"), *answer.get("runs", ())]:
+            if tracked:
+                tracked["data"] = {
+                    "tags": [{"key": k, "value": v} for k, v in tracked["tags"].items()]
+                }
         if fault == "lose":
             self.close_connection = True
             return
@@ -248,15 +250,15 @@ def test_mlflow_that_refuses_or_loses_answers_has_each_point_once(run, mlflow):
         except RondeError as error:
             assert "sends the rest later" in str(error)
     assert len(state["runs"]) == 1 and state["runs"][0]["status"] == "FAILED"
-    found = state["runs"][0]
-    assert losses(found["metrics"]) == [(s, step(s)["loss"]) for s in range(1, 700)]
-    assert [m["value"] for m in found["metrics"] if m["key"].startswith("evaluate/")] == [
+    tracked = state["runs"][0]
+    assert losses(tracked["metrics"]) == [(s, step(s)["loss"]) for s in range(1, 700)]
+    assert [m["value"] for m in tracked["metrics"] if m["key"].startswith("evaluate/")] == [
         0.25,
         "NaN",
     ]
     assert (
-        found["tags"]["ronde.arguments"] == "--lr 1"
-        and found["tags"]["ronde.plan.batch_size"] == "8"
+        tracked["tags"]["ronde.arguments"] == "--lr 1"
+        and tracked["tags"]["ronde.plan.batch_size"] == "8"
     )
     assert said and "nothing is lost" in said[0]
     before = len(state["calls"])
@@ -298,10 +300,10 @@ def test_a_real_mlflow_server_that_is_killed(run):
     )
     sending.start()
 
-    def until_has(points: int) -> list[dict]:
+    def until_has(count: int) -> list[dict]:
         limit = time.monotonic() + 60
-        found: list[dict] = []
-        while len(found) < points and time.monotonic() < limit:
+        points: list[dict] = []
+        while len(points) < count and time.monotonic() < limit:
             time.sleep(0.2)
             try:
                 experiment = ask("experiments/get-by-name?experiment_name=ronde")["experiment"][
@@ -309,22 +311,22 @@ def test_a_real_mlflow_server_that_is_killed(run):
                 ]
                 mine = ask("runs/search", experiment_ids=[experiment])["runs"]
                 assert len(mine) == 1
-                found = ask(
+                points = ask(
                     f"metrics/get-history?run_id={mine[0]['info']['run_id']}&metric_key=loss"
                 )["metrics"]
             except (OSError, KeyError):
                 continue
-        return found
+        return points
 
     with child(args, run.path, {"TMPDIR": str(run.path)}):
         until_has(100)
     write(run, *(step(s) for s in range(101, 201)))
     with child(args, run.path, {"TMPDIR": str(run.path)}):
-        found = until_has(200)
+        points = until_has(200)
         over.set()
         sending.join(30)
     assert not sending.is_alive() and "answers again" in said[-1]
-    assert sorted((m["step"], m["value"]) for m in found) == [
+    assert sorted((m["step"], m["value"]) for m in points) == [
         (s, step(s)["loss"]) for s in range(1, 201)
     ]
 

@@ -138,9 +138,9 @@ def test_every_event_comes_back(tmp_path):
     record.write(*EVERY[:5])
     record.close()
     record.write(*EVERY[5:])  # opened again, after what is there
-    found = read(record.path)
+    events = read(record.path)
     # repr: nan is not nan
-    assert [type(e) for e in found] == [type(e) for e in EVERY] and repr(found) == repr(EVERY)
+    assert [type(e) for e in events] == [type(e) for e in EVERY] and repr(events) == repr(EVERY)
     lines = record.path.read_text().splitlines()
     assert len(lines) == len(EVERY) and json.loads(lines[0])["type"] == "start"
     record.close()
@@ -204,17 +204,17 @@ def test_a_resume_voids_what_came_after_it(tmp_path):
     before += [Evaluated(step=s, epoch=0, samples=1, metrics={}, time=1.0) for s in (4, 8)]
     before += [Logged(step=s, epoch=0, values={}, time=1.0) for s in (6, 7)]
     again = [started(time=40.0), resumed(6, 1), *(step(n, 1, loss=9.0) for n in (7, 8))]
-    found = read(write_lines(tmp_path / "r", *before, *again))
-    steps = [e for e in found if isinstance(e, StepRecorded)]
+    events = read(write_lines(tmp_path / "r", *before, *again))
+    steps = [e for e in events if isinstance(e, StepRecorded)]
     assert [e.step for e in steps] == list(range(1, 9)) and [e.loss for e in steps][-2:] == [
         9.0,
         9.0,
     ]
-    assert [e.epoch for e in found if isinstance(e, Epoch)] == [0]
-    assert [e.step for e in found if isinstance(e, Evaluated)] == [4] and [
-        e.step for e in found if isinstance(e, Logged)
+    assert [e.epoch for e in events if isinstance(e, Epoch)] == [0]
+    assert [e.step for e in events if isinstance(e, Evaluated)] == [4] and [
+        e.step for e in events if isinstance(e, Logged)
     ] == [6]
-    assert sum(isinstance(e, Started) for e in found) == 2  # both beginnings stay
+    assert sum(isinstance(e, Started) for e in events) == 2  # both beginnings stay
     twice = read(write_lines(tmp_path / "r", *before, *again, resumed(2, 0), step(3, 0, loss=7.0)))
     assert [e.loss for e in twice if isinstance(e, StepRecorded)] == [1.0, 0.5, 7.0]
 
@@ -387,13 +387,13 @@ def test_losses_are_read_late_and_recorded_in_order(tmp_path):
     watcher.event(Warned(text="after them"))
     watch(watcher, 2)
     watcher.close()
-    found = read(tmp_path / "r")
+    events = read(tmp_path / "r")
     assert (
-        [e.step for e in found[:300]] == list(range(1, 301))
-        and isinstance(found[300], Warned)
-        and len(found) == 303
+        [e.step for e in events[:300]] == list(range(1, 301))
+        and isinstance(events[300], Warned)
+        and len(events) == 303
     )
-    assert found[6].loss == pytest.approx(1 / 7)
+    assert events[6].loss == pytest.approx(1 / 7)
     assert (
         [n for n in range(1, 20_001) if recorded(n)][999:1003] == [1000, 1010, 1020, 1030]
         and recorded(20_000)
@@ -522,22 +522,22 @@ def test_evaluations_have_names(tmp_path, monkeypatch, capsys):
     for name in ("", 3):
         with pytest.raises(ArgumentError, match="expected a text"):
             run.evaluate(data, name=name)
-    found = []
+    scores = []
     for _ in run.epochs(2):
         for batch in run.batches():
             run.step(batch)
-        found = [run.evaluate(data), run.evaluate(data, name="test")]
+        scores = [run.evaluate(data), run.evaluate(data, name="test")]
     said = capsys.readouterr().out + capsys.readouterr().err
     assert "epoch 2  step 4  test  loss" in said and "epoch 2  step 4  evaluate  loss" in said
     summary = summarise(RunDir(tmp_path / "named"))
-    assert summary.evaluations == {"evaluate": found[0], "test": found[1]}
-    assert summary.to_dict()["evaluation"] == found[1]
+    assert summary.evaluations == {"evaluate": scores[0], "test": scores[1]}
+    assert summary.to_dict()["evaluation"] == scores[1]
     monkeypatch.setattr("sys.argv", ["ronde", "show", "named", "--runs", str(tmp_path), "--json"])
     with suppress(SystemExit):
         main()
     series = json.loads(capsys.readouterr().out)["series"]
     assert [step for step, _ in series["test/loss"]] == [2.0, 4.0]
-    assert series["evaluate/loss"][-1][1] == found[0]["loss"]
+    assert series["evaluate/loss"][-1][1] == scores[0]["loss"]
     events = EventAccumulator(str(tmp_path / "named" / "tensorboard")).Reload()
     assert {"test/loss", "evaluate/loss"} <= set(events.Tags()["scalars"])
     older = tmp_path / "older.jsonl"
