@@ -6,7 +6,7 @@ import os
 import platform
 import socket
 
-from ronde.watch import SCHEMA_VERSION, Ended, Record, RunDir, Started, summarise
+from ronde.watch import SCHEMA_VERSION, Ended, RunDir, Started, append_events, summarise
 from ronde.world import VERSION
 
 __all__ = ["record_end", "record_start"]
@@ -24,8 +24,8 @@ def record_start(
     """
     words = 2 if command[0] == "-m" else 1
     named = {host or socket.gethostname(): count for host, count in hosts}
-    record = Record(directory.record)
-    record.write(
+    append_events(
+        directory.record,
         Started(
             schema=SCHEMA_VERSION,
             run=directory.name,
@@ -45,9 +45,8 @@ def record_start(
             framework=framework,
             versions={"python": platform.python_version(), "ronde": VERSION},
             arguments=command[words:],
-        )
+        ),
     )
-    record.close()
 
 
 def record_end(directory: RunDir, seconds: float) -> None:
@@ -55,8 +54,8 @@ def record_end(directory: RunDir, seconds: float) -> None:
     start = summarise(directory).start
     if start is None or not start.framework:
         return
-    record = Record(directory.record)
-    record.write(
+    append_events(
+        directory.record,
         Ended(
             status="completed",
             step=0,
@@ -64,6 +63,5 @@ def record_end(directory: RunDir, seconds: float) -> None:
             samples=0,
             samples_per_second=None,
             seconds=seconds,
-        )
+        ),
     )
-    record.close()

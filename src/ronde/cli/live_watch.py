@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ronde.cli.options import option
-from ronde.watch import Alert, Record, RunDir, read
+from ronde.watch import Alert, RunDir, append_events, read
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
@@ -174,8 +174,6 @@ class LiveWatch:
         """Append alerts to the record."""
         if not self._unwritten:
             return
-        record = Record(self._directory.record)
         with contextlib.suppress(OSError):  # a full disk must not end the run
-            record.write(*self._unwritten)
-            record.close()
+            append_events(self._directory.record, *self._unwritten)
             self._unwritten.clear()

@@ -13,7 +13,7 @@ import typer
 
 from ronde.cli.leaving import Limit, requeue
 from ronde.cli.script import discard, short, study_environment
-from ronde.watch import Alert, Ended, Record, RunDir, plain_console, summarise
+from ronde.watch import Alert, Ended, RunDir, append_events, plain_console, summarise
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def _note_failure(directory: RunDir, error: str, rank: int | None, seconds: floa
     summary = summarise(directory)
     if summary.start is None:
         return
-    record = Record(directory.record)
     status = "interrupted" if rank is None else "failed"
-    record.write(
+    append_events(
+        directory.record,
         Ended(
             status=status,
             step=summary.step,
@@ -72,9 +72,8 @@ def _note_failure(directory: RunDir, error: str, rank: int | None, seconds: floa
             seconds=seconds,
             error=error[:2000],
             rank=rank,
-        )
+        ),
     )
-    record.close()
 
 
 def tell_left(outcome: Outcome, directory: RunDir, limit: Limit, kept: bool) -> None:

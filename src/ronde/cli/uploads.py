@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ronde.cli.options import option
-from ronde.watch import Record, RunDir, Warned, claim_run_dir, lock_run
+from ronde.watch import RunDir, Warned, append_events, claim_run_dir, lock_run
 from ronde.world import ArgumentError, CheckpointError
 
 if TYPE_CHECKING:
@@ -110,9 +110,7 @@ def uploading(
         tell(text)
         kind, _, warning = text.partition("warning: ")
         if warning and not kind and directory.record.is_file():
-            record = Record(directory.record)
             with contextlib.suppress(OSError):  # a full disk must not end the upload
-                record.write(Warned(text=warning))
-                record.close()
+                append_events(directory.record, Warned(text=warning))
 
     return Uploads(store, directory.path, noted)

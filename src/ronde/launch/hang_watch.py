@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from ronde.watch import HangFound, Record, RunDir
+from ronde.watch import HangFound, RunDir, append_events
 from ronde.watch.hang_judge import (
     GOES_ON,
     STOPPED_SECONDS,
@@ -456,11 +456,11 @@ def record_hangs(directory: Path | None, verdicts: Sequence[HangVerdict | None])
     """Write what was found about hanging and slow ranks to a run's record, if there is one yet."""
     if directory is None or not any(verdicts) or not RunDir(directory).record.is_file():
         return False
-    record = Record(RunDir(directory).record)
     names = ("sentence", "rank", "step", "place", "slow")
+    events = [
+        HangFound(**{name: getattr(each, name) for name in names}, waiting=list(each.waiting))
+        for each in filter(None, verdicts)
+    ]
     with contextlib.suppress(OSError):  # a full disk must not end the run
-        for each in filter(None, verdicts):
-            values = {name: getattr(each, name) for name in names}
-            record.write(HangFound(**values, waiting=list(each.waiting)))
-        record.close()
+        append_events(RunDir(directory).record, *events)
     return True

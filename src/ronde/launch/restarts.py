@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ronde.checkpoint.manifest import check_files, list_checkpoints, load_manifest
 from ronde.launch.job import Outcome
-from ronde.watch import Record, Restarted, RunDir
+from ronde.watch import Restarted, RunDir, append_events
 from ronde.world import CheckpointError, WorldError
 from ronde.world.whole_file import name_generation
 
@@ -93,10 +93,9 @@ class Restarts:
         newest = self._checkpoint()
         self.say(f"{what} {f'checkpoints/{newest}' if newest else self._start}: {reason}")
         if self._directory is not None and self._directory.record.is_file():
-            record = Record(self._directory.record)
+            event = Restarted(generation=self.generation, reason=reason[:2000], rank=rank)
             with contextlib.suppress(OSError):  # a full disk must not end the run
-                record.write(Restarted(generation=self.generation, reason=reason[:2000], rank=rank))
-                record.close()
+                append_events(self._directory.record, event)
 
     def _checkpoint(self) -> str:
         """The name of the newest checkpoint that is whole, the one that workers go on from.

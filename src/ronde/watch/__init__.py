@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Started,
         StepRecorded,
         Warned,
+        append_events,
         less_is_better,
         read,
     )
@@ -73,6 +74,7 @@ __all__ = [
     "Summary",
     "Warned",
     "Watcher",
+    "append_events",
     "check_name",
     "choose_display",
     "claim_run_dir",
@@ -97,7 +99,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.watch.progress": "Bar Lines MARK Silent choose_display figure plain_console",
             "ronde.watch.record": "Alert BestFound Checkpointed EVENTS Ended Epoch Evaluated "
             "HangFound Logged LossChecked NonFiniteStep Record Restarted Resumed "
-            "SCHEMA_VERSION Started StepRecorded Warned less_is_better read",
+            "SCHEMA_VERSION Started StepRecorded Warned append_events less_is_better read",
             "ronde.watch.run_dir": "RunDir check_name claim_run_dir latest lock_run script_stem",
             "ronde.watch.summary": "Summary summarise",
             "ronde.watch.watcher": "Watcher recorded",

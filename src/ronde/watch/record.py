@@ -365,6 +365,19 @@ class Record:
         self._lines.close()
 
 
+def append_events(path: Path, *events: Event) -> None:
+    """Append events to a record that its run writes, too: a launcher knows how workers end.
+
+    Raises:
+        OSError: the disk is full, say.
+    """
+    record = Record(path)
+    try:
+        record.write(*events)
+    finally:
+        record.close()
+
+
 def _values(event: Event) -> dict[str, Any]:
     values = {f.name: getattr(event, f.name) for f in dataclasses.fields(event)}
     if event.part is None:
