@@ -130,6 +130,7 @@ class Doing:
 
             seconds = time.monotonic() - self._start
             self._status.update(Text.assemble(text, " … ", (f"{seconds:.0f} s", "dim")))
+        # One line a phase: details would fill a log.
         elif self._lines and (phase := text.partition(":")[0]) != self._phase:
             self._phase = phase
             typer.echo(f"{time.monotonic() - self._start:5.1f} s  {phase} …", err=True)

@@ -102,6 +102,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a terminal without the characters of a table
             stream.reconfigure(errors="replace")
     try:
+        # An error that no RondeError is a bug, and keeps its traceback.
         app()
     except RondeError as error:
         from rich.text import Text

@@ -150,6 +150,7 @@ def _show(cluster: Any, output: Path, console: Any) -> None:
     )
     for kind, by in cluster.links.items():
         for scope, fit in by.items():
+            # DDP's default bucket has 25 MiB.
             bucket = fit.alpha + (25 << 20) / fit.beta
             table.add_row(
                 kind,

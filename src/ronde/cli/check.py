@@ -85,6 +85,7 @@ def register(app: typer.Typer) -> None:
         with Fleet(places.hosts, places.engine, places.python) as fleet:
             facts = fleet.ask(command, places.environment, None)
             said = notes(facts, {h.name: h.slots or f["devices"] for h, f in _each(places, facts)})
+            # One process a host: pairs of hosts are timed, not pairs of devices.
             if len(names) > 1:
                 _measure(
                     fleet, command, [1] * len(names), lambda m: pairs.extend(m.get("pairs", ()))

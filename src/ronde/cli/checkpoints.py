@@ -81,6 +81,7 @@ def _prune(run: RunDir, text: str, sure: bool) -> list[Path]:
         int(p.name.removeprefix("step-")) for p in checkpoint.list_checkpoints(run.checkpoints)
     ]
     stay = [newest.step] + ([best] if (best := _best_step(newest)) is not None else [])
+    # Newer ones are damaged, or being written now: neither is pruned.
     doomed = policy.doomed([s for s in steps if s <= newest.step], stay)
     paths = [run.checkpoints / f"step-{step:09d}" for step in doomed]
     return [path for path in paths if not sure or checkpoint.remove(path)]

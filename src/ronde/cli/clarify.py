@@ -118,6 +118,7 @@ def register(app: typer.Typer) -> None:
 
             bias_report(counts, comparisons, report, table, values["attention"])
             plain_console().print(f"report    {report}", soft_wrap=True)
+        # Last: the answer is shown and written, whatever the limits say.
         try:
             require(comparisons, asked)
         except BiasError as error:

@@ -54,6 +54,7 @@ def _setup(summary: Summary) -> dict[str, Any]:
         return {}
     values = _arguments(start.arguments)
     values |= {name: getattr(start, name) for name in _FIELDS}
+    # The plan repeats the number of workers, which is a row of its own.
     plan = {name: value for name, value in start.plan.items() if name != "workers"}
     values |= {f"plan: {name}": value for name, value in plan.items()}
     if start.git:

@@ -100,6 +100,7 @@ def _doctor(options: Options) -> None:
     chosen = parse_apply(options.apply)
     options.check_files()
     script = options.module or command[0]
+    # Before a minute is spent on measuring.
     if chosen:
         check_writable(script)
     fetched, told_feed = feed_of(options.feed, script)
@@ -113,6 +114,7 @@ def _doctor(options: Options) -> None:
     options.give(values, console, screen(values, options.verbose), lambda: _draw(options, values))
     if chosen and not values["refused"]:
         # A minute was spent on the answer: it is written before anything else can go wrong.
+        # verify: the rates are measured again, and no remedy is tried.
         def again(settings: str) -> dict[str, Any]:
             with Doing(console) as say:
                 return _measured(command, count, settings, {**asked, "verify": True}, say)

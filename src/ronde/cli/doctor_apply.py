@@ -108,6 +108,7 @@ def apply_prescriptions(
                 f"--apply {word}: {by_name[word]['text']} takes more than settings."
             )
         picked.append(by_name[word])
+    # The verdict holds for the settings it was measured under: prescriptions are merged into those.
     settings = FeedSettings() if feed == "none" else FeedSettings.load(Path(feed))
     for p in picked:
         settings = settings.merged(FeedSettings.from_dict(p["settings"]))

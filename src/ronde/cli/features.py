@@ -137,6 +137,7 @@ def _get(
 
     store = Online(online)
     words, entity = list(context.args), {}
+    # The table says what a key is: 17 and "17" are two entities.
     kinds = store.tables()[table].entity if table in store.tables() else {}
     while words:
         name, equals, value = words.pop(0).partition("=")

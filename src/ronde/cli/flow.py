@@ -74,6 +74,7 @@ def register(app: typer.Typer) -> None:
         from ronde.jobs.flow import load_flow
         from ronde.jobs.flow_run import FlowRun
 
+        # Another system has inputs of its own, which are not here.
         runs_here = export is None and why is None
         flow = load_flow(file, dict(map(_pair, values or [])), needs_inputs=runs_here)
         for asked, text in (("--why", why), ("--only", only), ("--from", anew)):

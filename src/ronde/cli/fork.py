@@ -84,6 +84,7 @@ def find_origin(text: str, runs: Path, option: str = "--from") -> Origin:
             reasons.append(str(error))
             continue
         place = run.path.resolve()
+        # The record keeps a name that ronde runs knows, or a path that holds elsewhere.
         where = run.name if place.parent == runs.resolve() else str(place)
         return Origin(f"{where}@{step_of(path)}", path)
     raise CheckpointError(f"{option} {text}: {reasons[0]}. 'ronde checkpoints' lists them.")

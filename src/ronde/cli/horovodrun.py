@@ -100,6 +100,7 @@ def translate(words: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
     variables = {_VARIABLES[k]: given[k] for k in _VARIABLES if given[k] is not None}
     variables.update(value for k, value in _FLAGS.items() if given[k])
     if "HOROVOD_TIMELINE" in variables and variables["HOROVOD_TIMELINE"] != "DYNAMIC":
+        # Workers may change their folder before they open it.
         variables["HOROVOD_TIMELINE"] = str(Path(variables["HOROVOD_TIMELINE"]).absolute())
     if given["fusion"] is not None:
         variables["HOROVOD_FUSION_THRESHOLD"] = str(int(given["fusion"] * 1024 * 1024))
@@ -118,6 +119,7 @@ def translate(words: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
     if workers is not None:
         arguments += ["--workers", str(workers)]
     hosts = given["hosts"]
+    # -H localhost:4 is how Horovod's own examples name this machine: no ssh is needed.
     if hosts and all(item.partition(":")[0] in _LOCAL for item in hosts.split(",")):
         if workers is None:
             slots = sum(int(item.partition(":")[2] or 1) for item in hosts.split(","))

@@ -275,6 +275,7 @@ def gathered(
         return
     if workers != "auto":
         resolve_workers(workers)
+    # Hosts look there for what this one writes, so it has to be there.
     made = runs is not None and not runs.exists()
     if runs is not None:
         runs.mkdir(parents=True, exist_ok=True)

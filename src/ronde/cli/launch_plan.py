@@ -289,6 +289,7 @@ class LaunchPlan:
         draws their progress.
         """
         options = self.options
+        # Always set: a variable of the shell that started ronde must not reach the workers.
         always = {
             "RONDE_PROGRESS": "warnings" if options.quiet else "stream" if bar else "lines",
             "RONDE_RESUME": "1" if options.resume or self.origin else "0",
@@ -320,10 +321,12 @@ def plan_launch(options: RunOptions) -> LaunchPlan:
         raise ArgumentError(
             "--from begins a new run and --resume goes on with an old one: give one of them."
         )
+    # In a map, each host of a container works for itself.
     box = None if options.named or _in_map() else container() or pod()
     command = command_of(options.module, options.arguments or [])
     if box is not None:
         command += box.arguments
+        # Scripts read folders and channels from these, as SM_MODEL_DIR.
         os.environ.update(box.environment)
         options = _in_container(options, box, command)
     check_command(command)
@@ -487,6 +490,7 @@ def _in_container(options: RunOptions, box: Container, command: list[str]) -> Ru
         )
     name = options.name or script_stem(options.module or command[0])
     runs = box.checkpoints or options.runs
+    # The service starts a job again with the same command line: what has begun resumes.
     begun = (runs / name / "checkpoints").is_dir() or has_whole(options.upload, name)
     origin = None if begun else options.origin
     return dataclasses.replace(

@@ -104,6 +104,7 @@ def requeue() -> str:
     shown = subprocess.run(
         ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True, timeout=60
     )
+    # An interactive allocation has no script that Slurm could start again.
     if "Requeue=1" not in shown.stdout or "BatchFlag=1" not in shown.stdout:
         return ""
     done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True, timeout=60)

@@ -146,6 +146,7 @@ class LiveWatch:
 
                 self._judge = Judge(self._directory)
                 self._read_known()
+            # Only this thread writes alerts, in whole lines: rank 0 appends to the same file.
             for alert in self._judge.look():
                 self._take(alert)
             self._write()

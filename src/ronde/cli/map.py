@@ -160,6 +160,7 @@ def _map(options: Options) -> None:
         shown = [short(Path(plan.command[0])), *plan.command[1:]]
         tell(f"ronde map {' '.join(shown)}  ·  {len(items):,} items  ·  {out.name}")
     again = f"go on with: ronde map --resume {options.resume or options.out}"
+    # A resume after all chunks were done makes those anew whose output was removed.
     if not ledger.left:
         ledger.add(without_output(ledger, len(items)))
     status = _work(options, out, ledger, began)
@@ -266,6 +267,7 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
     if not ledger.left:
         return 0
     command = [sys.executable, "-m", "ronde", "run", "--quiet", "--workers", options.workers]
+    # A worker that dies loses one chunk's time, so restarts are nearly unlimited.
     command += ["--runs", str(out / ".map" / "runs"), "--restarts", "1000"]
     command += ["--hang-timeout", "0", "--no-spares"]  # workers import no torch
     command += options.words()
@@ -273,6 +275,7 @@ def _work(options: Options, out: Path, ledger: Any, began: float) -> int:
     process = subprocess.Popen(
         command,
         env=os.environ | {IN_MAP: "1"},
+        # Ctrl-C reaches this process alone, which asks the launcher to end the workers in order.
         start_new_session=True,
         preexec_fn=functools.partial(end_with_parent, signal.SIGTERM),
     )

@@ -190,6 +190,7 @@ def _catalogue(source: str | None) -> Iterator[dict[str, Recipe]]:
         try:
             done = subprocess.run(
                 command,
+                # A private repository fails instead of asking for a password.
                 env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -51,6 +51,7 @@ def add_verb(
         function(options(**values))
 
     hints = get_type_hints(options, include_extras=True)  # of the bases, in their modules
+    # The class before its bases: what is special to a verb comes first in its help.
     own = [field for each in options.__mro__ for field in vars(each).get("__annotations__", ())]
     known = inspect.signature(options).parameters
     fields = [known[name].replace(annotation=hints[name]) for name in dict.fromkeys(own)]
@@ -152,6 +153,7 @@ class Verb(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb."""
+        # For hints about an option that is mistyped, or stands after the script.
         _own_options[:] = [
             name for p in self.params if p.param_type_name == "option" for name in p.opts
         ]

@@ -104,6 +104,7 @@ def register(app: typer.Typer) -> None:
             [s.strip() for s in suffixes.split(",") if s.strip()] if suffixes is not None else None
         )
         size = int(parsed("--shard-size", shard_size, parse_bytes, "a size as 256MiB or 1GB"))
+        # Packing writes beside OUT and renames: Ctrl-C leaves nothing behind.
         with (
             _progress("packing", as_json) as progress,
             _stoppable(out, "nothing was packed"),

@@ -118,6 +118,7 @@ def _plan(options: Options) -> None:
             "has links and nodes of its own."
         )
     console = plain_console()
+    # Measuring takes up to minutes: without a terminal, each phase is a line.
     with Doing(console, lines=True) as say:
         say(f"starting {command[0] if command[0] != '-m' else command[1]}")
         if device is not None:
@@ -217,6 +218,7 @@ def _measure(
     from ronde.measure import load_costs, threads_on
 
     threads = threads_on(target)
+    # A model is measured whole; its divisions are predicted.
     environment = {"RONDE_PLAN": "replicate"}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)

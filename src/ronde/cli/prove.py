@@ -133,6 +133,7 @@ def proofs_before_run(
             "--prove needs to know the plan, and --plan auto chooses it later. Let 'ronde plan "
             "--save plan.yaml' choose, then give --plan plan.yaml."
         )
+    # A proof costs a minute, so one that holds for the same files is not made again.
     kept = {} if str(runs) == "none" else kept_proofs(runs, command)
     if plan is None:
         plan = next((p.plan for p in kept.values() if p.script_plan), None)
@@ -140,6 +141,7 @@ def proofs_before_run(
         plan = Plan.load(plan).spec
     if plan is None:
         verdict = _ask_equal(command, 2, None)
+        # The script chooses its plan itself: only a proof can say which.
         kept |= _keep(runs, command, verdict, script_plan=True)
         plan = verdict.plans[0].plan
     asked = dataclasses.replace(Plan.parse(plan), workers=workers)

@@ -142,6 +142,7 @@ def filled_in_script(text: str, values: Mapping[str, str], recipe: str) -> str:
         value = known[name].value
         assert value is not None
         places.append((value, repr(_as_default(name, given, value))))
+    # From the last to the first: a change moves what stands behind it.
     for node, new in sorted(places, key=lambda p: (p[0].lineno, p[0].col_offset), reverse=True):
         assert node.lineno == node.end_lineno and node.end_col_offset is not None
         line = lines[node.lineno - 1].encode()  # columns count bytes
@@ -283,6 +284,7 @@ def check_files(recipe: Recipe, values: Mapping[str, str]) -> None:
         if not given:
             continue
         place = Path(given).expanduser()
+        # It may be a name on a hub, which the library resolves.
         if not place.exists() and not given.startswith((".", "/", "~")):
             continue
         if not (place / needed).is_file():

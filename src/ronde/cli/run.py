@@ -179,6 +179,7 @@ def _launch(
             from ronde.launch.node import spare
             from ronde.watch.sinks import Sending
 
+            # They outlive the workers: what ends orphans after the run must leave them alone.
             spare(*ending.enter_context(Sending(directory, launch.trackers, screen.tell)).pids)
         with (
             Limit(launch.seconds, bool(launch.stop_on)) as limit,

@@ -108,6 +108,7 @@ def _tell_failure(outcome: Outcome, directory: RunDir, lost: str) -> None:
     def headline(text: str) -> None:
         console.print(Text(text, style="bold red"), soft_wrap=True)
 
+    # By name only: the end of a failed run must not wait for checksums.
     names = [p.name[5:] for p in directory.checkpoints.glob("step-*")] if not lost else []
     saved = max((int(n) for n in names if n.isdecimal()), default=None)
     again = f"ronde run --resume --name {directory.name} …" if saved is not None else ""

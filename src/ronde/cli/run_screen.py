@@ -61,6 +61,7 @@ class RunScreen:
             to_terminal(bytes(self._held))
             self._held.clear()
             return
+        # Whole lines only: the bar stands below what is printed.
         end = max(self._held.rfind(b"\n"), self._held.rfind(b"\r"))
         if end < 0:
             return

@@ -57,6 +57,7 @@ def register(app: typer.Typer) -> None:
             raise ArgumentError("RUN and --csv are for --compare: ronde runs --compare RUN RUN ….")
         from rich.text import Text
 
+        # A folder without a record is a search, a flow, or somebody's own.
         directories = (
             [RunDir(p) for p in folder.iterdir() if p.is_dir() and (p / "record.jsonl").exists()]
             if folder.is_dir()

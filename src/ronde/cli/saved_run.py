@@ -27,6 +27,7 @@ def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
     if checkpoint is None:
         raise ArgumentError(f"{directory.path} has no whole checkpoint: nothing to load.")
     last = started[-1]
+    # Records of a script started without ronde run have no command.
     script = last.command[-1] if last.command else last.script
     module = last.command[-2:-1] == ["-m"]
     if not module and not Path(script).is_file():

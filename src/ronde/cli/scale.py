@@ -174,6 +174,7 @@ def _measured(
         environment |= {"OMP_NUM_THREADS": str(threads), **openmp_waits(sizes[-1], threads)}
 
     def start(n: int, first: bool) -> Start:
+        # What loading costs does not depend on the size: it is measured in the first start alone.
         asked = {"rounds": 2, "seconds": options.seconds, "batch": options.batch, "loading": first}
         failed = f"the script failed with {count_of(n, 'worker')} before it was measured"
         return examine("scale", command, n, asked, say, failed, load_scale, environment)

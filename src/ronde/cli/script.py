@@ -147,6 +147,7 @@ class StudyOptions:
         command = command_of(self.module, self.arguments or [])
         file = Path(command[0])
         text = file.read_text(errors="replace") if file.is_file() else ""
+        # A script may import TensorFlow for its data alone, and train with Ronde.
         if _TENSORFLOW.search(text) and "ronde" not in text:
             raise ArgumentError(
                 f"{file.name} trains with TensorFlow, and ronde {verb} looks at PyTorch models "
@@ -160,6 +161,7 @@ class StudyOptions:
         """Write the answer, and what ``more`` writes; then show it, for standard output may be a
         closed pipe.
         """
+        # Minutes were spent on the answer: a closed pipe must not lose the files.
         try:
             self.write(values)
             for write in more:
@@ -220,6 +222,7 @@ def misplaced(command: list[str]) -> str:
         option, _, value = argument.partition("=")
         if option not in own_options() or option in ("--help", "-h") or option[:2] != "--":
             continue
+        # argparse calls --batch-size args.batch_size: then the option is the script's own.
         if option[2:].replace("-", "_") in text:
             continue
         value = f"={value}" if value else ""
@@ -374,6 +377,7 @@ def _start(
             else f"{outcome.error}; every process has ended"
         )
         raise typer.Exit(outcome.status)
+    # A script that fails after the study has answered has been examined all the same.
     if outcome.status and not file.exists():
         if outcome.exited:  # with a usage text, say: nobody has seen what it printed
             typer.echo(

@@ -104,6 +104,7 @@ def register(app: typer.Typer) -> None:
             "facts": facts,
         }
         values = answer_of("ship", command, options, "exported")
+        # A refusal is written, too: it has the numbers that decided.
         if json_file:
             write_json(json_file, values)
         if values.get("argument"):
@@ -177,6 +178,7 @@ def register(app: typer.Typer) -> None:
 
         places = HostOptions(hosts, hostfile, ssh_config=ssh_config, python=python).places()
         if places:
+            # Here first: no host gets a bundle that none would take.
             verify_bundle(bundle, key)
             _on_hosts(places, root, bundle, key)
         else:

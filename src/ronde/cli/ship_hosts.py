@@ -49,6 +49,7 @@ def order_hosts(
 def _order(places: Places, host: Any, packed: str) -> tuple[int, str]:
     """The serial number that is current on a host now, or 0 and why the order failed."""
     python = places.python or sys.executable
+    # -P: a folder named ronde on the host must not be taken for the package.
     command = places.engine.command(host, [python, "-P", "-m", "ronde.ship.delivery"])
     try:
         with open(packed, "rb") as order:

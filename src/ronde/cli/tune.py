@@ -198,6 +198,7 @@ def _tune(options: Options) -> None:
         tell=(lambda text: None) if quiet else tell,
     )
     began = time.monotonic()
+    # Trials save and leave, so that --resume loses no sample.
     with on_signals(lambda _: tuner.stop()) as asked:
         result = tuner.run()
     if options.as_json:
@@ -273,6 +274,7 @@ def _devices(text: str) -> tuple[int, bool]:
     from ronde.launch import resolve_workers
     from ronde.world.cores import usable_cores
 
+    # Without importing torch: trials are processes of their own.
     has_gpus = os.environ.get("RONDE_DEVICE") != "cpu" and Path("/dev/nvidia0").exists()
     if text == "auto":
         return (resolve_workers("auto") if has_gpus else usable_cores()), has_gpus

@@ -108,6 +108,7 @@ def uploading(
 
     def noted(text: str) -> None:
         tell(text)
+        # Uploads say progress, too, which the record does not need.
         kind, _, warning = text.partition("warning: ")
         if warning and not kind and directory.record.is_file():
             with contextlib.suppress(OSError):  # a full disk must not end the upload
