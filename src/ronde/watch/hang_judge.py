@@ -127,6 +127,11 @@ class RankView:
         return cls(**own)
 
     @property
+    def at(self) -> StackPlace:
+        """Where it is; an unknown place if nobody has asked yet."""
+        return self.place or StackPlace()
+
+    @property
     def waits(self) -> bool:
         """Whether it waits for other ranks."""
         return waits_for_others(self.place, self.cuda, self.exchanges)
@@ -191,7 +196,7 @@ class HangVerdict:
 
 def _grace(view: RankView) -> int:
     """How many limits a rank may take for what it does."""
-    waits = view.place.waits if view.place else ""
+    waits = view.at.waits
     starts = view.phase == "unwatched" or (view.phase == "start-up" and not is_step(view.doing))
     if starts or waits == "compiling":
         return _START
@@ -297,11 +302,11 @@ def judge_foreign(
     quiet, limit = min(v.quiet_seconds for v in views), limits.seconds
     if quiet < min(3 * limits.say, limit):
         return None
-    if any(v.place and v.place.function == "import" for v in views):  # from a slow disk, perhaps
+    if any(v.at.function == "import" for v in views):  # from a slow disk, perhaps
         limit = max(limit, _START * limits.say)
     waiting = [v.rank for v in views if v.waits]
     view = min(views, key=lambda v: (v.waits, -v.quiet_seconds, v.rank))
-    place = view.place or StackPlace()
+    place = view.at
     if view.waits:
         sentence = f"All ranks have waited for each other for {quiet:.0f} s, {place.text}."
     else:
@@ -326,7 +331,7 @@ def _judge_late(
 ) -> HangVerdict | None:
     """A rank that does not wait for others."""
     limit = _limit(view, limits)
-    lost = view.lost_loader and view.place is not None and view.place.waits == "loading"
+    lost = view.lost_loader and view.at.waits == "loading"
     if lost or view.gone:
         limit = limits.say  # what is dead does not come back
     quiet = min(v.quiet_seconds for v in late)  # it may wait for another one of them, by a file
@@ -344,7 +349,7 @@ def _is_certain(active: Sequence[RankView]) -> bool:
     """Whether ranks that all wait do so for different exchanges, and nothing else goes on."""
     if any(v.in_flight or v.phase != "training" for v in active):
         return False
-    if any(v.place and v.place.helped for v in active):
+    if any(v.at.helped for v in active):
         return False  # another thread may make the exchange that is missing
     if len({(v.doing, v.begun, _line(v)) for v in active}) > 1:
         return True
@@ -357,7 +362,7 @@ def _is_certain(active: Sequence[RankView]) -> bool:
 
 
 def _line(view: RankView) -> tuple[Any, ...]:
-    return (view.place.file, view.place.line) if view.place else ()
+    return (view.at.file, view.at.line)
 
 
 def _notice(verdict: HangVerdict, limit: float, usual: bool, limits: Limits) -> HangVerdict | None:
@@ -379,8 +384,11 @@ def _who(ranks: Sequence[int]) -> str:
 def _tail(ranks: Sequence[int]) -> str:
     if not ranks:
         return ""
-    verb = "is" if len(ranks) == 1 else "are"
-    return f"; {ranks_text(sorted(ranks))} {verb} waiting for it"
+    return f"; {ranks_text(sorted(ranks))} {_are(ranks)} waiting for it"
+
+
+def _are(ranks: Sequence[object]) -> str:
+    return "is" if len(ranks) == 1 else "are"
 
 
 def _on(view: RankView) -> str:
@@ -391,21 +399,21 @@ def _stopped(view: RankView, views: Sequence[RankView]) -> HangVerdict:
     others = [v.rank for v in views if v.rank != view.rank and v.phase != "ended"]
     step = view.step + 1
     tail = _tail(others) if others else ""
-    at = f"; it is {view.place.text}" if view.place and view.place.file else ""
+    at = f"; it is {view.at.text}" if view.at.file else ""
     where = "" if view.phase == "unwatched" else f" in step {step}"
     return HangVerdict(
         f"Rank {view.rank}{_on(view)} is stopped (SIGSTOP, or Ctrl-Z){where}, for "
         f"{view.stopped_seconds:.0f} s{at}{tail}.",
         view.rank,
         step,
-        _short(view.place or StackPlace()),
+        _short(view.at),
         tuple(others),
     )
 
 
 def _awaited(waiting: Sequence[RankView], view: RankView) -> str:
     """What the others wait for, as what the rank has not done."""
-    meeting = [v for v in waiting if v.place and v.place.waits == "meeting" and v.doing]
+    meeting = [v for v in waiting if v.at.waits == "meeting" and v.doing]
     if meeting:
         return f"has not called {meeting[0].doing}"
     if not waiting:
@@ -416,15 +424,15 @@ def _awaited(waiting: Sequence[RankView], view: RankView) -> str:
         return f"has not reached the exchange of {named}step {first.step + 1}"
     if first.doing:
         return f"has not reached an exchange of {first.doing}"
-    function = first.place.function if first.place else ""
-    at = first.place.text if first.place and first.place.file else ""
+    function = first.at.function
+    at = first.at.text if first.at.file else ""
     return f"has not reached the others' {function or 'exchange'} {at}".rstrip()
 
 
 def _late(view: RankView, late: Sequence[RankView], active: Sequence[RankView]) -> HangVerdict:
     """A rank that does not wait for others."""
     waiting = [v for v in active if v.waits]
-    place = view.place or StackPlace()
+    place = view.at
     step = max(v.step for v in (view, *waiting)) + 1
     awaited = _awaited(waiting, view)
     if awaited == "makes no progress":
@@ -443,9 +451,9 @@ def _late(view: RankView, late: Sequence[RankView], active: Sequence[RankView]) 
         said.append(" and ".join(view.reasons))
     if view.working:
         said.append(f"{view.working}, and makes no progress")
-    same = [v.rank for v in late if v.rank != view.rank and v.place and v.place.line == place.line]
+    same = [v.rank for v in late if v.rank != view.rank and v.at.line == place.line]
     same = [r for r in same if place.file]
-    also = f" (so {'is' if len(same) == 1 else 'are'} {ranks_text(same)})" if same else ""
+    also = f" (so {_are(same)} {ranks_text(same)})" if same else ""
     return HangVerdict(
         f"Rank {view.rank}{_on(view)} {awaited}; {', '.join(said)}{also}"
         f"{_tail([v.rank for v in waiting])}.{_caught(view)}",
@@ -470,7 +478,7 @@ def _short(place: StackPlace) -> str:
 
 def _slow(view: RankView, active: Sequence[RankView]) -> HangVerdict:
     waiting = [v.rank for v in active if v.waits]
-    place = view.place or StackPlace()
+    place = view.at
     why = " and ".join(view.reasons) or view.working
     usual = f", at most {view.longest_seconds:.1f} s so far" if view.longest_seconds else ""
     return HangVerdict(
@@ -489,7 +497,7 @@ def _all_wait(active: Sequence[RankView]) -> HangVerdict:
     step = max(v.step for v in active) + 1
     ways: dict[tuple[Any, ...], list[RankView]] = {}
     for v in active:
-        place = v.place or StackPlace()
+        place = v.at
         way = (v.doing, v.begun, place.file, place.line, place.function)
         ways.setdefault(way, []).append(v)
     if len(ways) > 1:
@@ -506,7 +514,7 @@ def _all_wait(active: Sequence[RankView]) -> HangVerdict:
         return _odd([v for v in active if v not in others], others, step)
     if len({str([(e["name"], e["sizes"]) for e in v.exchanges]) for v in active}) > 1:
         return _odd([active[-1]], list(active[:-1]), step)
-    place = active[0].place or StackPlace()
+    place = active[0].at
     return HangVerdict(
         f"All ranks wait in the same exchange of step {step} for "
         f"{min(v.idle_seconds for v in active):.0f} s, {place.text}: no rank is missing, so look "
@@ -520,7 +528,7 @@ def _all_wait(active: Sequence[RankView]) -> HangVerdict:
 
 def _slow_link(active: Sequence[RankView]) -> HangVerdict:
     step = max(v.step for v in active) + 1
-    place = active[0].place or StackPlace()
+    place = active[0].at
     rate = rate_text(max(v.bytes_per_second for v in active))
     return HangVerdict(
         f"All ranks wait in an exchange of step {step} for "
@@ -537,18 +545,17 @@ def _slow_link(active: Sequence[RankView]) -> HangVerdict:
 def _odd(odd: Sequence[RankView], others: Sequence[RankView], step: int) -> HangVerdict:
     """Ranks that wait for something else than the others do."""
     view, other = odd[0], others[0]
-    place = view.place or StackPlace()
+    place = view.at
     where = f"{_way(view)}, {place.text}"
-    there = f"{_way(other)}, {(other.place or StackPlace()).text}"
-    are = "is" if len(odd) == 1 else "are"
+    there = f"{_way(other)}, {other.at.text}"
     left = ""
     if other.doing.startswith("run.step") and not view.doing.startswith(("run.step", "run.ba")):
         missing = " without its exchange" if view.error else ""
         left = f" left step {other.step + 1}{missing} and" if view.error else ""
     return HangVerdict(
-        f"{_who([v.rank for v in odd])}{left} {are} {where}, while {ranks_text(_ranks(others))} "
-        f"{'is' if len(others) == 1 else 'are'} {there}: they wait for each other. Every rank must "
-        f"make the same exchanges in the same order.{_caught(view)}",
+        f"{_who([v.rank for v in odd])}{left} {_are(odd)} {where}, while "
+        f"{ranks_text(_ranks(others))} {_are(others)} {there}: they wait for each other. Every "
+        f"rank must make the same exchanges in the same order.{_caught(view)}",
         view.rank,
         step,
         _short(place),
@@ -563,7 +570,7 @@ def _ranks(views: Sequence[RankView]) -> list[int]:
 def _way(view: RankView) -> str:
     """What a rank waits in: ``in all_reduce of step 12``."""
     pending = [e for e in view.exchanges if not e["done"]]
-    function = view.place.function if view.place else ""
+    function = view.at.function
     if view.doing.startswith("run.step") or not view.doing:
         named = pending[0]["name"] if pending else function
         named = function if not view.doing and function else named
