@@ -259,6 +259,7 @@ def judge_hang(
         return None  # their stacks come with the next look
     if all(v.waits for v in active):  # perhaps for one that has left the loop
         active = [v for v in views if v.place is not None]
+    # Who waits is never the cause: those who do not are looked at, the one behind first.
     late = [v for v in active if not v.waits]
     if late:
         view = min(late, key=lambda v: (v.begun, -v.quiet_seconds, -v.idle_seconds, v.rank))
@@ -272,6 +273,7 @@ def judge_hang(
     usual = all(_is_usual(v) for v in active)
     if any(v.working for v in active):
         return dataclasses.replace(_slow_link(active), usual=usual)
+    # Nobody is missing: a deadlock, or a network that is slower than the limit.
     verdict = _all_wait(active)
     certain = _is_certain(active) and len(active) == len(views)
     later = max(_limit(v, limits) for v in active)
@@ -507,6 +509,7 @@ def _all_wait(active: Sequence[RankView]) -> HangVerdict:
             key=lambda g: (len(g), g[0].doing.startswith("run.step"), g[0].begun, -g[0].rank),
         )
         return _odd(groups[0], [v for g in groups[1:] for v in g], step)
+    # At the same place in the script: the one whose groups have made fewer exchanges is behind.
     numbers = {v.rank: [(e["group"], e["number"]) for e in v.exchanges] for v in active}
     behind = min(active, key=lambda v: sum(n for _, n in numbers[v.rank]))
     if len({str(n) for n in numbers.values()}) > 1:

@@ -116,6 +116,7 @@ def draw(name: str, height: float, title: str, plot: Callable[[Any], str]) -> Ma
     svg = svg[svg.index("<svg") :]
     for color, variable in _VARIABLES.items():
         svg = svg.replace(color, f"var(--{variable})")
+    # Several charts share a page, and ids must differ.
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-").replace('href="#', f'href="#{name}-')
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)

@@ -171,6 +171,7 @@ def _map(folder: Path, name: str) -> _Row:
             written = max(written, facts.st_mtime)
             if path.parent.name != "out":
                 continue
+            # A map may have 100,000 chunks, and the page asks every three seconds.
             info = _known_chunks.get((str(path), facts.st_ino))
             if info is None:
                 chunk = _read(path / ".info")

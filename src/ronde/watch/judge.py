@@ -108,6 +108,7 @@ class Judge:
         self._resources.extend(line for line in self._appended(RESOURCES) if "ranks" in line)
         self._take_resources(-math.inf)
         for line in lines:
+            # Alerts that the launcher wrote are told again by the rules themselves.
             if (event := event_of(line)) is not None and not isinstance(event, Alert):
                 self._take(event)
         return self.alerts[before:]
@@ -197,6 +198,7 @@ class Judge:
         run = RunDir(self._run.path.parent / name)
         if run.path.resolve() in self._ancestors or not run.record.is_file():
             return
+        # Without rules: only its measurements count here.
         before = Judge(run, without=RULES)
         before._ancestors |= self._ancestors
         before.look()
@@ -227,7 +229,7 @@ class Judge:
             try:
                 for alert in rule.function(view, **self._settings.get(name, {})):
                     self._add(part, rule, alert)
-            except Exception as error:
+            except Exception as error:  # of the user's own: it ends neither others nor the run
                 self.failed[name] = f"{type(error).__name__}: {error}"
 
     def _add(self, part: str | None, rule: Rule, alert: Alert) -> None:

@@ -75,6 +75,7 @@ def _drawn(
     # Drawn between 0 and 1, so that no value is too large or too close to another for the canvas.
     # Halves do not overflow.
     span = high / 2 - low / 2
+    # ymax is slightly above 1, so that the largest value is inside.
     canvas = plotille.Canvas(width=width, height=height, xmin=0.0, ymin=0.0, xmax=1.0, ymax=1.001)
     letters: list[tuple[str, float, float]] = []
     for name, points in good.items():

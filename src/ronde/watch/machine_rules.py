@@ -226,6 +226,7 @@ def _fills(
     hours, step = table["time"][rows] / 3600, table.step[rows]
     middle, now = len(size) // 2, float(np.median(size[-6:]))
     halves = slice(None, middle), slice(middle, None)
+    # The slower half counts: a jump, as of a cache that filled once, is no growth.
     pace = min(float(np.polyfit(hours[h] - hours[0], size[h], 1)[0]) for h in halves)
     left = (float(table["last_step"][-1]) - step[-1]) * (hours[-1] - hours[0])
     left /= max(1, step[-1] - step[0])

@@ -143,6 +143,7 @@ async def _messages(runs: list[tuple[str, RunDir]], offsets: dict[str, int]) -> 
             except OSError:
                 continue
             message, packed = {"run": name, "file": file}, "{}"
+            # A run of the same name has a new file: what the browser has is of the old one.
             replaced = inodes.setdefault(key, facts.st_ino) != facts.st_ino
             if replaced or facts.st_size < offsets.get(key, 0):
                 inodes[key], offsets[key] = facts.st_ino, 0
@@ -159,6 +160,7 @@ async def _messages(runs: list[tuple[str, RunDir]], offsets: dict[str, int]) -> 
             silent = 0.0
             continue
         await asyncio.sleep(_LOOK_SECONDS)
+        # A comment now and then: proxies close connections that say nothing.
         silent += _LOOK_SECONDS
         if silent >= _SIGN_SECONDS:
             silent = 0.0
@@ -356,6 +358,7 @@ class _Keyed:
         key = given or request.cookies.get(self._cookie, "")
         headers = dict(_HEADERS)
         app = self._app
+        # In constant time: how long a refusal takes tells nothing about the key.
         if not secrets.compare_digest(key.encode(), self._key.encode()):
             app = Response(
                 "Open the whole link that 'ronde watch --page' prints: it has the key.\n", 403

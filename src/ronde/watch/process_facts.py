@@ -136,6 +136,7 @@ def catches(pid: int, number: int) -> bool:
         caught = int(next(x for x in lines if x.startswith("SigCgt")).split()[1], 16)
     except (OSError, StopIteration, ValueError):
         return False
+    # Bit 0 is signal 1.
     return bool(caught >> (number - 1) & 1)
 
 

@@ -43,6 +43,7 @@ def print_line(text: str, file: TextIO | None = None) -> None:
 
 def send_message(message: dict[str, Any]) -> None:
     """Send the launcher a message, inside this process's own output."""
+    # What the script printed before comes before.
     sys.stdout.flush()
     # one write: it is not torn by other output
     os.write(1, (MARK + json.dumps(message) + "\n").encode())

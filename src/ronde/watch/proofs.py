@@ -146,6 +146,7 @@ def keep_proofs(
     """
     file = _file(runs, command)
     before = _read(file)
+    # Proofs of files as they were before hold no more.
     kept = before["proofs"] if before.get("files") == dict(files) else {}
     for kind, proof in proofs.items():
         if proof is not None:

@@ -323,6 +323,7 @@ class JsonLines:
             return  # the run has been restarted without this worker
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Else the first line of this run would be appended to the cut one, and lost with it.
             torn = _ends_torn(self.path)
             self._file = self.path.open("ab", buffering=0)
             if torn and not self._unwritten:
@@ -429,6 +430,7 @@ def event_of(value: dict[str, Any]) -> Event | None:
     cls = EVENTS.get(str(value.get("type")))
     if cls is None:
         return None
+    # A later version may add fields.
     names = {f.name for f in dataclasses.fields(cls)}
     try:
         return cls(**{k: v for k, v in value.items() if k in names})

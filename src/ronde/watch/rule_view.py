@@ -66,6 +66,7 @@ class Table:
 
     def add(self, step: int, **values: Any) -> None:
         """Append a row."""
+        # Doubling: appending costs the same however long the run is.
         if self._rows == len(self._step):
             self._step = np.concatenate([self._step, np.zeros_like(self._step)])
             self._data = {n: np.concatenate([c, np.zeros_like(c)]) for n, c in self._data.items()}

@@ -139,6 +139,7 @@ def claim_run_dir(runs: Path, name: str | None, stem: str, resume: bool) -> RunD
                 (runs / f"{stem}-{number}").mkdir()
                 return RunDir(runs / f"{stem}-{number}")
             except FileExistsError:
+                # Taken, perhaps by another launch just now: mkdir decides.
                 number += 1
     except OSError as error:
         raise CheckpointError(f"the run directory in {runs} cannot be made: {error}") from error
@@ -183,6 +184,7 @@ def lock_run(run: RunDir) -> None:
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # Other errors: the file system has no locks.
         if error.errno in (errno.EACCES, errno.EAGAIN):
             holder = _holder(descriptor)
             os.close(descriptor)
@@ -192,6 +194,7 @@ def lock_run(run: RunDir) -> None:
             ) from None
     _held[key] = descriptor  # closing it would let go of the lock
     owner = {"process": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+    # For the message of who finds it locked; the lock itself is the kernel's.
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, (json.dumps(owner) + "\n").encode(), 0)
 

@@ -138,6 +138,7 @@ def send_record(
                     raise RondeError(
                         f"{run.record} is shorter than what {kind} has of it: it is another one."
                     )
+                # In portions, so that a kill repeats little.
                 lines = list(itertools.islice(appended(run.record, place.offset), 500))
             if not lines and last and not failures:
                 return
@@ -166,6 +167,7 @@ def send_record(
             for _, event in lines:
                 if event is not None and event.get("type") in ("start", "end"):
                     place.note["ended"] = event["type"] == "end"
+            # After the tracker has it: lines sent again after a kill are known to it.
             place.save()
 
 

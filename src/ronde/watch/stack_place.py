@@ -183,6 +183,7 @@ def _source(file: str, line: int) -> tuple[str, str]:
             test = ast.unparse(node.test)
             if not _RANK.search(test):
                 continue
+            # The else part begins there; one line below, if there is none.
             low = node.orelse[0].lineno if node.orelse else line + 1
             if node.body[0].lineno <= line < low:
                 inside = f"if {test}"

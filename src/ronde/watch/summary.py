@@ -118,6 +118,7 @@ def summarise(run: RunDir) -> Summary:
     parts = {n: _summarise(run, [e for e in every if e.part == n]) for n in names}
     first = _summarise(run, [e for e in every if e.part is None], parts)
     warnings = dict.fromkeys(e.text for e in every if isinstance(e, Warned))
+    # A slow rank is a warning; a hang that ended the run is its error.
     warnings |= dict.fromkeys(h.sentence for h in first.hangs if h.slow)
     differs = any(e.differs for e in every if isinstance(e, Warned))
     return dataclasses.replace(first, warnings=list(warnings), differs=differs)

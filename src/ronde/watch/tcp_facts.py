@@ -51,6 +51,7 @@ def tcp_connections() -> dict[int, TcpConnection]:
         link.settimeout(1.0)
         for family in (socket.AF_INET, socket.AF_INET6):
             asked = struct.pack("=BBBxI48x", family, socket.IPPROTO_TCP, _INFO, _ESTABLISHED)
+            # Header of a netlink message: its length, type, flags, number, and port.
             link.send(struct.pack("=IHHII", 16 + len(asked), _BY_FAMILY, _DUMP, 1, 0) + asked)
             kind = 0
             while kind not in (_DONE, _ERROR):

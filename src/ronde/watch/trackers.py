@@ -78,6 +78,7 @@ class TensorBoard:
         folder.mkdir(parents=True, exist_ok=True)
         self._note = note
         self._file = (folder / f"events.out.tfevents.0.{note['id']}").open("ab")
+        # A kill may have left points behind the offset, which come again.
         self._file.truncate(note.setdefault("bytes", 0))
         self._file.seek(0, os.SEEK_END)
         self._records = RecordWriter(self._file)
@@ -134,6 +135,7 @@ class MLflow:
                 return dict(json.load(answer))
         except urllib.error.HTTPError as error:
             text = error.read(500).decode(errors="replace")
+            # The server understood and refuses: trying again would not help.
             if error.code < 500 and error.code not in (408, 429):
                 raise RondeError(f"MLflow refuses {path} ({error.code}): {text}") from None
             raise OSError(f"{path}: status {error.code}") from None
@@ -241,6 +243,7 @@ class WandB:
         import wandb
 
         project = place or os.environ.get("WANDB_PROJECT", "ronde")
+        # Output is the launcher's: wandb captures none of it.
         settings = wandb.Settings(console="off", silent=True)
         try:
             self._run = wandb.init(
@@ -310,6 +313,7 @@ class Prometheus:
         run = f"run={label(self._run)}"
         rows = [(f"ronde_{k}", "gauge", f"{{{run}}}", v) for k, v in self._values.items()]
         rows += [(f"ronde_{k}s_total", "counter", f"{{{run}}}", v) for k, v in self._counts.items()]
+        # A copy: a scrape comes in another thread.
         for name, value in list(self._named.items()):
             rows.append(("ronde_value", "gauge", f"{{{run},name={label(name)}}}", value))
         lines, metric = [], ""

@@ -158,6 +158,7 @@ class Watcher:
         left = None
         if self.total_steps and rate.seconds and step > self.steps_at_start:
             done = step - self.steps_at_start
+            # The rate leaves out the first three steps, too.
             left = (self.total_steps - step) * (rate.seconds / max(1, done - 3))
         self.display.update(
             {
@@ -193,6 +194,7 @@ class Watcher:
         if held and self.record is not None:
             import torch
 
+            # One read of the device for all of them.
             losses = torch.stack([h[2].double() for h in held]).tolist()
             self.record.write(
                 *(
