@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from ronde.cli.answer_screen import Doing, StyledText, answer_line, answer_table, note_lines
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply
-from ronde.cli.options import add_verb, option
+from ronde.cli.options import add_verb, setting
 from ronde.cli.script import ReportOptions, WorkersOption, examine, feed_of
 from ronde.doctor.verdict import is_between_workers
 from ronde.watch import plain_console
@@ -42,37 +42,26 @@ class Options(ReportOptions):
     """The options of ``ronde doctor``, as the user gave them."""
 
     workers: WorkersOption = "auto"
-    to: Annotated[int, option("--to", "Predict the gap up to N devices.", "N", min=1)] = 32
-    nodes: Annotated[
-        int | None,
-        option(
-            "--nodes",
-            "Nodes that those devices are on. Default: as many as they fill.",
-            "N",
-            min=1,
-        ),
-    ] = None
-    seconds: Annotated[
-        float,
-        option(
-            "--seconds",
-            "How long measuring may take, in all; twice that on a disturbed machine.",
-            "S",
-            min=1,
-            max=3600,
-        ),
-    ] = 60.0
-    rounds: Annotated[
-        int, option("--rounds", "How often each rate is measured, at least.", "R", min=1)
-    ] = 3
-    apply: Annotated[
-        str | None,
-        option(
-            "--apply",
-            "Write these prescriptions to SCRIPT's settings and measure again.",
-            "1,2",
-        ),
-    ] = None
+    to: int = setting(32, "--to", "Predict the gap up to N devices.", "N", min=1)
+    nodes: int | None = setting(
+        None,
+        "--nodes",
+        "Nodes that those devices are on. Default: as many as they fill.",
+        "N",
+        min=1,
+    )
+    seconds: float = setting(
+        60.0,
+        "--seconds",
+        "How long measuring may take, in all; twice that on a disturbed machine.",
+        "S",
+        min=1,
+        max=3600,
+    )
+    rounds: int = setting(3, "--rounds", "How often each rate is measured, at least.", "R", min=1)
+    apply: str | None = setting(
+        None, "--apply", "Write these prescriptions to SCRIPT's settings and measure again.", "1,2"
+    )
 
 
 def register(app: typer.Typer) -> None:

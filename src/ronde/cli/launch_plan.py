@@ -7,13 +7,13 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from ronde.cli.fork import FromOption, Origin, find_origin
 from ronde.cli.hosts import HostOptions, OutputOption, Places
 from ronde.cli.leaving import check_until
 from ronde.cli.live_watch import StopOnOption, WatchOption, check_watch
-from ronde.cli.options import TIME, option, parsed
+from ronde.cli.options import TIME, parsed, setting
 from ronde.cli.recipe import check_command
 from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer
 from ronde.cli.script import (
@@ -43,142 +43,115 @@ class RunOptions(HostOptions):
     arguments: ArgumentsOption = None
     workers: WorkersOption = "auto"
     module: ModuleOption = None
-    name: Annotated[
-        str | None, option("--name", "Name of the run. Default: the script's, numbered.")
-    ] = None
-    resume: Annotated[
-        bool,
-        option(
-            "--resume",
-            "Continue from the newest complete checkpoint of --name, or of this script's last run.",
-        ),
-    ] = False
+    name: str | None = setting(None, "--name", "Name of the run. Default: the script's, numbered.")
+    resume: bool = setting(
+        False,
+        "--resume",
+        "Continue from the newest complete checkpoint of --name, or of this script's last run.",
+    )
     origin: FromOption = None
-    plan: Annotated[
-        str | None,
-        option(
-            "--plan",
-            "How to split the work: replicate, shard, pipeline=2,shard=optimizer, …, a "
-            "plan file, or auto.",
-            "PLAN",
-        ),
-    ] = None
+    plan: str | None = setting(
+        None,
+        "--plan",
+        "How to split the work: replicate, shard, pipeline=2,shard=optimizer, …, a "
+        "plan file, or auto.",
+        "PLAN",
+    )
     reducer: ReducerOption = None
     servers: ServersOption = None
     feed: FeedOption = None
-    runs: Annotated[
-        Path,
-        option(
-            "--runs", "Folder that holds the runs; none keeps nothing.", "DIR", envvar="RONDE_RUNS"
-        ),
-    ] = Path("runs")
-    baseline: Annotated[
-        bool,
-        option("--baseline", "Measure one worker afterwards, for some seconds, to compare with."),
-    ] = False
-    hang_timeout: Annotated[
-        float | None,
-        option(
-            "--hang-timeout",
-            "End the run when a worker gives no sign of life for so long; which and where "
-            "is said after 10 s. 0 does neither. Default: 600, with --restarts 60.",
-            "SECONDS",
-            min=0.0,
-        ),
-    ] = None
-    tensorboard: Annotated[bool, option("--tensorboard", "The same as --to tensorboard.")] = False
-    to: Annotated[
-        list[str] | None,
-        option(
-            "--to",
-            "Send the record to a tracker while the run goes on: tensorboard, wandb, "
-            "mlflow:URL, prometheus:PORT. Several times for several.",
-            "TRACKER",
-        ),
-    ] = None
-    restarts: Annotated[
-        int | None,
-        option(
-            "--restarts",
-            "Start the workers again after a failure, at most K times; each time they go "
-            "on from the newest checkpoint.",
-            "K",
-            min=0,
-        ),
-    ] = None
-    min_workers: Annotated[
-        int | None,
-        option(
-            "--min-workers",
-            "With --restarts, on several hosts: go on with M workers or more while hosts "
-            "are lost. Default: with any number.",
-            "M",
-            min=1,
-        ),
-    ] = None
-    time_limit: Annotated[
-        str | None,
-        option(
-            "--time-limit",
-            "Save and leave after this time, as 27d, 20h, or 90m, with status 75. Slurm "
-            "starts a job again that it may requeue.",
-            "TIME",
-        ),
-    ] = None
-    until: Annotated[
-        str | None,
-        option(
-            "--until",
-            "Train so many samples, as 50000 or 50k, save, and leave with status 75. With "
-            "@evaluate, at the first evaluation from there on. --resume goes on.",
-            "SAMPLES[@evaluate]",
-        ),
-    ] = None
+    runs: Path = setting(
+        Path("runs"),
+        "--runs",
+        "Folder that holds the runs; none keeps nothing.",
+        "DIR",
+        envvar="RONDE_RUNS",
+    )
+    baseline: bool = setting(
+        False, "--baseline", "Measure one worker afterwards, for some seconds, to compare with."
+    )
+    hang_timeout: float | None = setting(
+        None,
+        "--hang-timeout",
+        "End the run when a worker gives no sign of life for so long; which and where "
+        "is said after 10 s. 0 does neither. Default: 600, with --restarts 60.",
+        "SECONDS",
+        min=0.0,
+    )
+    tensorboard: bool = setting(False, "--tensorboard", "The same as --to tensorboard.")
+    to: list[str] | None = setting(
+        None,
+        "--to",
+        "Send the record to a tracker while the run goes on: tensorboard, wandb, "
+        "mlflow:URL, prometheus:PORT. Several times for several.",
+        "TRACKER",
+    )
+    restarts: int | None = setting(
+        None,
+        "--restarts",
+        "Start the workers again after a failure, at most K times; each time they go "
+        "on from the newest checkpoint.",
+        "K",
+        min=0,
+    )
+    min_workers: int | None = setting(
+        None,
+        "--min-workers",
+        "With --restarts, on several hosts: go on with M workers or more while hosts "
+        "are lost. Default: with any number.",
+        "M",
+        min=1,
+    )
+    time_limit: str | None = setting(
+        None,
+        "--time-limit",
+        "Save and leave after this time, as 27d, 20h, or 90m, with status 75. Slurm "
+        "starts a job again that it may requeue.",
+        "TIME",
+    )
+    until: str | None = setting(
+        None,
+        "--until",
+        "Train so many samples, as 50000 or 50k, save, and leave with status 75. With "
+        "@evaluate, at the first evaluation from there on. --resume goes on.",
+        "SAMPLES[@evaluate]",
+    )
     watch: WatchOption = None
     stop_on: StopOnOption = None
-    spares: Annotated[
-        bool,
-        option(
-            "--spares/--no-spares",
-            "Fork several workers, and with --restarts each one, of one process that has "
-            "imported torch; or start an interpreter for each.",
-        ),
-    ] = True
-    prove: Annotated[
-        bool,
-        option(
-            "--prove",
-            "First prove that the script is the same training on several workers as on "
-            "one, at the smallest size of the plan; end with the difference if it is not.",
-        ),
-    ] = False
+    spares: bool = setting(
+        True,
+        "--spares/--no-spares",
+        "Fork several workers, and with --restarts each one, of one process that has "
+        "imported torch; or start an interpreter for each.",
+    )
+    prove: bool = setting(
+        False,
+        "--prove",
+        "First prove that the script is the same training on several workers as on "
+        "one, at the smallest size of the plan; end with the difference if it is not.",
+    )
     upload: UploadOption = None
-    horovod: Annotated[
-        bool,
-        option(
-            "--horovod", "The script uses Horovod: let 'import horovod.torch' find Ronde's bridge."
-        ),
-    ] = False
-    tensorflow: Annotated[
-        str | None,
-        option(
-            "--tensorflow",
-            "The script uses TensorFlow: give each worker its TF_CONFIG. With ps=N, rank 0 "
-            "is the chief and the last N ranks are parameter servers.",
-            "[ps=N]",
-        ),
-    ] = None
-    mpi_world: Annotated[
-        bool,
-        option(
-            "--mpi-world",
-            "Start each worker as a process of one MPI world, for scripts that use mpi4py.",
-        ),
-    ] = False
+    horovod: bool = setting(
+        False,
+        "--horovod",
+        "The script uses Horovod: let 'import horovod.torch' find Ronde's bridge.",
+    )
+    tensorflow: str | None = setting(
+        None,
+        "--tensorflow",
+        "The script uses TensorFlow: give each worker its TF_CONFIG. With ps=N, rank 0 "
+        "is the chief and the last N ranks are parameter servers.",
+        "[ps=N]",
+    )
+    mpi_world: bool = setting(
+        False,
+        "--mpi-world",
+        "Start each worker as a process of one MPI world, for scripts that use mpi4py.",
+    )
     output: OutputOption = "main"
-    quiet: Annotated[
-        bool, option("--quiet -q", "No progress and no summary. Warnings are still shown.")
-    ] = False
+    quiet: bool = setting(
+        False, "--quiet -q", "No progress and no summary. Warnings are still shown."
+    )
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from ronde.cli.fork import find_origin
 from ronde.cli.hosts import HostOptions
 from ronde.cli.leaving import on_signals
 from ronde.cli.map_container import folder_of_host, items_of_host
-from ronde.cli.options import TIME, JsonFlag, add_verb, option, parsed
+from ronde.cli.options import TIME, JsonFlag, add_verb, parsed, setting
 from ronde.cli.script import IN_MAP, WorkersOption, command_of, short
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
@@ -67,52 +67,42 @@ class Options(HostOptions):
             show_default=False,
         ),
     ] = None
-    items: Annotated[
-        str | None,
-        option(
-            "--items",
-            "'data/*.tar', lines:FILE, rows:FILE.parquet, or @FILE with a name a line.",
-            "ITEMS",
-        ),
-    ] = None
-    out: Annotated[
-        Path | None, option("--out", "Folder for the outputs; all hosts must see it.", "DIR")
-    ] = None
-    resume: Annotated[
-        Path | None, option("--resume", "Go on with the map in this folder.", "DIR")
-    ] = None
-    model: Annotated[
-        str | None,
-        option(
-            "--model",
-            "Give the script a run's trained weights, as ronde.weights(…); a command, their "
-            "file for {model}.",
-            "RUN[@STEP]",
-        ),
-    ] = None
-    chunk: Annotated[
-        str,
-        option(
-            "--chunk",
-            "Items done together: so many, or so many bytes, as 64MB. auto cuts them by "
-            "bytes, and again where one takes longer than a minute.",
-            "auto|N|SIZE",
-        ),
-    ] = "auto"
-    retries: Annotated[int, option("--retries", "Try a failed item K times again.", "K", min=0)] = 2
-    limit: Annotated[
-        str | None,
-        option("--limit", "Kill the process of an item that takes longer, as 90s or 10m.", "TIME"),
-    ] = None
-    tolerate: Annotated[
-        str | None,
-        option("--tolerate", "End the map when more items fail. Default: do all others.", "N|P%"),
-    ] = None
-    joined: Annotated[
-        bool, option("--join/--no-join", "Join the outputs at the end, or leave the chunks'.")
-    ] = True
+    items: str | None = setting(
+        None,
+        "--items",
+        "'data/*.tar', lines:FILE, rows:FILE.parquet, or @FILE with a name a line.",
+        "ITEMS",
+    )
+    out: Path | None = setting(
+        None, "--out", "Folder for the outputs; all hosts must see it.", "DIR"
+    )
+    resume: Path | None = setting(None, "--resume", "Go on with the map in this folder.", "DIR")
+    model: str | None = setting(
+        None,
+        "--model",
+        "Give the script a run's trained weights, as ronde.weights(…); a command, their "
+        "file for {model}.",
+        "RUN[@STEP]",
+    )
+    chunk: str = setting(
+        "auto",
+        "--chunk",
+        "Items done together: so many, or so many bytes, as 64MB. auto cuts them by "
+        "bytes, and again where one takes longer than a minute.",
+        "auto|N|SIZE",
+    )
+    retries: int = setting(2, "--retries", "Try a failed item K times again.", "K", min=0)
+    limit: str | None = setting(
+        None, "--limit", "Kill the process of an item that takes longer, as 90s or 10m.", "TIME"
+    )
+    tolerate: str | None = setting(
+        None, "--tolerate", "End the map when more items fail. Default: do all others.", "N|P%"
+    )
+    joined: bool = setting(
+        True, "--join/--no-join", "Join the outputs at the end, or leave the chunks'."
+    )
     as_json: JsonFlag = False
-    quiet: Annotated[bool, option("--quiet -q", "No progress, no summary.")] = False
+    quiet: bool = setting(False, "--quiet -q", "No progress, no summary.")
     workers: WorkersOption = "auto"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -24,6 +25,12 @@ def option(flags: str, help: str, metavar: str = "", **more: Any) -> Any:
         ('--workers', '-n')
     """
     return typer.Option(*flags.split(), metavar=metavar or None, help=help, **more)
+
+
+def setting(default: Any, flags: str, help: str, metavar: str = "", **more: Any) -> Any:
+    """A field of a dataclass of options: its default, and what :func:`option` takes."""
+    metadata = {"option": option(flags, help, metavar, **more)}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 RunsOption = Annotated[
@@ -54,6 +61,9 @@ def add_verb(
     # The class before its bases: what is special to a verb comes first in its help.
     own = [field for each in options.__mro__ for field in vars(each).get("__annotations__", ())]
     known = inspect.signature(options).parameters
+    for field in dataclasses.fields(options):
+        if "option" in field.metadata:
+            hints[field.name] = Annotated[hints[field.name], field.metadata["option"]]
     fields = [known[name].replace(annotation=hints[name]) for name in dict.fromkeys(own)]
     verb.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
     app.command(

@@ -6,13 +6,13 @@ import dataclasses
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from ronde.cli.answer_screen import Doing
 from ronde.cli.bench import measure_links
-from ronde.cli.options import add_verb, option, parsed
+from ronde.cli.options import add_verb, parsed, setting
 from ronde.cli.script import StudyOptions, VerboseOption, check_folders, examine
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, usable_cores
@@ -43,49 +43,39 @@ class Options(StudyOptions):
     """The options of ``ronde plan``, as the user gave them."""
 
     verbose: VerboseOption = False
-    devices: Annotated[
-        int | None,
-        option("--devices -n", "Plan for N devices. Default: this machine's.", "N", min=1),
-    ] = None
-    cluster: Annotated[
-        Path | None,
-        option("--cluster", "Plan for the cluster that 'ronde bench cluster' measured.", "FILE"),
-    ] = None
-    device: Annotated[
-        str | None,
-        option(
-            "--device",
-            "Plan for devices that are not here, such as H100: an estimate from data sheets.",
-            "KIND",
-        ),
-    ] = None
-    network: Annotated[
-        str | None,
-        option(
-            "--network",
-            "With --device: speed of a node's link to the others, such as 100Gbit or 25GB/s. "
-            "Default: as in the maker's reference system.",
-            "SPEED",
-        ),
-    ] = None
-    per_node: Annotated[
-        int | None,
-        option(
-            "--per-node",
-            "With --device: devices of a node. Default: 8, 72 for GB200.",
-            "N",
-            min=1,
-        ),
-    ] = None
-    memory: Annotated[
-        str | None, option("--memory", "Memory of one device, such as 32GiB.", "SIZE")
-    ] = None
-    optimize: Annotated[
-        str, option("--optimize", "The fastest step, or the least memory.", "speed|memory")
-    ] = "speed"
-    save: Annotated[
-        Path | None, option("--save", "Write the winner, for ronde run --plan FILE.", "FILE")
-    ] = None
+    devices: int | None = setting(
+        None, "--devices -n", "Plan for N devices. Default: this machine's.", "N", min=1
+    )
+    cluster: Path | None = setting(
+        None, "--cluster", "Plan for the cluster that 'ronde bench cluster' measured.", "FILE"
+    )
+    device: str | None = setting(
+        None,
+        "--device",
+        "Plan for devices that are not here, such as H100: an estimate from data sheets.",
+        "KIND",
+    )
+    network: str | None = setting(
+        None,
+        "--network",
+        "With --device: speed of a node's link to the others, such as 100Gbit or 25GB/s. "
+        "Default: as in the maker's reference system.",
+        "SPEED",
+    )
+    per_node: int | None = setting(
+        None,
+        "--per-node",
+        "With --device: devices of a node. Default: 8, 72 for GB200.",
+        "N",
+        min=1,
+    )
+    memory: str | None = setting(None, "--memory", "Memory of one device, such as 32GiB.", "SIZE")
+    optimize: str = setting(
+        "speed", "--optimize", "The fastest step, or the least memory.", "speed|memory"
+    )
+    save: Path | None = setting(
+        None, "--save", "Write the winner, for ronde run --plan FILE.", "FILE"
+    )
 
 
 def register(app: typer.Typer) -> None:

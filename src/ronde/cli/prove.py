@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ronde.cli.answer_screen import Doing, StyledText, answer_line, note_lines, print_answer
 from ronde.cli.leaving import on_signals
-from ronde.cli.options import add_verb, option
+from ronde.cli.options import add_verb, setting
 from ronde.cli.script import StudyOptions, check_folders
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
@@ -52,36 +52,30 @@ Exit status: 0 equal, 1 differs, 2 cannot be proved or an argument cannot be use
 class Options(StudyOptions):
     """The options of ``ronde prove``, as the user gave them."""
 
-    workers: Annotated[
-        str,
-        option(
-            "--workers -n",
-            "How many workers to compare with one process: a number, or several.",
-            "N",
-        ),
-    ] = "2,3"
-    plans: Annotated[
-        list[str] | None,
-        option(
-            "--plan --plans",
-            "Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
-            "for each hybrid. Default: the script's own, at its smallest size.",
-            "PLAN",
-        ),
-    ] = None
-    steps: Annotated[int, option("--steps", "Optimizer steps to compare.", "K")] = STEPS
-    timeout: Annotated[
-        float, option("--timeout", "Time limit for one run of the script.", "SECONDS", min=1)
-    ] = _TIMEOUT_SECONDS
-    runs: Annotated[
-        Path,
-        option(
-            "--runs",
-            "Folder of runs, where the proof is kept; none keeps nothing.",
-            "DIR",
-            envvar="RONDE_RUNS",
-        ),
-    ] = Path("runs")
+    workers: str = setting(
+        "2,3",
+        "--workers -n",
+        "How many workers to compare with one process: a number, or several.",
+        "N",
+    )
+    plans: list[str] | None = setting(
+        None,
+        "--plan --plans",
+        "Plans to prove: all, or a list such as replicate,shard=parameters; repeat "
+        "for each hybrid. Default: the script's own, at its smallest size.",
+        "PLAN",
+    )
+    steps: int = setting(STEPS, "--steps", "Optimizer steps to compare.", "K")
+    timeout: float = setting(
+        _TIMEOUT_SECONDS, "--timeout", "Time limit for one run of the script.", "SECONDS", min=1
+    )
+    runs: Path = setting(
+        Path("runs"),
+        "--runs",
+        "Folder of runs, where the proof is kept; none keeps nothing.",
+        "DIR",
+        envvar="RONDE_RUNS",
+    )
 
 
 def register(app: typer.Typer) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ronde.cli.answer_screen import Doing, answer_line, note_lines
-from ronde.cli.options import add_verb, option
+from ronde.cli.options import add_verb, setting
 from ronde.cli.script import ReportOptions, examine, feed_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
@@ -66,38 +66,28 @@ def default_sizes(devices: int) -> list[int]:
 class Options(ReportOptions):
     """The options of ``ronde scale``, as the user gave them."""
 
-    workers: Annotated[
-        str | None,
-        option("--workers -n", "Sizes to measure. Default: 1, 2, 4, … all devices.", "N,N,…"),
-    ] = None
-    to: Annotated[
-        int | None,
-        option(
-            "--to",
-            "Extrapolate up to N workers. Default: 64, or the largest size measured.",
-            "N",
-            min=1,
-        ),
-    ] = None
-    seconds: Annotated[
-        float,
-        option("--seconds", "How long each rate is measured at a time.", "S", min=0.01, max=3600),
-    ] = 2.0
-    rounds: Annotated[
-        int, option("--rounds", "How often each size is started, in turns.", "R", min=1)
-    ] = 2
-    cost: Annotated[
-        float | None, option("--cost", "Price of a device-hour.", "PRICE", min=0, max=1e9)
-    ] = None
-    batch: Annotated[
-        str | None,
-        option(
-            "--batch",
-            "Keep the global batch (strong scaling), or grow it with the workers (weak). "
-            "Default: the rule of the script.",
-            "keep|grow",
-        ),
-    ] = None
+    workers: str | None = setting(
+        None, "--workers -n", "Sizes to measure. Default: 1, 2, 4, … all devices.", "N,N,…"
+    )
+    to: int | None = setting(
+        None,
+        "--to",
+        "Extrapolate up to N workers. Default: 64, or the largest size measured.",
+        "N",
+        min=1,
+    )
+    seconds: float = setting(
+        2.0, "--seconds", "How long each rate is measured at a time.", "S", min=0.01, max=3600
+    )
+    rounds: int = setting(2, "--rounds", "How often each size is started, in turns.", "R", min=1)
+    cost: float | None = setting(None, "--cost", "Price of a device-hour.", "PRICE", min=0, max=1e9)
+    batch: str | None = setting(
+        None,
+        "--batch",
+        "Keep the global batch (strong scaling), or grow it with the workers (weak). "
+        "Default: the rule of the script.",
+        "keep|grow",
+    )
 
 
 def register(app: typer.Typer) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from ronde.cli.options import add_verb, option
+from ronde.cli.options import add_verb, setting
 from ronde.cli.script import ArgumentsOption, ModuleOption, command_of
 from ronde.watch import check_name, script_stem
 from ronde.world import ArgumentError
@@ -36,65 +36,38 @@ class Options:
 
     arguments: ArgumentsOption = None
     module: ModuleOption = None
-    nodes: Annotated[int, option("--nodes -N", "How many nodes.", min=1)] = 1
-    gpus: Annotated[int | None, option("--gpus", "GPUs per node, a worker each.", min=1)] = None
-    tasks: Annotated[
-        int | None, option("--tasks", "Workers per node. Default: one per GPU.", min=1)
-    ] = None
-    cores: Annotated[int | None, option("--cores", "Cores per worker.", min=1)] = None
-    limit: Annotated[
-        str | None, option("--time", "Time limit: 20:00:00, 2-12:00:00, or minutes.", "LIMIT")
-    ] = None
-    partition: Annotated[str | None, option("--partition -p", "Partition.")] = None
-    account: Annotated[str | None, option("--account -A", "Account that pays.")] = None
-    name: Annotated[
-        str | None,
-        option(
-            "--name",
-            "Name of the job and its run, with the job's number. Default: the script's.",
-        ),
-    ] = None
-    plan: Annotated[str | None, option("--plan", "As in ronde run.", "PLAN")] = None
-    array: Annotated[
-        str | None,
-        option(
-            "--array",
-            "Many runs, as 0-9; each reads its place in SLURM_ARRAY_TASK_ID.",
-            "PLACES",
-        ),
-    ] = None
-    requeue: Annotated[
-        bool, option("--requeue", "Let the job start again; it resumes the run.")
-    ] = False
-    sbatch: Annotated[
-        list[str] | None,
-        option("--sbatch", "A further option of sbatch. Repeat it for more.", "--OPTION=VALUE"),
-    ] = None
-    kubernetes: Annotated[
-        str | None,
-        option(
-            "--kubernetes",
-            "Write a manifest, with --dry-run: pytorchjob or jobset.",
-            "[KIND]",
-        ),
-    ] = None
-    image: Annotated[
-        str | None, option("--image", "Image of the pods, with Ronde and the script.")
-    ] = None
-    volume: Annotated[
-        list[str] | None,
-        option(
-            "--volume",
-            "A volume of the pods. The first one keeps the runs. Repeat it for more.",
-            "CLAIM:/PATH",
-        ),
-    ] = None
-    dry_run: Annotated[
-        bool, option("--dry-run", "Print what would be submitted; submit nothing.")
-    ] = False
-    following: Annotated[
-        bool, option("--follow/--no-follow", "Show the output until the job ends.")
-    ] = True
+    nodes: int = setting(1, "--nodes -N", "How many nodes.", min=1)
+    gpus: int | None = setting(None, "--gpus", "GPUs per node, a worker each.", min=1)
+    tasks: int | None = setting(None, "--tasks", "Workers per node. Default: one per GPU.", min=1)
+    cores: int | None = setting(None, "--cores", "Cores per worker.", min=1)
+    limit: str | None = setting(
+        None, "--time", "Time limit: 20:00:00, 2-12:00:00, or minutes.", "LIMIT"
+    )
+    partition: str | None = setting(None, "--partition -p", "Partition.")
+    account: str | None = setting(None, "--account -A", "Account that pays.")
+    name: str | None = setting(
+        None, "--name", "Name of the job and its run, with the job's number. Default: the script's."
+    )
+    plan: str | None = setting(None, "--plan", "As in ronde run.", "PLAN")
+    array: str | None = setting(
+        None, "--array", "Many runs, as 0-9; each reads its place in SLURM_ARRAY_TASK_ID.", "PLACES"
+    )
+    requeue: bool = setting(False, "--requeue", "Let the job start again; it resumes the run.")
+    sbatch: list[str] | None = setting(
+        None, "--sbatch", "A further option of sbatch. Repeat it for more.", "--OPTION=VALUE"
+    )
+    kubernetes: str | None = setting(
+        None, "--kubernetes", "Write a manifest, with --dry-run: pytorchjob or jobset.", "[KIND]"
+    )
+    image: str | None = setting(None, "--image", "Image of the pods, with Ronde and the script.")
+    volume: list[str] | None = setting(
+        None,
+        "--volume",
+        "A volume of the pods. The first one keeps the runs. Repeat it for more.",
+        "CLAIM:/PATH",
+    )
+    dry_run: bool = setting(False, "--dry-run", "Print what would be submitted; submit nothing.")
+    following: bool = setting(True, "--follow/--no-follow", "Show the output until the job ends.")
 
     @property
     def plan_words(self) -> list[str]:

@@ -16,7 +16,7 @@ import typer
 
 from ronde.cli.answer_screen import answer_table, tell
 from ronde.cli.leaving import on_signals
-from ronde.cli.options import TIME, JsonFlag, RunsOption, add_verb, option, parsed
+from ronde.cli.options import TIME, JsonFlag, RunsOption, add_verb, parsed, setting
 from ronde.cli.script import ModuleOption, command_of, short
 from ronde.watch import claim_run_dir, plain_console, script_stem
 from ronde.world import ArgumentError
@@ -56,99 +56,72 @@ class Options:
         ),
     ] = None
     module: ModuleOption = None
-    space: Annotated[
-        list[str] | None,
-        option(
-            "--space",
-            "What to search: NAME=0..1, log:1e-4..1e-1, int:1..8, or x,y,z; once a name. "
-            "Or a file that defines space(trial) as for Optuna.",
-            "NAME=… | FILE.py",
-        ),
-    ] = None
-    goal: Annotated[
-        str | None,
-        option(
-            "--goal",
-            "A metric of run.evaluate, as max:accuracy or min:loss@test.",
-            "max:METRIC|min:METRIC",
-        ),
-    ] = None
-    trials: Annotated[int, option("--trials", "How many.", "N", min=1)] = 20
-    method: Annotated[
-        str,
-        option(
-            "--method",
-            "random, grid, bayes, halving, hyperband, asha; bayes+halving, bayes+hyperband.",
-            "METHOD",
-        ),
-    ] = "random"
-    most: Annotated[
-        str,
-        option(
-            "--max",
-            "How long a trial trains, as 50000 or 9ep. Default: as the script does.",
-            "SAMPLES|EPep",
-        ),
-    ] = ""
-    least: Annotated[
-        str, option("--min", "First rung of halving. Default: an epoch.", "SAMPLES|EPep")
-    ] = ""
-    eta: Annotated[float, option("--eta", "One of so many goes on to the next rung.", min=1.5)] = (
-        3.0
+    space: list[str] | None = setting(
+        None,
+        "--space",
+        "What to search: NAME=0..1, log:1e-4..1e-1, int:1..8, or x,y,z; once a name. "
+        "Or a file that defines space(trial) as for Optuna.",
+        "NAME=… | FILE.py",
     )
-    seed: Annotated[int, option("--seed", "Of the search.")] = 0
-    style: Annotated[
-        str,
-        option(
-            "--as", "How a value becomes an argument. Default: --NAME VALUE.", "'{name}={value}'"
-        ),
-    ] = ""
-    devices: Annotated[str, option("--devices", "GPUs, or cores, for all trials.", "N|auto")] = (
-        "auto"
+    goal: str | None = setting(
+        None,
+        "--goal",
+        "A metric of run.evaluate, as max:accuracy or min:loss@test.",
+        "max:METRIC|min:METRIC",
     )
-    workers: Annotated[int, option("--workers -n", "Of each trial, at first.", "K", min=1)] = 1
-    fixed: Annotated[
-        bool,
-        option(
-            "--fixed-workers",
-            "Do not give free devices to the trials that are left, where it pays.",
-        ),
-    ] = False
-    target: Annotated[float | None, option("--target", "End when a trial is as good as this.")] = (
-        None
+    trials: int = setting(20, "--trials", "How many.", "N", min=1)
+    method: str = setting(
+        "random",
+        "--method",
+        "random, grid, bayes, halving, hyperband, asha; bayes+halving, bayes+hyperband.",
+        "METHOD",
     )
-    budget: Annotated[
-        str | None,
-        option("--budget", "End after this time, as 2h, or so many samples.", "TIME|SAMPLES"),
-    ] = None
-    warm: Annotated[
-        list[Path] | None,
-        option("--warm", "Folder of an earlier search, whose results bayes uses.", "DIR"),
-    ] = None
-    on_rule: Annotated[
-        str,
-        option(
-            "--on-rule",
-            "Whether rules of ronde watch end trials that are hopeless: nan, diverging, "
-            "exploding-gradient, dead-units, loss-flat.",
-            "stop|ignore",
-        ),
-    ] = "stop"
-    keep: Annotated[
-        str,
-        option(
-            "--keep",
-            "Whether checkpoints of trials that fell behind are removed at once.",
-            "best|all",
-        ),
-    ] = "best"
-    name: Annotated[
-        str | None, option("--name", "Name of the search. Default: the script's, numbered.")
-    ] = None
-    resume: Annotated[str | None, option("--resume", "Go on with a search.", "NAME")] = None
+    most: str = setting(
+        "",
+        "--max",
+        "How long a trial trains, as 50000 or 9ep. Default: as the script does.",
+        "SAMPLES|EPep",
+    )
+    least: str = setting("", "--min", "First rung of halving. Default: an epoch.", "SAMPLES|EPep")
+    eta: float = setting(3.0, "--eta", "One of so many goes on to the next rung.", min=1.5)
+    seed: int = setting(0, "--seed", "Of the search.")
+    style: str = setting(
+        "", "--as", "How a value becomes an argument. Default: --NAME VALUE.", "'{name}={value}'"
+    )
+    devices: str = setting("auto", "--devices", "GPUs, or cores, for all trials.", "N|auto")
+    workers: int = setting(1, "--workers -n", "Of each trial, at first.", "K", min=1)
+    fixed: bool = setting(
+        False,
+        "--fixed-workers",
+        "Do not give free devices to the trials that are left, where it pays.",
+    )
+    target: float | None = setting(None, "--target", "End when a trial is as good as this.")
+    budget: str | None = setting(
+        None, "--budget", "End after this time, as 2h, or so many samples.", "TIME|SAMPLES"
+    )
+    warm: list[Path] | None = setting(
+        None, "--warm", "Folder of an earlier search, whose results bayes uses.", "DIR"
+    )
+    on_rule: str = setting(
+        "stop",
+        "--on-rule",
+        "Whether rules of ronde watch end trials that are hopeless: nan, diverging, "
+        "exploding-gradient, dead-units, loss-flat.",
+        "stop|ignore",
+    )
+    keep: str = setting(
+        "best",
+        "--keep",
+        "Whether checkpoints of trials that fell behind are removed at once.",
+        "best|all",
+    )
+    name: str | None = setting(
+        None, "--name", "Name of the search. Default: the script's, numbered."
+    )
+    resume: str | None = setting(None, "--resume", "Go on with a search.", "NAME")
     runs: RunsOption = Path("runs")
     as_json: JsonFlag = False
-    quiet: Annotated[bool, option("--quiet -q", "Print the result only.")] = False
+    quiet: bool = setting(False, "--quiet -q", "Print the result only.")
 
 
 def register(app: typer.Typer) -> None:
