@@ -92,14 +92,14 @@ def _doctor(options: Options) -> None:
     # Before a minute is spent on measuring.
     if chosen:
         check_writable(script)
-    fetched, told_feed = feed_of(options.feed, script)
+    feed, feed_note = feed_of(options.feed, script)
     asked = {name: getattr(options, name) for name in ("seconds", "rounds", "to", "nodes")}
     console = plain_console()
     with Doing(console) as say:
-        values = _measured(command, count, fetched, asked, say)
+        values = _measured(command, count, feed, asked, say)
     values["script"] = f"-m {options.module}" if options.module is not None else command[0]
-    if told_feed:
-        values["notes"].append(f"{told_feed}.")
+    if feed_note:
+        values["notes"].append(f"{feed_note}.")
     options.give(values, console, screen(values, options.verbose), lambda: _draw(options, values))
     if chosen and not values["refused"]:
         # A minute was spent on the answer: it is written before anything else can go wrong.
@@ -108,7 +108,7 @@ def _doctor(options: Options) -> None:
             with Doing(console) as say:
                 return _measured(command, count, settings, {**asked, "verify": True}, say)
 
-        applied = apply_prescriptions(values, chosen, script, fetched, again, console)
+        applied = apply_prescriptions(values, chosen, script, feed, again, console)
         if applied is not None:
             values["applied"] = applied
             options.write(values)

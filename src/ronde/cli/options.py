@@ -135,7 +135,7 @@ def filled_in(params: list[Any], args: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _refusals_told(verb: str | None) -> Iterator[None]:
+def _telling_refusals(verb: str | None) -> Iterator[None]:
     """Where a service runs this command, it gets the reason why ``ronde run`` was refused."""
     try:
         yield
@@ -158,7 +158,7 @@ class Verb(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse what is written, with the values that may be left out."""
-        with _refusals_told(self.name):
+        with _telling_refusals(self.name):
             return list(super().parse_args(ctx, filled_in(self.params, args)))
 
     def invoke(self, ctx: Any) -> Any:
@@ -167,7 +167,7 @@ class Verb(TyperCommand):
         _own_options[:] = [
             name for p in self.params if p.param_type_name == "option" for name in p.opts
         ]
-        with _refusals_told(self.name):
+        with _telling_refusals(self.name):
             return super().invoke(ctx)
 
 

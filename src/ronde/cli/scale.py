@@ -115,11 +115,11 @@ def _scale(options: Options) -> None:
     if options.batch not in (None, "keep", "grow"):
         raise ArgumentError(f"--batch {options.batch}: choose keep or grow.")
     options.check_files()
-    fetched, told_feed = feed_of(options.feed, options.module or command[0])
+    feed, feed_note = feed_of(options.feed, options.module or command[0])
     console = plain_console()
     threads = threads_per_worker(sizes[-1]) if kind == "cpu" else None
     with Doing(console) as say:
-        starts = _measured(command, sizes, options, threads, fetched, say)
+        starts = _measured(command, sizes, options, threads, feed, say)
     name = f"-m {command[1]}" if command[0] == "-m" else command[0]
     answer = summarize_scale(
         name,
@@ -130,8 +130,8 @@ def _scale(options: Options) -> None:
         threads=threads,
         price=options.cost,
     )
-    if told_feed:
-        answer.notes.append(f"{told_feed}.")
+    if feed_note:
+        answer.notes.append(f"{feed_note}.")
     values = answer.to_dict()
 
     def chart() -> tuple[str, str, str]:
