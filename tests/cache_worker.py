@@ -33,6 +33,10 @@ def as_a_stranger(**options):
     return cached(Toy(), **options)
 
 
+def place_of(kept) -> Path:
+    return Path(kept.report().place)
+
+
 class Toy:
     """Samples of 0 to 40 kB that are a function of their number."""
 
@@ -126,7 +130,7 @@ def hammer(where: str, limit: str) -> dict:
             if done:
                 running.remove(pid)
                 codes.append(os.waitstatus_to_exitcode(status))
-        most = max(most, files_bytes(first._folder))
+        most = max(most, files_bytes(place_of(first)))
     wrong = read_at_random(first, 99, 200)
     report = first.report()
     held = [i for i in range(300) if first._opened().get(i) is not None]
@@ -143,7 +147,7 @@ def hammer(where: str, limit: str) -> dict:
         "bytes": report.bytes,
         "hits": report.hits,
         "full": report.full,
-        "folder": str(first._folder),
+        "folder": str(place_of(first)),
     }
     first.close()
     return told
@@ -156,7 +160,7 @@ def leave_behind(where: str) -> dict:
     def work() -> int:
         source = cached(Toy(20, "left"), where=where, limit="8MiB")
         source.read(range(20))
-        os.write(tell, str(source._folder).encode())
+        os.write(tell, str(place_of(source)).encode())
         time.sleep(60)
         return 0
 
@@ -168,7 +172,7 @@ def leave_behind(where: str) -> dict:
     # any cache in memory that is made next
     other = cached(Toy(5, "other"), where=where, limit="1MiB")
     after = Path(folder).is_dir()
-    mine = other._folder.is_dir()
+    mine = place_of(other).is_dir()
     # Its user is a child that lives longer than this process's own use: the last one out removes
     # it.
     ask, go = os.pipe()
@@ -183,7 +187,7 @@ def leave_behind(where: str) -> dict:
     while other.report().hits + other.report().misses < 1:
         time.sleep(0.005)
     other.close()
-    still = other._folder.is_dir()
+    still = place_of(other).is_dir()
     os.write(go, b"x")
     os.waitpid(pid, 0)
     return {
@@ -191,7 +195,7 @@ def leave_behind(where: str) -> dict:
         "after": after,
         "mine": mine,
         "still": still,
-        "end": other._folder.is_dir(),
+        "end": place_of(other).is_dir(),
     }
 
 
@@ -212,7 +216,7 @@ def epochs(where: str) -> dict:
     source = cached(Toy(40, "run"), where=where, limit="8MiB")
     ok = all(same(v, oracle(i)) for i, v in enumerate(source.read(range(40))))
     report = source.report()
-    return {"ok": ok, "hits": report.hits, "misses": report.misses, "folder": str(source._folder)}
+    return {"ok": ok, "hits": report.hits, "misses": report.misses, "folder": str(place_of(source))}
 
 
 def all_of(commands: list[list[str]]) -> dict:
@@ -234,7 +238,7 @@ def all_of(commands: list[list[str]]) -> dict:
     # One in memory that nobody closes: it goes when this process ends as processes do.
     left = cached(Toy(3, "end"), limit="1MiB")
     left.read([0, 1])
-    return {"told": told, "end": str(left._folder), "there": left._folder.is_dir()}
+    return {"told": told, "end": str(place_of(left)), "there": place_of(left).is_dir()}
 
 
 if __name__ == "__main__":

@@ -181,13 +181,3 @@ def test_what_does_not_fit_is_refused_in_words(pictures):
     ):
         with pytest.raises(ArgumentError, match=text):
             apply_remedies(dataset, settings)
-
-
-def test_a_settings_file_that_asks_for_a_removed_setting_says_what_to_use(tmp_path):
-    file = tmp_path / "train.feed.yaml"
-    file.write_text("executor: threads\nbatched: true\n")
-    with pytest.raises(
-        ArgumentError,
-        match=r"train\.feed\.yaml: feed setting 'batched' was removed\. .* use feed\.table",
-    ):
-        FeedSettings.load(file)

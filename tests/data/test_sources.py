@@ -709,11 +709,11 @@ def check_remote(base: str, folder: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         there, here = feed.tar(f"{base}/packed"), feed.tar(folder / "packed")
-        ids = [draw.randrange(len(here)) for _ in range(40)]
-        for found in pool.map(lambda _: there.read(ids), range(8)):
-            assert (
-                found == here.read(ids) == [feed.folder(folder / "files").read([i])[0] for i in ids]
-            )
+        ids = [draw.randrange(len(here)) for _ in range(15)]
+        expected = feed.folder(folder / "files").read(ids)
+        assert here.read(ids) == expected
+        for samples in pool.map(lambda _: there.read(ids), range(4)):
+            assert samples == expected
         assert there.classes == here.classes and there.fingerprint == here.fingerprint
     expected = samples_of([folder / f"tars/{s}.tar" for s in range(3)])
     same_source(feed.tar(f"{base}/tars/{{0..2}}.tar"), expected)

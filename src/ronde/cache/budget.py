@@ -69,8 +69,8 @@ def free_memory() -> int:
 
 def free_disk(folder: str | Path | int) -> tuple[int, int]:
     """Bytes an ordinary user can still write, and total bytes."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
 
 
 def disk_reserve(total: int, memory: bool) -> int:

@@ -18,7 +18,8 @@ import os
 import secrets
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,15 +124,15 @@ def _files_of(source: Any) -> list[str]:
 def _state(path: str) -> list[Any]:
     """A file's name, size and time of change; of a remote one the fingerprint knows the size."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - for each of a million files
+        status = os.stat(path)  # noqa: PTH116 - for each of a million files
     except OSError:
         return [path]
-    return [path, found.st_size, found.st_mtime_ns]
+    return [path, status.st_size, status.st_mtime_ns]
 
 
 def _fingerprint(source: Any) -> str:
-    found = getattr(source, "fingerprint", "")
-    return found if isinstance(found, str) else ""
+    digest = getattr(source, "fingerprint", "")
+    return digest if isinstance(digest, str) else ""
 
 
 def _key_on_disk(source: Any, steps: Sequence[Step], version: str) -> str:
@@ -168,12 +169,12 @@ def _key_in_memory(source: Any, steps: Sequence[Step]) -> tuple[str, bool]:
     Every worker makes the same caches in the same order, because all run one script. What the
     source is keeps two caches apart that only one of the workers made between them.
     """
-    found = identify(os.environ)
+    launch = identify(os.environ)
     k = next(_made_in_memory)
-    if found.size == 1 or found.address is None:
+    if launch.size == 1 or launch.address is None:
         return secrets.token_hex(12), False
     about = type(source).__qualname__, len(source), _fingerprint(source)
-    parts = [found.address, found.port, k, *about, [step.name for step in steps]]
+    parts = [launch.address, launch.port, k, *about, [step.name for step in steps]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest(), True
 
 
@@ -423,12 +424,12 @@ class _Cache(Dataset[Any]):
     def report(self) -> CacheReport:
         """What it holds and has saved; see :class:`CacheReport`."""
         arena = self._opened()
-        found = CacheReport(str(self._folder), self._n, off=self._off)
+        report = CacheReport(str(self._folder), self._n, off=self._off)
         if arena is None:
-            return found
+            return report
         counts: dict[str, Any] = arena.count()
         held, used = arena.held(), arena.used_bytes()
-        return replace(found, held=held, bytes=used, limit=arena.limit, **counts)
+        return replace(report, held=held, bytes=used, limit=arena.limit, **counts)
 
     def close(self) -> None:
         """Leave the cache, as process exit does; one in memory vanishes with its last user."""
@@ -459,10 +460,24 @@ class _Watch:
         made = {} if self._keys is None else self._keys.made
         return {j: str(g.bit_generator.state) for j, g in made.items()}
 
-    def drew(self) -> bool:
-        return (
-            self._marks is not None and not self._marks.unmoved()
-        ) or self._drawn() != self._before
+    def drew(self, name: str) -> str:
+        """``name``, if something was drawn since; else nothing."""
+        moved = self._marks is not None and not self._marks.unmoved()
+        return name if moved or self._drawn() != self._before else ""
+
+
+@contextmanager
+def _making(place: int, batch: int) -> Iterator[None]:
+    """The block makes the sample at this place of the batch, and draws under its key."""
+    keys = current_keys()
+    if keys is None or keys.n != batch or keys.at is not None:
+        yield  # the keys are those of other samples, or of this one already
+        return
+    keys.at = place
+    try:
+        yield
+    finally:
+        keys.at = None
 
 
 class CachedSource(_Cache):
@@ -500,20 +515,16 @@ class CachedSource(_Cache):
         return stage("read")(self.read)(ids)
 
     def _make(self, ids: list[int], at: list[int], batch: int) -> list[tuple[Any, str]]:
-        keys = current_keys()
-        known = keys is not None and keys.n == batch and keys.at is None
         watch = _Watch()
         samples = list(self.source.read(ids))
-        drew = ["the source" if watch.drew() else ""] * len(ids)
+        drew = [watch.drew("the source")] * len(ids)
         for step in self.steps:
             call = stage(step.name)(step.call)
-            name = f"the step {step.name!r}"
             for j, sample in enumerate(samples):
                 watch = _Watch()
-                if known:
-                    keys.at = at[j]  # type: ignore[union-attr]
                 try:
-                    samples[j] = call(sample)
+                    with _making(at[j], batch):
+                        samples[j] = call(sample)
                 except (ArgumentError, SampleError):
                     raise
                 except Exception as error:
@@ -522,10 +533,7 @@ class CachedSource(_Cache):
                     raise SampleError(
                         f"{which}, stage {step.name}: {type(error).__name__}: {error}"
                     ) from error
-                finally:
-                    if known:
-                        keys.at = None  # type: ignore[union-attr]
-                drew[j] = drew[j] or (name if watch.drew() else "")
+                drew[j] = drew[j] or watch.drew(f"the step {step.name!r}")
         return list(zip(samples, drew, strict=True))
 
 
@@ -553,20 +561,14 @@ class CachedDataset(_Cache):
         if many is not None:
             watch = _Watch()
             samples = list(many(ids))
-            return [(sample, "the data set" if watch.drew() else "") for sample in samples]
-        keys = current_keys()
-        known = keys is not None and keys.n == batch and keys.at is None
+            drew = watch.drew("the data set")
+            return [(sample, drew) for sample in samples]
         made = []
-        for j, i in enumerate(ids):
+        for place, i in zip(at, ids, strict=True):
             watch = _Watch()
-            if known:
-                keys.at = at[j]  # type: ignore[union-attr]
-            try:
+            with _making(place, batch):
                 sample = self.dataset[i]
-            finally:
-                if known:
-                    keys.at = None  # type: ignore[union-attr]
-            made.append((sample, "the data set" if watch.drew() else ""))
+            made.append((sample, watch.drew("the data set")))
         return made
 
 

@@ -289,12 +289,11 @@ def _is_sound(entry: bytes, i: int) -> bool:
 def _is_private(folder: Path) -> bool:
     """Whether a folder is this user's and closed to others; anyone can name one in /dev/shm."""
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return False
-    return (
-        stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
-    )
+    is_mine = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return is_mine and not status.st_mode & 0o077
 
 
 def _join(folder: Path) -> int:

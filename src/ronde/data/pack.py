@@ -72,9 +72,9 @@ class Packed:
 def _suffix_of(name: str) -> str:
     base = name.rpartition("/")[2]
     stem, dot, suffix = base.rpartition(".")
-    found = suffix.lower() if dot and stem else ""
+    ending = suffix.lower() if dot and stem else ""
     # "cls" is the label's own; without an ending, WebDataset would find no name for the bytes.
-    return {"": "bin", "cls": "cls.bin"}.get(found, found)
+    return {"": "bin", "cls": "cls.bin"}.get(ending, ending)
 
 
 class _Keys:

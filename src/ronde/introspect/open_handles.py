@@ -153,9 +153,8 @@ def preserve_state(dataset: Any) -> Iterator[None]:
     """Undo the block's random draws, and close the files that the dataset opened in it."""
     before = states()
     of_modules = (value for module in user_modules() for value in list(vars(module).values()))
-    undo = [
-        found for one in (*walk(dataset), *of_modules) if (found := _undo_draws(one)) is not None
-    ]
+    calls = (_undo_draws(one) for one in (*walk(dataset), *of_modules))
+    undo = [call for call in calls if call is not None]
     try:
         with reopen_files(dataset):
             yield

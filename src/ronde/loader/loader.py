@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import weakref
@@ -21,7 +22,7 @@ from torch.utils.data import (
 
 from ronde.data import Order, key_of, named_stages
 from ronde.introspect import Marks
-from ronde.loader.reader import Ask, Reader, StreamReader, ask_of
+from ronde.loader.reader import Ask, Reader, StreamReader, ask_of, read_positions
 from ronde.loader.settings import Executor, LoaderSettings
 from ronde.plan.batch import Share
 from ronde.world import FeedError, RondeError
@@ -178,15 +179,10 @@ class Feed:
         if self._stream is not None:
             workers = min(workers, 1)
         if workers == 0:
-            for name in (
-                "prefetch_factor",
-                "multiprocessing_context",
-                "timeout",
-            ):
+            for name in ("prefetch_factor", "multiprocessing_context", "timeout"):
                 options.pop(name, None)
-        else:
-            if settings.prefetch is not None:
-                options["prefetch_factor"] = settings.prefetch
+        elif settings.prefetch is not None:
+            options["prefetch_factor"] = settings.prefetch
         # The loader draws its base seed from a generator of its own: the script's randomness is
         # left alone.
         options["generator"] = torch.Generator().manual_seed(
@@ -238,19 +234,14 @@ class Feed:
                 True,
             )
 
-    @property
-    def _compute_threads(self) -> int:
-        return 1 if self.settings.threads is None else self.settings.threads
-
     def _pool(self) -> Threads:
         if self._threads is None:
-            prefetch = (
-                _PREFETCH_BATCHES if self.settings.prefetch is None else self.settings.prefetch
-            )
-            workers = self.settings.num_workers
             from ronde.loader.thread_workers import Threads
 
-            self._threads = Threads(workers, workers * prefetch, self._compute_threads)
+            settings = self.settings
+            ahead = settings.num_workers * (settings.prefetch or _PREFETCH_BATCHES)
+            # One compute thread each, as torch gives its loading processes.
+            self._threads = Threads(settings.num_workers, ahead, settings.threads or 1)
         return self._threads
 
     def close(self) -> None:
@@ -412,37 +403,31 @@ class Feed:
             yield share, [batch for batch, _ in micros]
 
     def finish(self, share: Share, micros: list[Any]) -> list[Any]:
-        """Run a pipeline's device steps."""
-        if self.settings.finish is None:
-            return micros
-        return [
-            self._finished(
-                share.epoch, *((low, high) if low < high else (share.start, share.start + 1)), micro
-            )
-            for micro, (low, high) in zip(micros, share.micro, strict=True)
-        ]
-
-    def _finished(self, epoch: int, low: int, high: int, micro: Any) -> Any:
+        """Run a pipeline's device steps, each micro-batch under the keys of its samples."""
         call = self.settings.finish
-        assert call is not None
-        order, seed = self.order, self.seed
-        ids: list[int] = []
+        if call is None:
+            return micros
+        if named_stages.listener is not None:
+            call = named_stages.stage("finish")(call)
+        finished = []
+        for micro, (low, high) in zip(micros, share.micro, strict=True):
+            first, last = read_positions(share, low, high)
+            # Few steps on a device are random: the ids are looked up for the first that draws.
+            ids = functools.cache(functools.partial(self._draw_ids, share.epoch, first, last))
 
-        def key(j: int) -> int:
-            if not ids:
-                ids.extend(
-                    range(low, high)
-                    if order.draw is not None
-                    else order.ids(epoch, low, high).tolist()
-                )
-            return key_of(seed, 7, epoch, ids[j])
+            def key(j: int, ids: Callable[[], Sequence[int]] = ids) -> int:
+                return key_of(self.seed, 7, share.epoch, ids()[j])
 
-        with named_stages.sample_keys(high - low, key):
-            return (
-                call(micro)
-                if named_stages.listener is None
-                else named_stages.stage("finish")(call)(micro)
-            )
+            with named_stages.sample_keys(last - first, key):
+                finished.append(call(micro))
+        return finished
+
+    def _draw_ids(self, epoch: int, low: int, high: int) -> Sequence[int]:
+        # A sampler may draw a sample twice in an epoch: its position tells the draws apart.
+        if self.order.draw is not None:
+            return range(low, high)
+        ids: list[int] = self.order.ids(epoch, low, high).tolist()
+        return ids
 
 
 def too_many(skipped: Sequence[tuple[int, str]], of: int, most: float) -> str:

@@ -74,11 +74,11 @@ class Ask:
 def ask_of(order: Order, share: Share, low: int, high: int) -> Ask:
     """The request for positions ``low`` to ``high`` of a share."""
     upto = share.stop if (low, high) == share.micro[-1] else 0
-    low, high = _read_positions(share, low, high)
+    low, high = read_positions(share, low, high)
     return Ask(share.epoch, low, order.ids(share.epoch, low, high).tolist(), upto)
 
 
-def _read_positions(share: Share, low: int, high: int) -> tuple[int, int]:
+def read_positions(share: Share, low: int, high: int) -> tuple[int, int]:
     """An empty share still yields a batch, so that a script's own lines run: the first sample of
     the global batch, which is weighted with zero.
     """
@@ -269,7 +269,7 @@ class Reader(Dataset[Any]):
         """A micro-batch of a share, read here: rows of tensors without a request for them."""
         if self.rows is None or self.probe is not None or named_stages.listener is not None:
             return self[ask_of(order, share, low, high)]
-        return self._gather(order.ids(share.epoch, *_read_positions(share, low, high)))
+        return self._gather(order.ids(share.epoch, *read_positions(share, low, high)))
 
     def _gather(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Any:
         assert self.rows is not None

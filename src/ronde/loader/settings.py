@@ -12,18 +12,6 @@ from ronde.world import ArgumentError
 
 Executor = Literal["auto", "none", "threads", "processes"]
 
-_REMOVED = {
-    "batched": "Delete the line. To read rows by the batch, use feed.table, or give your Dataset a "
-    "__getitems__ that indexes its rows at once.",
-    "echo": "Delete the line.",
-    "pack": "Delete the line, and give the pack to feed.images or feed.tar.",
-    "decode_to_size": "Delete the line, and shrink photographs once, before training.",
-    "device_augment": "Delete the line. Pipeline.on_device(function) augments whole batches "
-    "on the device.",
-    "cache_in": "Delete the line where it says memory. For a cache on disk, write "
-    "pipeline.cache(…, where=FOLDER, version=…) in the script.",
-}
-
 
 @dataclass(frozen=True)
 class FeedSettings:
@@ -62,8 +50,6 @@ class FeedSettings:
         """
         known = {f.name for f in dataclasses.fields(cls)}
         for name in values:
-            if name in _REMOVED:
-                raise ArgumentError(f"feed setting {name!r} was removed. {_REMOVED[name]}")
             if name not in known:
                 raise ArgumentError(
                     f"feed setting {name!r} is not known: choose among {', '.join(sorted(known))}."

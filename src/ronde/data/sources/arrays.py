@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, bfloat16
+from torch import Tensor
 
 from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values, tensor_of
 from ronde.data.sources.byte_ranges import ByteRange, Store
@@ -228,16 +228,9 @@ def _one(given: Any, name: str, store: Store) -> Any:
 def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
     """An array, tensor or list as an equal NumPy array, or an ArgumentError."""
     if isinstance(given, np.ma.MaskedArray):
-        masked = int(np.ascontiguousarray(np.ma.getmaskarray(given)).view(bool).sum())
-        if masked:
-            raise ArgumentError(
-                f"feed.arrays: {name} is a masked array with {masked:,} masked values, which would "
-                "be read as ordinary ones. Pass array.filled(numpy.nan), or another fill value."
-            )
-        return np.asarray(given.data)
-    if isinstance(given, Tensor) and given.dtype == bfloat16:
         raise ArgumentError(
-            f"feed.arrays: {name} is torch.bfloat16, which NumPy lacks. Pass tensor.float()."
+            f"feed.arrays: {name} is a masked array, whose masked values would be read as ordinary "
+            "ones. Pass array.filled(numpy.nan), or another fill value."
         )
     try:
         if isinstance(given, Tensor):

@@ -204,10 +204,10 @@ class Store:
         """
         if not is_remote(path):
             try:
-                found = Path(path).stat()
+                status = Path(path).stat()
             except OSError as error:
                 raise ArgumentError(f"{path} cannot be opened: {error.strerror}.") from None
-            return found.st_size, found.st_mtime_ns, ""
+            return status.st_size, status.st_mtime_ns, ""
         fs = self.file_system(path)
         try:
             info = fs.info(fs._strip_protocol(path))
@@ -233,11 +233,6 @@ class Store:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             raise
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Store) and other.options == self.options
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 class _RemoteFile(io.RawIOBase):
