@@ -147,10 +147,6 @@ class sample_keys:
             )
         return made
 
-    def key(self, j: int) -> int:
-        """Sample ``j``'s key."""
-        return self._key(j)
-
 
 class sample_key(sample_keys):
     """Set this thread's random key for one sample; :func:`rng` depends on ``key`` alone."""

@@ -15,10 +15,12 @@ once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,7 @@ import numpy.typing as npt
 from ronde.world import ArgumentError
 
 Ids = npt.NDArray[np.int64]
+T = TypeVar("T")
 _U64 = npt.NDArray[np.uint64]
 
 _SORTED_BELOW = 1 << 16
@@ -203,17 +206,28 @@ class Order:
         ends = self.ends(epoch)
         return None if ends is None else [b - a for a, b in itertools.pairwise((0, *ends))]
 
+    @functools.cached_property
+    def _block_kind(self) -> str:
+        sizes = hashlib.sha256(np.asarray(self.blocks, dtype="<i8").tobytes()).hexdigest()[:16]
+        return f"{len(self.blocks or ())} blocks in windows of {self.window} ({sizes})"
+
     @property
     def kind(self) -> str:
         """``"samples"``, or the permuted blocks; runs can resume under the same kind."""
         if self.blocks is None or not self.shuffle or self.draw is not None:
             return "samples"
-        if "_kind" not in self.__dict__:
-            sizes = hashlib.sha256(np.asarray(self.blocks, dtype="<i8").tobytes()).hexdigest()[:16]
-            self.__dict__["_kind"] = (
-                f"{len(self.blocks)} blocks in windows of {self.window} ({sizes})"
-            )
-        return str(self.__dict__["_kind"])
+        return self._block_kind
+
+    def _kept(self, key: tuple[Any, ...], most: int, make: Callable[[], T]) -> T:
+        """A value made before, or now; the last ``most`` of a kind (``key[0]``) are kept."""
+        held: dict[tuple[Any, ...], T] = self.__dict__.setdefault(key[0], {})
+        value = held.get(key)  # several threads may ask at once
+        if value is None:
+            value = make()
+            if len(held) >= most:
+                held.pop(next(iter(list(held)), key), None)
+            held[key] = value
+        return value
 
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
         """Dataset indices of positions ``start`` … ``stop`` − 1 of ``epoch``, int64."""
@@ -236,31 +250,23 @@ class Order:
 
     def _layout(self, epoch: int) -> tuple[Ids, Ids, Ids]:
         """An epoch's block permutation, block starts, and each window's first block."""
-        held: dict[int, tuple[Ids, Ids, Ids]] = self.__dict__.setdefault("_layouts", {})
-        layout = held.get(epoch)
-        if layout is None:
-            sizes = np.asarray(self.blocks, dtype=np.int64)
-            turned = permute(
-                np.arange(len(sizes)), len(sizes), key_of(self.seed, epoch, _OF_BLOCKS)
-            )
-            begins = np.concatenate([[0], np.cumsum(sizes[turned])])
-            windows = -(-len(sizes) // self.window)
-            # Of even size, so that the last is not one block alone.
-            edges = np.arange(windows + 1, dtype=np.int64) * len(sizes) // windows
-            if len(held) >= 2:
-                held.pop(next(iter(held)), None)
-            layout = held[epoch] = (turned, begins, edges)
-        return layout
+        sizes = np.asarray(self.blocks, dtype=np.int64)
+        turned = permute(np.arange(len(sizes)), len(sizes), key_of(self.seed, epoch, _OF_BLOCKS))
+        begins = np.concatenate([[0], np.cumsum(sizes[turned])])
+        windows = -(-len(sizes) // self.window)
+        # Of even size, so that the last is not one block alone.
+        edges = np.arange(windows + 1, dtype=np.int64) * len(sizes) // windows
+        return turned, begins, edges
+
+    @functools.cached_property
+    def _starts(self) -> Ids:
+        """The first sample of each block, as they are stored."""
+        return np.concatenate([[0], np.cumsum(np.asarray(self.blocks, dtype=np.int64))])
 
     def _windowed(self, epoch: int, start: int, stop: int) -> Ids:
         if start >= stop:
             return np.empty(0, dtype=np.int64)
-        turned, begins, edges = self._layout(epoch)
-        if "_starts" not in self.__dict__:
-            self.__dict__["_starts"] = np.concatenate(
-                [[0], np.cumsum(np.asarray(self.blocks, dtype=np.int64))]
-            )
-        starts: Ids = self.__dict__["_starts"]
+        turned, begins, edges = self._kept(("_layouts", epoch), 2, lambda: self._layout(epoch))
         window_begins = begins[edges]
         first = int(np.searchsorted(window_begins, start, side="right")) - 1
         last = int(np.searchsorted(window_begins, stop - 1, side="right")) - 1
@@ -271,38 +277,31 @@ class Order:
                 epoch, w, high - low, max(start, low) - low, min(stop, high) - low
             )
             block = np.searchsorted(begins, inside + low, side="right") - 1
-            parts.append(starts[turned[block]] + inside + low - begins[block])
+            parts.append(self._starts[turned[block]] + inside + low - begins[block])
         return np.concatenate(parts)
 
     def _in_window(self, epoch: int, window: int, size: int, start: int, stop: int) -> Ids:
         """Entries ``start`` … ``stop`` − 1 of a window's permutation."""
         key = key_of(self.seed, epoch, _OF_WINDOW, window)
-        held: dict[tuple[int, int, int], Ids] = self.__dict__.setdefault("_windows", {})
         chunk = size if size <= _SORTED_BELOW else _BLOCK  # a small one is sorted whole in any case
-        parts = []
-        for c in range(start // chunk, -(-stop // chunk)):
-            entries = held.get((epoch, window, c))
-            if entries is None:
-                entries = permute(
-                    np.arange(c * chunk, min((c + 1) * chunk, size), dtype=np.int64), size, key
-                )
-                if len(held) >= 4:
-                    held.pop(next(iter(held)), None)
-                held[epoch, window, c] = entries
-            parts.append(entries)
+
+        def entries(c: int) -> Ids:
+            places = np.arange(c * chunk, min((c + 1) * chunk, size), dtype=np.int64)
+            return permute(places, size, key)
+
+        parts = [
+            self._kept(("_windows", epoch, window, c), 4, functools.partial(entries, c))
+            for c in range(start // chunk, -(-stop // chunk))
+        ]
         low = start // chunk * chunk
         return np.concatenate(parts)[start - low : stop - low]
 
     def _block(self, epoch: int, index: int) -> Ids:
-        held: dict[tuple[int, int], Ids] = self.__dict__.setdefault("_held", {})
-        entries = held.get((epoch, index))  # several threads may ask at once
-        if entries is None:
-            positions = np.arange(index * _BLOCK, min((index + 1) * _BLOCK, self.n), dtype=np.int64)
-            entries = permute(positions, self.n, key_of(self.seed, epoch))
-            if len(held) >= 4:
-                held.pop(next(iter(list(held)), (epoch, index)), None)
-            held[epoch, index] = entries
-        return entries
+        def entries() -> Ids:
+            places = np.arange(index * _BLOCK, min((index + 1) * _BLOCK, self.n), dtype=np.int64)
+            return permute(places, self.n, key_of(self.seed, epoch))
+
+        return self._kept(("_blocks", epoch, index), 4, entries)
 
     def _drawn(self, epoch: int) -> Ids:
         assert self.draw is not None
