@@ -292,7 +292,7 @@ def test_tars_labels(tmp_path):
     )
     assert feed.tar(tmp_path, data="txt", label="json")[0].label == {"age": 3}
     assert feed.tar(tmp_path, data="json", label="txt")[0].label == "x"
-    with pytest.raises(SampleError, match=r"label .cls of sample '0' cannot be read: b'many'"):
+    with pytest.raises(SampleError, match=r"sample '0': its label .cls cannot be read: b'many'"):
         feed.tar(tmp_path, data="txt", label="cls").read([0])
     with pytest.raises(SampleError, match=r"sample '1' has no label .cls"):
         feed.tar(tmp_path, data="txt", label="cls").read([1])

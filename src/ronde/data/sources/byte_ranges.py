@@ -19,6 +19,11 @@ from ronde.world.paths import is_remote, local_path, need
 
 _IN_FLIGHT_REQUESTS = 32
 _TRIES = 3
+# Errors that another try would only repeat.
+_FINAL = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError),
+    *(ArgumentError, NotImplementedError),
+)
 # What file systems call that which changes with a file's contents, the surest first.
 _TAGS = (
     *("ETag", "etag", "md5Hash", "checksum", "Last-Modified", "LastModified", "last_modified"),
@@ -141,7 +146,11 @@ class Store:
                 time.sleep(0.2 * 4 ** (attempt - 1))  # seconds: 0.2, 0.8
             for i, data in zip(left, self._fetch([places[i] for i in left]), strict=True):
                 parts[i] = data
-            left = [i for i in left if isinstance(parts[i], BaseException) and not _final(parts[i])]
+            left = [
+                i
+                for i in left
+                if isinstance(parts[i], BaseException) and not isinstance(parts[i], _FINAL)
+            ]
         for place, data in zip(places, parts, strict=True):
             if isinstance(data, BaseException):
                 raise SampleError(f"{place.path} cannot be read: {_reason(data)}.") from data
@@ -261,18 +270,6 @@ class _RemoteFile(io.RawIOBase):
         data = self._store.read([ByteRange(self._path, self._place, length)])[0]
         self._place += length
         return data
-
-
-def _final(error: BaseException) -> bool:
-    """Whether retrying is pointless."""
-    return isinstance(
-        error,
-        FileNotFoundError
-        | PermissionError
-        | IsADirectoryError
-        | ArgumentError
-        | NotImplementedError,
-    )
 
 
 def _reason(error: BaseException) -> str:

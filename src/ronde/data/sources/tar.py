@@ -182,8 +182,7 @@ class TarSource(BaseSource):
             return json.loads(raw) if suffix == "json" or suffix.endswith(".json") else raw.decode()
         except ValueError:
             raise SampleError(
-                f"{self.paths[self._shard(i)]}: the label .{suffix} of sample {key!r} "
-                f"cannot be read: {raw[:40]!r}."
+                f"{self._place(key, i)}: its label .{suffix} cannot be read: {raw[:40]!r}."
             ) from None
 
 

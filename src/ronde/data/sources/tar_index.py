@@ -27,6 +27,7 @@ from ronde.world.whole_file import write_whole
 
 _VERSION = 3
 SUFFIX = ".ronde-index"
+_ARRAYS = ("first", "suffix", "offset", "size")  # fields of an index
 _NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # WebDataset leaves these out too
 _COMPRESSED = (b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"BZh")  # gzip, zstd, xz, bzip2
 
@@ -76,22 +77,15 @@ class TarIndex:
 
     def to_bytes(self) -> bytes:
         """Serialize as an npz, whose parts have checksums; equal indices give equal bytes."""
-        meta = {
-            "version": _VERSION,
-            "state": self.state,
-            "suffixes": self.suffixes,
-        }
-        out = io.BytesIO()
-        arrays: dict[str, Any] = {
+        meta = {"version": _VERSION, "state": self.state, "suffixes": self.suffixes}
+        parts: dict[str, Any] = {
             "meta": np.frombuffer(json.dumps(meta).encode(), dtype=np.uint8),
             "keys": np.frombuffer(self.keys.blob, dtype=np.uint8),
             "key_ends": self.keys.ends,
-            "first": self.first,
-            "suffix": self.suffix,
-            "offset": self.offset,
-            "size": self.size,
+            **{name: getattr(self, name) for name in _ARRAYS},
         }
-        np.savez(out, **arrays)
+        out = io.BytesIO()
+        np.savez(out, **parts)
         return out.getvalue()
 
     @classmethod
@@ -106,15 +100,9 @@ class TarIndex:
                 meta = json.loads(held["meta"].tobytes())
                 if meta["version"] != _VERSION:
                     raise ValueError(f"version {meta['version']}")
-                return cls(
-                    tuple(meta["state"]),
-                    Names(held["keys"].tobytes(), held["key_ends"]),
-                    held["first"],
-                    held["suffix"],
-                    held["offset"],
-                    held["size"],
-                    meta["suffixes"],
-                )
+                keys = Names(held["keys"].tobytes(), held["key_ends"])
+                arrays: dict[str, Any] = {name: held[name] for name in _ARRAYS}
+                return cls(tuple(meta["state"]), keys, suffixes=meta["suffixes"], **arrays)
         except (KeyError, TypeError, EOFError, OSError, zipfile.BadZipFile) as error:
             raise ValueError(str(error)) from error
 
