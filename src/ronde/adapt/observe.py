@@ -91,6 +91,7 @@ def observe(dataset: Any, ids: list[int]) -> tuple[Observation, list[Any]]:
         for i in ids:
             samples.append(dataset[i] if many is None else many([i])[0])
             seen.samples += 1
+    # Pillow's functions were not there yet to be listened to
     if not knew_pillow and "PIL.Image" in sys.modules:
         return observe(dataset, ids)  # the dataset imported its decoder meanwhile
     return seen, samples

@@ -7,7 +7,7 @@ import io
 import os
 import stat
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, ModuleType, NoneType
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 from ronde.profile.stage_timer import current_timer
@@ -172,36 +172,6 @@ def image_convert(original: Callable[..., Any], base: Any) -> Callable[..., Any]
         return (decode if isinstance(self, base) else augment)(self, *args, **kwargs)
 
     return convert
-
-
-def swap_attribute(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute, or an item of a dictionary. Returns a function that restores the old value
-    unless somebody else has changed it since.
-    """
-    if isinstance(owner, dict):
-        item = owner[name]
-        owner[name] = value
-
-        def put_item_back() -> None:
-            if owner.get(name) is value:
-                owner[name] = item
-
-        return put_item_back
-    had, before = name in vars(owner), vars(owner).get(name)
-    plain = object.__setattr__ if not isinstance(owner, type | ModuleType) else setattr
-    plain(owner, name, value)
-
-    def put_back() -> None:
-        if getattr(owner, name, None) is not value:
-            return
-        if had:
-            plain(owner, name, before)
-        elif isinstance(owner, type):
-            type.__delattr__(owner, name)
-        else:
-            object.__delattr__(owner, name)
-
-    return put_back
 
 
 def original_of(function: Any) -> Any:

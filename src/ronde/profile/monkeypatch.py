@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 _lock = threading.RLock()
@@ -19,43 +20,52 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class _Place:
-    """One attribute: the original, and the replacements over it."""
+    """One attribute, or one item of a dictionary: the original, and the replacements over it."""
 
     def __init__(self, owner: Any, name: str) -> None:
         self.owner, self.name = owner, name
-        self.had = name in vars(owner)
-        self.own = vars(owner).get(name)
-        self.original = getattr(owner, name)
+        self.had = name in self._values()
+        self.own = self._values().get(name)
+        self.original = self.own if isinstance(owner, dict) else getattr(owner, name)
         self.layers: list[tuple[int, Callable[[Any], Any]]] = []
         self.shown = self.own
 
+    def _values(self) -> Mapping[str, Any]:
+        return self.owner if isinstance(self.owner, dict) else vars(self.owner)
+
     def ours(self) -> bool:
         """Whether the attribute still holds our last value."""
-        return bool(vars(self.owner).get(self.name) is self.shown)
+        return bool(self._values().get(self.name) is self.shown)
 
     def show(self) -> None:
         if not self.ours():
             return  # it is another's now, and his to put back
         self._show()
-        self.shown = vars(self.owner).get(self.name)
+        self.shown = self._values().get(self.name)
 
     def _show(self) -> None:
+        # what a class of the user's does when an attribute is set is not asked
+        plain = isinstance(self.owner, type | ModuleType)
         if self.layers:
             value = self.original
             for _, make in sorted(self.layers, key=lambda layer: layer[0]):
                 value = make(value)
-            setattr(self.owner, self.name, value)
         elif self.had:
-            setattr(self.owner, self.name, self.own)
+            value = self.own
         else:
-            delattr(self.owner, self.name)
+            (delattr if plain else object.__delattr__)(self.owner, self.name)
+            return
+        if isinstance(self.owner, dict):
+            self.owner[self.name] = value
+        else:
+            (setattr if plain else object.__setattr__)(self.owner, self.name, value)
 
 
 _places: dict[tuple[int, str], _Place] = {}
 
 
 def put(owner: Any, name: str, make: Callable[[Any], Any], rank: int = 0) -> Callable[[], None]:
-    """Replace a module's or class's attribute by ``make(current)``.
+    """Replace an attribute, or an item of a dictionary, by ``make(current)``.
 
     Args:
         rank: a layer of a higher rank is laid over those of lower ones, whichever came first.

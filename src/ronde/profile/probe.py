@@ -30,7 +30,6 @@ from ronde.profile.function_hooks import (
     image_convert,
     image_load,
     opener,
-    swap_attribute,
     timed_function,
 )
 from ronde.profile.sample_values import size_of
@@ -222,7 +221,7 @@ class Probe:
 
     def _set(self, owner: Any, name: str, value: Any) -> None:
         """Set ``owner.name`` (or a dictionary item), to be undone later."""
-        self._undo.append(swap_attribute(owner, name, value))
+        self._undo.append(monkeypatch.put(owner, name, lambda _: value))
 
     def _name(self, owner: Any, name: str, stage: str) -> None:
         value = owner[name] if isinstance(owner, dict) else getattr(owner, name)

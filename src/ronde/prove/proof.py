@@ -38,7 +38,7 @@ _COMPUTED = (
     "weights",
     "buffers",
 )
-_TRAININGS = 3  # calls of ronde.distribute that are compared, at most
+_TRAININGS = 3  # calls of ronde.distribute that are compared, at most: each runs the script anew
 _CHAOS = 1e-6  # two runs of one process that differ by more are not the same computation
 _NOT_BEHIND = ("randomness", "unknown")  # causes that say no more than that numbers differ
 _UNSEEDED = {

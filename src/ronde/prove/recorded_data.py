@@ -21,7 +21,7 @@ from ronde.run.parts import Parts
 
 __all__ = ["SampleRecorder", "cut_epoch", "cut_order", "wide_loader"]
 
-_EVALUATE_SAMPLES = 4096
+_EVALUATE_SAMPLES = 4096  # of one evaluation: a whole test set would take most of the study
 
 Note = Callable[[int, Any], None]
 

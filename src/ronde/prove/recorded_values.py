@@ -17,7 +17,7 @@ from ronde.world.tensors import map_tensors, named_tensors
 
 __all__ = ["RecordedLoss", "ValueRecorder"]
 
-_MOST_RATES = 64
+_MOST_RATES = 64  # of one place: a scheduled rate is another one in each step
 
 
 class ValueRecorder:
