@@ -32,8 +32,8 @@ from ronde.predict.costs import Costs, LinearCost, Unit
 from ronde.predict.partition import ALPHA, HeldShare, cut, cut_at
 from ronde.predict.predict import Predictor, predict
 from ronde.predict.prediction import KINDS, TERMS
-from ronde.predict.search import rank_key, search
-from ronde.predict.simulate import Times, run_step, simulate
+from ronde.predict.search import search
+from ronde.predict.simulate import Times, run_step
 from ronde.predict.unit_arrays import chain, stage_arrays
 from sampling import ALL, long
 
@@ -327,7 +327,8 @@ def test_every_micro_batch_passes_every_stage_once_and_nobody_waits_for_ever(sch
                     assert Action(stage, "F", m) in done
                     assert Action(stage, "B", m) in done
         ones = (1.0,) * stages
-        timeline = simulate(lists, Times(ones, ones, (0.1,) * stages, (0.1,) * stages))
+        times = Times(ones, ones, (0.1,) * stages, (0.1,) * stages)
+        timeline = run_step(schedule, workers, virtual, micro, times)
         assert timeline.in_flight == in_flight(schedule, workers, virtual, micro)
 
 
@@ -403,9 +404,6 @@ def test_equal_stages_wait_as_theory_says(schedule, virtual, workers, micro):
     if schedule in ("gpipe", "1f1b"):
         assert timeline.mean_bubble == pytest.approx((workers - 1) / (micro + workers - 1))
         assert timeline.seconds == pytest.approx(3.0 * (micro + workers - 1))
-
-
-# -- links -----------------------------------------------------------------------------
 
 
 # -- prediction ------------------------------------------------------------------------
@@ -754,44 +752,6 @@ def test_bounds_that_leave_plans_out_are_never_above_what_is_predicted():
             made = predictor(plan, quick=quick, split_waits=False)
             assert predictor.floor_seconds(plan) <= made.step_seconds * 1.0001, plan.spec
             assert predictor.floor_bytes(plan) <= made.memory_bytes * 1.0001, plan.spec
-
-
-@long
-def test_what_the_bounds_leave_out_would_not_have_been_chosen():
-    """Against a search that predicts every plan by closed form, and simulates as many."""
-    costs = transformer(layers=12, batch=96)
-    for memory in (8e9, 80e9) if ALL else (80e9,):
-        cluster = machines(nodes=2, memory=memory)
-        predictor = Predictor(costs, cluster)
-        every = [p for ladder in candidates(Plan(16, 96), costs, cluster) for p in ladder]
-        every = [p for p in every if p.pipeline * p.virtual <= 12 or p.recompute == "none"]
-        quick = sorted((predictor(p, quick=True) for p in every), key=rank_key)
-        nearest = min((predictor(p.plan) for p in quick[:60]), key=rank_key)
-        found = search(costs, cluster, 16)
-        assert rank_key(found.best) <= rank_key(nearest)
-        assert sum(found.left_out.values()) > 100
-
-
-def test_three_dimensions_are_searched():
-    costs = transformer(layers=48, batch=128, hidden=8192, heads=64)
-    found = search(costs, machines(nodes=8), 64, simulate=20)
-    assert {"pipeline × tensor × replicate", "pipeline × tensor × shard"} <= set(found.families)
-    made = found.families["pipeline × tensor × replicate"]
-    assert made.plan.pipeline * made.plan.tensor * made.plan.replicas == 64
-    assert made.plan.tensor <= 8  # inside a node
-    assert any(p.plan.tensor > 1 and p.plan.virtual > 1 for p in found.plans)
-
-
-def test_the_search_tells_what_it_does():
-    told = []
-    costs, cluster = transformer(layers=2, batch=8), machines(nodes=1)
-    explain(search(costs, cluster, 4, tell=told.append), costs, cluster, tell=told.append)
-    begins = [text.partition(":")[0] for text in told]
-    assert list(dict.fromkeys(begins)) == [
-        "searching plans",
-        "simulating the best",
-        "looking for when the answer would flip",
-    ]
 
 
 def test_one_device_is_advised_where_several_are_slower():

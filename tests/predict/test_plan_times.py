@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cost_models import MSE, numbers, sgd, tokens_loss, words
+from cost_models import MSE, numbers, sgd
 from ronde.measure.time_units import _disturbance, measure
 from ronde.measure.timed_model import Rounds
 from ronde.predict.costs import Costs
 from ronde.run.losses import LossCall
 from ronde.world import ArgumentError
-from tiny_models import Sleep, TiedGPT
+from tiny_models import Sleep
 
 # -- times -----------------------------------------------------------------------------
 
@@ -152,20 +152,6 @@ def test_nothing_of_the_script_changes_bit_by_bit():
     assert optimizer.step is step
     assert [u.name for u in costs.units] == ["rnn", "norm", "frozen", "drop", "head", "(loss)"]
     assert costs.units[0].flops > 0 and costs.optimizer_seconds > 0
-
-
-def test_tied_and_repeated_blocks_are_measured():
-    model = TiedGPT()
-    costs = measure(
-        model,
-        sgd(model),
-        LossCall(tokens_loss, None),
-        words,
-        8,
-        seconds=0.2,
-    )
-    assert all(u.forward_seconds.at(8) > 0 and u.backward_seconds.at(8) > 0 for u in costs.units)
-    assert costs.sequence == 16
 
 
 def test_a_model_without_values_is_refused():

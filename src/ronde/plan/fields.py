@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ronde.world import ArgumentError
@@ -92,3 +94,31 @@ def read_mapping(where: str, value: Any, expected: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise ArgumentError(f"{where}={value!r} must be {expected}.")
     return value
+
+
+def read_file(path: str | Path, what: str, writer: str) -> dict[str, Any]:
+    """Read the names and values of a YAML or JSON file.
+
+    Args:
+        what: the file holds, and ``writer``: what writes such files, for errors.
+
+    Raises:
+        ArgumentError: it cannot be read, or holds something else.
+    """
+    import yaml
+
+    try:
+        text = Path(path).read_text()
+        try:
+            values = json.loads(text)  # an answer is long, and YAML's reader slow
+        except ValueError:
+            values = yaml.safe_load(text)
+    except OSError as error:
+        raise ArgumentError(f"{what}'s file {path} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{path} holds no {what}: it is not YAML: {error}") from None
+    if not isinstance(values, dict) or not values:
+        raise ArgumentError(
+            f"{path} holds no {what}: expected YAML with names and values, as {writer} writes"
+        )
+    return values

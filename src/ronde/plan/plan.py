@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -80,11 +79,6 @@ class Layout:
         """Ranks of ``rank``'s pipeline, first stage first."""
         me = self.place(rank)
         return [self.rank(Place(p, me.replica, me.tensor)) for p in range(self.pipeline)]
-
-    def along_replicas(self, rank: int) -> list[int]:
-        """Ranks that hold the same parameters as ``rank`` and train them on other samples."""
-        me = self.place(rank)
-        return [self.rank(Place(me.pipeline, r, me.tensor)) for r in range(self.replicas)]
 
 
 @dataclass(frozen=True)
@@ -286,16 +280,16 @@ class Plan:
                     f"{', '.join(map(repr, allowed))}."
                 )
         for name in ("pipeline", "virtual", "tensor", "workers", "accumulation"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
+            self._check_whole(name, getattr(self, name))
         for name in ("shard_within", "micro_batch"):
-            value = getattr(self, name)
-            if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
-            ):
-                raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
+            if getattr(self, name) is not None:
+                self._check_whole(name, getattr(self, name))
         self._check_reducer()
+
+    @staticmethod
+    def _check_whole(name: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
 
     def _check_reducer(self) -> None:
         if self.reducer == "ring":
@@ -389,23 +383,9 @@ class Plan:
         Raises:
             ArgumentError: it cannot be read, or holds no plan.
         """
-        import yaml
+        from ronde.plan.fields import read_file  # few runs read a file
 
-        try:
-            text = Path(path).read_text()
-            try:
-                values = json.loads(text)  # an answer is long, and YAML's reader slow
-            except ValueError:
-                values = yaml.safe_load(text)
-        except OSError as error:
-            raise ArgumentError(f"plan's file {path} cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"{path} holds no plan: it is not YAML: {error}") from None
-        if not isinstance(values, dict) or not values:
-            raise ArgumentError(
-                f"{path} holds no plan: expected YAML with names and values, as 'ronde "
-                "plan --save' writes"
-            )
+        values = read_file(path, "plan", "'ronde plan --save'")
         if "plan" not in values and "plans" in values:
             values = _winner(values, path)
         try:

@@ -125,6 +125,7 @@ def _step_error(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[float | Non
     here = cluster.device == "cpu" and cluster.name == socket.gethostname()
     if here and cluster.devices_per_node > (cores := usable_cores()):
         return None, f"{cluster.devices_per_node} workers on {cores} cores were not measured"
+    # plan_truth.json has no run with tensor parallelism.
     if plan.tensor > 1:
         return None, "no run of this family was compared with its prediction"
     usual = MEAN_ERROR["sharded time" if plan.shard != "none" else "measured time"]

@@ -24,7 +24,7 @@ _SCHEDULES: tuple[tuple[Schedule, int], ...] = (
     ("interleaved", 4),
     ("looped", 4),
 )
-_TENSOR = (2, 4, 8, 16)
+_TENSOR = (2, 4, 8, 16)  # inside one node: its messages cannot hide
 _RECOMPUTES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 _SHARDED: list[ShardLevel] = ["optimizer", "gradients", "parameters"]
 
@@ -110,6 +110,7 @@ def _whole(base: Plan, costs: Costs, cluster: Cluster) -> Iterator[list[Plan]]:
                 if shard != "none" or replicas == 1:
                     offloads.append("parameters")
             for recompute, offload in itertools.product(_RECOMPUTES, offloads):
+                # Offload is for what does not fit at all: full recomputation saves more.
                 if offload != "none" and recompute == "selective":
                     continue
                 for reducer in _reducers(base, shard, cluster):

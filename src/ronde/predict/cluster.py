@@ -142,18 +142,7 @@ class Cluster:
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
         """Read YAML."""
-        try:
-            values = yaml.safe_load(Path(path).read_text())
-        except OSError as error:
-            raise ArgumentError(f"cluster file {path} cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"{path} is not YAML: {error}") from None
-        if not isinstance(values, dict):
-            raise ArgumentError(
-                f"{path} holds no cluster: expected YAML with names and values, as 'ronde "
-                "bench cluster' writes"
-            )
-        return cls.from_dict(values, str(path))
+        return cls.from_dict(fields.read_file(path, "cluster", "'ronde bench cluster'"), str(path))
 
 
 # What each field may be. A fit that cannot be meant, as one with a beta of 0, would make its

@@ -26,7 +26,6 @@ class CollectiveCost:
 
     alpha: float = 0.0
     seconds_per_byte: float = 0.0
-    assumed: bool = False
 
     def __call__(self, size: float) -> float:
         """Seconds for so many bytes."""
@@ -63,21 +62,21 @@ def scaled(
 ) -> CollectiveCost:
     """A fit at another group size."""
     if ranks <= 1:
-        return CollectiveCost(assumed=fit.assumed)
+        return CollectiveCost()
     measured = max(2, fit.ranks)
     per_byte = sharing / fit.beta if fit.beta else 0.0
     if kind == "send":
-        return CollectiveCost(fit.alpha, per_byte, fit.assumed)
+        return CollectiveCost(fit.alpha, per_byte)
     logarithmic = math.log2(ranks) / math.log2(measured)
     if kind == "broadcast":
-        return CollectiveCost(fit.alpha * logarithmic, per_byte, fit.assumed)
+        return CollectiveCost(fit.alpha * logarithmic, per_byte)
     hops = (ranks - 1) / (measured - 1)
     if device != "cpu" and ranks > measured and kind == "all_reduce":
         hops = min(hops, logarithmic)
     volume = ((ranks - 1) / ranks) / ((measured - 1) / measured)
-    if fit.hop:
+    if fit.hop:  # its alpha holds for any size; the hops come on top
         hops = 1.0
-    return CollectiveCost(fit.alpha * hops, per_byte * volume, fit.assumed)
+    return CollectiveCost(fit.alpha * hops, per_byte * volume)
 
 
 def collective(cluster: Cluster, kind: Collective, group: Group) -> CollectiveCost:
@@ -88,11 +87,11 @@ def collective(cluster: Cluster, kind: Collective, group: Group) -> CollectiveCo
     by_scope = cluster.links.get(kind, {})
     fit = by_scope.get(group.scope) or next(iter(by_scope.values()), None)
     if group.ranks <= 1 or fit is None:
-        return CollectiveCost(assumed=group.ranks > 1)
+        return CollectiveCost()
     sharing = float(group.sisters) if group.scope == "cluster" else 1.0
     link = scaled(fit, kind, group.ranks, cluster.device, sharing)
     hops = _hop_seconds(by_scope, kind, group)
-    return CollectiveCost(link.alpha + hops, link.seconds_per_byte, link.assumed)
+    return CollectiveCost(link.alpha + hops, link.seconds_per_byte)
 
 
 def _hop_seconds(by_scope: dict[str, LinkFit], kind: Collective, group: Group) -> float:

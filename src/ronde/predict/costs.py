@@ -153,6 +153,22 @@ class Tie:
         return Tie(self.units, *(size * part for size in sizes))
 
 
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """All gradients in backward order: last unit first, and its last parameter first.
+
+    Attributes:
+        unit: whose it is.
+        share: of the bytes of the unit's gradients.
+        before: share of the unit's backward pass that is still to come when it is there, as if each
+            took as long.
+    """
+
+    unit: npt.NDArray[np.intp]
+    share: Array
+    before: Array
+
+
 @dataclass(frozen=True)
 class Costs:
     """A model, its optimizer and its batch, as the planner sees them.
@@ -256,6 +272,26 @@ class Costs:
             sizes = size, first.trainable_bytes * part, first.optimizer_bytes * part
             ties.append(Tie(shared, *sizes))
         return tuple(ties)
+
+    @functools.cached_property
+    def gradients(self) -> Gradients:
+        """The gradients of all units."""
+        rows = []
+        for k in reversed(range(len(self.units))):
+            unit = self.units[k]
+            sizes = unit.tensor_bytes if sum(unit.tensor_bytes) else (unit.trainable_bytes,)
+            rows += [
+                (k, size / sum(sizes), 1.0 - (i + 1) / len(sizes))
+                for i, size in enumerate(reversed(sizes))
+                if unit.trainable_bytes
+            ]
+        table = np.array(rows, dtype=float).reshape(-1, 3)
+        return Gradients(table[:, 0].astype(np.intp), table[:, 1], table[:, 2])
+
+    @functools.cached_property
+    def trainable_bytes(self) -> float:
+        """Of all units' parameters."""
+        return float(sum(unit.trainable_bytes for unit in self.units))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -18,6 +18,10 @@ LINK_SHARE = 0.8
 """Part of a link's data-sheet bandwidth that a collective reaches, assumed."""
 LAUNCH_SECONDS = 8e-6
 """Host time to dispatch and launch one operator from Python, assumed: no pass is faster."""
+OVERLAP_SHARE = 0.9
+"""Part of an exchange that can hide behind computation on an accelerator, assumed."""
+INTERFERENCE_FACTOR = 1.15
+"""How much longer computation takes there while an exchange runs, assumed."""
 _MEMORY_SHARE = 0.8  # of the memory's bandwidth
 _BACKWARD = 2.0  # times the forward pass: work, traffic, and operators
 
@@ -237,8 +241,8 @@ def cluster_of(
         memory_bytes=device.memory_bytes,
         speed_is_estimate=True,
         links=links,
-        overlap=0.9,
-        interference=1.15,
+        overlap=OVERLAP_SHARE,
+        interference=INTERFERENCE_FACTOR,
         action_seconds=50e-6,
         base_bytes=4e9,  # context, NCCL's buffers
         reserved=0.06,  # the allocator's fragments

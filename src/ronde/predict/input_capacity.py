@@ -344,6 +344,7 @@ def from_runs(
 def _at_least(c: Capacities, run: Measured) -> Capacities:
     """The capacities, none below a rate that was measured."""
     cores = c.cores_per_node * run.nodes
+    # A clock that counts too much would put the wall of the cores below what was reached.
     step, cost = min(c.step_cpu_seconds, cores / run.synthetic), c.input_cpu_seconds
     room = max(0.0, cores / run.real - step)
     cheaper = min(1.0, room / cost) if cost > 0 else 1.0

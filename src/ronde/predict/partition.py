@@ -121,6 +121,7 @@ def cut_chain(
     flights = in_flight(schedule, workers, virtual, many)
     if len(made.cuts) + 1 < len(flights):
         return None
+    # Matrices over the allowed places alone: their square, not the units', is what takes time.
     places = np.array([0, *made.cuts, len(made)])
     tables = _Sums(made, places, held, send_seconds, micro_batches or workers)
     chosen, cost = _solve(tables, flights, ALPHA[optimize])

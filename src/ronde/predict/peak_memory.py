@@ -9,7 +9,7 @@ import numpy as np
 
 from ronde.plan.schedules import actions, in_flight
 from ronde.predict.costs import Array
-from ronde.predict.plan_setup import BUCKET_BYTES, FIRST_BUCKET_BYTES, PlanSetup
+from ronde.predict.plan_setup import BUCKET_BYTES, FIRST_BUCKET_BYTES, PlanSetup, base_bytes
 from ronde.predict.prediction import KINDS, StageRow
 from ronde.predict.unit_arrays import Stages, edges, holders, stage_arrays, within
 
@@ -33,7 +33,7 @@ class PeakMemory:
         always["parameters"] = parameters * self.setup.held.parameters
         always["optimizer"] = float(made.optimizer.sum()) * self.setup.held.optimizer
         always["buffers"] = float(made.buffers.sum())
-        always["base"] = self.setup.base_bytes
+        always["base"] = base_bytes(self.setup.costs, self.setup.cluster)
         if plan.offload in ("optimizer", "parameters"):
             always["optimizer"] = 0.0
         if plan.offload == "parameters":
@@ -53,26 +53,17 @@ class PeakMemory:
 
     def _scratch(self, trainable: float) -> float:
         """Temporary memory of the optimizer's step."""
-        part = (
-            self.setup.held.optimizer
-            if self.setup.plan.shard == "optimizer"
-            else self.setup.held.gradients
+        setup = self.setup
+        by_optimizer = setup.plan.shard == "optimizer"
+        part = setup.held.optimizer if by_optimizer else setup.held.gradients
+        if setup.costs.optimizer_transient_bytes:  # counted, not assumed
+            return setup.costs.optimizer_transient_bytes * part * setup.part_of(trainable)
+        keeps_moments = setup.peak.optimizer.sum() > 0 and any(
+            name in setup.costs.optimizer.lower()
+            for name in ("adam", "lamb", "rmsprop", "adagrad", "adadelta")
         )
-        if self.setup.costs.optimizer_transient_bytes:  # counted, not assumed
-            return (
-                self.setup.costs.optimizer_transient_bytes
-                * part
-                * (trainable / self.setup.trainable_bytes if self.setup.trainable_bytes else 0.0)
-            )
-        moments = self.setup.peak.optimizer.sum() > 0 and any(
-            m in self.setup.costs.optimizer.lower()
-            for m in ("adam", "lamb", "rmsprop", "adagrad", "adadelta")
-        )
-        return (
-            trainable * self.setup.held.gradients
-            if moments and self.setup.cluster.device != "cpu" and self.setup.plan.offload == "none"
-            else 0.0
-        )
+        on_device = setup.cluster.device != "cpu" and setup.plan.offload == "none"
+        return trainable * setup.held.gradients if keeps_moments and on_device else 0.0
 
     def _ring_buffer(self, size: float, ranks: int) -> float:
         """gloo's all-reduce buffers: two segments of at most 1 MiB."""
@@ -359,7 +350,7 @@ class PeakMemory:
             + (float(each[kind][worst]) if kind in each else 0.0)
             for kind in KINDS
         }
-        memory["base"] = self.setup.base_bytes
+        memory["base"] = base_bytes(self.setup.costs, self.setup.cluster)
         if quick:
             return memory, ()
         total = parameters + gradients + optimizer + activations + stages.buffers + buffers

@@ -11,7 +11,7 @@ from ronde.predict.cluster import Cluster, Collective, LinkFit
 from ronde.predict.collectives import CollectiveCost, Group, collective
 from ronde.predict.costs import Costs
 from ronde.predict.partition import HeldShare
-from ronde.predict.unit_arrays import Chain, Gradients
+from ronde.predict.unit_arrays import Chain
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 """Gradients that torch's DistributedDataParallel exchanges together."""
@@ -25,6 +25,11 @@ def measured_reducer(plan: Plan, cluster: Cluster) -> LinkFit | None:
     return fit if fit is not None and fit.ranks == plan.replicas else None
 
 
+def base_bytes(costs: Costs, cluster: Cluster) -> float:
+    """What a worker holds before the model."""
+    return cluster.base_bytes + (costs.script_bytes if cluster.device == "cpu" else 0.0)
+
+
 @dataclass(frozen=True)
 class PlanSetup:
     """A plan on a cluster: what its memory and its time are both predicted from.
@@ -34,8 +39,6 @@ class PlanSetup:
         groups: the groups of the plan's layout, by name.
         share: samples of one worker in a step, in ``micro_batches`` of at most ``largest``.
         made: the units' costs at the usual micro-batch, ``peak`` at the largest.
-        gradients: of the whole model, in backward order; ``trainable_bytes``: of all of them.
-        base_bytes: what a worker holds before the model.
         bounds: of a pipeline's stages.
     """
 
@@ -48,9 +51,6 @@ class PlanSetup:
     largest: int
     made: Chain
     peak: Chain
-    gradients: Gradients
-    trainable_bytes: float
-    base_bytes: float
     bounds: tuple[int, ...] = ()
 
     @functools.cached_property
@@ -69,6 +69,11 @@ class PlanSetup:
         """Whether parameters are gathered block by block."""
         return self.plan.shard in ("gradients", "parameters") and self.parts > 1
 
+    def part_of(self, trainable: float) -> float:
+        """So many bytes as a share of the model's trainable bytes."""
+        every = self.costs.trainable_bytes
+        return trainable / every if every else 0.0
+
     def wire(self, kind: Collective, group: str) -> CollectiveCost:
         """Cost of a collective over a group of the layout."""
         return collective(self.cluster, kind, self.groups[group])
@@ -77,5 +82,5 @@ class PlanSetup:
     def all_reduce(self) -> CollectiveCost:
         """Cost of the plan's reducer over its replicas."""
         if (fit := measured_reducer(self.plan, self.cluster)) is not None:
-            return CollectiveCost(fit.alpha, 1 / fit.beta, fit.assumed)
+            return CollectiveCost(fit.alpha, 1 / fit.beta)
         return self.wire("all_reduce", "replicas")

@@ -41,10 +41,10 @@ from ronde.predict.collectives import Group, collective, groups
 from ronde.predict.costs import Costs, not_counted
 from ronde.predict.datasheets import DEVICES, costs_on
 from ronde.predict.partition import cut_at, cut_chain
-from ronde.predict.plan_setup import PlanSetup, measured_reducer
+from ronde.predict.plan_setup import PlanSetup, base_bytes, measured_reducer
 from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
 from ronde.predict.step_time import StepParts, StepPrediction, send_costs
-from ronde.predict.unit_arrays import Chain, Gradients, chain
+from ronde.predict.unit_arrays import Chain, chain
 from ronde.world import ArgumentError
 
 __all__ = [
@@ -96,11 +96,7 @@ class Predictor:
         self._chains: dict[tuple[Any, ...], Chain] = {}
         self._bounds: dict[tuple[Any, ...], tuple[int, ...] | None] = {}
         self._one_device: dict[int, float] = {}
-        self.trainable_bytes = float(chain(costs, 1).trainable.sum())
-        self.base_bytes = cluster.base_bytes + (
-            costs.script_bytes if cluster.device == "cpu" else 0.0
-        )
-        self.gradients = Gradients.of(costs)
+        self.base_bytes = base_bytes(costs, cluster)
 
     def __call__(self, plan: Plan, quick: bool = False, split_waits: bool = True) -> Prediction:
         """Predict ``plan``.
@@ -145,6 +141,7 @@ class Predictor:
             micro_batch=largest if micro_batches > 1 or plan.pipeline > 1 else plan.micro_batch,
         )
         at = groups(plan.layout, self.cluster, plan.shard_within)
+        # The mean micro-batch decides the time, the largest one the memory.
         usual = share / micro_batches
         made = self.chain_of(plan, usual, at["tensor"])
         setup = PlanSetup(
@@ -157,9 +154,6 @@ class Predictor:
             largest=largest,
             made=made,
             peak=made if largest == usual else self.chain_of(plan, largest, at["tensor"]),
-            gradients=self.gradients,
-            trainable_bytes=self.trainable_bytes,
-            base_bytes=self.base_bytes,
         )
         if plan.pipeline == 1:
             return self._prediction(setup, StepPrediction(setup).whole(), quick)
@@ -169,6 +163,7 @@ class Predictor:
 
     def _prediction(self, setup: PlanSetup, step: StepParts, quick: bool) -> Prediction:
         plan, memory = setup.plan, step.memory
+        # Fragments grow with the tensors, not with what was there before them.
         memory["base"] += self.cluster.reserved * (sum(memory.values()) - memory["base"])
         placement: dict[str, str] = {}
         notes: list[str] = []
@@ -199,7 +194,6 @@ class Predictor:
             split_at=() if quick else tuple(self.costs.units[b].name for b in setup.bounds[1:-1]),
             hidden_seconds=step.hidden,
             notes=tuple(notes),
-            simulated=not quick,
         )
 
     def floor_seconds(self, plan: Plan) -> float:
@@ -241,7 +235,7 @@ class Predictor:
         key = (samples, plan.tensor, plan.recompute, group)
         made = self._chains.get(key)
         if made is None:
-            if len(self._chains) > 2048:
+            if len(self._chains) > 2048:  # some 30 MB, with 100 units
                 self._chains.clear()
             sums = collective(self.cluster, "all_reduce", group)
             made = chain(
@@ -264,6 +258,7 @@ class Predictor:
         *_, send = send_costs(self.cluster, setup.groups["stages"])
         key: tuple[Any, ...]
         key = (plan.pipeline, plan.virtual, plan.recompute, plan.tensor, plan.optimize)
+        # A cut takes longer than a closed form: plans that hardly differ share one.
         if not quick:
             samples = plan.batch_size / plan.replicas / setup.micro_batches
             key = (*key, samples, plan.schedule, setup.micro_batches, setup.held, send)

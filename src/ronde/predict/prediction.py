@@ -92,7 +92,6 @@ class Prediction:
         split_at: names of the units that begin its stages, as the plan would carry it out.
         hidden_seconds: exchange that runs beside the backward pass.
         notes: what in it is an estimate or an assumption.
-        simulated: whether by event simulation; False for the closed form used to leave plans out.
     """
 
     plan: Plan
@@ -111,7 +110,6 @@ class Prediction:
     split_at: tuple[str, ...] = ()
     hidden_seconds: float = 0.0
     notes: tuple[str, ...] = ()
-    simulated: bool = False
 
     @property
     def samples_per_second(self) -> float:

@@ -187,6 +187,7 @@ def rank_key(
     )
     value = prediction.step_seconds if optimize == "speed" else prediction.memory_bytes
     other = prediction.memory_bytes if optimize == "speed" else prediction.step_seconds
+    # Plain replication wins what lies within the noise: it is the easiest to run.
     doubt = min(noise, 0.05) if mechanisms and optimize == "speed" else 0.0
     return (
         float(_VERDICTS[prediction.verdict]),
@@ -260,6 +261,7 @@ class _Looked:
             self._enough.add(ladder[0])
             if self.optimize == "memory" and len(ladder) > 1:
                 self._fits(ladder[-1])
+        # Where the smallest does not fit, none between does: the ladder is not climbed.
         elif len(ladder) > 1 and self._fits(ladder[-1]) and self.optimize == "speed":
             next(filter(self._fits, ladder[1:-1]), None)
 
@@ -304,6 +306,7 @@ def _choose(
     kept: Iterable[list[Prediction]], simulate: int, rank: Callable[[Prediction], Any]
 ) -> list[Prediction]:
     """The best of all and of every family: the closed form alone must exclude none."""
+    # The closed form may swap neighbors: two of each family and schedule are simulated.
     first = 2 if simulate >= 20 else 1
     drawers = [sorted(drawer, key=rank) for drawer in kept]
     chosen = [each for drawer in drawers for each in drawer[:first]]

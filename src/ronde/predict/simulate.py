@@ -7,12 +7,10 @@ different workers. Sends overlap with computation, one at a time per directed li
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ronde.plan.plan import Schedule
-from ronde.plan.schedules import Action, actions
-from ronde.world import ArgumentError
+from ronde.plan.schedules import actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +56,34 @@ class Timeline:
         return sum(self.bubble) / len(self.bubble)
 
 
-def simulate(
-    lists: Sequence[Sequence[Action]],
+def run_step(
+    schedule: Schedule,
+    workers: int,
+    virtual: int,
+    micro_batches: int,
     times: Times,
     *,
     overhead_seconds: float = 0.0,
 ) -> Timeline:
-    """Run every worker's list.
+    """Simulate one step of a schedule.
 
     Args:
-        lists: actions of each worker, as :func:`ronde.plan.schedules.actions` gives them; sends and
-            receives in them are passed over, since a send begins when what it sends is there.
+        schedule, workers, virtual, micro_batches: as :func:`ronde.plan.schedules.actions` has them.
         times: of each stage.
         overhead_seconds: what the runtime adds to each action.
 
     Raises:
-        ArgumentError: the lists wait for each other.
+        ArgumentError: the schedule does not allow these numbers.
     """
+    work = actions(schedule, workers, virtual, micro_batches)
     stages = len(times.forward)
     cost = {"F": times.forward, "B": times.backward}
-    work = [[a for a in row if a[1] in cost] for row in lists]
     owner = [0] * stages
     for worker, row in enumerate(work):
         for stage, _, _ in row:
             owner[stage] = worker
-    ready: dict[
-        tuple[int, bool, int], float
-    ] = {}  # (stage, forward?, micro-batch) -> when its input is there
+    # (stage, forward?, micro-batch) -> when its input is there
+    ready: dict[tuple[int, bool, int], float] = {}
     link: dict[tuple[int, int], float] = {}
     clock = [0.0] * len(work)
     busy = [0.0] * len(work)
@@ -142,30 +141,5 @@ def simulate(
                 awake.append(waiting.pop(key))
         clock[worker] = now
         at[worker] = k
-    stuck = [w for w, row in enumerate(work) if at[w] < len(row)]
-    if stuck:
-        first = work[stuck[0]][at[stuck[0]]]
-        raise ArgumentError(
-            f"pipeline: the lists of actions wait for each other; worker {stuck[0]} waits "
-            f"at {first.kind} of micro-batch {first.micro} "
-            f"on stage {first.stage}."
-        )
+    assert at == [len(row) for row in work], "a schedule's lists wait for each other"
     return Timeline(max(clock), tuple(busy), tuple(clock), tuple(most))
-
-
-def run_step(
-    schedule: Schedule,
-    workers: int,
-    virtual: int,
-    micro_batches: int,
-    times: Times,
-    *,
-    overhead_seconds: float = 0.0,
-) -> Timeline:
-    """Simulate one step of a schedule.
-
-    Raises:
-        ArgumentError: the schedule does not allow these numbers.
-    """
-    lists = actions(schedule, workers, virtual, micro_batches)
-    return simulate(lists, times, overhead_seconds=overhead_seconds)

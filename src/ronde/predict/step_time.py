@@ -66,6 +66,7 @@ class StepPrediction:
             hidden = self._sharded(terms)
             terms["exchange"] += self.setup.all_reduce.alpha  # the loss is summed
             gathers = 2 if self.setup.plan.shard == "parameters" else 1
+            # A gather or a scatter sends half of what a ring's all-reduce does.
             sent += times * (gathers * parameters + trainable) * ring(self.setup.parts) / 2.0
             sent += trainable / self.setup.parts * ring(self.setup.groups["copies"].ranks)
         elif replicas > 1:
@@ -82,7 +83,7 @@ class StepPrediction:
 
     def _buckets(self) -> tuple[float, float]:
         """Seconds of the gradient exchange that the backward pass does not hide, and hides."""
-        made, gradients = self.setup.made, self.setup.gradients
+        made, gradients = self.setup.made, self.setup.costs.gradients
         ready = np.cumsum(made.backward[::-1])
         # A bucket is sent when it is full, which is in the middle of a unit that has many
         # parameters.
@@ -98,6 +99,7 @@ class StepPrediction:
             total += seconds
             sent, first, limit = float(behind[last]), last + 1, BUCKET_BYTES
         exposed = max(0.0, now - float(ready[-1]))
+        # Where nothing hides, all of it is exposed, whenever a bucket was ready.
         overlap = self.setup.cluster.bucket_overlap
         exposed = overlap * exposed + (1.0 - overlap) * total
         return exposed, total - exposed
@@ -175,26 +177,24 @@ class StepPrediction:
         part = gathers / wire if wire else 0.0
         return shown * part, shown * (1.0 - part), max(0.0, wire - shown)
 
-    def _part(self, trainable: float) -> float:
-        """A worker's share of the model's trainable bytes."""
-        every = self.setup.trainable_bytes
-        return trainable / every if every else 0.0
-
     def _accumulated(self, trainable: float) -> float:
         """Seconds to add one micro-batch's gradients to the previous ones."""
         seconds = self.setup.costs.accumulate_seconds / self.setup.cluster.speed
-        return seconds * self._part(trainable) / (self.setup.parts if self.setup.fsdp else 1)
+        return (
+            seconds * self.setup.part_of(trainable) / (self.setup.parts if self.setup.fsdp else 1)
+        )
 
     def _optimizer(self, trainable: float) -> float:
         """Seconds of clipping and the optimizer step."""
         step = self.setup.costs.optimizer_seconds / self.setup.parts
         # ZeRO-1 clips before it divides.
         clip = self.setup.costs.clip_seconds / (self.setup.parts if self.setup.fsdp else 1)
-        return (step + clip) / self.setup.cluster.speed * self._part(trainable)
+        return (step + clip) / self.setup.cluster.speed * self.setup.part_of(trainable)
 
     def _host(self, parameters: float, trainable: float) -> float:
         if self.setup.plan.offload == "none":
             return 0.0
+        # PCIe 3.0 with 16 lanes gives about 12 GB/s; the answer says that it is assumed.
         rate = self.setup.cluster.host_bytes_per_second or 12e9
         moved = (trainable + parameters) / self.setup.parts
         if self.setup.plan.offload == "parameters":

@@ -108,37 +108,6 @@ class Stages(Links):
         return np.bincount(self.worker.astype(np.intp), weights=values).astype(float)
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
-    """All gradients in backward order: last unit first, and its last parameter first.
-
-    Attributes:
-        unit: whose it is.
-        share: of the bytes of the unit's gradients.
-        before: share of the unit's backward pass that is still to come when it is there, as if each
-            took as long.
-    """
-
-    unit: npt.NDArray[np.intp]
-    share: Array
-    before: Array
-
-    @classmethod
-    def of(cls, costs: Costs) -> Gradients:
-        """Build from a model's units."""
-        rows = []
-        for k in reversed(range(len(costs.units))):
-            unit = costs.units[k]
-            sizes = unit.tensor_bytes if sum(unit.tensor_bytes) else (unit.trainable_bytes,)
-            rows += [
-                (k, size / sum(sizes), 1.0 - (i + 1) / len(sizes))
-                for i, size in enumerate(reversed(sizes))
-                if unit.trainable_bytes
-            ]
-        table = np.array(rows, dtype=float).reshape(-1, 3)
-        return cls(table[:, 0].astype(np.intp), table[:, 1], table[:, 2])
-
-
 def chain(
     costs: Costs,
     samples: float,
@@ -180,6 +149,8 @@ def chain(
     share = arrays["tensor"]
     rest: Array = 1.0 - share * (1.0 - 1.0 / tensor)
     in_time = 1.0 - arrays["tensor_time"] * (1.0 - 1.0 / tensor)
+    # The host launches every operator, however small its part: a backward pass has about two for
+    # each one of the forward pass.
     launch = arrays["operations"] * launch_seconds
     forward = np.maximum(line("forward_seconds") * in_time / speed, launch)
     backward = np.maximum(line("backward_seconds") * in_time / speed, 2.0 * launch)
@@ -313,6 +284,7 @@ def stage_arrays(made: Chain, bounds: tuple[int, ...], plan: Plan) -> Stages:
                 parameters[s] += tie.parameter_bytes
                 summed["optimizer"][s] += tie.optimizer_bytes
     ends = np.array(bounds[1:]) - 1
+    # Two stages of one worker hand over a tensor: nothing is sent.
     apart = worker[1:] != worker[:-1]
     send = np.zeros(count)
     back = np.zeros(count)
