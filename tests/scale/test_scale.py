@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import signal
-import time
 from html.parser import HTMLParser
 
 import pytest
 
-from processes import child, marked, ronde, ronde_batch, ronde_run
+from processes import ronde_batch, ronde_run
 from ronde.cli.scale import default_sizes, parse_sizes
 from ronde.scale.meter import Start, measure_sizes
 from ronde.scale.scaling import further_sizes, summarize_scale
@@ -169,18 +166,6 @@ def test_a_script_that_fails_is_told_with_its_traceback(place):
     done = ronde_run(["scale", "--workers", "1", "bad.py"], place, timeout=60)
     assert done.returncode == 2
     assert "ValueError: no good [at] all" in done.stderr and "failed with 1 worker" in done.stderr
-
-
-def test_ctrl_c_ends_all_workers(place):
-    with child(ronde("scale", "--workers", "2", "--seconds", "30", "train.py"), place) as started:
-        limit = time.monotonic() + 60
-        while len(marked(started.mark)) < 3 and time.monotonic() < limit:
-            time.sleep(0.05)
-        assert len(marked(started.mark)) >= 3
-        os.kill(started.pid, signal.SIGINT)
-        done = started.done(60)
-    assert done.returncode == 130, done.stdout + done.stderr
-    assert "stopped by SIGINT" in done.stdout
 
 
 def test_arguments_that_cannot_be_used_are_told_before_anything_starts_and_help_has_examples(place):

@@ -335,6 +335,7 @@ def _one_size(
     ]
     units = []
     for i in range(len(chain)):
+        # What earlier units keep and what later ones left behind is counted with them.
         before, after = sum(saved[: i + 1]), sum(own[i:]) + sum(late[i:])
         forward = ledger.peaks.get(("forward", i), 0) - before
         backward = ledger.peaks.get(("backward", i), 0) - before - after
@@ -501,7 +502,7 @@ def _optimizer_bytes(
             except TypeError:  # it needs a closure
                 stand_in.step(lambda: torch.zeros(()))  # type: ignore[arg-type, return-value]
 
-        step()
+        step()  # the first one makes the state; the second shows what a step needs beside it
         sizes: dict[str, int] = defaultdict(int)
         seen: set[int] = set()
         for p, state in stand_in.state.items():

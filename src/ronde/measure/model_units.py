@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,9 +42,11 @@ class ModelUnit:
     why_not: str = ""
 
 
-def structure(module: nn.Module) -> str:
-    """A digest that is equal for modules of the same classes, settings and parameter shapes."""
-    parts: list[str] = []
+def structure(module: nn.Module, inputs: str = "") -> str:
+    """A digest that is equal for modules of the same classes, settings, parameter shapes, and
+    inputs.
+    """
+    parts = [inputs]
     for name, each in module.named_modules():
         kind = type(each)
         parts.append(f"{name}:{kind.__module__}.{kind.__qualname__}:{each.extra_repr()}")
@@ -53,17 +54,14 @@ def structure(module: nn.Module) -> str:
         parts += [f"{k}={tuple(p.shape)}{p.dtype}{p.requires_grad}" for k, p in tensors.items()]
         buffers = {k: b for k, b in each._buffers.items() if b is not None}
         parts += [f"{k}={tuple(b.shape)}{b.dtype}" for k, b in buffers.items()]
+        # A layer's own number differs, and its work does not.
         parts += [
             f"{k}={v!r}"
             for k, v in vars(each).items()
             if isinstance(v, int | float | str)
             and not (k.startswith("_") or k == "training" or "idx" in k or "index" in k)
         ]
-    return _digest("\n".join(parts), 12)
-
-
-def _digest(text: str, length: int) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:length]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def _repeats(module: nn.Module) -> bool:
@@ -80,53 +78,48 @@ def _repeats(module: nn.Module) -> bool:
 
 def find_chain(model: nn.Module, run: Callable[[], None]) -> list[ModelUnit]:
     """The units of a model in the order in which one forward pass and loss call them."""
-    names = {module: name for name, module in model.named_modules()}
-    first: dict[nn.Module, int] = {}
-    last: dict[nn.Module, int] = {}
-    calls: Counter[nn.Module] = Counter()
-    shapes: dict[nn.Module, str] = {}
-    clock = itertools.count()
-
     modules = dict(model.named_modules())
+    heard: list[tuple[str, str]] = []
 
     def note(name: str, args: Any, kwargs: Any) -> None:
-        module = modules[name]
-        last[module] = time = next(clock)
-        first.setdefault(module, time)
-        calls[module] += 1
         inputs = tensors_in((args, kwargs), attributes=True)
-        shapes.setdefault(module, repr([(tuple(t.shape[1:]), t.dtype) for t in inputs]))
+        heard.append((name, repr([(tuple(t.shape[1:]), t.dtype) for t in inputs])))
 
     with calls_heard(modules, note):
         run()
-
-    units: list[nn.Module] = []
+    last = {name: time for time, (name, _) in enumerate(heard)}
+    first = {name: len(heard) - 1 - time for time, (name, _) in enumerate(reversed(heard))}
+    names = {module: name for name, module in modules.items()}
+    called = {modules[name] for name in first}
+    calls = Counter(name for name, _ in heard)
+    units: list[str] = []
 
     def expand(module: nn.Module) -> None:
-        inner = any(child in first for child in module.modules() if child is not module)
+        inner = any(child in called for child in module.modules() if child is not module)
         whole = module is not model and not isinstance(module, _CONTAINERS) and not _repeats(module)
-        if module in first and (whole or not inner):
-            if module not in units:
-                units.append(module)
+        if module in called and (whole or not inner):
+            if names[module] not in units:
+                units.append(names[module])
         elif inner:
             for child in module.children():
                 expand(child)
 
     expand(model)
-    units.sort(key=lambda m: first[m])
+    units.sort(key=first.__getitem__)
     chain = []
-    for i, module in enumerate(units):
-        if i + 1 == len(units):
-            why = "the loss stays with the last module"
-        else:
+    for i, name in enumerate(units):
+        why = "the loss stays with the last module"
+        if i + 1 < len(units):
             # A module with weights that is called again later ties everything in between.
             end = first[units[i + 1]]
             ties = [
-                m for m in units[: i + 1] if last[m] > end and any(True for _ in m.parameters())
+                n
+                for n in units[: i + 1]
+                if last[n] > end and any(True for _ in modules[n].parameters())
             ]
-            why = f"{names[ties[0]]!r} runs again later" if ties else ""
-        alike = f"{structure(module)}-{_digest(shapes[module], 8)}"
-        chain.append(ModelUnit(names[module], alike, calls[module], why))
+            why = f"{ties[0]!r} runs again later" if ties else ""
+        alike = structure(modules[name], heard[first[name]][1])
+        chain.append(ModelUnit(name, alike, calls[name], why))
     return [*chain, ModelUnit(LOSS, LOSS)]
 
 

@@ -80,6 +80,7 @@ def _measured(me: World, backend: str, group: Any, device: torch.device) -> list
                 first, other = me.rank == pair[0], pair[me.rank == pair[0]]
                 _echo(first, other, small, 3, group)  # connections are made by the first
                 latency = statistics.median(_echo(first, other, small, 30, group)) / 2
+                # The fastest: other traffic only makes a way longer.
                 took = min(_echo(first, other, large, 3, group)) / 2
                 if first:
                     bandwidth = _LARGE_BYTES / max(took - latency, 1e-9)

@@ -19,9 +19,9 @@ from ronde.capture import watching
 from ronde.capture.follow import follow
 from ronde.measure.bench_links import calibrate, resident
 from ronde.measure.light_weights import NoInitialValues
-from ronde.measure.memory_account import weigh
 from ronde.measure.script_loop import own_loop
 from ronde.measure.stand_in import untouched
+from ronde.measure.storage_ledger import storages
 from ronde.measure.study import (
     load_study,
     refuse_batches,
@@ -30,7 +30,7 @@ from ronde.measure.study import (
     write_study,
 )
 from ronde.measure.tensor_units import divisible
-from ronde.measure.time_units import autocast_of, device_name, measure, sequence_of
+from ronde.measure.time_units import measure
 from ronde.parallel import Work, batchnorms
 from ronde.parallel.choose_cut import usable
 from ronde.plan import SPLIT_FIELDS, Plan
@@ -78,10 +78,8 @@ class Gauge(hooks.Observer):
     def on_plan(self, plan: Plan, work: Work, calls: Any, me: World) -> Plan:
         """See :class:`Observer`."""
         self._light.close()
-        if self.options.get("counted"):
-            costs = count(work, plan, calls, report_progress)
-        else:
-            costs = gauge(work, plan, calls, self.options.get("threads"), report_progress)
+        threads, counted = self.options.get("threads"), bool(self.options.get("counted"))
+        costs = gauge(work, plan, calls, threads, report_progress, counted=counted)
         if me.is_main:
             write_study(self.file, {"costs": costs.to_dict(), "plan": plan.to_dict()})
         raise SystemExit(0)
@@ -93,8 +91,15 @@ def gauge(
     calls: Any,
     threads: int | None,
     tell: Callable[[str], None],
+    *,
+    counted: bool = False,
 ) -> Costs:
-    """Measure the costs of a script's model on this process's device."""
+    """Measure the costs of a script's model on this process's device.
+
+    Args:
+        counted: only count its work, for devices that are not here: their times follow from it, so
+            a busy machine disturbs nothing.
+    """
     script_bytes = 0.0
     if _before is not None:
         script_bytes = max(0.0, float(resident() - _before) - _host_bytes(work))
@@ -105,32 +110,14 @@ def gauge(
         work.sample,
         plan.batch_size,
         precision=plan.precision,
-        threads=threads,
+        threads=None if counted else threads,
         clips=plan.clip_norm is not None,
+        timed=not counted,
         tell=tell,
     )
-    costs = replace(costs, script_bytes=script_bytes)
-    costs = _with_real_cuts(costs, work, plan)
-    return divisible(costs, work, calls, plan.precision)
-
-
-def count(work: Work, plan: Plan, calls: Any, tell: Callable[[str], None]) -> Costs:
-    """Count a script's model without timing it, for devices that are not here: their times follow
-    from its work, so a busy machine disturbs nothing.
-    """
-    model = work.model
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    autocast = autocast_of(device, plan.precision)
-    tell("counting the work and memory of layers")
-    with untouched(model):
-        model.train()
-        costs = weigh(model, work.optimizer, calls, work.sample, plan.batch_size, autocast=autocast)
-    sequence = sequence_of(work.sample(1), 1)
-    costs = replace(costs, device=device_name(device), sequence=sequence)
-    tell("looking for places to cut the model")
-    costs = _with_real_cuts(costs, work, plan)
-    tell("counting one worker's part of divided layers")
-    return divisible(costs, work, calls, plan.precision, timed=False)
+    tell("looking for places to cut and to divide the model")
+    costs = _with_real_cuts(replace(costs, script_bytes=script_bytes), work, plan)
+    return divisible(costs, work, calls, plan.precision, timed=not counted)
 
 
 def _host_bytes(work: Work) -> float:
@@ -138,9 +125,8 @@ def _host_bytes(work: Work) -> float:
     gradients = [p.grad for p in work.model.parameters() if p.grad is not None]
     tensors = [*work.model.parameters(), *work.model.buffers(), *gradients]
     tensors += tensors_in(list(work.optimizer.state.values()), attributes=True)
-    on_host = [t for t in tensors if t.device.type == "cpu" and t.layout is torch.strided]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in on_host}
-    return float(sum(s.nbytes() for s in storages.values()))
+    on_host = storages([t for t in tensors if t.device.type == "cpu"])
+    return float(sum({s._cdata: s.nbytes() for s, _ in on_host}.values()))
 
 
 def _with_real_cuts(costs: Costs, work: Work, plan: Plan) -> Costs:
@@ -207,6 +193,7 @@ def choose_plan(plan: Plan, work: Work, calls: Any, me: World) -> tuple[Plan, st
         The plan, and why it.
     """
     report_progress("measuring, to choose a plan")
+    # A plan that is chosen must not change what the script draws afterwards.
     random = torch.get_rng_state()
     try:
         costs = gauge(work, plan, calls, None, report_progress)

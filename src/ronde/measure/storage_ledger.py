@@ -117,6 +117,7 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = storage._cdata
             entry = self._by_key.get(key)
             if entry is not None:
+                # Tensors that a later unit reads are what a cut between the two has to send.
                 if self.unit > entry.unit:
                     entry.last_read = max(entry.last_read, self.unit)
                     entry.read_bytes = max(entry.read_bytes, min(entry.size, bytes_of(tensor)))

@@ -195,6 +195,7 @@ def _by_measurement(
         with untouched(model), contextlib.ExitStack() as stack:
             model.train()
             copy = TimedModel(stack, model, work.optimizer, calls, chain, device, autocast)
+            # In turns: a machine that slows down meets both.
             for _ in range(7):  # the first is not counted
                 whole = copy.whole(batch)
                 with one_part(copy.model, blocks, 2):

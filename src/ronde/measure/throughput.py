@@ -268,6 +268,7 @@ class Bench:
                 settings = dataclasses.replace(settings, probe=probe)
             options = dict(settings.options)
             if self._slowest_first and not options.get("timeout") and not self.is_stream:
+                # A loader that hangs ends its window, not the whole study.
                 options["timeout"] = 15.0 + 8.0 * self._slowest_first
             settings = dataclasses.replace(settings, options=options)
             stop_openmp_threads()
@@ -311,6 +312,7 @@ class Bench:
                 self._recycled.append((share, on_device(feed, share, micros, self.run.device)))
                 size += sum(t.numel() * t.element_size() for t in tensors_in(micros))
                 n, spent = len(self._recycled), time.perf_counter() - start
+                # More batches, where they cost little: a cache of the processor flatters a few.
                 quick = size < 32 << 20 and spent < 0.5
                 enough = n >= (16 if quick else 8)
                 if self._agree(enough or (n >= 3 and spent > self.patience)):
@@ -450,6 +452,7 @@ class Bench:
         """Take steps until the queues have settled, as many on every rank; seconds of a step."""
         depth, multiple = self._depth(arm)
         micro_batches = len(share.micro)
+        # Three times round, queues are as full as they will stay.
         rest = -(-3 * depth // micro_batches)
         learn = 0
         if arm.samples:

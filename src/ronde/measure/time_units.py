@@ -64,6 +64,7 @@ def measure(
     seconds: float = 8.0,
     threads: int | None = None,
     clips: bool = False,
+    timed: bool = True,
     tell: Callable[[str], None] | None = None,
 ) -> Costs:
     """Measure the costs of a script's model, unit by unit. The model, its gradients, buffers,
@@ -76,6 +77,7 @@ def measure(
         seconds: about how long to measure.
         threads: compute threads that a worker will have; None leaves them alone.
         clips: whether gradients are clipped before the optimizer's step.
+        timed: whether it is timed; else its work and memory are counted only.
         tell: shows progress.
 
     Returns:
@@ -86,7 +88,7 @@ def measure(
         ArgumentError: the model is on the meta device.
     """
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if any(p.is_meta for p in model.parameters()):
+    if timed and any(p.is_meta for p in model.parameters()):
         raise ArgumentError(
             "the model's parameters are on the meta device: they have no values, so it cannot be "
             "timed."
@@ -100,23 +102,28 @@ def measure(
             model.train()
         tell("counting the memory of layers")
         costs = weigh(model, optimizer, compute, batches, batch_size, autocast=autocast)
+        least = costs.measured_samples[0]
+        sequence = sequence_of(batches(least), least)
+        costs = replace(costs, device=device_name(where), sequence=sequence)
+        if not timed:
+            return costs
         units = [ModelUnit(u.name, u.alike) for u in costs.units]
-        timed = TimedModel(stack, model, optimizer, compute, units, where, autocast, clips)
+        copied = TimedModel(stack, model, optimizer, compute, units, where, autocast, clips)
         # Normalization over a batch of one fails.
         norms = any(normalizes_batch(m) for m in model.modules())
         fewest = 2 if norms and batch_size > 1 else 1
         parts = {max(fewest, batch_size // 16), max(fewest, batch_size // 4), batch_size}
-        sizes = timed.affordable(sorted(parts), batches, seconds)
+        sizes = copied.affordable(sorted(parts), batches, seconds)
         micro = {b: batches(b) for b in sizes}
         tell("timing layers")
-        rounds = timed.time_rounds(micro, seconds)
-        accumulate_seconds = timed.time_accumulation(micro[sizes[0]])
+        rounds = copied.time_rounds(micro, seconds)
+        accumulate_seconds = copied.time_accumulation(micro[sizes[0]])
         again_seconds = {}
         if costs.again and any(u.recomputed for u in costs.units):
             tell("timing recomputation")
             quick = [b for b in sizes[1:] if min(rounds.whole[b]) < seconds / 16]
             ends = {b: micro[b] for b in (sizes[0], *quick[-1:])}
-            again_seconds = timed.time_recomputation(costs.again, ends, seconds / 4)
+            again_seconds = copied.time_recomputation(costs.again, ends, seconds / 4)
             costs = replace(costs, again=tuple(again_seconds))
         noise = _disturbance(rounds)
         timed_units, fit_error = _fit(costs.units, rounds)
@@ -127,13 +134,11 @@ def measure(
             clip_seconds=min(rounds.clip, default=0.0),
             accumulate_seconds=accumulate_seconds,
             again_seconds=again_seconds,
-            device=device_name(where),
             threads=torch.get_num_threads(),
             noise=noise,
-            sequence=sequence_of(micro[sizes[0]], sizes[0]),
             measured_samples=tuple(sizes),
             fit_error=fit_error,
-            notes=(*costs.notes, *timed.notes),
+            notes=(*costs.notes, *copied.notes),
         )
 
 
@@ -141,6 +146,7 @@ def _disturbance(rounds: Rounds) -> float:
     """How far two halves of the rounds differ, at the size where they do most."""
     apart = 0.0
     for whole in rounds.whole.values():
+        # Every second round, so that a drift is in both halves and other programs are not.
         halves = [min(whole[i::2]) for i in (0, 1)]
         apart = max(apart, max(halves) / min(halves) - 1)
     return apart
@@ -168,6 +174,7 @@ def _fit(units: tuple[Unit, ...], rounds: Rounds) -> tuple[tuple[Unit, ...], flo
         _share(own, group)
         _share(back, group)
     forward = [[o + g for o, g in zip(*pair, strict=True)] for pair in zip(own, glue, strict=True)]
+    # Clocks take time of their own: the units are scaled to steps that have none.
     whole = [min(rounds.whole[b]) for b in rounds.units]
     factor = statistics.median(
         seconds / max(1e-12, sum(f[k] + b[k] for f, b in zip(forward, back, strict=True)))

@@ -110,6 +110,7 @@ class TimedModel:
             return tensor.detach().clone()
 
         # Weights, gradients, optimizer state, and activations.
+        # A copy that pushes the machine into swapping would be timed with it.
         in_place = size * 5 > free
         make = torch.Tensor.detach if in_place else clone
         self.model, copies = stack.enter_context(
@@ -192,6 +193,7 @@ class TimedModel:
                         del points[level]
                         self._note(f"recompute={level}", error)
             for level, pairs in points.items():
+                # The first of each is the warm-up.
                 pairs.append((b, max(0.0, min(again[level][1:]) - min(plain[1:]))))
         self._clear()
         return {level: line(pairs) for level, pairs in points.items()}
@@ -209,6 +211,7 @@ class TimedModel:
         slope = max(0.0, second - first) / (sizes[1] - sizes[0])
 
         def expected(samples: int) -> float:
+            # Each round is two steps, with clocks in it and without.
             return 2 * _FEWEST_ROUNDS * (first + slope * (samples - sizes[0]))
 
         # As near to the whole batch as time allows: interpolation is safer than extrapolation.
@@ -232,6 +235,7 @@ class TimedModel:
         for batch in micro.values():
             self.by_unit(batch)
         start = time.perf_counter()
+        # Sizes take turns, so that a machine that slows down meets all of them.
         for done in range(30):
             if done >= _FEWEST_ROUNDS and time.perf_counter() - start > seconds:
                 break

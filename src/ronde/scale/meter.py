@@ -81,6 +81,7 @@ class Meter(hooks.Observer):
         cpu: dict[str, list[float]] = {name: [] for name in names}
         workers = f"{run.world_size} worker{'s' if run.world_size > 1 else ''}"
         for i in range(rounds):
+            # There and back, so that a drift of the machine favors neither.
             for name in names if i % 2 == 0 else names[::-1]:
                 report_progress(f"{workers}: {name}, {i + 1} of {rounds}")
                 result = bench.window(Arm(name), seconds)

@@ -113,6 +113,7 @@ def further_sizes(largest: int, to: int) -> list[int]:
         [8, 16, 32, 48]
     """
     sizes = []
+    # Rates are compared on a doubling grid: between two of its sizes no law is more certain.
     n = largest * 2
     while n < to:
         sizes.append(n)
