@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import signature
+
 import pytest
 import torch
 
+import ronde.horovod.torch as hvd
 from processes import TESTS, ronde_run
 from ronde.cli.horovodrun import translate
 from ronde.world import ArgumentError
@@ -140,3 +143,13 @@ def test_horovodrun_settings():
     for wrong in ("--config-file x python t.py", "-np 2 ./a.out", "--nonsense 1 python t.py", ""):
         with pytest.raises(ArgumentError, match="horovodrun"):
             translate(wrong.split())
+
+
+def test_every_form_shows_its_arguments():
+    shown = {name: str(signature(getattr(hvd, name))) for name in ("allreduce", "broadcast_async_")}
+    assert (
+        "(tensor: 'Tensor', average" in shown["allreduce"] and "compression" in shown["allreduce"]
+    )
+    assert shown["broadcast_async_"].startswith("(tensor: 'Tensor', root_rank: 'int', name:")
+    with pytest.raises(TypeError, match="outputs"):
+        hvd.allreduce_(torch.ones(1), outputs=[torch.ones(1)])

@@ -160,10 +160,10 @@ class ObjectState:
         Raises:
             HostsUpdatedInterrupt: hosts have changed.
         """
-        found = []
+        changes = []
         while not self._host_messages.empty():
-            found.append(self._host_messages.get())
-        updates = broadcast_object([update for _, update in found])
+            changes.append(self._host_messages.get())
+        updates = broadcast_object([update for _, update in changes])
         if updates:
             raise HostsUpdatedInterrupt(all(update == 1 for update in updates))
 

@@ -47,6 +47,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalize; a collective while training."""
 
         def total(x: torch.Tensor) -> torch.Tensor:
-            return allreduce(x, op=Reduction.Sum, process_set=self.process_set)
+            whole: torch.Tensor = allreduce(x, op=Reduction.Sum, process_set=self.process_set)
+            return whole
 
         return normalize_over(self, input, total)
