@@ -108,6 +108,13 @@ class Rendezvous:
         self._doing = what
         self.heartbeat.doing(what, self.begun)
 
+    def _put(self, key: str, value: Any) -> None:
+        self._store.set(key, _signed(key, json.dumps(value)))
+
+    def _values(self, keys: Sequence[str]) -> list[Any]:
+        values = self._store.multi_get(list(keys))
+        return [_verified(key, value) for key, value in zip(keys, values, strict=True)]
+
     # -- what this rank does, for others -----------------------------------------------
 
     def _publish(self) -> None:
@@ -115,8 +122,7 @@ class Rendezvous:
         if now != self._published:
             self._published = now
             with self._lock:
-                at = f"at/{self.me.rank}"
-                self._store.set(at, _signed(at, json.dumps(now)))
+                self._put(f"at/{self.me.rank}", now)
 
     def _publish_often(self) -> None:
         with suppress(RuntimeError):  # the store has gone: so has the world
@@ -135,10 +141,7 @@ class Rendezvous:
             keys, n = self._last
             limit = time.monotonic() + 2.0
             while keys and self.me.is_main and time.monotonic() < limit:
-                if self._store.check(keys) and all(
-                    _verified(*each) >= n
-                    for each in zip(keys, self._store.multi_get(keys), strict=True)
-                ):
+                if self._store.check(keys) and min(self._values(keys)) >= n:
                     break
                 time.sleep(0.005)
 
@@ -189,10 +192,9 @@ class Rendezvous:
         name = "all" if chosen == everyone else ",".join(map(str, chosen))
         before, self.doing = self.doing, what
         try:
-            mine = json.dumps([what, facts, advice])
+            own = f"{name}/{n}/{self.me.rank}"
             with self._lock:
-                own = f"{name}/{n}/{self.me.rank}"
-                self._store.set(own, _signed(own, mine))
+                self._put(own, [what, facts, advice])
                 if self._store.add(f"{name}/{n}/here", 1) == len(chosen):
                     self._store.set(f"{name}/{n}/all", "1")
             # After the key: a rank that has begun this call, and has no key, began another one.
@@ -210,15 +212,12 @@ class Rendezvous:
                 self._met[chosen], self.begun = n - 1, past + within
                 raise self.refuse(gone)
             with self._lock:
-                names = [f"{name}/{n}/{rank}" for rank in chosen]
-                values = self._store.multi_get(names)
-                notes = [_verified(*each) for each in zip(names, values, strict=True)]
+                notes = self._values([f"{name}/{n}/{rank}" for rank in chosen])
                 # Everyone is here, so everyone has left the meeting before last.
                 self._store.delete_key(f"{name}/{n - 2}/{self.me.rank}")
                 for key in ("here", "all", "gone") if self.me.rank == chosen[0] else ():
                     self._store.delete_key(f"{name}/{n - 2}/{key}")
-                left = f"{name}/left/{self.me.rank}"
-                self._store.set(left, _signed(left, str(n)))
+                self._put(f"{name}/left/{self.me.rank}", n)
             self._last = [f"{name}/left/{rank}" for rank in chosen], n
         except (dist.DistStoreError, dist.DistNetworkError) as error:
             raise WorldError(
@@ -291,7 +290,7 @@ class Rendezvous:
         with self._lock:
             if not self._store.check([f"at/{rank}"]):
                 return None
-            begun, doing = _verified(f"at/{rank}", self._store.get(f"at/{rank}"))
+            ((begun, doing),) = self._values([f"at/{rank}"])
             if self._store.check([key]):
                 return None  # it came meanwhile
         if doing == _ENDED or begun > past:
@@ -319,8 +318,7 @@ class Rendezvous:
         """
         if self.me.size > 1:
             with suppress(RuntimeError), self._lock:
-                text = json.dumps([self.begun, str(error)])
-                self._store.set("refused", _signed("refused", text))
+                self._put("refused", [self.begun, str(error)])
         return error
 
     def explain(self, error: RuntimeError) -> RuntimeError:
@@ -329,13 +327,13 @@ class Rendezvous:
             return error
         with suppress(RuntimeError), self._lock:
             if self._store.check(["refused"]):
-                begun, text = _verified("refused", self._store.get("refused"))
+                ((begun, text),) = self._values(["refused"])
                 if abs(self.begun - begun) <= 2:
                     return WorldError(text)
             for rank in range(self.me.size):
                 if rank != self.me.rank and self._store.check([f"at/{rank}"]):
-                    at = f"at/{rank}"
-                    if _verified(at, self._store.get(at))[1] == _ENDED:
+                    ((_, doing),) = self._values([f"at/{rank}"])
+                    if doing == _ENDED:
                         return WorldError(
                             f"rank {self.me.rank} is in {self.doing}, and rank {rank} {_ENDED}. "
                             f"{_ADVICE}",
