@@ -32,8 +32,8 @@ from ronde.launch import Fleet, Job, Output
 from ronde.launch import messages as m
 from ronde.launch.engine import Host
 from ronde.launch.facts import collect
-from ronde.launch.frames import MARKER, from_line, to_line
 from ronde.launch.job import Outcome
+from ronde.launch.messages import MARKER, from_line, to_line
 from ronde.watch.hang_judge import RankView
 
 WORKERS = 8

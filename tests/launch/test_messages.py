@@ -7,9 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.frames import Sender, from_line, to_line
 from ronde.launch.job import Job, Nodes, Outcome
-from ronde.launch.messages import EndHang, File, Out, StartWorkers, Stop, Views, WorkersEnded
+from ronde.launch.messages import (
+    EndHang,
+    File,
+    Out,
+    Sender,
+    StartWorkers,
+    Stop,
+    Views,
+    WorkersEnded,
+    from_line,
+    to_line,
+)
 from ronde.watch.hang_judge import HangVerdict, RankView
 from ronde.watch.stack_place import StackPlace
 

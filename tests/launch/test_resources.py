@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from ronde.launch import Job, run_here
-from ronde.launch.frames import from_line, to_line
-from ronde.launch.messages import Resources
+from ronde.launch.messages import Resources, from_line, to_line
 from ronde.launch.mirror import folder_files
 from ronde.launch.resources import ResourceWatch
 from ronde.watch import RunDir

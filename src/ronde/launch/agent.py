@@ -25,8 +25,8 @@ from typing import Any
 from ronde.launch import messages as m
 from ronde.launch.console import Router
 from ronde.launch.facts import collect
-from ronde.launch.frames import MARKER, Pipe, Sender, Silence, from_line
 from ronde.launch.job import Job, Nodes, Outcome
+from ronde.launch.messages import MARKER, Pipe, Sender, Silence, from_line
 from ronde.launch.mirror import Mirror, forget_others, unpack
 from ronde.launch.mpi_world import VARIABLE, MpiStarter
 from ronde.launch.node import Node, reap, warn_workers, worker_environment

@@ -12,7 +12,7 @@ from ronde.launch.agent import Agent
 from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host
 from ronde.launch.facts import Facts
-from ronde.launch.frames import MARKER, Pipe, Silence, from_line, to_line
+from ronde.launch.messages import MARKER, Pipe, Silence, from_line, to_line
 
 __all__ = ["SILENCE_SECONDS", "HereLink", "HostLink", "Link"]
 

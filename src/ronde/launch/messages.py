@@ -1,13 +1,20 @@
 """What the launcher and its agents say to each other: a frozen dataclass for each kind.
 
-On their way, they are JSON; an agent in the launcher's process gets them as they are.
+On their way, over a pipe, they are lines of JSON; an agent in the launcher's process gets them as
+they are.
 """
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Callable, Mapping
+import io
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +23,7 @@ from ronde.launch.job import Job, Nodes, Outcome
 from ronde.watch.hang_judge import HangVerdict, RankView
 
 __all__ = [
+    "MARKER",
     "Alive",
     "Closed",
     "End",
@@ -35,18 +43,26 @@ __all__ = [
     "Message",
     "Out",
     "Ping",
+    "Pipe",
     "Progress",
     "Reach",
     "Reached",
     "Refused",
     "Resources",
+    "Sender",
+    "Silence",
     "StartWorkers",
     "Settled",
     "Stop",
     "Told",
     "Views",
     "Warn",
+    "from_line",
+    "to_line",
 ]
+
+MARKER = b"\x1eronde agent\n"
+"""What an agent writes first: whatever a login shell prints before it is no message."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +78,24 @@ class Message:
         """The kind and all values; but for ``data``, JSON holds them."""
         return {"kind": type(self).__name__, **dataclasses.asdict(self)}
 
-    @staticmethod
-    def of(values: Mapping[str, Any]) -> Message:
-        """The message that :meth:`values` described, ``data`` as Base64.
 
-        Raises:
-            LookupError, TypeError, ValueError: there is no such message.
-        """
-        kind = Message.kinds[values["kind"]]
-        return kind(**{name: _read(name, v) for name, v in values.items() if name != "kind"})
+def to_line(message: Message) -> bytes:
+    """A message as a line."""
+    values = message.values()
+    if "data" in values:  # as Base64: Open MPI 5 takes bytes on the way for text, and drops NUL
+        values["data"] = base64.b64encode(values["data"]).decode()
+    return json.dumps(values, default=str).encode() + b"\n"
+
+
+def from_line(line: bytes) -> Message:
+    """The message that :func:`to_line` wrote.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is none.
+    """
+    values = json.loads(line)
+    kind = Message.kinds[values["kind"]]
+    return kind(**{name: _read(name, value) for name, value in values.items() if name != "kind"})
 
 
 def _read(name: str, value: Any) -> Any:
@@ -340,3 +365,70 @@ class Failed(Message):
     """An agent in this process has raised an error."""
 
     error: BaseException
+
+
+# The pipe
+
+
+class Pipe(io.FileIO):
+    """The reading end of a pipe; counts what comes, parts of lines too."""
+
+    reads = 0
+
+    def readinto(self, buffer: Any) -> int | None:
+        """Read as ``FileIO`` does."""
+        count = super().readinto(buffer)
+        self.reads += 1
+        return count
+
+
+class Silence:
+    """How long nothing has come through a pipe, in seconds for which this process was awake.
+
+    A process that gets no CPU wakes late, and finds unread what came meanwhile: it must not take
+    its own sleep for the other side's silence.
+    """
+
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe, self._reads, self._seconds = pipe, pipe.reads, 0.0
+        self.longest = 0.0
+        """The longest silence that ended."""
+        self._poll = select.poll()
+        self._poll.register(pipe, select.POLLIN)
+        self._looked = time.monotonic()
+
+    def seconds(self) -> float:
+        """Look at the pipe once; to be called every second, or more often."""
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        if self._poll.poll(0) or self._pipe.reads != self._reads:
+            self.longest = max(self.longest, self._seconds)
+            self._reads, self._seconds = self._pipe.reads, 0.0
+        else:
+            self._seconds += min(passed, 1.0)
+        return self._seconds
+
+
+class Sender:
+    """Writes messages to a file descriptor, from any thread.
+
+    Attributes:
+        sent: when the last one was written, of ``time.monotonic()``.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self.sent = 0.0
+
+    def send(self, message: Message) -> bool:
+        """Write one; False if nobody reads any more."""
+        rest = memoryview(to_line(message))
+        with self._lock:
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except OSError:
+                return False
+            self.sent = time.monotonic()
+        return True

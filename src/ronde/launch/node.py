@@ -178,7 +178,7 @@ class _Failure:
     exited: bool = False
 
 
-def _told(rank: int, failure: WorkerFailure) -> _Failure:
+def _failure_of(rank: int, failure: WorkerFailure) -> _Failure:
     """What a rank has said about its end, or what its exit status says."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         message = json.loads(failure.error_file.read_text())["message"]
@@ -576,7 +576,7 @@ class Node:
 
 def _failure(failures: Mapping[int, WorkerFailure], before: str) -> Outcome:
     """How the workers failed; ``before`` names those that had ended well."""
-    first = min(_told(rank, failure) for rank, failure in failures.items())
+    first = min(_failure_of(rank, failure) for rank, failure in failures.items())
     before = before if first.consequence else ""
     return Outcome(
         first.code if first.code > 0 else 1,

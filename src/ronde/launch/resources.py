@@ -59,7 +59,7 @@ class ResourceWatch:
         self._used: dict[int, float] = {}
         self._begun = time.monotonic()
         self._search_at = 0.0
-        self._looked = self._told = 0.0
+        self._looked = self._written = 0.0
         self._idle = (0.0, 0.0)
         self._cpu: list[float] = []
         self._gpus = _Gpus(len(ranks))
@@ -96,11 +96,11 @@ class ResourceWatch:
         pids = {beat.pid for beat in self._beats.values()}
         self._beats = self._read_beats()
         workers = {beat.pid for beat in self._beats.values()}
-        self._told = self._looked = time.monotonic()
-        if workers and (workers != pids or self._told >= self._search_at):
+        self._written = self._looked = time.monotonic()
+        if workers and (workers != pids or self._written >= self._search_at):
             begun = time.thread_time()
             self._processes = _with_children(workers)
-            self._search_at = self._told + (time.thread_time() - begun) / _SEARCH_SHARE
+            self._search_at = self._written + (time.thread_time() - begun) / _SEARCH_SHARE
         self._used, self._cpu = self._cpu_seconds(), []
         self._facts = {pid: self._facts.get(pid) or _facts(pid) for pid in workers}
         self._idle = _idle_seconds()
@@ -120,7 +120,7 @@ class ResourceWatch:
         self._cpu.append(100.0 * seconds / (now - self._looked))
         self._used, self._looked = used, now
         self._gpus.look()
-        if now < self._told + self._line_seconds:
+        if now < self._written + self._line_seconds:
             return
         self._send(self._line(now))
         self._find()
@@ -132,7 +132,7 @@ class ResourceWatch:
         idle, whole = (b - a for a, b in zip(self._idle, _idle_seconds(), strict=True))
         return {
             "time": time.time(),
-            "seconds": round(now - self._told, 2),
+            "seconds": round(now - self._written, 2),
             "since_start": round(now - self._begun, 1),
             "cpu": _percentiles([used / cores for used in self._cpu]),
             "cores": cores,

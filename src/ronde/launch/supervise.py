@@ -103,7 +103,7 @@ class Workers:
         self._looked = time.monotonic()
         self.failures: dict[int, WorkerFailure] = {}
         self._asked: float | None = None
-        self._told: set[int] = set()  # those that were asked to leave
+        self._leaving: set[int] = set()  # those that were asked to leave
         self.leaves = False  # whether one has ended because it was asked to
         self.paused = False  # whether that was a pause
         try:
@@ -211,12 +211,12 @@ class Workers:
         """
         self._asked = self._asked or time.monotonic()
         for process in self._processes:
-            running = process.poll() is None and process.pid not in self._told
+            running = process.poll() is None and process.pid not in self._leaving
             if running and catches(process.pid, signal.SIGUSR1):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGUSR1)
-                    self._told.add(process.pid)
-        return bool(self._told)
+                    self._leaving.add(process.pid)
+        return bool(self._leaving)
 
     def end(self, seconds: Callable[[], float]) -> None:
         """Kill those that have not ended after some seconds, which may become fewer meanwhile."""
