@@ -35,6 +35,7 @@ from ronde.predict.prediction import KINDS, TERMS
 from ronde.predict.search import search
 from ronde.predict.simulate import Times, run_step
 from ronde.predict.unit_arrays import chain, stage_arrays
+from ronde.world.units import format_bytes
 from sampling import ALL, long
 
 SHAPES = [
@@ -804,6 +805,12 @@ def test_the_answer_is_said_and_fits_the_terminal(costs, workers, memory_bytes, 
     text = shown(render_answer(told), 80)
     for made in told.result.families.values():  # long ones take several lines
         assert all(part in text for part in made.plan.spec.split(","))
+    details = shown(render_answer(told, verbose=True), 400).partition("a device of")[2]
+    for made in told.result.families.values():
+        (line,) = (x for x in details.splitlines() if x.split("  ")[0] == made.plan.family)
+        sizes = [made.exchanged_bytes, *made.memory.values()]
+        assert line.split("  ")[-1].strip() == (format_bytes(sizes[-1]) if sizes[-1] else "–")
+        assert all(format_bytes(size) in line for size in sizes if size)
     values = json.loads(json.dumps(told.to_dict()))
     assert (
         values["sentence"] == told.sentence

@@ -243,7 +243,7 @@ def _tail(best: Prediction) -> str:
         return f"a worker waits {100 * best.bubble:.0f} % of the step"
     if wire < 0.05 and best.hidden_seconds > 0:
         return "the exchange hides behind the backward pass"
-    return f"{100 * wire:.0f} % of the step is exchange that does not hide"
+    return f"{100 * wire:.0f} % of the step waits for the exchange"
 
 
 def _comparison(result: SearchResult, sure: Precision) -> tuple[str, str]:
@@ -426,7 +426,7 @@ def render_answer(explanation: Explanation, *, verbose: bool = False) -> Rendera
 
     Args:
         explanation: what to show.
-        verbose: every note; otherwise the first three.
+        verbose: every note, and each plan's memory by kind; otherwise the first three notes.
     """
     result, sure = explanation.result, explanation.precision
     error = f"of the step time not known: {sure.why}"
@@ -458,6 +458,8 @@ def render_answer(explanation: Explanation, *, verbose: bool = False) -> Rendera
             )
         )
     parts += [Text(), _table(result, sure.about)]
+    if verbose:
+        parts += [Text(), _details(result)]
     if explanation.flips:
         parts += [Text(), Text("The answer would flip", style="bold")]
         for variable, both in itertools.groupby(explanation.flips, lambda flip: flip.variable):
@@ -490,6 +492,20 @@ def _table(result: SearchResult, about: str) -> Table:
             format_bytes(p.memory_bytes),
             Text(p.verdict, style=_STYLES[p.verdict]),
         )
+    return table
+
+
+def _details(result: SearchResult) -> Table:
+    """What a worker of each plan trains, sends, and holds."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("a device of", overflow="fold")
+    for head in ("samples/s", "sent", *result.best.memory):
+        table.add_column(head, justify="right", overflow="fold")
+    for p in result.families.values():
+        sizes = [
+            format_bytes(size) if size else "–" for size in (p.exchanged_bytes, *p.memory.values())
+        ]
+        table.add_row(p.plan.family, f"{p.samples_per_second:,.4g}", *sizes)
     return table
 
 
