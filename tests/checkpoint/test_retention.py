@@ -99,3 +99,29 @@ def test_the_command(tmp_path):
     assert [p.name[-2:] for p in list_checkpoints(folder)] == ["40", "30", "20"]
     assert "goes with --prune only" in _ronde(tmp_path, "--yes", status=2)
     assert "stays in any case" in _ronde(tmp_path, "--prune", "best=loss", status=2)
+
+
+UNSAVABLE = """
+import torch, ronde
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+run = ronde.distribute(model, optimizer, data, loss=torch.nn.functional.mse_loss, batch_size=4)
+for _ in run.epochs(1):
+    for batch in run.batches():
+        run.step(batch)
+    for state in optimizer.state.values():
+        state["momentum_buffer"] = state["momentum_buffer"].to(torch.complex128)
+"""
+
+
+def test_rank_0_writes_for_all_and_cannot(tmp_path):
+    """Where hosts share no folder, rank 0 takes all parts in before it says that one is refused."""
+    (tmp_path / "train.py").write_text(UNSAVABLE)
+    words = ["run", "--workers", "2", "--plan", "shard=parameters", "train.py"]
+    done = ronde_run(words, tmp_path, env={"RONDE_RUN_DIR_SHARED": "0"})
+    assert done.returncode == 0, done.stderr
+    assert "is of type torch.complex128" in done.stdout + done.stderr
+    assert not list(tmp_path.glob("runs/*/checkpoints/step-*"))

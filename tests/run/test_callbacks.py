@@ -108,7 +108,7 @@ def test_a_tools_steps_are_not_the_scripts(monkeypatch):
     monkeypatch.setenv("RONDE_RUNS", "none")
     events = Events()
     run, data = distribute([events], n=16, batch_size=8)
-    with run.port.as_found(), run.port.unwatched():
+    with run.port.restoring(), run.port.unwatched():
         run.port.prepare()
         share = next(iter(shares(0, 0, 16, 8, 0, 1)))
         run.port.step(share, [data[:8]])

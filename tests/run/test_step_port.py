@@ -52,7 +52,7 @@ for epoch in run.epochs(2):
             before = state()
             port = run.port
             changed = False
-            with port.as_found(), port.unwatched():
+            with port.restoring(), port.unwatched():
                 port.prepare()
                 place = run.plan.layout.place(run.rank)
                 for share in list(shares(0, 0, 48, 8, place.replica, run.plan.replicas))[:3]:

@@ -168,10 +168,12 @@ def finish(
     body["digest"] = manifest_digest(body)
     write_whole(temporary / "manifest.json", manifest_text(body), durable=True)
     refuse_fenced()
+    before = folder / f"{_TEMPORARY}old-{target.name}"
     if target.exists():
-        remove(target)
+        target.rename(before)  # deleted once the new one is in its place
     temporary.rename(target)
     sync(folder)
+    shutil.rmtree(before, ignore_errors=True)
     if policy is not None:
         stay = [step] if protected is None else [step, protected]
         steps = [step_of(path) for path in list_checkpoints(folder)]

@@ -168,7 +168,7 @@ def _write_all(
 ) -> dict[str, Any]:
     """Rank 0 writes the files of all ranks, one after another, from what they send it."""
     entries: dict[str, Any] = {}
-    error: OSError | SafetensorError | None = None
+    error: Exception | None = None
     for part, pieces in parts.items():
         for rank in range(me.size):
             owner = owners[part]
@@ -184,7 +184,7 @@ def _write_all(
             file = _file(part, rank, me.size)
             try:
                 entries[file] = files.add(path, file, tensors, boxes)
-            except (OSError, SafetensorError) as caught:
+            except (OSError, SafetensorError, CheckpointError) as caught:
                 error = caught  # the others still send
     if error is not None:
         raise error

@@ -183,7 +183,7 @@ class Bench:
         place = Path(answer).parent if answer and Path(answer).parent.is_dir() else None
         enter = self._stack.enter_context
         self._folder = Path(enter(tempfile.TemporaryDirectory(prefix="ronde-arms-", dir=place)))
-        enter(self.port.as_found())
+        enter(self.port.restoring())
         enter(self.port.unwatched())
         self._stack.callback(stages.listen, stages.listen(self.in_step))
         self.port.prepare()

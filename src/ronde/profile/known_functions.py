@@ -106,8 +106,8 @@ _READS = re.compile(r"_*(read|fetch|download)(?![a-z])", re.ASCII)
 
 def _torchvision() -> Iterator[tuple[str, str, str, str]]:
     module = "torchvision.transforms.functional"
-    found = sys.modules.get(module)
-    for name, value in list(vars(found).items()) if found is not None else ():
+    loaded = sys.modules.get(module)
+    for name, value in list(vars(loaded).items()) if loaded is not None else ():
         if isinstance(value, FunctionType) and not name.startswith("_"):
             yield module, name, "augment", ""
 

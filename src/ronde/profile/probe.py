@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
 from ronde.data import named_stages
 from ronde.introspect import nested_datasets, user_modules
-from ronde.profile import known_functions as found
+from ronde.profile import known_functions as known
 from ronde.profile import monkeypatch
 from ronde.profile.function_hooks import (
     Named,
@@ -211,7 +211,7 @@ class Probe:
             if not any(dataset is one for one in self._watched):
                 self._watched.append(dataset)
                 for one in nested_datasets(dataset):
-                    for owner, name, stage in found.find_transforms(one):
+                    for owner, name, stage in known.find_transforms(one):
                         # an object that does not let itself be changed keeps what it has
                         with suppress(Exception):
                             self._name(owner, name, stage)
@@ -247,7 +247,7 @@ class Probe:
             if (id(builtins), "open") not in self._patched:
                 for module in (builtins, io):
                     self._replace(module, "open", opener, replaced)
-            for owner, name, stage, first in found.find_functions():
+            for owner, name, stage, first in known.find_functions():
                 timed = functools.partial(timed_function, stage=stage, first=first)
                 self._replace(owner, name, timed, replaced)
             if "sqlite3" in sys.modules:

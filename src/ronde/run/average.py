@@ -168,7 +168,7 @@ class Averages:
         self.items: dict[str, WeightAverage] = {}
         self.applied: str | None = None
         # From the checkpoint, until the script asks for the average.
-        self._found: dict[str, int] = {}
+        self._waiting: dict[str, int] = {}
         self._parts: Mapping[str, torch.Tensor] = {}
         self._resumed = False
 
@@ -198,8 +198,8 @@ class Averages:
         facts = {"name": name, "decay": shown, "start": start, "every": every}
         agree(run.world, facts, "run.average")
         average = WeightAverage(run, name, decay, start, every, self)
-        if name in self._found:
-            average.restore(self._parts, self._found.pop(name))
+        if name in self._waiting:
+            average.restore(self._parts, self._waiting.pop(name))
         elif self._resumed:
             run.warn(f"the checkpoint has no average {name!r}: it begins anew")
         self.items[name] = average
@@ -227,16 +227,16 @@ class Averages:
 
     def loaded(self, updates: Mapping[str, int], parts: Mapping[str, torch.Tensor]) -> None:
         """Keep a checkpoint's averages for when the script asks for them."""
-        self._found, self._parts, self._resumed = dict(updates), parts, True
+        self._waiting, self._parts, self._resumed = dict(updates), parts, True
 
     def report_unused(self, run: Parts) -> None:
         """Say once which averages of the checkpoint the script did not ask for before a step."""
-        if self._found:
+        if self._waiting:
             run.warn(
-                f"the checkpoint has the average {', '.join(map(repr, self._found))}, and the "
+                f"the checkpoint has the average {', '.join(map(repr, self._waiting))}, and the "
                 "script does not call run.average for it. The next checkpoint will not have it"
             )
-        self._found, self._parts = {}, {}
+        self._waiting, self._parts = {}, {}
 
 
 def average_wants(

@@ -55,7 +55,7 @@ class LayerOutputs:
         self._me, self._model = me, model
         self._counts_units = plan.tensor == 1  # else ranks hold other units
         self._handles: list[RemovableHandle] = []
-        self._found: dict[str, _Layer] = {}
+        self._layers: dict[str, _Layer] = {}
         self._channels = False
         self._units: list[int] = []
         self._idle: torch.Tensor | None = (
@@ -71,7 +71,7 @@ class LayerOutputs:
     def open(self) -> None:
         """Measure from now on."""
         self.close()
-        self._found, self._channels = {}, False
+        self._layers, self._channels = {}, False
         if self.left_out or _compiles():  # a hook would compile again
             return
         for name, module in self._model.named_modules():
@@ -111,7 +111,7 @@ class LayerOutputs:
         if not output.is_floating_point():
             return
         unit = 1 if self._channels and output.ndim > 2 else output.ndim - 1
-        layer = self._found.setdefault(name, _Layer(output.shape[unit] if output.ndim else 1))
+        layer = self._layers.setdefault(name, _Layer(output.shape[unit] if output.ndim else 1))
         wide = torch.float64 if output.dtype == torch.float64 else torch.float32
         square = torch.linalg.vector_norm(output, dtype=wide).double().square()
         saturated = torch.zeros((), dtype=torch.float64, device=output.device)
@@ -129,7 +129,7 @@ class LayerOutputs:
 
     def agree(self) -> None:
         """Learn the layers of all ranks. A collective, after the first measured passes."""
-        mine = [(name, layer.units) for name, layer in self._found.items()]
+        mine = [(name, layer.units) for name, layer in self._layers.items()]
         known: dict[str, int] = {}
         for each, compiles in gather_json(self._me, [mine, _compiles()]):
             self.left_out = self.left_out or (_COMPILED if compiles else "")
@@ -144,7 +144,7 @@ class LayerOutputs:
     def sums(self) -> torch.Tensor:
         """Squares, elements, and saturated ones of each layer: float64 of shape (layers, 3)."""
         nothing = torch.zeros(3, dtype=torch.float64, device=self._me.device)
-        each = [self._found[n].sums if n in self._found else None for n in self.names]
+        each = [self._layers[n].sums if n in self._layers else None for n in self.names]
         return torch.stack([nothing if s is None else s for s in each]) if each else nothing[:0]
 
     def dead(self, exchange: Callable[[torch.Tensor], None]) -> torch.Tensor:
@@ -160,7 +160,7 @@ class LayerOutputs:
             return torch.zeros(0, dtype=torch.float64, device=self._me.device)
         flat = torch.zeros(sum(sizes), device=self._me.device)
         for part, name, size in zip(torch.split(flat, sizes), names, sizes, strict=True):
-            layer = self._found.get(name)
+            layer = self._layers.get(name)
             if layer is not None and layer.positive is not None and layer.units == size:
                 part.copy_(layer.positive)
         exchange(flat)
@@ -172,7 +172,7 @@ class LayerOutputs:
 
     def first_bad(self) -> str | None:
         """The first layer whose outputs here were not finite."""
-        measured = self._found.items()
+        measured = self._layers.items()
         return next(
             (n for n, x in measured if x.sums is not None and not x.sums.isfinite().all()), None
         )

@@ -88,7 +88,7 @@ class Registry:
         self.items: dict[str, Any] = {}
         self.view = Registered(self.items)
         # From the checkpoint, until the script registers it.
-        self._found: dict[str, Any] = {}
+        self._waiting: dict[str, Any] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._resumed = False
         self._lr_factor = 1.0
@@ -109,7 +109,7 @@ class Registry:
                 part.persistent(True)  # otherwise their state_dict() is empty
             _pack(name, thing, {})  # refuses what no checkpoint can hold
             self.items[name] = thing
-            if name in self._found:
+            if name in self._waiting:
                 try:
                     self._restore(run, name, thing)
                 except RondeError:
@@ -151,7 +151,7 @@ class Registry:
                 )
 
     def _restore(self, run: Parts, name: str, thing: Any) -> None:
-        saved = self._found.pop(name)
+        saved = self._waiting.pop(name)
         then, now = saved["class"], _class(thing)
         is_value = "value" in saved
         if is_value == _has_state(thing) or (not is_value and then != now):
@@ -231,19 +231,19 @@ class Registry:
         Args:
             lr_factor: factor on the learning rates, on another number of workers.
         """
-        self._found, self._tensors, self._resumed = dict(saved), tensors, True
+        self._waiting, self._tensors, self._resumed = dict(saved), tensors, True
         self._lr_factor = lr_factor
         self._settings[id(run.optimizer)] = _group_settings(run.optimizer)
 
     def report_unused(self, run: Parts) -> None:
         """Say once what the checkpoint has and the script did not register before a step."""
-        if self._found:
-            names = ", ".join(map(repr, self._found))
+        if self._waiting:
+            names = ", ".join(map(repr, self._waiting))
             run.warn(
                 f"the checkpoint has registered state that the script does not register: {names}. "
                 "The next checkpoint will not have it"
             )
-            self._found, self._tensors = {}, {}
+            self._waiting, self._tensors = {}, {}
 
 
 def _class(thing: Any) -> str:

@@ -42,7 +42,7 @@ class StepPort:
 
     Example:
         >>> port = run.port  # doctest: +SKIP
-        >>> with port.as_found(), port.unwatched():  # doctest: +SKIP
+        >>> with port.restoring(), port.unwatched():  # doctest: +SKIP
         ...     port.prepare()
         ...     port.step(share, micro_batches)
         ...     print(port.last_step_seconds)
@@ -135,7 +135,7 @@ class StepPort:
         return Snapshot(self.parts)
 
     @contextmanager
-    def as_found(self) -> Iterator[None]:
+    def restoring(self) -> Iterator[None]:
         """Puts the run back at the end, whatever was trained inside; see :class:`Snapshot`."""
         before, place = self.snapshot(), self.parts.place
         share, backwards = place.share, place.backwards
