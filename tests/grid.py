@@ -234,7 +234,7 @@ def prepare(packages: list[str] | None = None) -> None:
 
     grid_models.widen()
     for package in grid_models.LOADERS if packages is None else packages:
-        grid_models.LOADERS[package]()
+        grid_models.foreign(package)
     torch.set_num_threads(1)
     torch.optim.SGD([torch.zeros(1)])
     variables = {"RONDE_RUNS": "none", "RONDE_PROGRESS": "quiet", "RONDE_DEVICE": "cpu"}

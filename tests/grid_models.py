@@ -6,6 +6,7 @@ Each builder gives a :class:`Case`: the model, its samples, and a loss that is a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -432,3 +433,11 @@ def load_diffusers() -> None:
 
 
 LOADERS = {"transformers": load_transformers, "diffusers": load_diffusers}
+
+
+@functools.cache
+def foreign(package: str) -> list[str]:
+    """Names of a package's models, which are among the builders from now on."""
+    before = set(BUILDERS)
+    LOADERS[package]()
+    return [name for name in BUILDERS if name not in before]

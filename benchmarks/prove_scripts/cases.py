@@ -308,6 +308,10 @@ BEHIND = [
         ("contrast_pairs", "loss-over-the-batch", "loss", "loss", 1),
         ("diffusion_evaluation", "metric-not-a-mean", "evaluation", "worst"),
         ("shuffled_pairs", "randomness", "outputs", "inner", 1),
+        ("twice_sum", "loss-is-a-sum", "loss", "loss", 1),
+        ("attention_sum", "loss-is-a-sum", "loss", "loss", 1),
+        ("jittered_sum", "loss-is-a-sum", "loss", "loss", 1),
+        ("poisson", "randomness", "evaluation", ""),
     ]
 ]
 EVERY = [*FAULTS, *LATER, *NEWER, *HIDDEN, *BEHIND, *LOOP]

@@ -108,6 +108,63 @@ class Paired(nn.Module):
         return self.inner(0.8 * x + 0.2 * x[torch.randperm(len(x))])
 
 
+class Twice(nn.Module):
+    """The backward pass computes both blocks again, with their noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(self.noisy, block, x, use_reentrant=False)
+        return x
+
+    @staticmethod
+    def noisy(block, x):
+        return block(x + 0.1 * torch.randn_like(x))
+
+
+class Attentive(nn.Module):
+    """Noise behind the dropout of an attention over as many tokens as a worker has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(12, 20), nn.Linear(20, 12)
+
+    def forward(self, x):
+        h = self.into(x).view(len(x), 1, 5, 4)
+        h = F.scaled_dot_product_attention(h, h, h, dropout_p=0.1)
+        return self.out(h.reshape(len(x), 20)) + 0.1 * torch.randn_like(x)
+
+
+class Jittered(nn.Module):
+    """Noise in the loop, and in the forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(12, 8), nn.Linear(8, 12)
+
+    def forward(self, x):
+        h = self.into(x)
+        return self.out(h + 0.1 * torch.randn_like(h))
+
+
+class Counted(nn.Module):
+    """Evaluates with noise of a kind that no place in the batch decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.inner(x) + (0.0 if self.training else 0.1 * torch.poisson(x.abs()))
+
+
+def rebuilt(output, x):
+    return F.mse_loss(output, x, reduction="sum" if FAULT == "sum" else "mean")
+
+
 def contrast(output, x):
     """Two noisy views of a sample are alike; with a fault, and unlike those of the others."""
     a, b = (F.normalize(output + 0.1 * torch.randn(output.shape), dim=1) for _ in range(2))
@@ -127,6 +184,10 @@ model, loss, forward = {
     "full": (nn.Linear(12, 4), lambda out, x: F.mse_loss(out, x[:, :4]), None),
     "looped": (VAE(), vae_loss, None),
     "contrast": (nn.Linear(12, 4), contrast, None),
+    "twice": (Twice(), rebuilt, None),
+    "attention": (Attentive(), rebuilt, None),
+    "jittered": (Jittered(), rebuilt, None),
+    "poisson": (Counted(), rebuilt, None),
     "shuffled": (Paired(), lambda out, x: F.mse_loss(out, x[:, :4]), None),
 }[KIND]
 if KIND == "full":  # 40 = 4 x 10, and 5 samples would be too few for it
@@ -150,6 +211,9 @@ for epoch in run.epochs(5):
     for batch in run.batches():
         if KIND == "looped":
             run.backward(loss(model(batch[0]), batch[1]))
+            run.update()
+        elif KIND == "jittered":
+            run.backward(loss(model(batch[0] + 0.1 * torch.randn_like(batch[0])), batch[1]))
             run.update()
         else:
             run.step(batch)

@@ -553,6 +553,13 @@ def test_parquet_errors(tmp_path):
     paths[0].write_bytes(raw + raw)
     with pytest.raises(SampleError, match=r"part-0.parquet changed: it has"):
         source.read([0])
+    paths[0].unlink()  # max_skipped counts samples of a file that has gone
+    with pytest.raises(SampleError, match=r"part-0.parquet, row group 0, cannot be read"):
+        source.read([0])
+    unlabelled = pa.table({"raw": [b"a"], "kind": pa.array([None], pa.string())})
+    pq.write_table(unlabelled, tmp_path / "unlabelled.parquet")
+    given = {"data": "raw", "label": "kind", "classes": ["cat", "dog"]}
+    assert feed.parquet(tmp_path / "unlabelled.parquet", **given).classes == ["cat", "dog"]
     twice = pa.table([pa.array([1, 2]), pa.array([3, 4]), pa.array([5, 6])], names=["x", "x", "y"])
     pq.write_table(twice, tmp_path / "twice.parquet")
     with pytest.raises(ArgumentError, match=r"twice.parquet has 2 columns named 'x'. Rename them"):

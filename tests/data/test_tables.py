@@ -238,7 +238,7 @@ def test_tables_say_what_is_wrong(tmp_path):
         (r"t\.parquet has no column 'cost', which is the target", path, {"target": "cost"}),
         ("target 'price' is missing, or no finite number; the first", path, {"target": "price"}),
         (r"far\.csv: the target 'y' .* such row of the table is 1", "far.csv", {"target": "y"}),
-        (r"the column 'y' holds 1e\+39, beyond float32", "big.csv", {"target": "y"}),
+        (r"^feed\.table: the column 'y' holds 1e\+39, beyond float32", "big.csv", {"target": "y"}),
         (r"2\.csv: the target 'y' is text: expected number", "[12].csv", {"target": "y"}),
         (r"bad\.parquet cannot be read", "bad.parquet", {}),
         (r"bad\.csv cannot be read: .*'x'", "bad.csv", {}),

@@ -232,19 +232,16 @@ def foreign_names() -> list[tuple[str, str]]:
     if not ALL:
         return [(package, name) for package, names in SAMPLE.items() for name in names]
     names = []
-    for package, load in grid_models.LOADERS.items():
+    for package in grid_models.LOADERS:
         if importlib.util.find_spec(package) is not None:
-            before = set(grid_models.BUILDERS)
-            load()
-            names += [(package, name) for name in grid_models.BUILDERS if name not in before]
+            names += [(package, name) for name in grid_models.foreign(package)]
     return names
 
 
 def few(package: str, name: str) -> Built:
     """Three samples of a model that nobody here wrote, and another batch of two."""
     pytest.importorskip(package)
-    if name not in grid_models.BUILDERS:
-        grid_models.LOADERS[package]()
+    grid_models.foreign(package)
     case = grid_models.build(name)
     batch, other = ({k: v[:n] for k, v in case.samples.items()} for n in (3, 2))
     return Built(case.model, batch, case.loss, other)

@@ -46,11 +46,9 @@ REFUSED = {
 
 def cells(loaded: list[str]) -> list[tuple[str, int, list[str]]]:
     if ALL:
-        for package in loaded:
-            grid_models.LOADERS[package]()
-        return [
-            (name, n, plans) for name in grid_models.BUILDERS for n, plans in grid.PLANS.items()
-        ]
+        own = [name for name in grid_models.BUILDERS if name.startswith("own_")]
+        names = [*own, *(name for package in loaded for name in grid_models.foreign(package))]
+        return [(name, n, plans) for name in names for n, plans in grid.PLANS.items()]
     chosen = FOREIGN if loaded else SAMPLE
     return [(name, n, plans) for name, by in chosen.items() for n, plans in by.items()]
 

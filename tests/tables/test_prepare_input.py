@@ -112,6 +112,13 @@ def test_the_open_side_of_a_clip_is_open_and_a_logarithm_is_finite():
 
 
 @pytest.mark.parametrize("engine", ["duckdb", "arrow"])
+def test_a_key_may_be_encoded_by_a_dictionary(engine):
+    plain = pa.table({"id": [1, 2, 3, 4], "city": ["x", "x", "z", "z"], "y": [0.0, 1.0, 1.0, 0.0]})
+    encoded = plain.set_column(0, "id", plain["id"].dictionary_encode())
+    assert MEANS.fit(encoded, engine=engine).fitted == MEANS.fit(plain, engine=engine).fitted
+
+
+@pytest.mark.parametrize("engine", ["duckdb", "arrow"])
 @pytest.mark.parametrize("ids", [[1, None, 3, 4], [1, 2, 3, 2**63]])
 def test_a_key_is_a_whole_number_in_each_row(tmp_path, engine, ids):
     file = write(

@@ -55,7 +55,8 @@ def answer_table(*heads: str) -> Table:
     for head in heads:
         right = head.startswith(">")
         side: Any = "right" if right else "left"
-        table.add_column(Text(head.lstrip(">")), justify=side, no_wrap=right, overflow="fold")
+        cut: Any = "ellipsis" if right else "fold"  # a number that is cut shows that it is
+        table.add_column(Text(head.lstrip(">")), justify=side, no_wrap=right, overflow=cut)
     return table
 
 

@@ -146,7 +146,7 @@ def _show(cluster: Any, output: Path, console: Any) -> None:
     from rich.text import Text
 
     table = answer_table(
-        "collective", "scope", *[">workers", ">alpha", ">beta", ">25 MiB", ">error"]
+        "collective", "scope", *[">workers", ">alpha", ">beta", ">25 MiB take", ">fit's error"]
     )
     for kind, by in cluster.links.items():
         for scope, fit in by.items():
@@ -166,9 +166,9 @@ def _show(cluster: Any, output: Path, console: Any) -> None:
     console.print(
         Text(
             f"{cluster.memory_bytes / 2**30:.1f} GiB per device, "
-            f"{cluster.base_bytes / 2**20:.0f} MiB of it used before any model; computation hides "
-            f"{cluster.bucket_overlap:.0%} of an exchange and takes {cluster.interference:.2f}× as "
-            "long meanwhile"
+            f"{cluster.base_bytes / 2**20:.0f} MiB of it used before any model; assumed: "
+            f"computation hides {cluster.bucket_overlap:.0%} of an exchange and takes "
+            f"{cluster.interference:.2f}× as long meanwhile"
         ),
         soft_wrap=True,
     )

@@ -177,6 +177,7 @@ def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[
     table = answer_table(
         *["host", "devices", ">cores", ">memory", ">disk", ">/dev/shm", ">torch", ">Python"]
     )
+    table.columns[0].no_wrap, table.columns[0].overflow = True, "ellipsis"
     for name in names:
         fact = facts[name]
         gib = [f"{fact[k] / 2**30:.1f} GiB" for k in ("memory", "disk", "shared_memory")]

@@ -179,7 +179,8 @@ def _show(counts: BiasTable, comparisons: list[GroupVersusRest], values: dict[st
     console.print(sizes)
     for c in comparisons:
         grid = answer_table(c.name, ">", ">95 %", "")
-        grid.columns[-1].no_wrap, grid.columns[-1].style = True, "dim"
+        last = grid.columns[-1]
+        last.no_wrap, last.overflow, last.style = True, "ellipsis", "dim"
         for m in c.measures.values():
             when, meaning = METRICS[m.name]
             if m.name in ("CI", "DPPL"):

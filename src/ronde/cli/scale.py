@@ -231,7 +231,7 @@ def _table(answer: Scaling) -> Any:
             (
                 f"~{f.workers}",
                 format_rate(f.synthetic.value),
-                f"{format_rate(f.real.low)}…{format_rate(f.real.high)}",
+                f"{format_rate(f.real.low)}… {format_rate(f.real.high)}",
                 f"{f.gap:.0%}",
                 up(times, times / f.workers),
                 up(f.real.value / real, f.efficiency_real),

@@ -114,7 +114,7 @@ class _Target:
         if self.kind == "text":
             return self._class_numbers()
         values = np.concatenate([np.zeros(0, np.int64), *self._parts])
-        return narrow(values, self.name) if values.dtype.kind == "f" else values
+        return narrow(values, self.name, "feed.table") if values.dtype.kind == "f" else values
 
     def _class_numbers(self) -> Matrix:
         import pyarrow as pa
@@ -157,7 +157,7 @@ def _build(files: Sequence[Path], recipe: Recipe, target: _Target | None, folder
         )
         for file in files:
             for batch in recipe.batches(file):
-                numbers, codes = recipe.matrices(batch)
+                numbers, codes = recipe.matrices(batch, "feed.table")
                 numbers.tofile(numeric)
                 codes.astype(np.int32).tofile(coded)
                 if target is not None:

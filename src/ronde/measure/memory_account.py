@@ -323,7 +323,7 @@ def _one_size(
                 saved[entry.unit] += entry.size
 
     probe = UnitProbe(model, chain, mark)
-    with ledger:
+    with ledger, probe.listening():
         probe.step(compute, model, batch, len(chain) - 1, count_saved, autocast)
     owned, shared = _owners(model, chain, ledger, order)
     grads = {name: p.grad for name, p in order.items() if p.grad is not None}

@@ -174,20 +174,19 @@ class UnitProbe:
         between: Callable[[], None] | None = None,
         autocast: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
-        """Forward, loss and backward of one micro-batch; ``last`` is the loss's index. ``between``
-        is called after the forward pass.
+        """Forward, loss and backward of one micro-batch, inside :meth:`listening`; ``last`` is the
+        loss's index. ``between`` is called after the forward pass.
         """
         self._forward = True
-        with self.listening():
-            with autocast():
-                values = compute.arguments(model, batch)
-                self._mark(last, "in")
-                loss, _ = compute.check(compute.loss(*values))
-                del values
-            self._mark(last, "out")
-            if between is not None:
-                between()
-            self._forward = False
-            if loss.requires_grad:
-                self._mark(last, "back")
-                loss.backward()
+        with autocast():
+            values = compute.arguments(model, batch)
+            self._mark(last, "in")
+            loss, _ = compute.check(compute.loss(*values))
+            del values
+        self._mark(last, "out")
+        if between is not None:
+            between()
+        self._forward = False
+        if loss.requires_grad:
+            self._mark(last, "back")
+            loss.backward()

@@ -349,7 +349,8 @@ class Bench:
 
     def _clock(self, step: Callable[[], None], steps: int) -> _Readings:
         """Take steps."""
-        cpu, with_loaders = time.process_time(), _tree_cpu_seconds()
+        with_loaders = _tree_cpu_seconds()
+        cpu = time.process_time()
         moments = [time.perf_counter()]
         for _ in range(steps):
             step()

@@ -163,7 +163,8 @@ def count_parts(model: nn.Module, points: list[Point], call: Callable[[], torch.
     begin = {p.path: modules[p.path] for p in points}
     saving = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
     with SavedState(model):
-        model.zero_grad()
+        for p in model.parameters():
+            p.grad = None  # not by zero_grad(), which a script may have replaced
         counter.seconds = [0.0] * parts
         try:
             with calls_heard(begin, enter), counter, saving:

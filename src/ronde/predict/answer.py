@@ -137,7 +137,7 @@ def explain(
     sentence = _sentence(result, sure)
     if result.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER:
         one = search(costs, cluster, 1, optimize=result.optimize, simulate=0, like=result.like)
-        sentence = _beside_one(result, sentence, one.best)
+        sentence = _beside_one(result, sentence, one.best, sure)
     decided, runner_up = _comparison(result, sure)
     return Explanation(
         sentence=sentence,
@@ -212,18 +212,19 @@ def _of_capacity(prediction: Prediction) -> str:
     return f"{format_bytes(prediction.memory_bytes)} of {format_bytes(prediction.capacity_bytes)}"
 
 
-def _beside_one(result: SearchResult, answer: str, alone: Prediction) -> str:
+def _beside_one(result: SearchResult, answer: str, alone: Prediction, sure: Precision) -> str:
     """The answer when the workers are hardly faster than one device, or slower."""
     if alone.verdict in ("risky", "does not fit"):
         return (
-            f"{answer} One device alone needs {_of_capacity(alone)} ({alone.verdict}): "
-            f"{result.workers} are worth it for the memory only."
+            f"{answer} One device alone needs {sure.about}{_of_capacity(alone)} "
+            f"({alone.verdict}): {result.workers} are worth it for the memory only."
         )
     times = alone.step_seconds / result.best.step_seconds
     if times > _NO_FASTER:
         return answer  # it fits with recomputation or the like, which takes longer
+    room = "" if alone.capacity_bytes else ", if its memory has room for the model"
     return (
-        f"Use one device: {result.workers} reach {times:.2g}× of its speed. For "
+        f"Use one device{room}: {result.workers} reach {times:.2g}× of its speed. For "
         f"{result.workers}: {answer[0].lower()}{answer[1:]}"
     )
 
@@ -505,7 +506,8 @@ def _details(result: SearchResult) -> Table:
         sizes = [
             format_bytes(size) if size else "–" for size in (p.exchanged_bytes, *p.memory.values())
         ]
-        table.add_row(p.plan.family, f"{p.samples_per_second:,.4g}", *sizes)
+        rate = p.samples_per_second
+        table.add_row(p.plan.family, f"{rate:,.4g}" if rate < 1e4 else f"{rate:,.0f}", *sizes)
     return table
 
 

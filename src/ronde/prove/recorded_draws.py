@@ -43,7 +43,8 @@ class DrawRecorder:
         self._handed: list[Any] = []  # the micro-batches of the step
         self._passes = 0  # forward passes of the step that run.step has started
         self._is_under_way = False  # a pass whose draws are made the same
-        self._range = ("", 0, 0)  # of the pass under way: key, and its samples' places
+        # of the pass under way: key, its samples' places, whether the script's loop draws
+        self._range = ("", 0, 0, False)
         self._random_before = random_states()  # before the step or evaluation
         self._others: set[str] = set()  # generators drawn from in its passes so far
         self._in_pass = False  # whose draws are seen by the generators' states
@@ -70,14 +71,16 @@ class DrawRecorder:
         """The micro-batches of a step are handed out."""
         self._handed, self._passes = micros, 0
         self.mark()
-        self.use_samples_of(0)
+        self.use_samples_of(0, in_loop=True)
 
-    def use_samples_of(self, i: int) -> None:
-        """What is drawn from now on is for micro-batch ``i``."""
+    def use_samples_of(self, i: int, in_loop: bool = False) -> None:
+        """What is drawn from now on is for micro-batch ``i``; ``in_loop``: by the script's loop, of
+        which the probes know nothing.
+        """
         step = self._trace.step
         if i < len(self._trace.sizes):
             low, high = (at - step["start"] for at in step["micro"][i])
-            self.use(f"step {step['step']}", low, high)
+            self.use(f"step {step['step']}", low, high, in_loop)
 
     def start_pass(self, batch: Any) -> None:
         """The forward pass of a micro-batch starts."""
@@ -94,9 +97,9 @@ class DrawRecorder:
         key = f"evaluation {run.state.step} {share.start}"
         self.use(key, low - share.start, high - share.start)
 
-    def use(self, key: str, low: int, high: int) -> None:
+    def use(self, key: str, low: int, high: int, in_loop: bool = False) -> None:
         """What is drawn from now on is for samples ``low`` to ``high`` of a batch."""
-        self._range = (key, low, high)
+        self._range = (key, low, high, in_loop)
         self.draw_again()
 
     def draw_again(self) -> None:
@@ -105,10 +108,11 @@ class DrawRecorder:
             return
         self._others.update(self._unplaced())
         self._end_pass()
-        key, low, high = self._range
+        key, low, high, in_loop = self._range
         seed, self._is_under_way = next(self._seeds), low < high
         if low < high:
-            self._same.begin(_number(key), low, high, seed, watched=True)
+            number = _number(key) ^ in_loop
+            self._same.begin(number, low, high, seed, watched=True, in_loop=in_loop)
         else:  # nobody asks for what is drawn
             torch.default_generator.manual_seed(seed)
         random.seed(_number(key))
@@ -161,6 +165,9 @@ class DrawRecorder:
             return sorted(self._others)
         if self._same is None:
             return self._marks.moved()
+        self._same.end()
+        if self._same.moved:  # the last pass has drawn by functions that are not replaced
+            self._note_other()
         return sorted({*self._others, *self._unplaced()})
 
     def _unplaced(self) -> list[str]:
@@ -182,6 +189,8 @@ class DrawRecorder:
     def count(self) -> None:
         """Count what was drawn since the run has seeded."""
         self._in_pass = False
+        if self._same is not None and not following():
+            self._same.end()  # recomputation in the backward pass moves torch's generator
         if self._same is None and self._seeds_passes():
             self._others.update(self._marks.moved())
 

@@ -119,7 +119,11 @@ class Recorder(hooks.Observer):
         if not self.trace.settings.same_draws:
             return plan
         if self._is_mine:
-            self.draws.probes = probe_draws(work, calls)
+            # prove's own attention draws nothing, see DrawRecorder.make_same
+            own, probes = "scaled_dot_product_attention", probe_draws(work, calls)
+            self.draws.probes = {
+                n: [d for d in made if d.name != own] for n, made in probes.items()
+            }
         return dataclasses.replace(plan, randomness="worker")
 
     def count_workers(self, workers: int) -> int:
@@ -253,7 +257,7 @@ class Recorder(hooks.Observer):
         yield
         if mine:
             self.draws.mark_pass()
-            self.draws.use_samples_of(run.place.backwards)
+            self.draws.use_samples_of(run.place.backwards, in_loop=True)
             self.state.after_backward(run)
 
     def before_clip(self, step: StepView) -> None:

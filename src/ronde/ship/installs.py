@@ -87,10 +87,10 @@ def _install(verified: Bundle, bundle: Path, root: Path, key: Path) -> Bundle:
     if MODEL in verified.about["files"]:
         ShippedModel(bundle, key).check()
     target = root / f"serial-{verified.serial}"
-    shutil.rmtree(target, ignore_errors=True)  # of an install that was killed
     with whole_folder(target) as copy:
         shutil.copytree(bundle, copy, symlinks=True, dirs_exist_ok=True)
         verify_bundle(copy, key)
+        shutil.rmtree(target, ignore_errors=True)  # of an install that was killed
     before = _serial(root)
     _write(root, state["newest"], before)  # then the link, then the serial: killed anywhere, both
     make_current(root, verified.serial)  # bundles are there, and the link says which is current

@@ -158,7 +158,7 @@ class ShippedModel:
                 rows = pa.Table.from_pylist(rows)
             except pa.ArrowException as error:
                 raise ArgumentError(f"rows: {error}") from None
-        made = self._recipe.matrices(pa.table(self._recipe.apply(rows)))
+        made = self._recipe.matrices(pa.table(self._recipe.apply(rows)), "rows")
         return dict(zip(self.inputs, (each for each in made if each.shape[1]), strict=True))
 
     def _array(self, name: str, value: Any) -> np.ndarray[Any, Any]:

@@ -47,6 +47,7 @@ def is_whole_type(kind: Any) -> bool:
     """Whether a type holds whole numbers, or nothing at all."""
     import pyarrow.types as types
 
+    kind = kind.value_type if types.is_dictionary(kind) else kind
     return bool(types.is_integer(kind) or types.is_null(kind))
 
 

@@ -78,11 +78,11 @@ def take_sample(recipe: Recipe, files: Sequence[Path]) -> DrawnRows:
             rows += batch.num_rows
             while rows > MOST_ROWS * stride:  # half of what is there, spread as evenly
                 stride *= 2
-                joined = one_table(tables, "--report")
+                joined = one_table(tables, recipe.where)
                 tables = [(joined.take(pa.array(range(0, joined.num_rows, 2))), "earlier files")]
     if not tables:
-        raise ArgumentError(f"--report: {files[0]} holds no row.")
-    return DrawnRows(one_table(tables, "--report"), rows, stride)
+        raise ArgumentError(f"{recipe.where}: {files[0]} holds no row.")
+    return DrawnRows(one_table(tables, recipe.where), rows, stride)
 
 
 def _numbers(column: Any) -> Floats:

@@ -271,8 +271,11 @@ class Recipe:
         parts = table.to_batches(max_chunksize=_ROWS) or [_empty(table.schema)]
         return back(pa.Table.from_batches([self._prepared(make, part, "data") for part in parts]))
 
-    def matrices(self, prepared: Any) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    def matrices(
+        self, prepared: Any, where: str
+    ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """A prepared table, or batch, as a model takes it: numbers, and codes, one column each.
+        ``where``: what an error begins with.
 
         Raises:
             ArgumentError: a number is beyond float32.
@@ -283,7 +286,7 @@ class Recipe:
             matrix = np.empty((prepared.num_rows, len(names)), kind)
             for column, name in zip(matrix.T, names, strict=True):
                 values = np.asarray(prepared[name])
-                column[:] = values if coded else narrow(values, name)
+                column[:] = values if coded else narrow(values, name, where)
             return matrix
 
         return stacked(False, np.float32), stacked(True, np.int64)
@@ -356,7 +359,7 @@ class Recipe:
         return frame.select(*wanted).mapInArrow(each, schema)
 
 
-def narrow(values: npt.NDArray[Any], name: str) -> npt.NDArray[np.float32]:
+def narrow(values: npt.NDArray[Any], name: str, where: str) -> npt.NDArray[np.float32]:
     """Numbers as float32; missing is NaN.
 
     Raises:
@@ -366,8 +369,8 @@ def narrow(values: npt.NDArray[Any], name: str) -> npt.NDArray[np.float32]:
         narrowed = values.astype(np.float32)
     if (bad := np.isinf(narrowed)).any():
         raise ArgumentError(
-            f"the column {name!r} holds {values[np.argmax(bad)]:g}, beyond float32. Scale it, clip "
-            "it, or take its log."
+            f"{where}: the column {name!r} holds {values[np.argmax(bad)]:g}, beyond float32. Scale "
+            "it, clip it, or take its log."
         )
     return narrowed
 

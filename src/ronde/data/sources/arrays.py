@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, bfloat16
 
 from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values, tensor_of
 from ronde.data.sources.byte_ranges import ByteRange, Store
@@ -234,6 +234,8 @@ def _plain(given: Any, name: str) -> np.ndarray[Any, Any]:
         )
     try:
         if isinstance(given, Tensor):
+            if given.dtype == bfloat16:
+                raise TypeError("NumPy has no torch.bfloat16. Pass tensor.float().")
             return np.asarray(given.detach().cpu().resolve_conj().resolve_neg().numpy())
         return np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:

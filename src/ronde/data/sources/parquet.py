@@ -6,6 +6,7 @@ import json
 import math
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -104,10 +105,12 @@ class _ParquetFile(_File):
         schema, metadata = self._open()
         # Not by its path: "a.b" may be a part of "a", or a column of its own.
         names = [field.name for field in schema for _ in range(_leaves(field.type))]
+        kept = set(columns)
+        wanted = [(c, name) for c, name in enumerate(names) if name in kept]
         row_groups = []
         for g in range(metadata.num_row_groups):
             group = metadata.row_group(g)
-            chunks = [(n, group.column(c)) for c, n in enumerate(names) if n in columns]
+            chunks = [(n, group.column(c)) for c, n in wanted]
             size = sum(chunk.total_uncompressed_size for _, chunk in chunks)
             nulls = {n for n, c in chunks if c.statistics is not None and c.statistics.null_count}
             row_groups.append(_RowGroup(group.num_rows, size, frozenset(nulls)))
@@ -134,11 +137,14 @@ class _ArrowFile(_File):
 
     kind = "Arrow"
 
+    def __init__(self, path: str, store: Store) -> None:
+        if is_remote(path):
+            raise ArgumentError(f"feed.parquet: {path}: Arrow files are read locally only.")
+        super().__init__(path, store)
+
     def _load(self) -> tuple[Any, Any]:
         import pyarrow as pa
 
-        if is_remote(self.path):
-            raise ArgumentError(f"feed.parquet: {self.path}: Arrow files are read locally only.")
         with self._store.open(self.path, self.size) as file:
             reader = open_arrow(pa.memory_map(file))
             return reader.schema, list(arrow_batches(reader))
@@ -294,6 +300,18 @@ def _check_data(schema: Any, name: str, path: str) -> None:
         )
 
 
+_caches: weakref.WeakSet[TableCache] = weakref.WeakSet()
+
+
+def _clear_caches() -> None:
+    for cache in list(_caches):
+        cache._clear()
+
+
+# In a forked child, the tables that the parent's threads were making never arrive.
+os.register_at_fork(after_in_child=_clear_caches)
+
+
 class TableCache:
     """The row groups read last, up to a number of bytes. Thread-safe; of several threads that want
     one, one decodes it.
@@ -305,9 +323,9 @@ class TableCache:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self._clear()
+        _caches.add(self)
 
     def _clear(self) -> None:
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._held: OrderedDict[int, Any] = OrderedDict()
         self._coming: dict[int, Future[Any]] = {}
@@ -321,9 +339,6 @@ class TableCache:
 
     def get(self, key: int, make: Callable[[int], Any]) -> Any:
         """The table of a key; ``make(key)`` where it is not held."""
-        if self._pid != os.getpid():
-            # In a forked child, the tables that the parent's threads were making never arrive.
-            self._clear()
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
@@ -480,7 +495,7 @@ class ParquetSource(BaseSource):
             )
         numbers = {name: i for i, name in enumerate(classes)}
         # A number of Hugging Face's counts its own names, a text is one.
-        self._number = {name if are_texts else i: numbers[name] for i, name in enumerate(names)}
+        self._number = numbers if are_texts else {i: numbers[n] for i, n in enumerate(names)}
         self.classes = classes
         self._fingerprint = digest_values(self._fingerprint, classes)
         return self
