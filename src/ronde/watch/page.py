@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import time
@@ -41,6 +42,15 @@ _FILES = Path(__file__).parent / "page_files"
 _STREAMED = ("record", "health", "resources")  # .jsonl
 _HEAD, _TAIL, _LOG_TAIL, _BLOCK = 32 << 10, 64 << 10, 32 << 10, 4 << 20  # bytes
 _NUMBERS = {int, float}
+_STEP_GROUPS = ("time", "step", "loss", "lr", "samples")
+_NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?"
+# A step's line as a record has it. All at once, 100,000 take 0.27 s of processor time to read and
+# write again; by way of JSON 0.6 s.
+_STEP_LINE = re.compile(
+    rf'(?m)^\{{"type": "step", "time": ({_NUMBER}), "step": (\d+), "epoch": \d+, '
+    rf'"loss": ({_NUMBER}|NaN|-?Infinity), "lr": ({_NUMBER}), "samples": (\d+)\}}\n'.encode()
+)
+_NOT_FINITE = re.compile("NaN|-?Infinity")
 _LOOK_SECONDS, _SIGN_SECONDS = 0.5, 15.0
 _STEP = ("step", "loss", "lr", "samples", "time")
 _DAMAGED = TypeError, ValueError, AttributeError, LookupError
@@ -106,17 +116,30 @@ def _pack(path: Path, offset: int) -> tuple[int, str]:
     cut = whole.find(b'\n{"type": "resume"', first) if first >= 0 else -1
     if cut >= 0:
         whole, more = whole[: cut + 1], True
-    lines = [e for e in _parsed(whole.split(b"\n")[:-1]) if isinstance(e, dict)]
+    texts = _STEP_LINE.split(whole)  # the lines between steps, and five numbers of each step
+    events, steps = _sorted_out(b"".join(texts[::6]))
+    if steps.get("", {}).get("step"):  # some are written in another way: keep their order
+        texts = [b""]
+        events, steps = _sorted_out(whole)
+    packed = {part: json.dumps(columns, separators=(",", ":")) for part, columns in steps.items()}
+    if len(texts) > 1:
+        columns = {k: b",".join(texts[n::6]).decode() for n, k in enumerate(_STEP_GROUPS, 1)}
+        columns["loss"] = _NOT_FINITE.sub("null", columns["loss"])
+        packed[""] = "{" + ",".join(f'"{k}":[{column}]' for k, column in columns.items()) + "}"
+    shown = ",".join(f"{json.dumps(part)}:{columns}" for part, columns in packed.items())
+    rest = json.dumps({"events": _finite(events), "more": more}, separators=(",", ":"))
+    return offset + len(whole), f'{{"steps":{{{shown}}},{rest[1:]}'
+
+
+def _sorted_out(text: bytes) -> tuple[list[dict[str, Any]], dict[str, dict[str, list[Any]]]]:
+    """The events of some lines, and their steps in columns, by part."""
+    lines = [e for e in _parsed(text.split(b"\n")[:-1]) if isinstance(e, dict)]
     steps: dict[str, list[dict[str, Any]]] = {}
     for event in lines:
         if event.get("type") == "step":
             steps.setdefault(str(event.get("part") or ""), []).append(event)
-    message = {
-        "steps": {part: _columns(of) for part, of in steps.items()},
-        "events": [_finite(event) for event in lines if event.get("type") != "step"],
-        "more": more,
-    }
-    return offset + len(whole), json.dumps(message, separators=(",", ":"))
+    events = [event for event in lines if event.get("type") != "step"]
+    return events, {part: _columns(of) for part, of in steps.items()}
 
 
 def _offsets(text: str) -> dict[str, int]:
