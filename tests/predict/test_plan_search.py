@@ -805,12 +805,13 @@ def test_the_answer_is_said_and_fits_the_terminal(costs, workers, memory_bytes, 
     text = shown(render_answer(told), 80)
     for made in told.result.families.values():  # long ones take several lines
         assert all(part in text for part in made.plan.spec.split(","))
-    details = shown(render_answer(told, verbose=True), 400).partition("a device of")[2]
+    lines = shown(render_answer(told, verbose=True), 400).splitlines()
     for made in told.result.families.values():
-        (line,) = (x for x in details.splitlines() if x.split("  ")[0] == made.plan.family)
-        sizes = [made.exchanged_bytes, *made.memory.values()]
-        assert line.split("  ")[-1].strip() == (format_bytes(sizes[-1]) if sizes[-1] else "–")
-        assert all(format_bytes(size) in line for size in sizes if size)
+        (line,) = (x for x in lines if x.startswith(f"{made.plan.family}  ") and " samples/s" in x)
+        for kind, size in made.memory.items():
+            assert (f"{kind} {format_bytes(size)}" in line) == bool(size)
+        sent = f"sends {format_bytes(made.exchanged_bytes)} a step"
+        assert (sent in line) == bool(made.exchanged_bytes)
     values = json.loads(json.dumps(told.to_dict()))
     assert (
         values["sentence"] == told.sentence

@@ -460,7 +460,7 @@ def render_answer(explanation: Explanation, *, verbose: bool = False) -> Rendera
         )
     parts += [Text(), _table(result, sure.about)]
     if verbose:
-        parts += [Text(), _details(result)]
+        parts += [Text(), *_details(result)]
     if explanation.flips:
         parts += [Text(), Text("The answer would flip", style="bold")]
         for variable, both in itertools.groupby(explanation.flips, lambda flip: flip.variable):
@@ -496,19 +496,18 @@ def _table(result: SearchResult, about: str) -> Table:
     return table
 
 
-def _details(result: SearchResult) -> Table:
-    """What a worker of each plan trains, sends, and holds."""
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("a device of", overflow="fold")
-    for head in ("samples/s", "sent", *result.best.memory):
-        table.add_column(head, justify="right", overflow="fold")
+def _details(result: SearchResult) -> list[Text]:
+    """What a device of each plan trains, sends, and holds: a line each, since a table would need
+    more columns than a terminal has.
+    """
+    lines = []
     for p in result.families.values():
-        sizes = [
-            format_bytes(size) if size else "–" for size in (p.exchanged_bytes, *p.memory.values())
-        ]
         rate = p.samples_per_second
-        table.add_row(p.plan.family, f"{rate:,.4g}" if rate < 1e4 else f"{rate:,.0f}", *sizes)
-    return table
+        facts = [f"{rate:,.4g} samples/s" if rate < 1e4 else f"{rate:,.0f} samples/s"]
+        facts += [f"sends {format_bytes(p.exchanged_bytes)} a step"] if p.exchanged_bytes else []
+        facts += [f"{kind} {format_bytes(size)}" for kind, size in p.memory.items() if size]
+        lines.append(Text.assemble((f"{p.plan.family}  ", "dim"), ", ".join(facts)))
+    return lines
 
 
 _STYLES = {"fits": "green", "unknown": "", "risky": "yellow", "does not fit": "red"}
