@@ -218,7 +218,7 @@ def test_wrong_arguments():
     for call, text in cases:
         with pytest.raises((ValueError, TypeError, AttributeError), match=text):
             call()
-    with pytest.raises(NotImplementedError, match="power of two of ranks, not 3"):
+    with pytest.raises(NotImplementedError, match=r"op=hvd\.Adasum is not here"):
         hvd.allreduce(torch.ones(2), op=hvd.Adasum)
     with pytest.raises(NotImplementedError, match=r"reducescatter has no Max"):
         hvd.reducescatter(torch.ones(3), op=hvd.Max)

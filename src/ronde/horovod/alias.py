@@ -57,7 +57,7 @@ class _Keras(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """It has run already."""
-        module.__spec__ = self._spec
+        module.__spec__ = self._spec  # the import system has just put the alias's there
         module.__dict__.setdefault("__path__", [])
 
 
@@ -80,7 +80,7 @@ def install() -> None:
     tensorflow = sys.modules["horovod.tensorflow"] = ModuleType("horovod.tensorflow")
     vars(tensorflow).update(__path__=[], __getattr__=_no_tensorflow)
     vars(sys.modules["horovod"])["tensorflow"] = tensorflow
-    sys.meta_path.insert(0, _Keras())
+    sys.meta_path.insert(0, _Keras())  # before a Horovod that is installed
     os.environ.setdefault("KERAS_BACKEND", "torch")
     me = world()
     nodes = me.size // me.local_size
@@ -92,7 +92,7 @@ def install() -> None:
         HOROVOD_CROSS_RANK=str(me.node),
         HOROVOD_CROSS_SIZE=str(nodes),
         HOROVOD_HOSTNAME=me.host,
-        HOROVOD_CONTROLLER="gloo",
+        HOROVOD_CONTROLLER="gloo",  # Horovod's own tests ask
         HOROVOD_CPU_OPERATIONS="gloo",
     )
 

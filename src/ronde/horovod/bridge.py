@@ -136,6 +136,7 @@ class Bridge:
                 raise handle.error
             return handle
         if self.device.type == "cuda" and any(t.is_cuda for t in tensors):
+            # the script's stream may still compute the input
             handle.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             handle.event.record()
         with self._lock:
@@ -165,10 +166,7 @@ class Bridge:
             self._check()
             self._join = handle
             self._send({"join": True})
-        handle.done.wait()
-        if handle.error is not None:
-            raise handle.error
-        return int(handle.result)
+        return int(self.wait(handle))
 
     def poison(self, why: str) -> None:
         """Make this bridge unusable, and its process groups too: an exchange is unfinished."""
@@ -262,14 +260,14 @@ class Bridge:
                 handle.event.synchronize()
             handle.result = handle.run(order)
             if handle.event is not None:
-                torch.cuda.current_stream().synchronize()
+                torch.cuda.current_stream().synchronize()  # the script's stream knows none of ours
         except Exception as error:
             handle.error = HorovodInternalError(
                 f"{describe(handle.key)} failed on rank {self.rank}: {error}"
             )
             handle.error.__cause__ = error
         self.trace.end(label)
-        handle.tensors, handle.run = (), _nothing
+        handle.tensors, handle.run = (), _nothing  # a kept handle keeps no input in memory
         handle.done.set()
 
     def _break(self, why: str) -> None:

@@ -7,7 +7,6 @@ one, at the end of this file.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +23,8 @@ from ronde.horovod.transfers import (
     broadcast_tensors,
     dtype_name,
     reducescatter_tensors,
+    reduction_of,
+    warn_script,
 )
 
 __all__ = [
@@ -81,8 +82,13 @@ def _start(
     return here.submit((number, kind, name or here.name(number, kind)), meta, run, tensors)
 
 
-def _plain(kind: str, tensors: Tensors, rows: bool = False) -> list[Tensor]:
-    """The tensors without their history; ``rows``: each needs a first dimension."""
+def _plain(
+    kind: str, tensors: Tensors, rows: bool = False, op: Reduction | None = None
+) -> list[Tensor]:
+    """The tensors without their history; ``rows``: each needs a first dimension; ``op``: each
+    needs a type that it is defined for.
+    """
+    linear = op in (Reduction.Sum, Reduction.Average)
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"hvd.{kind}: expected a tensor, not a {type(tensor).__name__}.")
@@ -93,41 +99,31 @@ def _plain(kind: str, tensors: Tensors, rows: bool = False) -> list[Tensor]:
             )
         if rows and tensor.dim() == 0:
             raise ValueError(f"hvd.{kind} goes along the first dimension: a scalar has none.")
-    return [t.detach() for t in tensors]
-
-
-def _reduction(op: Any, average: Any = None, name: str = "op") -> Reduction:
-    if average is not None:
-        if op is not None:
-            raise ValueError(f"give op or average, not both (op={op!r}, average={average!r}).")
-        warnings.warn(
-            "average is deprecated: use op=hvd.Average or op=hvd.Sum.", DeprecationWarning, 3
-        )
-        return Reduction.Average if average else Reduction.Sum
-    try:
-        return Reduction.Average if op is None else Reduction(op)
-    except ValueError:
-        raise ValueError(
-            f"{name}={op!r}: expected hvd.Average, Sum, Adasum, Min, Max or Product."
-        ) from None
-
-
-def _check_sums(kind: str, tensors: Tensors, op: Reduction, process_set: ProcessSet) -> None:
-    for tensor in tensors:
-        linear = op in (Reduction.Sum, Reduction.Average)
-        if tensor.dtype == torch.bool or (tensor.is_complex() and not linear):
+        is_odd = tensor.dtype == torch.bool or (tensor.is_complex() and not linear)
+        if op is not None and is_odd:
             raise ValueError(
                 f"hvd.{kind}: {op.name} over tensors of type {tensor.dtype} is not defined. "
                 "Convert them first."
             )
-    if op == Reduction.Adasum:
-        if process_set.process_set_id != 0:
-            raise NotImplementedError("Adasum needs all ranks: a process set cannot use it.")
-        count = bridge().size
-        if count & (count - 1):
-            raise NotImplementedError(f"Adasum needs a power of two of ranks, not {count}.")
-        if any(not t.is_floating_point() for t in tensors):
-            raise ValueError("Adasum needs floating-point tensors.")
+    return [t.detach() for t in tensors]
+
+
+def _reduction(op: Any, average: Any) -> Reduction:
+    """What ``op``, or the ``average`` of older scripts, asks for."""
+    if average is None:
+        return reduction_of(op)
+    if op is not None:
+        raise ValueError(f"give op or average, not both (op={op!r}, average={average!r}).")
+    warn_script("average is deprecated: use op=hvd.Average or op=hvd.Sum.", DeprecationWarning)
+    return Reduction.Average if average else Reduction.Sum
+
+
+def _linear(kind: str, op: Any) -> Reduction:
+    """A reduction of an operation that only adds."""
+    reduction = reduction_of(op)
+    if reduction not in (Reduction.Sum, Reduction.Average):
+        raise NotImplementedError(f"hvd.{kind} has no {reduction.name}: use Sum or Average.")
+    return reduction
 
 
 # ---------------------------------------------------------------------- begin an operation
@@ -145,8 +141,7 @@ def _allreduce(
 ) -> Handle:
     team = team_of(process_set)
     reduction = _reduction(op, average)
-    tensors = _plain("allreduce", tensors)
-    _check_sums("allreduce", tensors, reduction, process_set)
+    tensors = _plain("allreduce", tensors, op=reduction)
     targets = [torch.empty_like(t) for t in tensors] if outputs is None else list(outputs)
     written = [t.detach() for t in targets]
     scales = (float(prescale_factor), float(postscale_factor))
@@ -207,11 +202,8 @@ def _reducescatter(
     postscale_factor: float = 1.0,
 ) -> Handle:
     team = team_of(process_set)
-    reduction = _reduction(op)
-    tensors = _plain("reducescatter", tensors, rows=True)
-    if reduction not in (Reduction.Sum, Reduction.Average):
-        raise NotImplementedError(f"hvd.reducescatter has no {reduction.name}: use Sum or Average.")
-    _check_sums("reducescatter", tensors, reduction, process_set)
+    reduction = _linear("reducescatter", op)
+    tensors = _plain("reducescatter", tensors, rows=True, op=reduction)
     scales = (float(prescale_factor), float(postscale_factor))
 
     def run(_: dict[str, Any]) -> list[Tensor]:
@@ -221,11 +213,10 @@ def _reducescatter(
     return _start("reducescatter", tensors, name, process_set, facts, run)
 
 
-def _alltoall(
-    tensor: Tensor, counts: list[int], name: str | None, process_set: ProcessSet
-) -> Handle:
+def _alltoall(tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Handle:
     """Its result is the received rows, and how many came from each rank."""
     team = team_of(process_set)
+    counts = _cut(tensor, splits, team.size)
     tensor = tensor.detach()
 
     def run(order: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -304,7 +295,7 @@ def grouped_allreduce(
         average: deprecated, see ``op``.
         name: pairs the operation among ranks; numbered if None.
         compression: of what is sent.
-        op: ``hvd.Average`` (default), ``Sum``, ``Adasum``, ``Min``, ``Max`` or ``Product``.
+        op: ``hvd.Average`` (default), ``Sum``, ``Min``, ``Max`` or ``Product``.
         prescale_factor: multiplies before the reduction.
         postscale_factor: multiplies after it.
         process_set: the ranks that take part.
@@ -354,12 +345,7 @@ def sparse_allreduce_async(
     Returns:
         Callable: waits and returns the sparse result.
     """
-    reduction = _reduction(op)
-    team = team_of(process_set)
-    if reduction not in (Reduction.Sum, Reduction.Average):
-        raise NotImplementedError(
-            f"a sparse allreduce has no {reduction.name}: use Sum or Average."
-        )
+    reduction, team = _linear("sparse_allreduce", op), team_of(process_set)
     name = name or bridge().name(process_set.process_set_id or 0, "sparse_allreduce")
     indices = tensor._indices().t().contiguous()
     handles = (
@@ -436,8 +422,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin :func:`alltoall`."""
-    counts = _cut(tensor, splits, team_of(process_set).size)
-    handle = _alltoall(tensor, counts, name, process_set)
+    handle = _alltoall(tensor, splits, name, process_set)
     handle.single = splits is None
     return handle
 
@@ -463,11 +448,10 @@ def alltoall(
         ValueError: ``splits`` does not fit, or ``name`` is in flight.
         HorovodInternalError: on all ranks, if they disagree on the other dimensions or the type.
     """
-    counts = _cut(tensor, splits, team_of(process_set).size)
     received: list[int] = []
 
     def begin(tensors: Tensors) -> Handle:
-        return _alltoall(tensors[0], counts, name, process_set)
+        return _alltoall(tensors[0], splits, name, process_set)
 
     def back(gradients: Tensors) -> Tensors:
         return [synchronize(_alltoall(gradients[0], received, None, process_set))[0]]
@@ -509,7 +493,7 @@ def grouped_reducescatter(
         return _reducescatter(tensors, name, op, process_set, *scales)
 
     def back(gradients: Tensors) -> Tensors:
-        count = team_of(process_set).size if _reduction(op) == Reduction.Sum else 1
+        count = team_of(process_set).size if reduction_of(op) == Reduction.Sum else 1
         factor = prescale_factor * postscale_factor * count
         gathered: Tensors = synchronize(_allgather(gradients, None, process_set))
         return gathered if factor == 1.0 else [g * factor for g in gathered]

@@ -20,6 +20,7 @@ from typing import Any
 
 from ronde.horovod.chrome_trace import ChromeTrace
 from ronde.world.identity import ranks_text
+from ronde.world.network import listen_on
 
 __all__ = ["Coordinator", "Key", "describe"]
 
@@ -74,8 +75,7 @@ class Coordinator(threading.Thread):
         super().__init__(name="horovod-coordinator", daemon=True)
         self._size, self._token, self._trace = size, token, trace
         self._warn_seconds, self._abort_seconds = warn_seconds, abort_seconds
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=size)
+        self._listener = listen_on(address, backlog=size)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -92,7 +92,7 @@ class Coordinator(threading.Thread):
     def run(self) -> None:
         """Serve until every rank has left."""
         while len(self._left) < self._size:
-            events = self._selector.select(1.0)
+            events = self._selector.select(1.0)  # stalls are looked for at least once a second
             for entry, mask in events:
                 sock = entry.fileobj
                 assert isinstance(sock, socket.socket)
@@ -104,7 +104,7 @@ class Coordinator(threading.Thread):
                 if mask & selectors.EVENT_READ:
                     self._receive(sock)
             self._look_for_stalls()
-        for sock in self._incoming:
+        for sock in self._incoming:  # the last goodbyes may still wait here
             sock.setblocking(True)
             sock.settimeout(1.0)
             with suppress(OSError):
@@ -118,7 +118,7 @@ class Coordinator(threading.Thread):
     def _accept(self) -> None:
         sock, _ = self._listener.accept()
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # orders are small and urgent
         self._incoming[sock], self._outgoing[sock] = bytearray(), bytearray()
         self._selector.register(sock, selectors.EVENT_READ)
 
@@ -156,7 +156,7 @@ class Coordinator(threading.Thread):
                     return
             else:
                 self._handle(rank, json.loads(line))
-        if rank is None and len(buffer) > 4096:
+        if rank is None and len(buffer) > 4096:  # a stranger may send without an end
             self._close(sock)
 
     def _greet(self, sock: socket.socket, line: bytes) -> int | None:
@@ -204,7 +204,7 @@ class Coordinator(threading.Thread):
             self._send(rank, {"bye": True})
 
     def _announce(self, rank: int, key: Key, meta: dict[str, Any]) -> None:
-        if key in self._aborted:
+        if key in self._aborted:  # it comes late: the others have this error already
             text, late = self._aborted[key]
             late.discard(rank)
             if not late:
@@ -252,7 +252,7 @@ class Coordinator(threading.Thread):
         for r in metas:
             self._send(r, order)
         if key[1] == "allreduce":
-            for r in absent:
+            for r in absent:  # who has joined makes zeros, and needs their shapes
                 self._send(r, {**order, "meta": next(iter(metas.values()))})
 
     def _drop(self, key: Key) -> None:
@@ -289,7 +289,7 @@ class Coordinator(threading.Thread):
                 "hvd.join(): only allreduce can go on without a rank. Call it before the join, or "
                 "after all ranks have joined."
             )
-        if metas[ranks[0]]["op"] not in ("Average", "Sum", "Adasum"):
+        if metas[ranks[0]]["op"] not in ("Average", "Sum"):
             return (
                 f"{describe(key)} cannot take the {metas[ranks[0]]['op']} over zeros, which "
                 f"{ranks_text(sorted(absent))} would contribute after hvd.join(). Use Sum or "
@@ -312,6 +312,7 @@ class Coordinator(threading.Thread):
         self._left[rank] = why
         if rank in self._joined:
             self._joined.remove(rank)
+        # First all that it announced: settling one would else order it to a rank that is gone.
         for key in list(self._pending):
             self._retract(rank, key)
         for key in list(self._pending):

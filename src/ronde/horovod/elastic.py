@@ -12,7 +12,6 @@ import copy
 import functools
 import math
 import os
-import queue
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,27 +29,21 @@ from ronde.horovod.objects import (
     unpack_object,
 )
 from ronde.world import ArgumentError
-from ronde.world.whole_file import refuse_fenced
+from ronde.world.whole_file import refuse_fenced, write_whole
 
 __all__ = [
     "ElasticSampler",
     "HostsUpdatedInterrupt",
     "ObjectState",
     "TorchState",
-    "get_handler_registry",
     "run",
-    "set_handler_registry",
 ]
 
-_made = 0  # states of this process
+_made = 0  # states of this process: the number of each is the same on all ranks
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts came or went. ``skip_sync`` says that the state need not be shared again."""
-
-    def __init__(self, skip_sync: bool = False) -> None:
-        super().__init__("the hosts have changed")
-        self.skip_sync = skip_sync
+    """Horovod's error for hosts that come or go, for scripts that name it: here they do neither."""
 
 
 class ObjectState:
@@ -72,7 +65,6 @@ class ObjectState:
         global _made
         self._number, _made = _made, _made + 1
         self._saved_state = dict(kwargs)
-        self._host_messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
         self._reset_callbacks: list[Callable[[], None]] = []
         self.commits = 0
         self._set_attributes()
@@ -87,21 +79,15 @@ class ObjectState:
 
     def on_reset(self) -> None:
         """What happens after a reset: :meth:`reset`, and the callbacks."""
-        self._host_messages = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
-
-    def on_hosts_updated(self, timestamp: float, update: int) -> None:
-        """Note that hosts have changed: the next commit raises :class:`HostsUpdatedInterrupt`."""
-        self._host_messages.put((timestamp, update))
 
     def commit(self) -> None:
         """Save the state in memory and, if workers can be started again, in the run directory."""
         self.save()
         self.commits += 1
         self._write()
-        self.check_host_updates()
 
     def _file(self) -> Path | None:
         """Where commits outlive this process; None if the run cannot be started again."""
@@ -117,10 +103,8 @@ class ObjectState:
         data = pack_object(self.committed())
         if bytes(data[:1].numpy()) == b"E":
             unpack_object(data)  # raises what cannot be kept
-        refuse_fenced()
-        temporary = file.with_suffix(".writing")
-        temporary.write_bytes(data.numpy().tobytes())
-        temporary.replace(file)
+        refuse_fenced()  # of a host that was out of reach while the run went on
+        write_whole(file, data.numpy().tobytes())
 
     def continue_commit(self) -> bool:
         """Take over the last commit of the workers before these; whether there was one. Rank 0
@@ -155,17 +139,7 @@ class ObjectState:
         self.restore()
 
     def check_host_updates(self) -> None:
-        """Raise on all ranks if hosts have changed, as rank 0 sees it. A collective.
-
-        Raises:
-            HostsUpdatedInterrupt: hosts have changed.
-        """
-        changes = []
-        while not self._host_messages.empty():
-            changes.append(self._host_messages.get())
-        updates = broadcast_object([update for _, update in changes])
-        if updates:
-            raise HostsUpdatedInterrupt(all(update == 1 for update in updates))
+        """Nothing: the hosts of a run stay what they are until it is started again."""
 
     def save(self) -> None:
         """Save the attributes."""
@@ -186,10 +160,10 @@ class ObjectState:
 
 
 class _Held:
-    """A value with a state dictionary, and the last copy of it."""
+    """A value with a state dictionary, the last copy of it, and how ranks take rank 0's."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    def __init__(self, value: Any, share: Callable[[Any], None]) -> None:
+        self.value, self._share = value, share
         self.save()
 
     def save(self) -> None:
@@ -199,22 +173,11 @@ class _Held:
         self.value.load_state_dict(copy.deepcopy(self.saved))
 
     def sync(self) -> None:
-        raise NotImplementedError
+        self._share(self.value)
+        self.save()
 
     def set_value(self, value: Any) -> None:
         self.value = value
-        self.save()
-
-
-class _HeldModel(_Held):
-    def sync(self) -> None:
-        broadcast_parameters(self.value.state_dict(), root_rank=0)
-        self.save()
-
-
-class _HeldOptimizer(_Held):
-    def sync(self) -> None:
-        broadcast_optimizer_state(self.value, root_rank=0)
         self.save()
 
 
@@ -260,6 +223,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)
         self.remaining_indices = indices[self.processed_num :]
+        # rounded up: ranks with fewer batches would leave the others waiting
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
 
@@ -272,28 +236,11 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.num_samples
 
 
-class _HeldSampler(_Held):
-    def sync(self) -> None:
-        self.value.load_state_dict(broadcast_object(self.value.state_dict()))
-        self.save()
-
-
-_registry: list[tuple[type, type]] = [
-    (torch.nn.Module, _HeldModel),
-    (torch.optim.Optimizer, _HeldOptimizer),
-    (ElasticSampler, _HeldSampler),
-]
-
-
-def get_handler_registry() -> list[tuple[type, type]]:
-    """Pairs of a type, and the class that saves, restores and shares its values."""
-    return _registry
-
-
-def set_handler_registry(registry: list[tuple[type, type]]) -> None:
-    """Replace the pairs of :func:`get_handler_registry`."""
-    global _registry
-    _registry = registry
+_SHARES: dict[type, Callable[[Any], None]] = {
+    torch.nn.Module: lambda model: broadcast_parameters(model.state_dict(), root_rank=0),
+    torch.optim.Optimizer: lambda optimizer: broadcast_optimizer_state(optimizer, root_rank=0),
+    ElasticSampler: lambda s: s.load_state_dict(broadcast_object(s.state_dict())),
+}
 
 
 class TorchState(ObjectState):
@@ -309,14 +256,14 @@ class TorchState(ObjectState):
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any) -> None:
-        self._handlers: dict[str, Any] = {}
+        self._handlers: dict[str, _Held] = {}
         plain = {}
         for name, value in {**kwargs, "model": model, "optimizer": optimizer}.items():
-            holder = next((held for kind, held in _registry if isinstance(value, kind)), None)
-            if holder is None:
+            share = next((s for kind, s in _SHARES.items() if isinstance(value, kind)), None)
+            if share is None:
                 plain[name] = value
             else:
-                self._handlers[name] = holder(value)
+                self._handlers[name] = _Held(value, share)
         for name, handler in self._handlers.items():
             object.__setattr__(self, name, handler.value)
         super().__init__(**plain)
@@ -371,13 +318,12 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         # what fails each time would go on forever
         limit = int(os.environ.get("HOROVOD_ELASTIC_RESET_LIMIT", "") or 3)
-        resets, committed, skip_sync = 0, -1, False
+        resets, committed = 0, -1
         if isinstance(state, ObjectState):
             state.continue_commit()
         while True:
             try:
-                if not skip_sync:
-                    state.sync()
+                state.sync()
                 return function(state, *args, **kwargs)
             except HorovodInternalError:
                 commits = getattr(state, "commits", 0)
@@ -386,9 +332,6 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
                 if resets > limit:
                     raise
                 state.restore()
-                skip_sync = False
-            except HostsUpdatedInterrupt as interrupt:
-                skip_sync = interrupt.skip_sync
             shutdown()
             init()
             state.on_reset()

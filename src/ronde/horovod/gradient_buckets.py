@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -22,13 +21,12 @@ from ronde.horovod.bridge import Bridge, HorovodInternalError
 from ronde.horovod.collectives_api import (
     allreduce_async_,
     grouped_allreduce_async,
-    grouped_allreduce_async_,
     sparse_allreduce_async,
     synchronize,
 )
 from ronde.horovod.compression import Compression, Compressor
 from ronde.horovod.lifecycle import ProcessSet, bridge, global_process_set, size
-from ronde.horovod.transfers import Reduction, dtype_name
+from ronde.horovod.transfers import Reduction, dtype_name, reduction_of, warn_script
 
 __all__ = ["distributed_optimizer"]
 
@@ -44,20 +42,16 @@ _TWICE = (
 _STEP = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
 
 
-def _outermost(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook of step() that runs once where a class's own step() calls its parent's, which torch
-    gives hooks too.
+def _is_outermost(optimizer: Any) -> bool:
+    """Whether this hook belongs to the script's own call of step(): a class's step() may call its
+    parent's, which torch gives hooks too.
     """
-
-    def once(self: Any, optimizer: Any, *rest: Any) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        steps = 0
-        while frame is not None:
-            steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
-            frame = frame.f_back
-        return hook(self, optimizer, *rest) if steps <= 1 else None
-
-    return once
+    frame: FrameType | None = sys._getframe(1)
+    steps = 0
+    while frame is not None:
+        steps += frame.f_code is _STEP and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back
+    return steps <= 1
 
 
 @dataclass(eq=False)
@@ -135,7 +129,7 @@ class _Gradients:
             bucket.handle, bucket.waiting = None, len(bucket.params)
 
     def _arrived(self, p: Tensor) -> None:
-        if self._agreed is None and not self._active():
+        if self._agreed is None and not self._active():  # asked for each gradient: cheap first
             return
         left = self._left[p] = self._left[p] - 1
         if left < 0:
@@ -185,6 +179,7 @@ class _Gradients:
         said = [e for e in each if e is not None]
         order: list[int] = next((e[0] for e in said if e[0]), [])
         arrived = set(order)
+        # a backward pass reaches the last layers first
         order += [i for i in reversed(range(len(params))) if i not in arrived]
         apart = set() if self.sparse_as_dense else {i for e in said for i in e[1]}
         self._fill(params, order, apart)
@@ -205,7 +200,7 @@ class _Gradients:
             chunks += _by_size([p for p in dense if id(p) not in grouped])
         buckets = [_Bucket("", [params[i]], sparse=True) for i in order if i in apart]
         for chunk in chunks:
-            kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+            kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # of a flat tensor
             for p in chunk:
                 kinds.setdefault((p.device, p.dtype), []).append(p)
             buckets += [_Bucket("", each) for each in kinds.values()]
@@ -306,9 +301,10 @@ class _Gradients:
             self.reset()
         self.synchronized = True
 
-    @_outermost
     def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Exchange gradients before ``step``, or after the closure that computes them."""
+        if not _is_outermost(optimizer):
+            return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not self.enabled:
             self.synchronized = False
@@ -323,7 +319,7 @@ class _Gradients:
 
             return (optimizer, exchanged), {}
         if self.synchronized:
-            warnings.warn(_TWICE, stacklevel=5)
+            warn_script(_TWICE)
         if not self.synchronized or self.pending:
             self.synchronize()
         self.synchronized = False
@@ -353,81 +349,31 @@ def _by_size(params: Sequence[Tensor]) -> list[list[Tensor]]:
     return chunks
 
 
-class _Adasum:
-    """Adasum combines what the local steps have changed, not gradients."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, compression: type[Compressor]) -> None:
-        self.optimizer, self.compression = optimizer, compression
-        self._starts: list[Tensor] = []
-
-    def _params(self) -> list[Tensor]:
-        groups = self.optimizer.param_groups
-        return [p for group in groups for p in group["params"] if p.requires_grad]
-
-    @_outermost
-    def before_step(self, *_: Any) -> None:
-        """Remember the parameters."""
-        self._starts = [p.detach().clone() for p in self._params()]
-
-    @_outermost
-    def after_step(self, *_: Any) -> None:
-        """Combine the changes of all ranks."""
-        if size() == 1:
-            return
-        with torch.no_grad():
-            params = self._params()
-            small = [
-                self.compression.compress(p - start)
-                for p, start in zip(params, self._starts, strict=True)
-            ]
-            sent = [t for t, _ in small]
-            changes = synchronize(grouped_allreduce_async_(sent, op=Reduction.Adasum))
-            for i, p in enumerate(params):
-                change = self.compression.decompress(changes[i], small[i][1])
-                p.copy_(self._starts[i] + change)
-
-    def synchronize(self) -> None:
-        """Nothing: the exchange is after the step."""
-
-    def skip(self) -> Any:
-        """Refuse."""
-        raise AssertionError("skip_synchronize() is not possible with op=hvd.Adasum.")
-
-    def set_passes(self, passes: int) -> None:
-        """Nothing: each step exchanges once."""
-
-    def reset(self) -> None:
-        """Nothing is in flight between steps."""
-
-    pending = False
-
-
-def _methods(base: type) -> dict[str, Any]:
+class _Distributed(torch.optim.Optimizer):
     """What a distributed optimizer can do beyond its own class."""
 
-    def synchronize(self: Any) -> None:
+    _ronde_exchange: _Gradients
+
+    def synchronize(self) -> None:
         self._ronde_exchange.synchronize()
 
-    def skip_synchronize(self: Any) -> Any:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         return self._ronde_exchange.skip()
 
-    def set_backward_passes_per_step(self: Any, passes: int) -> None:
+    def set_backward_passes_per_step(self, passes: int) -> None:
         self._ronde_exchange.set_passes(passes)
 
-    def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         if self._ronde_exchange.pending:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward(), and before "
                 "optimizer.step() or optimizer.synchronize(): gradients are being exchanged."
             )
-        base.zero_grad(self, *args, **kwargs)  # type: ignore[attr-defined]
+        super().zero_grad(*args, **kwargs)
 
-    def load_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self._ronde_exchange.reset()
-        base.load_state_dict(self, *args, **kwargs)  # type: ignore[attr-defined]
-
-    made = (synchronize, skip_synchronize, set_backward_passes_per_step, zero_grad, load_state_dict)
-    return {function.__name__: function for function in made}
+        super().load_state_dict(*args, **kwargs)
 
 
 def distributed_optimizer(
@@ -452,8 +398,7 @@ def distributed_optimizer(
         named_parameters: ``model.named_parameters()``, for names in errors.
         compression: of what is sent.
         backward_passes_per_step: backward passes whose gradients are added before an exchange.
-        op: ``hvd.Average``, ``Sum``, ``Min``, ``Max`` or ``Product``; ``Adasum`` combines the
-            changes of local steps.
+        op: ``hvd.Average``, ``Sum``, ``Min``, ``Max`` or ``Product``.
         gradient_predivide_factor: divides before the sum, and multiplies after it.
         num_groups: deprecated, see ``groups``.
         groups: how many buckets, or lists of parameters that travel together. Default: buckets of
@@ -477,37 +422,31 @@ def distributed_optimizer(
         raise ValueError(
             f"backward_passes_per_step={backward_passes_per_step}: expected 1 or more."
         )
-    reduction = Reduction(op)
+    reduction = reduction_of(op)
     if gradient_predivide_factor != 1.0 and reduction != Reduction.Average:
         raise ValueError("gradient_predivide_factor needs op=hvd.Average.")
     if num_groups:
-        warnings.warn("num_groups is deprecated: use groups.", DeprecationWarning, stacklevel=2)
+        warn_script("num_groups is deprecated: use groups.", DeprecationWarning)
         groups = num_groups if groups is None else groups
     _check_groups(groups)
     names = _names(optimizer, named_parameters)
-    if reduction == Reduction.Adasum and process_set.process_set_id != 0:
-        raise NotImplementedError("Adasum needs all ranks: a process set cannot use it.")
-    exchange: _Gradients | _Adasum
-    if reduction == Reduction.Adasum:
-        exchange = _Adasum(optimizer, compression)
-        optimizer.register_step_post_hook(exchange.after_step)
-    else:
-        exchange = _Gradients(
-            optimizer,
-            names,
-            compression,
-            backward_passes_per_step,
-            reduction,
-            float(gradient_predivide_factor),
-            groups,
-            sparse_as_dense,
-            process_set,
-        )
+    exchange = _Gradients(
+        optimizer,
+        names,
+        compression,
+        backward_passes_per_step,
+        reduction,
+        float(gradient_predivide_factor),
+        groups,
+        sparse_as_dense,
+        process_set,
+    )
     # A hook and not a method of a new class: a scheduler may hold the optimizer's own step.
     optimizer.register_step_pre_hook(exchange.before_step)
     base = type(optimizer)
     changed: Any = optimizer
-    changed.__class__ = type(base.__name__, (base,), _methods(base))
+    # The object stays: the script and its schedulers hold it. So does the name that it shows.
+    changed.__class__ = type(base.__name__, (_Distributed, base), {})
     changed._ronde_exchange = exchange
     changed._parameter_names = names
     changed.backward_passes_per_step = backward_passes_per_step

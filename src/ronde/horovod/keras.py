@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+# Keras reads the variable once, when it is imported.
 _backend = os.environ.setdefault("KERAS_BACKEND", "torch")
 if "keras" in sys.modules:
     _backend = sys.modules["keras"].backend.backend()
@@ -105,6 +106,7 @@ def DistributedOptimizer(
 
     def averaged(grads: Any, trainable_variables: Any = None) -> Any:
         grads = list(grads)
+        # Layers that the loss does not reach have None, on all ranks alike.
         there = [i for i, gradient in enumerate(grads) if gradient is not None]
         if lifecycle.size() > 1 and there:
             packed = [compression.compress(grads[i]) for i in there]
@@ -126,7 +128,7 @@ def allreduce(value: Any, name: str | None = None, average: bool = True, **optio
     options.setdefault("op", Average if average else Sum)
     tensor = _tensor(value)
     if not tensor.is_floating_point() and options["op"] is Average:
-        tensor = tensor.double()
+        tensor = tensor.double()  # the mean of whole numbers is none
     return _plain(_torch.allreduce(tensor, name=name, **options))
 
 

@@ -36,6 +36,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         model = self.model
         if not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
+        # numbered: two layers may have one path
         named = [(f"{i} {v.path}", v) for i, v in enumerate(model.weights)]
         named += [(f"optimizer {i} {v.path}", v) for i, v in enumerate(model.optimizer.variables)]
         broadcast_parameters([(n, v.value.data) for n, v in named], self.root_rank)
@@ -49,7 +50,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Average."""
-        for name in sorted(logs or ()):
+        for name in sorted(logs or ()):  # in one order on all ranks
             mine = torch.tensor(float(logs[name]), dtype=torch.float64)
             logs[name] = float(allreduce(mine, name=f"keras.metric.{name}"))
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ronde.exchange import Members
 from ronde.horovod.bridge import Bridge, HorovodInternalError
 from ronde.horovod.chrome_trace import ChromeTrace
 from ronde.horovod.coordinator import Coordinator
@@ -224,51 +225,47 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             f"hvd.init(comm={comm!r}): only all {me.size} ranks can be initialized. Start as many "
             "as take part, and use process sets for parts of them."
         )
-    connect()
-    me = world()
-    mine = [me.node, me.host, os.environ.get("LOCAL_RANK"), Bridge.poisoned]
-    places = gather_json(me, mine)
-    generation = 1 + max(place[3] for place in places)
+    me = connect()
+    members = Members.of(me)
+    generation = 1 + max(gather_json(me, Bridge.poisoned))
     trace = ChromeTrace()
     path = os.environ.get("HOROVOD_TIMELINE", "")
     if me.is_main and path not in ("", "DYNAMIC"):  # before any rank can announce something
         trace.start(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
-    connection = _connect(me, places, trace)
+    connection = _connect(me, members, trace)
     here = Bridge(me.rank, me.size, me.device, connection, trace, generation)
-    _here = _placed(here, places)
+    _here = _placed(here, members)
     global_process_set.ranks = list(range(me.size))
     for each in process_sets if isinstance(process_sets, list | tuple) else ():
         add_process_set(each)
 
 
-def _placed(here: Bridge, places: list[Any]) -> _Here:
-    """Ranks within nodes, and nodes: from the launcher, or by the names of the machines."""
-    machines = [tuple(place[:2]) for place in places]
-    if any(place[2] is None for place in places):
-        machines = [(0, place[1]) for place in places]
-    mine = machines[here.rank]
-    local = sum(m == mine for m in machines[: here.rank])
-    sizes = Counter(machines)
-    nodes = [m for m in dict.fromkeys(machines) if sizes[m] > local]
+def _placed(here: Bridge, members: Members) -> _Here:
+    """Ranks within nodes, and nodes."""
+    node = members.nodes[here.rank]
+    local = members.on_node(node).index(here.rank)
+    sizes = Counter(members.nodes)
+    nodes = [n for n, size in sizes.items() if size > local]
     return _Here(
         here,
         local,
-        sizes[mine],
-        nodes.index(mine),
+        sizes[node],
+        nodes.index(node),
         len(nodes),
         len(set(sizes.values())) == 1,
     )
 
 
-def _connect(me: World, places: list[Any], trace: ChromeTrace) -> socket.socket | None:
+def _connect(me: World, members: Members, trace: ChromeTrace) -> socket.socket | None:
     """Start the coordinator on rank 0, and connect to it."""
     if me.size == 1:
         return None
     meeting: Any = None
     if me.is_main:
-        one_machine = all(place[:2] == places[0][:2] for place in places)
+        one_machine = len(set(members.nodes)) == 1
         name = os.environ.get("GLOO_SOCKET_IFNAME")
         toward = identify(os.environ).address or socket.gethostname()
+        # not seen from outside where nobody has to come from there
         address = "127.0.0.1" if one_machine else own_address(toward, name)
         token = secrets.token_hex(16)
         coordinator = Coordinator(me.size, token, address, *_stall_limits(), trace)
@@ -283,7 +280,7 @@ def _connect(me: World, places: list[Any], trace: ChromeTrace) -> socket.socket 
             "network with GLOO_SOCKET_IFNAME, and allow connections among the hosts."
         ) from error
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # no waiting for more
     connection.sendall(json.dumps({"rank": me.rank, "token": token}).encode() + b"\n")
     return connection
 

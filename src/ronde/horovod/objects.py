@@ -47,6 +47,7 @@ def pack_object(value: Any) -> torch.Tensor:
     try:
         items = list(value) if type(value) is set else value
         text = json.dumps(encode_exact(items, "object", tensors)).encode()
+        # a copy: safetensors refuses tensors that share memory
         blob = save_tensors({k: t.cpu().contiguous().clone() for k, t in tensors.items()})
         data = (_SET if type(value) is set else _PLAIN) + len(text).to_bytes(8, "big") + text + blob
     except CheckpointError as error:
@@ -63,7 +64,7 @@ def _refusal(error: CheckpointError) -> str:
 
 
 def _pickled(value: Any) -> bytes:
-    try:
+    try:  # it takes functions and classes of the script itself too
         import cloudpickle as pickler
     except ImportError:
         import pickle as pickler
@@ -171,6 +172,7 @@ def broadcast_parameters(
                 f"broadcast_parameters: {name!r} is a {type(value).__name__}, not a tensor. Use "
                 "hvd.broadcast_object for it."
             )
+    # an operation takes tensors of one device
     for device in sorted({str(v.device) for _, v in named}):
         chosen = [(n, v) for n, v in named if str(v.device) == device]
         names, tensors = [n for n, _ in chosen], [v for _, v in chosen]

@@ -6,10 +6,13 @@ travels as bytes; sums of those types travel in the next wider one.
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +28,9 @@ __all__ = [
     "contribute_zeros",
     "dtype_name",
     "reducescatter_tensors",
+    "reduction_of",
     "rows_of",
+    "warn_script",
 ]
 
 
@@ -40,6 +45,34 @@ class Reduction(IntEnum):
     Product = 5
 
 
+def reduction_of(op: Any) -> Reduction:
+    """Read an ``op`` of a script's; None is ``hvd.Average``.
+
+    Raises:
+        ValueError: it is none of Horovod's.
+        NotImplementedError: it is ``hvd.Adasum``.
+    """
+    try:
+        reduction = Reduction.Average if op is None else Reduction(op)
+    except ValueError:
+        raise ValueError(f"op={op!r}: expected hvd.Average, Sum, Min, Max or Product.") from None
+    if reduction == Reduction.Adasum:
+        raise NotImplementedError("op=hvd.Adasum is not here: use hvd.Average.")
+    return reduction
+
+
+def warn_script(text: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the script that called, behind the frames of Ronde and torch."""
+    level, frame = 1, sys._getframe()
+    while (back := frame.f_back) is not None and _is_inside(frame):
+        level, frame = level + 1, back
+    warnings.warn(text, category, level)
+
+
+def _is_inside(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("ronde", "torch")
+
+
 _OPS = {
     Reduction.Average: dist.ReduceOp.SUM,
     Reduction.Sum: dist.ReduceOp.SUM,
@@ -47,7 +80,7 @@ _OPS = {
     Reduction.Max: dist.ReduceOp.MAX,
     Reduction.Product: dist.ReduceOp.PRODUCT,
 }
-_WIRE = {torch.bfloat16: torch.float32, torch.int16: torch.int32}
+_WIRE = {torch.bfloat16: torch.float32, torch.int16: torch.int32}  # gloo adds neither
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -96,7 +129,7 @@ def _averaged(tensor: torch.Tensor, size: int) -> torch.Tensor:
         if tensor.dtype in _HALF:
             return (tensor.float() / size).to(tensor.dtype)
         return tensor / size
-    return torch.div(tensor, size, rounding_mode="trunc")
+    return torch.div(tensor, size, rounding_mode="trunc")  # as C++ divides, and so Horovod
 
 
 def allreduce_tensors(
@@ -112,9 +145,10 @@ def allreduce_tensors(
     for i, tensor in enumerate(tensors):
         kinds[tensor.dtype, tensor.device].append(i)
     for (dtype, device), places in kinds.items():
+        # NCCL adds bfloat16, and has no int16 either.
         wire = _WIRE.get(dtype, dtype) if device.type == "cpu" or dtype == torch.int16 else dtype
         plain = prescale == postscale == 1.0 and wire == dtype and not dtype.is_complex
-        if plain and len(places) == 1 and op != Reduction.Adasum:
+        if plain and len(places) == 1:  # a bucket of the optimizer: no copy
             source, out = tensors[places[0]], outputs[places[0]]
             if out.is_contiguous():
                 if out is not source:
@@ -128,10 +162,7 @@ def allreduce_tensors(
         pieces = [_scaled(tensors[i], prescale).reshape(-1) for i in places]
         flat = torch.cat(pieces).to(wire)
         sizes = [len(piece) for piece in pieces]
-        if op == Reduction.Adasum:
-            flat = _adasum(team, flat, sizes)
-        else:
-            _reduce(team, flat, op)
+        _reduce(team, flat, op)
         if op == Reduction.Average:
             flat = _averaged(flat, team.size)
         for i, piece in zip(places, torch.split(flat, sizes), strict=True):
@@ -143,26 +174,6 @@ def _reduce(team: Team, flat: torch.Tensor, op: Reduction) -> None:
     if team.size > 1 and flat.numel():
         moved = torch.view_as_real(flat) if flat.is_complex() else flat
         dist.all_reduce(moved, _OPS[op], group=team.group)
-
-
-def _adasum(team: Team, flat: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Combine pairs of neighbors, then pairs of pairs (Maleki et al. 2021), tensor by tensor."""
-    whole = allgather_tensors(team, [flat.unsqueeze(0)], [[1]] * team.size)[0]
-    rows = [torch.split(row, sizes) for row in whole]
-    while len(rows) > 1:
-        rows = [
-            tuple(_combine(a, b) for a, b in zip(first, second, strict=True))
-            for first, second in zip(rows[::2], rows[1::2], strict=True)
-        ]
-    return torch.cat(rows[0])
-
-
-def _combine(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    x, y = a.double(), b.double()
-    dot, xx, yy = x.dot(y), x.dot(x), y.dot(y)
-    left = 1.0 - dot / (2.0 * xx) if xx > 0 else 1.0
-    right = 1.0 - dot / (2.0 * yy) if yy > 0 else 1.0
-    return (left * x + right * y).to(a.dtype)
 
 
 def contribute_zeros(team: Team, meta: dict[str, Any], device: torch.device) -> None:
@@ -205,7 +216,7 @@ def allgather_tensors(
         elif result.numel():
             width = _row_bytes(tensor)
             mine, out = _bytes(tensor.contiguous()), _bytes(result)
-            longest = max(counts) * width
+            longest = max(counts) * width  # gloo gathers equal sizes only
             if len(mine) < longest:
                 mine = torch.cat([mine, mine.new_zeros(longest - len(mine))])
             even = len(set(counts)) == 1
@@ -232,6 +243,7 @@ def broadcast_tensors(
     if team.size == 1:
         return
     moved = [out.detach().contiguous() for out in outputs]
+    # All at once: hundreds of small parameters would wait for the root one after the other.
     works = [
         dist.broadcast(_bytes(each), root, group=team.group, async_op=True)
         for each in moved
@@ -240,7 +252,7 @@ def broadcast_tensors(
     for work in works:
         work.wait()
     for each, out in zip(moved, outputs, strict=True):
-        if each.data_ptr() != out.data_ptr():
+        if each.data_ptr() != out.data_ptr():  # it was not contiguous
             out.copy_(each)
 
 
