@@ -310,7 +310,7 @@ def planning(count: int) -> dict[str, object]:
         starts = numpy.concatenate([[0], numpy.cumsum(sizes)])
         items = Items("data/*.tar", starts, names)
         cuts = chunk_cuts(items, "auto", 256)
-        plan_map(Path(name) / ".map", items, MapPlan(["x.py"], False, 2, None, None, ""), cuts)
+        plan_map(Path(name) / ".map", items, MapPlan(["x.py"], False, 2, None, None), cuts)
         took, cpu = time.monotonic() - began, time.process_time() - cpu
     total, workers = sum(sizes), 8
     loads = [0] * workers

@@ -84,11 +84,9 @@ def replay(method: str, table: list[Trial], rules: bool) -> tuple[list[tuple[int
         value = table[trial].results[rung] if table[trial].reaches(rung, rules) else None
         end = RUNGS[rung] if value is not None else table[trial].limit
         trained.append((trial, max(end - before, 0)))
-        own.setdefault(trial, []).append(value)
-        results[trial] = [*table[trial].results[:rung], value]
+        own[trial] = results[trial] = [*table[trial].results[:rung], value]
 
     for bracket in brackets_of(method, len(table), RUNGS, ETA):
-        shift = len(RUNGS) - len(bracket.rungs)
         own: dict[int, list[float | None]] = {}
         if method == "asha":
             while (more := promoted(own, bracket, {}, ETA, True)) is not None:
@@ -97,7 +95,7 @@ def replay(method: str, table: list[Trial], rules: bool) -> tuple[list[tuple[int
         while (now := bracket.alive(own, ETA, True))[1] < len(bracket.rungs):
             for trial in now[0]:
                 if None not in own.get(trial, ()):
-                    train(trial, now[1] + shift, own)
+                    train(trial, now[1], own)
     return trained, best_of(results, range(len(table)), len(RUNGS) - 1, True)[0]
 
 

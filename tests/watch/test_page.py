@@ -467,7 +467,7 @@ steps:
     (tmp_path / "items").write_text("a\nb\nc\nd\n")
     items = find_items("@items")
     (site.runs / "map").mkdir()
-    plan = MapPlan(["echo", _HOSTILE], True, 2, None, None, items.digest)
+    plan = MapPlan(["echo", _HOSTILE], True, 2, None, None)
     plan_map(site.runs / "map" / ".map", items, plan, [0, 2, 3, 4])
     os.utime(site.runs / "map" / ".map" / "job.json", (2e10, 2e10))
     ledger = JobLedger(site.runs / "map" / ".map")

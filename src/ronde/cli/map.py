@@ -216,7 +216,7 @@ def _plan(options: Options, out: Path, box: Container | None) -> bool:
         None if options.limit is None else parsed("--limit", options.limit, parse_duration, TIME)
     )
     tolerate = _tolerated(options.tolerate, len(items))
-    plan = MapPlan(command, each, options.retries, limit, tolerate, items.digest)
+    plan = MapPlan(command, each, options.retries, limit, tolerate)
     cuts = chunk_cuts(items, options.chunk, count)
     model = None if options.model is None else _model(options.model)
     out.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,7 @@ def start_child(
         words,
         env=environment,
         stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        start_new_session=True,  # Ctrl-C reaches this process alone, which ends children in order
         preexec_fn=functools.partial(_begin, at_end, list(cores)),
         **streams,
     )
@@ -59,7 +59,7 @@ def has_ended(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 def end_child(process: subprocess.Popen[bytes]) -> None:
     """Kill a child and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError):  # its group outlives it while it has members
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

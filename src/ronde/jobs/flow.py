@@ -124,6 +124,7 @@ class Flow:
 
     def order(self) -> list[str]:
         """Steps, each after those that it needs, otherwise as they are written."""
+        # graphlib gives no order among steps that are ready together: a heap of places does.
         sorter = graphlib.TopologicalSorter({name: s.needs for name, s in self.steps.items()})
         sorter.prepare()
         places = {name: place for place, name in enumerate(self.steps)}
@@ -243,6 +244,7 @@ class _Reader:
 
     def scalar(self, node: yaml.Node, what: str) -> str:
         """A text or a number as it is written."""
+        # YAML would turn `yes` into True and 0.10 into 0.1: commands get what is written.
         known = ("str", "int", "float", "bool", "timestamp")
         tags = [f"tag:yaml.org,2002:{tag}" for tag in known]
         if not isinstance(node, yaml.ScalarNode) or node.tag not in tags:
@@ -264,6 +266,7 @@ class _Reader:
     def mapping(self, node: yaml.Node | None, key: str, name: re.Pattern[str]) -> dict[str, str]:
         entries = {} if node is None else self.pairs(node, key)
         for word, (place, _) in entries.items():
+            # {out} is the folder of a step
             if not name.fullmatch(word) or (key, word) == ("set", "out"):
                 raise self.wrong(place, f"{word} cannot be a name under {key}.")
         return {word: self.scalar(value, word) for word, (_, value) in entries.items()}
@@ -427,7 +430,7 @@ def _check_files(
                 raise reader.wrong(reader.places[name, "out"], why)
             made[output] = name
     for output, name in made.items():
-        for end in range(len(output)):
+        for end in range(len(output)):  # all folders above it
             maker = made.get(output[:end], name)
             if maker != name:
                 why = f"{name} makes {'/'.join(output)}, and so changes what {maker} makes."
@@ -450,6 +453,7 @@ def _check_files(
 
 def _may_be(file: str) -> bool:
     """Whether a file is there, or is only known once the flow runs."""
+    # a dangling link is there: its step says what is wrong with it
     return bool(set(file) & set("*?[{")) or os.path.lexists(file)
 
 
@@ -457,7 +461,7 @@ def _overlap(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
     """Whether a path or pattern names the same file as another path, one above, or one below."""
     return all(
         word == part or fnmatch.fnmatchcase(part, word)
-        for word, part in zip(pattern, path, strict=False)
+        for word, part in zip(pattern, path, strict=False)  # the longer one lies below the other
     )
 
 

@@ -81,6 +81,7 @@ def _airflow(flow: Flow, file: str, image: str) -> str:
     ]
     for name in flow.order():
         step = flow.steps[name]
+        # a minute more than the step's own limit: ronde flow ends it first, and in order
         limit = f"timedelta(seconds={step.time + 60:g})" if step.time else "None"
         lines += [
             f"    steps[{name!r}] = BashOperator(",
@@ -88,7 +89,7 @@ def _airflow(flow: Flow, file: str, image: str) -> str:
             f"        bash_command={shlex.join(_command(step, Path(file).name))!r},",
             f"        retries={step.retries},",
             f"        execution_timeout={limit},",
-            "        append_env=True,",
+            "        append_env=True,",  # else the worker's own variables are gone
             f"        cwd={str(Path(file).absolute().parent)!r},",
             "    )",
         ]
@@ -114,6 +115,7 @@ def _github(flow: Flow, file: str, image: str) -> str:
                     "with": {
                         "path": "\n".join(["runs", *_outputs(flow)]),
                         "key": f"{key}{name}",
+                        # the newest of a step before it, else of an earlier run
                         "restore-keys": "".join(f"{key}{need}\n" for need in step.needs)
                         + "flow-\n",
                     },
@@ -121,7 +123,7 @@ def _github(flow: Flow, file: str, image: str) -> str:
                 {"run": shlex.join(_command(step, file))},
             ],
         }
-        if len(step.needs) > 1:
+        if len(step.needs) > 1:  # a job restores one cache
             raise ArgumentError(
                 f"--export github: {name} needs {', '.join(step.needs)}, whose machines share no "
                 "folder: let it need one of them, or run ronde flow in one job."
@@ -161,6 +163,7 @@ def _argo(flow: Flow, file: str, image: str) -> str:
             {
                 "name": step.name,
                 **_given(activeDeadlineSeconds=_limit(step)),
+                # ronde flow retries what its causes allow; Argo what happens to the pod
                 "retryStrategy": {"limit": str(step.retries), "retryPolicy": "OnError"},
                 "container": {
                     "image": image,
@@ -206,6 +209,7 @@ def _step_functions(flow: Flow, file: str, image: str) -> str:
                 {"StartAt": name, "States": {name: {**task, "End": True}}}
                 for name, task in tasks.items()
             ]
+            # ResultPath null keeps the input, JobQueue and JobDefinition, for the next stage
             states[title] = {"Type": "Parallel", "Branches": branches, "ResultPath": None, **after}
     machine = {
         "Comment": f"Made by ronde flow --export stepfunctions from {file}. Input: JobQueue, "

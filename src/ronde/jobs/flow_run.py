@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from ronde.jobs.child_process import end_child, has_ended, how_ended, last_line,
 from ronde.jobs.flow import Flow, FlowStep, fill
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.watch import RunDir, summarise
+from ronde.watch.record import Ended, read
 from ronde.world import RondeError
 from ronde.world.whole_file import write_whole
 
@@ -56,9 +57,8 @@ class FlowResult:
 
 @dataclass
 class _Busy:
-    lease: Lease
     thread: threading.Thread
-    outcome: dict[str, Any] = field(default_factory=dict)
+    outcome: dict[str, Any]
 
 
 class _Stopped(Exception):
@@ -236,7 +236,6 @@ class FlowRun:
                 self._set(name, "kept", values=info["values"])
                 return
             self._ledger.forget(key)
-            self._anew.discard(name)
         self._anew.discard(name)
         self._ledger.add([] if self._ledger.is_known(key) else [key])
         lease = self._ledger.claim(only=key)
@@ -246,7 +245,7 @@ class FlowRun:
         self._reasons[name] = "; ".join(reasons)
         outcome: dict[str, Any] = {}
         thread = threading.Thread(target=self._work, args=(step, lease, outcome))
-        self._busy[name] = _Busy(lease, thread, outcome)
+        self._busy[name] = _Busy(thread, outcome)
         self.tell(f" {name:<12} runs      {self._filled(step.run)}")
         thread.start()
 
@@ -367,12 +366,11 @@ class FlowRun:
         record = self._step_folder(step.name) / key / "run" / "record.jsonl"
         if step.verb != "run" or not record.is_file():
             return False
-        ends = [line for line in record.read_text().splitlines() if '"type": "end"' in line]
+        ends = [event for event in read(record) if isinstance(event, Ended)]
         if not ends:
             return False
-        end = json.loads(ends[-1])
-        error = str(end.get("error"))
-        lost = end.get("rank") is None and error.startswith("host ") and " is lost" in error
+        error = str(ends[-1].error)
+        lost = ends[-1].rank is None and error.startswith("host ") and " is lost" in error
         return lost or error.startswith("killed by signal")
 
     def _pause(self, lease: Lease, seconds: float) -> None:
@@ -496,6 +494,7 @@ class FlowRun:
 
 def content_digest(path: Path) -> str:
     """SHA-256 of a file's content, or of all names and contents in a folder, behind links too."""
+    # names and sizes too: bytes that move from one file to the next would give the same digest
     digest = hashlib.sha256()
     files: Sequence[Path] = sorted(_files_in(path)) if path.is_dir() else [path]
     for file in files:

@@ -36,17 +36,19 @@ class Bracket:
     Attributes:
         trials: their numbers.
         rungs: samples after which they are compared; the last is the whole training.
+        first: the rung at which they are compared first.
     """
 
     trials: tuple[int, ...]
     rungs: tuple[int, ...]
+    first: int = 0
 
     def alive(self, results: Results, eta: float, maximize: bool) -> tuple[list[int], int]:
         """The trials that go on to a rung, and which: the first one that not all have reached. All
         have reached the last one where this is ``len(rungs)``.
         """
         alive = list(self.trials)
-        for rung in range(len(self.rungs)):
+        for rung in range(self.first, len(self.rungs)):
             if any(is_open(results, trial, rung) for trial in alive):
                 return alive, rung
             if rung + 1 < len(self.rungs):
@@ -66,7 +68,7 @@ def best_of(results: Results, trials: Sequence[int], rung: int, maximize: bool) 
     for trial in trials:
         reached = results.get(trial, ())
         value = reached[rung] if rung < len(reached) else None
-        if value is not None and math.isfinite(value):
+        if value is not None and math.isfinite(value):  # NaN would sort anywhere
             ranked.append((-value if maximize else value, trial))
     return [trial for _, trial in sorted(ranked)]
 
@@ -92,25 +94,26 @@ def brackets_of(method: str, trials: int, rungs: Sequence[int], eta: float) -> l
         ArgumentError: more rungs than trials.
 
     Example:
-        >>> [(len(b.trials), len(b.rungs)) for b in brackets_of("hyperband", 17, (1, 3, 9), 3)]
-        [(9, 3), (5, 2), (3, 1)]
+        >>> [(len(b.trials), b.first) for b in brackets_of("hyperband", 17, (1, 3, 9), 3)]
+        [(9, 0), (5, 1), (3, 2)]
     """
-    kind = method.rpartition("+")[2]
+    kind, rungs = method.rpartition("+")[2], tuple(rungs)
     if kind in ("random", "grid", "bayes"):
-        return [Bracket(tuple(range(trials)), tuple(rungs[-1:]))]
+        return [Bracket(tuple(range(trials)), rungs, len(rungs) - 1)]
     if trials < 2 and len(rungs) > 1:
         raise ArgumentError(f"--method {method}: {trials} trial cannot be halved.")
     if kind in ("halving", "asha"):
-        return [Bracket(tuple(range(trials)), tuple(rungs))]
+        return [Bracket(tuple(range(trials)), rungs)]
     brackets: list[Bracket] = []
     first = 0
     while first < trials:
         for more in reversed(range(len(rungs))):
+            # 1e-9: eta**more may be a hair above the whole number that it is
             count = math.ceil(len(rungs) / (more + 1) * eta**more - 1e-9)
             count = min(count, trials - first)
             if count:
-                whole = range(first, first + count)
-                brackets.append(Bracket(tuple(whole), tuple(rungs[len(rungs) - 1 - more :])))
+                whole = tuple(range(first, first + count))
+                brackets.append(Bracket(whole, rungs, len(rungs) - 1 - more))
             first += count
     return brackets
 

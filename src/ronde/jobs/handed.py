@@ -144,6 +144,7 @@ def items(source: str) -> Iterator[Chunk]:
         yield from _handed()
         return
     listed = find_items(source)
+    # in the current folder, so that moving an output is one rename
     with tempfile.TemporaryDirectory(prefix=".ronde-items-", dir=".") as folder:
         chunk = Chunk(0, len(listed), Path(folder), listed)
         yield chunk
@@ -152,7 +153,7 @@ def items(source: str) -> Iterator[Chunk]:
             if path.is_file():
                 target = path.relative_to(folder)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.move(path, target)  # whole: the folder is on the same disk
+                shutil.move(path, target)
 
 
 def weights(run: str) -> dict[str, torch.Tensor]:
@@ -203,7 +204,7 @@ def _handed() -> Iterator[Chunk]:
             print(file=answers, flush=True)
 
     with open(taken, closefd=False) as orders, open(answered, "w", closefd=False) as answers:
-        print("{}", file=answers, flush=True)
+        print("{}", file=answers, flush=True)  # it has come to its items
         for line in orders:
             order = json.loads(line)
             chunk = Chunk(order["first"], order["last"], Path(order["folder"]), listed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -40,17 +39,13 @@ class Items:
 
     def part(self, low: int, high: int) -> Items:
         """Items ``low`` to ``high``, under the same keys."""
+        # names are JSON, so that a line break in one is no end of a line
         lines = self.names.splitlines()[low:high]
         return Items(self.source, self.starts[low : high + 1], b"\n".join(lines), self.first + low)
 
     def bytes_of(self, low: int, high: int) -> int:
         """How many bytes items ``low`` to ``high`` have."""
         return int(self.starts[high] - self.starts[low])
-
-    @property
-    def digest(self) -> str:
-        """Of names and sizes."""
-        return hashlib.sha256(self.names + self.starts.tobytes()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Write them to a folder, for :func:`load_items`."""
@@ -136,7 +131,7 @@ def _line_starts(file: str) -> Any:
 
     ends, at, last = [numpy.zeros(1, numpy.int64)], 0, b"\n"
     with open(file, "rb") as data:
-        while block := data.read(1 << 24):
+        while block := data.read(1 << 24):  # 16 MiB at once: no loop over lines
             breaks = numpy.flatnonzero(numpy.frombuffer(block, numpy.uint8) == 10)
             ends.append(breaks.astype(numpy.int64) + at + 1)
             at, last = at + len(block), block[-1:]
@@ -150,6 +145,7 @@ def _row_starts(file: str) -> Any:
 
     table = _parquet(file)
     groups = [table.metadata.row_group(i) for i in range(table.metadata.num_row_groups)]
+    # a file says no row's size: those of a group share its bytes evenly
     sizes = [
         numpy.full(g.num_rows, max(g.total_byte_size // max(g.num_rows, 1), 1)) for g in groups
     ]
@@ -164,7 +160,7 @@ def _rows(file: str, low: int, high: int) -> Iterator[tuple[int, dict[str, Any]]
             start = max(low - first, 0)
             part = table.read_row_group(index).slice(start, min(high - first, count) - start)
             number = first + start
-            for batch in part.to_batches(max_chunksize=1024):
+            for batch in part.to_batches(max_chunksize=1024):  # few rows as Python objects at once
                 for row in batch.to_pylist():
                     yield number, row
                     number += 1

@@ -52,7 +52,6 @@ class MapPlan:
         retries: how often an item is tried again.
         limit: seconds that an item may take; None: any.
         tolerate: how many items may be set aside; None: any.
-        digest: of the items.
     """
 
     command: Sequence[str]
@@ -60,7 +59,6 @@ class MapPlan:
     retries: int
     limit: float | None
     tolerate: int | None
-    digest: str
 
 
 def bounds(key: str) -> tuple[int, int]:
@@ -97,6 +95,7 @@ def chunk_cuts(items: Items, chunk: str, workers: int) -> list[int]:
         pieces = min(count, math.ceil(total / size))
     else:
         raise ArgumentError(f"--chunk {chunk}: expected auto, a number of items, or bytes as 64MB.")
+    # a set: one large item may pass several goals
     cuts = sorted({int(c) for c in _goals(items, pieces)})
     return [0, *(c for c in cuts if 0 < c < count), count]
 
@@ -132,7 +131,7 @@ def plan_map(
             f"{root.parent} holds a map already: go on with ronde map --resume {root.parent}, or "
             "give another --out."
         )
-    made = root.with_name(f"{root.name}.new")
+    made = root.with_name(f"{root.name}.new")  # gets its name once all is in it
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(parents=True)
     items.save(made)

@@ -271,6 +271,7 @@ def _without_launcher() -> dict[str, str]:
     visible = kept.get("CUDA_VISIBLE_DEVICES")
     place = int(os.environ.get("LOCAL_RANK", 0))
     if visible or Path("/dev/nvidia0").exists():
+        # one GPU each: a script that knows of no other worker takes the first that it sees
         devices = visible.split(",") if visible else [str(place)]
         kept["CUDA_VISIBLE_DEVICES"] = devices[place % len(devices)]
     return kept

@@ -51,6 +51,7 @@ class _Random:
             value = low + step * self.rng.randint(0, math.floor((high - low) / step + 1e-9))
         else:
             value = self.rng.uniform(low, high)
+        # exp(log(high)) may be a hair above high
         return float(self.params.setdefault(name, min(max(value, low), high)))
 
     def suggest_int(
@@ -156,6 +157,7 @@ def _file(path: Path) -> Space:
 
 def draw_random(space: Space, seed: int, number: int) -> Values:
     """Values of trial ``number``: they depend on nothing else."""
+    # a text: Python seeds with its SHA-512, so neighbors have nothing in common
     trial = _Random(random.Random(f"{seed}-{number}"))
     space(trial)
     return trial.params

@@ -172,10 +172,10 @@ class TrialProcess:
         self, runs: Path, name: str, command: Sequence[str], until: str, devices: Sequence[int],
         gpus: bool, resume: bool, hopeless: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        self.workers = len(devices)
         self._log: IO[bytes] = open(runs / f"{name}.log", "ab")  # noqa: SIM115
         words = [sys.executable, "-m", "ronde", "run", "--quiet", "--runs", str(runs)]
-        words += ["--name", name, "--workers", str(self.workers), "--restarts", "3"]
+        # --restarts: a killed worker costs the steps since a checkpoint, no new launcher
+        words += ["--name", name, "--workers", str(len(devices)), "--restarts", "3"]
         words += ["--until", until] if until else []
         words += ["--stop-on", ",".join(hopeless)] if hopeless else []
         words += ["--resume"] if resume else []
@@ -184,7 +184,7 @@ class TrialProcess:
             seen = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = seen.split(",") if seen else [str(i) for i in range(max(devices) + 1)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[i] for i in devices)
-        own: list[int] = []
+        own: list[int] = []  # trials on the same cores would slow each other's measured rates
         if not gpus and hasattr(os, "sched_setaffinity"):
             cores = sorted(os.sched_getaffinity(0))
             own = [cores[i] for i in devices if i < len(cores)]

@@ -135,7 +135,6 @@ def load_plan(folder: Path) -> TunePlan:
 @dataclass
 class _Running:
     process: TrialProcess
-    rung: int
     devices: list[int]
 
 
@@ -247,6 +246,7 @@ class Tuner:
         self.runs.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
+            # the kernel lets it go with the process, whatever ends it
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RondeError(f"another process searches in {self.folder} already.") from None
@@ -395,32 +395,24 @@ class Tuner:
         for bracket in self._brackets():
             if not self._ask_bracket(bracket):
                 break
-            known = Bracket(tuple(t for t in bracket.trials if t < self._asked), bracket.rungs)
-            alive, rung = self._alive(known)
+            known = tuple(t for t in bracket.trials if t < self._asked)
+            alive, rung = self._alive(dataclasses.replace(bracket, trials=known))
             if plan.keep == "best":
-                for trial in set(known.trials) - set(alive):
+                for trial in set(known) - set(alive):
                     shutil.rmtree(self._run_dir(trial).checkpoints, ignore_errors=True)
-            if rung == len(bracket.rungs):
-                continue
-            place = rung + len(self._rungs) - len(bracket.rungs)
-            wanted += [(t, place) for t in alive if is_open(self._results, t, place)]
+            if rung < len(bracket.rungs):
+                wanted += [(t, rung) for t in alive if is_open(self._results, t, rung)]
         return wanted
 
     def _alive(self, bracket: Bracket) -> tuple[list[int], int]:
-        """:meth:`Bracket.alive`; a bracket may leave the first rungs out."""
-        shift = len(self._rungs) - len(bracket.rungs)
-        results = {
-            number: results[shift:] if None not in results[:shift] else (None,)
-            for number, results in self._results.items()
-            if len(results) > shift or None in results
-        }
-        return bracket.alive(results, self.plan.eta, self._goal.maximize)
+        return bracket.alive(self._results, self.plan.eta, self._goal.maximize)
 
     def _wanted_asha(self) -> list[tuple[int, int]]:
         (bracket,) = self._brackets()
         decided = [(e["trial"], e["rung"]) for e in self._lines if "rung" in e]
         results = self._results
         open_ones = [(t, r) for t, r in decided if is_open(results, t, r)]
+        # as many decisions as can begin now: later ones will know more results
         slots = len(self._devices) // self._workers + len(self._running)
         while len(open_ones) < slots:
             running = dict(open_ones)
@@ -529,7 +521,7 @@ class Tuner:
             self.runs, trial_name(number), [*self.plan.command, *words], until, devices,
             self._gpus, resume, self._hopeless,
         )  # fmt: skip
-        self._running[number] = _Running(process, rung, devices)
+        self._running[number] = _Running(process, devices)
 
     def _result(self, why: str) -> Tuned:
         trials: list[dict[str, Any]] = []
