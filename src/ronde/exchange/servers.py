@@ -266,7 +266,7 @@ class Servers(Reducer):
         flat, servers = bucket.flat, len(self._servers)
         if flat.dtype not in DTYPES_ON_WIRE:
             self.fail(f"reducer 'servers' does not know gradients of type {flat.dtype}")
-            raise WorldError(f"{self._failure}.", lost_rank=str(self._failure).endswith(CLOSED))
+            self._raise_failure()
         n, shard = flat.numel(), -(-flat.numel() // servers)
         here: Any = flat.new_empty(0, device="cpu")
         padded = bucket.where.buffer("padded", here, flat.dtype, servers, shard)
@@ -278,9 +278,12 @@ class Servers(Reducer):
             for why in [*filter(None, [self._failure]), *self._lost.values()][:1]:
                 self.fail(why)
         shards.done.wait()
-        if self._failure is not None:
-            raise WorldError(f"{self._failure}.", lost_rank=str(self._failure).endswith(CLOSED))
+        self._raise_failure()
         flat.copy_(padded.view(-1)[:n])
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise WorldError(f"{self._failure}.", lost_rank=self._failure.endswith(CLOSED))
 
     def close(self) -> None:
         """See :meth:`Reducer.close`."""
