@@ -1,4 +1,4 @@
-"""Keras scripts of Horovod's on the bridge: four ranks train as one does, in float64."""
+"""Keras scripts of Horovod's on the bridge: several ranks train as one does, in float64."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy
 import pytest
 
 from processes import TESTS, ronde_run
+from sampling import ALL
 
 pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="Keras is not installed")
 NO_FILES = {"RONDE_RUNS": "none", "KERAS_BACKEND": None}
@@ -23,18 +24,19 @@ def trained(tmp_path, workers: int):
     return numpy.load(tmp_path / f"with{workers}.npz"), curves, done.stdout
 
 
-def test_four_ranks_are_one(tmp_path):
+def test_several_ranks_are_one(tmp_path):
     one, curves, _ = trained(tmp_path, 1)
-    four, same, output = trained(tmp_path, 4)
+    several, same, output = trained(tmp_path, 4 if ALL else 2)
     for name, weights in one.items():
-        numpy.testing.assert_allclose(four[name], weights, rtol=0, atol=1e-12, err_msg=name)
+        numpy.testing.assert_allclose(several[name], weights, rtol=0, atol=1e-12, err_msg=name)
         for metric, values in curves[name].items():
             numpy.testing.assert_allclose(same[name][metric], values, rtol=1e-6, err_msg=metric)
         numpy.testing.assert_allclose(
             same[name]["lr"], numpy.array(same[name]["lr"])[0] * numpy.array([1, 0.5, 0.25])
         )
     assert curves["warmup"]["lr"] == [0.5, 0.5]
-    assert same["warmup"]["lr"] == [0.3125, 0.5]  # (1 + 3 · ½) / 4 of it, then all
+    # with 4 ranks (1 + 3 · ½) / 4 of it, with 2 (1 + ½) / 2; then all
+    assert same["warmup"]["lr"] == [0.3125 if ALL else 0.375, 0.5]
     assert "Epoch 2: the warm-up is over, the learning rate is 0.5." in output
     refused = [line for line in output.splitlines() if line.startswith("refused: ")]
     for line, sentence in zip(
