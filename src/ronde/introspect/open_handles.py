@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
-import random
 from collections.abc import Callable, Iterator
 from multiprocessing.context import BaseContext
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from ronde.introspect.code_owner import is_ronde, user_modules
 from ronde.introspect.object_graph import attributes, walk
-from ronde.introspect.random_state import restore_states, states
+from ronde.introspect.random_state import restore_states, states, undo_draws
 
 _FEW_ENTRIES = 1000  # entries of what is copied
 
@@ -130,30 +127,12 @@ def reopen_files(dataset: Any) -> Iterator[None]:
                         del space[name]
 
 
-def _undo_draws(one: Any) -> functools.partial[Any] | None:
-    kind = type(one)
-    if issubclass(kind, np.random.Generator):
-        one = one.bit_generator
-        kind = type(one)
-    if issubclass(kind, np.random.BitGenerator):
-        return functools.partial(setattr, one, "state", one.state)
-    if issubclass(kind, np.random.RandomState):
-        return functools.partial(one.set_state, one.get_state(legacy=False))
-    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
-        return functools.partial(one.setstate, one.getstate())
-    return (
-        functools.partial(one.set_state, one.get_state())
-        if issubclass(kind, torch.Generator)
-        else None
-    )
-
-
 @contextlib.contextmanager
 def preserve_state(dataset: Any) -> Iterator[None]:
     """Undo the block's random draws, and close the files that the dataset opened in it."""
     before = states()
     of_modules = (value for module in user_modules() for value in list(vars(module).values()))
-    calls = (_undo_draws(one) for one in (*walk(dataset), *of_modules))
+    calls = (undo_draws(one) for one in (*walk(dataset), *of_modules))
     undo = [call for call in calls if call is not None]
     try:
         with reopen_files(dataset):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import _random
 import ctypes
+import functools
 import random
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,16 +34,31 @@ def seed_all(key: int) -> None:
     np.random.seed(key & 0xFFFFFFFF)
 
 
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+"""The kinds of generators that an object may hold."""
+
+
+def undo_draws(one: Any) -> Callable[[], Any] | None:
+    """A call that puts a generator back as it is now; None for anything else."""
+    kind = type(one)  # never isinstance(): a proxy's __class__ answers for the object behind it
+    if issubclass(kind, np.random.Generator):
+        one, kind = one.bit_generator, type(one.bit_generator)
+    if issubclass(kind, np.random.BitGenerator):
+        return functools.partial(setattr, one, "state", one.state)
+    if issubclass(kind, np.random.RandomState):
+        return functools.partial(one.set_state, one.get_state(legacy=False))
+    if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
+        return functools.partial(one.setstate, one.getstate())
+    if issubclass(kind, torch.Generator):
+        return functools.partial(one.set_state, one.get_state())
+    return None  # also SystemRandom, which has no state
+
+
 # The instance behind random.random() and the others: a bound method knows it.
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 
-
 _MT19937_BYTES = 624 * 4 + 4  # its words and its position
-
-
 _PYTHON_OFFSET = object.__basicsize__  # past the header that every object has
-
-
 _PYTHON_PLACE = (id(_PYTHON) + _PYTHON_OFFSET, _random.Random.__basicsize__ - _PYTHON_OFFSET)
 
 
@@ -119,29 +136,23 @@ class Marks:
         self._numpy = _numpy.memory()
         self._numpy_state = np.random.get_state(legacy=False) if self._numpy is None else None
 
+    def _moves(self) -> Iterator[tuple[str, bool]]:
+        """Each generator, and whether it was drawn from since."""
+        yield "torch", not torch.equal(self._torch, torch.default_generator.get_state())
+        same = _python_memory.tobytes() == self._python and _PYTHON.gauss_next == self._python_gauss
+        yield "Python", not same
+        if self._numpy is not None:
+            yield "NumPy", not _numpy.unmoved(self._numpy)
+        else:
+            yield "NumPy", _plain(np.random.get_state(legacy=False)) != _plain(self._numpy_state)
+
     def unmoved(self) -> bool:
         """Whether nothing has been drawn since."""
-        if _python_memory.tobytes() != self._python or _PYTHON.gauss_next != self._python_gauss:
-            return False
-        if self._numpy is not None:
-            if not _numpy.unmoved(self._numpy):
-                return False
-        elif _plain(np.random.get_state(legacy=False)) != _plain(self._numpy_state):
-            return False
-        return torch.equal(self._torch, torch.default_generator.get_state())
+        return not any(moved for _, moved in self._moves())
 
     def moved(self) -> list[str]:
         """The generators that were drawn from since."""
-        numpy = np.random.get_state(legacy=False) if self._numpy_state is not None else None
-        unmoved = {
-            "torch": torch.equal(self._torch, torch.default_generator.get_state()),
-            "Python": _python_memory.tobytes() == self._python
-            and _PYTHON.gauss_next == self._python_gauss,
-            "NumPy": _numpy.unmoved(self._numpy)
-            if self._numpy is not None
-            else _plain(numpy) == _plain(self._numpy_state),
-        }
-        return [name for name, same in unmoved.items() if not same]
+        return [name for name, moved in self._moves() if moved]
 
     def put_back(self) -> None:
         """Undo draws since the mark."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import random
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +15,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
-from ronde.introspect.random_state import restore_states, states
+from ronde.introspect.random_state import GENERATORS, restore_states, states, undo_draws
 
 __all__ = ["NO_TENSORS", "SavedState", "without_hooks"]
 
@@ -26,18 +24,7 @@ NO_TENSORS = -1
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, tuple, set, deque, dict)
-# generators: how to copy their state, and how to put it back
-_GENERATORS: tuple[tuple[Any, Any, Any], ...] = (
-    (torch.Generator, lambda g: g.get_state(), lambda g, s: g.set_state(s)),
-    (random.Random, lambda g: g.getstate(), lambda g, s: g.setstate(s)),
-    (
-        np.random.Generator,
-        lambda g: copy.deepcopy(g.bit_generator.state),
-        lambda g, s: setattr(g.bit_generator, "state", s),
-    ),
-    (np.random.RandomState, lambda g: g.get_state(), lambda g, s: g.set_state(s)),
-)
-_SIMPLE = (*_PLAIN, torch.Tensor, *(kind for kind, _, _ in _GENERATORS))
+_SIMPLE = (*_PLAIN, torch.Tensor, *GENERATORS)
 _WRITTEN = (*_SIMPLE[len(_PLAIN) :], np.ndarray, *_CONTAINERS)
 _MOST_ITEMS = 100_000  # a longer list is data, which nobody writes
 _MOST_LEVELS = 3  # of containers in containers
@@ -171,8 +158,7 @@ class _Copy:
                 ]
                 self._copy = list(zip(value, kept, strict=True))
         else:
-            copies = (get(value) for kind, get, _ in _GENERATORS if isinstance(value, kind))
-            self._copy = next(copies, None)
+            self._copy = undo_draws(value)
 
     def back(self) -> Any:
         """The very object, with its values as they were."""
@@ -200,7 +186,7 @@ class _Copy:
                     value.clear()
                     (value.update if isinstance(value, set) else value.extend)(values)
         else:
-            next(put for t, _, put in _GENERATORS if isinstance(value, t))(value, kept)
+            kept()
         return value
 
 
