@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from ronde.data.transforms import (
 )
 from ronde.world import ArgumentError
 
-__all__ = ["Images", "images", "with_decoder"]
+__all__ = ["images", "with_decoder"]
 
 SUFFIXES = (
     ".jpg",
@@ -48,42 +49,16 @@ class _Decoded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Images:
-    """Settings of an image pipeline, for any source; see :func:`images` for the arguments."""
-
-    transforms: tuple[Callable[[Any], Any], ...]
-    decoder: str = "auto"
-    normalize: Normalize | None = None
-    orient: bool = False
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        decoding.check_decoder(self.decoder)
-        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
-            raise ArgumentError(
-                f"dtype={self.dtype!r}: expected a floating-point type; normalize=None gives bytes."
-            )
-
-    def pipeline(self, source: Source) -> Pipeline:
-        """The pipeline of these images for a source of encoded files."""
-        steps = (
-            Step("decode", Decode(self)),
-            Step("augment", Augment(self)),
-        )
-        finish = Finish(self.normalize, self.dtype) if self.normalize is not None else None
-        return Pipeline(source, steps, CollateImages(), finish)
-
-
-@dataclass(frozen=True)
 class Decode:
     """Decodes a file's bytes to pixels."""
 
-    spec: Images
+    decoder: str
+    orient: bool
 
     def __call__(self, sample: Any) -> _Decoded:
         """Decode ``(bytes, label, name)``."""
         data, label, name = sample
-        pixels = decoding.decode_image(data, self.spec.decoder, name=name, orient=self.spec.orient)
+        pixels = decoding.decode_image(data, self.decoder, name=name, orient=self.orient)
         return _Decoded(torch.from_numpy(pixels).permute(2, 0, 1), label, name)
 
 
@@ -91,11 +66,11 @@ class Decode:
 class Augment:
     """Applies the transforms on the CPU; normalization comes later."""
 
-    spec: Images
+    transforms: tuple[Callable[[Any], Any], ...]
 
     def __call__(self, sample: _Decoded) -> Any:
         image, label, _ = sample
-        for transform in self.spec.transforms:
+        for transform in self.transforms:
             image = transform(image)
         return image if label is None else (image, label)
 
@@ -104,10 +79,8 @@ def _new(shape: tuple[int, ...]) -> Tensor:
     """Allocate a batch of bytes; in shared memory in a loading process, to avoid a copy."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
-    n = 1
-    for size in shape:
-        n *= size
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(n)).view(shape)  # type: ignore[call-overload,no-untyped-call]
+    storage = torch.UntypedStorage._new_shared(math.prod(shape))  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=torch.uint8).set_(storage).view(shape)  # type: ignore[call-overload]
 
 
 def _sizes(sizes: set[tuple[int, ...]]) -> str:
@@ -134,6 +107,7 @@ class CollateImages:
                 f"images of different sizes cannot form a batch ({_sizes(sizes)}): end with a crop "
                 "or a Resize to (height, width)."
             )
+        # as decoders lay pixels out: nothing is transposed before the device has them
         batch = _new((len(column), *image.shape[1:], 3)).permute(0, 3, 1, 2)
         for place, x in zip(batch, column, strict=True):
             place.copy_(x)
@@ -174,6 +148,7 @@ def _transforms(size: int | tuple[int, int], augment: Any) -> tuple[Callable[[An
         return (RandomResizedCrop(size), HorizontalFlip())
     if augment is False or augment is None:
         if isinstance(size, int):
+            # 256 and 224 pixels are the usual pair of evaluations on ImageNet
             return (Resize(round(size * 256 / 224)), CenterCrop(size))
         return (Resize(size),)
     steps = tuple(augment) if isinstance(augment, Sequence) else (augment,)
@@ -312,8 +287,14 @@ def images(
     last = transforms[-1] if transforms else None
     if isinstance(last, Normalize):
         normal, transforms = last, transforms[:-1]
-    spec = Images(transforms, decoder, normal, orient, dtype)
-    return spec.pipeline(_source(path, labels, options))
+    decoding.check_decoder(decoder)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ArgumentError(
+            f"dtype={dtype!r}: expected a floating-point type; normalize=None gives bytes."
+        )
+    steps = (Step("decode", Decode(decoder, orient)), Step("augment", Augment(transforms)))
+    finish = None if normal is None else Finish(normal, dtype)
+    return Pipeline(_source(path, labels, options), steps, CollateImages(), finish)
 
 
 def with_decoder(pipeline: Pipeline, decoder: str) -> Pipeline:
@@ -322,9 +303,13 @@ def with_decoder(pipeline: Pipeline, decoder: str) -> Pipeline:
     Raises:
         ArgumentError: it is not made of images, or the decoder cannot be used here.
     """
-    spec = next((s.call.spec for s in pipeline.steps if isinstance(s.call, Decode)), None)
-    if spec is None:
+    decoding.check_decoder(decoder)
+    if not any(isinstance(step.call, Decode) for step in pipeline.steps):
         raise ArgumentError("decoder is for feed.images pipelines only.")
-    decode = Step("decode", Decode(replace(spec, decoder=decoder)))
-    steps = (decode if isinstance(step.call, Decode) else step for step in pipeline.steps)
+    steps = (
+        replace(step, call=replace(step.call, decoder=decoder))
+        if isinstance(step.call, Decode)
+        else step
+        for step in pipeline.steps
+    )
     return replace(pipeline, steps=tuple(steps))
