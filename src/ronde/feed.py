@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         cached,
         cached_dataset,
         clear_cache,
-        report_cache,
     )
     from ronde.data.contract import Source, Step
     from ronde.data.images import images
@@ -92,7 +91,6 @@ __all__ = [
     "permute",
     "pipeline_in",
     "read_settings",
-    "report_cache",
     "rng",
     "rngs",
     "settings_file",
@@ -111,7 +109,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.adapt.feed_settings": "apply_settings read_settings",
             "ronde.cache.cached": "CacheReport CachedDataset CachedSource cached cached_dataset "
-            "clear_cache report_cache",
+            "clear_cache",
             "ronde.data.contract": "Source Step",
             "ronde.data.images": "images",
             "ronde.data.named_stages": "rng rngs stage",

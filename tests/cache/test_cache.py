@@ -311,7 +311,7 @@ def test_caches_in_memory_of_one_launch_are_shared_by_its_workers_alone(monkeypa
     """Two datasets that look alike have a cache each; a second worker finds both."""
 
     def two():
-        monkeypatch.setattr(ronde.cache.cached, "_made_in_memory", itertools.count())
+        monkeypatch.setattr(ronde.cache.cached, "made_in_memory", itertools.count())
         return [cached_dataset([i, i + 1], limit="1MiB") for i in (5, 7)]
 
     alone = [place_of(each) for _ in range(2) for each in two()]
@@ -323,7 +323,7 @@ def test_caches_in_memory_of_one_launch_are_shared_by_its_workers_alone(monkeypa
     assert [each[0] for each in one] == [5, 7]
     assert [each[0] for each in other] == [5, 7]
     assert [each.report().hits for each in other] == [1, 1]
-    monkeypatch.setattr(ronde.cache.cached, "_made_in_memory", itertools.count())
+    monkeypatch.setattr(ronde.cache.cached, "made_in_memory", itertools.count())
     extra = cached_dataset((8, 9), limit="1MiB")  # of a worker that makes another one first
     assert extra[0] == 8
     monkeypatch.setenv("MASTER_PORT", "30")
@@ -423,24 +423,6 @@ def test_augmentation_after_it_has_the_same_bits_cold_and_warm():
                 assert np.array_equal(kept[i], expected)
     assert kept.source.report().hits == 40
     kept.source.close()
-
-
-def test_a_closed_cache_leaves_the_files_of_others_alone(where, tmp_path):
-    one, two = (cached(Toy(30), where=where, limit="4MiB") for _ in range(2))
-    one.read(range(15))
-    arena = one._opened()
-    one.close()
-    strangers = [open(tmp_path / f"stranger{i}", "w+b", buffering=0) for i in range(8)]  # noqa: SIM115
-    for stranger in strangers:
-        stranger.write(b"precious" * 1000)
-    for call in (lambda: arena.get(3), lambda: arena.put([(3, [b"x"])])):
-        with pytest.raises(OSError, match=r"Bad file|No such file"):
-            call()
-    assert all_right(two) and all_right(one), "it reads on from the source"
-    assert all((tmp_path / f"stranger{i}").read_bytes() == b"precious" * 1000 for i in range(8))
-    for stranger in strangers:
-        stranger.close()
-    two.close()
 
 
 def test_a_record_on_disk_is_checked_each_time(tmp_path):
@@ -579,22 +561,6 @@ def test_damaged_records_are_found_read_anew_and_replaced(tmp_path):
     kept.close()
 
 
-def test_a_cached_source_is_a_map_style_data_set_as_any_source(tmp_path):
-    for i in range(3):
-        (tmp_path / f"{i}.txt").write_text(f"{i}")
-    files = folder(tmp_path, labels="none")
-    kept = cached(files, limit="1MiB")
-    assert (
-        kept[1] == files[1]
-        and kept.__getitems__([2, 0]) == files.read([2, 0])
-        and isinstance(kept, torch.utils.data.Dataset)
-    )
-    assert kept.report().hits == 0 and kept[1] == files[1] and kept.report().hits == 1
-    with pytest.raises(IndexError):
-        kept[3]
-    kept.close()
-
-
 def test_a_damaged_index_is_a_miss(tmp_path):
     kept = reopened(tmp_path)
     assert all_right(kept)
@@ -630,10 +596,13 @@ def test_a_disk_that_is_full_costs_the_cache_and_not_the_run(told):
 def test_a_disk_that_breaks_ends_the_cache_and_not_the_run(tmp_path):
     kept = reopened(tmp_path)
     assert all_right(kept)
-    broken = os.open(
-        tmp_path / "unreadable", os.O_WRONLY | os.O_CREAT
-    )  # from here on reading is an error of the system
-    os.dup2(broken, kept._opened()._records)
+    (records,) = (
+        int(link.name)
+        for link in Path("/proc/self/fd").iterdir()
+        if link.resolve() == (place_of(kept) / "cache.bin").resolve()
+    )
+    broken = os.open(tmp_path / "unreadable", os.O_WRONLY | os.O_CREAT)
+    os.dup2(broken, records)  # from here on reading is an error of the system
     os.close(broken)
     with pytest.warns(RuntimeWarning, match="nothing more is cached") as said:
         assert all_right(kept) and all_right(kept)

@@ -24,16 +24,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from ronde.cache.budget import read_size
 from ronde.cache.record_store import Arena, Record, remove_unused
 from ronde.data import (
+    BaseSource,
     CannotEncode,
     Pipeline,
     Source,
     Step,
+    check_map_style,
     current_keys,
     decode_sample,
     encode_sample,
@@ -41,7 +42,7 @@ from ronde.data import (
     sample_keys,
     stage,
 )
-from ronde.introspect import Marks, attributes, is_ronde, restore_states, seed_all, states, walk
+from ronde.introspect import Marks, is_ronde, restore_states, seed_all, states
 from ronde.world import ArgumentError, RondeError, SampleError, world
 from ronde.world.launchers import identify
 from ronde.world.processes import memory_root
@@ -99,26 +100,18 @@ class CacheReport:
 
 # -- which cache it is -----------------------------------------------------------------
 
-_made_in_memory = itertools.count()
+made_in_memory = itertools.count()
+"""Numbers the caches in memory of this process."""
 
 
 def _files_of(source: Any) -> list[str]:
     """The paths and URLs behind a source of Ronde's; none where a sample depends on anything else.
 
-    What a class of the user's makes of its ``path`` may change with its code.
+    What a class of the user's makes of its files may change with its code.
     """
-    inner = source
-    while isinstance(inner, CachedSource):
-        inner = inner.source
-    if not is_ronde(type(inner)):
-        return []
-    if callable(file := getattr(source, "file", None)):
-        return list(dict.fromkeys(str(file(i)) for i in range(len(source))))
-    if callable(getattr(source, "origins", None)) and (origins := source.origins()) is not None:
-        elsewhere = any(isinstance(origin, np.ndarray) or callable(origin) for origin in origins)
-        return [] if elsewhere else [each for each in origins if isinstance(each, str)]
-    paths = getattr(source, "paths", None) or [getattr(source, "path", None)]
-    return [os.fspath(path) for path in paths if isinstance(path, str | os.PathLike)]
+    while isinstance(source, CachedSource):
+        source = source.source
+    return list(source.files()) if isinstance(source, BaseSource) and is_ronde(source) else []
 
 
 def _state(path: str) -> list[Any]:
@@ -170,7 +163,7 @@ def _key_in_memory(source: Any, steps: Sequence[Step]) -> tuple[str, bool]:
     source is keeps two caches apart that only one of the workers made between them.
     """
     launch = identify(os.environ)
-    k = next(_made_in_memory)
+    k = next(made_in_memory)
     if launch.size == 1 or launch.address is None:
         return secrets.token_hex(12), False
     about = type(source).__qualname__, len(source), _fingerprint(source)
@@ -179,6 +172,7 @@ def _key_in_memory(source: Any, steps: Sequence[Step]) -> tuple[str, bool]:
 
 
 def _prefix(memory: bool) -> str:
+    # /dev/shm is everybody's: each user looks for, and removes, his own
     return f"ronde-cache-{os.geteuid()}-" if memory else "ronde-cache-"
 
 
@@ -257,6 +251,7 @@ class _Cache(Dataset[Any]):
         self._share = 1
         if self._memory:
             self._key, shared = _key_in_memory(source, steps)
+            # Where each worker has a cache of its own, they divide what is free.
             self._share = 1 if shared else world().local_size
             remove_unused(memory_root(), _prefix(True))
         else:
@@ -671,26 +666,10 @@ def cached_dataset(
         >>> kept.close()
     """
     options = _Options.of(where, limit, version)
-    if (
-        isinstance(dataset, IterableDataset)
-        or not hasattr(dataset, "__getitem__")
-        or not hasattr(dataset, "__len__")
-    ):
-        raise ArgumentError(
-            "cached_dataset needs a map-style Dataset with __len__ and __getitem__, found "
-            f"{type(dataset).__name__}."
-        )
+    check_map_style(dataset, "cached_dataset")
     if len(dataset) == 0:
         raise ArgumentError(f"cached_dataset: the data set ({type(dataset).__name__}) is empty.")
     return CachedDataset(dataset, options)
-
-
-def report_cache(data: Any) -> list[CacheReport]:
-    """Reports of all caches in a pipeline, source or dataset, outermost first."""
-    # Only through what reads for another: an object of the user's may hold a cache of other data.
-    inner = ("source", "dataset", "data")
-    chain = walk(data, lambda one: [attributes(one).get(name) for name in inner])
-    return [one.report() for one in chain if isinstance(one, _Cache)]
 
 
 pipeline.make_cached = cached

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
     from ronde.data.sources.arrays import ArraySource
     from ronde.data.sources.base import BaseSource
-    from ronde.data.sources.map_dataset import DatasetSource
+    from ronde.data.sources.map_dataset import DatasetSource, check_map_style
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
@@ -42,6 +42,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.serialize": "CannotEncode decode_sample encode_sample",
             "ronde.data.sources.arrays": "ArraySource",
             "ronde.data.sources.base": "BaseSource",
-            "ronde.data.sources.map_dataset": "DatasetSource",
+            "ronde.data.sources.map_dataset": "DatasetSource check_map_style",
         },
     )

@@ -51,6 +51,7 @@ class BatchOrder(Order):
             ends: dict[int, tuple[int, ...]] = self.__dict__.setdefault("_ends", {})
             ends[epoch] = tuple(itertools.accumulate(map(len, batches)))
             ids = held[epoch] = np.fromiter((i for b in batches for i in b), dtype=np.int64)
+            # Epoch 0 stays: its sizes are asked for whenever a run is described.
             for old in [e for e in held if e not in (0, epoch)]:
                 del held[old], ends[old]
         return ids

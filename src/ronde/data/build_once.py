@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ronde.world import ArgumentError
 from ronde.world.paths import BUILT_LIST, is_disk_full
+from ronde.world.whole_file import whole_folder
 
 
-def cache_root(given: str | os.PathLike[str] | None) -> Path:
-    """The folder asked for, or ``$XDG_CACHE_HOME/ronde``, or ``~/.cache/ronde``."""
-    if given is not None:
-        return Path(given)
+def cache_root() -> Path:
+    """``$XDG_CACHE_HOME/ronde``, or ``~/.cache/ronde``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ronde"
 
 
@@ -34,14 +31,6 @@ def _is_complete(folder: Path) -> bool:
         return all((folder / name).stat().st_size == size for name, size in files.items())
     except (OSError, ValueError, AttributeError):
         return False
-
-
-def missing_message(folder: Path, what: str, error: Exception) -> ArgumentError:
-    """The message for a folder that was complete and can no longer be read."""
-    return ArgumentError(
-        f"{folder}, where {what} are kept, is missing or damaged ({error}). Run again to rebuild "
-        "it."
-    )
 
 
 def build_once(root: Path, key: str, make: Callable[[Path], None]) -> Path:
@@ -65,42 +54,22 @@ def build_once(root: Path, key: str, make: Callable[[Path], None]) -> Path:
         ) from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if _is_complete(final):  # another process was faster
-            return final
-        temporary = Path(tempfile.mkdtemp(prefix=f".{key}.", suffix=".writing", dir=root))
-        damaged = temporary / "damaged"
-        try:
-            make(temporary)
-            sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}
-            (temporary / BUILT_LIST).write_text(json.dumps(sizes))
-            temporary.chmod(0o755)
-            if final.exists():  # who reads it goes on with the files that it has open
-                final.rename(damaged)
-            temporary.rename(final)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if not (isinstance(error, OSError) and _is_complete(final)):
+        if not _is_complete(final):  # else another process was faster
+            shutil.rmtree(final, ignore_errors=True)  # its readers keep the files that they mapped
+            try:
+                with whole_folder(final) as folder:
+                    make(folder)
+                    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+                    (folder / BUILT_LIST).write_text(json.dumps(sizes))
+            except OSError as error:
                 if is_disk_full(error):
                     raise ArgumentError(
                         f"{root}: the disk is full ({error}). Make room there, or give a "
                         "folder on another disk with cache=."
                     ) from error
-                raise
-        finally:
-            shutil.rmtree(final / damaged.name, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                os.unlink(root / f".{key}.lock")  # noqa: PTH108 - who still waits for it finds the folder, or makes it once more
+                if not _is_complete(final):  # by who took a new lock after another had failed
+                    raise
+            finally:
+                with contextlib.suppress(OSError):  # who waits for it finds the folder
+                    Path(lock.name).unlink()
     return final
-
-
-def identity(files: Sequence[Path]) -> str:
-    """A digest of the files' paths, sizes and times."""
-    digest = hashlib.sha256()
-    for file in files:
-        info = file.stat()
-        digest.update(
-            f"{file.resolve()}\0{info.st_size}\0{info.st_mtime_ns}\0".encode(
-                "utf-8", "surrogateescape"
-            )
-        )
-    return digest.hexdigest()

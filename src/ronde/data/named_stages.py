@@ -142,6 +142,7 @@ class sample_keys:
         """Sample ``j``'s generator, continued from its previous step."""
         made = self.made.get(j)
         if made is None:
+            # Philox takes any key as it is: no seeding, and no two keys with one stream.
             made = self.made[j] = np.random.Generator(
                 np.random.Philox(key=self._key(j) & 0xFFFFFFFFFFFFFFFF)
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import io
 import json
 import os
@@ -28,6 +27,8 @@ from ronde.data.sources.byte_ranges import Store
 from ronde.data.sources.folder import FolderSource, folder
 from ronde.data.sources.packed import INDEX, MANIFEST, VERSION, PackSource, read_manifest
 from ronde.world import ArgumentError, RondeError, SampleError
+from ronde.world.paths import file_digest
+from ronde.world.whole_file import sync
 
 _READ_FILES = 16  # at a time
 _DAMAGED = "damaged (its SHA-256 differs)"
@@ -106,8 +107,7 @@ class _Shards:
         self._into, self._most_bytes, self._labelled = into, most_bytes, labelled
         self._keys = _Keys()
         self._tar: tarfile.TarFile | None = None
-        self._file: io.BufferedRandom | None = None
-        self._samples = 0  # in the tar that is being written
+        self._path, self._samples = into, 0  # of the tar that is being written
         self.entries: list[dict[str, Any]] = []  # of the manifest
         self.offsets: list[int] = []
         self.sums: list[int] = []
@@ -120,10 +120,9 @@ class _Shards:
             if -(-end // tarfile.RECORDSIZE) * tarfile.RECORDSIZE > self._most_bytes:
                 self.finish()
         if self._tar is None:
-            name = f"shard-{len(self.entries):06d}.tar"
-            self._file = open(self._into / name, "w+b")  # noqa: SIM115
+            self._path = self._into / f"shard-{len(self.entries):06d}.tar"
             self._tar = tarfile.open(  # noqa: SIM115
-                fileobj=self._file, mode="w", format=tarfile.GNU_FORMAT, encoding="utf-8"
+                self._path, "w", format=tarfile.GNU_FORMAT, encoding="utf-8"
             )
         key = self._keys.of(sample.name)
         self._add_member(f"{key}.{_suffix_of(sample.name)}", sample.data)
@@ -143,27 +142,24 @@ class _Shards:
 
     def finish(self) -> None:
         """End the tar, and make its entry in the manifest."""
-        if self._tar is None or self._file is None:
+        if self._tar is None:
             return
-        self._tar.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        size = self._file.tell()
-        self._file.seek(0)
+        self.close()
+        sync(self._path)
         self.entries.append(
             {
-                "name": Path(self._file.name).name,
+                "name": self._path.name,
                 "samples": self._samples,
-                "bytes": size,
-                "sha256": hashlib.file_digest(self._file, "sha256").hexdigest(),
+                "bytes": self._path.stat().st_size,
+                "sha256": file_digest(self._path),
             }
         )
-        self.close()
+        self._samples = 0
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._tar, self._file, self._samples = None, None, 0
+        if self._tar is not None:
+            self._tar.close()
+        self._tar = None
 
 
 def pack(
@@ -324,7 +320,7 @@ def _write(
     np.savez(into / INDEX, **index)
     return {
         "shards": shards.entries,
-        "index_sha256": hashlib.sha256((into / INDEX).read_bytes()).hexdigest(),
+        "index_sha256": file_digest(into / INDEX),
     }
 
 
@@ -361,8 +357,7 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
         raise ArgumentError(f"{place} is not a pack: it has no {MANIFEST} in it.")
     problems: list[str] = []
     try:
-        index = hashlib.sha256((place / INDEX).read_bytes()).hexdigest()
-        if index != manifest["index_sha256"]:
+        if file_digest(place / INDEX) != manifest["index_sha256"]:
             problems.append(f"{INDEX}: {_DAMAGED}")
     except OSError as error:
         problems.append(f"{INDEX}: {error.strerror}")
@@ -380,8 +375,7 @@ def verify_pack(path: str | os.PathLike[str], progress: Progress | None = None) 
 
 def _problem(path: Path, shard: dict[str, Any]) -> str:
     try:
-        with open(path, "rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == shard["sha256"]
+        same = file_digest(path) == shard["sha256"]
     except OSError as error:
         return f"{path.name}: {error.strerror}"
     if (size := path.stat().st_size) != shard["bytes"]:

@@ -162,6 +162,7 @@ class Pipeline(Dataset[Any]):
         except ArgumentError:
             raise
         except Exception as error:
+            # Which of them it was is found by reading them one by one.
             if len(ids) == 1:
                 return [Bad.of(int(ids[0]), None, "read", error)]
             return [one for i in ids for one in self._read([i])]

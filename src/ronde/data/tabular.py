@@ -7,16 +7,16 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from ronde.data.build_once import build_once, cache_root, identity, missing_message
+from ronde.data.build_once import build_once, cache_root
 from ronde.data.pipeline import Pipeline
-from ronde.data.sources.base import BaseSource, Batch, Tuple, check_ids, digest_values
+from ronde.data.sources.base import BaseSource, Batch, check_ids, digest_values
 from ronde.tables import Recipe
 from ronde.tables.arrow import as_level, as_number, family
 from ronde.tables.reading import SUFFIXES
@@ -30,35 +30,6 @@ _VERSION = 5
 Matrix = npt.NDArray[Any]
 
 
-class _Rows(Batch):
-    """Rows as columns: numbers, categories or both, and the target."""
-
-    __slots__ = ()
-
-    @overload
-    def __getitem__(self, i: int) -> Any: ...
-    @overload
-    def __getitem__(self, i: slice) -> Batch: ...
-    def __getitem__(self, i: int | slice) -> Any:
-        inputs, *target = cast("tuple[Any, ...]", self.columns)
-        if isinstance(i, slice):
-            return _Rows((tuple(x[i] for x in inputs), *(t[i] for t in target)))
-        if not -len(self) <= i < len(self):
-            raise IndexError(i)
-        row = tuple(x[i] for x in inputs)
-        one = row[0] if len(row) == 1 else Tuple(row)
-        return Tuple((one, *(t[i] for t in target)))
-
-    def __len__(self) -> int:
-        return len(cast("tuple[Any, ...]", self.columns)[0][0])
-
-    @property
-    def collated(self) -> Any:
-        """``[inputs, target]`` or ``[inputs]``, with ``[numbers, categories]`` for both kinds."""
-        inputs, *target = cast("tuple[Any, ...]", self.columns)
-        return [inputs[0] if len(inputs) == 1 else list(inputs), *target]
-
-
 class _Matrix(NamedTuple):
     """A matrix on disk, raw, in C order."""
 
@@ -67,6 +38,7 @@ class _Matrix(NamedTuple):
     shape: tuple[int, ...]
 
     def open(self, folder: Path) -> Matrix:
+        # Raw, without a header: an upgrade that changes the form changes _VERSION.
         if 0 in self.shape:  # an empty file cannot be mapped
             return np.empty(self.shape, self.type)
         return np.memmap(folder / self.name, self.type, "r", shape=self.shape).view(np.ndarray)
@@ -159,7 +131,7 @@ def _build(files: Sequence[Path], recipe: Recipe, target: _Target | None, folder
             for batch in recipe.batches(file):
                 numbers, codes = recipe.matrices(batch, "feed.table")
                 numbers.tofile(numeric)
-                codes.astype(np.int32).tofile(coded)
+                codes.astype(np.int32).tofile(coded)  # half of the bytes that a batch needs
                 if target is not None:
                     target.add(batch, file)
                 rows += batch.num_rows
@@ -221,7 +193,10 @@ class TableSource(BaseSource):
             try:
                 self._arrays = [each.open(self._folder) for each in self._matrices]
             except (OSError, ValueError) as error:
-                raise missing_message(self._folder, "the matrices of a table", error) from error
+                raise ArgumentError(
+                    f"{self._folder}, where the matrices of a table are kept, is missing or "
+                    f"damaged ({error}). Run again to rebuild it."
+                ) from error
         return self._arrays
 
     def read(self, ids: Sequence[int]) -> Batch:
@@ -233,7 +208,8 @@ class TableSource(BaseSource):
             inputs.append(torch.from_numpy(np.take(numeric, wanted, axis=0)))
         if self.categorical:
             inputs.append(torch.from_numpy(np.take(codes, wanted, axis=0)).to(torch.int64))
-        return _Rows((tuple(inputs), *(torch.from_numpy(np.take(t, wanted)) for t in target)))
+        columns = inputs[0] if len(inputs) == 1 else tuple(inputs)
+        return Batch((columns, *(torch.from_numpy(np.take(t, wanted)) for t in target)))
 
 
 def table(
@@ -307,8 +283,9 @@ def table(
         reads = Recipe(recipe.steps, target, recipe.key, **fields)  # type: ignore[arg-type]
     classes = source.classes if source is not None else None
     # Which files are those of the fit decides where a target mean is out of fold.
+    states = [(str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = digest_values(
-        *("table", _VERSION, identity(files), json.dumps(classes)),
+        *("table", _VERSION, states, json.dumps(classes)),
         *(reads.digest, json.dumps(recipe.inputs)),
     )
 
@@ -316,6 +293,6 @@ def table(
         column = _Target(reads.target, classes) if reads.target is not None else None
         _build(files, reads, column, into)
 
-    root = cache_root(cache) / "tables" if cache is None else cache_root(cache)
+    root = cache_root() / "tables" if cache is None else Path(cache)
     source = TableSource(build_once(root, key, make), key, recipe, reads.target)
     return Pipeline(source, collate=default_collate)

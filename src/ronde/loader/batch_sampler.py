@@ -88,6 +88,7 @@ class _Draws:
         return copy.deepcopy(sampler, dict(self.shared))
 
     def _settings(self) -> dict[str, Any]:
+        # A list that the sampler shuffles in place stays the same list: only its identity counts.
         return {
             f"{type(one).__name__}.{name}": value if isinstance(value, _PLAIN) else id(value)
             for one in _inside(self.sampler)

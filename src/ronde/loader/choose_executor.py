@@ -24,8 +24,8 @@ def _of_ronde_only(dataset: Any, collate: Callable[..., Any]) -> tuple[Any, bool
         calls += [step.call for step in dataset.steps]
         dataset = dataset.source
     own = isinstance(dataset, BaseSource) and not isinstance(dataset, DatasetSource)
-    if isinstance(dataset, BaseSource):  # a tar's labels may be made by a function of the script
-        calls += filter(callable, dataset.origins() or ())
+    if isinstance(dataset, BaseSource) and dataset.function is not None:
+        calls.append(dataset.function)
     inside = walk([call for call in calls if call is not default_collate], functions=True)
     return dataset, own and all(is_ronde(one) for one in (dataset, *inside) if callable(one))
 

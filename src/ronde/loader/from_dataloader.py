@@ -273,7 +273,7 @@ def take_over(
     else:
         batches: Any = data.batch_sampler
         own_size = batches.batch_size if type(batches) is BatchSampler else data.batch_size
-    if batch_size is not None and own_size not in (None, 1, batch_size):
+    if batch_size is not None and own_size not in (None, 1, batch_size):  # 1 is every loader's
         raise ArgumentError(
             f"two batch sizes: batch_size={batch_size} and the DataLoader's "
             f"batch_size={own_size}. Both mean global samples per "

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
-_PATIENCE_SECONDS = 10.0
+PATIENCE_SECONDS = 10.0  # for a job under way when the loading ends
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -88,7 +88,7 @@ def _stop(tasks: _Tasks, threads: list[threading.Thread]) -> None:
     """
     for _ in threads:
         tasks.put(None)
-    until = time.monotonic() + _PATIENCE_SECONDS
+    until = time.monotonic() + PATIENCE_SECONDS
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))

@@ -72,11 +72,10 @@ class FileRows:
 
     def describe(self) -> tuple[Any, ...]:
         """What a fingerprint says of it."""
-        return self.path.rpartition("/")[2], self.size, self.shape, self.dtype.str
-
-    def origin(self) -> list[Any]:
-        """What a cache is identified by."""
-        return [self.path, self.offset]
+        name = self.path.rpartition("/")[2]
+        # Raw numbers may be one of many parts of their file.
+        part = () if not self.offset or name.endswith(".npy") else (self.offset,)
+        return name, self.size, self.shape, self.dtype.str, *part
 
     def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
         """The rows of these ids."""
@@ -135,9 +134,6 @@ class _Held:
     def describe(self) -> tuple[Any, ...]:
         return self.name, self.values.shape, self.values.dtype.str
 
-    def origin(self) -> list[Any]:
-        return [self.values]
-
     def take(self, ids: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, Any]:
         return np.asarray(self.values[ids])
 
@@ -174,9 +170,10 @@ class ArraySource(BaseSource):
         names = list(self._columns) if isinstance(self._columns, dict) else None
         return digest_values("arrays", names, [c.describe() for c in self._parts()])
 
-    def origins(self) -> list[Any]:
-        """The files, or the in-memory arrays."""
-        return [self._alone, *(each for column in self._parts() for each in column.origin())]
+    def files(self) -> list[str]:
+        """The files, if no array is in memory."""
+        paths = [column.path for column in self._parts() if isinstance(column, FileRows)]
+        return paths if len(paths) == len(self._parts()) else []
 
     def take(self, ids: Sequence[int]) -> Any:
         """Rows as columns: a dict, a tuple or one array, as the source was given."""

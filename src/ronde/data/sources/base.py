@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -101,6 +102,17 @@ class Tuple(tuple[Any, ...]):
     __slots__ = ()
 
 
+def _mapped(
+    columns: Any, call: Callable[[Any], Any], named: Any = dict, unnamed: Any = tuple
+) -> Any:
+    """Nested columns with ``call`` of each, in these kinds of dicts and tuples."""
+    if isinstance(columns, dict):
+        return named((name, _mapped(c, call, named, unnamed)) for name, c in columns.items())
+    if isinstance(columns, tuple):
+        return unnamed(_mapped(c, call, named, unnamed) for c in columns)
+    return call(columns)
+
+
 class Batch(Sequence[Any]):
     """Samples of one batch as columns; rows are made only on access.
 
@@ -108,8 +120,8 @@ class Batch(Sequence[Any]):
     visits rows.
 
     Args:
-        columns: equally long columns: numpy arrays, tensors or lists; with names, as tuples, or one
-            alone.
+        columns: equally long columns: numpy arrays, tensors or lists; with names, or as tuples,
+            which may be nested.
     """
 
     __slots__ = ("columns",)
@@ -117,11 +129,11 @@ class Batch(Sequence[Any]):
     def __init__(self, columns: dict[str, Any] | tuple[Any, ...]) -> None:
         self.columns = columns
 
-    def _values(self) -> list[Any]:
-        return list(self.columns.values()) if isinstance(self.columns, dict) else list(self.columns)
-
     def __len__(self) -> int:
-        return len(self._values()[0])
+        column: Any = self.columns
+        while isinstance(column, dict | tuple):
+            column = next(iter(column.values() if isinstance(column, dict) else column))
+        return len(column)
 
     @overload
     def __getitem__(self, i: int) -> Any: ...
@@ -129,23 +141,17 @@ class Batch(Sequence[Any]):
     def __getitem__(self, i: slice) -> Batch: ...
     def __getitem__(self, i: int | slice) -> Any:
         if isinstance(i, slice):
-            if isinstance(self.columns, dict):
-                return Batch({name: values[i] for name, values in self.columns.items()})
-            return Batch(tuple(values[i] for values in self.columns))
+            return Batch(_mapped(self.columns, itemgetter(i)))
         if not -len(self) <= i < len(self):
             raise IndexError(i)  # what ends a loop over a sequence
-        if isinstance(self.columns, dict):
-            return Row((name, values[i]) for name, values in self.columns.items())
-        return Tuple(values[i] for values in self.columns)
+        return _mapped(self.columns, itemgetter(i), Row, Tuple)
 
     @property
     def collated(self) -> Any:
         """The batch as the model takes it: tensors for numeric columns, else lists; a dict, or a
         list for unnamed columns.
         """
-        if isinstance(self.columns, dict):
-            return {name: tensor_of(values) for name, values in self.columns.items()}
-        return [tensor_of(values) for values in self.columns]
+        return _mapped(self.columns, tensor_of, dict, list)
 
 
 def tensor_of(values: Any) -> Any:
@@ -153,7 +159,7 @@ def tensor_of(values: Any) -> Any:
     if isinstance(values, np.ndarray):
         if values.dtype == object or values.dtype.kind in "SUV":
             return values.tolist()
-        if values.dtype.kind in "mM":
+        if values.dtype.kind in "mM":  # torch has no dates, and knows one byte order
             return torch.from_numpy(values.astype(np.int64))
         if not values.dtype.isnative:
             values = values.astype(values.dtype.newbyteorder("="))
@@ -194,6 +200,9 @@ class BaseSource(Dataset[Any]):
     window: int = 64
     """How many blocks may be open at once."""
 
+    function: Callable[..., Any] | None = None
+    """A function of the user's that makes a part of each sample as it is read."""
+
     def __len__(self) -> int:
         raise NotImplementedError
 
@@ -206,12 +215,9 @@ class BaseSource(Dataset[Any]):
         """Changes with the samples, their number or their order."""
         raise NotImplementedError
 
-    def origins(self) -> Sequence[Any] | None:
-        """Paths, URLs, in-memory arrays and the user's functions behind the samples, for caches.
-
-        None if the attributes ``path``, ``paths`` or the method ``file(i)`` say it.
-        """
-        return None
+    def files(self) -> Sequence[str]:
+        """The paths and URLs of its files; empty if a sample is made of anything else too."""
+        return ()
 
     def __getitem__(self, i: int) -> Any:
         return self.__getitems__([i])[0]
@@ -249,6 +255,7 @@ def digest_values(*parts: Any) -> str:
             if isinstance(part, np.ndarray)
             else repr(part).encode("utf-8", "surrogateescape")
         )
+        # with its length, which keeps ("a", "bc") and ("ab", "c") apart
         digest.update(len(raw).to_bytes(8, "little") + raw)
     return digest.hexdigest()[:16]
 
@@ -316,13 +323,11 @@ def encode_labels(
         classes = sorted(set(values)) if known is None else list(known)
         number = {name: i for i, name in enumerate(classes)}
         return np.fromiter((number[v] for v in values), dtype=np.int64, count=len(values)), classes
-    if values and all(isinstance(v, int | np.integer) and not isinstance(v, bool) for v in values):
-        return np.asarray(values, dtype=np.int64), None
-    if values and all(
-        isinstance(v, int | float | np.integer | np.floating) and not isinstance(v, bool)
-        for v in values
-    ):
-        return np.asarray(values, dtype=np.float64), None
+    kinds = set(map(type, values))
+    numbers = (int, float, np.integer, np.floating)
+    if kinds and bool not in kinds and all(issubclass(kind, numbers) for kind in kinds):
+        whole = all(issubclass(kind, int | np.integer) for kind in kinds)
+        return np.asarray(values, dtype=np.int64 if whole else np.float64), None
     return list(values), None
 
 

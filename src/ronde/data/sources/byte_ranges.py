@@ -19,6 +19,7 @@ from ronde.world.paths import is_remote, local_path, need
 
 _IN_FLIGHT_REQUESTS = 32
 _TRIES = 3
+_READ_AHEAD_BYTES = 8 << 20  # of the headers of a remote tar
 # Errors that another try would only repeat.
 _FINAL = (
     *(FileNotFoundError, PermissionError, IsADirectoryError),
@@ -187,12 +188,11 @@ class Store:
         with _RemoteFile(self, path, size) as file:
             yield file
 
-    def stream(self, path: str) -> Any:
-        """A file object for reading from front to back, with seeks."""
+    def stream(self, path: str, size: int) -> Any:
+        """A file object for reading a file of so many bytes from front to back, with seeks."""
         if not is_remote(path):
             return open(path, "rb")
-        fs = self.file_system(path)
-        return fs.open(fs._strip_protocol(path), "rb", cache_type="readahead", block_size=8 << 20)
+        return io.BufferedReader(_RemoteFile(self, path, size), _READ_AHEAD_BYTES)
 
     def size(self, path: str) -> int:
         """Bytes of a file.
@@ -264,12 +264,11 @@ class _RemoteFile(io.RawIOBase):
         self._place = offset + (0, self._place, self._size)[whence]
         return self._place
 
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._size - self._place)
-        length = left if size < 0 else min(size, left)
-        data = self._store.read([ByteRange(self._path, self._place, length)])[0]
+    def readinto(self, buffer: Any) -> int:
+        length = min(len(buffer), max(0, self._size - self._place))
+        buffer[:length] = self._store.read([ByteRange(self._path, self._place, length)])[0]
         self._place += length
-        return data
+        return length
 
 
 def _reason(error: BaseException) -> str:
@@ -280,42 +279,48 @@ def _reason(error: BaseException) -> str:
 
 
 def expand(
-    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], store: Store, argument: str
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    store: Store,
+    argument: str,
+    ending: str = "",
 ) -> list[str]:
     """Expand globs (``shards/*.tar``) and braces (``shard-{000..012}.tar``) to a file list; globs
     sort.
 
+    Args:
+        ending: of the files that a local folder stands for; empty where it stands for none.
+
     Raises:
         ArgumentError: nothing matches.
     """
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     files: list[str] = []
-    for path in given:
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
-        # What exists is itself, whatever its name looks like.
-        for one in [text] if not is_remote(text) and os.path.exists(text) else _braces(text):  # noqa: PTH110
-            if not any(letter in one for letter in "*[") and not (
-                "?" in one and not is_remote(one)
-            ):
-                files.append(one)
-                continue
-            if is_remote(one):
-                fs = store.file_system(one)
-                matches = sorted(
-                    str(fs.unstrip_protocol(match)) for match in fs.glob(fs._strip_protocol(one))
-                )
-            else:
-                matches = (
-                    [one]
-                    if os.path.exists(one)  # noqa: PTH110
-                    else sorted(globbing.glob(one, recursive=True))  # noqa: PTH207
-                )
-            if not matches:
-                raise ArgumentError(f"{argument}: nothing matches {one}.")
+        if ending and not is_remote(text) and os.path.isdir(text):  # noqa: PTH112
+            names = [f"{globbing.escape(text.rstrip('/'))}/*{ending}"]
+        elif not is_remote(text) and os.path.exists(text):  # noqa: PTH110
+            names = [text]  # whatever its name looks like
+        else:
+            names = _braces(text)
+        for name in names:
+            if not (matches := _matches(name, store)):
+                raise ArgumentError(f"{argument}: nothing matches {name}.")
             files += matches
     if not files:
         raise ArgumentError(f"{argument}: no path given.")
     return files
+
+
+def _matches(name: str, store: Store) -> list[str]:
+    """The name itself, or the files that match it as a pattern, sorted."""
+    if is_remote(name):
+        if not set("*[") & set(name):  # "?" begins a query
+            return [name]
+        fs = store.file_system(name)
+        return sorted(str(fs.unstrip_protocol(m)) for m in fs.glob(fs._strip_protocol(name)))
+    if not set("*?[") & set(name) or os.path.exists(name):  # noqa: PTH110
+        return [name]
+    return sorted(globbing.glob(name, recursive=True))  # noqa: PTH207
 
 
 def one_folder(paths: Any, ending: str) -> str | None:
@@ -329,14 +334,6 @@ def one_folder(paths: Any, ending: str) -> str | None:
         text = local_path(paths).rstrip("/")
         return text if Path(text).is_dir() else None
     return None if text.endswith(ending) or set("*[{") & set(text) else text.rstrip("/")
-
-
-def inside(folder: str, ending: str, argument: str) -> list[str]:
-    """A local folder's files with this suffix, sorted; the folder's name is not a pattern."""
-    files = sorted(globbing.glob(f"{globbing.escape(folder)}/*{ending}"))  # noqa: PTH207
-    if not files:
-        raise ArgumentError(f"{argument}: nothing matches {folder}/*{ending}.")
-    return files
 
 
 def _braces(text: str) -> list[str]:

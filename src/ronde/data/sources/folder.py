@@ -69,6 +69,10 @@ class FolderSource(BaseSource):
         """The path or URL of sample ``i``."""
         return f"{self.path}/{self.names[i]}"
 
+    def files(self) -> list[str]:
+        """The files, or the shards of a pack."""
+        return list(dict.fromkeys(map(self.file, range(len(self)))))
+
     def name(self, i: int) -> str:
         """Sample ``i``'s path within the folder."""
         return self.names[i]
@@ -252,31 +256,22 @@ def _listed(root: str) -> dict[str, int | None]:
     ]
     while waiting:
         below, above = waiting.pop()
-        place = f"{root}/{below}"
         try:
-            with os.scandir(place) as entries:
+            with os.scandir(f"{root}/{below}") as entries:
                 for entry in entries:
                     if entry.name.startswith("."):
                         continue
-                    name = below + entry.name
-                    try:
-                        if entry.is_dir():
-                            info = entry.stat()
-                            mark = (info.st_dev, info.st_ino)
-                            if mark not in above:
-                                waiting.append((name + "/", above | {mark}))
-                        elif entry.is_file() or entry.is_symlink():
-                            # A link to nothing fails when read; it is not silently left out.
-                            sizes[name] = None
-                    except OSError as error:  # a link to itself, say
-                        what = "link" if entry.is_symlink() else "file"
-                        raise ArgumentError(
-                            f"the {what} {root}/{name} cannot be followed: {error.strerror}."
-                        ) from error
+                    if entry.is_dir():  # an error for a link to itself
+                        info = entry.stat()
+                        mark = (info.st_dev, info.st_ino)
+                        if mark not in above:
+                            waiting.append((f"{below}{entry.name}/", above | {mark}))
+                    elif entry.is_file() or entry.is_symlink():
+                        # A link to nothing fails when read; it is not silently left out.
+                        sizes[below + entry.name] = None
         except OSError as error:
-            raise ArgumentError(
-                f"the folder {place.rstrip('/')} cannot be listed: {error.strerror}."
-            ) from error
+            place = str(error.filename or f"{root}/{below}").rstrip("/")
+            raise ArgumentError(f"{place} cannot be listed: {error.strerror}.") from error
     return sizes
 
 

@@ -39,11 +39,22 @@ class DatasetSource(BaseSource):
         if isinstance(own, str):
             return own
         kind = type(self.data)
+        # Without __main__: a script's class has another module where the script is imported.
         return digest_values(
             "dataset",
             kind.__module__ if kind.__module__ != "__main__" else "",
             kind.__qualname__,
             len(self),
+        )
+
+
+def check_map_style(data: Any, what: str) -> None:
+    """Refuse what cannot be read by index."""
+    by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, IterableDataset) or not by_index:
+        raise ArgumentError(
+            f"{what} needs a map-style Dataset with __len__ and __getitem__, found "
+            f"{type(data).__name__}."
         )
 
 
@@ -61,13 +72,5 @@ def dataset(data: Any) -> DatasetSource:
         >>> dataset([10, 20, 30]).read([2, 0])
         [30, 10]
     """
-    if (
-        isinstance(data, IterableDataset)
-        or not hasattr(data, "__getitem__")
-        or not hasattr(data, "__len__")
-    ):
-        raise ArgumentError(
-            "feed.dataset needs a map-style Dataset with __len__ and __getitem__, found "
-            f"{type(data).__name__}."
-        )
+    check_map_style(data, "feed.dataset")
     return DatasetSource(data)

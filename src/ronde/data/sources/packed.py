@@ -72,6 +72,7 @@ class PackSource(FolderSource):
         self._ends = np.cumsum([shard["samples"] for shard in manifest["shards"]])
         self._offset, self._sizes, self.crc32 = index["offset"], index["size"], index["crc32"]
         for i, (shard, size) in enumerate(zip(self._shards, self._shard_bytes, strict=True)):
+            # Of a remote shard each read checks it: asking here would be a request for every shard.
             if not is_remote(path) and (now := store.size(f"{path}/{shard}")) != size:
                 raise ArgumentError(
                     f"{path}/{shard} has {now:,} bytes; {size:,} were packed. Shard {i} is "
@@ -101,6 +102,7 @@ class PackSource(FolderSource):
         places = [self.place(i) for i in wanted]
         raw = self._store.read(places)
         for i, place, data in zip(wanted, places, raw, strict=True):
+            # 20 to 30 µs for 90 kB, whose decoding takes 1,100 µs
             if zlib.crc32(data) != self.crc32[i]:
                 raise SampleError(
                     f"{place.path}: {self.names[i]!r} is damaged: its checksum differs. "

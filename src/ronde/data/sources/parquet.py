@@ -6,10 +6,8 @@ import json
 import math
 import os
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ from ronde.data.sources.base import (
     digest_values,
     unknown_class,
 )
-from ronde.data.sources.byte_ranges import Store, expand, inside, one_folder
+from ronde.data.sources.byte_ranges import Store, expand, one_folder
 from ronde.data.sources.packed import is_pack
 from ronde.tables.reading import arrow_batches, open_arrow
 from ronde.world import ArgumentError, SampleError
@@ -300,16 +298,13 @@ def _check_data(schema: Any, name: str, path: str) -> None:
         )
 
 
-_caches: weakref.WeakSet[TableCache] = weakref.WeakSet()
+class _Entry:
+    """A table that is held or being made, and its bytes while they count."""
 
-
-def _clear_caches() -> None:
-    for cache in list(_caches):
-        cache._clear()
-
-
-# In a forked child, the tables that the parent's threads were making never arrive.
-os.register_at_fork(after_in_child=_clear_caches)
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.table: Any = None
+        self.bytes = 0
 
 
 class TableCache:
@@ -323,13 +318,12 @@ class TableCache:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self._clear()
-        _caches.add(self)
 
     def _clear(self) -> None:
         self._lock = threading.Lock()
-        self._held: OrderedDict[int, Any] = OrderedDict()
-        self._coming: dict[int, Future[Any]] = {}
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._bytes = 0
+        self._process = os.getpid()  # last: whoever reads it takes the new lock
 
     def __getstate__(self) -> int:
         return self.most_bytes
@@ -339,36 +333,29 @@ class TableCache:
 
     def get(self, key: int, make: Callable[[int], Any]) -> Any:
         """The table of a key; ``make(key)`` where it is not held."""
+        # A forked child has none of the threads that may hold a lock: it would wait forever.
+        if self._process != os.getpid():
+            self._clear()
         with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
-            future = self._coming.get(key)
-            if is_mine := future is None:
-                future = self._coming[key] = Future()
-        assert future is not None
-        if not is_mine:
-            return future.result()
-        try:
-            table = make(key)
-        except BaseException as error:
-            with self._lock:
-                del self._coming[key]
-            future.set_exception(error)
-            raise
-        with self._lock:
-            del self._coming[key]
-            self._keep(key, table)
-        future.set_result(table)
-        return table
+            entry = self._entries.setdefault(key, _Entry())
+            self._entries.move_to_end(key)
+        with entry.lock:
+            if entry.table is None:
+                entry.table = make(key)
+                self._keep(key, entry)
+            return entry.table
 
-    def _keep(self, key: int, table: Any) -> None:
-        if table.nbytes > self.most_bytes:
-            return
-        self._held[key] = table
-        self._bytes += table.nbytes
-        while self._bytes > self.most_bytes:
-            self._bytes -= self._held.popitem(last=False)[1].nbytes
+    def _keep(self, key: int, entry: _Entry) -> None:
+        with self._lock:
+            if self._entries.get(key) is not entry:
+                return  # given up for others while it was made
+            if entry.table.nbytes > self.most_bytes:
+                del self._entries[key]
+                return
+            entry.bytes = entry.table.nbytes
+            self._bytes += entry.bytes
+            while self._bytes > self.most_bytes:
+                self._bytes -= self._entries.popitem(last=False)[1].bytes
 
 
 class ParquetSource(BaseSource):
@@ -439,6 +426,10 @@ class ParquetSource(BaseSource):
     def fingerprint(self) -> str:
         """Covers file names, sizes, row groups and columns."""
         return self._fingerprint
+
+    def files(self) -> list[str]:
+        """The files."""
+        return self.paths
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -661,12 +652,11 @@ def parquet(
     place = one_folder(paths, ".parquet")
     if place is not None and is_pack(place, options):
         raise ArgumentError(f"{place} is a pack of tars. Open it with feed.tar({place!r}).")
+    ending = ".parquet"
     if place is not None and not is_remote(place):
         endings = {file.suffix for file in Path(place).iterdir()} & {".parquet", ".arrow"}
         ending = ".arrow" if endings == {".arrow"} else ".parquet"
-        files = inside(place, ending, "feed.parquet")
-    else:
-        files = expand(paths, store, "feed.parquet")
+    files = expand(paths, store, "feed.parquet", ending)
     if data is None and (label is not None or name is not None):
         raise ArgumentError("feed.parquet: label= and name= go with data=, the column of bytes.")
     if data is not None:

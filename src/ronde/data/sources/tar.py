@@ -23,7 +23,6 @@ from ronde.data.sources.byte_ranges import (
     ByteRange,
     Store,
     expand,
-    inside,
     one_folder,
 )
 from ronde.data.sources.packed import PackSource, read_manifest
@@ -32,6 +31,10 @@ from ronde.world import ArgumentError, SampleError
 from ronde.world.paths import is_remote
 
 Label = str | Callable[[dict[str, Any]], Any]
+
+
+def _suffix(ending: str) -> str:
+    return ending.lstrip(".").lower()
 
 
 class TarSource(BaseSource):
@@ -67,11 +70,8 @@ class TarSource(BaseSource):
         self._size = np.concatenate([index.size for index in indices])
         self.keys = Names.joined([index.keys for index in indices])
         self._label = label
-        chosen = None if data is None else [d.lstrip(".").lower() for d in data]
-        self._data = chosen
-        self._wanted: list[bool] | None = None
-        if chosen is not None:
-            self._wanted = [s in chosen for s in suffixes]
+        self.function = label if callable(label) else None
+        self._data = None if data is None else [_suffix(d) for d in data]
         tars = [p.rpartition("/")[2] for p in paths]
         by_name = label if isinstance(label, str) else None
         self._fingerprint = digest_values("tar", tars, self._sizes, counts, data, by_name)
@@ -94,9 +94,9 @@ class TarSource(BaseSource):
         """Covers tar names, sizes and samples."""
         return self._fingerprint
 
-    def origins(self) -> list[Any]:
-        """The tars, and the function that makes the labels, if there is one."""
-        return [*self.paths, *([self._label] if callable(self._label) else [])]
+    def files(self) -> list[str]:
+        """The tars, unless a function makes the labels."""
+        return [] if self.function else self.paths
 
     def name(self, i: int) -> str:
         """Sample ``i``'s key and tar."""
@@ -131,23 +131,17 @@ class TarSource(BaseSource):
     def _members(self, i: int) -> list[int]:
         members = range(int(self._first[i]), int(self._first[i + 1]))
         # A label may be made of any file of the sample, by a function.
-        if self._wanted is None or callable(self._label):
+        if self._data is None or callable(self._label):
             return list(members)
-        kept = [*self._wanted]
-        if (label := self._label_suffix()) in self.suffixes:
-            kept[self.suffixes.index(label)] = True
-        return [m for m in members if kept[self._suffix[m]]]
-
-    def _label_suffix(self) -> str:
-        return self._label.lstrip(".").lower() if isinstance(self._label, str) else ""
+        wanted = {*self._data, *([] if self._label is None else [_suffix(self._label)])}
+        return [m for m in members if self.suffixes[self._suffix[m]] in wanted]
 
     def _sample(self, i: int, members: list[int], raw: list[bytes]) -> Any:
-        key, kinds = self.keys[i], [int(self._suffix[m]) for m in members]
-        named = {self.suffixes[kind]: data for kind, data in zip(kinds, raw, strict=True)}
-        files: dict[str, Any] = {"__key__": key, **named}
-        if self._data is None or self._wanted is None:
-            return files
-        data = next((d for k, d in zip(kinds, raw, strict=True) if self._wanted[k]), None)
+        key = self.keys[i]
+        files = {self.suffixes[self._suffix[m]]: d for m, d in zip(members, raw, strict=True)}
+        if self._data is None:
+            return {"__key__": key, **files}
+        data = next((d for suffix, d in files.items() if suffix in self._data), None)
         if data is None:
             every = self._suffix[int(self._first[i]) : int(self._first[i + 1])]
             raise SampleError(
@@ -157,8 +151,8 @@ class TarSource(BaseSource):
         if self._label is None:
             return Sample(data, None, key)
         if callable(self._label):
-            return Sample(data, self._counted(self._label(files), key, i), key)
-        suffix = self._label_suffix()
+            return Sample(data, self._counted(self._label({"__key__": key, **files}), key, i), key)
+        suffix = _suffix(self._label)
         if suffix not in files:
             raise SampleError(f"{self._place(key, i)} has no label .{suffix}.")
         return Sample(data, self._counted(self._parsed(files[suffix], suffix, key, i), key, i), key)
@@ -248,16 +242,14 @@ def tar(
     if place is not None and (manifest := read_manifest(place, store)) is not None:
         pack = PackSource(place, manifest, store)
         return pack if known is None else pack.count_classes(known)
-    if place is not None and not is_remote(place):
-        files = inside(place, ".tar", "feed.tar")
-    else:
-        files = expand(paths, store, "feed.tar")
+    files = expand(paths, store, "feed.tar", ".tar")
     remote = {is_remote(path) for path in files}
     if len(remote) > 1:
         raise ArgumentError("feed.tar: one source cannot mix local and remote tars. Use two.")
     if len(files) == 1 or not remote.pop():
         indices = [index_of(store, path) for path in files]
     else:
+        # one request after another for each: threads wait for several at a time
         with ThreadPoolExecutor(8) as pool:
             indices = list(pool.map(lambda path: index_of(store, path), files))
     if not sum(len(index.keys) for index in indices):

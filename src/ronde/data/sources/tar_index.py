@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from ronde.data.build_once import cache_root
 from ronde.data.sources.base import Ints, Names
 from ronde.data.sources.byte_ranges import Store
 from ronde.world import ArgumentError, SampleError
@@ -176,7 +177,7 @@ def build_index(store: Store, path: str) -> TarIndex:
     members: list[tuple[str, str, int, int]] = []
     here: set[str] = set()
     try:
-        with store.stream(path) as file:
+        with store.stream(path, state[0]) as file:
             for name, offset, length in members_of(file, state[0], path):
                 if _no_sample(name):
                     continue
@@ -198,10 +199,9 @@ def build_index(store: Store, path: str) -> TarIndex:
 def index_of(store: Store, path: str) -> TarIndex:
     """The stored index of a tar if it matches, else a new one, which is then stored."""
     absolute = path if is_remote(path) else os.path.abspath(path)  # noqa: PTH100
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = f"{hashlib.sha256(absolute.encode()).hexdigest()[:32]}{SUFFIX}"
     state = store.stat(path)
-    places = [path + SUFFIX, str(caches / "ronde" / "tar-index" / name)]
+    places = [path + SUFFIX, str(cache_root() / "tar-index" / name)]
     for place in places:
         raw = None
         with contextlib.suppress(OSError, SampleError):

@@ -52,12 +52,13 @@ class TokenSource(BaseSource):
             self.stride,
         )
 
-    def origins(self) -> list[Any]:
+    def files(self) -> list[str]:
         """The files."""
         return [file.path for file in self._files]
 
     def _windows(self, f: int) -> Any:
         """All windows of a local file as rows of one array view."""
+        # a view: of the file, only the pages of the wanted rows are read
         return np.lib.stride_tricks.sliding_window_view(self._files[f].mapped(), self.length + 1)
 
     def take(self, ids: Sequence[int]) -> torch.Tensor:
