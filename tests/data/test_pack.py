@@ -52,11 +52,9 @@ def test_what_went_in_comes_out(tmp_path):
     source = feed.folder(folder(tmp_path / "files"))
     done = pack(tmp_path / "files", tmp_path / "out", shard_bytes=1 << 16)
     packed = feed.tar(tmp_path / "out")
-    assert (
-        done.samples == len(source) == len(packed)
-        and done.shards >= 2
-        and done.bytes == sum(p.stat().st_size for p in (tmp_path / "out").glob("shard*.tar"))
-    )
+    assert done.samples == len(source) == len(packed)
+    assert done.shards >= 2
+    assert done.bytes == sum(p.stat().st_size for p in (tmp_path / "out").glob("shard*.tar"))
     ids = random.Random(0).choices(range(len(source)), k=200)
     assert packed.read(ids) == source.read(ids)
     assert packed.classes == source.classes == ["__odd__", "ant", "bee", "cow"]
@@ -86,7 +84,8 @@ def test_the_shards_are_webdatasets(tmp_path):
             for member in held:
                 place, slash, base = member.name.rpartition("/")
                 key = place + slash + base.partition(".")[0]
-                assert not member.name.startswith("__") and (
+                assert not member.name.startswith("__")
+                assert (
                     member.mtime,
                     member.uid,
                     member.mode,
@@ -103,7 +102,7 @@ def test_the_shards_are_webdatasets(tmp_path):
 
 
 def test_a_killed_pack_leaves_nothing_that_opens(tmp_path):
-    files = folder(tmp_path / "files", 1500, largest=30_000)
+    files = folder(tmp_path / "files", 700, largest=30_000)
     pack(files, tmp_path / "whole", shard_bytes=1 << 19)
     out, writing = tmp_path / "out", tmp_path / ".out.writing"
     command = [
@@ -131,7 +130,7 @@ def test_a_killed_pack_leaves_nothing_that_opens(tmp_path):
         assert writing.exists() == (sent == signal.SIGKILL)
         if sent == signal.SIGINT:
             assert done.stderr.strip() == f"stopped by SIGINT; nothing was packed: {out}"
-    assert pack(files, out, shard_bytes=1 << 19).samples == 1506
+    assert pack(files, out, shard_bytes=1 << 19).samples == 706
     assert contents(out) == contents(tmp_path / "whole")
 
 
@@ -193,11 +192,9 @@ def test_the_command(tmp_path):
     folder(tmp_path / "files", 5)
     runner = CliRunner()
     done = runner.invoke(app, ["pack", str(tmp_path / "files"), str(tmp_path / "out")])
-    assert (
-        done.exit_code == 0
-        and done.output.startswith("packed 11 samples of 4 classes, ")
-        and done.output.count("\n") == 1
-    )
+    assert done.exit_code == 0
+    assert done.output.startswith("packed 11 samples of 4 classes, ")
+    assert done.output.count("\n") == 1
     assert runner.invoke(
         app, ["pack", str(tmp_path / "files"), str(tmp_path / "out")]
     ).output.startswith(f"{tmp_path}/out is packed already: 11 samples")

@@ -111,7 +111,6 @@ def test_what_does_not_go_together_is_refused(folder):
     pq.write_table(other, folder / "other.parquet")
     pq.write_table(rows(0, 5).drop_columns("pay"), folder / "short.parquet")
     for make, says in (
-        (lambda: feed.table(train_files, recipe=recipe, numeric=["age"]), "numeric= is unknown"),
         (lambda: feed.table(train_files, recipe=feed.Recipe(STEPS, "y", "id")), "is not fitted"),
         (
             lambda: feed.table(folder / "other.parquet", recipe=recipe, cache=cache),

@@ -20,10 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-import ronde
 from range_server import serving
 from ronde import feed
 from ronde.data.sources import tar_index
@@ -64,7 +62,8 @@ def same_source(source, expected: list) -> None:
     draw = random.Random(n)
     ids = [draw.randrange(n) for _ in range(2 * n)]  # with repetitions
     assert list(source.read(ids)) == [expected[i] for i in ids]
-    assert source[n - 1] == expected[n - 1] and list(source.__getitems__([0, n - 1])) == [
+    assert source[n - 1] == expected[n - 1]
+    assert list(source.__getitems__([0, n - 1])) == [
         expected[0],
         expected[n - 1],
     ]
@@ -73,10 +72,8 @@ def same_source(source, expected: list) -> None:
         with pytest.raises(IndexError):
             source.read([0, wrong])
     copy = copied(source)
-    assert (
-        list(copy.read(ids[:5])) == [expected[i] for i in ids[:5]]
-        and copy.fingerprint == source.fingerprint
-    )
+    assert list(copy.read(ids[:5])) == [expected[i] for i in ids[:5]]
+    assert copy.fingerprint == source.fingerprint
 
 
 # Folders
@@ -96,19 +93,14 @@ def test_folder_of_classes(tmp_path):
     classes = sorted({name.split("/")[0] for name in kept})
     assert source.classes == classes == ["cat", "dog", "eel", "empty"]
     same_source(source, [Sample(files[n], classes.index(n.split("/")[0]), n) for n in kept])
-    assert (
-        source.name(3) == kept[3]
-        and source.label(3) == source[3].label
-        and type(source[3].label) is int
-    )
+    assert source.name(3) == kept[3]
+    assert source.label(3) == source[3].label
+    assert type(source[3].label) is int
     assert source.sizes.tolist() == [len(files[n]) for n in kept]
     # else "empty" would be a class folder without files
     only = feed.folder(tmp_path, suffixes=[".jpg"], classes=["cat", "dog", "eel"])
-    assert list(only.names) == [n for n in kept if n.lower().endswith(".jpg")] and only.classes == [
-        "cat",
-        "dog",
-        "eel",
-    ]
+    assert list(only.names) == [n for n in kept if n.lower().endswith(".jpg")]
+    assert only.classes == ["cat", "dog", "eel"]
     assert list(feed.folder(tmp_path, pattern="cat/*").names) == [
         n for n in kept if n.startswith("cat/")
     ]
@@ -209,9 +201,7 @@ def test_links_to_folders_above_and_to_themselves(tmp_path):
     assert list(source.names) == ["a/1.txt", "a/deep/3.txt", "b/2.txt", "b/else/4.txt", "c/4.txt"]
     assert [s.label for s in source.read(range(5))] == [0, 0, 1, 1, 2]
     (here / "b/self").symlink_to("self")
-    with pytest.raises(
-        ArgumentError, match=r"the link .*/files/b/self cannot be followed: Too many levels"
-    ):
+    with pytest.raises(ArgumentError, match=r"/files/b/self cannot be listed: Too many levels"):
         feed.folder(here)
 
 
@@ -464,20 +454,17 @@ def test_parquet_against_arrow(tmp_path, cache_bytes):
     _, whole = tables(tmp_path)
     source = feed.parquet(tmp_path, cache_bytes=cache_bytes)
     assert len(source) == 500 and source.groups == 15 and source.columns == whole.column_names
-    assert (source.blocks is None) == (cache_bytes == 1 << 20) and (
-        source.blocks is None or sum(source.blocks) == 500
-    )
+    assert (source.blocks is None) == (cache_bytes == 1 << 20)
+    assert source.blocks is None or sum(source.blocks) == 500
     draw = random.Random(0)
     for size in (1, 64, 700):
         ids = [draw.randrange(500) for _ in range(size)]
         expected = whole.take(pa.array(ids)).to_pydict()
         found = source.take(ids)
         assert found["x"].tolist() == expected["x"] and found["flag"].tolist() == expected["flag"]
-        assert (
-            found["text"] == expected["text"]
-            and found["raw"] == expected["raw"]
-            and found["kind"] == expected["kind"]
-        )
+        assert found["text"] == expected["text"]
+        assert found["raw"] == expected["raw"]
+        assert found["kind"] == expected["kind"]
         assert found["vector"].shape == (size, 3) and found["vector"].tolist() == expected["vector"]
         # there are nulls in one of the files: floating-point in every batch
         assert found["k"].dtype == np.float64
@@ -517,10 +504,8 @@ def test_parquet_is_collated_by_columns(tmp_path):
     for workers in (0, 2):
         batches = list(DataLoader(source, 64, num_workers=workers))
         assert torch.cat([b["x"] for b in batches]).tolist() == whole["x"].to_pylist()
-        assert (
-            torch.cat([b["vector"] for b in batches]).shape == (500, 3)
-            and batches[0]["flag"].dtype == torch.bool
-        )
+        assert torch.cat([b["vector"] for b in batches]).shape == (500, 3)
+        assert batches[0]["flag"].dtype == torch.bool
         assert [t for b in batches for t in b["text"]] == whole["text"].to_pylist()
     # Rows that were touched one by one are collated alike.
     rows = [source[i] for i in range(4)]
@@ -572,10 +557,8 @@ def test_parquet_errors(tmp_path):
         feed.parquet(tmp_path / "views.arrow")
     assert feed.parquet(tmp_path / "views.arrow", columns=["y"])[0] == {"y": 7}
     samples = feed.parquet(paths[1:], data="raw", label="flag", name="text")
-    assert (
-        samples[1] == Sample(bytes([167]) * (167 % 7), samples[1].label, "row 167")
-        and type(samples[1].label) is bool
-    )
+    assert samples[1] == Sample(bytes([167]) * (167 % 7), samples[1].label, "row 167")
+    assert type(samples[1].label) is bool
 
 
 # Tokens and arrays
@@ -756,7 +739,8 @@ def test_memory_file_system(tmp_path):
         fs.rm("/remote", recursive=True)
 
 
-def test_web_server(tmp_path):
+def test_web_server(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # before another try
     everything(tmp_path)
     with serving(tmp_path) as server:
         check_remote(server.url, tmp_path)
@@ -782,24 +766,3 @@ def test_web_server(tmp_path):
         server.ranges = False
         with pytest.raises(SampleError, match=r"does not support range requests"):
             source.read([3])
-
-
-def test_a_whole_training_on_a_source(tmp_path, monkeypatch):
-    monkeypatch.setenv("RONDE_RUNS", "none")
-    monkeypatch.setenv("RONDE_DEVICE", "cpu")
-    np.random.default_rng(0).integers(0, 30, 400).astype(np.uint16).tofile(tmp_path / "text.bin")
-    source = feed.tokens(tmp_path / "text.bin", 8, "uint16")
-    model = torch.nn.Sequential(torch.nn.Embedding(30, 4), torch.nn.Linear(4, 30))
-    run = ronde.distribute(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        source,
-        loss=lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()),
-        batch_size=7,
-    )
-    seen = []
-    for _ in run.epochs(1):
-        for inputs, targets in run.batches():
-            seen += inputs.tolist()
-            run.step((inputs, targets))
-    assert sorted(seen) == sorted(source.read(range(49))[i][0].tolist() for i in range(49))

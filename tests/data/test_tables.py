@@ -194,31 +194,6 @@ def test_several_files_and_any_number_of_workers(tmp_path):
     assert torch.equal(pickle.loads(pickle.dumps(data))[5][0][0], data[5][0][0])  # noqa: S301
 
 
-def test_a_table_trains(tmp_path, monkeypatch):
-    """Through the same door as a script's data."""
-    import ronde
-
-    monkeypatch.setenv("RONDE_RUNS", "none")
-    monkeypatch.setenv("RONDE_PROGRESS", "quiet")
-    n = 256
-    x = np.random.default_rng(0).standard_normal(n)
-    pa.parquet.write_table(pa.table({"x": x, "y": 3 * x + 1}), tmp_path / "t.parquet")
-    recipe = fitted(tmp_path / "t.parquet", "y", {"x": {}})
-    data = feed.table(tmp_path / "t.parquet", recipe=recipe, cache=tmp_path / "c")
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Flatten(0))
-    run = ronde.distribute(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        data,
-        loss=torch.nn.functional.mse_loss,
-        batch_size=32,
-    )
-    for _ in run.epochs(8):
-        for batch in run.batches():
-            run.step(batch)
-    assert abs(model[0].weight.item() - 3) < 0.05 and abs(model[0].bias.item() - 1) < 0.05
-
-
 def test_tables_say_what_is_wrong(tmp_path):
     path, cache = write(columns(), tmp_path / "t.parquet"), tmp_path / "c"
     recipe = fitted(path, None, {"rooms": {}})

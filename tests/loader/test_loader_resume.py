@@ -21,11 +21,7 @@ from sampling import ALL
 
 WORKER = TESTS / "feed_resume_worker.py"
 # 4 steps an epoch; the last one is short, for 3 workers by more than one sample each
-N, BATCH, EPOCHS = (
-    23,
-    6,
-    3,
-)
+N, BATCH, EPOCHS = (23, 6, 3)
 STEPS = EPOCHS * 4
 
 EXECUTORS = ("none", "threads", "processes")
