@@ -617,7 +617,7 @@ REFUSED_PLANS = [
     ("micro_batch=0", "micro_batch=0 must be a whole number, 1 or more"),
     ("pipeline=2,pipeline=1", "pipeline is given twice"),
     ("schedule=looped", "schedule applies to pipelines only"),
-    ("pipelines=2", "Did you mean 'pipeline'?"),
+    ("pipelines=2", "Did you mean pipeline?"),
 ]
 NO_PLANS = [
     ("plan.json", None, "plan.json: no such file"),

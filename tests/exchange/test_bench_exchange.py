@@ -64,7 +64,7 @@ def test_refusals_by_name(tmp_path, monkeypatch):
     cases = {
         "--sizes 3KiB-": "'' is no size from 4 bytes to 4 GiB",
         "--reducers local:8": "it has no exchange of its own to time",
-        "--reducers rnig": "Did you mean 'ring'?",
+        "--reducers rnig": "Did you mean ring?",
         "--cluster nowhere.yaml": "there is no such file",
         "--servers 0": "expected 1 to 64 servers, or hosts",
     }

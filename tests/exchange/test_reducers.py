@@ -153,7 +153,7 @@ def _is(process, victim):
 
 def test_refusals_by_name():
     cases = {
-        "reducer=rnig": "Did you mean 'ring'?",
+        "reducer=rnig": "Did you mean ring?",
         "reducer=topk:2": "fraction must be a number from 1e-06 to 1, found '2'",
         "reducer=local:1.5": "steps must be a whole number",
         "reducer=auto:3": "auto takes nothing after its name",

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from record_lines import end, resume, step
+from record_lines import start as line_of_start
 from ronde.watch import RunDir
 from ronde.watch.judge import Judge, alert_line
 from ronde.watch.rule import MACHINES
@@ -21,21 +23,14 @@ BEGUN = 1000.0  # when the workers were started
 
 
 def start(**changes: object) -> dict:
-    values = dict.fromkeys(("host", "launcher", "model", "optimizer", "origin"), "")
-    values |= dict.fromkeys(("schema", "parameters", "samples", "steps_per_epoch"), 1)
-    values |= {"run": "big", "script": "train.py", "workers": 2, "plan": {}, "versions": {}}
-    values |= {"device": "cpu", "threads": 2, "time": BEGUN + 1}
-    return {"type": "start", **values, **changes}
+    known = {"workers": 2, "device": "cpu", "threads": 2, "time": BEGUN + 1}
+    return line_of_start(**{**known, **changes})
 
 
 def steps(seconds: object) -> list[dict]:
     """A record of steps that took so long each."""
     at = BEGUN + 2 + np.cumsum(seconds)  # type: ignore[call-overload]
-    return [
-        {"type": "step", "step": i, "epoch": 0, "loss": 1 / i, "lr": 0.1, "samples": 8 * i}
-        | {"time": float(t)}
-        for i, t in enumerate(at, 1)
-    ]
+    return [step(i, 1 / i, time=float(t)) for i, t in enumerate(at, 1)]
 
 
 def line(number: int, **changes: object) -> dict:
@@ -190,9 +185,8 @@ def write(path: Path, record: list[dict], resources: list[dict]) -> RunDir:
 def record_of(name: str) -> list[dict]:
     """The record of a case, with an end long after the last line."""
     events, lines, changes, _ = CASES[name]
-    end = {"type": "end", "status": "completed", "step": 1, "epoch": 1, "samples": 8}
-    end |= {"samples_per_second": None, "seconds": 1.0, "time": BEGUN + 10 * len(lines) + 60}
-    return [start(**changes), *({"time": BEGUN + 2, **e} for e in events), end]
+    over = end(time=BEGUN + 10 * len(lines) + 60)
+    return [start(**changes), *({"time": BEGUN + 2, **e} for e in events), over]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -250,8 +244,7 @@ def test_alerts_are_the_same_however_the_reading_is_cut(tmp_path):
     """The record is written a second late, and resources up to four."""
     resources = lines(60, cpu=[9.0] * 3, idle=80.0, throttled=80, rank0={"waited": 4.0})
     events = [start(), *steps([0.5] * 1000), {**SAVED, "step": 1000, "time": BEGUN + 503}]
-    again = {"type": "resume", "step": 1000, "epoch": 0, "samples": 8000, "checkpoint": ""}
-    again |= {"workers": 2, "written_by_workers": 2, "time": BEGUN + 520}
+    again = resume(1000, time=BEGUN + 520)
     more = [{**e, "step": 1000 + e["step"], "time": e["time"] + 520} for e in steps([0.5] * 200)]
     events += [start(time=BEGUN + 520), again, *more]
     whole = Judge(write(tmp_path / "whole", events, resources))

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from processes import Child, environment, free_port, ronde
+from record_lines import append, end, evaluation, resume, start, step
 from ronde.jobs.flow import load_flow
 from ronde.jobs.flow_run import FlowRun
 from ronde.jobs.items import find_items
@@ -58,53 +59,11 @@ class Site:
         return answer.status, received, body
 
     def write(self, name: str, *events: dict, file: str = "record", tail: str = "") -> None:
-        (self.runs / name).mkdir(parents=True, exist_ok=True)
-        with (self.runs / name / f"{file}.jsonl").open("a") as out:
-            out.write("".join(json.dumps(e) + "\n" for e in events) + tail)
-
-
-def start(name: str, **more: object) -> dict:
-    plan = {"workers": 2, "batch_size": 32, "precision": "fp32"}
-    return {
-        "type": "start",
-        "time": 1e9,
-        "run": name,
-        "script": "train.py",
-        "workers": 2,
-        "plan": plan,
-        "model": "Net",
-        "parameters": 12,
-        "steps_per_epoch": 1000,
-        **more,
-    }
+        append(self.runs / name, *events, file=file, tail=tail)
 
 
 def steps(first: int, last: int, loss: float = 1.0, later: int = 0) -> list[dict]:
-    return [
-        {
-            "type": "step",
-            "time": 1e9 + s + later,
-            "step": s,
-            "epoch": 0,
-            "loss": loss,
-            "lr": 0.1,
-            "samples": 32 * s,
-        }
-        for s in range(first, last + 1)
-    ]
-
-
-def resume(step: int) -> dict:
-    return {
-        "type": "resume",
-        "time": 1e9,
-        "step": step,
-        "epoch": 0,
-        "samples": 32 * step,
-        "checkpoint": "checkpoints/x",
-        "workers": 2,
-        "written_by_workers": 2,
-    }
+    return [step(s, loss, time=1e9 + s + later, samples=32 * s) for s in range(first, last + 1)]
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +132,7 @@ def test_only_who_has_the_key_and_comes_by_loopback(site):
         for c in psutil.Process(site.server.pid).net_connections()
         if c.status == "LISTEN"
     } == {"127.0.0.1"}
-    site.write("mine", start("mine"))
+    site.write("mine", start(run="mine"))
     status, headers, _ = site.ask(f"/?key={site.key}")
     cookie = headers["set-cookie"].partition(";")[0]
     assert (
@@ -193,7 +152,7 @@ def test_only_who_has_the_key_and_comes_by_loopback(site):
 
 
 def test_names_lead_nowhere_else(site):
-    site.write("mine", start("mine"))
+    site.write("mine", start(run="mine"))
     (site.runs.parent / "outside").mkdir(exist_ok=True)
     (site.runs.parent / "outside" / "record.jsonl").write_text('{"type": "start"}\n')
     for name in (
@@ -215,18 +174,10 @@ def test_names_lead_nowhere_else(site):
 
 
 def test_nothing_of_a_run_becomes_markup_and_nothing_is_loaded_from_elsewhere(site, page):
-    bad = {
-        "type": "evaluate",
-        "time": 1e9,
-        "step": 2,
-        "epoch": 0,
-        "samples": 4,
-        "name": _HOSTILE,
-        "metrics": {_HOSTILE: 0.5, "loss": 1.0},
-    }
-    site.write("hostile", start("hostile", arguments=["--out", _HOSTILE], script=_HOSTILE, git={"commit": _HOSTILE}), *steps(1, 3), bad,
+    bad = evaluation(2, {_HOSTILE: 0.5, "loss": 1.0}, name=_HOSTILE)
+    site.write("hostile", start(run="hostile", arguments=["--out", _HOSTILE], script=_HOSTILE, git={"commit": _HOSTILE}), *steps(1, 3), bad,
         {"type": "warning", "time": 1e9, "text": _HOSTILE}, {"type": "alert", "time": 1e9, "rule": _HOSTILE, "text": _HOSTILE, "step": 2, "remedy": _HOSTILE, "again": _HOSTILE},
-        {"type": "end", "time": 2e9, "status": "failed", "error": _HOSTILE, "step": 3})  # fmt: skip
+        end(status="failed", error=_HOSTILE, step=3))  # fmt: skip
     (site.runs / "hostile" / "logs").mkdir()
     (site.runs / "hostile" / "logs" / "rank-0.log").write_text(_HOSTILE)
     (site.runs / _HOSTILE.replace("/", "")).mkdir()  # no name of a run
@@ -250,7 +201,7 @@ def test_nothing_of_a_run_becomes_markup_and_nothing_is_loaded_from_elsewhere(si
 
 def test_points_come_once_whatever_happens(site, page):
     """100,000 points, a live tail, a torn line, a reload, a kill of the server, a resume."""
-    site.write("big", start("big"), *steps(1, 100_000))
+    site.write("big", start(run="big"), *steps(1, 100_000))
     page.goto(site.url + "#run=big")
     until_last(page, 100_000)
     site.write("big", *steps(100_001, 100_100), tail='{"type": "step", "step": 100101, "ti')
@@ -274,7 +225,7 @@ def test_points_come_once_whatever_happens(site, page):
     until_last(page, 90_500)
     assert curve(page) == came, "from the beginning as it came"
     (site.runs / "big" / "record.jsonl").unlink()  # another run takes the name
-    site.write("big", start("big"), *steps(1, 7, loss=0.25))
+    site.write("big", start(run="big"), *steps(1, 7, loss=0.25))
     until_last(page, 7)
     assert curve(page) == (list(range(1, 8)), [0.25] * 7)
 
@@ -282,7 +233,7 @@ def test_points_come_once_whatever_happens(site, page):
 def test_a_hundred_runs_and_what_differs_between_them(site, page):
     for n in range(100):
         lr = f"{0.001 * (n + 1):g}"
-        site.write(f"sweep-{n}", start(f"sweep-{n}", arguments=["--lr", lr, "--seed=7"], git={"commit": "abcdef0123456789", "dirty": False}), *steps(1, 5, loss=n), {"type": "evaluate", "time": 1e9, "step": 5, "epoch": 0, "samples": 4, "metrics": {"accuracy": n / 100}}, *([{"type": "alert", "time": 1e9, "rule": "nan", "text": "t"}] if n == 3 else []))  # fmt: skip
+        site.write(f"sweep-{n}", start(run=f"sweep-{n}", arguments=["--lr", lr, "--seed=7"], git={"commit": "abcdef0123456789", "dirty": False}), *steps(1, 5, loss=n), evaluation(5, {"accuracy": n / 100}), *([{"type": "alert", "time": 1e9, "rule": "nan", "text": "t"}] if n == 3 else []))  # fmt: skip
     page.goto(site.url + "#run=sweep-1")
     page.fill("#filter", "sweep-")
     until(page, "document.querySelectorAll('#table tbody tr').length === 100")
@@ -322,7 +273,7 @@ def test_health_resources_and_bands(site, page):
     }
     site.write(
         "ill",
-        start("ill"),
+        start(run="ill"),
         *steps(1, 5),
         hang,
         {"type": "restart", "time": 1e9 + 6, "generation": 1, "reason": "rank 1 waits"},
@@ -393,7 +344,7 @@ def write_search(site, name: str, results: list[list[float | None]], ended: str 
     )
     for n in range(len(results)):
         if not (site.runs / name / "trials" / f"t00{n}").exists():
-            site.write(f"{name}/trials/t00{n}", start(f"t00{n}"), *steps(1, 3, loss=n + 1.0))
+            site.write(f"{name}/trials/t00{n}", start(run=f"t00{n}"), *steps(1, 3, loss=n + 1.0))
     (site.runs / name / "tune.json").write_text(json.dumps(dataclasses.asdict(plan)))
     new = site.runs / name / "result.new"
     new.write_text(json.dumps(tuned.to_dict()))

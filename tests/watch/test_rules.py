@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,6 +14,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from processes import ronde_batch
+from record_lines import end, evaluation, resume, start, steps
 from ronde.cli.app import app
 from ronde.cli.watch import alert_text, notify
 from ronde.watch import Alert, RunDir
@@ -39,26 +39,6 @@ TENSORS = {
     "layer_kinds": ["other", "relu", "tanh", "other"],
     "layer_places": ["net.py:3", "net.py:4", "net.py:6", "net.py:7"],
 }
-
-
-def start(**changes: object) -> dict:
-    values = dict.fromkeys(("device", "host", "launcher", "model", "optimizer", "origin"), "")
-    values |= dict.fromkeys(("schema", "parameters", "samples", "steps_per_epoch", "threads"), 1)
-    values |= {"run": "big", "script": "train.py", "workers": 4, "plan": {}, "versions": {}}
-    return {"type": "start", "time": 1.0, "arguments": ["--lr", "a b"], **values, **changes}
-
-
-def steps(losses: object, first: int = 1, lr: float = 0.1) -> list[dict]:
-    return [
-        {"type": "step", "step": i, "epoch": 0, "loss": float(v), "lr": lr, "samples": 8 * i}
-        | {"time": float(i)}
-        for i, v in enumerate(losses, first)  # type: ignore[arg-type]
-    ]
-
-
-def end(**values: object) -> dict:
-    done = {"status": "completed", "step": 1, "epoch": 1, "samples": 8, "seconds": 1.0}
-    return {"type": "end", "samples_per_second": None, "time": 9.0, **done, **values}
 
 
 def health(step: int, **values: list) -> dict:
@@ -86,10 +66,7 @@ def flat(rows: int = 400) -> np.ndarray:
 
 
 def evaluated(values: list[float], every: int = 40) -> list[dict]:
-    return [
-        {"type": "evaluate", "step": every * i, "epoch": i, "samples": 9, "metrics": {"loss": v}}
-        for i, v in enumerate(values, 1)
-    ]
+    return [evaluation(every * i, {"loss": v}) for i, v in enumerate(values, 1)]
 
 
 def merged(record: list[dict], other: list[dict]) -> list[dict]:
@@ -202,8 +179,7 @@ def test_a_rule_fires_on_the_numbers_that_it_is_for(name, tmp_path):
 
 def test_alerts_are_the_same_however_the_reading_is_cut(tmp_path):
     checkpoint = {"type": "checkpoint", "step": 90, "path": "", "bytes": 1, "seconds": 1.0}
-    again = {"type": "resume", "step": 90, "epoch": 0, "samples": 720, "checkpoint": ""}
-    again |= {"workers": 4, "written_by_workers": 4, "time": 500.0}
+    again = resume(90, time=500.0)
     explodes, kept = changed("gradient", 2, 1e4), changed("same", 3, 1)
     first = [start(), *steps(flat(100)), checkpoint, *steps(flat(100), 101)]
     second = [start(), again, *steps(flat(310), 91), end()]
@@ -266,26 +242,22 @@ def test_the_verb_prints_the_alerts_and_says_so_with_its_status(tmp_path):
     assert [json.loads(line)["rule"] for line in output.splitlines()] == ["loss-flat"]
 
 
-@pytest.mark.parametrize(
-    ("words", "error"),
-    [
-        (["--only", "loss-flt"], "no rule 'loss-flt'. Did you mean loss-flat? There are: nan"),
-        (["--set", "loss-flat.step=3"], "no setting of loss-flat 'step'. Did you mean steps?"),
-        (["--set", "loss-flat.steps=many"], "loss-flat.steps=many: invalid literal"),
-        (["--set", "loss-flat.steps"], "write RULE.KEY=VALUE"),
-        (["--notify", "ntfy.sh/me"], "an address begins with http:// or https://"),
-        (["--rules", "empty.py"], "has no rule: a function whose first argument is 'view'"),
-        (["--rules", "broken.py"], "cannot be run: ZeroDivisionError"),
-    ],
-)
-def test_wrong_arguments_are_refused(words, error, tmp_path):
+def test_wrong_arguments_are_refused(tmp_path):
     write(tmp_path / "runs" / "big", [start(), *steps([1.0])])
     (tmp_path / "empty.py").write_text("def other(x): pass\n")
     (tmp_path / "broken.py").write_text("1 / 0\n")
-    command = [sys.executable, "-m", "ronde", "watch", "big", *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert error in done.stderr
+    cases = {
+        "--only loss-flt": "no rule 'loss-flt'. Did you mean loss-flat? There are: nan",
+        "--set loss-flat.step=3": "no setting of loss-flat 'step'. Did you mean steps?",
+        "--set loss-flat.steps=many": "loss-flat.steps=many: invalid literal",
+        "--set loss-flat.steps": "write RULE.KEY=VALUE",
+        "--notify ntfy.sh/me": "an address begins with http:// or https://",
+        "--rules empty.py": "has no rule: a function whose first argument is 'view'",
+        "--rules broken.py": "cannot be run: ZeroDivisionError",
+    }
+    answers = ronde_batch([["watch", "big", *words.split()] for words in cases], tmp_path)
+    for answer, error in zip(answers, cases.values(), strict=True):
+        assert answer.returncode == 2 and error in answer.stderr, answer.stderr
 
 
 def test_rules_of_ones_own_and_one_that_raises(tmp_path):

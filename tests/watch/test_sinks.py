@@ -21,6 +21,9 @@ import psutil
 import pytest
 
 from processes import child, free_port, python, ronde_batch, ronde_run
+from record_lines import append, end, evaluation, resume
+from record_lines import start as line_of_start
+from record_lines import step as line_of_step
 from ronde.watch import RunDir
 from ronde.watch.sinks import Sending, send_record
 from ronde.watch.trackers import points_of
@@ -41,58 +44,20 @@ for epoch in run.epochs(3):
 """
 
 
-def step(s: int, loss: float | None = None) -> dict:
-    loss = random.Random(s).random() if loss is None else loss
-    return {
-        "type": "step",
-        "time": 1e9 + s,
-        "step": s,
-        "epoch": 0,
-        "loss": loss,
-        "lr": 0.5,
-        "samples": 8 * s,
-    }
+def step(number: int, loss: float | None = None) -> dict:
+    return line_of_step(number, random.Random(number).random() if loss is None else loss)
 
 
-def resume(s: int) -> dict:
-    return {
-        "type": "resume",
-        "time": 1e9,
-        "step": s,
-        "epoch": 0,
-        "samples": 8 * s,
-        "checkpoint": "",
-    }
+def start() -> dict:
+    return line_of_start(plan={"batch_size": 8}, arguments=["--lr", "1"])
 
 
-def start(**more: object) -> dict:
-    return {
-        "type": "start",
-        "time": 1e9,
-        "run": "r",
-        "script": "t.py",
-        "workers": 2,
-        "plan": {"batch_size": 8},
-        "arguments": ["--lr", "1"],
-        **more,
-    }
-
-
-def evaluated(s: int) -> dict:
-    metrics = {'a "b" \\': 0.25, "worst": math.nan, "names": ["text"]}
-    return {
-        "type": "evaluate",
-        "time": 1e9 + s,
-        "step": s,
-        "epoch": 0,
-        "samples": 8,
-        "metrics": metrics,
-    }
+def evaluated(number: int) -> dict:
+    return evaluation(number, {'a "b" \\': 0.25, "worst": math.nan, "names": ["text"]})
 
 
 def write(run: RunDir, *events: dict, tail: str = "") -> None:
-    with run.record.open("a") as out:
-        out.write("".join(json.dumps(e) + "\n" for e in events) + tail)
+    append(run.path, *events, tail=tail)
 
 
 @pytest.fixture
@@ -239,7 +204,7 @@ def test_mlflow_that_refuses_or_loses_answers_has_each_point_once(run, mlflow):
         start(),
         *(step(s) for s in range(1, 700)),
         evaluated(699),
-        {"type": "end", "time": 1e9, "status": "failed", "step": 699},
+        end(status="failed", step=699),
     )
     state["faults"] = ["", "lose", "", "", "lose", "refuse"]  # of the search, the first values, …
     said: list[str] = []
@@ -419,7 +384,7 @@ def test_prometheus_gets_the_newest_values(run):
             )
             for line in lines
         )
-        write(run, {"type": "end", "time": 2e9, "status": "completed", "step": 2})
+        write(run, end(step=2))
         assert served.done(30).returncode == 0
 
 

@@ -519,7 +519,7 @@ def train(plan):
 
 plans = ("replicate", "shard=gradients", "shard=parameters", "shard=optimizer", "pipeline=2,micro_batch=1", "tensor=2")
 counts = []
-for _ in range(3):
+for _ in range(2):
     for plan in plans:
         run = train(plan)
     counts.append(loops())
@@ -534,6 +534,6 @@ def test_what_is_made_again_and_again_shares_its_process_groups(tmp_path):
     done = python(forked(tmp_path / "train.py", 2)[1:], tmp_path)
     assert done.returncode == 0, done.stderr
     for path in tmp_path.glob("loops-*"):
-        once, *later = ast.literal_eval(path.read_text())
-        assert 1 < once < 12 and later == [once, once]
+        once, again = ast.literal_eval(path.read_text())
+        assert 1 < once == again < 12
     assert len(list(tmp_path.glob("loops-*"))) == 2

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         PieceSource,
         Want,
         box_of,
-        from_main,
         piece_of,
         pull,
         shard_like,
@@ -75,7 +74,6 @@ __all__ = [
     "export",
     "export_pieces",
     "find_valid",
-    "from_main",
     "gather_whole",
     "group_names",
     "join_optimizer",
@@ -108,8 +106,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.checkpoint.exact_values": "decode_exact encode encode_exact",
             "ronde.checkpoint.files": "Checkpoint export find_valid list_checkpoints remove "
             "trust verify write",
-            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of from_main piece_of pull "
-            "shard_like",
+            "ronde.checkpoint.pieces": "Box Piece PieceSource Want box_of piece_of pull shard_like",
             "ronde.checkpoint.remote": "RemoteCheckpoints Uploads",
             "ronde.checkpoint.retention": "KeepPolicy",
             "ronde.checkpoint.sharded": "export_pieces gather_whole prepare_pieces",

@@ -120,6 +120,7 @@ class Saver:
             work()
             return
         self._stall = time.perf_counter() - began
+        # A daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=work, name="ronde-save", daemon=True)
         self._thread.start()
 
@@ -133,7 +134,7 @@ class Saver:
         except Exception as caught:  # in a thread, nobody else would tell
             error = f"the checkpoint of step {step} could not be written: {caught!r}"
         seconds = time.perf_counter() - self._began
-        stall = min(self._stall, seconds)
+        stall = min(self._stall, seconds)  # infinite where the training waited for all of it
         return Written(step, None if error else path, size, seconds, stall, error)
 
     def poll(self) -> Written | None:

@@ -48,6 +48,7 @@ def encode_exact(value: Any, where: str, tensors: dict[str, torch.Tensor]) -> An
         return value
     if isinstance(value, torch.Tensor):
         return _pack_tensor(value, where, tensors)
+    # a longdouble is no number of Python's that JSON could hold
     if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.itemsize <= 8:
         return {_KIND: "scalar", "dtype": value.dtype.str, "value": value.item()}
     if kind is np.ndarray:
@@ -117,6 +118,7 @@ def encode(value: Any, where: str = "state") -> Any:
 
 
 def _inlined(value: torch.Tensor, where: str) -> dict[str, Any]:
+    # As text, a number takes 20 bytes: large tensors belong into a file of tensors.
     if value.numel() > 4096:
         raise CheckpointError(
             f"{where} is a tensor of {value.numel()} elements: too large to be written beside the "

@@ -27,10 +27,12 @@ from safetensors.torch import load_file
 from ronde.checkpoint.manifest import (
     FILE,
     FORMAT,
+    MANIFEST,
     SHARDED,
     WHOLE,
     check_files,
     damaged,
+    folder_name,
     list_checkpoints,
     load_manifest,
     manifest_digest,
@@ -109,16 +111,18 @@ def begin(folder: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, bool
     if it exists already, and ``state`` does not say that the training ends here.
     """
     refuse_fenced()
-    target = folder / f"step-{step:09d}"
+    target = folder / folder_name(step)
     folder.mkdir(parents=True, exist_ok=True)
+    # Of writers that were killed: only one process at a time writes to a run.
     for stale in folder.glob(f"{_TEMPORARY}*"):
         shutil.rmtree(stale, ignore_errors=True)
     if target.exists():
         try:
+            # An end at this step changes what a resume does, so it is written again.
             if not state.get("ending"):
                 verify(target)
                 return target, True
-        except CheckpointError:
+        except CheckpointError:  # put aside, not removed: somebody may want to look at it
             target.rename(folder / f"broken-{target.name}-{time.time_ns()}")
     temporary = folder / f"{_TEMPORARY}{step:09d}-{os.getpid()}"
     temporary.mkdir()
@@ -147,7 +151,7 @@ def finish(
 ) -> Path:
     """Write the manifest, publish the checkpoint, and remove old ones. Returns its path."""
     folder = temporary.parent
-    target = folder / f"step-{step:09d}"
+    target = folder / folder_name(step)
     version = SHARDED if tensors else WHOLE
     body: dict[str, Any] = {
         "format": FORMAT,
@@ -166,19 +170,20 @@ def finish(
         body["keep"] = {**dataclasses.asdict(policy), "protected": protected}
     body["state"] = dict(state)
     body["digest"] = manifest_digest(body)
-    write_whole(temporary / "manifest.json", manifest_text(body), durable=True)
-    refuse_fenced()
+    write_whole(temporary / MANIFEST, manifest_text(body), durable=True)
+    refuse_fenced()  # again: writing takes long, and the run may have gone on meanwhile
     before = folder / f"{_TEMPORARY}old-{target.name}"
     if target.exists():
         target.rename(before)  # deleted once the new one is in its place
     temporary.rename(target)
     sync(folder)
     shutil.rmtree(before, ignore_errors=True)
+    # Last: while an old one goes, the new one is on disk.
     if policy is not None:
         stay = [step] if protected is None else [step, protected]
         steps = [step_of(path) for path in list_checkpoints(folder)]
         for old in policy.doomed(steps, stay):
-            remove(folder / f"step-{old:09d}")
+            remove(folder / folder_name(old))
     return target
 
 
@@ -273,6 +278,7 @@ def _verified(path: Path, body: Mapping[str, Any]) -> Checkpoint:
     check_files(path, body)
     checkpoint = _checkpoint(path, body)
     entries = [entry for named in checkpoint.tensors.values() for entry in named.values()]
+    # The digest covers what the manifest says, not whether it makes sense.
     for file in {file for entry in entries for file in entry.pieces} - set(checkpoint.files):
         raise damaged(path, f"its manifest says that {file} holds pieces, and does not list it")
     return checkpoint

@@ -16,11 +16,13 @@ from ronde.world.paths import file_digest
 __all__ = [
     "FILE",
     "FORMAT",
+    "MANIFEST",
     "NAME",
     "SHARDED",
     "WHOLE",
     "check_files",
     "damaged",
+    "folder_name",
     "list_checkpoints",
     "manifest_digest",
     "manifest_text",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 FORMAT, WHOLE, SHARDED = "ronde.checkpoint", 1, 2
+MANIFEST = "manifest.json"
 NAME = re.compile(r"step-(\d{9,})")
 FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.safetensors")
 
@@ -46,9 +49,14 @@ def manifest_text(body: Mapping[str, Any]) -> str:
     return json.dumps(body, indent=1)
 
 
-def step_of(path: Path) -> int:
+def folder_name(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:09d}"
+
+
+def step_of(path: Path | str) -> int:
     """The optimizer steps that a checkpoint's name says."""
-    return int(path.name.removeprefix("step-"))
+    return int(Path(path).name.removeprefix("step-"))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -61,7 +69,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 def load_manifest(path: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest and check its digest."""
-    file = path / "manifest.json"
+    file = path / MANIFEST
     try:
         if not stat.S_ISREG(file.lstat().st_mode):  # a FIFO would wait for its writer for ever
             raise damaged(path, "manifest.json is not a plain file")
@@ -79,13 +87,14 @@ def load_manifest(path: Path) -> dict[str, Any]:
             f"it has version {body.get('version')} of the format, this Ronde reads "
             f"{WHOLE} and {SHARDED}",
         )
+    # The text, too: a flipped bit may spell the same value in another way (1e-08, 1E-08).
     if body.get("digest") != manifest_digest(body) or text != manifest_text(body):
         raise damaged(path, "manifest.json does not match its own digest")
     for name, kind in (("step", int), ("files", dict), ("state", dict), ("tensors", dict)):
         value = body.get(name, {} if name == "tensors" else None)
         if not isinstance(value, kind) or isinstance(value, bool):
             raise damaged(path, f"its {name} in manifest.json is {value!r:.60}")
-    if NAME.fullmatch(path.name) and body["step"] != int(path.name.removeprefix("step-")):
+    if NAME.fullmatch(path.name) and body["step"] != step_of(path):
         raise damaged(path, f"manifest.json is of step {body['step']}")
     return body
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -118,7 +117,7 @@ def box_of(tensor: torch.Tensor, name: str) -> Box:
     if not is_sharded(tensor):
         return Box.whole(tensor.shape)
     mine = tuple(tensor.to_local().shape)
-    if not math.prod(mine):
+    if not math.prod(mine):  # torch lists no chunk for a shard without elements
         return Box((0,) * len(mine), mine)
     chunks: Any = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch's own protocol for checkpoints
     boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in chunks]
@@ -229,12 +228,7 @@ class PieceSource:
     def __enter__(self) -> PieceSource:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._open.clear()
         self._stack.close()
 
@@ -291,10 +285,11 @@ class PieceSource:
                 raise CheckpointError(
                     f"{self.folder / file} does not hold {name!r}: {error}"
                 ) from None
-            if common == box:
+            if common == box:  # one file has all of it, as under the plan that wrote it: no copy
                 return read  # type: ignore[no-any-return]
             result[common.inside(box)] = read
             done += common.numel
+        # Pieces do not overlap (the writer checked), so counting elements finds a gap.
         if done != box.numel:
             raise CheckpointError(
                 f"{name!r} is not whole in {self.folder}: of {box.numel} elements {done} are there"
@@ -327,7 +322,7 @@ def from_main(
         tensor = torch.empty(shape, dtype=dtype)
     if me.size == 1 or not tensor.numel():
         return tensor
-    bits = byte_view(tensor).to(me.device)
+    bits = byte_view(tensor).to(me.device)  # gloo and NCCL do not carry every type
     dist.broadcast(bits, 0)
     return tensor if me.is_main else bits.cpu().view(dtype).view(shape)
 
@@ -351,6 +346,7 @@ def pull(
     asked: dict[tuple[str, str], list[Want]] = {}
     for want in wants:
         asked.setdefault((want.part, want.name), []).append(want)
+    # All ranks must go through the same tensors: those that rank 0 sees.
     index = (
         [
             [part, name, e.dtype, list(e.shape)]

@@ -16,24 +16,24 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
+from ronde.checkpoint.manifest import (
+    MANIFEST,
+    NAME,
+    check_files,
+    folder_name,
+    list_checkpoints,
+    load_manifest,
+    step_of,
+)
 from ronde.checkpoint.retention import KeepPolicy
 from ronde.world import ArgumentError, CheckpointError
 
 __all__ = ["RemoteCheckpoints", "Uploads", "link_or_copy"]
 
-_STEP = re.compile(r"step-(\d{9,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_MANIFEST = "manifest.json"
 _WRITER = "writer"  # a token of the run that writes here
 _LOOK_SECONDS = 0.5
-
-
-def _local(folder: Path) -> dict[int, Path]:
-    """Complete checkpoints of a run directory: they get their names when they are."""
-    entries = folder.iterdir() if folder.is_dir() else iter(())
-    return {int(m[1]): p for p in entries if (m := _STEP.fullmatch(p.name)) and p.is_dir()}
 
 
 class RemoteCheckpoints:
@@ -84,9 +84,8 @@ class RemoteCheckpoints:
         """
         try:
             return {
-                int(name.removeprefix("step-")): _MANIFEST in self._names(name)
-                for name in sorted(self._names())
-                if _STEP.fullmatch(name)
+                step_of(name): MANIFEST in self._names(name)
+                for name in sorted(filter(NAME.fullmatch, self._names()), key=step_of)
             }
         except Exception as error:  # each protocol has its own
             raise CheckpointError(f"{self.url} cannot be read: {_why(error)}") from error
@@ -116,13 +115,13 @@ class RemoteCheckpoints:
         if self._system.cat_file(f"{self._root}/{_WRITER}") != self._token:
             raise CheckpointError("a run of the same name was started since and writes there")
         place = f"{self._root}/{path.name}"
-        manifest = (path / _MANIFEST).read_bytes()
+        manifest = (path / MANIFEST).read_bytes()
         there = self._names(path.name)
-        if _MANIFEST in there and self._system.cat_file(f"{place}/{_MANIFEST}") == manifest:
+        if MANIFEST in there and self._system.cat_file(f"{place}/{MANIFEST}") == manifest:
             return False
-        self._remove(place, there)
+        self._remove(place, there)  # an upload that was cut, or another run's of that name
         self._system.makedirs(place, exist_ok=True)
-        for file in sorted(path.iterdir(), key=lambda f: (f.name == _MANIFEST, f.name)):
+        for file in sorted(path.iterdir(), key=lambda f: (f.name == MANIFEST, f.name)):
             self._system.put_file(str(file), f"{place}/{file.name}")
         return True
 
@@ -135,12 +134,12 @@ class RemoteCheckpoints:
         there = self.steps()
         doomed = keep.doomed([step for step, whole in there.items() if whole], protected)
         for step in (*doomed, *(step for step, whole in there.items() if not whole)):
-            name = f"step-{step:09d}"
+            name = folder_name(step)
             self._remove(f"{self._root}/{name}", self._names(name))
 
     def _remove(self, place: str, names: list[str]) -> None:
-        if _MANIFEST in names:
-            self._system.rm_file(f"{place}/{_MANIFEST}")
+        if MANIFEST in names:
+            self._system.rm_file(f"{place}/{MANIFEST}")
         if names:
             self._system.rm(place, recursive=True)
 
@@ -161,11 +160,11 @@ class RemoteCheckpoints:
 
         passed: list[str] = []
         for step, whole in reversed(self.steps().items()):
-            name = f"step-{step:09d}"
-            if step <= above:
+            name = folder_name(step)
+            if step <= above:  # the run directory has a later one
                 break
             if not whole:
-                passed.append(f"{self.url}/{name} is not whole: {_MANIFEST} is missing")
+                passed.append(f"{self.url}/{name} is not whole: {MANIFEST} is missing")
                 continue
             folder.mkdir(parents=True, exist_ok=True)
             # named as one that is being written: a later save removes what a killed fetch left
@@ -219,12 +218,7 @@ class Uploads:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join(2.0)
         if self._thread.is_alive():
@@ -241,12 +235,10 @@ class Uploads:
 
     def _next(self, last: bool) -> Path | None:
         """The newest checkpoint that is not there yet; after a failure, once there is another."""
-        here = _local(self._folder)
-        if not here or (here[max(here)] == self._failed and not last):
+        here = list_checkpoints(self._folder)
+        if not here or (here[0] == self._failed and not last):
             return None
-        return next(
-            (here[s] for s in sorted(here, reverse=True) if here[s] not in self._done), None
-        )
+        return next((path for path in here if path not in self._done), None)
 
     def _upload(self, path: Path) -> bool:
         try:
@@ -255,10 +247,9 @@ class Uploads:
                 return True
             self._store.put(held)
             self._done.add(path)
-            here = _local(self._folder)
-            newest = here[max(here)] if here else held
+            newest = next(iter(list_checkpoints(self._folder)), held)
             with contextlib.suppress(FileNotFoundError):  # it has gone just now
-                policy = json.loads((newest / _MANIFEST).read_bytes()).get("keep")
+                policy = json.loads((newest / MANIFEST).read_bytes()).get("keep")
                 if policy is not None:
                     keep = KeepPolicy(policy["last"], tuple(policy["every"]), policy["best"])
                     self._store.prune(keep, [s for s in (policy["protected"],) if s is not None])
@@ -276,11 +267,8 @@ class Uploads:
         try:
             for file in path.iterdir():
                 link_or_copy(file, held / file.name)
-            files = json.loads((held / _MANIFEST).read_bytes())["files"]
-            for name, entry in files.items():
-                if (held / name).stat().st_size != entry["bytes"]:
-                    raise OSError(f"{path / name} has not the size that the manifest says")
-        except (OSError, ValueError):
+            check_files(held, load_manifest(held), digests=False)
+        except (OSError, CheckpointError):
             time.sleep(_LOOK_SECONDS)  # while it is being removed, file by file
             if path.exists():
                 raise
@@ -288,8 +276,7 @@ class Uploads:
         return held
 
     def _fail(self, path: Path, error: Exception) -> bool:
-        here = _local(self._folder)
-        self._failed = here[max(here)] if here else None
+        self._failed = next(iter(list_checkpoints(self._folder)), None)
         what = "old checkpoints could not be removed" if path in self._done else "it is not there"
         again = "" if self._over.is_set() else "; the next checkpoint tries again"
         self._tell(

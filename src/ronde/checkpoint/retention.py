@@ -84,7 +84,9 @@ class KeepPolicy:
         stay = {*ordered[-self.last :], *protected}
         for n in self.every:
             first: dict[int, int] = {}
+            # The first of each interval: so the answer is the same however often it was asked.
             for step in ordered:
                 first.setdefault(step // n, step)
+            # before the first n steps nothing is due
             stay.update(step for count, step in first.items() if count)
         return [step for step in ordered if step not in stay]

@@ -22,6 +22,7 @@ from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
 from ronde.world.consensus import broadcast_json, gather_json
 from ronde.world.identity import ranks_text
+from ronde.world.rendezvous import store_client
 from ronde.world.whole_file import whole_file
 
 __all__ = ["export_pieces", "gather_pieces", "gather_whole", "prepare_pieces"]
@@ -52,6 +53,7 @@ class _Owners:
                 )
             boxes = self.boxes.setdefault(name, {})
             box = Box.parse(text)
+            # An empty shard is no piece, but somebody must write a tensor without elements.
             if box.numel or not Box.whole(shape).numel:
                 boxes.setdefault(box, rank)
 
@@ -102,11 +104,7 @@ class _Post:
     def __init__(self, me: World, number: int, stop: threading.Event) -> None:
         self._me, self._number, self._stop = me, number, stop
         if me.size > 1:
-            from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-            # A client of its own: a blocking call of another user of the store holds its lock.
-            store: Any = PrefixStore("ronde/save", _get_default_store())
-            self._store = store.clone()
+            self._store = store_client("ronde/save")
 
     def collect(self, value: Any) -> list[Any] | None:
         """All values in rank order on rank 0; None elsewhere."""
@@ -121,7 +119,7 @@ class _Post:
                 missing = [r for r, key in enumerate(keys) if not self._store.check([key])]
                 raise CheckpointError(f"{ranks_text(missing)} did not finish writing")
         values = [json.loads(text) for text in self._store.multi_get(keys)]
-        for key in keys:
+        for key in keys:  # the store lives as long as the run
             self._store.delete_key(key)
         return values
 
@@ -225,6 +223,7 @@ def prepare_pieces(
     _begun += 1
     started: dict[str, Any] = {"number": _begun}
     temporary: Path | None = None
+    # Rank 0's error must reach the others before any of them raises, or they would wait for it.
     if me.is_main:
         try:
             place, exists = files.begin(folder, step, state)
@@ -267,12 +266,12 @@ def prepare_pieces(
                 entries = sent | {n: files.add(path, n, t, boxes.get(n)) for n, t in mine.items()}
         except (OSError, SafetensorError, CheckpointError) as caught:
             error = f"{caught}" if me.is_main else f"rank {me.rank}: {caught}"
-        try:
+        try:  # an error is posted, too: rank 0 waits for every rank
             everyone = post.collect({"entries": entries, "error": error})
             if everyone is None:
                 return None
             for each in everyone:
-                if each["error"]:
+                if each["error"]:  # of the lowest rank that has one
                     shutil.rmtree(path, ignore_errors=True)
                     raise CheckpointError(files.refused(folder, step, each["error"]))
             written = {name: entry for each in everyone for name, entry in each["entries"].items()}

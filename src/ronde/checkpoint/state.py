@@ -108,6 +108,7 @@ def model_wants(
         source: name -> shape of the tensor in the checkpoint, None if it has none of that name.
         same: further names of tensors, in the checkpoint.
     """
+    # What state_dict() gives of these is the tensor itself; of anything else, perhaps a copy.
     live = {
         id(t)
         for m in model.modules()
@@ -115,9 +116,7 @@ def model_wants(
         if t is not None
     }
     wants: list[Want] = []
-    others: dict[
-        str, torch.Tensor
-    ] = {}  # state that is not a parameter or a buffer itself: given back as a whole
+    others: dict[str, torch.Tensor] = {}
     wrong: list[str] = []
     for name, value in _owned(model, owns):
         key = same.get(name, name)
@@ -143,7 +142,7 @@ def model_wants(
                 if id(value) in live:
                     with torch.no_grad():
                         held.tensor.copy_(tensor)
-                else:
+                else:  # the module takes it back by its own load_state_dict
                     others[name] = shard_like(tensor.to(held.tensor), value)
 
             wants.append(Want("model", key, held.box, give))
@@ -178,6 +177,7 @@ def optimizer_pieces(
     for group, names in zip(optimizer.param_groups, group_names(model, optimizer), strict=True):
         held.append([])
         for p, own in zip(group["params"], names, strict=True):
+            # The script's groups name a tied weight as it was before the model was split.
             name = own if own in known else tied.get(own, own)
             held[-1].append(name)
             for field, value in optimizer.state.get(p, {}).items():
@@ -212,7 +212,7 @@ def join_optimizer(
     for i, settings in enumerate(first["settings"]):
         names = list(recorded[i]) if i < len(recorded) else []
         later = [n for each in everyone for n in each["held"][i]]
-        # added after ronde.distribute
+        # groups and parameters that were added after ronde.distribute come last
         names += [n for n in dict.fromkeys(later) if n not in set(names)]
         groups.append({"params": names, "settings": settings})
     values = {k: v for each in everyone for k, v in each["values"].items()}
@@ -299,6 +299,7 @@ def random_state() -> tuple[Tensors, dict[str, Any]]:
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
     kind, words, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    # int64 holds the unsigned words on every version of torch that Ronde supports
     tensors["numpy"] = torch.from_numpy(np.asarray(words).astype(np.int64))
     version, state, next_gauss = random.getstate()
     tensors["python"] = torch.tensor(state, dtype=torch.int64)

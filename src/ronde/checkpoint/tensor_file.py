@@ -30,7 +30,7 @@ __all__ = [
     "write_tensors",
 ]
 
-_CHUNK_BYTES = 2**23
+_CHUNK_BYTES = 2**23  # hashed and written while it is in the cache; both release the GIL
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -118,7 +118,7 @@ def tensor_header(
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of 8
     return len(text).to_bytes(8, "little") + text, order
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ronde import checkpoint
+from ronde.checkpoint.manifest import folder_name, step_of
 from ronde.cli.answer_screen import answer_table
 from ronde.cli.options import JsonFlag, RunArgument, RunsOption, option
 from ronde.cli.show import find_run
@@ -25,7 +26,7 @@ def _row(path: Path, verified: bool) -> dict[str, Any]:
     """The facts about one checkpoint."""
     files = [f for f in path.iterdir() if f.is_file()]
     row: dict[str, Any] = {
-        "step": int(path.name.removeprefix("step-")),
+        "step": step_of(path),
         "path": str(path),
         "bytes": sum(f.stat().st_size for f in files),
         "written": max((f.stat().st_mtime for f in files), default=path.stat().st_mtime),
@@ -57,7 +58,7 @@ def _best_step(newest: checkpoint.Checkpoint | None) -> int | None:
 
 def _newest_whole(run: RunDir, step: int | None) -> checkpoint.Checkpoint:
     if step is not None:
-        return checkpoint.verify(run.checkpoints / f"step-{step:09d}")
+        return checkpoint.verify(run.checkpoints / folder_name(step))
     newest, refused = checkpoint.find_valid(run.checkpoints)
     if newest is None:
         raise CheckpointError(
@@ -77,13 +78,11 @@ def _prune(run: RunDir, text: str, sure: bool) -> list[Path]:
             "Leave best= out."
         )
     newest = _newest_whole(run, None)
-    steps = [
-        int(p.name.removeprefix("step-")) for p in checkpoint.list_checkpoints(run.checkpoints)
-    ]
+    steps = [step_of(path) for path in checkpoint.list_checkpoints(run.checkpoints)]
     stay = [newest.step] + ([best] if (best := _best_step(newest)) is not None else [])
     # Newer ones are damaged, or being written now: neither is pruned.
     doomed = policy.doomed([s for s in steps if s <= newest.step], stay)
-    paths = [run.checkpoints / f"step-{step:09d}" for step in doomed]
+    paths = [run.checkpoints / folder_name(step) for step in doomed]
     return [path for path in paths if not sure or checkpoint.remove(path)]
 
 
@@ -159,7 +158,7 @@ def register(app: typer.Typer) -> None:
             newer = [
                 p.name
                 for p in checkpoint.list_checkpoints(run.checkpoints)
-                if p.name > chosen.path.name
+                if step_of(p) > chosen.step
             ]
             if step is None and newer:
                 print(f"warning: {newer[0]} is not a whole checkpoint", file=sys.stderr)

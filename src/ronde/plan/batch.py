@@ -95,15 +95,16 @@ def shares(
             stop = min(start + batch_size, epoch_samples)
             if drop_last and stop - start < batch_size:
                 return
+        # In each step: split() would make the bounds of every rank.
         each, extra = divmod(stop - start, size)
-        low = start + rank * each + min(rank, extra)  # as split() cuts, for this rank alone
+        low = start + rank * each + min(rank, extra)
         high = low + each + (rank < extra)
         micro: tuple[tuple[int, int], ...]
         if parts is not None:
             micro = tuple(split(low, high, parts))
         elif micro_batch is None:
             micro = ((low, high),)
-        else:
+        else:  # by the largest share: every rank has as many
             micro = tuple(split(low, high, math.ceil((each + (extra > 0)) / micro_batch)))
         yield Share(epoch, start, stop, micro, high - low)
         start = stop

@@ -105,7 +105,7 @@ def read_file(path: str | Path, what: str, writer: str) -> dict[str, Any]:
     Raises:
         ArgumentError: it cannot be read, or holds something else.
     """
-    import yaml
+    import yaml  # most runs read no such file
 
     try:
         text = Path(path).read_text()

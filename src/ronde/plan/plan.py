@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ronde.world import ArgumentError
+from ronde.world.errors import did_you_mean
 
 ShardLevel = Literal["none", "optimizer", "gradients", "parameters"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "looped"]
@@ -16,6 +16,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved", "looped"]
 LR_RULES = ("linear", "sqrt", "none")
 """How the learning rate may follow a grown batch."""
 
+# What other libraries call these plans.
 _ALIASES = {
     "data": "replicate",
     "ddp": "replicate",
@@ -190,6 +191,7 @@ class Plan:
         for name in ("recompute", "offload"):
             if getattr(self, name) != "none":
                 parts.append(f"{name}={getattr(self, name)}")
+        # These alone would not say how the model is held.
         if self.reducer != "ring":
             parts = [*(parts or ["replicate"]), f"reducer={self.reducer}"]
         if self.micro_batch:
@@ -225,7 +227,7 @@ class Plan:
             'parameters'
         """
         values: dict[str, Any] = {}
-        kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+        kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}  # annotations are text
         for raw in text.split(","):
             word = raw.strip()
             word = _ALIASES.get(word, word)
@@ -233,8 +235,7 @@ class Plan:
                 continue
             name, equals, value = word.partition("=")
             if not equals or name not in kinds:
-                near = difflib.get_close_matches(name, [*_ALIASES, "replicate", *_SPLITS], 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(name, [*_ALIASES, "replicate", *_SPLITS])
                 raise ArgumentError(
                     f"plan={text!r}: {word!r} is not known.{hint} Expected 'auto', a "
                     "plan's file, or words joined by commas: replicate, "
@@ -264,6 +265,7 @@ class Plan:
                 values[name] = value
         plan = cls(**values)
         plan.check()
+        # Without a pipeline they would be ignored without a word.
         alone = [name for name in ("schedule", "virtual", "split_at") if name in values]
         if plan.pipeline == 1 and alone:
             raise ArgumentError(
@@ -297,6 +299,7 @@ class Plan:
         from ronde.plan.reducers import parse_reducer
 
         choice = parse_reducer(self.reducer)
+        # "ring:25" is the ring, too
         if choice.name == "ring" and choice == parse_reducer("ring"):
             return
         if self.pipeline > 1 or self.tensor > 1 or self.shard in ("gradients", "parameters"):
@@ -337,7 +340,7 @@ class Plan:
     def from_dict(cls, values: dict[str, Any]) -> Plan:
         """Build from plain values; unknown names are refused."""
         known = {f.name for f in dataclasses.fields(cls)}
-        # written before 0.2
+        # of plans written before 0.2; with another value they are no plan of this version
         old = (("strategy", "data"), ("sequence_parallel", False))
         values = {k: v for k, v in values.items() if (k, v) not in old}
         unknown = sorted(str(name) for name in set(values) - known)
@@ -434,6 +437,7 @@ def _winner(answer: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """An answer's best plan, with its predicted cut."""
     try:
         best = answer["plans"][0]
+        # The cut was chosen by prediction and stands beside the plan, which asked for none.
         cut = best["split_at"] if best["plan"]["pipeline"] > 1 else []
         return {**best["plan"], "split_at": cut or best["plan"]["split_at"]}
     except (KeyError, IndexError, TypeError):

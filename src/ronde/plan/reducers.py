@@ -4,10 +4,10 @@ exact.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
 from ronde.world import ArgumentError
+from ronde.world.errors import did_you_mean
 
 __all__ = ["REDUCERS", "ReducerChoice", "ReducerKind", "Setting", "parse_reducer"]
 
@@ -133,8 +133,7 @@ def parse_reducer(text: str) -> ReducerChoice:
     name, *rest = str(text).split(":")
     where = f"reducer={text!r}"
     if name not in REDUCERS:
-        near = difflib.get_close_matches(name, REDUCERS, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name, REDUCERS)
         raise ArgumentError(
             f"{where}: {name!r} is not known.{hint} Expected one of {', '.join(REDUCERS)}."
         )
@@ -151,7 +150,7 @@ def parse_reducer(text: str) -> ReducerChoice:
         try:
             value = float(word)
         except ValueError:
-            value = float("nan")
+            value = float("nan")  # within no limits
         if not setting.least <= value <= setting.most or (setting.whole and value % 1):
             number = "a whole number" if setting.whole else "a number"
             raise ArgumentError(

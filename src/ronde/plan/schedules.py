@@ -130,6 +130,7 @@ def in_flight(
         ((4, 3, 2, 1), (8, 8, 8, 8))
     """
     stages = workers * virtual
+    # A formula where there is one: the planner asks for thousands of plans.
     if schedule == "1f1b":
         return tuple(min(micro_batches, workers - s) for s in range(stages))
     if schedule in ("gpipe", "looped"):
@@ -196,6 +197,7 @@ def _compute(
 
 
 def _one_forward_one_backward(worker: int, workers: int, micro_batches: int) -> tuple[Action, ...]:
+    # Each worker runs ahead by as many micro-batches as there are workers after it, and itself.
     warm = min(micro_batches, workers - worker)
     row = [Action(worker, "F", m) for m in range(warm)]
     for m in range(micro_batches):
@@ -231,6 +233,7 @@ def _torch_order(
 def _with_sends(
     schedule: Schedule, workers: int, virtual: int, micro_batches: int
 ) -> tuple[tuple[Action, ...], ...]:
+    # Where a send must stand so that it meets its receive is torch's knowledge: it runs them.
     from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _ComputationType
 
     orders: dict[int, list[Any]] = {

@@ -45,6 +45,7 @@ def meaning(text: str, plan: Plan) -> str | None:
             "runs several through it (an implicit layer, retain_graph=True), or the block's second "
             "pass computes otherwise. Use recompute=full or none."
         )
+    # torch's versions differ in one word
     if parts and "view is being modified inplace" in text.replace("view and is", "view is"):
         return (
             "a block changes its input in place, and under this plan it is given a view. Let it "

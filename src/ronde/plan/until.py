@@ -36,6 +36,7 @@ class Until:
             Until(samples=20000, at_evaluation=True)
         """
         match = re.fullmatch(r"(\d[\d_]*)([kM]?)(@evaluate)?", text)
+        # int() reads 50_000 as Python does
         samples = int(match[1]) * _UNITS[match[2]] if match else 0
         if match is None or not samples:
             raise ArgumentError(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ronde.checkpoint import KeepPolicy
+from ronde.checkpoint.manifest import folder_name
 from ronde.run.average import Averages
 from ronde.run.parts import Parts, State
 from ronde.run.registered import Registry
@@ -107,7 +108,7 @@ class KeepBest:
         if not worse < then:  # a NaN is never the best
             return False, warning
         folder = self._checkpoints
-        path = folder / f"step-{state.step:09d}" if folder is not None else None
+        path = folder / folder_name(state.step) if folder is not None else None
         self.best = BestCheckpoint(self.metric, float(value), state.step, state.epoch, path)
         self._worse = 0
         return True, warning
@@ -170,7 +171,7 @@ class KeepBest:
                 f"'{self.mode}:{self.metric}' now: the best checkpoint so far is forgotten"
             )
         step = saved["step"]
-        path = self._checkpoints / f"step-{step:09d}" if self._checkpoints is not None else None
+        path = self._checkpoints / folder_name(step) if self._checkpoints is not None else None
         self.best = BestCheckpoint(self.metric, saved["value"], step, saved["epoch"], path)
         self._announced = self._seen = step
         self._worse = saved.get("worse", 0)

@@ -19,7 +19,7 @@ from ronde.run.parts import Gathering, Parts
 from ronde.watch import LossChecked
 from ronde.world import LossError
 from ronde.world.consensus import gather_json
-from ronde.world.tensors import leaves, map_leaves, tensors_in
+from ronde.world.tensors import map_leaves, tensors_in
 
 __all__ = ["MIXES", "FirstStepsCheck", "kind_of_loss", "undisturbed"]
 
@@ -138,7 +138,7 @@ class FirstStepsCheck(Callback):
         with torch.autocast(device.type, enabled=False), undisturbed(calls.loss):
             ask = lambda values: calls.check(calls.loss(*values))  # noqa: E731
             kind = kind_of_loss(ask, arguments, samples)
-        inside = any(isinstance(v, torch.Tensor) and v.dim() == 0 for v in leaves(arguments))
+        inside = any(tensor.dim() == 0 for tensor in tensors_in(arguments))
         plan = self._plan  # whose forward passes exchange nothing
         local = plan.pipeline == plan.tensor == 1 and plan.shard in ("none", "optimizer")
         if kind not in ("flat", "unknown") or not inside or not local or plan.offload != "none":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ronde import checkpoint
+from ronde.checkpoint.manifest import step_of
 from ronde.run.group import Choice, RunGroup
 from ronde.run.persist import file_prefix, restore
 from ronde.watch import Resumed, RunDir
@@ -88,7 +89,7 @@ def _begun(
 ) -> tuple[Mapping[str, Any], str]:
     """What counts of a checkpoint's plain values, and a note if it is another run's."""
     origin, changes = answer["origin"], ", ".join(changed_settings(state, content.given))
-    if not origin or int(origin.rpartition("@")[2]) != int(answer["path"].removeprefix("step-")):
+    if not origin or int(origin.rpartition("@")[2]) != step_of(answer["path"]):
         if changes:
             content.parts.say(
                 f"the script changes {changes}: a resume keeps what the checkpoint has, and a new "

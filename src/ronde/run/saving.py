@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ronde.checkpoint import KeepPolicy
+from ronde.checkpoint.manifest import folder_name
 from ronde.run.content import CheckpointContent
 from ronde.run.parts import Parts
 from ronde.watch import BestFound, Checkpointed
@@ -101,7 +102,7 @@ class Saving:
         write = persist.prepare(contents, folder, step, keep, copied, saver.stop)
         self.is_open, self._announced, self._said_long = True, False, False
         self._divided = not all(each.parts.holds_all for each in everything)
-        self._best = contents[""].best.event(folder / f"step-{step:09d}")
+        self._best = contents[""].best.event(folder / folder_name(step))
         saver.begin(step, write, began, wait=inline)
         # whether to wait is the same on all ranks; whether there is memory is not
         return self.settle(everything, raises=True) if wait else None

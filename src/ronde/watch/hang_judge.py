@@ -400,20 +400,17 @@ def _on(view: RankView) -> str:
 def _stopped(view: RankView, views: Sequence[RankView]) -> HangVerdict:
     others = [v.rank for v in views if v.rank != view.rank and v.phase != "ended"]
     step = view.step + 1
-    tail = _tail(others) if others else ""
+    tail = _tail(others)
     at = f"; it is {view.at.text}" if view.at.file else ""
     where = "" if view.phase == "unwatched" else f" in step {step}"
-    return HangVerdict(
+    sentence = (
         f"Rank {view.rank}{_on(view)} is stopped (SIGSTOP, or Ctrl-Z){where}, for "
-        f"{view.stopped_seconds:.0f} s{at}{tail}.",
-        view.rank,
-        step,
-        _short(view.at),
-        tuple(others),
+        f"{view.stopped_seconds:.0f} s{at}{tail}."
     )
+    return HangVerdict(sentence, view.rank, step, _short(view.at), tuple(others))
 
 
-def _awaited(waiting: Sequence[RankView], view: RankView) -> str:
+def _awaited(waiting: Sequence[RankView]) -> str:
     """What the others wait for, as what the rank has not done."""
     meeting = [v for v in waiting if v.at.waits == "meeting" and v.doing]
     if meeting:
@@ -421,7 +418,7 @@ def _awaited(waiting: Sequence[RankView], view: RankView) -> str:
     if not waiting:
         return "makes no progress"
     first = waiting[0]
-    if first.doing.startswith(("run.step", "run.backward", "run.update", "run.batches")):
+    if is_step(first.doing):
         named = f"{first.module} in " if first.module else ""
         return f"has not reached the exchange of {named}step {first.step + 1}"
     if first.doing:
@@ -436,7 +433,7 @@ def _late(view: RankView, late: Sequence[RankView], active: Sequence[RankView]) 
     waiting = [v for v in active if v.waits]
     place = view.at
     step = max(v.step for v in (view, *waiting)) + 1
-    awaited = _awaited(waiting, view)
+    awaited = _awaited(waiting)
     if awaited == "makes no progress":
         call = f"in {view.doing}, " if view.doing else ""
         awaited = f"has made no progress for {view.idle_seconds:.0f} s, {call}step {step}"
@@ -456,14 +453,12 @@ def _late(view: RankView, late: Sequence[RankView], active: Sequence[RankView]) 
     same = [v.rank for v in late if v.rank != view.rank and v.at.line == place.line]
     same = [r for r in same if place.file]
     also = f" (so {_are(same)} {ranks_text(same)})" if same else ""
-    return HangVerdict(
-        f"Rank {view.rank}{_on(view)} {awaited}; {', '.join(said)}{also}"
-        f"{_tail([v.rank for v in waiting])}.{_caught(view)}",
-        view.rank,
-        step,
-        _short(place),
-        tuple(v.rank for v in waiting),
+    ranks = _ranks(waiting)
+    sentence = (
+        f"Rank {view.rank}{_on(view)} {awaited}; {', '.join(said)}{also}{_tail(ranks)}."
+        f"{_caught(view)}"
     )
+    return HangVerdict(sentence, view.rank, step, _short(place), tuple(ranks))
 
 
 def _caught(view: RankView) -> str:
@@ -479,19 +474,15 @@ def _short(place: StackPlace) -> str:
 
 
 def _slow(view: RankView, active: Sequence[RankView]) -> HangVerdict:
-    waiting = [v.rank for v in active if v.waits]
-    place = view.at
+    waiting = _ranks([v for v in active if v.waits])
+    place, step = view.at, view.step + 1
     why = " and ".join(view.reasons) or view.working
     usual = f", at most {view.longest_seconds:.1f} s so far" if view.longest_seconds else ""
-    return HangVerdict(
+    sentence = (
         f"Rank {view.rank}{_on(view)} is slow: no progress for {view.idle_seconds:.0f} s in step "
-        f"{view.step + 1}{usual}; it is {place.text}, {why}{_tail(waiting)}.",
-        view.rank,
-        view.step + 1,
-        _short(place),
-        tuple(waiting),
-        slow=True,
+        f"{step}{usual}; it is {place.text}, {why}{_tail(waiting)}."
     )
+    return HangVerdict(sentence, view.rank, step, _short(place), tuple(waiting), slow=True)
 
 
 def _all_wait(active: Sequence[RankView]) -> HangVerdict:
@@ -517,53 +508,43 @@ def _all_wait(active: Sequence[RankView]) -> HangVerdict:
         return _odd([v for v in active if v not in others], others, step)
     if len({str([(e["name"], e["sizes"]) for e in v.exchanges]) for v in active}) > 1:
         return _odd([active[-1]], list(active[:-1]), step)
-    place = active[0].at
-    return HangVerdict(
-        f"All ranks wait in the same exchange of step {step} for "
-        f"{min(v.idle_seconds for v in active):.0f} s, {place.text}: no rank is missing, so look "
-        "at the network between them.",
-        None,
-        step,
-        _short(place),
-        tuple(v.rank for v in active),
-    )
+    why = "no rank is missing, so look at the network between them"
+    return _nobody(active, "the same", why)
 
 
 def _slow_link(active: Sequence[RankView]) -> HangVerdict:
-    step = max(v.step for v in active) + 1
-    place = active[0].at
     rate = rate_text(max(v.bytes_per_second for v in active))
-    return HangVerdict(
-        f"All ranks wait in an exchange of step {step} for "
-        f"{min(v.idle_seconds for v in active):.0f} s, {place.text}: the exchange moves {rate}. "
-        "A slow link does not end the run.",
-        None,
-        step,
-        _short(place),
-        tuple(v.rank for v in active),
-        slow=True,
+    why = f"the exchange moves {rate}. A slow link does not end the run"
+    return dataclasses.replace(_nobody(active, "an", why), slow=True)
+
+
+def _nobody(active: Sequence[RankView], which: str, why: str) -> HangVerdict:
+    """All wait for the same, and no rank is to blame."""
+    step, place = max(v.step for v in active) + 1, active[0].at
+    seconds = min(v.idle_seconds for v in active)
+    sentence = (
+        f"All ranks wait in {which} exchange of step {step} for {seconds:.0f} s, {place.text}: "
+        f"{why}."
     )
+    return HangVerdict(sentence, None, step, _short(place), tuple(v.rank for v in active))
 
 
 def _odd(odd: Sequence[RankView], others: Sequence[RankView], step: int) -> HangVerdict:
     """Ranks that wait for something else than the others do."""
     view, other = odd[0], others[0]
-    place = view.at
-    where = f"{_way(view)}, {place.text}"
+    where = f"{_way(view)}, {view.at.text}"
     there = f"{_way(other)}, {other.at.text}"
     left = ""
-    if other.doing.startswith("run.step") and not view.doing.startswith(("run.step", "run.ba")):
-        missing = " without its exchange" if view.error else ""
-        left = f" left step {other.step + 1}{missing} and" if view.error else ""
-    return HangVerdict(
-        f"{_who([v.rank for v in odd])}{left} {_are(odd)} {where}, while "
-        f"{ranks_text(_ranks(others))} {_are(others)} {there}: they wait for each other. Every "
-        f"rank must make the same exchanges in the same order.{_caught(view)}",
-        view.rank,
-        step,
-        _short(place),
-        tuple(_ranks(others)),
+    steps = other.doing.startswith("run.step"), view.doing.startswith(("run.step", "run.ba"))
+    if view.error and steps == (True, False):  # what its script has caught took it out of the step
+        left = f" left step {other.step + 1} without its exchange and"
+    ranks = _ranks(others)
+    sentence = (
+        f"{_who([v.rank for v in odd])}{left} {_are(odd)} {where}, while {ranks_text(ranks)} "
+        f"{_are(ranks)} {there}: they wait for each other. Every rank must make the same exchanges "
+        f"in the same order.{_caught(view)}"
     )
+    return HangVerdict(sentence, view.rank, step, _short(view.at), tuple(ranks))
 
 
 def _ranks(views: Sequence[RankView]) -> list[int]:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RUNNING_SECONDS", "job_kind", "job_row", "job_view"]
+from ronde.watch.run_dir import RUNNING_SECONDS
 
-RUNNING_SECONDS = 30.0  # without a sign of life it has stopped; as in `summarise`
+__all__ = ["job_kind", "job_row", "job_view"]
+
 _FILES = {"search": "tune.json", "flow": "flow.json", "map": ".map/job.json"}
 _Row = dict[str, Any]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ronde.checkpoint.manifest import folder_name
 from ronde.watch.health_record import HEALTH, IDLE_ROWS, RESOURCES
 from ronde.watch.record import (
     Alert,
@@ -254,7 +255,7 @@ class Judge:
     def again(self, alert: Alert) -> str:
         """``alert.again``, from a checkpoint that is still there."""
         folder = self._run.checkpoints
-        there = [s for s in self._checkpoints if (folder / f"step-{s:09d}").is_dir()]
+        there = [s for s in self._checkpoints if (folder / folder_name(s)).is_dir()]
         return self._again(alert, there)
 
     def _again(self, alert: Alert, checkpoints: Iterable[int]) -> str:

@@ -27,37 +27,27 @@ def curve(
     label: str = "loss",
     axis: str = "step",
 ) -> str:
-    """Draw points as lines of text.
+    """Draw points as lines of text, see :func:`curves`."""
+    return curves({"": points}, width, height, label, axis)
+
+
+def curves(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    width: int = 64,
+    height: int = 10,
+    label: str = "loss",
+    axis: str = "step",
+) -> str:
+    """Draw several losses over the same steps. The letter that names each stands on it in places.
 
     Args:
-        points: ``(x, y)`` with rising x; what is not finite is left out.
+        series: letter -> points ``(x, y)`` with rising x; what is not finite is left out.
         width, height: size of the drawing in characters.
 
     Returns:
         str: ``height`` lines and two for the axis, and one above for a long label; empty if there
             are fewer than two points.
     """
-    return _drawn({"": points}, width, height, label, axis)
-
-
-def curves(
-    series: Mapping[str, Sequence[tuple[float, float]]], width: int = 64, height: int = 10
-) -> str:
-    """Draw several losses over the same steps. The letter that names each stands on it in places.
-
-    Args:
-        series: letter -> points, as for :func:`curve`.
-    """
-    return _drawn(series, width, height, "loss", "step")
-
-
-def _drawn(
-    series: Mapping[str, Sequence[tuple[float, float]]],
-    width: int,
-    height: int,
-    label: str,
-    axis: str,
-) -> str:
     import plotille
 
     good = {name: [p for p in points if math.isfinite(p[1])] for name, points in series.items()}

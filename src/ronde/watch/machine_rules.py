@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,7 @@ def low_utilization(
     view: RuleView, gpu: float = 70.0, cpu: float = 60.0, idle: float = 30.0, seconds: float = 120.0
 ) -> Alerts:
     """Devices, or the cores that the workers have threads for, are idle for minutes."""
-    for host in view.hosts.values():
-        if (rows := host.newest(seconds)) is None or not _trains(host, rows):
-            continue
+    for host, rows in _training(view, seconds):
         table, who = host.table, _of(view, host)
         text = ""
         if view.on_gpus:
@@ -61,9 +59,7 @@ def input_bound(
     view: RuleView, share: float = 0.3, busy: float = 90.0, seconds: float = 120.0
 ) -> Alerts:
     """A worker waits for batches, and its device does, too."""
-    for host in view.hosts.values():
-        if (rows := host.newest(seconds)) is None or not _trains(host, rows):
-            continue
+    for host, rows in _training(view, seconds):
         table = host.table
         shares = table["loading"][rows].sum(axis=0) / table["seconds"][rows].sum()
         if view.on_gpus:  # the script runs ahead of its device, which may have enough to do
@@ -128,9 +124,7 @@ def disk_full(view: RuleView, share: float = 0.05, checkpoints: int = 2) -> Aler
 @rule("hosts", "a higher CPU limit of the container or the job, or fewer threads and processes")
 def throttled(view: RuleView, share: float = 0.2, seconds: float = 120.0) -> Alerts:
     """A control group's limit holds the workers up."""
-    for host in view.hosts.values():
-        if (rows := host.newest(seconds)) is None or not _trains(host, rows):
-            continue
+    for host, rows in _training(view, seconds):
         table = host.table
         times, whole = table["throttled"][rows].sum(), table["seconds"][rows].sum()
         if times > share * _PERIODS * whole:
@@ -208,9 +202,12 @@ def imbalance(view: RuleView, part: float = 0.2, windows: int = 3) -> Alerts:
     )
 
 
-def _trains(host: HostView, rows: slice) -> bool:
-    """Whether it took steps all the time, and did not evaluate, say."""
-    return bool(np.all(host.table["steps"][rows].max(axis=1) > 0))
+def _training(view: RuleView, seconds: float) -> Iterator[tuple[HostView, slice]]:
+    """Hosts that took steps all the time, and did not evaluate, say; and the rows of that time."""
+    for host in view.hosts.values():
+        rows = host.newest(seconds)
+        if rows is not None and np.all(host.table["steps"][rows].max(axis=1) > 0):
+            yield host, rows
 
 
 def _fills(

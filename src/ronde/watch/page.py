@@ -31,8 +31,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ronde.watch.job_views import RUNNING_SECONDS, job_kind, job_row, job_view
-from ronde.watch.run_dir import RunDir, check_name
+from ronde.watch.job_views import job_kind, job_row, job_view
+from ronde.watch.run_dir import RUNNING_SECONDS, RunDir, check_name
 from ronde.world import ArgumentError
 
 __all__ = ["application", "serve_page"]

@@ -20,6 +20,7 @@ from typing import Any
 from ronde.plan import Plan
 from ronde.watch.run_dir import script_stem
 from ronde.world import VERSION
+from ronde.world.paths import file_digest
 from ronde.world.whole_file import write_answer
 
 __all__ = ["Proof", "digests_of", "keep_proofs", "kept_proofs", "plan_kind", "smallest_like"]
@@ -105,7 +106,7 @@ def digests_of(files: Sequence[str]) -> dict[str, str]:
     for file in files:
         with contextlib.suppress(OSError):
             path = Path(file).resolve()
-            digests[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+            digests[str(path)] = file_digest(path)
     return digests
 
 

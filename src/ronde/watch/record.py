@@ -6,6 +6,7 @@ it trains again replace those recorded before the stop (see :func:`read`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -372,11 +373,8 @@ def append_events(path: Path, *events: Event) -> None:
     Raises:
         OSError: the disk is full, say.
     """
-    record = Record(path)
-    try:
+    with contextlib.closing(Record(path)) as record:
         record.write(*events)
-    finally:
-        record.close()
 
 
 def _values(event: Event) -> dict[str, Any]:

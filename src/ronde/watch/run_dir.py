@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ronde.world import ArgumentError, CheckpointError
 
+RUNNING_SECONDS = 30.0
+"""A run or job that has written nothing for so long, and no end, has stopped."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -23,7 +23,7 @@ from ronde.watch.record import (
     Warned,
     read,
 )
-from ronde.watch.run_dir import RunDir
+from ronde.watch.run_dir import RUNNING_SECONDS, RunDir
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _last(events: list[Event], kind: type[Any]) -> Any:
 def summarise(run: RunDir) -> Summary:
     """Read a run directory's record.
 
-    A run without an end is ``running`` if it was written to in the last 30 s, else ``stopped``.
+    A run without an end is ``running`` if it was written to lately, else ``stopped``.
     """
     if not run.record.exists():
         return Summary(run.name, str(run.path), "empty")
@@ -150,7 +150,8 @@ def _summarise(
         written = max(written, used.stat().st_mtime)  # the launcher writes on while others train
     if ended is not None and start is not None and ended.time < start.time:
         ended = None  # it was resumed after that end
-    status = ended.status if ended else "running" if time.time() - written < 30 else "stopped"
+    writes = time.time() - written < RUNNING_SECONDS
+    status = ended.status if ended else "running" if writes else "stopped"
     epochs = [e for e in events if isinstance(e, Epoch)]
     return Summary(
         run.name,

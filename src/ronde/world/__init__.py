@@ -22,15 +22,13 @@ from ronde.world.errors import (
     WorldError,
 )
 from ronde.world.identity import World, world
-from ronde.world.launchers import LAUNCHERS, Identity, identify
+from ronde.world.launchers import identify
 
 __all__ = [
-    "LAUNCHERS",
     "VERSION",
     "ArgumentError",
     "CheckpointError",
     "FeedError",
-    "Identity",
     "LossError",
     "RondeError",
     "PlanError",

@@ -65,26 +65,21 @@ def memory_limit() -> float:
     return min((limit for limit in limits if limit < 2**60), default=math.inf)  # version 1's "none"
 
 
-def _quota_v2(folder: Path) -> float:
-    try:
+def _quota(folder: Path) -> float:
+    """Cores that a control group's quota allows, of version 2 or 1; infinite if there is none."""
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = (folder / "cpu.max").read_text().split()[:2]
         return math.inf if quota == "max" else float(quota) / float(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return math.inf
-
-
-def _quota_v1(folder: Path) -> float:
-    try:
-        quota = float((folder / "cpu.cfs_quota_us").read_text())
-        period = float((folder / "cpu.cfs_period_us").read_text())
-        return quota / period if quota > 0 and period > 0 else math.inf
-    except (OSError, ValueError):
-        return math.inf
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        allowed = float((folder / "cpu.cfs_quota_us").read_text())
+        each = float((folder / "cpu.cfs_period_us").read_text())
+        return allowed / each if allowed > 0 else math.inf  # -1: no limit
+    return math.inf
 
 
 def _cgroup_cores(groups: Sequence[Path]) -> float:
-    """Cores the quotas of control groups (v1 or v2) allow; infinite if there is none."""
-    return min((min(_quota_v2(f), _quota_v1(f)) for f in groups), default=math.inf)
+    """Cores the quotas of control groups allow; infinite if there is none."""
+    return min(map(_quota, groups), default=math.inf)
 
 
 def usable_cores() -> int:

@@ -100,9 +100,7 @@ def files_of(
 
 def need(package: str, extra: str, what: str) -> None:
     """Raise ArgumentError where an optional package is not installed."""
-    from importlib.util import find_spec
-
-    if find_spec(package) is None:
+    if importlib.util.find_spec(package) is None:
         raise ArgumentError(f"{what} needs the package {package}: pip install 'ronde[{extra}]'.")
 
 

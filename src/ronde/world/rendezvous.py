@@ -27,7 +27,7 @@ from ronde.world.errors import RondeError, WorldError
 from ronde.world.heartbeat import heartbeat
 from ronde.world.identity import World, ranks_text
 
-__all__ = ["LateError", "Rendezvous", "counted", "rendezvous"]
+__all__ = ["LateError", "Rendezvous", "counted", "rendezvous", "store_client"]
 
 _ENDED = "ended its script"
 
@@ -60,6 +60,19 @@ def _verified(key: str, value: bytes) -> Any:
     return json.loads(text)
 
 
+def store_client(prefix: str, store: Any = None) -> Any:
+    """A client of its own: a blocking call of another user of the store holds that one's lock.
+
+    Args:
+        prefix: of its keys.
+        store: of whose server; None for that of torch.distributed.
+    """
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    client: Any = PrefixStore(prefix, store or _get_default_store())
+    return client.clone()
+
+
 class LateError(WorldError):
     """A rank did not come to a meeting in time; it may still come, and finds what was asked for."""
 
@@ -88,11 +101,7 @@ class Rendezvous:
         self._last: tuple[list[str], int] = [], 0  # who says that they left the last meeting
         self._stopped = threading.Event()
         if me.size > 1:
-            from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-            # A client of its own: a blocking call of another user of the store holds its lock.
-            prefixed: Any = PrefixStore("ronde/rendezvous", store or _get_default_store())
-            self._store = prefixed.clone()
+            self._store = store_client("ronde/rendezvous", store)
             self._lock = threading.Lock()
             self._thread = threading.Thread(target=self._publish_often, daemon=True)
             self._thread.start()
