@@ -39,7 +39,7 @@ from ronde.checkpoint.manifest import (
     manifest_text,
     step_of,
 )
-from ronde.checkpoint.pieces import Box, PieceEntry, PieceSource, sharding_info
+from ronde.checkpoint.pieces import PieceEntry, PieceSource
 from ronde.checkpoint.retention import KeepPolicy
 from ronde.checkpoint.tensor_file import write_tensors
 from ronde.world import CheckpointError
@@ -129,15 +129,11 @@ def begin(folder: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, bool
     return temporary, False
 
 
-def add(
-    temporary: Path, name: str, tensors: Tensors, boxes: Mapping[str, Box] | None = None
-) -> dict[str, Any]:
-    """Write one file of tensors, flushed to disk; return its manifest entry. ``boxes``: the boxes
-    of the whole tensors they are.
-    """
+def add(temporary: Path, name: str, tensors: Tensors) -> dict[str, Any]:
+    """Write one file of tensors, flushed to disk; return its manifest entry."""
     if not FILE.fullmatch(name):
         raise CheckpointError(f"{name!r} is not a name for a file of tensors")
-    return write_tensors(temporary / name, tensors, None if boxes is None else sharding_info(boxes))
+    return write_tensors(temporary / name, tensors)
 
 
 def finish(

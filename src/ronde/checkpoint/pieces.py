@@ -2,13 +2,11 @@
 files.
 
 torch's ``distributed.checkpoint`` also reshards safetensors, but exchanges its plans as pickles,
-and silently keeps old values for what no file holds. The boxes are the same, so its
-``HuggingFaceStorageReader`` can read these files.
+and silently keeps old values for what no file holds.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -37,7 +35,6 @@ __all__ = [
     "piece_of",
     "pull",
     "replicated",
-    "sharding_info",
 ]
 
 
@@ -363,13 +360,3 @@ def pull(
             want.give(tensor[want.box.inside(Box.whole(shape))] if shape else tensor)
     for part, name in asked:
         raise CheckpointError(f"{name!r} is not in the {part} of the checkpoint")
-
-
-def sharding_info(boxes: Mapping[str, Box]) -> dict[str, str]:
-    """The file header in which torch's ``HuggingFaceStorageReader`` looks for piece positions."""
-    return {
-        "format": "pt",
-        "DCP_SHARDING_INFO": json.dumps(
-            {name: {"saved_offsets": list(box.offset)} for name, box in boxes.items()}
-        ),
-    }

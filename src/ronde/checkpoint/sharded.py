@@ -181,7 +181,7 @@ def _write_all(
                 continue
             file = _file(part, rank, me.size)
             try:
-                entries[file] = files.add(path, file, tensors, boxes)
+                entries[file] = files.add(path, file, tensors)
             except (OSError, SafetensorError, CheckpointError) as caught:
                 error = caught  # the others still send
     if error is not None:
@@ -238,17 +238,15 @@ def prepare_pieces(
     if started["exists"]:
         return lambda: path if me.is_main else None
     post = _Post(me, started["number"], stop or threading.Event())
-    boxes: dict[str, dict[str, Box]] = {}
     mine: dict[str, Tensors] = {}
     sent: dict[str, Any] = {}
     failed: str | None = None
     if _is_shared():
         for part, pieces in parts.items():
-            own = {n: p for n, p in pieces.items() if owners[part].boxes[n].get(p.box) == me.rank}
+            boxes = owners[part].boxes
+            own = {n: p.tensor for n, p in pieces.items() if boxes[n].get(p.box) == me.rank}
             if own:
-                file = _file(part, me.rank, me.size)
-                boxes[file] = {n: p.box for n, p in own.items()}
-                mine[file] = {n: p.tensor for n, p in own.items()}
+                mine[_file(part, me.rank, me.size)] = own
     else:
         try:
             sent = _write_all(me, path, parts, owners)
@@ -263,7 +261,7 @@ def prepare_pieces(
         try:
             if error is None and mine:
                 _wait_for(path)
-                entries = sent | {n: files.add(path, n, t, boxes.get(n)) for n, t in mine.items()}
+                entries = sent | {name: files.add(path, name, t) for name, t in mine.items()}
         except (OSError, SafetensorError, CheckpointError) as caught:
             error = f"{caught}" if me.is_main else f"rank {me.rank}: {caught}"
         try:  # an error is posted, too: rank 0 waits for every rank
