@@ -109,12 +109,7 @@ def model_wants(
         same: further names of tensors, in the checkpoint.
     """
     # What state_dict() gives of these is the tensor itself; of anything else, perhaps a copy.
-    live = {
-        id(t)
-        for m in model.modules()
-        for t in (*m._parameters.values(), *m._buffers.values())
-        if t is not None
-    }
+    live = {id(t) for t in (*model.parameters(), *model.buffers())}
     wants: list[Want] = []
     others: dict[str, torch.Tensor] = {}
     wrong: list[str] = []
