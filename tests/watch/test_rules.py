@@ -194,7 +194,7 @@ def test_alerts_are_the_same_however_the_reading_is_cut(tmp_path):
         "ronde run --from a@90 --until 832 --watch=4 --workers 4 train.py --lr 'a b'"
     )
     record, measured = ((whole.path / f"{n}.jsonl").read_bytes() for n in ("record", "health"))
-    for seed in range(5):
+    for seed in range(3):
         choice = random.Random(seed)
         run = write(tmp_path / "cut" / str(seed) / "a", [start()])
         judge, at, written = Judge(run), 0, 0
