@@ -115,7 +115,7 @@ def test_tensorboard_reads_each_point_once_after_kills_and_a_resume(run):
 
 
 def test_a_later_run_of_the_record_and_own_names_are_told_apart():
-    assert points_of({**step(3, 0.5), "part": "critic"}) == {"critic/loss": 0.5, "critic/lr": 0.5}
+    assert points_of({**step(3, 0.5), "part": "critic"}) == {"critic/loss": 0.5, "critic/lr": 0.1}
     own = {"type": "log", "step": 3, "values": {"loss": 1, "text": "x", "flag": True}}
     assert points_of(own) == {"log/loss": 1.0}
     assert points_of({"type": "log", "values": {"a": 1}}) == points_of({"type": "end"}) == {}

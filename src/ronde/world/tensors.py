@@ -28,6 +28,7 @@ __all__ = [
     "flatten",
     "is_named_tuple",
     "is_sharded",
+    "leaves",
     "local_part",
     "map_leaves",
     "map_tensors",
@@ -132,6 +133,16 @@ def map_leaves(
 def map_tensors(call: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Apply ``call`` to every tensor in a value."""
     return map_leaves(lambda v: call(v) if isinstance(v, torch.Tensor) else v, value)
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Iterate over everything in a value that is not a container."""
+    held = None if isinstance(value, torch.Tensor) else parts(value)
+    if held is None:
+        yield value
+    else:
+        for v in held.values():
+            yield from leaves(v)
 
 
 def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
