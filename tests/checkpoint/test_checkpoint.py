@@ -10,10 +10,7 @@ import math
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -309,59 +306,37 @@ def test_killed_while_writing(tmp_path):
 
 
 FULL = """
-import os, resource, shutil, sys
+import resource, sys
 from pathlib import Path
 import torch
 import ronde
 from ronde.checkpoint import export, find_valid, write
 
-folder, how = Path(sys.argv[1]), sys.argv[2]
+folder, out = Path("c"), Path("e")
 small, large = ({"model.safetensors": {"x": torch.ones(n)}} for n in (1000, 400_000))
 write(folder, 1, small, {"n": 1})
-if how == "limit":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
-for call in (lambda: write(folder, 2, large, {"n": 2}, keep=1), lambda: export(large["model.safetensors"], folder.parent / "e" / "x.safetensors")):
+resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, resource.RLIM_INFINITY))
+for call in (lambda: write(folder, 2, large, {"n": 2}, keep=1), lambda: export(large["model.safetensors"], out / "x.safetensors")):
     try:
         call()
     except ronde.CheckpointError as error:
         print(type(error).__name__, error)
-print(sorted(p.name for p in folder.iterdir()), sorted(p.name for p in (folder.parent / "e").iterdir()))
-found, refused = find_valid(folder)
-print(found.step, found.state, refused)
+print(sorted(p.name for p in folder.iterdir()), sorted(p.name for p in out.iterdir()))
+print(find_valid(folder)[0].state)
 write(folder, 3, small, {"n": 3})  # and there is room for a small one still
 print(find_valid(folder)[0].step)
 """
 
 
-@pytest.mark.parametrize("how", ["limit", "disk"])
-def test_a_full_disk(tmp_path, how):
-    (tmp_path / "full.py").write_text(FULL)
-    target = tmp_path / "disk" / "c"
-    target.parent.mkdir()
-    if how == "limit":
-        command = [sys.executable, "full.py", str(target), how]
-    else:
-        # A disk of 1 MB in a mount namespace of its own: it is gone with the process.
-        inner = (
-            f'mount -t tmpfs -o size=1m none "{target.parent}" && exec "{sys.executable}" '
-            f'full.py "{target}" disk'
-        )
-        command = ["unshare", "-m", "sh", "-c", inner]
-        probe = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs -o size=1m none "{target.parent}"']
-        if (
-            shutil.which("unshare") is None
-            or subprocess.run(probe, capture_output=True, timeout=20).returncode
-        ):
-            pytest.skip("mounting needs root")
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+def test_a_file_that_cannot_be_written_to_its_end(tmp_path):
+    """A disk that is really full: test_background.py."""
+    done = python(["-c", FULL], tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert (
-        lines[0].startswith("CheckpointError the checkpoint of step 2 could not be written to")
-        and "Earlier ones are untouched" in lines[0]
-    )
-    assert lines[1].startswith("CheckpointError") and "could not be written" in lines[1]
-    assert lines[2:] == ["['step-000000001'] []", "1 {'n': 1} []", "3"]
+    first, second, *rest = done.stdout.splitlines()
+    assert first.startswith("CheckpointError the checkpoint of step 2 could not be written to c")
+    assert "Earlier ones are untouched" in first
+    assert second.startswith("CheckpointError") and "could not be written" in second
+    assert rest == ["['step-000000001'] []", "{'n': 1}", "3"]
 
 
 def test_export_is_whole_or_nothing(tmp_path):
@@ -483,13 +458,8 @@ def test_unknown_objects_are_refused_by_name(value, kind):
 def test_large_or_complex_tensors_are_refused_beside_the_numbers():
     with pytest.raises(CheckpointError, match="tensor of 5000 elements"):
         encode({"a": torch.zeros(5000)})
-    value = torch.ones(2, dtype=torch.complex64)
-    # carried exactly, or refused on purpose; not a TypeError from within json
-    with suppress(CheckpointError):
-        assert same(
-            torch.view_as_real(decode_exact(json.loads(json.dumps(encode(value))))),
-            torch.view_as_real(value),
-        )
+    with pytest.raises(CheckpointError, match=r"of type torch\.complex64"):
+        encode(torch.ones(2, dtype=torch.complex64))
 
 
 @pytest.mark.parametrize(

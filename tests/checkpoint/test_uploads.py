@@ -139,26 +139,6 @@ def test_a_fresh_machine_goes_on(tmp_path, whole):
     assert not (tmp_path / "3/runs/it").exists()
 
 
-@long  # what is passed over in a store, and in a run directory, other tests have
-def test_half_and_damaged_ones_are_passed_over(tmp_path, whole):
-    first, second, store = script(tmp_path / "1"), script(tmp_path / "2"), tmp_path / "store"
-    url = f"file://{store}"
-    assert launched(first, url, "half.st", 2, keep="last=4").returncode == 0
-    assert there(store) == [4, 6, 8, 10]
-    (store / "it/step-000000010/manifest.json").unlink()
-    model = store / "it/step-000000008/model.safetensors"
-    data = bytearray(model.read_bytes())
-    data[-1] ^= 1
-    model.write_bytes(data)
-    done = launched(second, url, "all.st", 3, "--resume")
-    assert done.returncode == 0, done.stderr
-    assert "passed over" in done.stderr and "manifest.json is missing" in done.stderr
-    assert "model.safetensors does not match its digest" in done.stderr
-    assert "fetched step-000000006" in done.stderr
-    equal(second / "all.st", whole)
-    assert there(store) == [14, 15]
-
-
 def flaky(tmp_path: Path, plan: str, slow: float = 0.0) -> dict[str, str]:
     (tmp_path / "plan").write_text(plan)
     return {"FLAKY_PLAN": str(tmp_path / "plan"), "FLAKY_SLOW": str(slow)}

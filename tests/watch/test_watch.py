@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import record_lines
 from ronde import ArgumentError, CheckpointError
 from ronde.watch import (
     EVENTS,
@@ -23,7 +24,6 @@ from ronde.watch import (
     Bar,
     BestFound,
     Checkpointed,
-    Ended,
     Epoch,
     Evaluated,
     HangFound,
@@ -33,7 +33,6 @@ from ronde.watch import (
     NonFiniteStep,
     Record,
     Restarted,
-    Resumed,
     RunDir,
     Silent,
     Started,
@@ -50,64 +49,26 @@ from ronde.watch import (
     script_stem,
     summarise,
 )
+from ronde.watch.record import Event, event_of
 from ronde.world.units import clock
 
 
-def started(time: float = 1.0, workers: int = 2) -> Started:
-    names = {
-        "run": "a-1",
-        "script": "a.py",
-        "device": "cpu",
-        "host": "h",
-        "launcher": "python",
-        "model": "Net",
-        "optimizer": "SGD",
-    }
-    numbers = {
-        "schema": 1,
-        "workers": workers,
-        "parameters": 5,
-        "samples": 64,
-        "steps_per_epoch": 4,
-        "threads": 1,
-    }
-    return Started(**names, **numbers, plan={"batch_size": 16}, versions={"torch": "2"}, time=time)
+def started(time: float = 1.0) -> Event:
+    return event_of(record_lines.start(time=time, workers=2))
 
 
-def step(n: int, epoch: int = 0, loss: float | None = None) -> StepRecorded:
-    return StepRecorded(
-        step=n,
-        epoch=epoch,
-        loss=1.0 / n if loss is None else loss,
-        lr=0.1,
-        samples=16 * n,
-        time=float(n),
-    )
+def step(n: int, epoch: int = 0, loss: float | None = None) -> Event:
+    loss = 1.0 / n if loss is None else loss
+    return event_of(record_lines.step(n, loss, epoch=epoch, samples=16 * n, time=float(n)))
 
 
-def resumed(at: int, epoch: int) -> Resumed:
-    return Resumed(
-        step=at,
-        epoch=epoch,
-        samples=16 * at,
-        checkpoint="checkpoints/x",
-        workers=1,
-        written_by_workers=2,
-        time=50.0,
-    )
+def resumed(at: int, epoch: int) -> Event:
+    return event_of(record_lines.resume(at, epoch=epoch, time=50.0))
 
 
-def ended(time: float, status: str = "completed", error: str | None = None) -> Ended:
-    return Ended(
-        status=status,
-        step=8,
-        epoch=2,
-        samples=128,
-        samples_per_second=10.0,
-        seconds=3.0,
-        error=error,
-        time=time,
-    )
+def ended(time: float, status: str = "completed", error: str | None = None) -> Event:
+    line = record_lines.end(time=time, status=status, error=error, step=8, epoch=2, samples=128)
+    return event_of(line)
 
 
 EVERY = [
