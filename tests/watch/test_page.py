@@ -253,73 +253,35 @@ def test_a_hundred_runs_and_what_differs_between_them(site, page):
 
 
 def test_health_resources_and_bands(site, page):
-    names = ["a.weight", "b.weight"]
-    measured = {
-        "samples": [0, 1],
-        "epoch": 0,
-        "weight": [1, 1],
-        "update": [0.1, 0.1],
-        "same": [0, 0],
-        "bad_ranks": [],
-        "first_bad": None,
-    }
-    hang = {
-        "type": "hang",
-        "time": 1e9 + 5,
-        "sentence": "rank 1 waits",
-        "rank": 1,
-        "step": 6,
-        "place": "t.py:3",
-        "waiting": [0],
-        "slow": False,
-    }
-    site.write(
-        "ill",
-        start(run="ill"),
-        *steps(1, 5),
-        hang,
-        {"type": "restart", "time": 1e9 + 6, "generation": 1, "reason": "rank 1 waits"},
-        resume(3),
-        *steps(4, 9, later=10),
-    )
-    site.write("ill", {"type": "tensors", "step": 1, "every": 2, "names": names, "places": ["m.py:4", "m.py:5"], "frozen": [False, False]},
-        *({"type": "health", "step": s, "gradient": [1.0, 2.0], **measured} for s in (2, 4)), {"type": "health", "step": 4, "gradient": [3.0, "nan"], **measured}, file="health")  # fmt: skip
-    site.write(
-        "ill",
-        *(
-            {
-                "type": "resources",
-                "time": 1e9 + t,
-                "host": h,
-                "cpu": [10, 50, 90],
-                "memory": 2**30,
-                "memory_limit": 2**32,
-                "disk_free": 2**33,
-                "gpu": [],
-                "throttled": False,
-            }
-            for t in (0, 10)
-            for h in ("one", "two")
-        ),
-        file="resources",
-    )
+    measured = {"samples": [0, 1], "epoch": 0, "bad_ranks": [], "first_bad": None}
+    measured |= {"weight": [1, 1], "update": [0.1, 0.1], "same": [0, 0]}
+    tensors = {"type": "tensors", "step": 1, "every": 2, "names": ["a.weight", "b.weight"]}
+    tensors |= {"places": ["m.py:4", "m.py:5"], "frozen": [False, False]}
+    gradients = [(2, [1.0, 2.0]), (4, [1.0, 2.0]), (4, [3.0, "nan"])]
+    health = [{"type": "health", "step": s, "gradient": g, **measured} for s, g in gradients]
+    hang = {"type": "hang", "time": 1e9 + 5, "sentence": "rank 1 waits", "rank": 1, "step": 6}
+    hang |= {"place": "t.py:3", "waiting": [0], "slow": False}
+    restart = {"type": "restart", "time": 1e9 + 6, "generation": 1, "reason": "rank 1 waits"}
+    again = [resume(3), *steps(4, 9, later=10)]
+    site.write("ill", start(run="ill"), *steps(1, 5), hang, restart, *again)
+    site.write("ill", tensors, *health, file="health")
+    used = {"type": "resources", "cpu": [10, 50, 90], "memory": 2**30, "memory_limit": 2**32}
+    used |= {"disk_free": 2**33, "gpu": [], "throttled": False}
+    hosts = [used | {"time": 1e9 + t, "host": h} for t in (0, 10) for h in ("one", "two")]
+    site.write("ill", *hosts, file="resources")
     page.goto(site.url + "#run=ill")
     until_last(page, 9)
     until(page, "tracks.get('ill').hosts.size === 2 && tracks.get('ill').health.length === 2")
     page.wait_for_selector("canvas.map")
     page.wait_for_selector("#resources .card >> nth=1")
-    assert page.evaluate("tracks.get('ill').health.map(h => [h.step, h.gradient[1]])") == [
-        [2, 2.0],
-        [4, "nan"],
-    ]
-    assert page.evaluate("tracks.get('ill').bands.map(b => [b.kind, b.from.step, b.to.step])") == [
-        ["hang", 5, 4]
-    ]
-    assert "not finite" in page.inner_text("#health") and "1.00 GiB of 4.00 GiB" in page.inner_text(
-        "#resources"
-    )
-    bands = page.inner_text("#events")
-    assert "rank 1 waits" in bands and "resumed at step 3 on 2 workers" in bands
+    seen = page.evaluate("tracks.get('ill').health.map(h => [h.step, h.gradient[1]])")
+    assert seen == [[2, 2.0], [4, "nan"]]
+    bands = page.evaluate("tracks.get('ill').bands.map(b => [b.kind, b.from.step, b.to.step])")
+    assert bands == [["hang", 5, 4]]
+    assert "not finite" in page.inner_text("#health")
+    assert "1.00 GiB of 4.00 GiB" in page.inner_text("#resources")
+    told = page.inner_text("#events")
+    assert "rank 1 waits" in told and "resumed at step 3 on 2 workers" in told
 
 
 def write_search(site, name: str, results: list[list[float | None]], ended: str = "") -> None:

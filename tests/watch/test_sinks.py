@@ -10,17 +10,17 @@ import random
 import re
 import shutil
 import signal
-import sys
 import threading
 import time
 import urllib.request
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
 import pytest
 
-from processes import child, free_port, python, ronde_batch, ronde_run
+from processes import child, free_port, python, ronde, ronde_batch, ronde_run
 from record_lines import append, end, evaluation, resume
 from record_lines import start as line_of_start
 from record_lines import step as line_of_step
@@ -151,13 +151,8 @@ class StandIn(http.server.BaseHTTPRequestHandler):
             wanted = re.search(r"= '(\w+)'", body["filter"])[1]
             answer = {"runs": [r for r in state["runs"] if r["tags"]["ronde.id"] == wanted]}
         elif call == "runs/create":
-            state["runs"].append(
-                {
-                    "info": {"run_id": "x"},
-                    "tags": {t["key"]: t["value"] for t in body["tags"]},
-                    "metrics": [],
-                }
-            )
+            tags = {t["key"]: t["value"] for t in body["tags"]}
+            state["runs"].append({"info": {"run_id": "x"}, "tags": tags, "metrics": []})
             answer = {"run": state["runs"][-1]}
         elif call == "runs/log-batch":
             assert len(body["metrics"]) <= 1000 and len(body["tags"]) <= 100
@@ -167,9 +162,8 @@ class StandIn(http.server.BaseHTTPRequestHandler):
             state["runs"][0]["status"] = body["status"]
         for tracked in [answer.get("run"), *answer.get("runs", ())]:
             if tracked:
-                tracked["data"] = {
-                    "tags": [{"key": k, "value": v} for k, v in tracked["tags"].items()]
-                }
+                tags = [{"key": k, "value": v} for k, v in tracked["tags"].items()]
+                tracked["data"] = {"tags": tags}
         if fault == "lose":
             self.close_connection = True
             return
@@ -199,13 +193,8 @@ def losses(metrics: list[dict]) -> list[tuple[int, float]]:
 
 def test_mlflow_that_refuses_or_loses_answers_has_each_point_once(run, mlflow):
     state, target = mlflow
-    write(
-        run,
-        start(),
-        *(step(s) for s in range(1, 700)),
-        evaluated(699),
-        end(status="failed", step=699),
-    )
+    record = [start(), *(step(s) for s in range(1, 700)), evaluated(699)]
+    write(run, *record, end(status="failed", step=699))
     state["faults"] = ["", "lose", "", "", "lose", "refuse"]  # of the search, the first values, …
     said: list[str] = []
     for _ in range(4):  # each gives up after three tries, and the next goes on
@@ -217,14 +206,10 @@ def test_mlflow_that_refuses_or_loses_answers_has_each_point_once(run, mlflow):
     assert len(state["runs"]) == 1 and state["runs"][0]["status"] == "FAILED"
     tracked = state["runs"][0]
     assert losses(tracked["metrics"]) == [(s, step(s)["loss"]) for s in range(1, 700)]
-    assert [m["value"] for m in tracked["metrics"] if m["key"].startswith("evaluate/")] == [
-        0.25,
-        "NaN",
-    ]
-    assert (
-        tracked["tags"]["ronde.arguments"] == "--lr 1"
-        and tracked["tags"]["ronde.plan.batch_size"] == "8"
-    )
+    evaluations = [m for m in tracked["metrics"] if m["key"].startswith("evaluate/")]
+    assert [m["value"] for m in evaluations] == [0.25, "NaN"]
+    assert tracked["tags"]["ronde.arguments"] == "--lr 1"
+    assert tracked["tags"]["ronde.plan.batch_size"] == "8"
     assert said and "nothing is lost" in said[0]
     before = len(state["calls"])
     send_record(run, target, refuse)
@@ -234,35 +219,21 @@ def test_mlflow_that_refuses_or_loses_answers_has_each_point_once(run, mlflow):
 @pytest.mark.skipif(shutil.which("mlflow") is None, reason="no mlflow on the path")
 def test_a_real_mlflow_server_that_is_killed(run):
     port = free_port()
-    args = [
-        "mlflow",
-        "server",
-        "--port",
-        str(port),
-        "--workers",
-        "1",
-        "--backend-store-uri",
-        f"sqlite:///{run.path}/m.db",
-    ]
-    args += ["--default-artifact-root", str(run.path / "artifacts")]
+    args = f"mlflow server --port {port} --workers 1 --backend-store-uri".split()
+    args += [f"sqlite:///{run.path}/m.db", "--default-artifact-root", str(run.path / "artifacts")]
     target = f"mlflow:http://127.0.0.1:{port}"
 
     def ask(path: str, **body: object) -> dict:
         url = f"http://127.0.0.1:{port}/api/2.0/mlflow/{path}"
-        request = urllib.request.Request(
-            url, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"}
-        )
+        data = json.dumps(body).encode() if body else None
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         return json.load(urllib.request.urlopen(request, timeout=20))
 
     said: list[str] = []
     over = threading.Event()
     write(run, start(), *(step(s) for s in range(1, 101)))
-    sending = threading.Thread(
-        target=send_record,
-        args=(run, target, said.append),
-        kwargs={"over": over.is_set},
-        daemon=True,
-    )
+    send = partial(send_record, run, target, said.append, over=over.is_set)
+    sending = threading.Thread(target=send, daemon=True)
     sending.start()
 
     def until_has(count: int) -> list[dict]:
@@ -271,14 +242,10 @@ def test_a_real_mlflow_server_that_is_killed(run):
         while len(points) < count and time.monotonic() < limit:
             time.sleep(0.2)
             try:
-                experiment = ask("experiments/get-by-name?experiment_name=ronde")["experiment"][
-                    "experiment_id"
-                ]
-                mine = ask("runs/search", experiment_ids=[experiment])["runs"]
-                assert len(mine) == 1
-                points = ask(
-                    f"metrics/get-history?run_id={mine[0]['info']['run_id']}&metric_key=loss"
-                )["metrics"]
+                experiment = ask("experiments/get-by-name?experiment_name=ronde")["experiment"]
+                (mine,) = ask("runs/search", experiment_ids=[experiment["experiment_id"]])["runs"]
+                history = f"metrics/get-history?run_id={mine['info']['run_id']}&metric_key=loss"
+                points = ask(history)["metrics"]
             except (OSError, KeyError):
                 continue
         return points
@@ -334,56 +301,28 @@ def test_wandb_offline_has_each_point_once(run, tmp_path):
 
 
 def test_prometheus_gets_the_newest_values(run):
-    write(
-        run,
-        start(),
-        step(1),
-        step(2, 0.125),
-        evaluated(2),
-        {"type": "hang", "time": 1e9, "sentence": "x", "step": 2, "slow": True},
-    )
+    hang = {"type": "hang", "time": 1e9, "sentence": "x", "step": 2, "slow": True}
+    write(run, start(), step(1), step(2, 0.125), evaluated(2), hang)
     port = free_port()
-    with child(
-        [
-            sys.executable,
-            "-m",
-            "ronde",
-            "watch",
-            str(run.path),
-            "--follow",
-            "--to",
-            f"prometheus:{port}",
-        ],
-        run.path,
-    ) as served:
+    command = ronde("watch", str(run.path), "--follow", "--to", f"prometheus:{port}")
+    with child(command, run.path) as served:
         wanted = 'ronde_value{run="r",name="loss"} 0.125'
         limit, text = time.monotonic() + 30, ""
         while wanted not in text and time.monotonic() < limit:
             time.sleep(0.05)
             try:
-                text = (
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
-                    .read()
-                    .decode()
-                )
+                answer = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+                text = answer.read().decode()
             except OSError:
                 continue
         lines = text.splitlines()
         listening = psutil.Process(served.pid).net_connections()
         assert {c.laddr.ip for c in listening if c.status == "LISTEN"} == {"127.0.0.1"}
-        assert (
-            wanted in lines
-            and 'ronde_running{run="r"} 1.0' in lines
-            and 'ronde_hangs_total{run="r"} 1' in lines
-        )
+        assert 'ronde_running{run="r"} 1.0' in lines and 'ronde_hangs_total{run="r"} 1' in lines
         assert 'ronde_value{run="r",name="evaluate/a \\"b\\" \\\\"} 0.25' in lines
-        assert 'ronde_value{run="r",name="evaluate/worst"} NaN' in lines
-        assert all(
-            re.fullmatch(
-                r'# TYPE \w+ (gauge|counter)|\w+\{run="r"(,name="(\\.|[^"\\])*")?\} \S+', line
-            )
-            for line in lines
-        )
+        assert {wanted, 'ronde_value{run="r",name="evaluate/worst"} NaN'} <= set(lines)
+        form = r'# TYPE \w+ (gauge|counter)|\w+\{run="r"(,name="(\\.|[^"\\])*")?\} \S+'
+        assert all(re.fullmatch(form, line) for line in lines)
         write(run, end(step=2))
         assert served.done(30).returncode == 0
 

@@ -188,42 +188,20 @@ def run_with(path: Path, *events) -> RunDir:
 
 def test_summary(tmp_path):
     assert summarise(RunDir(tmp_path)).status == "empty"
-    done = summarise(
-        run_with(
-            tmp_path / "a",
-            started(),
-            *(step(n) for n in range(1, 9)),
-            Warned(text="w"),
-            Warned(text="w"),
-            ended(20.0),
-        )
-    )
-    assert (done.status, done.step, done.epoch, done.samples, done.loss) == (
-        "completed",
-        8,
-        2,
-        128,
-        0.125,
-    )
+    warned = [Warned(text="w"), Warned(text="w")]
+    whole = [started(), *(step(n) for n in range(1, 9)), *warned, ended(20.0)]
+    done = summarise(run_with(tmp_path / "a", *whole))
+    assert (done.status, done.step, done.epoch) == ("completed", 8, 2)
+    assert (done.samples, done.loss) == (128, 0.125)
     assert done.warnings == ["w"] and len(done.curve) == 8 and done.to_dict()["workers"] == 2
     json.dumps(done.to_dict())
-    failed = summarise(run_with(tmp_path / "b", started(), step(1), ended(5.0, "failed", "boom")))
+    failure = [started(), step(1), ended(5.0, "failed", "boom")]
+    failed = summarise(run_with(tmp_path / "b", *failure))
     assert (failed.status, failed.error) == ("failed", "boom")
     # Resumed after that end, and killed: an end of before says nothing of it.
-    stopped = run_with(
-        tmp_path / "c",
-        started(),
-        step(1),
-        ended(5.0, "failed", "boom"),
-        started(time=30.0),
-        resumed(1, 0),
-        step(2),
-    )
-    assert (summarise(stopped).status, summarise(stopped).error, summarise(stopped).step) == (
-        "running",
-        None,
-        2,
-    )
+    stopped = run_with(tmp_path / "c", *failure, started(time=30.0), resumed(1, 0), step(2))
+    resumed_run = summarise(stopped)
+    assert (resumed_run.status, resumed_run.error, resumed_run.step) == ("running", None, 2)
     again = run_with(tmp_path / "e", started(1.0), ended(5.0), started(30.0), ended(37.0))
     assert summarise(again).seconds == 11.0  # of both parts, without what was between them
     os.utime(stopped.record, (1.0, 1.0))
@@ -349,17 +327,11 @@ def test_losses_are_read_late_and_recorded_in_order(tmp_path):
     watch(watcher, 2)
     watcher.close()
     events = read(tmp_path / "r")
-    assert (
-        [e.step for e in events[:300]] == list(range(1, 301))
-        and isinstance(events[300], Warned)
-        and len(events) == 303
-    )
+    assert [e.step for e in events[:300]] == list(range(1, 301))
+    assert isinstance(events[300], Warned) and len(events) == 303
     assert events[6].loss == pytest.approx(1 / 7)
-    assert (
-        [n for n in range(1, 20_001) if recorded(n)][999:1003] == [1000, 1010, 1020, 1030]
-        and recorded(20_000)
-        and not recorded(20_010)
-    )
+    shown = [n for n in range(1, 20_021) if recorded(n)]
+    assert shown[999:1003] == [1000, 1010, 1020, 1030] and shown[-2:] == [19_900, 20_000]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
@@ -423,20 +395,11 @@ def test_other_ranks_write_nothing(tmp_path):
 
 
 def test_displays(capsys):
-    state = {
-        "epoch": 1,
-        "epochs": 3,
-        "step": 12,
-        "steps": 30,
-        "loss": 0.25,
-        "samples_per_second": 1234.5,
-        "seconds_left": 75.0,
-    }
+    state = {"epoch": 1, "epochs": 3, "step": 12, "steps": 30, "loss": 0.25}
+    state |= {"samples_per_second": 1234.5, "seconds_left": 75.0}
     Lines().update(state)
-    assert (
-        capsys.readouterr().out
-        == "epoch 2/3  step 12/30  loss 0.2500  1,234 samples/s  1:15 left\n"
-    )
+    line = "epoch 2/3  step 12/30  loss 0.2500  1,234 samples/s  1:15 left\n"
+    assert capsys.readouterr().out == line
     Lines().update(dict.fromkeys(state) | {"epoch": 0, "step": 1})
     assert capsys.readouterr().out == "epoch 1  step 1\n"
     drawn = io.StringIO()
@@ -445,18 +408,9 @@ def test_displays(capsys):
     bar.say("a [line] of the script")
     bar.update({"close": True})
     bar.close()
-    assert (
-        "12/30" in drawn.getvalue()
-        and "━" in drawn.getvalue()
-        and "a [line] of the script" in drawn.getvalue()
-    )
-    assert [clock(s) for s in (-1, 0, 75, 3600, 90061)] == [
-        "0:00",
-        "0:00",
-        "1:15",
-        "1:00:00",
-        "25:01:01",
-    ]
+    assert all(text in drawn.getvalue() for text in ("12/30", "━", "a [line] of the script"))
+    clocks = {-1: "0:00", 0: "0:00", 75: "1:15", 3600: "1:00:00", 90061: "25:01:01"}
+    assert {seconds: clock(seconds) for seconds in clocks} == clocks
 
 
 def test_evaluations_have_names(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,8 @@ and the cores.
 from __future__ import annotations
 
 import ast
+import dataclasses
+import math
 import os
 import sys
 from pathlib import Path
@@ -94,17 +96,7 @@ POD = {
 
 
 def place(env):
-    found = identify(env)
-    return (
-        found.launcher,
-        found.rank,
-        found.size,
-        found.local_rank,
-        found.local_size,
-        found.node,
-        found.address,
-        found.port,
-    )
+    return dataclasses.astuple(identify(env))[:8]  # all but the interface
 
 
 def test_each_launcher_is_read():
@@ -119,11 +111,8 @@ def test_each_launcher_is_read():
     assert place({**POD, "KUBERNETES_SERVICE_HOST": ""})[0] == "python"
     by_hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
     assert place(by_hand) == ("environment", 1, 2, None, None, 0, "127.0.0.1", 1234)
-    assert place({"RANK": "0", "WORLD_SIZE": "1"})[:3] == (
-        "environment",
-        0,
-        1,
-    )  # one worker needs no meeting point
+    # one worker needs no meeting point
+    assert place({"RANK": "0", "WORLD_SIZE": "1"})[:3] == ("environment", 0, 1)
     assert place({**OPEN_MPI, "MASTER_ADDR": "n1", "MASTER_PORT": "5000"})[-2:] == ("n1", 5000)
     assert place({"RANK": "", "WORLD_SIZE": ""})[0] == "python"  # set to nothing is not set
 
@@ -151,15 +140,8 @@ def test_slurm():
         "SLURM_LOCALID": "0",
     }
     subset["SLURM_STEP_TASKS_PER_NODE"] = "1(x2)"
-    assert place(subset)[:7] == (
-        "srun",
-        1,
-        2,
-        0,
-        1,
-        1,
-        "n3",
-    )  # the first node of the step, not of the job
+    # the first node of the step, not of the job
+    assert place(subset)[:7] == ("srun", 1, 2, 0, 1, 1, "n3")
     shell = {k: v for k, v in SRUN.items() if not k.startswith(("SLURM_STEP", "SLURM_SRUN"))}
     shell.update(SLURM_PROCID="0", SLURM_LOCALID="0", SLURM_NODEID="0")
     assert place(shell)[:3] == ("python", 0, 1)  # the batch script itself: nothing is distributed
@@ -244,13 +226,8 @@ def test_sagemaker(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(launchers, "_SAGEMAKER_CONFIG", config)
     found = identify({"TRAINING_JOB_NAME": "job-1"})
-    assert (found.launcher, found.rank, found.size, found.address, found.interface) == (
-        "sagemaker",
-        1,
-        2,
-        "algo-1",
-        "eth1",
-    )
+    assert (found.launcher, found.rank, found.size) == ("sagemaker", 1, 2)
+    assert (found.address, found.interface) == ("algo-1", "eth1")
     assert identify({}).launcher == "python"  # such a file alone does not make a job
 
 
@@ -360,75 +337,47 @@ print(sorted(others & {"statistics", "fractions", "psutil", "rich", "yaml", "pan
     assert done.stdout.splitlines() == ["[]", "[]"], done.stdout + done.stderr
 
 
-def tree(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+def quota_of_version_1(folder: str, quota: int, period: int = 100_000) -> dict[str, str]:
+    values = {"quota": quota, "period": period}
+    return {f"{folder}/cpu.cfs_{name}_us": str(value) for name, value in values.items()}
+
+
+DOCKER = quota_of_version_1("cpu,cpuacct/docker", 250_000)
+NO_LIMIT = quota_of_version_1("cpu,cpuacct/docker/x", -1)
 
 
 @pytest.mark.parametrize(
     ("proc", "files", "cores"),
     [
-        # v2
-        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
-        ("0::/\n", {"cpu.max": "max 100000\n"}, float("inf")),
+        ("0::/", {"cpu.max": "150000 100000"}, 1.5),
+        ("0::/", {"cpu.max": "max 100000"}, math.inf),
+        # the tightest of all holds
+        ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "300000 100000"}, 2.0),
+        ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4.0),
+        ("0::/a/b", {"a/cpu.max": "max 100000", "a/b/cpu.max": "50000 100000"}, 0.5),
+        # the host's path, the container's own root
+        ("0::/kubepods/x", {"cpu.max": "250000 100000"}, 2.5),
+        ("0::/a", {"a/cpu.max": "what is this"}, math.inf),
+        ("0::/a", {"other/cpu.max": "100000 100000"}, math.inf),  # a neighbour's is not ours
+        # version 1, and both at once, as on a hybrid host
+        ("4:cpu,cpuacct:/docker/x\n1:name=systemd:/docker/x", DOCKER | NO_LIMIT, 2.5),
+        ("3:cpu:/j", quota_of_version_1("cpu/j", 100_000, 50_000), 2.0),
+        ("3:cpu:/gone", quota_of_version_1("cpu", 300_000), 3.0),
         (
-            "0::/a/b\n",
-            {"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "300000 100000\n"},
-            2.0,
-        ),  # the tightest of all holds
-        ("0::/a/b\n", {"a/cpu.max": "400000 100000\n", "a/b/cpu.max": "max 100000\n"}, 4.0),
-        ("0::/a/b\n", {"a/cpu.max": "max 100000\n", "a/b/cpu.max": "50000 100000\n"}, 0.5),
-        (
-            "0::/kubepods/x\n",
-            {"cpu.max": "250000 100000\n"},
-            2.5,
-        ),  # the host's path, the container's own root
-        ("0::/a\n", {"a/cpu.max": "what is this\n"}, float("inf")),
-        (
-            "0::/a\n",
-            {"other/cpu.max": "100000 100000\n"},
-            float("inf"),
-        ),  # a neighbour's limit is not ours
-        # v1
-        (
-            "4:cpu,cpuacct:/docker/x\n1:name=systemd:/docker/x\n",
-            {
-                "cpu,cpuacct/docker/cpu.cfs_quota_us": "250000\n",
-                "cpu,cpuacct/docker/cpu.cfs_period_us": "100000\n",
-                "cpu,cpuacct/docker/x/cpu.cfs_quota_us": "-1\n",
-                "cpu,cpuacct/docker/x/cpu.cfs_period_us": "100000\n",
-            },
-            2.5,
-        ),
-        (
-            "3:cpu:/j\n",
-            {"cpu/j/cpu.cfs_quota_us": "100000\n", "cpu/j/cpu.cfs_period_us": "50000\n"},
-            2.0,
-        ),
-        (
-            "3:cpu:/gone\n",
-            {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            3.0,
-        ),
-        # both at once, as on a hybrid host
-        (
-            "3:cpu:/j\n0::/a\n",
-            {
-                "a/cpu.max": "500000 100000\n",
-                "cpu/j/cpu.cfs_quota_us": "400000\n",
-                "cpu/j/cpu.cfs_period_us": "100000\n",
-            },
+            "3:cpu:/j\n0::/a",
+            {"a/cpu.max": "500000 100000", **quota_of_version_1("cpu/j", 400_000)},
             4.0,
         ),
-        ("", {}, float("inf")),
+        ("", {}, math.inf),
     ],
 )
 def test_container_quota(tmp_path, proc, files, cores):
-    (tmp_path / "proc").write_text(proc)
+    (tmp_path / "proc").write_text(f"{proc}\n")
     (tmp_path / "root").mkdir()
-    tree(tmp_path / "root", files)
+    for name, text in files.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
     assert _cgroup_cores(control_groups("cpu", tmp_path / "root", tmp_path / "proc")) == cores
 
 
