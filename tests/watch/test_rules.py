@@ -281,7 +281,7 @@ def test_rules_of_ones_own_and_one_that_raises(tmp_path):
     assert silent.look() == []
 
 
-def test_an_alert_is_posted_and_tried_three_times_at_most():
+def test_an_alert_is_posted_and_tried_three_times_at_most(monkeypatch):
     statuses, bodies = [503, 500, 200, 404, 503, 503, 503], []
 
     class Chat(BaseHTTPRequestHandler):
@@ -293,6 +293,8 @@ def test_an_alert_is_posted_and_tried_three_times_at_most():
         def log_message(self, *_: object) -> None:
             pass
 
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
     server = HTTPServer(("127.0.0.1", 0), Chat)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -305,6 +307,7 @@ def test_an_alert_is_posted_and_tried_three_times_at_most():
         assert (bodies[0]["rank"], bodies[0]["run"], bodies[0]["values"]) == (2, "big", {"a": 1})
         assert "404" in notify(url, "big", alert) and len(bodies) == 4
         assert "did not take the alert" in notify(url, "big", alert) and len(bodies) == 7
+        assert len(pauses) == 4 and min(pauses) > 0  # between two tries
     finally:
         server.shutdown()
         thread.join()
