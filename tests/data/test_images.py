@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 
+from feeding import feed_of, read, take, with_executor
 from ronde import feed
 from ronde.data import image_decoders
 from ronde.data.images import with_decoder
@@ -19,7 +20,6 @@ from ronde.feed import (
     Normalize,
     RandomResizedCrop,
     Resize,
-    take_over,
 )
 from ronde.plan.batch import shares
 from ronde.world import ArgumentError, SampleError
@@ -193,15 +193,7 @@ def test_an_image_that_is_too_small_is_named_and_can_be_skipped(tmp_path):
         SampleError, match=r"sample 2 \(2\.png\), stage augment: .*the image is only 40 × 5 there"
     ):
         data.__getitems__(range(6))
-    taken = take_over(
-        data.skip_bad(0.2),
-        seed=0,
-        batch_size=6,
-        shuffle=False,
-        shuffle_dataset=False,
-        drop_last=False,
-    )
-    reading = feed.Feed(taken.dataset, taken.order, taken.settings, 0)
+    reading = feed_of(take(data.skip_bad(0.2), shuffle=False))
     ((share, batches),) = reading.read(lambda: shares(0, 0, 6, 6, 0, 1))
     assert [i for i, _ in reading.skipped] == [2] and len(reading.finish(share, batches)[0]) == 6
 
@@ -258,29 +250,17 @@ def test_evaluation_is_what_one_writes_with_pillow(folder):
         assert apart.mean() <= 0.1 and apart.max() <= 2  # both passes may round otherwise
 
 
-def read(pipeline, workers, epoch=0, executor="processes"):
-    taken = feed.take_over(
-        pipeline, seed=3, batch_size=None, shuffle=True, shuffle_dataset=True, drop_last=False
-    )
-    taken = feed.apply_settings(
-        taken, feed.FeedSettings(executor=executor if workers else "none", workers=workers)
-    )
-    loader = feed.Feed(taken.dataset, taken.order, taken.settings, 3)
-    return [
-        loader.finish(share, micros)[0]
-        for share, micros in loader.read(lambda: shares(epoch, 0, len(pipeline), 8, 0, 1))
-    ]
-
-
 def test_the_same_bits_whoever_reads(folder):
     augment = [RandomResizedCrop(40), HorizontalFlip()]
     data = feed.images(folder, size=40, augment=augment)
-    first = read(data, 0)
-    for found in (read(data, 1), read(data, 2), read(data, 3, executor="threads")):
+    taken = take(data, seed=3)
+    first = read(with_executor(taken, "none"), batch=8, seed=3)
+    for executor, workers in (("processes", 1), ("processes", 2), ("threads", 3)):
+        found = read(with_executor(taken, executor, workers), batch=8, seed=3)
         assert len(found) == len(first) == 3
         for (x, y), (x_first, y_first) in zip(found, first, strict=True):
             assert torch.equal(x, x_first) and torch.equal(y, y_first)
-    again = read(data, 0, epoch=1)
+    again = read(with_executor(taken, "none"), batch=8, epochs=(1,), seed=3)
     assert not torch.equal(again[0][0], first[0][0])
 
 

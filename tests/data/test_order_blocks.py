@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from torch.utils.data import DataLoader
 
+from feeding import take
 from ronde import feed
-from ronde.feed import Order, Pipeline, take_over
+from ronde.feed import Order, Pipeline
 from ronde.world import ArgumentError
 
 
@@ -133,10 +134,8 @@ def test_what_cannot_be(arguments, text):
         Order(10, **arguments)
 
 
-def taken(data, **more):
-    return take_over(
-        data, seed=3, batch_size=8, shuffle=None, shuffle_dataset=True, drop_last=False, **more
-    )
+def order_of(data):
+    return take(data, seed=3).order
 
 
 def test_large_tables_go_by_blocks_small_ones_do_not(tmp_path):
@@ -144,11 +143,11 @@ def test_large_tables_go_by_blocks_small_ones_do_not(tmp_path):
     pq.write_table(pa.table({"x": np.arange(500)}), file, row_group_size=40)
     small, large = feed.parquet(file), feed.parquet(file, cache_bytes=1000)
     n = len(small)
-    assert taken(small).order == Order(n, 3) and small.blocks is None
+    assert order_of(small) == Order(n, 3) and small.blocks is None
     assert large.blocks == (*[40] * 12, 20) and feed.parquet(file, blocks=True).blocks is not None
     wanted = Order(n, 3, blocks=large.blocks, window=large.window)
-    assert taken(large).order == wanted
-    assert taken(Pipeline(large)).order == wanted and taken(Pipeline(small)).order == Order(n, 3)
-    assert taken(DataLoader(large, 8, shuffle=True)).order == wanted
-    assert taken(DataLoader(large, 8)).order == Order(n, 3, False)
+    assert order_of(large) == wanted
+    assert order_of(Pipeline(large)) == wanted and order_of(Pipeline(small)) == Order(n, 3)
+    assert order_of(DataLoader(large, 8, shuffle=True)) == wanted
+    assert order_of(DataLoader(large, 8)) == Order(n, 3, False)
     assert feed.parquet(file, cache_bytes=1000, blocks=False).blocks is None

@@ -13,24 +13,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from feeding import read, take, with_executor
 from ronde import feed
-from ronde.plan.batch import shares
 from ronde.world import ArgumentError, SampleError
-
-
-def read(pipeline, workers=0, batch=3):
-    taken = feed.take_over(
-        pipeline, seed=3, batch_size=None, shuffle=True, shuffle_dataset=True, drop_last=False
-    )
-    taken = feed.apply_settings(
-        taken, feed.FeedSettings(executor="processes" if workers else "none", workers=workers)
-    )
-    loader = feed.Feed(taken.dataset, taken.order, taken.settings, 3)
-    order = taken.order.ids(0, 0, len(pipeline)).tolist()
-    return order, [
-        micros[0] for _, micros in loader.read(lambda: shares(0, 0, len(pipeline), batch, 0, 1))
-    ]
-
 
 N = 1000
 
@@ -180,13 +165,14 @@ def test_several_files_and_any_number_of_workers(tmp_path):
     paths = str(tmp_path / "part*.parquet")
     recipe = fitted(paths, "count", {"rooms": {}, "zone": {"codes": True}})
     data = feed.table(paths, recipe=recipe, cache=tmp_path / "c")
-    order, first = read(data, 0, batch=16)
+    taken = take(data, seed=3)
+    order = taken.order.ids(0, 0, len(data)).tolist()
+    first = read(with_executor(taken, "none"), batch=16)
     assert [int(v) for (x, _), _ in first for v in x[:, 0]] == [
         whole["rooms"].to_pylist()[i] for i in order
     ]
     for workers in (1, 2):
-        again, found = read(data, workers, batch=16)
-        assert again == order
+        found = read(with_executor(taken, "processes", workers), batch=16)
         for ((x, c), y), ((x0, c0), y0) in zip(found, first, strict=True):
             assert torch.equal(x, x0) and torch.equal(c, c0) and torch.equal(y, y0)
     plain = [y for _, y in DataLoader(data, 16)]

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import ronde
+from feeding import take
 from processes import python, ronde_run
-from ronde.loader import take_over
 from ronde.plan import shares
 from ronde.world import ArgumentError
 
@@ -186,9 +186,7 @@ class Own:
 
 
 def orders(loader, epochs=(0, 1, 2, 3)):
-    taken = take_over(
-        loader, seed=3, batch_size=None, shuffle=None, shuffle_dataset=True, drop_last=False
-    )
+    taken = take(loader, seed=3)
     return taken, [taken.order.ids(e, 0, 10).tolist() for e in epochs]
 
 

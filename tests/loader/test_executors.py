@@ -31,11 +31,11 @@ from torch.utils.data import (
 )
 
 import ronde
+from feeding import feed_of, read, take, with_executor
 from processes import child, python, ronde_run
 from ronde import ArgumentError, CheckpointError, FeedError, SampleError
 from ronde.adapt import requested_settings
 from ronde.feed import (
-    Feed,
     FeedSettings,
     Order,
     Pipeline,
@@ -44,7 +44,6 @@ from ronde.feed import (
     read_settings,
     rng,
     rngs,
-    take_over,
 )
 from ronde.loader.choose_executor import choose_executor
 from ronde.loader.thread_workers import Threads
@@ -73,39 +72,6 @@ def no_thread_is_left():
 def nothing_kept(monkeypatch):
     monkeypatch.setenv("RONDE_RUNS", "none")
     monkeypatch.setenv("RONDE_DEVICE", "cpu")
-
-
-def with_executor(taken, executor, workers=2, **more):
-    return apply_settings(
-        taken, FeedSettings(executor=executor, workers=0 if executor == "none" else workers, **more)
-    )
-
-
-def read(
-    taken, size=1, batch=6, micro=None, epochs=(0,), offset=0, seed=0, evaluate=False, say=None
-):
-    """Micro-batches of every rank, in the order of the global batches, those of empty shares left
-    out.
-    """
-    steps = []
-    for rank in range(size):
-        feed = Feed(taken.dataset, taken.order, taken.settings, seed, evaluate=evaluate, say=say)
-        k = 0
-        for epoch in epochs:
-            start = offset if epoch == epochs[0] else 0
-            for share, batches in feed.read(
-                lambda rank=rank, epoch=epoch, start=start: shares(
-                    epoch, start, taken.order.epoch_samples, batch, rank, size, micro
-                )
-            ):
-                if rank == 0:
-                    steps.append([])
-                steps[k] += [
-                    b for b, (low, high) in zip(batches, share.micro, strict=True) if high > low
-                ]
-                k += 1
-        feed.close()
-    return [b for step in steps for b in step]
 
 
 # -- threads ---------------------------------------------------------------------------
@@ -207,7 +173,7 @@ def test_compute_threads_of_loading_threads_are_limited_and_no_others(threads):
     torch.set_num_threads(3)
     try:
         rows = torch.cat(
-            read(with_executor(take_over_(Reports(), shuffle=False), "threads", threads=threads))
+            read(with_executor(take(Reports(), shuffle=False), "threads", threads=threads))
         ).tolist()
         assert torch.get_num_threads() == 3
         later = []
@@ -222,18 +188,6 @@ def test_compute_threads_of_loading_threads_are_limited_and_no_others(threads):
 
 
 # -- the same order and the same bits --------------------------------------------------
-
-
-def take_over_(data, seed=0, batch_size=None, shuffle=None, evaluate=False):
-    return take_over(
-        data,
-        seed=seed,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        shuffle_dataset=not evaluate,
-        drop_last=False,
-        evaluate=evaluate,
-    )
 
 
 def by_hand(seed: int, epoch: int, key: int, purpose: int = 1) -> np.random.Generator:
@@ -306,7 +260,7 @@ def test_order_and_augmentation_are_the_same_for_any_executor_and_number_of_work
     for executor, size in itertools.product(EXECUTORS, (1, 2)):
         if executor == "processes" and size == 2 and kind != "two steps":
             continue
-        taken = with_executor(take_over_(DATA[kind], seed=3), executor)
+        taken = with_executor(take(DATA[kind], seed=3), executor)
         rows = torch.cat(read(taken, size, batch=7, epochs=(0, 1), seed=3)).tolist()
         expected = [(e, i) for e in (0, 1) for i in Order(50, 3).ids(e, 0, 50).tolist()]
         assert [row[0] for row in rows] == [i for _, i in expected], (executor, size)
@@ -319,7 +273,7 @@ def test_order_and_augmentation_are_the_same_for_any_executor_and_number_of_work
 def test_a_sampler_draws_a_sample_several_times_each_time_with_another_augmentation(executor):
     data = Plain()
     taken = with_executor(
-        take_over_(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 50, 60)), seed=3),
+        take(DataLoader(data, sampler=WeightedRandomSampler([1.0] * 50, 60)), seed=3),
         executor,
     )
     rows = torch.cat(read(taken, 2, batch=7, seed=3)).tolist()
@@ -329,8 +283,8 @@ def test_a_sampler_draws_a_sample_several_times_each_time_with_another_augmentat
 
 def test_rows_of_tensors_and_streams_under_threads():
     data = TensorDataset(torch.arange(50), torch.randn(50, 3))
-    expected = read(take_over_(data))
-    for a, b in zip(read(with_executor(take_over_(data), "threads")), expected, strict=True):
+    expected = read(take(data))
+    for a, b in zip(read(with_executor(take(data), "threads")), expected, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
     class Stream(IterableDataset):
@@ -340,9 +294,7 @@ def test_rows_of_tensors_and_streams_under_threads():
         def __iter__(self):
             return iter(range(17))
 
-    assert torch.cat(read(with_executor(take_over_(Stream()), "threads"))).tolist() == list(
-        range(17)
-    )
+    assert torch.cat(read(with_executor(take(Stream()), "threads"))).tolist() == list(range(17))
 
 
 # -- the generators that all share -----------------------------------------------------
@@ -371,16 +323,10 @@ def state():
 
 
 def test_what_draws_from_global_generators_is_not_read_by_threads():
-    expected = read(with_executor(take_over_(Global(n=60)), "none"))
+    expected = read(with_executor(take(Global(n=60)), "none"))
     before, told = state(), []
-    taken = with_executor(take_over_(Global(n=60)), "threads")
-    feed = Feed(
-        taken.dataset,
-        taken.order,
-        taken.settings,
-        0,
-        say=lambda text, warning: told.append((text, warning)),
-    )
+    taken = with_executor(take(Global(n=60)), "threads")
+    feed = feed_of(taken, say=lambda text, warning: told.append((text, warning)))
     found = [b for _, bs in feed.read(lambda: shares(0, 0, 60, 6, 0, 1)) for b in bs]
     feed.close()
     assert feed.executor == "none"
@@ -423,8 +369,8 @@ class Records(Dataset):
 def test_auto_never_shares_an_open_file(tmp_path, lazily):
     path = tmp_path / "records"
     path.write_bytes(b"".join(i.to_bytes(8, "little") for i in range(200)))
-    taken = with_executor(take_over_(Records(path, lazily)), "auto")
-    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    taken = with_executor(take(Records(path, lazily)), "auto")
+    feed = feed_of(taken)
     found = torch.cat([b for _, bs in feed.read(lambda: shares(0, 0, 200, 8, 0, 1)) for b in bs])
     feed.close()
     assert found.tolist() == Order(200, 0).ids(0, 0, 200).tolist()
@@ -489,7 +435,7 @@ def test_a_bad_sample_is_an_error_that_names_it(executor, bad, where):
         Pipeline(Rows(40, bad)).map(decode if not bad else torch.from_numpy, "decode").map(brighten)
     )
     with pytest.raises(SampleError, match=where) as error:
-        read(with_executor(take_over_(pipeline), executor))
+        read(with_executor(take(pipeline), executor))
     shown = "".join(traceback.format_exception(error.value))
     assert bad or ("in decode" in shown and "test_executors.py" in shown), shown
 
@@ -514,7 +460,7 @@ def test_skipped_samples_have_the_same_stand_ins_everywhere():
     for executor, size in itertools.product(EXECUTORS, (1, 3)):
         if executor == "processes" and size == 3:
             continue
-        taken = with_executor(take_over_(pipeline, seed=2), executor)
+        taken = with_executor(take(pipeline, seed=2), executor)
         rows = torch.cat(read(taken, size, batch=8, epochs=(0, 1), seed=2)).tolist()
         expected = []
         for epoch in (0, 1):
@@ -531,9 +477,9 @@ def test_skipped_samples_have_the_same_stand_ins_everywhere():
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_an_evaluation_leaves_bad_samples_out(executor):
     pipeline = Pipeline(Rows(40, {**BAD, 8: "read", 9: "read"})).map(torch.from_numpy).skip_bad(0.5)
-    taken = with_executor(take_over_(pipeline, evaluate=True), executor)
+    taken = with_executor(take(pipeline, evaluate=True), executor)
     found, missing = [], []
-    feed = Feed(taken.dataset, taken.order, taken.settings, 0, evaluate=True)
+    feed = feed_of(taken, evaluate=True)
     for share, batches in feed.read(lambda: shares(0, 0, 40, 4, 0, 2, 2)):
         for batch, (low, high), left in zip(batches, share.micro, feed.left_out, strict=True):
             missing.append(left)
@@ -581,7 +527,7 @@ def test_a_loading_process_that_dies_is_named(number, said):
     with pytest.raises(
         FeedError, match=rf"loading process 1 of 2 \(pid \d+\) of training rank 0 {said}"
     ):
-        read(with_executor(take_over_(Kills(7, number), shuffle=False), "processes"))
+        read(with_executor(take(Kills(7, number), shuffle=False), "processes"))
 
 
 class Local(Works):
@@ -601,7 +547,7 @@ def test_an_error_that_cannot_be_pickled_comes_out_of_a_loading_process(base):
     data = Local()
     data.number = base
     with pytest.raises(RuntimeError) as error:
-        read(with_executor(take_over_(data, shuffle=False), "processes"))
+        read(with_executor(take(data, shuffle=False), "processes"))
     assert re.search(
         r"RuntimeError: test_executors\.Local\.__getitem__\.<locals>\.Odd: bad "
         r"thing\nwhile sample 7 of the data",
@@ -612,8 +558,8 @@ def test_an_error_that_cannot_be_pickled_comes_out_of_a_loading_process(base):
 
 
 def test_a_loop_over_processes_may_be_left_and_begun_again():
-    taken = take_over_(DataLoader(Works(), 5, shuffle=True, num_workers=2))
-    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    taken = take(DataLoader(Works(), 5, shuffle=True, num_workers=2))
+    feed = feed_of(taken)
     expected = [b.tolist() for b in read(with_executor(taken, "none"), batch=5)]
     for stop in (3, 40, 1):
         found, begun = [], torch.get_rng_state()
@@ -646,8 +592,8 @@ class Changing(Dataset):
 def test_what_the_script_changes_between_epochs_is_what_the_next_one_is_read_with(executor):
     """As a curriculum does: loading processes start again for every epoch, as torch's do."""
     data = Changing()
-    taken = with_executor(take_over_(data), executor)
-    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    taken = with_executor(take(data), executor)
+    feed = feed_of(taken)
     processes = set()
     for epoch in range(3):
         data.strength = 10.0 + epoch
@@ -744,7 +690,7 @@ def test_an_error_of_a_plain_data_set_keeps_its_type_and_says_of_which_sample(
     executor, raised, kind, says
 ):
     with pytest.raises(kind, match=says) as caught:
-        read(with_executor(take_over_(Ends(raised), shuffle=False), executor))
+        read(with_executor(take(Ends(raised), shuffle=False), executor))
     text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     assert text.rstrip().endswith(f"{says}\nwhile sample 6 of the data set was read"), text
     shown = "".join(traceback.format_exception(caught.value))
@@ -755,7 +701,7 @@ def test_an_error_of_a_plain_data_set_keeps_its_type_and_says_of_which_sample(
 
 
 def test_settings_change_how_samples_are_read_and_nothing_else(tmp_path):
-    taken = take_over_(
+    taken = take(
         DataLoader(Plain(), batch_size=8, num_workers=3, prefetch_factor=4, pin_memory=False),
         seed=1,
     )
@@ -779,7 +725,7 @@ def test_settings_change_how_samples_are_read_and_nothing_else(tmp_path):
     assert applied(prefetch=5).settings.options.get("prefetch_factor") is None
     assert applied(prefetch=5).settings.prefetch == 5
     assert applied(pin_memory=True).settings.options["pin_memory"] is True
-    bare = apply_settings(take_over_(Plain()), FeedSettings(executor="threads"), local_size=10_000)
+    bare = apply_settings(take(Plain()), FeedSettings(executor="threads"), local_size=10_000)
     assert bare.settings.num_workers == 1  # cores shared out among the workers of a node
     file = tmp_path / "x.feed.yaml"
     FeedSettings(executor="threads", workers=2).save(file)

@@ -25,8 +25,9 @@ from torch.utils.data import (
     default_collate,
 )
 
+from feeding import feed_of, read, take
 from ronde import ArgumentError
-from ronde.feed import Feed, LoaderSettings, Order, key_of, permute, take_over
+from ronde.feed import Feed, LoaderSettings, Order, key_of, permute
 from ronde.plan import epoch_steps, shares
 
 # -- the order -------------------------------------------------------------------------
@@ -208,33 +209,6 @@ def test_shares_from_any_offset_are_the_rest():
 # -- what is read ----------------------------------------------------------------------
 
 
-def read(taken, size=1, batch=6, micro=None, epoch=0, offset=0, seed=0, drop_last=False):
-    """Micro-batches of every rank, those of empty shares left out."""
-    found = []
-    for rank in range(size):
-        feed = Feed(taken.dataset, taken.order, taken.settings, seed)
-
-        def mine(rank=rank):
-            return shares(
-                epoch, offset, taken.order.epoch_samples, batch, rank, size, micro, drop_last
-            )
-
-        for share, batches in feed.read(mine):
-            found += [b for b, (low, high) in zip(batches, share.micro, strict=True) if high > low]
-    return found
-
-
-def take(data, seed=0, batch_size=None, shuffle=None, shuffle_dataset=True, drop_last=False):
-    return take_over(
-        data,
-        seed=seed,
-        batch_size=batch_size,
-        shuffle=shuffle,
-        shuffle_dataset=shuffle_dataset,
-        drop_last=drop_last,
-    )
-
-
 class Numbers(Dataset):
     def __init__(self, n=20):
         self.n = n
@@ -294,7 +268,7 @@ def test_samplers():
         first, again = (
             take(DataLoader(data, batch_size=4, sampler=sampler), seed=2) for _ in range(2)
         )
-        epochs = [ids_of(read(first, epoch=e)) for e in range(2)]
+        epochs = [ids_of(read(first, epochs=(e,))) for e in range(2)]
         assert first.order.epoch_samples == length and [len(e) for e in epochs] == [length] * 2
         assert epochs[0] != epochs[1]  # another draw each epoch
         # the same draw for every rank
@@ -529,7 +503,11 @@ def test_augmentation_is_a_function_of_the_sample(workers):
             continue
         found = torch.cat(
             read(
-                take(DataLoader(data, num_workers=workers, shuffle=True)), size, batch, micro, epoch
+                take(DataLoader(data, num_workers=workers, shuffle=True)),
+                size,
+                batch,
+                micro,
+                (epoch,),
             )
         )
         assert len(found) == 30
@@ -542,7 +520,7 @@ def test_augmentation_is_a_function_of_the_sample(workers):
 
 def test_a_script_that_draws_between_batches_changes_nothing():
     taken = take(Drawing(260, start=200, kinds="p"), shuffle=False)
-    feed = Feed(taken.dataset, taken.order, taken.settings, 0)
+    feed = feed_of(taken)
     random.seed(5)
     expected = [random.random() for _ in range(40)]
     random.seed(5)
