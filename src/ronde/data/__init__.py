@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from ronde.world import lazily
 
 if TYPE_CHECKING:
-    from ronde.data.batched_order import BatchOrder, batch_order
     from ronde.data.contract import Bad, Source, Step
     from ronde.data.image_decoders import DECODERS, available
     from ronde.data.images import with_decoder
@@ -30,7 +29,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "ronde.data.batched_order": "BatchOrder batch_order",
             "ronde.data.contract": "Bad Source Step",
             "ronde.data.image_decoders": "DECODERS available",
             "ronde.data.images": "with_decoder",

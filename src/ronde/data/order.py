@@ -145,6 +145,9 @@ class Order:
             permutes all samples. Permuted positions cost memory for one window and 8 bytes a block.
         window: how many blocks are mixed with each other.
         sampler: with ``draw``, the sampler's class.
+        batches: ``batches(epoch) -> the ids of each global batch``, with ``draw``: a script's own
+            ``batch_sampler``. Their sizes and their number may vary by epoch.
+        first_batches: digest of epoch 0's batches. A run resumes only with the same.
 
     Raises:
         ArgumentError: blocks that do not add up to ``n``, an empty one, or a window below 1.
@@ -168,6 +171,8 @@ class Order:
     blocks: tuple[int, ...] | None = None
     window: int = 64
     sampler: str | None = None
+    batches: Callable[[int], Sequence[Sequence[int]]] | None = field(default=None, compare=False)
+    first_batches: str = ""
 
     def __post_init__(self) -> None:
         if self.blocks is None:
@@ -195,11 +200,12 @@ class Order:
 
     def samples_in(self, epoch: int) -> int:
         """Samples in one epoch, where epochs differ in length."""
-        return self.epoch_samples
+        ends = self.ends(epoch)
+        return self.epoch_samples if ends is None else ends[-1]
 
     def ends(self, epoch: int) -> tuple[int, ...] | None:
         """The position after each global batch of an epoch; None if batches have one size."""
-        return None
+        return None if self.batches is None else self._drawn(epoch)[1]
 
     def sizes(self, epoch: int) -> list[int] | None:
         """Samples of each global batch of an epoch; None if batches have one size."""
@@ -213,7 +219,11 @@ class Order:
 
     @property
     def kind(self) -> str:
-        """``"samples"``, or the permuted blocks; runs can resume under the same kind."""
+        """``"samples"``, the permuted blocks, or the script's batches; runs can resume under the
+        same kind.
+        """
+        if self.batches is not None:
+            return f"batches of {self.sampler} ({self.first_batches})"
         if self.blocks is None or not self.shuffle or self.draw is not None:
             return "samples"
         return self._block_kind
@@ -232,7 +242,7 @@ class Order:
     def ids(self, epoch: int, start: int, stop: int) -> Ids:
         """Dataset indices of positions ``start`` … ``stop`` − 1 of ``epoch``, int64."""
         if self.draw is not None:
-            return np.asarray(self._drawn(epoch)[start:stop], dtype=np.int64)
+            return self._drawn(epoch)[0][start:stop]
         if not self.shuffle:
             return np.arange(start, stop, dtype=np.int64)
         if self.blocks is not None:
@@ -303,18 +313,23 @@ class Order:
 
         return self._kept(("_blocks", epoch, index), 4, entries)
 
-    def _drawn(self, epoch: int) -> Ids:
+    def _drawn(self, epoch: int) -> tuple[Ids, tuple[int, ...]]:
+        """The ids that a sampler drew, and the ends of its batches if it makes them."""
         assert self.draw is not None
-        cache: dict[int, Ids] = self.__dict__.setdefault("_cache", {})
-        if epoch not in cache:
-            cache.clear()
-            cache[epoch] = np.asarray(
-                drawn if isinstance(drawn := self.draw(epoch), np.ndarray) else list(drawn),
-                dtype=np.int64,
+        drawn: dict[int, tuple[Ids, tuple[int, ...]]] = self.__dict__.setdefault("_draws", {})
+        value = drawn.get(epoch)
+        if value is not None:
+            return value
+        batches = [self.draw(epoch)] if self.batches is None else self.batches(epoch)
+        arrays = [np.asarray(b if isinstance(b, np.ndarray) else list(b), "i8") for b in batches]
+        ids = np.concatenate(arrays)
+        value = ids, tuple(itertools.accumulate(map(len, arrays)))
+        if self.batches is None and self.length is not None and len(ids) != self.length:
+            raise ArgumentError(
+                f"the sampler gave {len(ids)} indices in epoch {epoch}, its length is {self.length}"
             )
-            if self.length is not None and len(cache[epoch]) != self.length:
-                raise ArgumentError(
-                    f"the sampler gave {len(cache[epoch])} indices in epoch {epoch}, its "
-                    f"length is {self.length}"
-                )
-        return cache[epoch]
+        # Of batches, epoch 0 stays: its sizes are asked for whenever a run is described.
+        for old in [e for e in list(drawn) if e or self.batches is None]:
+            del drawn[old]
+        drawn[epoch] = value
+        return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import itertools
 import operator
 import random
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ronde.data import BatchOrder, batch_order, key_of
+from ronde.data import Order, key_of
 from ronde.introspect import attributes, restore_states, seed_all, states
 from ronde.world import ArgumentError
 
@@ -163,7 +165,7 @@ class _Draws:
         return batches
 
 
-def order_of_batches(sampler: Any, dataset: Any, seed: int, argument: str) -> BatchOrder:
+def order_of_batches(sampler: Any, dataset: Any, seed: int, argument: str) -> Order:
     """The order of a DataLoader's own batch sampler.
 
     Args:
@@ -184,10 +186,19 @@ def order_of_batches(sampler: Any, dataset: Any, seed: int, argument: str) -> Ba
             "workers. Build it with num_replicas=1 and rank=0."
         )
     draws = _Draws(sampler, dataset, seed, argument)
-    if draws(0) != draws.afresh(0):
+    first = draws(0)
+    if first != draws.afresh(0):
         raise ArgumentError(
             f"{draws.name} gives other batches each time it is asked for epoch 0, so a resumed run "
             "would not see the same samples. Draw from torch's, random's or NumPy's global "
             "generator, or from one seeded by set_epoch(epoch)."
         )
-    return batch_order(draws.n, seed, draws, type(sampler).__qualname__)
+    return Order(
+        draws.n,
+        seed,
+        draw=lambda epoch: list(itertools.chain.from_iterable(draws(epoch))),
+        length=sum(map(len, first)),
+        sampler=type(sampler).__qualname__,
+        batches=draws,
+        first_batches=hashlib.sha256(repr(first).encode()).hexdigest()[:12],
+    )

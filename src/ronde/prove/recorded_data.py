@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from ronde.data import BatchOrder, Order
+from ronde.data import Order
 from ronde.introspect import Marks
 from ronde.loader import LoaderSettings, TakenOver
 from ronde.plan import Share
@@ -139,8 +139,8 @@ def cut_order(order: Order, short: int) -> Order:
     """The order, with epochs of ``short`` samples."""
     if short >= order.epoch_samples:
         return order
-    if isinstance(order, BatchOrder):
-        whole, count = order.batches, order.ends(0).index(short) + 1
+    if (whole := order.batches) is not None and (ends := order.ends(0)) is not None:
+        count = ends.index(short) + 1
         return dataclasses.replace(order, batches=lambda epoch: whole(epoch)[:count], length=short)
     draw = order.draw
     if draw is None:
