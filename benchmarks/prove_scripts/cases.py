@@ -71,7 +71,7 @@ FAULTS = [
     Fault("hook_divide", "rank-dependent-gradients", "gradients", "second.weight", 1),
     Fault("own_divides", "rank-dependent-gradients", "gradients", "first.weight", 1),
     Fault("clip_micro", "clipping", "gradients", "first.weight", 1),
-    Fault("batch_gradient", "batch-dependent-gradients", "gradients", "first.weight", 1),
+    Fault("batch_gradient", "gradients-changed", "gradients", "first.weight", 1),
     Fault("tied_by_data", "tied-weights", "weights", "first.weight", 1, plan="shard=parameters"),
     # update
     Fault("langevin", "optimizer-depends-on-workers", "weights", "first.weight", 1),
@@ -99,7 +99,7 @@ LATER = [
     for name, *what in [
         ("softmax_over_batch", "batch-dependent-layer", "outputs", "5"),
         ("clock", "not-repeatable", "outputs", "5"),
-        ("backward_hook", "gradient-hook", "gradients", "0.weight"),
+        ("backward_hook", "gradients-changed", "gradients", "0.weight"),
         ("batchnorm_2d", "batchnorm", "outputs", "1"),
         ("batchnorm_micro", "batchnorm", "outputs", "1"),
         ("spectral_micro", "batch-dependent-layer", "outputs", "5"),
@@ -163,7 +163,7 @@ NEWER = [
         ("own_mixup", "loop-mixes-rows", "batch", ""),
         ("collate_random", "randomness", "data", "(batch)"),
         ("collate_standardise", "batch-dependent-collate", "data", "(batch)"),
-        ("functional_batchnorm", "batchnorm", "outputs", "head"),
+        ("functional_batchnorm", "batch-dependent-layer", "outputs", "head"),
         ("dict_rmse", "loss-over-the-batch", "loss", "loss"),
         ("own_rmse", "loss-over-the-batch", "loss", "loss"),
         ("own_balance", "loss-over-the-batch", "loss", "loss"),
@@ -178,7 +178,7 @@ NEWER = [
         ("replicas", "rank-dependent-forward", "loss", "loss"),
         ("gathered_negatives", "exchange-by-script", "gradients", ""),
         ("own_adds_up", "exchange-by-script", "gradients", ""),
-        ("hand_clamp", "clipping", "gradients", ""),
+        ("hand_clamp", "gradients-changed", "gradients", ""),
         ("max_norm", "weights-changed-by-script", "weights", "lookup.weight"),
         (
             "cosine_by_world",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from ronde.prove.compare import BATCH, EPOCHS, ROWS, Difference
 from ronde.prove.evidence import Case, module_of
@@ -174,14 +173,12 @@ CAUSES: dict[str, tuple[str, str]] = {
         "Pass run.backward() the mean over the micro-batch's samples, unscaled.",
     ),
     "gradients-changed": (
-        "The script clears or changes gradients between the micro-batches of a step: they cover "
-        "only part of the batch then.",
+        "Gradients are changed before they cover the whole batch: by the script between backward() "
+        "and update() (cleared, scaled, clamped), by a hook, or by a custom autograd function that "
+        "mixes samples.",
         "Change gradients after the last run.backward() of a step and before run.update(), which "
-        "clears them. clip_norm= of ronde.distribute clips, the optimizer's weight_decay= decays.",
-    ),
-    "gradient-hook": (
-        "A hook changes the gradients of one worker's samples before they are averaged.",
-        "Change gradients after the all-reduce: between backward() and update(), or by clip_norm=.",
+        "clears them. clip_norm= of ronde.distribute clips, the optimizer's weight_decay= decays. "
+        "Make the gradient of each sample independent of the others.",
     ),
     "clipping": (
         "The script clips gradients of part of the batch: before the all-reduce, or per "
@@ -198,10 +195,6 @@ CAUSES: dict[str, tuple[str, str]] = {
         "workers' means is wrong where they have unequal shares.",
         "Leave averaging to ronde, which weights losses and gradients by samples. Gather with "
         "torch.distributed.nn.functional.all_gather; exchange sums and counts, then divide.",
-    ),
-    "batch-dependent-gradients": (
-        "The backward pass mixes samples of its batch (a custom autograd function, a hook).",
-        "Make the gradient of each sample independent of the others.",
     ),
     "replicas-drift": (
         "Each worker changes gradients or weights by different random numbers after the "
@@ -553,8 +546,6 @@ def _batchnorm(case: Case) -> str | None:
     if name in case.opening("batchnorms"):
         on = case.one.first("opening").get("contract", {}).get("sync_batchnorm")
         return f"{name!r} is a {case.kind_of(name)}{synced * bool(on)}"
-    if source.phase == "outputs" and (places := case.one.places("batch_norm", "step")):
-        return f"{name!r} differs; torch.nn.functional.batch_norm at {places[0]}"
     return None
 
 
@@ -617,20 +608,6 @@ def _selected(case: Case) -> str | None:
     return case.dropped_rows("given")
 
 
-def _clips(case: Case) -> str | None:
-    if any(case.many.first("notes", r).get("clips_itself") for r in range(case.many.size)):
-        return "the script calls torch.nn.utils.clip_grad_norm_ or clip_grad_value_"
-    return None
-
-
-def _regraded(case: Case) -> str | None:
-    """The script was seen to change gradients between micro-batches."""
-    steps = (steps[case.k] for steps in case.many.all_steps())
-    names = sorted(set(chain.from_iterable(step.get("regraded", []) for step in steps)))
-    by = case.many.places("regraded", "step")[:2]
-    return f"that of {names[0]!r} {' '.join(f'by {place}' for place in by)}" if names else None
-
-
 def _hooked(case: Case) -> str | None:
     """A parameter or module has a gradient hook that may have caused the difference."""
     names, hooks = set(case.opening("names")), case.opening("hooked")
@@ -641,7 +618,7 @@ def _hooked(case: Case) -> str | None:
 
 
 def _hook_cause(case: Case) -> str:
-    return "rank-dependent-gradients" if case.reads_of_rank("step") else "gradient-hook"
+    return "rank-dependent-gradients" if case.reads_of_rank("step") else "gradients-changed"
 
 
 def _schedules(case: Case) -> str | None:
@@ -749,12 +726,8 @@ RULES = (
     CauseRule(_loss_cause, ("loss",), _loss_kind),
     CauseRule("accumulation", ("loss",), _divided_twice),
     # gradients
-    CauseRule("clipping", _GRADIENTS, _clips),
-    CauseRule(
-        "clipping", _GRADIENTS, _noted("the script clips gradients itself:", "clamps", "step")
-    ),
+    CauseRule("clipping", _GRADIENTS, _noted("the script clips gradients at", "clips")),
     CauseRule("gradients-changed", _GRADIENTS, _noted("zero_grad() at", "cleared", "step")),
-    CauseRule("gradients-changed", _GRADIENTS, _regraded),
     CauseRule("exchange-by-script", _GRADIENTS, _noted("the script calls", "exchange", "step")),
     CauseRule(_hook_cause, _GRADIENTS, _hooked),
     # The same split on one process: it is the workers, or it is the split.
@@ -768,7 +741,7 @@ RULES = (
     CauseRule("loss-over-the-batch", ("loss",), _always, True),
     CauseRule("exchange-by-script", ("outputs", "loss"), _EXCHANGES),
     CauseRule(_loss_cause, _GRADIENTS, _mixing_loss),
-    CauseRule("batch-dependent-gradients", _GRADIENTS, _always, True),
+    CauseRule("gradients-changed", _GRADIENTS, _always, True),
     # the update
     CauseRule("scheduler", _RATES, _schedules),
     CauseRule("learning-rate", _RATES, _read_or_not("between", "setup")),

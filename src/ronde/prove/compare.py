@@ -10,7 +10,16 @@ import numpy as np
 
 from ronde.prove.run_trace import RunTrace, Values
 
-__all__ = ["BATCH", "EPOCHS", "ROWS", "Comparison", "Difference", "compare", "lost_from"]
+__all__ = [
+    "BATCH",
+    "EPOCHS",
+    "ROWS",
+    "Comparison",
+    "Difference",
+    "Rounding",
+    "compare",
+    "lost_from",
+]
 
 Step = dict[str, Any]
 Differences = Iterator["Difference"]
@@ -100,7 +109,7 @@ class Comparison:
     evaluations: int = 0
 
 
-class _Judge:
+class Rounding:
     """Is a difference rounding or an error?"""
 
     def __init__(self, result: Comparison, tolerance: float, single: bool) -> None:
@@ -183,7 +192,7 @@ class _Comparer:
         self.one, self.many, self.floor = one, many, floor
         self.result = Comparison()
         single = "float32" in one.notes() or "float32" in many.notes()
-        self.judge = _Judge(self.result, tolerance, single)
+        self.judge = Rounding(self.result, tolerance, single)
         self.names: list[str] = one.first("opening").get("names", [])
 
     def differences(self) -> Differences:

@@ -11,6 +11,7 @@ import numpy as np
 from ronde.prove.compare import Difference, compare
 from ronde.prove.experiment import Experiment
 from ronde.prove.run_trace import RunTrace
+from ronde.prove.trace_writer import modules_of
 
 __all__ = ["Case", "clock_of", "module_of"]
 
@@ -108,7 +109,7 @@ class Case:
             own = ", ".join(self.many.places("own generator", phase)[:3])
             return f"drawn from a generator of the script's own: {own}" if own else None
         where = ", ".join(self.one.places("random", phase)[:3])
-        return f"drawn from {', '.join(sorted(drawn))}" + (f": {where}" if where else "")
+        return f"drawn from {modules_of(drawn)}" + (f": {where}" if where else "")
 
     def _unkeyed_draws(self) -> str | None:
         """Draws of the step that may still depend on the number of workers."""
@@ -123,7 +124,7 @@ class Case:
         }
         drawn = {g for t in self.runs for s in t.steps() for g in s["drawn"]}
         # Those who drew equally often drew the same numbers.
-        return f"drawn from {', '.join(sorted(drawn))}" if drawn and len(after) > 1 else None
+        return f"drawn from {modules_of(drawn)}" if drawn and len(after) > 1 else None
 
     def shares(self) -> list[list[int]]:
         """Samples of each worker, step by step."""

@@ -20,7 +20,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ronde.capture import draws_globally
-from ronde.introspect import is_user_file
 from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
 from ronde.prove.recorder import RecordedLoop, RecordedRun, Recorder
@@ -51,34 +50,7 @@ _RANKS = _words(
     "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE"
 )
 _DROPOUTS = _words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout")
-_CLAMPS = frozenset(["clamp_", "clip_", "clamp_min_", "clamp_max_", "nan_to_num_"])
 _COMPUTING = (Phase.STEP, Phase.EVALUATE, Phase.UPDATE)
-
-
-def _in_place(name: str) -> bool:
-    inplace_method = name.endswith("_") and not name.endswith("__")
-    return name.startswith("__i") or name == "__setitem__" or inplace_method
-
-
-def _from_batchnorm() -> bool:
-    """Whether torch's own BatchNorm module made this call, not the script's forward function."""
-    frame = sys._getframe(2)
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
-        if frame.f_code.co_filename.endswith("/nn/modules/batchnorm.py"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-def _is_gradient(recorder: Recorder, value: Any) -> bool:
-    """Whether this is the gradient of one of the model's parameters."""
-    run = recorder.trace.run
-    return run is not None and any(p.grad is value for p in run.model.parameters())
-
-
-def _is_regraded(recorder: Recorder, value: Any) -> bool:
-    """Whether a write to this value changes a gradient between micro-batches."""
-    return recorder.trace.is_between_parts() and _is_gradient(recorder, value)
 
 
 def _wide(value: Any) -> Any:
@@ -86,7 +58,7 @@ def _wide(value: Any) -> Any:
 
 
 class _Widening(TorchFunctionMode):
-    """Turns half and single precision into double, and notes random draws and gradient edits."""
+    """Turns half and single precision into double, and notes random draws."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -102,18 +74,10 @@ class _Widening(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         recorder = self._recorder
-        if recorder.trace.phase in _COMPUTING:
-            in_step = recorder.trace.phase == Phase.STEP
-            if name in _RANDOM:
-                own = kwargs.get("generator") is not None
-                recorder.trace.note("own generator" if own else "random", f"{name}@{place_of()}")
-                recorder.draws.note()
-            elif name == "batch_norm" and not _from_batchnorm():
-                recorder.trace.note("batch_norm", place_of())
-            elif name in _CLAMPS and in_step and args and _is_gradient(recorder, args[0]):
-                recorder.trace.note("clamps", f"{name}@{place_of()}")
-            elif _in_place(name) and args and _is_regraded(recorder, args[0]):
-                recorder.trace.note("regraded", f"{name}@{place_of()}")
+        if recorder.trace.phase in _COMPUTING and name in _RANDOM:
+            own = kwargs.get("generator") is not None
+            recorder.trace.note("own generator" if own else "random", f"{name}@{place_of()}")
+            recorder.draws.note()
         if any(isinstance(a, torch.dtype) for a in args):
             args = tuple(map(_wide, args))
         if "dtype" in kwargs:
@@ -260,8 +224,8 @@ def _patch_training_calls(recorder: Recorder) -> None:
     """Note where the script clips or clears gradients, or steps a scheduler."""
 
     def note_clip() -> None:
-        if place_of(True):
-            recorder.clips_itself = True
+        if where := place_of(True):
+            recorder.trace.note("clips", where)
 
     def note_clear() -> None:
         where = place_of(True)
@@ -271,7 +235,6 @@ def _patch_training_calls(recorder: Recorder) -> None:
     def note_schedule() -> None:
         if where := place_of(True):
             recorder.trace.note("scheduler", where)
-        recorder.state.record_scheduler_step()
 
     for owner in (torch.optim.Optimizer, nn.Module):
         _before(owner, "zero_grad", note_clear)

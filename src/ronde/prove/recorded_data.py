@@ -15,7 +15,7 @@ from ronde.data import Order
 from ronde.introspect import Marks
 from ronde.loader import LoaderSettings, TakenOver
 from ronde.plan import Share
-from ronde.prove.trace_writer import TraceWriter
+from ronde.prove.trace_writer import TraceWriter, modules_of
 from ronde.prove.values import cast, digest_value
 from ronde.run.parts import Parts
 
@@ -91,7 +91,7 @@ class SampleRecorder:
 
     def note_collate(self, generators: list[str]) -> None:
         """The collate function has drawn from generators."""
-        self._trace.note("collate", ", ".join(generators))
+        self._trace.note("collate", modules_of(generators))
 
     def take(self, run: Parts, share: Share) -> list[list[Any]]:
         """Index and digest of each sample of a step that this worker has read."""

@@ -25,9 +25,7 @@ class StateRecorder:
         self._optimized: set[str] = set()
         self._last_weights: dict[str, Array] = {}
         self._versions: dict[str, int] = {}
-        self._left: dict[str, tuple[Any, ...]] = {}  # of gradients, after the last micro-batch
         self._generator = np.random.Generator(np.random.PCG64(1))
-        self._scheduled = 0
 
     def begin(self, names: list[str], optimized: set[str]) -> None:
         """The names of the parameters at ``distribute``, and of those in the optimizer."""
@@ -52,18 +50,6 @@ class StateRecorder:
                 p.mul_(1.0 + torch.from_numpy(steps).view(p.shape) * 2.0**-52)
 
     # -- gradients ---------------------------------------------------------------------
-
-    def before_backward(self, run: Parts) -> None:
-        """Note gradients that a script with its own loop changes between micro-batches."""
-        if 0 < run.place.backwards < len(self._trace.sizes):
-            states, left = _gradient_states(run.model), self._left
-            changed = [n for n, state in states.items() if n in left and left[n] != state]
-            self._trace.step.setdefault("regraded", []).extend(changed)
-
-    def after_backward(self, run: Parts) -> None:
-        """Note the gradients that it leaves."""
-        more = run.place.backwards < len(self._trace.sizes)
-        self._left = _gradient_states(run.model) if more else {}
 
     def record_exchanged(self, run: Parts) -> None:
         """Record the exchanged gradients, and parameters that the script has replaced."""
@@ -111,14 +97,9 @@ class StateRecorder:
             for group in run.optimizer.param_groups
         ]
 
-    def record_scheduler_step(self) -> None:
-        """Count a scheduler step, of the script or of Ronde."""
-        self._scheduled += 1
-
     def after_update(self, run: Parts) -> None:
         """Record weights, buffers, and the optimizer's state."""
         trace = self._trace
-        trace.step["scheduled"] = self._scheduled
         trace.step["lr_after"] = _learning_rates(run)
         owned, tensors = trace.owned(run), trace.tensors
         self._last_weights = {name: to_array(p) for name, p in owned}
@@ -141,13 +122,3 @@ def _is_setting(value: Any) -> bool:
 
 def _learning_rates(run: Parts) -> list[float]:
     return [float(group["lr"]) for group in run.optimizer.param_groups if "lr" in group]
-
-
-def _gradient_states(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Marks of all gradients. Norm and sum see a write through ``.data``; the version does not."""
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        return {
-            n: (p.grad._version, float(p.grad.norm()), float(p.grad.sum()))
-            for n, p in model.named_parameters()
-            if p.grad is not None and not hasattr(p.grad, "full_tensor")
-        }

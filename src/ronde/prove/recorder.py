@@ -46,7 +46,6 @@ class Recorder(hooks.Observer):
 
     Attributes:
         trace: the trace, and what the parts share.
-        clips_itself: the script clips gradients by itself.
     """
 
     def __init__(self, settings: Settings, rank: int) -> None:
@@ -55,7 +54,6 @@ class Recorder(hooks.Observer):
         self.draws = DrawRecorder(trace)
         self.values = ValueRecorder(trace, self.draws)
         self.state = StateRecorder(trace)
-        self.clips_itself = False
         # the trainings of the script, and the one to record
         self._trainings = 0
         self._ticks = 0  # starts and updates of all trainings: which comes before which
@@ -74,7 +72,6 @@ class Recorder(hooks.Observer):
         """The script has ended."""
         self.values.ask_loss()
         event = self.trace.event
-        event("notes", clips_itself=self.clips_itself)
         files = [f for f in (getattr(m, "__file__", None) for m in user_modules()) if f]
         event("files", files=digests_of(files))
         event("end")
@@ -252,13 +249,11 @@ class Recorder(hooks.Observer):
                 "run.backward(): use run.step(batch)."
             )
         if mine:
-            self.state.before_backward(run)
             self.draws.count()
         yield
         if mine:
             self.draws.mark_pass()
             self.draws.use_samples_of(run.place.backwards, in_loop=True)
-            self.state.after_backward(run)
 
     def before_clip(self, step: StepView) -> None:
         """Record the loss and the exchanged gradients."""

@@ -107,8 +107,7 @@ class RunTrace:
 
         Args:
             step: from 0.
-            kind: ``"out"``; ``"in"``, inputs of modules; ``"back"``, the loss's gradients at the
-                model's output.
+            kind: ``"out"``; ``"in"``, inputs of modules; ``"given"``, to ``run.step``.
         """
         length = len(self.steps()[step]["ids"]) if step < len(self.steps()) else 0
         values: dict[str, Values] = {}

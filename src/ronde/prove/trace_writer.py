@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,7 @@ from ronde.prove.experiment import Settings
 from ronde.prove.values import Array
 from ronde.run.parts import Parts
 
-__all__ = ["Phase", "TraceWriter", "place_of"]
+__all__ = ["Phase", "TraceWriter", "modules_of", "place_of"]
 
 # what stands between a script and the functions that prove replaces
 _PASSED_THROUGH = ("os.py", "_collections_abc.py", "float64.py")
@@ -38,6 +38,12 @@ def place_of(direct: bool = False) -> str | None:
             return None
         frame = frame.f_back  # type: ignore[assignment]
     return None
+
+
+def modules_of(generators: Iterable[str]) -> str:
+    """The modules that generators belong to, as a script names them."""
+    names = {"NumPy": "numpy.random", "Python": "random"}
+    return ", ".join(names.get(each, each) for each in sorted(generators))
 
 
 class Phase(StrEnum):
