@@ -97,15 +97,8 @@ def apply_settings(
     changes["options"] = options
     loader = dataclasses.replace(loader, **changes)
     dataset: Any = taken.dataset
-    if any(getattr(settings, name) is not None for name in _REMEDIES):
+    if any(each is not None for each in (settings.decoder, settings.cache, settings.cache_bytes)):
         from ronde.adapt import remedies
 
         dataset = remedies.apply_remedies(dataset, settings)
     return dataclasses.replace(taken, dataset=dataset, settings=loader)
-
-
-_REMEDIES = (
-    "decoder",
-    "cache",
-    "cache_bytes",
-)

@@ -5,24 +5,24 @@ A :class:`ronde.feed.Pipeline` takes all of them. A plain Dataset takes a cache 
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from ronde.adapt.observe import Observation, observe
-from ronde.data import DECODERS, Pipeline, available
+from ronde.data import DECODERS, CannotEncode, Pipeline, available, decoder_of, encode_sample
 from ronde.introspect import preserve_state, seed_all
 from ronde.loader import FeedSettings
-from ronde.profile import same_bits, size_of
 from ronde.world import ArgumentError
 
-_MOST_PIXELS = 8_000_000  # of all images that are compared
+# of the JPEG files that are compared: each decoder takes some 10 ms for 100 kB, four times
+_COMPARED_BYTES = 2_000_000
 
 
 # -- what a data set does --------------------------------------------------------------
@@ -33,25 +33,19 @@ class DatasetFacts:
     """What some samples show about a dataset, and so which remedies are possible.
 
     Attributes:
-        pipeline: it is a :class:`ronde.feed.Pipeline`.
-        jpeg: it decodes JPEG images with Pillow.
+        decoder: of its JPEG images; "" if it is no pipeline of images.
         decoders: milliseconds of CPU time per image of the dataset, with each decoder that can be
             used here.
         same_pixels: decoders that give exactly Pillow's pixels.
-        file_bytes: read for one sample, in files.
-        decoded_bytes: of the images of one sample.
-        sample_bytes: of one finished sample.
-        draws: it draws random numbers, so finished samples cannot be kept.
+        kept_bytes: of what ``cache: decode`` would keep of one sample; 0 if it cannot be kept.
+        draws: what would be kept draws random numbers.
         error: why nothing could be found out, or "".
     """
 
-    pipeline: bool = False
-    jpeg: bool = False
+    decoder: str = ""
     decoders: dict[str, float] = field(default_factory=dict)
     same_pixels: tuple[str, ...] = ()
-    file_bytes: float = 0.0
-    decoded_bytes: float = 0.0
-    sample_bytes: float = 0.0
+    kept_bytes: float = 0.0
     draws: bool = False
     error: str = ""
 
@@ -93,18 +87,35 @@ def _cpu(work: Callable[[], Any]) -> int:
     return min(times)
 
 
-def _jpegs_to_compare(observation: Observation) -> list[bytes]:
-    """Images for comparing decoders, few enough to take well under a second."""
+def _jpegs(pipeline: Pipeline, ids: Sequence[int]) -> list[bytes]:
+    """JPEG files of a pipeline of images, few enough to be decoded in well under a second."""
     chosen: list[bytes] = []
-    pixels = 0
-    for data, (_, width, height) in zip(
-        observation.jpegs, [i for i in observation.images if i[0] == "JPEG"], strict=False
-    ):
-        if chosen and pixels + width * height > _MOST_PIXELS:
+    for i in ids:
+        data = bytes(pipeline.source.read([i])[0][0])
+        if data.startswith(b"\xff\xd8"):
+            chosen.append(data)
+        if sum(map(len, chosen)) > _COMPARED_BYTES:
             break
-        chosen.append(data)
-        pixels += width * height
     return chosen
+
+
+def _to_keep(dataset: Any) -> Any:
+    """The dataset whose samples ``cache: decode`` keeps; None if there is none."""
+    if not isinstance(dataset, Pipeline):
+        return dataset
+    names = [step.name for step in dataset.steps]
+    if "decode" not in names:
+        return None
+    return replace(dataset, steps=dataset.steps[: names.index("decode") + 1])
+
+
+def _encoded(dataset: Any, ids: Sequence[int], seed: int) -> list[tuple[int, bytes]]:
+    """Length and digest of samples, as a cache would write them."""
+    seed_all(seed)
+    many = getattr(dataset, "__getitems__", None)
+    samples = (dataset[i] if many is None else many([i])[0] for i in ids)
+    written = (b"".join(encode_sample(sample)) for sample in samples)
+    return [(len(data), hashlib.blake2b(data).digest()) for data in written]
 
 
 def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
@@ -115,34 +126,30 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
         samples: how many to look at.
 
     Example:
-        >>> dataset_facts([1.0, 2.0, 3.0]).file_bytes
-        0.0
+        >>> dataset_facts([1.0, 2.0, 3.0]).draws
+        False
     """
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not len(dataset):
         return DatasetFacts(error="it can only be iterated, or is empty")
+    ids, keeps = _spread(len(dataset), samples), _to_keep(dataset)
+    decoder = decoder_of(dataset) if isinstance(dataset, Pipeline) else ""
+    jpegs: list[bytes] = []
+    made: list[tuple[int, bytes]] = []
+    again: list[tuple[int, bytes]] = []
     try:
         # once around both: generators of its own go on, so that what they draw shows
         with preserve_state(dataset):
-            ids = _spread(len(dataset), samples)
-            seed_all(1)
-            observation, made = observe(dataset, ids)
-            seed_all(2)
-            again = observe(dataset, ids[:2])[1]
+            jpegs = _jpegs(dataset, ids) if decoder else []
+            if keeps is not None:
+                made, again = _encoded(keeps, ids, 1), _encoded(keeps, ids[:2], 2)
+    except CannotEncode:
+        pass  # no cache keeps such samples
     except Exception as error:  # a bad sample: reading says so when its turn comes
         return DatasetFacts(error=f"{type(error).__name__}: {error}")
-    n = max(1, observation.samples)
-    jpegs = _jpegs_to_compare(observation)
     decoders, same_pixels = compare_decoders(jpegs)
-    return DatasetFacts(
-        pipeline=isinstance(dataset, Pipeline),
-        jpeg=bool(jpegs),
-        decoders=decoders,
-        same_pixels=same_pixels,
-        file_bytes=sum(size for _, size in observation.files) / n,
-        decoded_bytes=sum(w * h * 3 for _, w, h in observation.images) / n,
-        sample_bytes=sum(map(size_of, made)) / n,
-        draws=not all(same_bits(a, b) for a, b in zip(made, again, strict=False)),
-    )
+    draws = made[: len(again)] != again
+    kept = statistics.fmean(length for length, _ in made) if made and not draws else 0.0
+    return DatasetFacts(decoder, decoders, same_pixels, kept, draws)
 
 
 # -- applying them ---------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ronde.world import lazily
 if TYPE_CHECKING:
     from ronde.data.contract import Bad, Source, Step
     from ronde.data.image_decoders import DECODERS, available
-    from ronde.data.images import with_decoder
+    from ronde.data.images import decoder_of, with_decoder
     from ronde.data.named_stages import current_keys, sample_key, sample_keys, stage
     from ronde.data.order import Order, key_of
     from ronde.data.pack import verify_pack
@@ -31,7 +31,7 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         {
             "ronde.data.contract": "Bad Source Step",
             "ronde.data.image_decoders": "DECODERS available",
-            "ronde.data.images": "with_decoder",
+            "ronde.data.images": "decoder_of with_decoder",
             "ronde.data.named_stages": "current_keys sample_key sample_keys stage",
             "ronde.data.order": "Order key_of",
             "ronde.data.pack": "verify_pack",

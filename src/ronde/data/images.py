@@ -24,7 +24,7 @@ from ronde.data.transforms import (
 )
 from ronde.world import ArgumentError
 
-__all__ = ["images", "with_decoder"]
+__all__ = ["decoder_of", "images", "with_decoder"]
 
 SUFFIXES = (
     ".jpg",
@@ -295,6 +295,12 @@ def images(
     steps = (Step("decode", Decode(decoder, orient)), Step("augment", Augment(transforms)))
     finish = None if normal is None else Finish(normal, dtype)
     return Pipeline(_source(path, labels, options), steps, CollateImages(), finish)
+
+
+def decoder_of(pipeline: Pipeline) -> str:
+    """The JPEG decoder of an :func:`images` pipeline; "" of another one."""
+    decode = next((s.call for s in pipeline.steps if isinstance(s.call, Decode)), None)
+    return "" if decode is None else decoding.check_decoder(decode.decoder)
 
 
 def with_decoder(pipeline: Pipeline, decoder: str) -> Pipeline:

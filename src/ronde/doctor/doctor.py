@@ -6,13 +6,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,14 @@ from ronde.data import Pipeline
 from ronde.doctor.loop_trial import LoopTrial, ScriptTime, TimedLoop
 from ronde.doctor.prescribe import Facts, Remedy, is_crowded, outlook, prescriptions, remedies
 from ronde.doctor.verdict import Measurements, TimedStage, ceiling_shares, judge
-from ronde.introspect import describe_open, preserve_state, shares_within
+from ronde.introspect import (
+    NO_TENSORS,
+    SavedState,
+    describe_open,
+    nested_datasets,
+    preserve_state,
+    shares_within,
+)
 from ronde.loader import FeedSettings
 from ronde.measure import Arm, ArmResult, Bench
 from ronde.measure.study import load_study, report_progress, study_target, write_study
@@ -219,7 +225,7 @@ class _Study:
         if executor == "processes" or (total and python / total >= _PYTHON_SHARE):
             arms["replayed"] = Arm("real", samples=True)
         if executor == "processes" and self.timed.other_threads > 0.10:
-            arms["limited"] = Arm("real", threads=1)
+            arms["limited"] = Arm("real", settings=FeedSettings(threads=1))
         if executor != "none":
             arms["beside"] = Arm("beside")
         return arms
@@ -438,21 +444,21 @@ class _Study:
         from ronde.adapt import dataset_facts
 
         self.tell("looking at what the data set does")
-        taken = self.run.port.data
+        dataset = self.run.port.data.dataset
         each = sum(s.wall_seconds for s in self.stages() if s.where == "loading")
-        with attributes_kept(taken.dataset):
-            seen = dataset_facts(taken.dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
+        # A pool of threads that the first sample opens here would hang every process forked later.
+        with SavedState(*nested_datasets(dataset), largest=NO_TENSORS):
+            seen = dataset_facts(dataset, min(16, max(4, int(1.0 / max(each, 1e-6)))))
+            opens = "" if seen.error else self._opened()
         if seen.error:
             return facts
-        once = 0.0 if seen.draws else seen.sample_bytes  # a random sample is never the same again
         return dataclasses.replace(
             facts,
-            jpeg=seen.jpeg,
+            decoder=seen.decoder,
             decoders=seen.decoders,
             same_pixels=seen.same_pixels,
-            sample_bytes=seen.file_bytes or facts.sample_bytes,
-            decoded_bytes=seen.decoded_bytes if seen.pipeline else once,
-            opens=self._opened(),
+            kept_bytes=seen.kept_bytes,
+            opens=opens,
         )
 
     def _opened(self) -> str:
@@ -550,39 +556,33 @@ class _Study:
         usable: dict[int, Remedy] = {}
         here = ("threads", "none")
         for place, remedy in sorted(
-            enumerate(proposed),
-            key=lambda r: r[1].settings is not None and r[1].settings.executor in here,
+            enumerate(proposed), key=lambda each: each[1].settings.executor in here
         ):
             if not all(gather_json(self.run.port.world, self._applies(remedy))):
                 continue
-            result: Remedy | None = remedy
-            if remedy.can_try and remedy.settings is not None:
-                result = self._try(values, remedy, remedy.settings)
+            result = self._try(values, remedy) if remedy.can_try else remedy
             if result is not None:
                 usable[place] = result
         return [usable[place] for place in sorted(usable)]
 
     def _applies(self, remedy: Remedy) -> bool:
-        if remedy.settings is not None:
-            try:
-                apply_settings(self.run.port.data, remedy.settings)
-            except (RondeError, ImportError):
-                return False
+        try:
+            apply_settings(self.run.port.data, remedy.settings)
+        except (RondeError, ImportError):
+            return False
         return True
 
-    def _try(
-        self, values: Mapping[str, Any], remedy: Remedy, settings: FeedSettings
-    ) -> Remedy | None:
+    def _try(self, values: Mapping[str, Any], remedy: Remedy) -> Remedy | None:
         """The remedy with its measured rate; without one if time is up; None if it fails."""
         self.tell(f"trying: {remedy.text}")
         # Load two batches even if no time is left: a remedy that cannot run is not promised.
-        reason = next(iter(self._refusals(settings)), None)
+        reason = next(iter(self._refusals(remedy.settings)), None)
         rates: list[float] = []
         if reason is None:
             enough = self.clock.left() + self.grace > 2 * self.costs.get("real", 0.0)
             if not enough and remedy.loaders == 1:
                 return remedy
-            arm = Arm("real", settings=settings)
+            arm = Arm("real", settings=remedy.settings)
             try:
                 # More loaders are promised most often, and a lock may make them useless.
                 for _ in range(2 if enough else 1):
@@ -615,24 +615,6 @@ def with_library_threads(stages: list[TimedStage], spent: float, steps: float) -
     waits = max(stages, key=lambda s: s.wall_seconds - s.cpu_seconds)
     longer = dataclasses.replace(waits, cpu_seconds=waits.cpu_seconds + more)
     return [longer if s is waits else s for s in stages]
-
-
-@contextlib.contextmanager
-def attributes_kept(dataset: Any) -> Iterator[None]:
-    """Undo what reading a sample here adds to a data set, and to those that it wraps.
-
-    A pool of threads that it opens with its first sample would hang every process forked later.
-    """
-    kept: list[tuple[Any, dict[str, Any]]] = []
-    while hasattr(dataset, "__dict__") and all(dataset is not d for d, _ in kept):
-        kept.append((dataset, dict(vars(dataset))))
-        dataset = vars(dataset).get("dataset")
-    try:
-        yield
-    finally:
-        for each, attributes in kept:
-            vars(each).clear()
-            vars(each).update(attributes)
 
 
 _WORDS = {

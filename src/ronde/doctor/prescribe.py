@@ -17,7 +17,7 @@ from ronde.data import DECODERS
 from ronde.doctor.verdict import HEALTHY_POINTS, is_between_workers
 from ronde.loader import FeedSettings
 from ronde.predict import Capacities, Measured, StageCapacity, from_runs, nodes_of, plateau, walls
-from ronde.predict.input_capacity import own_limit, predict
+from ronde.predict.input_capacity import further_sizes, own_limit, predict
 
 NAMES = (
     "loaders",
@@ -31,11 +31,10 @@ NAMES = (
 
 LABELS = ("same bits", "same distribution")
 _AS_IS: Mapping[str, float] = {}
-_WORTH = 1.0  # points that a remedy must gain, here or at the largest size
-_IDLE = (
-    0.7  # share of the cores at work, below which loaders that give no more wait for something else
-)
-_MAKING = 3.0  # points lost in making samples, from which on more loaders may help
+_WORTH_POINTS = 1.0  # points that a remedy must gain, here or at the largest size
+# of the cores at work: below it, loaders that give no more wait for something else
+_BUSY_CORES_SHARE = 0.7
+_MAKING_POINTS = 3.0  # points lost in making samples, from which on more loaders may help
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,11 @@ class Facts:
         cores: usable cores of this node.
         devices_per_node: of a full node.
         cuda: a GPU trains.
-        jpeg: the dataset decodes JPEG images with Pillow.
+        decoder: of the JPEG images of a pipeline of ronde.feed; "" of another dataset.
         decoders: decoder -> milliseconds per image of the dataset.
         same_pixels: decoders that give exactly Pillow's pixels.
-        sample_bytes, decoded_bytes: per sample, before and after decoding; 0 if unknown.
+        sample_bytes: read per sample; 0 if unknown.
+        kept_bytes: of what a cache after decoding keeps of a sample; 0 if it cannot.
         samples: in the dataset.
         memory_bytes: free on this node.
         pipeline: a pipeline of ronde.feed, whose steps could move to the device.
@@ -71,11 +71,11 @@ class Facts:
     cores: int
     devices_per_node: int = 1
     cuda: bool = False
-    jpeg: bool = False
+    decoder: str = ""
     decoders: Mapping[str, float] = field(default_factory=dict)
     same_pixels: tuple[str, ...] = ()
     sample_bytes: float = 0.0
-    decoded_bytes: float = 0.0
+    kept_bytes: float = 0.0
     samples: int = 0
     memory_bytes: float = 0.0
     stream: bool = False
@@ -101,7 +101,7 @@ class Remedy:
         faster: stage -> factor on its time.
         loaders: factor on the number of loaders.
         tried: ``rate`` was measured.
-        can_try: it shows within seconds (a cache does not: it fills in the first epoch).
+        can_try: it is not known, and shows within seconds (a cache fills in the first epoch).
     """
 
     id: str
@@ -146,7 +146,7 @@ class _Case:
         return 1.3 * float(rates["synthetic"]) / max(float(rates["real"]), 1e-9)
 
     def loses(self, stage: str) -> bool:
-        return self.lost.get(stage, 0.0) >= _WORTH
+        return self.lost.get(stage, 0.0) >= _WORTH_POINTS
 
 
 def _case(values: Mapping[str, Any], facts: Facts) -> _Case:
@@ -181,15 +181,16 @@ def _of_threads(case: _Case) -> Iterator[Remedy]:
     if case.loses("oversubscription") or "threads" in str(neighbour.get("cause", "")):
         text = "one compute thread in each loader"
         rate = _gained(case.values, case.lost.get("oversubscription", 0.0))
-        limit = FeedSettings(threads=1)
-        yield Remedy("thread-limit", text, limit, "same distribution", rate=rate)
+        limit = FeedSettings(threads=1)  # an arm had it in every round: it is not tried again
+        label = "same distribution"
+        yield Remedy("thread-limit", text, limit, label, rate=rate, tried=True, can_try=False)
 
 
 def _of_loaders(case: _Case) -> Iterator[Remedy]:
     facts, loaders = case.facts, case.facts.loaders
     what = "loading threads" if facts.executor == "threads" else "loading processes"
     way = case.lost.get("transport", 0.0)
-    if case.making >= _MAKING or way >= 5:
+    if case.making >= _MAKING_POINTS or way >= 5:
         if facts.executor == "none":
             yield from _first_loaders(case)
         elif not facts.stream:
@@ -198,14 +199,14 @@ def _of_loaders(case: _Case) -> Iterator[Remedy]:
             each = max(1, facts.cores // facts.workers)
             most = min(64, max(each, math.ceil(each / max(1.0 - case.idle, 0.05))))
             n = min(math.ceil(loaders * case.ratio), most, 4 * loaders)
-            if n > loaders and case.making >= _MAKING and not case.interferes:
+            if n > loaders and case.making >= _MAKING_POINTS and not case.interferes:
                 text = f"{n} {what} for each worker instead of {loaders}"
                 settings, times = FeedSettings(workers=n), n / loaders
                 yield Remedy("loaders", text, settings, "same bits", loaders=times)
         shares_file = facts.held or facts.opens
         if facts.executor == "processes" and not shares_file and not facts.stream:
             n = max(loaders, 1)
-            if way >= _WORTH or case.idle < 0.5:
+            if way >= _WORTH_POINTS or case.idle < 0.5:
                 text = f"{n} loading threads instead of processes: no samples to transfer"
                 settings, free = FeedSettings(executor="threads", workers=n), {"transport": 0.0}
                 yield Remedy("threads", text, settings, "same bits", faster=free)
@@ -229,11 +230,11 @@ def _first_loaders(case: _Case) -> Iterator[Remedy]:
 
 def _of_decoding(case: _Case) -> Iterator[Remedy]:
     facts = case.facts
-    if not facts.jpeg or not case.loses("decode"):
+    now = facts.decoders.get(facts.decoder)
+    if now is None or not case.loses("decode"):
         return
-    now = facts.decoders.get("pillow", 0.0)
-    ms, name = min((ms, name) for name, ms in {"pillow": now, **facts.decoders}.items())
-    if facts.pipeline and ms < 0.9 * now:
+    ms, name = min((ms, name) for name, ms in facts.decoders.items())
+    if ms < 0.9 * now:
         text = f"decode JPEG with {name}: {ms:.2f} instead of {now:.2f} ms per image"
         label = "same bits" if name in facts.same_pixels else "same distribution"
         settings, faster = FeedSettings(decoder=name), {"decode": ms / now}
@@ -246,7 +247,7 @@ def _of_caching(case: _Case) -> Iterator[Remedy]:
     if case.loses("read") and facts.pipeline and (whole < room or whole == 0):
         text = f"keep the files in memory{_size(whole)}, from the second epoch on"
         yield _cache("cache-read", "read", text, {"read": 0.02})
-    whole = facts.decoded_bytes * facts.samples
+    whole = facts.kept_bytes * facts.samples
     slow = case.loses("decode") or (case.loses("read") and not facts.pipeline)
     if slow and 0 < whole < room:
         text = f"keep decoded samples in memory{_size(whole)}, from the second epoch on"
@@ -313,7 +314,7 @@ def capacities_of(values: Mapping[str, Any], facts: Facts, scope: str | None = N
         # Threads of one process may wait for its interpreter, which other devices' processes do not
         # share.
         cores = facts.workers if facts.executor == "threads" else facts.cores
-        if ended and cpu * best < _IDLE * min(cores, facts.cores):
+        if ended and cpu * best < _BUSY_CORES_SHARE * min(cores, facts.cores):
             if scope == "shared":
                 sweep = facts.loading_sweep
             else:
@@ -359,13 +360,6 @@ def _on_nodes(c: Capacities, to: int, nodes: int | None) -> Capacities:
     return c if nodes is None else replace(c, devices_per_node=max(1, -(-to // nodes)))
 
 
-def _sizes(here: int, to: int) -> list[int]:
-    sizes = [here]
-    while sizes[-1] * 2 <= to:
-        sizes.append(sizes[-1] * 2)
-    return sizes if sizes[-1] == to or to < here else [*sizes, to]
-
-
 def outlook(
     values: Mapping[str, Any],
     facts: Facts,
@@ -391,7 +385,7 @@ def outlook(
     if facts.scope == "unknown":  # then it may be each worker's own, or all may share it
         worst = _on_nodes(capacities_of(values, facts, "shared"), to, nodes)
     rows, unmoved = [], _are_unmoved(values, facts, tried)
-    for n in _sizes(facts.workers, to):
+    for n in (facts.workers, *further_sizes(facts.workers, to)):
         p, shared = predict(c, n), predict(worst, n)
         row: dict[str, Any] = {"devices": n, "nodes": p.nodes, "gap": p.gap, "low": p.low}
         is_wall = p.limit != "loaders" or unmoved
@@ -415,24 +409,19 @@ def _are_unmoved(values: Mapping[str, Any], facts: Facts, tried: Sequence[Remedy
     return (ended and best < here["synthetic"]) or any(rate < 1.1 * here["real"] for rate in rates)
 
 
-def _seen_to_give(facts: Facts, loaders: float) -> float:
-    """The most samples per second that the sweep leaves to so many loaders of all workers."""
-    sweep = sorted(facts.loading_sweep)
-    if len(sweep) < 2 or (loaders > sweep[-1][0] and not plateau(sweep)[1]):
-        return math.inf
-    enough = next((i for i, (n, _) in enumerate(sweep) if n >= loaders), len(sweep) - 1)
-    return max(rate for _, rate in sweep[: enough + 1])
+def _quicker(rows: Sequence[Mapping[str, Any]], faster: Mapping[str, float]) -> float:
+    """How many times as fast the loaders are, by the times of their stages."""
+    after = _milliseconds(rows, "wall", faster)
+    return _milliseconds(rows, "wall") / after if after > 0 else 1.0
 
 
 def _altered(c: Capacities, values: Mapping[str, Any], remedy: Remedy, rate: float) -> Capacities:
     """The capacities with a remedy that gives so many samples per second here."""
-    rates, rows = values["samples_per_second"], _loading(values)
+    rates = values["samples_per_second"]
     times = rate / float(rates["real"])
     if not remedy.tried or rate >= 0.97 * float(rates["synthetic"]):
         # the devices here are fed: how much more it would give follows from the loaders' times
-        before, after = _milliseconds(rows, "wall"), _milliseconds(rows, "wall", remedy.faster)
-        quicker = before / after if after > 0 else 1.0
-        times = max(times, quicker * remedy.loaders)
+        times = max(times, _quicker(_loading(values), remedy.faster) * remedy.loaders)
     stages = tuple(
         replace(
             s,
@@ -456,25 +445,17 @@ def _modelled(values: Mapping[str, Any], facts: Facts, remedy: Remedy) -> float:
     rates = values["samples_per_second"]
     synthetic, real = float(rates["synthetic"]), float(rates["real"])
     rows = _loading(values)
-    before = _milliseconds(rows, "wall") / 1e3
-    after = _milliseconds(rows, "wall", remedy.faster) / 1e3
-    cpu = _milliseconds(rows, "cpu", remedy.faster) / 1e3 + facts.step_cpu_seconds
-    if facts.loaders == 0:
-        per_sample = 1.0 / real - (before - after) / facts.workers
-        rate = min(1.0 / max(per_sample, 1e-9), synthetic)
-        if remedy.loaders > 1:  # they read ahead
-            rate = min(synthetic, facts.workers * remedy.loaders / max(after, 1e-12))
-    else:
-        rate = real * (before / after if after > 0 else math.inf) * remedy.loaders
-        rate = real if before == after and remedy.loaders == 1 else min(rate, synthetic)
-        if remedy.loaders > 1:
-            asked = facts.workers * facts.loaders * remedy.loaders
-            rate = min(rate, _seen_to_give(facts, asked))
+    quicker = _quicker(rows, remedy.faster)
+    rate = real * quicker * remedy.loaders
+    if facts.loaders == 0:  # samples and steps take turns: only the samples are faster
+        spared = _milliseconds(rows, "wall") / 1e3 * (1.0 - 1.0 / quicker) / facts.workers
+        rate = 1.0 / max(1.0 / real - spared, 1e-9)
     if "transport" in remedy.faster:
         way = sum(float(r["lost_points"]) for r in rows if r["name"] == "transport")
         rate = max(rate, _gained(values, way))
     lifted = sum(float(r["alone_points"]) for r in rows if remedy.faster.get(r["name"], 1.0) < 0.1)
     rate = max(rate, _gained(values, lifted)) if lifted else rate
+    cpu = _milliseconds(rows, "cpu", remedy.faster) / 1e3 + facts.step_cpu_seconds
     busy = facts.cores / cpu if cpu > 0 else math.inf
     storage = capacities_of(values, facts).storage_samples_per_second
     storage /= max(remedy.faster.get("read", 1.0), 1e-6)
@@ -511,9 +492,11 @@ def prescriptions(
             gap_largest = max(gap_largest, gap_here)  # more devices are fed no better
         gain = 100 * (here - gap_here)
         gain_largest = 100 * (before - gap_largest)
-        if remedy.tried and here > HEALTHY_POINTS / 100 and gain < _WORTH:
+        if remedy.tried and here > HEALTHY_POINTS / 100 and gain < _WORTH_POINTS:
             continue  # it would have shown here
-        if gain < max(_WORTH, noise if remedy.tried else 0.0) and gain_largest < max(5.0, noise):
+        if gain < max(_WORTH_POINTS, noise if remedy.tried else 0.0) and gain_largest < max(
+            5.0, noise
+        ):
             continue
         rank = LABELS.index(remedy.label)
         row = {

@@ -17,29 +17,16 @@ from typing import Any
 
 import numpy as np
 
+from ronde.predict.intervals import Band, student_t95
+
 HEALTHY_POINTS = 7.0
 """A gap up to this is called healthy, in points."""
 
 _EXCHANGE_POINTS = 15.0  # points that the exchange must cost to be called the cause
 _STRAGGLER_POINTS = 5.0
-_UNCLEAR = 0.10  # halves of one arm that differ by more say nothing; nor does a wider interval
-
-# Two-sided 95 % of Student's t, by degrees of freedom.
-# fmt: off
-_T95 = (
-    math.inf, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
-    2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
+_UNCLEAR_SHARE = (
+    0.10  # halves of one arm that differ by more say nothing; nor does a wider interval
 )
-# fmt: on
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A value with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -106,10 +93,6 @@ class Measurements:
     block_seconds: Mapping[str, float] = field(default_factory=dict)
     order: Mapping[str, Any] | None = None
     queued: float = 0.0
-
-
-def _t95(freedom: int) -> float:
-    return _T95[freedom] if freedom < len(_T95) else 2.0
 
 
 def _column(seen: Measurements, arm: str) -> list[float]:
@@ -197,9 +180,11 @@ class _Judge:
         prior = min(self.freedom, 2)
         own = statistics.variance(differences) * (n - 1) if n > 1 else 0.0
         freedom = prior + max(0, n - 1)
-        return _t95(freedom) * math.sqrt((prior * 2 * self.noise**2 + own) / freedom / max(1, n))
+        return student_t95(freedom) * math.sqrt(
+            (prior * 2 * self.noise**2 + own) / freedom / max(1, n)
+        )
 
-    def lift(self, arm: str) -> Interval | None:
+    def lift(self, arm: str) -> Band | None:
         """Points gained by an arm over the real one in the same rounds."""
         rounds = [r for r in self.seen.rounds if arm in r and "real" in r]
         gains = [(r[arm] - r["real"]) / self.ceiling for r in rounds]
@@ -212,7 +197,7 @@ class _Judge:
             # far off counts less.
             value = (statistics.median(without) - statistics.median(real)) / self.factor
         half = self._half(gains)
-        return Interval(100 * value, 100 * (value - half), 100 * (value + half))
+        return Band(100 * value, 100 * (value - half), 100 * (value + half))
 
     # -- the input ---------------------------------------------------------------------
 
@@ -614,7 +599,7 @@ def _cause(
     j: _Judge,
     rows: list[dict[str, Any]],
     neighbour: dict[str, Any] | None,
-    limited: Interval | None,
+    limited: Band | None,
     slow_loader: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """The gap's main cause; its points are removed from other rows that show them."""
@@ -670,7 +655,7 @@ def _leave_to(neighbour: dict[str, Any], rest: float) -> None:
     neighbour["points"] = max(0.0, min(neighbour["points"], rest))
 
 
-def _is_surely_faster(seen: Measurements, limited: Interval) -> bool:
+def _is_surely_faster(seen: Measurements, limited: Band) -> bool:
     """Whether fewer threads are faster.
 
     Contending threads vary a lot, so few rounds give a wide interval. It suffices that each of at
@@ -691,7 +676,7 @@ def _busiest(seen: Measurements) -> str:
 
 def _undecided(j: _Judge, gap: float, healthy: bool) -> str | None:
     """Whether the gap may be zero, and may be large."""
-    if healthy and gap + j.half <= HEALTHY_POINTS / 100 + _UNCLEAR:
+    if healthy and gap + j.half <= HEALTHY_POINTS / 100 + _UNCLEAR_SHARE:
         return None
     # points, at the low end of its interval
     if not healthy and 100 * (gap - j.half) > 5.0:
@@ -711,7 +696,7 @@ def _refused(seen: Measurements, j: _Judge, claimed: float) -> str | None:
         "real": _same_arm(seen, "real") * j.real / j.ceiling,
     }
     arm = max(differs, key=differs.__getitem__)
-    if differs[arm] <= max(claimed / 2, 0.0 if claimed else _UNCLEAR):
+    if differs[arm] <= max(claimed / 2, 0.0 if claimed else _UNCLEAR_SHARE):
         return None
     what = "too much to call it healthy"
     if claimed:

@@ -49,6 +49,10 @@ def limit_compute_threads(n: int) -> None:
             continue
 
 
+def _leave_alone(nthreads: int) -> None:
+    pass
+
+
 def limit_process_threads(n: int) -> None:
     """Limit every library's compute threads to ``n`` in a new loading process."""
     import torch
@@ -61,6 +65,7 @@ def limit_process_threads(n: int) -> None:
     ):
         os.environ[name] = str(n)  # for libraries that are imported from here on
     torch.set_num_threads(n)
+    torch.set_num_threads = _leave_alone  # a call in a sample's code would undo the user's setting
     limit_compute_threads(n)
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(n)

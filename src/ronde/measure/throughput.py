@@ -58,7 +58,6 @@ class Arm:
             while the loaders run, their batches thrown away. ``loading``: the loaders without
             training.
         samples: replay whole samples through the real loaders, which leaves the transport.
-        threads: compute threads inside loading processes; None leaves them alone.
         settings: settings file to read with.
         timed: time each stage, at a cost of some microseconds per call.
         first_only: of ``loading``: only rank 0's loaders run.
@@ -66,7 +65,6 @@ class Arm:
 
     kind: str = "real"
     samples: bool = False
-    threads: int | None = None
     settings: FeedSettings | None = None
     timed: bool = False
     first_only: bool = False
@@ -246,7 +244,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _feed(self, arm: Arm) -> Iterator[tuple[Feed, Path | None]]:
-        """The script's feed as the arm changes it, and the file its readers write counters to."""
+        """The script's feed as the arm changes it, and the folder of its readers' counters."""
         data = self.port.data
         if arm.settings is not None:
             data = apply_settings(data, arm.settings)
@@ -258,12 +256,12 @@ class Bench:
             # A connection may belong to the thread that opened it: each window opens its own.
             stack.enter_context(reopen_files(data.dataset))
             board: Path | None = None
-            if arm.samples or arm.timed or arm.threads is not None:
+            if arm.samples or arm.timed:
                 from ronde.profile import Probe
 
                 self._windows += 1
                 board = self._folder / f"board-{self._windows}"
-                probe = Probe(board, arm.samples, arm.threads)
+                probe = Probe(board, arm.samples)
                 stack.callback(probe.uninstall)
                 settings = dataclasses.replace(settings, probe=probe)
             options = dict(settings.options)

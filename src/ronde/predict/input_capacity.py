@@ -179,6 +179,22 @@ def nodes_of(capacities: Capacities, devices: int) -> int:
     return -(-devices // capacities.devices_per_node)
 
 
+def further_sizes(largest: int, to: int) -> list[int]:
+    """Sizes beyond the largest that was measured: doubled from it, and the last.
+
+    Example:
+        >>> further_sizes(4, 48)
+        [8, 16, 32, 48]
+    """
+    sizes = []
+    # Rates are compared on a doubling grid: between two of its sizes no prediction is more certain.
+    n = largest * 2
+    while n < to:
+        sizes.append(n)
+        n *= 2
+    return [*sizes, to] if to > largest else []
+
+
 def predict(capacities: Capacities, devices: int, nodes: int | None = None) -> Predicted:
     """Predict throughput and gap at a number of devices.
 

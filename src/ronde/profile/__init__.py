@@ -12,7 +12,6 @@ from ronde.world import lazily
 
 if TYPE_CHECKING:
     from ronde.profile.probe import Probe
-    from ronde.profile.sample_values import same_bits, size_of
     from ronde.profile.shared_counters import StageTimes, read_board
 
 if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
@@ -20,7 +19,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
         __name__,
         {
             "ronde.profile.probe": "Probe",
-            "ronde.profile.sample_values": "same_bits size_of",
             "ronde.profile.shared_counters": "StageTimes read_board",
         },
     )

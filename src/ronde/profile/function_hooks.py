@@ -105,6 +105,7 @@ def opener(original: Callable[..., Any]) -> Callable[..., Any]:
             or isinstance(file, int)
             or buffering == 1
             or (buffering == 0 and "b" not in mode)
+            or ("b" in mode and (encoding, errors, newline) != (None, None, None))
         ):
             return original(*arguments)
         if theirs:  # whose files may be anything: only their opening is timed
@@ -131,12 +132,6 @@ def wrap_raw(
     newline: str | None,
 ) -> Any:
     """Wrap a raw file as ``open`` would for the requested mode."""
-    if "b" in mode and (encoding is not None or errors is not None or newline is not None):
-        raw.close()
-        name = "encoding" if encoding is not None else "errors" if errors is not None else "newline"
-        raise ValueError(
-            f"binary mode doesn't take {'a' if name == 'newline' else 'an'} {name} argument"
-        )
     if buffering == 0:
         return raw
     size = max(getattr(raw, "_blksize", 0), 0) or io.DEFAULT_BUFFER_SIZE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ class _Place:
         self.had = name in self._values()
         self.own = self._values().get(name)
         self.original = self.own if isinstance(owner, dict) else getattr(owner, name)
-        self.layers: list[tuple[int, Callable[[Any], Any]]] = []
+        self.layers: list[Callable[[Any], Any]] = []
         self.shown = self.own
 
     def _values(self) -> Mapping[str, Any]:
@@ -48,7 +49,7 @@ class _Place:
         plain = isinstance(self.owner, type | ModuleType)
         if self.layers:
             value = self.original
-            for _, make in sorted(self.layers, key=lambda layer: layer[0]):
+            for make in self.layers:
                 value = make(value)
         elif self.had:
             value = self.own
@@ -64,11 +65,8 @@ class _Place:
 _places: dict[tuple[int, str], _Place] = {}
 
 
-def put(owner: Any, name: str, make: Callable[[Any], Any], rank: int = 0) -> Callable[[], None]:
+def put(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
     """Replace an attribute, or an item of a dictionary, by ``make(current)``.
-
-    Args:
-        rank: a layer of a higher rank is laid over those of lower ones, whichever came first.
 
     Returns:
         A function that takes this layer away again; when the last one is gone, what stood there
@@ -92,7 +90,7 @@ def put(owner: Any, name: str, make: Callable[[Any], Any], rank: int = 0) -> Cal
         place = _places.get((id(owner), name))
         if place is None or not place.ours():
             place = _Place(owner, name)
-        layer = (rank, make)
+        layer = functools.partial(make)  # told from another layer of the same function
         place.layers.append(layer)
         try:
             place.show()

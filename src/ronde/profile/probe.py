@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ronde.data import named_stages
 from ronde.introspect import nested_datasets, user_modules
@@ -32,13 +32,11 @@ from ronde.profile.function_hooks import (
     opener,
     timed_function,
 )
-from ronde.profile.sample_values import size_of
 from ronde.profile.shared_counters import FIELDS, SAMPLES, Slot, StageTimes, read_board
 from ronde.profile.sqlite_hooks import timed_connect
 from ronde.profile.stage_timer import StageTimer, local
-from ronde.profile.thread_limit import ThreadLimit
-from ronde.world import ArgumentError, RondeError
-from ronde.world.tensors import map_leaves
+from ronde.world import RondeError
+from ronde.world.tensors import map_leaves, parts
 
 __all__ = ["Probe"]
 
@@ -64,14 +62,10 @@ class Probe:
     only times, samples are unchanged bit for bit.
 
     Args:
-        board: file on which all readers add up; see :func:`read_board`. None keeps this process's
-            own count in memory.
+        board: folder in which all readers add up; see :func:`read_board`. None keeps this
+            process's own count in memory.
         replay: after its first samples, each process gives these out again and again: what is left
             is the cost of collating batches and handing them over.
-        threads: compute threads (OpenMP, BLAS, OpenCV) allowed to whoever reads; None leaves them.
-
-    Raises:
-        ArgumentError: fewer than one thread.
 
     Example:
         >>> squares = [i * i for i in range(100)]
@@ -84,16 +78,9 @@ class Probe:
         >>> probe.uninstall()
     """
 
-    def __init__(
-        self, board: Path | None, replay: bool = False, threads: int | None = None
-    ) -> None:
+    def __init__(self, board: Path | None, replay: bool = False) -> None:
         self.board = board
         self.replay = replay
-        self.threads = threads
-        if threads is not None and (
-            isinstance(threads, bool) or not isinstance(threads, int) or threads < 1
-        ):
-            raise ArgumentError(f"threads={threads!r} must be a whole number, 1 or more.")
         self._reset()
 
     def _reset(self) -> None:
@@ -109,10 +96,9 @@ class Probe:
         self._turn = self._kept_bytes = 0
         self._slots: list[Slot] = []
         self._before: named_stages.Listener | None = None
-        self._limit: ThreadLimit | None = None
 
     def __reduce__(self) -> Any:
-        return Probe, (self.board, self.replay, self.threads)
+        return Probe, (self.board, self.replay)
 
     # What others ask
 
@@ -162,13 +148,10 @@ class Probe:
             self._installed_in, self._token, self._ended = here, object(), False
             _active = self
             self._before = named_stages.listen(self)
-            if self.threads is not None:
-                self._limit = ThreadLimit(self.threads)
-                self._limit.install(always=get_worker_info() is not None)
             self._patch()
 
     def uninstall(self) -> None:
-        """Restore every function, attribute and thread limit. Counts stay on the board."""
+        """Restore every function and attribute. Counts stay on the board."""
         with _lock:
             if self._token is not None and self._installed_in == os.getpid():
                 self._undo_all()
@@ -176,10 +159,7 @@ class Probe:
 
     def _undo_all(self) -> None:
         global _active
-        limit, self._limit = self._limit, None
         self._undo.append(functools.partial(named_stages.listen, self._before))
-        if limit is not None:
-            self._undo.append(limit.uninstall)
         while self._undo:
             # one that cannot be put back must not keep the others from it
             with suppress(Exception):
@@ -273,10 +253,7 @@ class Probe:
         self._patched.add((id(owner), name))
         original = getattr(owner, name)
         with suppress(TypeError, AttributeError):  # a class written in C cannot be changed
-            # ``open`` goes below the replacements of others, which may serve files from elsewhere;
-            # all other functions go on top.
-            lowest = name == "open" and owner in (builtins, io)
-            self._undo.append(monkeypatch.put(owner, name, make, rank=0 if lowest else 2))
+            self._undo.append(monkeypatch.put(owner, name, make))
             replaced[id(original)] = (original, getattr(owner, name))
 
     def _patch_pillow(self, replaced: Replaced) -> None:
@@ -338,16 +315,11 @@ class Probe:
         at = account.python * FIELDS + SAMPLES
         before = account.values[at]
         account.size = 0
-        limit = self._limit
         account.enter(account.python)
         try:
-            if limit is not None:
-                limit.begin()
             return function(argument)
         finally:
             account.leave()
-            if limit is not None:
-                limit.end()
             if account.values[at] == before:
                 account.values[at] += samples
 
@@ -372,7 +344,7 @@ class Probe:
     def _keep(self, samples: Any) -> None:
         with _lock:
             for sample in list(samples)[: _KEPT_SAMPLES - len(self._kept)]:
-                self._kept_bytes += size_of(sample)
+                self._kept_bytes += _size_of(sample)
                 if self._kept and self._kept_bytes > _KEPT_BYTES:
                     # No room for more: those there are stand for the rest.
                     self._kept += [self._kept[0]] * (_KEPT_SAMPLES - len(self._kept))
@@ -395,6 +367,14 @@ class Probe:
             return account.run(number, collate, samples)
         finally:
             account.size = outer
+
+
+def _size_of(value: Any) -> int:
+    """Bytes of a sample's tensors, arrays, and texts; other parts count little."""
+    if (inner := parts(value)) is not None:
+        return sum(map(_size_of, inner.values()))
+    size = len(value) if isinstance(value, str | bytes) else getattr(value, "nbytes", 0)
+    return size if isinstance(size, int) else 0
 
 
 def _rebuilt(sample: Any) -> Any:

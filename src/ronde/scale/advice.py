@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ronde.scale.laws import Band
+from ronde.predict.intervals import Band
 from ronde.scale.rows import FurtherRow, ScaleRow, Scaling
 
 NO_GAP = 0.03  # of the synthetic rate: less is noise

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from ronde.predict.intervals import NORMAL_95, Band, student_t95
 from ronde.world import ArgumentError
 
 # Log error of an extrapolation for each doubling: at least, and where no size could be held out.
@@ -35,27 +36,8 @@ Law = Literal["amdahl", "usl", "pairs"]
 Parameter = Literal["rate", "contention", "coherency"]
 _PARAMETERS: tuple[Parameter, ...] = ("rate", "contention", "coherency")
 
-_ASSUMED = 0.05  # relative error of a point, if nothing shows it
-_LEAST = 0.01  # no measurement is better than this
-# Student's t, 97.5 %, by degrees of freedom.
-_T_TABLE = (
-    "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131"
-)
-_T = tuple(map(float, _T_TABLE.split()))
-_NORMAL = 1.960
-
-
-def _t(freedom: int) -> float:
-    return _T[max(freedom, 1) - 1] if freedom <= len(_T) else _NORMAL + 2.4 / freedom
-
-
-@dataclass(frozen=True)
-class Band:
-    """A value and its interval (95 %)."""
-
-    value: float
-    low: float
-    high: float
+_ASSUMED_ERROR = 0.05  # relative error of a point, if nothing shows it
+_LEAST_ERROR = 0.01  # no measurement is better than this
 
 
 @dataclass(frozen=True)
@@ -222,7 +204,7 @@ def fit_law(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: La
     notes = []
     if len(ordered) == needed:
         notes.append(f"{needed} parameters through {needed} points: the law itself is not tested")
-    noise = min(max(error, _LEAST), _ASSUMED)
+    noise = min(max(error, _LEAST_ERROR), _ASSUMED_ERROR)
     if (rates / devices > rates[0] / devices[0] * (1 + 2 * noise)).any():
         notes.append(
             "faster than in proportion, which no law describes: the fit is a straight line"
@@ -230,7 +212,7 @@ def fit_law(points: Mapping[int, Sequence[float]] | Mapping[int, float], law: La
     if rates[-1] < rates.max() * (1 - noise):
         notes.append("the last devices made it slower")
     random = np.random.default_rng(0)  # the same points give the same interval
-    scale = error * _t(freedom) / _NORMAL
+    scale = error * student_t95(freedom) / NORMAL_95
     drawn = fitted * np.exp(random.normal(0.0, scale, (400, len(devices))).clip(-3.0, 3.0))
     draws = _solve(devices, drawn, law)
     misfit = float(np.abs(rates / fitted - 1.0).max())
@@ -264,12 +246,12 @@ def _error(
     spare = len(ordered) - parameters
     misfit = math.sqrt(float(np.sum(residuals**2)) / spare) if spare > 0 else 0.0
     if misfit > own:
-        return max(misfit, _LEAST), spare, False
+        return max(misfit, _LEAST_ERROR), spare, False
     if repeats:
-        return max(own, _LEAST), repeats, False
+        return max(own, _LEAST_ERROR), repeats, False
     if spare > 0:
-        return max(misfit, _LEAST), spare, False
-    return _ASSUMED, 10**6, True
+        return max(misfit, _LEAST_ERROR), spare, False
+    return _ASSUMED_ERROR, 10**6, True
 
 
 def fits(points: Mapping[int, Sequence[float]] | Mapping[int, float]) -> dict[str, LawFit]:
@@ -293,7 +275,7 @@ class Extrapolation:
     def __init__(self, points: Mapping[int, Sequence[float]], law: LawFit) -> None:
         self.law, self.largest = law, law.points[-1]
         every = [*fits(points).values(), *filter(None, [fit_law(points, "pairs")])]
-        least = max(_ASSUMED, 2.0 * min(each.misfit for each in every))
+        least = max(_ASSUMED_ERROR, 2.0 * min(each.misfit for each in every))
         self.rivals = [each for each in every if each.misfit <= least]
         self.is_tested, self.per_doubling = False, _UNTESTED
         below = {n: rates for n, rates in points.items() if n != self.largest}

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ronde.predict import Wall, gap
-from ronde.scale.laws import Band, LawFit
+from ronde.predict.intervals import Band
+from ronde.scale.laws import LawFit
 from ronde.scale.meter import Start
 
 

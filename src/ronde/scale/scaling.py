@@ -11,9 +11,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ronde.predict import Capacities, Measured, StageCapacity, from_runs, gap, nodes_of, walls
-from ronde.predict.input_capacity import predict
+from ronde.predict.input_capacity import further_sizes, predict
+from ronde.predict.intervals import Band
 from ronde.scale.advice import NO_GAP, describe_limits, recommend
-from ronde.scale.laws import Band, Extrapolation, LawFit, fits, stop_at
+from ronde.scale.laws import Extrapolation, LawFit, fits, stop_at
 from ronde.scale.meter import Start
 from ronde.scale.rows import (
     FurtherRow,
@@ -103,22 +104,6 @@ class _Rates:
         value = min(real.value, limit.value, synthetic.value)
         low = min(value, real.low, limit.low, synthetic.low)
         return Band(value, low, max(value, min(real.high, limit.high, synthetic.high)))
-
-
-def further_sizes(largest: int, to: int) -> list[int]:
-    """Sizes to extrapolate to: doubled from the largest that was measured, and the last.
-
-    Example:
-        >>> further_sizes(4, 48)
-        [8, 16, 32, 48]
-    """
-    sizes = []
-    # Rates are compared on a doubling grid: between two of its sizes no law is more certain.
-    n = largest * 2
-    while n < to:
-        sizes.append(n)
-        n *= 2
-    return [*sizes, to] if to > largest else []
 
 
 def summarize_scale(
