@@ -618,6 +618,7 @@ REFUSED_PLANS = [
     ("pipeline=2,pipeline=1", "pipeline is given twice"),
     ("schedule=looped", "schedule applies to pipelines only"),
     ("pipelines=2", "Did you mean pipeline?"),
+    ("precision=bf16", "does not split the work: give it to ronde.distribute"),
 ]
 NO_PLANS = [
     ("plan.json", None, "plan.json: no such file"),

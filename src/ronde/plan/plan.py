@@ -227,15 +227,15 @@ class Plan:
             'parameters'
         """
         values: dict[str, Any] = {}
-        kinds = {f.name: str(f.type) for f in dataclasses.fields(cls)}  # annotations are text
         for raw in text.split(","):
-            word = raw.strip()
-            word = _ALIASES.get(word, word)
+            word = _ALIASES.get(raw.strip(), raw.strip())
             if word == "replicate":
                 continue
             name, equals, value = word.partition("=")
-            if not equals or name not in kinds:
-                hint = did_you_mean(name, [*_ALIASES, "replicate", *_SPLITS])
+            if not equals or name not in _WORDS:
+                hint = did_you_mean(name, [*_ALIASES, "replicate", *_WORDS])
+                if name in {f.name for f in dataclasses.fields(cls)} - {*_WORDS}:
+                    hint = " It does not split the work: give it to ronde.distribute or ronde run."
                 raise ArgumentError(
                     f"plan={text!r}: {word!r} is not known.{hint} Expected 'auto', a "
                     "plan's file, or words joined by commas: replicate, "
@@ -248,19 +248,13 @@ class Plan:
                 raise ArgumentError(f"plan={text!r}: {name} is given twice.")
             if name == "split_at":
                 values[name] = tuple(v for v in value.split("+") if v)
-            elif "int" in kinds[name]:
+            elif name in _COUNTS:
                 try:
                     values[name] = int(value)
                 except ValueError:
                     raise ArgumentError(
                         f"plan={text!r}: {name} must be a whole number, found {value!r}."
                     ) from None
-            elif kinds[name] == "bool":
-                if value not in ("true", "false"):
-                    raise ArgumentError(
-                        f"plan={text!r}: {name} must be true or false, found {value!r}."
-                    )
-                values[name] = value == "true"
             else:
                 values[name] = value
         plan = cls(**values)
@@ -281,17 +275,13 @@ class Plan:
                     f"plan: {name}={getattr(self, name)!r} is not known: choose one of "
                     f"{', '.join(map(repr, allowed))}."
                 )
-        for name in ("pipeline", "virtual", "tensor", "workers", "accumulation"):
-            self._check_whole(name, getattr(self, name))
-        for name in ("shard_within", "micro_batch"):
-            if getattr(self, name) is not None:
-                self._check_whole(name, getattr(self, name))
+        for name in (*_COUNTS, "workers", "accumulation"):
+            value = getattr(self, name)
+            if value is None and name in ("shard_within", "micro_batch"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
         self._check_reducer()
-
-    @staticmethod
-    def _check_whole(name: str, value: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"plan: {name}={value!r} must be a whole number, 1 or more.")
 
     def _check_reducer(self) -> None:
         if self.reducer == "ring":
@@ -454,16 +444,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "optimizer", "parameters"),
 }
-_SPLITS = (
-    *_CHOICES,
-    "shard_within",
-    "pipeline",
-    "virtual",
-    "tensor",
-    "split_at",
-    "reducer",
-    "micro_batch",
-)
 
 SPLIT_FIELDS = (
     "shard",
@@ -479,3 +459,6 @@ SPLIT_FIELDS = (
     "reducer",
 )
 """What of a plan says how the work is split; the rest is the batch contract."""
+
+_WORDS = (*SPLIT_FIELDS, "micro_batch")  # what Plan.parse reads
+_COUNTS = ("shard_within", "pipeline", "virtual", "tensor", "micro_batch")
