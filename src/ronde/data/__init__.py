@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ronde.data.order import Order, key_of
     from ronde.data.pack import verify_pack
     from ronde.data.pipeline import Pipeline
-    from ronde.data.randomness import KeyedRandomness
     from ronde.data.serialize import CannotEncode, decode_sample, encode_sample
     from ronde.data.sources.arrays import ArraySource
     from ronde.data.sources.base import BaseSource
@@ -36,7 +35,6 @@ if not TYPE_CHECKING:  # a checker that sees __getattr__ takes any name
             "ronde.data.order": "Order key_of",
             "ronde.data.pack": "verify_pack",
             "ronde.data.pipeline": "Pipeline",
-            "ronde.data.randomness": "KeyedRandomness",
             "ronde.data.serialize": "CannotEncode decode_sample encode_sample",
             "ronde.data.sources.arrays": "ArraySource",
             "ronde.data.sources.base": "BaseSource",
