@@ -262,7 +262,7 @@ def test_what_is_refused(tmp_path):
         ("--upload", "store"): "expected a URL that outlives this machine",
         ("--upload", "memory://x"): "expected a URL that outlives this machine",
         ("--upload", "nosuch://x/y"): "fsspec needs the package of that protocol",
-        ("--upload", f"file://{tmp_path}/s", "--runs", "none"): "--runs none keeps none",
+        ("--upload", f"file://{tmp_path}/s", "--runs", "none"): "--runs none keeps nothing",
         ("--upload", "file:///proc/s"): "file:///proc/s/train-1 cannot be written",
         ("--upload", f"file://{tmp_path}/s", "--resume", "--name", "it"): "has no whole checkpoint",
     }

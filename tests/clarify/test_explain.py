@@ -146,7 +146,7 @@ def test_explain_a_run(tmp_path: Path, method: str) -> None:
             "--data none.npz": "expected arrays in a .npz file",
             "--data one.npz": "cannot take samples of shape (3,); in training they had (4,)",
             "--output 7": "the model has 1 outputs",
-            "--method lime": "expected shapley, ig, trees",
+            "--method lime": "'lime' is not one of",
             "--method trees": "name a model file",
         }
         for words, text in wrong.items():

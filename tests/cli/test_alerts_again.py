@@ -78,7 +78,7 @@ def fact(alert: Alert) -> tuple:
             ("kept", {"unchanged"}, ["--watch"]),
             ("flat", {"loss-flat", "overtrained"}, ["--watch=64"]),
         ],
-        2,
+        3,
     ),
 )
 def test_what_an_alert_prints_shows_it_again(tmp_path, fault, rules, options):

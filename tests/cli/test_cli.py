@@ -167,23 +167,21 @@ def test_a_module_quietly_with_variables_of_ones_own(place):
 
 
 def test_looking_at_runs(place, whole):
-    commands = [
-        ["runs"],
-        ["runs", "--json"],
-        ["show", "whole"],
-        ["show", "whole", "--json"],
-        ["show"],
-        ["show", "whol"],
-        ["show", "NOPE"],
-    ]
-    commands += [
-        ["show", "whole", "--curve", "nothing"],
-        ["runs", "--runs", "elsewhere"],
-        ["show", "--runs", "elsewhere"],
-    ]
-    commands += [["show", "runs/whole"]]
+    lines = (
+        "runs",
+        "runs --json",
+        "show whole",
+        "show whole --json",
+        "show",
+        "show whol",
+        "show NOPE",
+        "show whole --curve nothing",
+        "runs --runs elsewhere",
+        "show --runs elsewhere",
+        "show runs/whole",
+    )
     table, listed, shown, as_json, last, near, nope, unknown, none, none_to_show, by_path = (
-        ronde_batch(commands, place)
+        ronde_batch([line.split() for line in lines], place)
     )
     assert all(c.returncode == 0 for c in (table, listed, shown, as_json, last, none, by_path))
     assert re.search(r"whole +completed +2 +4 +12 ", table.stdout)
@@ -274,53 +272,34 @@ def test_mistakes_are_one_line_and_leave_nothing(tmp_path):
 
 
 def test_help_and_version(tmp_path):
-    commands = [
-        ["--help"],
-        ["run", "--help"],
-        ["runs", "--help"],
-        ["show", "-h"],
-        ["run"],
-        [],
-        ["--version"],
-        ["nosuchverb"],
-        ["runs", "--nope"],
-    ]
-    top, run, runs, show, bare, nothing, version, verb, option = ronde_batch(commands, tmp_path)
-    assert all(c.returncode == 0 for c in (top, run, runs, show, version))
-    assert all(v in top.stdout for v in ("run", "runs", "show", "--version"))
-    for c, example in (
-        (run, "ronde run --workers 2 train.py --lr 0.1"),
-        (runs, "ronde runs --runs /data/runs --json"),
-        (show, "ronde show gpt-1"),
-    ):
-        assert "Examples:" in c.stdout and example in c.stdout
-    assert (
-        "--resume" in run.stdout
-        and "SCRIPT" in run.stdout
-        and "Usage:" in bare.stdout + bare.stderr
-        and "Usage:" in nothing.stdout + nothing.stderr
+    lines = ("show -h", "run", "", "--version", "nosuchverb", "runs --nope")
+    show, bare, nothing, version, verb, option = ronde_batch(
+        [line.split() for line in lines], tmp_path
     )
+    assert show.returncode == version.returncode == 0 and "ronde show gpt-1" in show.stdout
+    assert "Usage:" in bare.stdout + bare.stderr and "Usage:" in nothing.stdout + nothing.stderr
     assert version.stdout == f"ronde {package.__version__}\n"
-    assert (
-        verb.returncode == option.returncode == 2
-        and "nosuchverb" in verb.stderr
-        and "--nope" in option.stderr
-    )
+    assert verb.returncode == 2 and "nosuchverb" in verb.stderr
+    assert option.returncode == 2 and "--nope" in option.stderr
     # as a process of its own, too
     assert ronde_run(["--version"], tmp_path).stdout == version.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_shows_flags_without_a_type_and_no_line_wider_than_the_terminal(tmp_path):
-    verbs = [[], ["run"], ["plan"], ["bench", "cluster"], ["pack"]]
-    for verb, done in zip(
-        verbs,
-        ronde_batch([[*v, "--help"] for v in verbs], tmp_path, env={"COLUMNS": "60"}),
-        strict=True,
-    ):
-        assert "bool" not in done.stdout and "--help" in done.stdout, verb
-        assert max(len(line.rstrip()) for line in done.stdout.splitlines()) <= 60, verb
-    assert " */a*.jpg." in done.stdout  # the stars of a pattern are not Markdown's
+def test_the_help_of_each_verb_has_examples_and_fits_the_terminal(tmp_path):
+    (top,) = ronde_batch([["--help"]], tmp_path)
+    verbs = re.findall(r"^│ ([a-z]+) ", top.stdout, re.M)
+    assert top.returncode == 0 and "--version" in top.stdout
+    assert {"run", "horovodrun", "ship"} < {*verbs} and len(verbs) == 22 and verbs[0] == "run"
+    words = [[verb] for verb in verbs if verb != "bench"] + [["bench", "cluster"]]
+    helps = ronde_batch([[*v, "--help"] for v in words], tmp_path, env={"COLUMNS": "60"})
+    for verb, done in zip(words, helps, strict=True):
+        lines = [line.rstrip() for line in done.stdout.splitlines()]
+        assert done.returncode == 0 and " Examples:" in lines, verb
+        assert f"ronde {verb[0]}" in done.stdout.partition("Examples:")[2], verb
+        assert "bool" not in done.stdout and max(map(len, lines)) <= 60, verb
+    # the stars of a pattern are not Markdown's
+    assert " */a*.jpg." in helps[words.index(["pack"])].stdout
 
 
 # -- what fails while it runs ----------------------------------------------------------

@@ -52,11 +52,15 @@ def test_lines_that_are_refused(folder):
         "plan full": "full is a folder, not a script. Did you mean full/train.py?",
         "run strct.py": "script not found: strct.py",
         "run full/trian.py": "Did you mean full/train.py?",
-        "run --runs none --name x strict.py": "there is nothing to name or resume",
-        "run --runs none --restarts 1 strict.py": "goes on from checkpoints, and --runs none",
+        "run --runs none --name x strict.py": "--name needs what a run keeps, and --runs none keeps nothing.",
+        "run --runs none --restarts 1 strict.py": "--restarts needs what a run keeps, and --runs none",
         "run --min-workers 1 strict.py": "give --restarts, and several hosts",
-        "run --horovod --until 5 strict.py": "not for scripts that use Horovod",
-        "run --output some strict.py": "--output some: expected main or all",
+        "run --horovod --until 5 strict.py": "--until is not for scripts that use Horovod",
+        "run --horovod --stop-on nan strict.py": "--stop-on is not for scripts that use Horovod",
+        "run --stop-on nan --runs none strict.py": "--stop-on needs what a run keeps",
+        "run --mpi-world --spark local strict.py": "--mpi-world is not for --spark",
+        "check": "name the hosts: --hosts a,b",
+        "run --output some strict.py": "'some' is not one of",
     }
     for done, text in zip(
         ronde_batch([line.split() for line in lines], folder), lines.values(), strict=True

@@ -178,10 +178,6 @@ def test_launchers_that_are_killed_are_started_again(
             "--warm x: it holds",
         ),
         (("--space", "lr=0..1", "--goal", "max:a", "--budget", "x", "train.py"), "--budget x: exp"),
-        (
-            ("--space", "lr=0..1", "--goal", "max:a", "--on-rule", "x", "train.py"),
-            "--on-rule x: expected stop or ignore",
-        ),
         (("--devices", "2", "--workers", "3", "train.py"), "there are 2 devices for all trials"),
     ],
 )

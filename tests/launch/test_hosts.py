@@ -251,7 +251,7 @@ def test_check_before_a_job(hosts, place):
     assert f"{first}" in done.stdout and "MB/s" in done.stdout and "µs" in done.stdout
     assert "gloo" in done.stdout and "the hosts are alike" in done.stdout
     wrong = ronde_run(["check", *words, "--output", "none/cluster.yaml"], place)
-    assert wrong.returncode == 2 and "does not exist" in wrong.stderr
+    assert wrong.returncode == 2 and "there is no folder" in wrong.stderr
 
 
 @long

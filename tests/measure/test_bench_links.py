@@ -61,7 +61,7 @@ def test_bench_cluster_tells_what_is_wrong_before_it_starts_anything(tmp_path):
     for args, said in (
         (["--workers", "0"], "expected a whole number"),
         (["--workers", "1000"], "more workers than devices"),
-        (["--output", "no/where.yaml"], "does not exist"),
+        (["--output", "no/where.yaml"], "there is no folder"),
     ):
         done = bench(tmp_path, *args)
         assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr

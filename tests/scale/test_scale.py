@@ -136,7 +136,7 @@ def test_arguments_that_cannot_be_used_are_told_before_anything_starts_and_help_
         (["--seconds", "nan", "train.py"], "'--seconds'"),
         (["--rounds", "0", "train.py"], "'--rounds'"),
         (["--cost", "-1", "train.py"], "'--cost'"),
-        (["--batch", "shrink", "train.py"], "--batch shrink"),
+        (["--batch", "shrink", "train.py"], "'shrink' is not one of"),
         (["--json", "nowhere/scale.json", "train.py"], "there is no folder"),
         (
             ["--json", "/proc/x.json", "train.py"],

@@ -573,7 +573,7 @@ def test_ship_a_run(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
     wrong = {
         "--out b": "b is there already",
-        "--to tf": "expected onnx, torch",
+        "--to tf": "'tf' is not one of",
         "nope": "no run 'nope'",
     }
     refusals = ronde_batch([["ship", *words.split()] for words in wrong], tmp_path)

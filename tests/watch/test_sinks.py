@@ -368,7 +368,7 @@ def test_wrong_targets_are_refused(run):
     commands = {
         "Add --follow": ["watch", str(run.path), "--to", "prometheus:1"],
         "--to neptune: expected": ["run", "--workers", "1", "--to", "neptune", "t.py"],
-        "--runs none keeps none": ["run", "--runs", "none", "--tensorboard", "t.py"],
+        "--runs none keeps nothing": ["run", "--runs", "none", "--tensorboard", "t.py"],
         "--port is that of --page": ["watch", "--port", "80"],
     }
     (run.path / "t.py").write_text("")

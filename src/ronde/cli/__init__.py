@@ -3,6 +3,7 @@
 Offers :func:`main`, the ``ronde`` command, and :data:`app`, its Typer application.
 """
 
-from ronde.cli.app import app, main
+from ronde.cli.app import main
+from ronde.cli.options import app
 
 __all__ = ["app", "main"]

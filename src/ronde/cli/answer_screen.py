@@ -15,17 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = [
-    "Doing",
-    "StyledText",
-    "answer_line",
-    "answer_table",
-    "note_lines",
-    "print_answer",
-    "report_answer",
-    "tell",
-]
-
 StyledText = str | tuple[str, str]
 """Text, or text and its style."""
 
@@ -60,9 +49,9 @@ def answer_table(*heads: str) -> Table:
     return table
 
 
-def tell(text: str) -> None:
-    """Print a sentence, which the terminal wraps."""
-    plain_console().print(text, soft_wrap=True, highlight=False)
+def tell(*parts: StyledText, err: bool = False) -> None:
+    """Print a sentence, which the terminal wraps; ``err``: to standard error."""
+    plain_console(stderr=err).print(answer_line(*parts), soft_wrap=True)
 
 
 def print_answer(console: Any, parts: Iterable[Any]) -> None:

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import sys
 from typing import Annotated
 
 import typer
 
-from ronde.cli.options import Group, option, tidy
+from ronde.cli.answer_screen import tell
+from ronde.cli.options import app, option
 from ronde.world import VERSION, RondeError
-
-app = typer.Typer(
-    name="ronde",
-    cls=Group,
-    help="One training script, on one device or on many.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 def _version(asked: bool) -> None:
@@ -38,62 +29,15 @@ def _root(
     pass
 
 
-def _verbs() -> None:
-    from ronde.cli import (
-        bench,
-        check,
-        checkpoints,
-        clarify,
-        doctor,
-        features,
-        flow,
-        horovodrun,
-        map,
-        new,
-        pack,
-        plan,
-        prepare,
-        prove,
-        run,
-        runs,
-        scale,
-        ship,
-        show,
-        submit,
-        tune,
-        watch,
-    )
-
-    verbs = (
-        run,
-        new,
-        map,
-        tune,
-        flow,
-        features,
-        plan,
-        prove,
-        doctor,
-        bench,
-        check,
-        clarify,
-        pack,
-        prepare,
-        runs,
-        scale,
-        ship,
-        show,
-        watch,
-        checkpoints,
-        submit,
-    )
-    for verb in verbs:
-        verb.register(app)
-    horovodrun.register(app)
-    tidy(app)
-
-
-_verbs()
+# One file each, in the order of ``ronde --help``.
+_VERBS = (
+    "run new map tune flow features plan prove doctor bench check clarify explain pack prepare "
+    "runs scale ship show watch checkpoints submit horovodrun"
+)
+for _verb in _VERBS.split():
+    importlib.import_module(f"ronde.cli.{_verb}")
+# Some verbs import others.
+app.registered_commands.sort(key=lambda command: _VERBS.split().index(command.name or ""))
 
 
 def main() -> None:
@@ -105,10 +49,5 @@ def main() -> None:
         # An error that no RondeError is a bug, and keeps its traceback.
         app()
     except RondeError as error:
-        from rich.text import Text
-
-        from ronde.watch import plain_console
-
-        message = Text.assemble(("error:", "bold red"), " ", str(error))
-        plain_console(stderr=True).print(message, soft_wrap=True)
+        tell(("error:", "bold red"), " ", str(error), err=True)
         sys.exit(2)

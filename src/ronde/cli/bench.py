@@ -5,93 +5,93 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ronde.cli.answer_screen import Doing, answer_table
-from ronde.cli.hosts import HostOptions, HostsOption, SshConfigOption, gathered
-from ronde.cli.options import Group, JsonFlag, option
-from ronde.cli.reducers import ServersOption, servers_of
-from ronde.cli.script import WorkersOption
+from ronde.cli.answer_screen import Doing, answer_table, tell
+from ronde.cli.hosts import (
+    Gathered,
+    ServersOption,
+    SshHostOptions,
+    answers_of,
+    gathered,
+    servers_of,
+)
+from ronde.cli.options import Group, JsonFlag, app, setting, verb
+from ronde.cli.script import WorkersOption, check_folders
 from ronde.watch import plain_console
-from ronde.world import ArgumentError, RondeError
+from ronde.world import ArgumentError
 from ronde.world.units import format_bytes
 
 if TYPE_CHECKING:
     from ronde.predict import Cluster
 
-_EXAMPLES = """
-Examples:
-
-```sh
-ronde bench cluster                         one worker per GPU, or per core
-ronde bench cluster --workers 2 --quick     seconds instead of a minute
-ronde plan --cluster cluster.yaml train.py  use the file
-srun -N 4 python -m ronde.measure.bench_links --output cluster.yaml  several nodes
-```
-"""
-
-_EXCHANGE_EXAMPLES = """
-Examples:
-
-```sh
-ronde bench exchange --workers 4                        all reducers, 4 KiB to 256 MiB
-ronde bench exchange --sizes 1MiB,16MiB --json > bus.json
-ronde bench exchange --hosts a:1,b:1 --servers c,d      between hosts, with servers
-```
-"""
+bench = typer.Typer(
+    cls=Group, help="Measure this machine.", no_args_is_help=True, rich_markup_mode="markdown"
+)
+app.add_typer(bench, name="bench")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    bench = typer.Typer(
-        cls=Group, help="Measure this machine.", no_args_is_help=True, rich_markup_mode="markdown"
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """The options of ``ronde bench cluster``, as the user gave them."""
+
+    workers: WorkersOption = "auto"
+    output: Path = setting(Path("cluster.yaml"), "--output -o", "The file to write.", "FILE")
+    quick: bool = setting(False, "--quick", "Use fewer sizes and rounds: takes seconds.")
+    as_json: JsonFlag = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions(SshHostOptions):
+    """The options of ``ronde bench exchange``, as the user gave them."""
+
+    workers: WorkersOption = "auto"
+    sizes: str = setting(
+        "4KiB-256MiB", "--sizes", "Sizes of a bucket, or a range in steps of four.", "SIZES"
     )
-    app.add_typer(bench, name="bench")
-
-    @bench.callback()
-    def _root() -> None:
-        pass
-
-    _register_exchange(bench)
-
-    @bench.command(
-        "cluster",
-        help="Time every collective between all workers at once, and write a cluster file for "
-        "ronde plan.\n" + _EXAMPLES,
+    reducers: str = setting("", "--reducers", "Reducers to time, joined by commas.", "NAMES")
+    servers: ServersOption = None
+    cluster: Path | None = setting(
+        None, "--cluster", "Put the reducers' times into this cluster file, for ronde plan.", "FILE"
     )
-    def cluster(
-        workers: WorkersOption = "auto",
-        output: Annotated[Path, option("--output -o", "The file to write.", "FILE")] = Path(
-            "cluster.yaml"
-        ),
-        quick: Annotated[
-            bool, option("--quick", "Use fewer sizes and rounds: takes seconds.")
-        ] = False,
-        as_json: JsonFlag = False,
-    ) -> None:
-        from ronde.launch import check_workers, resolve_workers
+    as_json: JsonFlag = False
 
-        count = resolve_workers(workers)
-        check_workers(count)
-        check_file(output)
-        console = plain_console()
-        with Doing(console) if not as_json else contextlib.nullcontext() as say:
-            measured = measure_links(count, ["--quick"] * quick, say)
-        measured.save(output)
-        if as_json:
-            print(json.dumps(measured.to_dict()))
-        else:
-            _show(measured, output, console)
+
+@verb(bench, "cluster")
+def _cluster(options: ClusterOptions) -> None:
+    """Time every collective between all workers at once, and write a cluster file for ronde plan.
+
+    Examples:
+
+    ```sh
+    ronde bench cluster                         one worker per GPU, or per core
+    ronde bench cluster --workers 2 --quick     seconds instead of a minute
+    ronde plan --cluster cluster.yaml train.py  use the file
+    srun -N 4 python -m ronde.measure.bench_links --output cluster.yaml  several nodes
+    ```
+    """
+    from ronde.launch import check_workers, resolve_workers
+
+    count = resolve_workers(options.workers)
+    check_workers(count)
+    check_folders(output=options.output)
+    console = plain_console()
+    with Doing(console) if not options.as_json else contextlib.nullcontext(lambda _: None) as say:
+        measured = measure_links(count, ["--quick"] * options.quick, say)
+    measured.save(options.output)
+    if options.as_json:
+        print(json.dumps(measured.to_dict()))
+    else:
+        _show(measured, options.output, console)
 
 
 def measure_links(
-    count: int, options: Sequence[str], say: Callable[[str], None] | None = None
+    count: int, options: Sequence[str], say: Callable[[str], None] = lambda _: None
 ) -> Cluster:
     """Measure the links between workers of this machine.
 
@@ -104,42 +104,12 @@ def measure_links(
         RondeError: a worker has failed.
         typer.Exit: a signal stopped it.
     """
-    from ronde.launch import Job, run_here
+    from ronde.launch import run_here
     from ronde.predict import Cluster
 
-    def show(message: dict[str, Any]) -> None:
-        if say is not None:
-            say(str(message.get("bench", "")))
-
-    with tempfile.TemporaryDirectory(prefix="ronde-bench-") as folder:
-        file, printed = Path(folder) / "cluster.yaml", list[bytes]()
-        command = ["-m", "ronde.measure.bench_links", "--output", str(file), *options]
-        job = Job(command, count, None, {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"})
-        outcome = run_here(job, printed.append, show)
-        if outcome.interrupted:
-            plain_console(stderr=True).print(
-                f"{outcome.error}; every worker has ended, nothing was written", soft_wrap=True
-            )
-            raise typer.Exit(outcome.status)
-        if outcome.status:
-            lines = b"".join(printed).decode(errors="replace").strip().splitlines()
-            text = outcome.error or (lines[-1] if lines else "a worker failed")
-            raise RondeError(text)
-        return Cluster.load(file)
-
-
-def check_file(output: Path) -> None:
-    """Refuse a file that cannot be written, before anything is measured."""
-    folder = output.absolute().parent
-    if not folder.is_dir():
-        raise ArgumentError(f"--output {output}: the folder {folder} does not exist.")
-    if output.is_dir():
-        raise ArgumentError(
-            f"--output {output} is a folder, expected a file: did you mean "
-            f"{output / 'cluster.yaml'}?"
-        )
-    if not os.access(folder, os.W_OK):
-        raise ArgumentError(f"--output {output}: the folder {folder} is not writable.")
+    command = ["-m", "ronde.measure.bench_links", "--tell", *options]
+    here = Gathered(count, "", [], [], run_here)
+    return Cluster.from_dict(answers_of(here, command, "cluster", say)[-1])
 
 
 def _show(cluster: Any, output: Path, console: Any) -> None:
@@ -163,14 +133,11 @@ def _show(cluster: Any, output: Path, console: Any) -> None:
             )
     console.print(f"{cluster.devices} × {cluster.device} on {cluster.name}")
     console.print(table)
-    console.print(
-        Text(
-            f"{cluster.memory_bytes / 2**30:.1f} GiB per device, "
-            f"{cluster.base_bytes / 2**20:.0f} MiB of it used before any model; assumed: "
-            f"computation hides {cluster.bucket_overlap:.0%} of an exchange and takes "
-            f"{cluster.interference:.2f}× as long meanwhile"
-        ),
-        soft_wrap=True,
+    tell(
+        f"{cluster.memory_bytes / 2**30:.1f} GiB per device, "
+        f"{cluster.base_bytes / 2**20:.0f} MiB of it used before any model; assumed: "
+        f"computation hides {cluster.bucket_overlap:.0%} of an exchange and takes "
+        f"{cluster.interference:.2f}× as long meanwhile"
     )
     if cluster.noise > 0.1:
         console.print(
@@ -180,87 +147,52 @@ def _show(cluster: Any, output: Path, console: Any) -> None:
                 style="yellow",
             )
         )
-    console.print(
-        Text(f"written to {output}   next: ronde plan --cluster {output} SCRIPT", style="cyan"),
-        soft_wrap=True,
-    )
+    tell((f"written to {output}   next: ronde plan --cluster {output} SCRIPT", "cyan"))
 
 
-def _register_exchange(bench: typer.Typer) -> None:
+@verb(bench, "exchange")
+def _exchange(options: ExchangeOptions) -> None:
+    """Time every reducer between all workers: latency and bus bandwidth over sizes.
 
-    @bench.command(
-        "exchange",
-        help="Time every reducer between all workers: latency and bus bandwidth over sizes.\n"
-        + _EXCHANGE_EXAMPLES,
-    )
-    def exchange(
-        workers: WorkersOption = "auto",
-        sizes: Annotated[
-            str, option("--sizes", "Sizes of a bucket, or a range in steps of four.", "SIZES")
-        ] = "4KiB-256MiB",
-        reducers: Annotated[
-            str, option("--reducers", "Reducers to time, joined by commas.", "NAMES")
-        ] = "",
-        hosts: HostsOption = None,
-        ssh_config: SshConfigOption = None,
-        servers: ServersOption = None,
-        cluster: Annotated[
-            Path | None,
-            option(
-                "--cluster",
-                "Put the reducers' times into this cluster file, for ronde plan.",
-                "FILE",
-            ),
-        ] = None,
-        as_json: JsonFlag = False,
-    ) -> None:
-        from ronde.launch import Job
-        from ronde.measure.bench_exchange import default_reducers, parse_sizes
-        from ronde.plan import parse_reducer
-        from ronde.predict import Cluster
+    Examples:
 
-        if cluster is not None and not cluster.is_file():
-            raise ArgumentError(f"--cluster {cluster}: there is no such file.")
-        if cluster is not None and not Cluster.load(cluster).links:
-            raise ArgumentError(
-                f"--cluster {cluster} has no links: write it with 'ronde bench cluster'."
-            )
-        parse_sizes(sizes)
-        names = reducers.split(",") if reducers else default_reducers()
-        for name in names:
-            choice = parse_reducer(name)
-            if choice.kind.local or choice.name == "auto":
-                raise ArgumentError(f"--reducers {name}: it has no exchange of its own to time.")
-        command = ["-m", "ronde.measure.bench_exchange"]
-        command += ["--sizes", sizes, "--reducers", ",".join(names)]
-        places = HostOptions(hosts, ssh_config=ssh_config).places()
-        answers: list[dict[str, Any]] = []
-        said: list[bytes] = []
+    ```sh
+    ronde bench exchange --workers 4                        all reducers, 4 KiB to 256 MiB
+    ronde bench exchange --sizes 1MiB,16MiB --json > bus.json
+    ronde bench exchange --hosts a:1,b:1 --servers c,d      between hosts, with servers
+    ```
+    """
+    from ronde.measure.bench_exchange import default_reducers, parse_sizes
+    from ronde.plan import parse_reducer
+    from ronde.predict import Cluster
 
-        def message(values: dict[str, Any]) -> None:
-            if "exchange" in values:
-                answers.append(values["exchange"])
-
-        with (
-            servers_of(servers, places) as started,
-            gathered(places, None, command, workers, None, lambda _: None) as group,
-        ):
-            environment = {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0"}
-            environment |= started.variables()
-            job = Job(command, group.workers, None, environment)
-            outcome = group.launch(job, said.append, message)
-        if outcome.interrupted:
-            raise typer.Exit(outcome.status)
-        if outcome.status or not answers:
-            last = b"".join(said).decode(errors="replace").strip().splitlines()
-            raise RondeError(outcome.error or (last[-1] if last else "nothing was measured"))
-        answer = answers[-1]
-        if cluster is not None:
-            _into_cluster(cluster, answer)
-        if as_json:
-            print(json.dumps(answer))
-        else:
-            _show_exchange(answer)
+    cluster = options.cluster
+    if cluster is not None and not cluster.is_file():
+        raise ArgumentError(f"--cluster {cluster}: there is no such file.")
+    if cluster is not None and not Cluster.load(cluster).links:
+        raise ArgumentError(
+            f"--cluster {cluster} has no links: write it with 'ronde bench cluster'."
+        )
+    parse_sizes(options.sizes)
+    names = options.reducers.split(",") if options.reducers else default_reducers()
+    for name in names:
+        choice = parse_reducer(name)
+        if choice.kind.local or choice.name == "auto":
+            raise ArgumentError(f"--reducers {name}: it has no exchange of its own to time.")
+    command = ["-m", "ronde.measure.bench_exchange"]
+    command += ["--sizes", options.sizes, "--reducers", ",".join(names)]
+    places = options.places()
+    with (
+        servers_of(options.servers, places) as started,
+        gathered(places, None, command, options.workers, None, lambda _: None) as group,
+    ):
+        answer = answers_of(group, command, "exchange", variables=started.variables())[-1]
+    if cluster is not None:
+        _into_cluster(cluster, answer)
+    if options.as_json:
+        print(json.dumps(answer))
+    else:
+        _show_exchange(answer)
 
 
 def _into_cluster(file: Path, answer: dict[str, Any]) -> None:
@@ -319,11 +251,11 @@ def _show_exchange(answer: dict[str, Any]) -> None:
     console = plain_console()
     console.print(table)
     for name, why in answer["skipped"].items():
-        console.print(Text(f"note: {name} was left out: {why}", style="yellow"), soft_wrap=True)
+        tell((f"note: {name} was left out: {why}", "yellow"))
     lossy = [name for name in names if not _exact(name)]
     if lossy:
         note = f"not exact: {', '.join(lossy)}; their bus bandwidth is that of the whole gradient"
-        console.print(Text(note), soft_wrap=True)
+        tell(note)
 
 
 def _exact(name: str) -> bool:

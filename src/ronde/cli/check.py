@@ -4,136 +4,86 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from ronde.cli.answer_screen import answer_table
-from ronde.cli.bench import check_file
-from ronde.cli.hosts import (
-    EnvOption,
-    HostfileOption,
-    HostOptions,
-    HostsOption,
-    MpiOption,
-    PythonOption,
-    RayOption,
-    SlurmOption,
-    SshConfigOption,
-)
-from ronde.cli.options import JsonFlag, option
+from ronde.cli.answer_screen import answer_table, tell
+from ronde.cli.hosts import Gathered, HostOptions, answers_of, gathered, on_fleet
+from ronde.cli.options import JsonFlag, app, setting, verb
+from ronde.cli.script import check_folders
 from ronde.watch import plain_console
-from ronde.world import ArgumentError, WorldError
+from ronde.world import ArgumentError
 
-__all__ = ["register", "slow_links"]
-
-_EXAMPLES = """
-Examples:
-
-```sh
-ronde check --hosts gpu1:8,gpu2:8          over ssh
-ronde check --hostfile hosts --json        as JSON
-ronde check --hosts a:8,b:8 --output c.yaml      and a cluster file for ronde plan
-salloc -N 4 ronde check --slurm            all nodes of an allocation
-```
-"""
 _SLOW = 0.5  # of the median
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
+@dataclass(frozen=True, kw_only=True)
+class Options(HostOptions):
+    """The options of ``ronde check``, as the user gave them."""
 
-    @app.command(
-        "check",
-        help="Before a job: what hosts have, what differs, and the links between them, in seconds."
-        "\n" + _EXAMPLES,
-        no_args_is_help=True,
+    output: Path | None = setting(
+        None,
+        "--output -o",
+        "Also time every collective between all slots, and write a cluster file for "
+        "ronde plan --cluster.",
+        "FILE",
     )
-    def check(
-        hosts: HostsOption = None,
-        hostfile: HostfileOption = None,
-        slurm: SlurmOption = False,
-        mpi: MpiOption = False,
-        ray: RayOption = None,
-        ssh_config: SshConfigOption = None,
-        env: EnvOption = None,
-        python: PythonOption = None,
-        output: Annotated[
-            Path | None,
-            option(
-                "--output -o",
-                "Also time every collective between all slots, and write a cluster file for "
-                "ronde plan --cluster.",
-                "FILE",
-            ),
-        ] = None,
-        as_json: JsonFlag = False,
-    ) -> None:
-        from ronde.launch import Fleet, notes
-
-        if output is not None:
-            check_file(output)
-        asked = HostOptions(hosts, hostfile, slurm, mpi, ray, None, ssh_config, env, python)
-        places = asked.places()
-        if places is None:
-            raise ArgumentError("name the hosts: --hosts a,b, --hostfile FILE, --slurm, or --ray.")
-        names = [h.name for h in places.hosts]
-        command = ["-m", "ronde.measure.pair_links"]
-        pairs: list[dict[str, Any]] = []
-        with Fleet(places.hosts, places.engine, places.python) as fleet:
-            facts = fleet.ask(command, places.environment, None)
-            said = notes(facts, {h.name: h.slots or f["devices"] for h, f in _each(places, facts)})
-            # One process a host: pairs of hosts are timed, not pairs of devices.
-            if len(names) > 1:
-                _measure(
-                    fleet, command, [1] * len(names), lambda m: pairs.extend(m.get("pairs", ()))
-                )
-        if output is not None:
-            _write_cluster(asked.places(), output)
-        said += slow_links(names, pairs)
-        if as_json:
-            links = [{**p, "a": names[p["a"]], "b": names[p["b"]]} for p in pairs]
-            print(json.dumps({"hosts": facts, "links": links, "notes": said}, indent=2))
-            return
-        _show(names, facts, pairs, said)
-        if output is not None:
-            typer.echo(f"written to {output}   next: ronde plan --cluster {output} SCRIPT")
+    as_json: JsonFlag = False
+    spark: str | None = None
 
 
-def _measure(
-    fleet: Any, command: list[str], counts: list[int], message: Callable[[dict[str, Any]], None]
-) -> None:
-    """Run a measurement on hosts.
+@verb(app, "check")
+def _check(options: Options) -> None:
+    """Before a job: what hosts have, what differs, and the links between them, in seconds.
 
-    Raises:
-        WorldError: it failed.
+    Examples:
+
+    ```sh
+    ronde check --hosts gpu1:8,gpu2:8          over ssh
+    ronde check --hostfile hosts --json        as JSON
+    ronde check --hosts a:8,b:8 --output c.yaml      and a cluster file for ronde plan
+    salloc -N 4 ronde check --slurm            all nodes of an allocation
+    ```
     """
-    from ronde.launch import Job, Output
+    from ronde.launch import Fleet, notes
 
-    count = sum(counts)
-    output = Output(count, None, lambda _: None, message)
-    outcome = fleet.run(Job(command, count, None, {"RONDE_PROGRESS": "quiet"}), counts, output)
-    output.close()
-    if outcome.interrupted:
-        raise typer.Exit(outcome.status)
-    if outcome.status:
-        raise WorldError(f"the links could not be measured: {outcome.error}")
+    output = options.output
+    check_folders(output=output)
+    places = options.places()
+    if places is None:
+        raise ArgumentError("name the hosts: --hosts a,b, --hostfile FILE, --slurm, or --ray.")
+    names = [h.name for h in places.hosts]
+    command = ["-m", "ronde.measure.pair_links"]
+    pairs: list[dict[str, Any]] = []
+    with Fleet(places.hosts, places.engine, places.python) as fleet:
+        facts = fleet.ask(command, places.environment, None)
+        said = notes(facts, {h.name: h.slots or f["devices"] for h, f in _each(places, facts)})
+        # One process a host: pairs of hosts are timed, not pairs of devices.
+        if len(names) > 1:
+            launch = on_fleet(fleet, [1] * len(names))
+            pairs = answers_of(Gathered(len(names), "", [], [], launch), command, "pairs")[-1]
+    if output is not None:
+        _write_cluster(options, output)
+    said += slow_links(names, pairs)
+    if options.as_json:
+        links = [{**p, "a": names[p["a"]], "b": names[p["b"]]} for p in pairs]
+        print(json.dumps({"hosts": facts, "links": links, "notes": said}, indent=2))
+        return
+    _show(names, facts, pairs, said)
+    if output is not None:
+        typer.echo(f"written to {output}   next: ronde plan --cluster {output} SCRIPT")
 
 
-def _write_cluster(places: Any, output: Path) -> None:
+def _write_cluster(options: Options, output: Path) -> None:
     """Time the collectives between all slots, and write what a plan needs of them."""
-    from ronde.launch import Fleet, share
     from ronde.predict import Cluster
 
     command = ["-m", "ronde.measure.bench_links", "--quick", "--tell"]
-    cluster: dict[str, Any] = {}
-    with Fleet(places.hosts, places.engine, places.python) as fleet:
-        facts = fleet.ask(command, places.environment, None)
-        counts = share(places.hosts, facts, "auto")
-        _measure(fleet, command, counts, lambda m: cluster.update(m.get("cluster", {})))
-    Cluster.from_dict(cluster).save(output)
+    with gathered(options.places(), None, command, "auto", None, lambda _: None) as group:
+        Cluster.from_dict(answers_of(group, command, "cluster")[-1]).save(output)
 
 
 def _each(places: Any, facts: Any) -> list[tuple[Any, Any]]:
@@ -171,7 +121,6 @@ def slow_links(names: list[str], pairs: list[dict[str, Any]]) -> list[str]:
 
 
 def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[str]) -> None:
-    from rich.text import Text
 
     console = plain_console()
     table = answer_table(
@@ -199,6 +148,6 @@ def _show(names: list[str], facts: Any, pairs: list[dict[str, Any]], said: list[
         console.print()
         console.print(links)
     for line in said:
-        console.print(Text(f"note: {line}", style="yellow"), soft_wrap=True)
+        tell((f"note: {line}", "yellow"))
     if not said:
         console.print("the hosts are alike, and nothing stands in the way")

@@ -6,15 +6,16 @@ import json
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from ronde import checkpoint
 from ronde.checkpoint.manifest import folder_name, step_of
 from ronde.cli.answer_screen import answer_table
-from ronde.cli.options import JsonFlag, RunArgument, RunsOption, option
+from ronde.cli.options import JsonFlag, RunArgument, RunsOption, app, setting, verb
 from ronde.cli.show import find_run
 from ronde.plan import Plan
 from ronde.watch import RunDir, plain_console
@@ -106,85 +107,89 @@ def _print(rows: list[dict[str, Any]], best: int | None) -> None:
     plain_console().print(table)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``ronde checkpoints``, as the user gave them."""
 
-    @app.command(
-        "checkpoints",
-        help="List the checkpoints of a run, newest first; verify, prune, or export them. Without "
-        "a name, those of the last run.\n\nExamples:\n\n  ronde checkpoints gpt-1 --verify"
-        "\n\n  ronde checkpoints gpt-1 --prune last=2,every=1000 --yes\n\n  ronde checkpoints "
-        "gpt-1 --export gpt.safetensors",
+    name: RunArgument = None
+    verified: bool = setting(
+        False, "--verify", "Read every file, and say which checkpoints are whole."
     )
-    def checkpoints(
-        name: RunArgument = None,
-        folder: RunsOption = Path("runs"),
-        verified: Annotated[
-            bool, option("--verify", "Read every file, and say which checkpoints are whole.")
-        ] = False,
-        prune: Annotated[
-            str | None,
-            option(
-                "--prune",
-                "Show which checkpoints a policy such as last=3,every=1000 removes.",
-                "POLICY",
-            ),
-        ] = None,
-        sure: Annotated[bool, option("--yes", "With --prune: remove them.")] = False,
-        to: Annotated[
-            Path | None,
-            option("--export", "Write the weights as one plain safetensors file.", "FILE"),
-        ] = None,
-        step: Annotated[
-            int | None,
-            option("--step", "With --export: of this checkpoint; else the newest whole one.", "N"),
-        ] = None,
-        as_json: JsonFlag = False,
-    ) -> None:
-        for given, needs, missing in (
-            (sure, "--yes", "--prune" if prune is None else ""),
-            (step is not None, "--step", "--export" if to is None else ""),
-        ):
-            if given and missing:
-                raise ArgumentError(f"{needs} goes with {missing} only.")
-        if to is not None and prune is not None:
-            raise ArgumentError("--export and --prune: give one of them.")
-        run = find_run(folder, name)
-        if to is not None:
-            chosen = _newest_whole(run, step)
-            checkpoint.export(chosen.weights(), to)
-            answer = {"checkpoint": str(chosen.path), "step": chosen.step, "file": str(to)}
-            print(json.dumps(answer) if as_json else f"{to}: weights of step {chosen.step:,}")
-            newer = [
-                p.name
-                for p in checkpoint.list_checkpoints(run.checkpoints)
-                if step_of(p) > chosen.step
-            ]
-            if step is None and newer:
-                print(f"warning: {newer[0]} is not a whole checkpoint", file=sys.stderr)
+    prune: str | None = setting(
+        None,
+        "--prune",
+        "Show which checkpoints a policy such as last=3,every=1000 removes.",
+        "POLICY",
+    )
+    sure: bool = setting(False, "--yes", "With --prune: remove them.")
+    to: Path | None = setting(
+        None, "--export", "Write the weights as one plain safetensors file.", "FILE"
+    )
+    step: int | None = setting(
+        None, "--step", "With --export: of this checkpoint; else the newest whole one.", "N"
+    )
+    runs: RunsOption = Path("runs")
+    as_json: JsonFlag = False
+
+
+@verb(app, "checkpoints")
+def _checkpoints(options: Options) -> None:
+    """List the checkpoints of a run, newest first; verify, prune, or export them. Without a name,
+    those of the last run.
+
+    Examples:
+
+    ```sh
+    ronde checkpoints gpt-1 --verify
+    ronde checkpoints gpt-1 --prune last=2,every=1000 --yes
+    ronde checkpoints gpt-1 --export gpt.safetensors
+    ```
+    """
+    prune, to = options.prune, options.to
+    for given, needs, missing in (
+        (options.sure, "--yes", "--prune" if prune is None else ""),
+        (options.step is not None, "--step", "--export" if to is None else ""),
+    ):
+        if given and missing:
+            raise ArgumentError(f"{needs} goes with {missing} only.")
+    if to is not None and prune is not None:
+        raise ArgumentError("--export and --prune: give one of them.")
+    run = find_run(options.runs, options.name)
+    if to is not None:
+        chosen = _newest_whole(run, options.step)
+        checkpoint.export(chosen.weights(), to)
+        answer = {"checkpoint": str(chosen.path), "step": chosen.step, "file": str(to)}
+        print(json.dumps(answer) if options.as_json else f"{to}: weights of step {chosen.step:,}")
+        newer = [
+            p.name for p in checkpoint.list_checkpoints(run.checkpoints) if step_of(p) > chosen.step
+        ]
+        if options.step is None and newer:
+            print(f"warning: {newer[0]} is not a whole checkpoint", file=sys.stderr)
+        return
+    if prune is not None:
+        gone = _prune(run, prune, options.sure)
+        if options.as_json:
+            print(
+                json.dumps({"removed" if options.sure else "would_remove": [str(p) for p in gone]})
+            )
             return
-        if prune is not None:
-            gone = _prune(run, prune, sure)
-            if as_json:
-                print(json.dumps({"removed" if sure else "would_remove": [str(p) for p in gone]}))
-                return
-            for path in gone:
-                print(f"{'removed' if sure else 'would remove'} {path}")
-            if not gone:
-                print("nothing to remove")
-            elif not sure:
-                print("nothing is removed yet: add --yes")
-            return
-        rows = [_row(path, verified) for path in checkpoint.list_checkpoints(run.checkpoints)]
-        newest = next(
-            (checkpoint.trust(Path(r["path"])) for r in rows if r["whole"] is not False), None
-        )
-        best = _best_step(newest)
-        if as_json:
-            print(json.dumps([{**row, "best": row["step"] == best} for row in rows], indent=1))
-        elif rows:
-            _print(rows, best)
-        else:
-            print(f"no checkpoints in {run.checkpoints}")
-        if verified and any(row["whole"] is False for row in rows):
-            raise typer.Exit(1)
+        for path in gone:
+            print(f"{'removed' if options.sure else 'would remove'} {path}")
+        if not gone:
+            print("nothing to remove")
+        elif not options.sure:
+            print("nothing is removed yet: add --yes")
+        return
+    rows = [_row(path, options.verified) for path in checkpoint.list_checkpoints(run.checkpoints)]
+    newest = next(
+        (checkpoint.trust(Path(r["path"])) for r in rows if r["whole"] is not False), None
+    )
+    best = _best_step(newest)
+    if options.as_json:
+        print(json.dumps([{**row, "best": row["step"] == best} for row in rows], indent=1))
+    elif rows:
+        _print(rows, best)
+    else:
+        print(f"no checkpoints in {run.checkpoints}")
+    if options.verified and any(row["whole"] is False for row in rows):
+        raise typer.Exit(1)

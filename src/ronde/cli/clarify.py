@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ronde.cli.answer_screen import answer_table
-from ronde.cli.explain import register_explain
-from ronde.cli.options import GroupWithDefault, option
+from ronde.cli.answer_screen import answer_table, tell
+from ronde.cli.options import REQUIRED, GroupWithDefault, app, argument, setting, verb
 from ronde.cli.script import JsonOption, ReportOption, write_json
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
@@ -16,22 +16,12 @@ from ronde.world import ArgumentError
 if TYPE_CHECKING:
     from ronde.clarify import BiasTable, GroupVersusRest
 
-_EXAMPLES = """
-Compares each group of each facet with everyone else: the metrics of SageMaker Clarify before
-training (labels) and after it (predictions), with 95 % intervals.
-
-Examples:
-
-```sh
-ronde clarify predictions.parquet --label hired --prediction score --threshold 0.5 --facet sex
-ronde clarify people.csv --label hired --facet sex=F --facet 'age >= 40'    labels only
-ronde clarify … --group department                                    conditional disparity too
-ronde clarify … --require DPPL=0.1 --require DI=0.8:1.25              exit status 1 if beyond
-ronde clarify explain RUN --data test.parquet         why a model says what it says
-```
-
-Exit status: 0 measured, 1 a limit of --require is not kept, 2 an argument cannot be used.
-"""
+clarify = typer.Typer(
+    cls=GroupWithDefault,
+    help="How are groups treated, and why does a model say what it says?",
+    rich_markup_mode="markdown",
+)
+app.add_typer(clarify, name="clarify")
 
 
 def _limit(text: str) -> tuple[str, float | tuple[float, float]]:
@@ -46,107 +36,98 @@ def _limit(text: str) -> tuple[str, float | tuple[float, float]]:
         ) from None
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    group_of_verbs = typer.Typer(
-        cls=GroupWithDefault,
-        help="How are groups treated, and why does a model say what it says?\n" + _EXAMPLES,
-        rich_markup_mode="markdown",
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``ronde clarify``, as the user gave them."""
+
+    table: str = argument("TABLE", "Parquet or CSV; * is allowed.")
+    label: str = setting(REQUIRED, "--label", "Column of the true outcome.", "COLUMN")
+    facet: list[str] = setting(
+        REQUIRED, "--facet", "A column, COLUMN=VALUE, or a condition. Repeat.", "FACET"
     )
-    app.add_typer(group_of_verbs, name="clarify")
-
-    @group_of_verbs.command(
-        "table", help="How are groups treated, in labels and predictions?\n" + _EXAMPLES
+    positive: list[str] | None = setting(
+        None, "--positive", "Label that counts as positive. Default: 1.", "VALUE"
     )
-    def clarify(
-        table: Annotated[
-            str, typer.Argument(metavar="TABLE", help="Parquet or CSV; * is allowed.")
-        ],
-        label: Annotated[str, option("--label", "Column of the true outcome.", metavar="COLUMN")],
-        facet: Annotated[
-            list[str],
-            option("--facet", "A column, COLUMN=VALUE, or a condition. Repeat.", metavar="FACET"),
-        ],
-        positive: Annotated[
-            list[str] | None,
-            option("--positive", "Label that counts as positive. Default: 1.", metavar="VALUE"),
-        ] = None,
-        prediction: Annotated[
-            str | None,
-            option("--prediction", "Column of predicted labels, or scores.", metavar="COLUMN"),
-        ] = None,
-        threshold: Annotated[
-            float | None, option("--threshold", "A score above it is positive.", metavar="SCORE")
-        ] = None,
-        group: Annotated[
-            str | None, option("--group", "Column for conditional disparity.", metavar="COLUMN")
-        ] = None,
-        features: Annotated[
-            str | None,
-            option("--features", "Columns of numbers, for the flip test.", metavar="A,B,…"),
-        ] = None,
-        limits: Annotated[
-            list[str] | None,
-            option("--require", "Fail beyond this limit. Repeat.", metavar="METRIC=LIMIT"),
-        ] = None,
-        json_file: JsonOption = None,
-        report: ReportOption = None,
-    ) -> None:
-        from ronde.clarify import count_table
-        from ronde.clarify.bias import BiasError, require
+    prediction: str | None = setting(
+        None, "--prediction", "Column of predicted labels, or scores.", "COLUMN"
+    )
+    threshold: float | None = setting(None, "--threshold", "A score above it is positive.", "SCORE")
+    group: str | None = setting(None, "--group", "Column for conditional disparity.", "COLUMN")
+    features: str | None = setting(
+        None, "--features", "Columns of numbers, for the flip test.", "A,B,…"
+    )
+    limits: list[str] | None = setting(
+        None, "--require", "Fail beyond this limit. Repeat.", "METRIC=LIMIT"
+    )
+    json_file: JsonOption = None
+    report: ReportOption = None
 
-        asked = dict(_limit(text) for text in limits or ())
-        if features and not prediction:
-            raise ArgumentError("--features is for the flip test, which needs --prediction.")
-        counts, sensitive, gone = count_table(
-            table,
-            label=label,
-            facets=facet,
-            positive=positive or (),
-            prediction=prediction,
-            threshold=threshold,
-            group=group,
-            features=[name.strip() for name in features.split(",")] if features else (),
-        )
-        comparisons = counts.compare(sensitive)
-        values = _values(table, label, prediction, counts, comparisons, gone)
-        _show(counts, comparisons, values)
-        if json_file:
-            write_json(json_file, values)
-        if report:
-            from ronde.clarify.bias_report import bias_report
 
-            bias_report(counts, comparisons, report, table, values["attention"])
-            plain_console().print(f"report    {report}", soft_wrap=True)
-        # Last: the answer is shown and written, whatever the limits say.
-        try:
-            require(comparisons, asked)
-        except BiasError as error:
-            plain_console(stderr=True).print(f"error: {error}", soft_wrap=True)
-            raise typer.Exit(1) from None
+@verb(clarify, "table")
+def _clarify(options: Options) -> None:
+    """How are groups treated, in labels and predictions?
 
-    register_explain(group_of_verbs)
+    Compares each group of each facet with everyone else: the metrics of SageMaker Clarify before
+    training (labels) and after it (predictions), with 95 % intervals.
+
+    Examples:
+
+    ```sh
+    ronde clarify predictions.parquet --label hired --prediction score --threshold 0.5 --facet sex
+    ronde clarify people.csv --label hired --facet sex=F --facet 'age >= 40'    labels only
+    ronde clarify … --group department                                    conditional disparity too
+    ronde clarify … --require DPPL=0.1 --require DI=0.8:1.25              exit status 1 if beyond
+    ronde clarify explain RUN --data test.parquet         why a model says what it says
+    ```
+
+    Exit status: 0 measured, 1 a limit of --require is not kept, 2 an argument cannot be used.
+    """
+    from ronde.clarify import count_table
+    from ronde.clarify.bias import BiasError, require
+
+    asked = dict(_limit(text) for text in options.limits or ())
+    features, prediction = options.features, options.prediction
+    if features and not prediction:
+        raise ArgumentError("--features is for the flip test, which needs --prediction.")
+    counts, sensitive, gone = count_table(
+        options.table,
+        label=options.label,
+        facets=options.facet,
+        positive=options.positive or (),
+        prediction=prediction,
+        threshold=options.threshold,
+        group=options.group,
+        features=[name.strip() for name in features.split(",")] if features else (),
+    )
+    comparisons = counts.compare(sensitive)
+    values = _values(options, counts, comparisons, gone)
+    _show(counts, comparisons, values)
+    write_json(options.json_file, values)
+    if report := options.report:
+        from ronde.clarify.bias_report import bias_report
+
+        bias_report(counts, comparisons, report, options.table, values["attention"])
+        tell(f"report    {report}")
+    # Last: the answer is shown and written, whatever the limits say.
+    try:
+        require(comparisons, asked)
+    except BiasError as error:
+        tell(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
 
 
 def _values(
-    table: str,
-    label: str,
-    prediction: str | None,
-    counts: BiasTable,
-    comparisons: list[GroupVersusRest],
-    gone: int,
+    options: Options, counts: BiasTable, comparisons: list[GroupVersusRest], gone: int
 ) -> dict[str, Any]:
-    from dataclasses import asdict
-
     from ronde.clarify import attention
 
     def each(measures: Any) -> dict[str, Any]:
         return {name: asdict(m) for name, m in measures.items()}
 
     return {
-        "table": table,
-        "label": label,
-        "prediction": prediction,
+        "table": options.table,
+        "label": options.label,
+        "prediction": options.prediction,
         "rows": counts.rows(),
         "left_out": gone,
         "groups": {f: [asdict(g) for g in counts.groups(f)] for f in counts.facets},
@@ -198,6 +179,6 @@ def _show(counts: BiasTable, comparisons: list[GroupVersusRest], values: dict[st
     console.print()
     for why, absent in reasons.items():
         names = list(dict.fromkeys(absent))
-        console.print(f"–         {', '.join(names)}: {why}", soft_wrap=True)
+        tell(f"–         {', '.join(names)}: {why}")
     for line in values["attention"]:
-        console.print(f"attention {line}", soft_wrap=True)
+        tell(f"attention {line}")

@@ -24,8 +24,6 @@ from ronde.watch import (
 from ronde.world import ArgumentError
 from ronde.world.units import clock
 
-__all__ = ["compare"]
-
 _FIELDS = (
     *("script", "origin", "workers", "device", "host", "launcher", "threads"),
     *("model", "parameters", "optimizer", "samples", "steps_per_epoch"),

@@ -8,36 +8,17 @@ from typing import Any
 
 import typer
 
-from ronde.cli.answer_screen import Doing, StyledText, answer_line, answer_table, note_lines
+from ronde.cli.answer_screen import Doing, StyledText, answer_line, answer_table, note_lines, tell
 from ronde.cli.doctor_apply import apply_prescriptions, check_writable, parse_apply
-from ronde.cli.options import add_verb, setting
+from ronde.cli.options import app, setting, verb
 from ronde.cli.script import ReportOptions, WorkersOption, examine, feed_of
 from ronde.doctor.verdict import is_between_workers
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
 from ronde.world.units import count_of, format_rate
 
-_EXAMPLES = """
-The script runs up to ronde.distribute. There its steps are timed in turns: on real
-batches that are reused (the synthetic ceiling), with its real input, and with samples
-that are given out again. Stages are timed where samples are made. Then some steps of the
-script's own loop are timed. Ronde writes nothing.
 
-Examples:
-
-```sh
-ronde doctor train.py                               one worker per device, about a minute
-ronde doctor --workers 2 --to 64 train.py --lr 0.1  options after the script are its own
-ronde doctor --apply 1,2 train.py                   apply prescriptions 1 and 2, measure again
-ronde doctor --json doctor.json --report report.html -m my.train
-```
-
-Exit status: 0 a verdict was given; 1 refused, the machine is too disturbed; 2 the script
-failed or an argument cannot be used; 130 stopped by Ctrl-C.
-"""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(ReportOptions):
     """The options of ``ronde doctor``, as the user gave them."""
 
@@ -64,19 +45,28 @@ class Options(ReportOptions):
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    add_verb(
-        app,
-        "doctor",
-        Options,
-        _doctor,
-        "Why are my devices idle? The gap to the synthetic rate, what it is lost to, and "
-        "what would help.\n" + _EXAMPLES,
-    )
-
-
+@verb(app, "doctor")
 def _doctor(options: Options) -> None:
+    """Why are my devices idle? The gap to the synthetic rate, what it is lost to, and what
+    would help.
+
+    The script runs up to ronde.distribute. There its steps are timed in turns: on real
+    batches that are reused (the synthetic ceiling), with its real input, and with samples
+    that are given out again. Stages are timed where samples are made. Then some steps of the
+    script's own loop are timed. Ronde writes nothing.
+
+    Examples:
+
+    ```sh
+    ronde doctor train.py                               one worker per device, about a minute
+    ronde doctor --workers 2 --to 64 train.py --lr 0.1  options after the script are its own
+    ronde doctor --apply 1,2 train.py                   apply prescriptions 1 and 2, measure again
+    ronde doctor --json doctor.json --report report.html -m my.train
+    ```
+
+    Exit status: 0 a verdict was given; 1 refused, the machine is too disturbed; 2 the script
+    failed or an argument cannot be used; 130 stopped by Ctrl-C.
+    """
     from ronde.launch import check_workers, resolve_workers
 
     command = options.command_for("doctor")
@@ -114,7 +104,7 @@ def _doctor(options: Options) -> None:
             options.write(values)
             _draw(options, values)
     if options.report is not None:
-        console.print(f"written: {options.report}", soft_wrap=True)
+        tell(f"written: {options.report}")
     if values["refused"]:
         raise typer.Exit(1)
 

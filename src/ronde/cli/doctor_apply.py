@@ -89,44 +89,20 @@ def apply_prescriptions(
     def line(*parts: str | tuple[str, str]) -> None:
         console.print(Text.assemble(*parts), soft_wrap=True)
 
-    listed = values["prescriptions"]
-    if values["healthy"] or not listed:
+    if values["healthy"] or not values["prescriptions"]:
         line(("applied  ", "bold"), "nothing: nothing is prescribed")
         return None
-    by_name = {str(p["number"]): p for p in listed} | {p["id"]: p for p in listed}
-    picked = []
-    for word in chosen:
-        if word not in by_name:
-            known = ", ".join(f"{p['number']} ({p['id']})" for p in listed)
-            many = f"there {'are' if len(listed) > 1 else 'is'} {len(listed)}"
-            raise ArgumentError(
-                f"--apply {word}: no prescription {word}; {many}: this time the doctor "
-                f"prescribes {known}."
-            )
-        if by_name[word]["settings"] is None:
-            raise ArgumentError(
-                f"--apply {word}: {by_name[word]['text']} takes more than settings."
-            )
-        picked.append(by_name[word])
+    picked = _picked(chosen, values["prescriptions"])
     # The verdict holds for the settings it was measured under: prescriptions are merged into those.
     settings = FeedSettings() if feed == "none" else FeedSettings.load(Path(feed))
     for p in picked:
         settings = settings.merged(FeedSettings.from_dict(p["settings"]))
     file = settings_file(script)
     before = file.read_bytes() if file.is_file() else None
-    undo = f"delete {file}"
-    where = f"{file}, which ronde run reads; --feed none leaves it out, deleting it undoes it"
-    if before is not None:
-        undo = f"write {file} anew"
-        where = f"{file}, which ronde run reads, in place of what an earlier --apply wrote"
-        if not before.startswith(f"# {_SIGNED}".encode()):  # what a person wrote is kept
-            kept = file.with_name(f"{file.name}.before")
-            kept.write_bytes(before)
-            undo = f"move {kept} back to {file.name}"
-            where = f"{file}, which ronde run reads; what was there is kept in {kept}"
+    where, undo = _kept(file, before)
     names = ", ".join(p["id"] for p in picked)
     settings.save(file, f"{_SIGNED} --apply: {names}. ronde run reads it; --feed none does not.")
-    line(("written  ", "bold"), where)
+    line(("written  ", "bold"), f"{file}, which ronde run reads{where}")
     try:
         after = again(str(file.absolute()))
     except BaseException:
@@ -169,3 +145,32 @@ def apply_prescriptions(
         "promised_points": hoped,
         "refused": after["refused"],
     }
+
+
+def _picked(chosen: list[str], listed: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The prescriptions that are chosen; raises as :func:`apply_prescriptions` does."""
+    by_name = {str(p["number"]): p for p in listed} | {p["id"]: p for p in listed}
+    for word in chosen:
+        if word not in by_name:
+            known = ", ".join(f"{p['number']} ({p['id']})" for p in listed)
+            many = f"there {'are' if len(listed) > 1 else 'is'} {len(listed)}"
+            raise ArgumentError(
+                f"--apply {word}: no prescription {word}; {many}: this time the doctor "
+                f"prescribes {known}."
+            )
+        if by_name[word]["settings"] is None:
+            raise ArgumentError(
+                f"--apply {word}: {by_name[word]['text']} takes more than settings."
+            )
+    return [by_name[word] for word in chosen]
+
+
+def _kept(file: Path, before: bytes | None) -> tuple[str, str]:
+    """Keep what a person wrote. Returns what becomes of the old settings, and how to undo."""
+    if before is None:
+        return "; --feed none leaves it out, deleting it undoes it", f"delete {file}"
+    if before.startswith(f"# {_SIGNED}".encode()):
+        return ", in place of what an earlier --apply wrote", f"write {file} anew"
+    kept = file.with_name(f"{file.name}.before")
+    kept.write_bytes(before)
+    return f"; what was there is kept in {kept}", f"move {kept} back to {file.name}"

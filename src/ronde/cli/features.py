@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ronde.cli.options import Group, option
-from ronde.watch import plain_console
+from ronde.cli.answer_screen import tell
+from ronde.cli.options import REQUIRED, Group, app, argument, setting, verb
 from ronde.world import ArgumentError
 from ronde.world.units import count_of
 from ronde.world.whole_file import check_target
@@ -18,9 +19,9 @@ from ronde.world.whole_file import check_target
 if TYPE_CHECKING:
     from ronde.tables.point_in_time import Joined
 
-__all__ = ["register"]
+_HELP = """\
+Features that cannot see the future.
 
-_EXAMPLES = """
 Join events with labels as they were known at the time of each label: an event counts from the later
 of its event time and its arrival time. Publish the newest values for serving, from the same file.
 
@@ -33,59 +34,75 @@ ronde features get online.db clicks --user 17
 ronde features check features.yaml online.db     online = offline, entity by entity
 ```
 """
+features = typer.Typer(cls=Group, help=_HELP, no_args_is_help=True)
+app.add_typer(features, name="features")
 
-Spec = Annotated[Path, typer.Argument(metavar="FEATURES.yaml", show_default=False)]
-Engine = Annotated[str, option("--engine", "What joins.", "duckdb|spark")]
-Master = Annotated[
-    str,
-    option("--master", "Of Spark, as spark://HOST:7077 or local[4]."),
-]
-Memory = Annotated[
-    str,
-    option(
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The options that say what joins."""
+
+    engine: str = setting("duckdb", "--engine", "What joins.", "duckdb|spark")
+    master: str = setting("", "--master", "Of Spark, as spark://HOST:7077 or local[4].")
+    memory: str = setting(
+        "",
         "--memory",
         "What DuckDB holds before it spills to disk, as 1.5GB. Default: 80 % of the machine.",
         "SIZE",
-    ),
-]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    group = typer.Typer(
-        cls=Group, help="Features that cannot see the future.\n" + _EXAMPLES, no_args_is_help=True
     )
-    group.command("join")(_join)
-    group.command("publish")(_publish)
-    group.command(
-        "get", context_settings={"ignore_unknown_options": True, "allow_extra_args": True}
-    )(_get)
-    group.command("check")(_check)
-    app.add_typer(group, name="features")
 
 
-def _join(
-    features: Spec,
-    labels: Annotated[Path, typer.Argument(metavar="LABELS", show_default=False)],
-    at: Annotated[str, option("--at", "The labels' time.", "COLUMN")],
-    out: Annotated[Path, option("--out", "Parquet; with Spark, a new folder.", "FILE")],
-    engine: Engine = "duckdb",
-    master: Master = "",
-    memory: Memory = "",
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class JoinOptions(EngineOptions):
+    """The options of ``ronde features join``, as the user gave them."""
+
+    features: Path = argument("FEATURES.yaml")
+    labels: Path = argument("LABELS")
+    at: str = setting(REQUIRED, "--at", "The labels' time.", "COLUMN")
+    out: Path = setting(REQUIRED, "--out", "Parquet; with Spark, a new folder.", "FILE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions(EngineOptions):
+    """The options of ``ronde features publish``, as the user gave them."""
+
+    features: Path = argument("FEATURES.yaml")
+    to: Path = setting(REQUIRED, "--to", "The SQLite file.", "FILE")
+    at: str | None = setting(None, "--at", "As of this ISO time. Default: now.", "TIME")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions(EngineOptions):
+    """The options of ``ronde features check``, as the user gave them."""
+
+    features: Path = argument("FEATURES.yaml")
+    online: Path = argument("ONLINE.db")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GetOptions:
+    """The words of ``ronde features get``."""
+
+    online: Path = argument("ONLINE.db")
+    table: str = argument("TABLE")
+    arguments: list[str] | None = argument("--COLUMN VALUE...", "Of the entity.", default=None)
+
+
+@verb(features, "join")
+def _join(options: JoinOptions) -> None:
     """Join labels with what was known at their time, row for row, in their order."""
     from ronde.tables.feature_store import FeatureStore
 
-    store = FeatureStore(features)
+    store, out, engine = FeatureStore(options.features), options.out, options.engine
     if engine == "spark" and out.exists():
         raise ArgumentError(f"--out {out} is there already; Spark writes a new folder.")
     if engine != "spark":
         check_target(out)
-    _show(store.join(str(labels), at, out, engine, master, memory), out)
+    labels = str(options.labels)
+    _show(store.join(labels, options.at, out, engine, options.master, options.memory), out)
 
 
 def _show(done: Joined, out: Path) -> None:
-    console = plain_console()
     events = sum(facts.events for facts in done.facts)
     tables = count_of(len(done.facts), "table")
     said = [f"join     {done.labels:,} labels, {tables}, {events:,} events: {done.seconds:.1f} s"]
@@ -104,39 +121,32 @@ def _show(done: Joined, out: Path) -> None:
                 f"         {facts.name} has no arrival_time: late corrections count as if known "
                 "at once."
             )
-    console.print("\n".join([*said, f"         → {out}"]), soft_wrap=True)
+    tell("\n".join([*said, f"         → {out}"]))
 
 
 def _share(count: int, total: int) -> str:
     return f"{100 * count / max(total, 1):.1f} %"
 
 
-def _publish(
-    features: Spec,
-    to: Annotated[Path, option("--to", "The SQLite file.", "FILE")],
-    at: Annotated[str | None, option("--at", "As of this ISO time. Default: now.", "TIME")] = None,
-    engine: Engine = "duckdb",
-    master: Master = "",
-    memory: Memory = "",
-) -> None:
+@verb(features, "publish")
+def _publish(options: PublishOptions) -> None:
     """Write the newest features of each entity; readers see the old file or the new one."""
     from ronde.tables.feature_store import FeatureStore
 
-    counts = FeatureStore(features).publish(to, at, engine, master, memory)
+    counts = FeatureStore(options.features).publish(
+        options.to, options.at, options.engine, options.master, options.memory
+    )
     published = ", ".join(f"{name} {count:,} entities" for name, count in counts.items())
-    plain_console().print(f"publish  {to}: {published}", soft_wrap=True)
+    tell(f"publish  {options.to}: {published}")
 
 
-def _get(
-    context: typer.Context,
-    online: Annotated[Path, typer.Argument(metavar="ONLINE.db", show_default=False)],
-    table: Annotated[str, typer.Argument(metavar="TABLE", show_default=False)],
-) -> None:
+@verb(features, "get")
+def _get(options: GetOptions) -> None:
     """Print the features of one entity as JSON: --COLUMN VALUE for each column of the entity."""
     from ronde.tables.online import Online
 
-    store = Online(online)
-    words, entity = list(context.args), {}
+    store, table = Online(options.online), options.table
+    words, entity = list(options.arguments or []), dict[str, Any]()
     # The table says what a key is: 17 and "17" are two entities.
     kinds = store.tables()[table].entity if table in store.tables() else {}
     while words:
@@ -161,29 +171,21 @@ def _text(value: Any) -> str:
     return value.isoformat()
 
 
-def _check(
-    features: Spec,
-    online: Annotated[Path, typer.Argument(metavar="ONLINE.db", show_default=False)],
-    engine: Engine = "duckdb",
-    master: Master = "",
-    memory: Memory = "",
-) -> None:
+@verb(features, "check")
+def _check(options: CheckOptions) -> None:
     """Compare what a reader gets with the offline join as of the publication."""
     from ronde.tables.feature_store import FeatureStore
 
-    done = FeatureStore(features).check(online, engine, master, memory)
-    console = plain_console()
+    done = FeatureStore(options.features).check(
+        options.online, options.engine, options.master, options.memory
+    )
     for table, entity, feature, got, expected in done.differences:
         which = " ".join(f"{name}={value}" for name, value in entity.items())
-        console.print(
-            f"differs  {table} {which} {feature}: online {got!r}, offline {expected!r}",
-            soft_wrap=True,
-        )
+        tell(f"differs  {table} {which} {feature}: online {got!r}, offline {expected!r}")
     if done.different:
-        console.print(
+        tell(
             f"check    {done.different:,} of {done.entities:,} entities differ: events have "
-            "changed since the publication. Publish again.",
-            soft_wrap=True,
+            "changed since the publication. Publish again."
         )
         raise typer.Exit(1)
-    console.print(f"check    online = offline on {done.entities:,} entities", soft_wrap=True)
+    tell(f"check    online = offline on {done.entities:,} entities")

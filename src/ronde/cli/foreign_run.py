@@ -9,8 +9,6 @@ import socket
 from ronde.watch import SCHEMA_VERSION, Ended, RunDir, Started, append_events, summarise
 from ronde.world import VERSION
 
-__all__ = ["record_end", "record_start"]
-
 
 def record_start(
     directory: RunDir, framework: str, command: list[str], hosts: list[tuple[str, int]]

@@ -5,23 +5,10 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from ronde.cli.options import option
 from ronde.cli.show import find_run
 from ronde.watch import RunDir
 from ronde.world import ArgumentError, CheckpointError
-
-__all__ = ["FromOption", "Origin", "find_origin"]
-
-FromOption = Annotated[
-    str | None,
-    option(
-        "--from",
-        "Begin a new run with a checkpoint of another one: its newest whole one, or that of STEP.",
-        "RUN[@STEP]",
-    ),
-]
 
 
 @dataclass(frozen=True)

@@ -5,23 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import NoReturn
 
 import typer
 
+from ronde.cli.options import app, argument, verb
 from ronde.world import ArgumentError
-
-__all__ = ["register", "translate"]
-
-_EXAMPLES = """
-Examples:
-
-```sh
-ronde horovodrun -np 4 python train.py            on this machine
-ronde horovodrun -np 8 -H a:4,b:4 python train.py  on two, over ssh
-```
-"""
 
 _LOCAL = ("localhost", "127.0.0.1")
 _VARIABLES = {  # option -> variable of the bridge
@@ -173,38 +164,37 @@ def _script(command: list[str]) -> list[str]:
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The words of ``ronde horovodrun``: it reads its options itself."""
 
-    @app.command(
-        "horovodrun",
-        help="Start a Horovod script with horovodrun's options; those without a meaning here are "
-        "named and ignored.\n" + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
+    arguments: list[str] | None = argument(
+        "[OPTIONS] COMMAND [ARGS]...", "Options of horovodrun, and the command.", default=None
     )
-    def horovodrun(
-        context: typer.Context,
-        words: Annotated[
-            list[str] | None,
-            typer.Argument(
-                metavar="[OPTIONS] COMMAND [ARGS]...",
-                help="Options of horovodrun, and the command.",
-                show_default=False,
-            ),
-        ] = None,
-    ) -> None:
-        words = words or []
-        if words[0] in ("-cb", "--check-build"):
-            typer.echo("ronde.horovod: PyTorch, over gloo and NCCL. No MPI, TensorFlow, or MXNet.")
-            return
-        arguments, variables, ignored = translate(words)
-        if ignored:
-            typer.echo(f"note: no meaning here, ignored: {', '.join(ignored)}", err=True)
-        os.environ.update(variables)
-        root = context.find_root().command
-        try:
-            root.main(["run", *arguments], prog_name="ronde", standalone_mode=False)
-        finally:
-            if "--ssh-config" in arguments:
-                Path(arguments[arguments.index("--ssh-config") + 1]).unlink(missing_ok=True)
+
+
+@verb(app, "horovodrun")
+def _horovodrun(options: Options) -> None:
+    """Start a Horovod script with horovodrun's options; those without a meaning here are
+    named and ignored.
+
+    Examples:
+
+    ```sh
+    ronde horovodrun -np 4 python train.py            on this machine
+    ronde horovodrun -np 8 -H a:4,b:4 python train.py  on two, over ssh
+    ```
+    """
+    words = options.arguments or []
+    if words[0] in ("-cb", "--check-build"):
+        typer.echo("ronde.horovod: PyTorch, over gloo and NCCL. No MPI, TensorFlow, or MXNet.")
+        return
+    arguments, variables, ignored = translate(words)
+    if ignored:
+        typer.echo(f"note: no meaning here, ignored: {', '.join(ignored)}", err=True)
+    os.environ.update(variables)
+    try:
+        app(["run", *arguments], prog_name="ronde", standalone_mode=False)
+    finally:
+        if "--ssh-config" in arguments:
+            Path(arguments[arguments.index("--ssh-config") + 1]).unlink(missing_ok=True)

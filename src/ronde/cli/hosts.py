@@ -7,115 +7,24 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from ronde.cli.options import option
-from ronde.world import ArgumentError
+import typer
 
-__all__ = [
-    "EnvOption",
-    "Gathered",
-    "HostOptions",
-    "HostfileOption",
-    "HostsOption",
-    "OutputOption",
-    "Places",
-    "MpiOption",
-    "PythonOption",
-    "RayOption",
-    "SlurmOption",
-    "SparkOption",
-    "SshConfigOption",
-    "gathered",
-]
+from ronde.cli.options import host_setting, option
+from ronde.world import ArgumentError, RondeError
 
-_PANEL = "Several hosts"
+if TYPE_CHECKING:
+    from ronde.launch import ReductionServers
 
-HostsOption = Annotated[
+
+ServersOption = Annotated[
     str | None,
     option(
-        "--hosts",
-        "Run on these hosts over ssh, with so many workers each; without a number, one per "
-        "device. The first one holds rank 0.",
-        "a:8,b:8",
-        rich_help_panel=_PANEL,
-    ),
-]
-HostfileOption = Annotated[
-    Path | None,
-    option(
-        "--hostfile",
-        "The same from a file with a line 'host slots=8' for each.",
-        "FILE",
-        rich_help_panel=_PANEL,
-    ),
-]
-SshConfigOption = Annotated[
-    Path | None,
-    option(
-        "--ssh-config", "A configuration of ssh in place of yours.", "FILE", rich_help_panel=_PANEL
-    ),
-]
-SlurmOption = Annotated[
-    bool,
-    option(
-        "--slurm",
-        "Inside sbatch or salloc: on all nodes of the allocation, over srun.",
-        rich_help_panel=_PANEL,
-    ),
-]
-MpiOption = Annotated[
-    bool,
-    option(
-        "--mpi", "Reach --hosts through the mpirun at hand, not over ssh.", rich_help_panel=_PANEL
-    ),
-]
-RayOption = Annotated[
-    str | None,
-    option(
-        "--ray",
-        "On a Ray cluster: HOST:PORT, ray://HOST:PORT, local for one of its own. Without a "
-        "value: the cluster that this machine is in, or one of its own.",
-        "[ADDRESS]",
-        rich_help_panel=_PANEL,
-    ),
-]
-SparkOption = Annotated[
-    str | None,
-    option(
-        "--spark",
-        "On a Spark cluster, in barrier mode: spark://HOST:7077, yarn, … Without a value: "
-        "Spark's own configuration, or this machine.",
-        "[MASTER]",
-        rich_help_panel=_PANEL,
-    ),
-]
-EnvOption = Annotated[
-    list[str] | None,
-    option(
-        "--env",
-        "Pass this environment variable to the other hosts too. Repeat it for more.",
-        "NAME",
-        rich_help_panel=_PANEL,
-    ),
-]
-PythonOption = Annotated[
-    str | None,
-    option(
-        "--python",
-        "Python on the hosts. Default: the path of this one.",
-        "PATH",
-        rich_help_panel=_PANEL,
-    ),
-]
-
-
-OutputOption = Annotated[
-    str,
-    option(
-        "--output",
-        "Whose output to show: rank 0's, or all ranks', each line with its rank.",
-        "main|all",
+        "--servers",
+        "Start servers that sum gradients: N on this machine, or one on each of these hosts. "
+        "Implies --reducer servers.",
+        "N|a,b",
     ),
 ]
 
@@ -130,19 +39,54 @@ class Places:
     environment: dict[str, str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HostOptions:
-    """The options that name hosts, as the user gave them."""
+    """The options that name hosts, as the user gave them. A verb that reaches fewer engines gives
+    the others' fields a plain default.
+    """
 
-    hosts: HostsOption = None
-    hostfile: HostfileOption = None
-    slurm: SlurmOption = False
-    mpi: MpiOption = False
-    ray: RayOption = None
-    spark: SparkOption = None
-    ssh_config: SshConfigOption = None
-    env: EnvOption = None
-    python: PythonOption = None
+    hosts: str | None = host_setting(
+        None,
+        "--hosts",
+        "Run on these hosts over ssh, with so many workers each; without a number, one per "
+        "device. The first one holds rank 0.",
+        "a:8,b:8",
+    )
+    hostfile: Path | None = host_setting(
+        None, "--hostfile", "The same from a file with a line 'host slots=8' for each.", "FILE"
+    )
+    slurm: bool = host_setting(
+        False, "--slurm", "Inside sbatch or salloc: on all nodes of the allocation, over srun."
+    )
+    mpi: bool = host_setting(
+        False, "--mpi", "Reach --hosts through the mpirun at hand, not over ssh."
+    )
+    ray: str | None = host_setting(
+        None,
+        "--ray",
+        "On a Ray cluster: HOST:PORT, ray://HOST:PORT, local for one of its own. Without a "
+        "value: the cluster that this machine is in, or one of its own.",
+        "[ADDRESS]",
+    )
+    spark: str | None = host_setting(
+        None,
+        "--spark",
+        "On a Spark cluster, in barrier mode: spark://HOST:7077, yarn, … Without a value: "
+        "Spark's own configuration, or this machine.",
+        "[MASTER]",
+    )
+    ssh_config: Path | None = host_setting(
+        None, "--ssh-config", "A configuration of ssh in place of yours.", "FILE"
+    )
+    env: list[str] | None = host_setting(
+        None,
+        "--env",
+        "Pass this environment variable to the other hosts too. Repeat it for more.",
+        "NAME",
+    )
+    python: str | None = host_setting(
+        None, "--python", "Python on the hosts. Default: the path of this one.", "PATH"
+    )
 
     @property
     def named(self) -> list[str]:
@@ -212,6 +156,17 @@ class HostOptions:
         return Places(hosts, engine, self.python, passed)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SshHostOptions(HostOptions):
+    """Those of hosts that are reached over ssh."""
+
+    slurm: bool = False
+    mpi: bool = False
+    ray: str | None = None
+    spark: str | None = None
+    env: list[str] | None = None
+
+
 @dataclass(frozen=True)
 class Gathered:
     """What will run the workers: this machine, or agents that have answered.
@@ -230,6 +185,62 @@ class Gathered:
     notes: list[str]
     launch: Callable[..., Any]
     hosts: Sequence[tuple[str, int]] = ()
+
+
+def on_fleet(fleet: Any, counts: Sequence[int], least: int = 1) -> Callable[..., Any]:
+    """What launches a job on hosts, with so many workers on each."""
+    from ronde.launch import Output
+
+    def launch(job: Any, show: Any, message: Any, names: Any = None, restarts: Any = None) -> Any:
+        logs = job.directory and job.directory / "logs"
+        output = Output(job.workers, logs, show, message, names)
+        try:
+            return fleet.run(job, counts, output, restarts, least)
+        finally:
+            output.close()
+
+    return launch
+
+
+def answers_of(
+    group: Gathered,
+    command: list[str],
+    key: str,
+    say: Callable[[str], None] = lambda _: None,
+    variables: dict[str, str] | None = None,
+) -> list[Any]:
+    """Run a measurement on workers, and return what it answers. Nothing is kept.
+
+    Args:
+        key: of the messages that are answers.
+        say: gets a line about each part of the measurement.
+        variables: more of the workers' environment.
+
+    Raises:
+        RondeError: a worker failed, or nothing was answered.
+        typer.Exit: a signal stopped it.
+    """
+    from ronde.launch import Job
+
+    answers: list[Any] = []
+    printed: list[bytes] = []
+
+    def message(values: dict[str, Any]) -> None:
+        if key in values:
+            answers.append(values[key])
+        elif "bench" in values:
+            say(str(values["bench"]))
+
+    environment = {"RONDE_PROGRESS": "quiet", "RONDE_RESUME": "0", **(variables or {})}
+    job = Job(command, group.workers, None, environment)
+    outcome = group.launch(job, printed.append, message)
+    if outcome.interrupted:
+        typer.echo(f"{outcome.error}; every worker has ended, nothing was written", err=True)
+        raise typer.Exit(outcome.status)
+    if outcome.status or not answers:
+        lines = b"".join(printed).decode(errors="replace").strip().splitlines()
+        raise RondeError(outcome.error or (lines[-1] if lines else "nothing was measured"))
+    return answers
 
 
 @contextlib.contextmanager
@@ -251,7 +262,7 @@ def gathered(
         say: called with a line about each phase.
         least: with how few workers a run on several hosts goes on after a failure.
     """
-    from ronde.launch import Fleet, Output, check_workers, notes, resolve_workers, run_here, share
+    from ronde.launch import Fleet, check_workers, notes, resolve_workers, run_here, share
 
     if places is None:
         count = resolve_workers(workers)
@@ -291,23 +302,23 @@ def gathered(
                 said.append(f"{', '.join(used)} has slots enough: {spare} is not used")
                 fleet.keep(len(used))
 
-            def on_hosts(
-                job: Any, show: Any, message: Any, names: Any = None, restarts: Any = None
-            ) -> Any:
-                output = Output(
-                    job.workers, job.directory and job.directory / "logs", show, message, names
-                )
-                try:
-                    return fleet.run(job, counts, output, restarts, least)
-                finally:
-                    output.close()
-
+            launch = on_fleet(fleet, counts, least)
             hosts = [host for host, n in zip(used, counts, strict=True) for _ in range(n)]
             names = [f"[{host} {rank}] " for rank, host in enumerate(hosts)]
             where = " on " + ", ".join(f"{h}:{n}" for h, n in zip(used, counts, strict=True))
             pairs = list(zip(used, counts, strict=True))
-            yield Gathered(sum(counts), where, names, said, on_hosts, pairs)
+            yield Gathered(sum(counts), where, names, said, launch, pairs)
     finally:
         if made and runs is not None:
             with contextlib.suppress(OSError):
                 runs.rmdir()  # nothing came of it
+
+
+def servers_of(servers: str | None, places: Any) -> ReductionServers:
+    """The servers that ``--servers`` asks for, which end with the block."""
+    from ronde.launch import ReductionServers
+
+    away = places is not None
+    return ReductionServers(
+        servers, places.engine if away else None, places.python if away else None, away
+    )

@@ -7,15 +7,13 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from ronde.cli.fork import FromOption, Origin, find_origin
-from ronde.cli.hosts import HostOptions, OutputOption, Places
-from ronde.cli.leaving import check_until
-from ronde.cli.live_watch import StopOnOption, WatchOption, check_watch
+from ronde.cli.fork import Origin, find_origin
+from ronde.cli.hosts import HostOptions, Places, ServersOption
+from ronde.cli.live_watch import parse_watch
 from ronde.cli.options import TIME, parsed, setting
 from ronde.cli.recipe import check_command
-from ronde.cli.reducers import ReducerOption, ServersOption, check_reducer
 from ronde.cli.script import (
     IN_MAP,
     ArgumentsOption,
@@ -25,7 +23,7 @@ from ronde.cli.script import (
     command_of,
     feed_of,
 )
-from ronde.cli.uploads import UploadOption, check_upload, has_whole
+from ronde.cli.uploads import has_whole
 from ronde.watch import check_name, script_stem
 from ronde.world import ArgumentError
 from ronde.world.units import parse_duration
@@ -33,10 +31,8 @@ from ronde.world.units import parse_duration
 if TYPE_CHECKING:
     from ronde.launch import Container
 
-__all__ = ["LaunchPlan", "RunOptions", "check_plan", "plan_launch"]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunOptions(HostOptions):
     """The options of ``ronde run``, as the user gave them."""
 
@@ -49,7 +45,12 @@ class RunOptions(HostOptions):
         "--resume",
         "Continue from the newest complete checkpoint of --name, or of this script's last run.",
     )
-    origin: FromOption = None
+    origin: str | None = setting(
+        None,
+        "--from",
+        "Begin a new run with a checkpoint of another one: its newest whole one, or that of STEP.",
+        "RUN[@STEP]",
+    )
     plan: str | None = setting(
         None,
         "--plan",
@@ -57,7 +58,13 @@ class RunOptions(HostOptions):
         "plan file, or auto.",
         "PLAN",
     )
-    reducer: ReducerOption = None
+    reducer: str | None = setting(
+        None,
+        "--reducer",
+        "How to average gradients: ring, hierarchical, servers, auto, bf16, topk:0.01, … "
+        "Overrides the plan's.",
+        "NAME",
+    )
     servers: ServersOption = None
     feed: FeedOption = None
     runs: Path = setting(
@@ -116,8 +123,20 @@ class RunOptions(HostOptions):
         "@evaluate, at the first evaluation from there on. --resume goes on.",
         "SAMPLES[@evaluate]",
     )
-    watch: WatchOption = None
-    stop_on: StopOnOption = None
+    watch: str | None = setting(
+        None,
+        "--watch",
+        "Measure gradients, updates, and activations every P steps, and judge the run by "
+        "rules while it trains. Without P, every 32 steps.",
+        "[P]",
+    )
+    stop_on: str | None = setting(
+        None,
+        "--stop-on",
+        "With --watch, which this implies: save and end with status 3 when one of these "
+        "rules fires: nan,diverging, or all.",
+        "RULES",
+    )
     spares: bool = setting(
         True,
         "--spares/--no-spares",
@@ -130,7 +149,13 @@ class RunOptions(HostOptions):
         "First prove that the script is the same training on several workers as on "
         "one, at the smallest size of the plan; end with the difference if it is not.",
     )
-    upload: UploadOption = None
+    upload: str | None = setting(
+        None,
+        "--upload",
+        "Also keep the checkpoints below this URL of fsspec (s3://…, file://…). --resume "
+        "takes the newest from there if this machine has an older one or none.",
+        "URL",
+    )
     horovod: bool = setting(
         False,
         "--horovod",
@@ -148,7 +173,12 @@ class RunOptions(HostOptions):
         "--mpi-world",
         "Start each worker as a process of one MPI world, for scripts that use mpi4py.",
     )
-    output: OutputOption = "main"
+    output: Literal["main", "all"] = setting(
+        "main",
+        "--output",
+        "Whose output to show: rank 0's, or all ranks', each line with its rank.",
+        "main|all",
+    )
     quiet: bool = setting(
         False, "--quiet -q", "No progress and no summary. Warnings are still shown."
     )
@@ -288,12 +318,11 @@ def plan_launch(options: RunOptions) -> LaunchPlan:
     Raises:
         ArgumentError: which ones contradict each other, or name what is not there.
     """
+    from ronde.checkpoint import RemoteCheckpoints
     from ronde.launch import container, pod
+    from ronde.plan.until import Until
+    from ronde.watch.sinks import check_target_name
 
-    if options.origin is not None and options.resume:
-        raise ArgumentError(
-            "--from begins a new run and --resume goes on with an old one: give one of them."
-        )
     # In a map, each host of a container works for itself.
     box = None if options.named or _in_map() else container() or pod()
     command = command_of(options.module, options.arguments or [])
@@ -305,26 +334,20 @@ def plan_launch(options: RunOptions) -> LaunchPlan:
     check_command(command)
     if options.name is not None:
         check_name(options.name)
-    if options.tensorflow is not None:
-        _check_tensorflow(options)
-    if options.mpi_world:
-        _check_mpi_world(options, box)
     _check_together(options, box)
     places = options.places(options.workers)
     feed, feed_note = feed_of(options.feed, options.module or command[0])
-    kept, hosts = str(options.runs) != "none", None if box is None else len(box.hosts)
-    check_until(options.until, kept, hosts)
+    if options.until is not None:
+        Until.parse(options.until)
+    if options.upload is not None:
+        RemoteCheckpoints(options.upload, "run")
+    for target in options.to or ():
+        check_target_name(target)
     seconds = None
     if options.time_limit is not None:
         seconds = parsed("--time-limit", options.time_limit, parse_duration, TIME)
-    check_upload(options.upload, kept)
-    if options.to:
-        from ronde.watch.sinks import check_target_name
-
-        for target in options.to:
-            check_target_name(target)
-    watch, stop_on = check_watch(options.watch, options.stop_on, kept, hosts, options.horovod)
-    reducer = check_reducer(options.reducer, options.servers, planned_by=options.plan)
+    watch, stop_on = parse_watch(options.watch, options.stop_on)
+    reducer = _reducer(options)
     origin = None if options.origin is None else find_origin(options.origin, options.runs)
     checked = (options, command, box, places, feed, feed_note, seconds, watch, stop_on)
     return LaunchPlan(*checked, reducer, origin)
@@ -336,43 +359,82 @@ def _check_together(options: RunOptions, box: Container | None) -> None:
     Raises:
         ArgumentError: the first of them, and why.
     """
-    restarts, drops = options.restarts, str(options.runs) == "none"
-    second, several = box is not None and box.rank > 0, box is not None and len(box.hosts) > 1
+    from ronde.launch import parameter_servers
+
+    if options.tensorflow is not None:
+        parameter_servers(options.tensorflow)
+    several, second = box is not None and len(box.hosts) > 1, box is not None and box.rank > 0
+    # What holds, the options that cannot be given then, and why; {} is the option.
     refusals = (
         (
-            options.horovod and (options.until or options.origin),
-            "--until and --from are not for scripts that use Horovod.",
+            str(options.runs) == "none" and not second,  # of a second host, the first keeps the run
+            "name resume restarts until stop_on upload to tensorboard",
+            "{} needs what a run keeps, and --runs none keeps nothing.",
         ),
         (
-            options.output not in ("main", "all"),
-            f"--output {options.output}: expected main or all.",
+            options.resume,
+            "origin",
+            "{} begins a new run and --resume goes on with an old one: give one of them.",
+        ),
+        (options.horovod, "until origin stop_on", "{} is not for scripts that use Horovod."),
+        (
+            options.tensorflow is not None,
+            "horovod plan prove reducer servers feed until origin watch stop_on baseline "
+            "time_limit tensorboard to",
+            "{} is not for TensorFlow scripts: Ronde starts, watches, and restarts them, and "
+            "TensorFlow trains.",
         ),
         (
-            several and (restarts or options.time_limit),
-            "--restarts and --time-limit are not for containers of several hosts: the service "
-            "starts and ends them together. Started again by it, a job resumes by itself.",
+            several,
+            "restarts time_limit until stop_on",
+            "{} is not for containers of several hosts: the service starts and ends them together. "
+            "Started again by it, a job resumes by itself.",
         ),
         (
-            options.min_workers is not None and not (restarts and options.named),
-            "--min-workers says how few workers may go on when --restarts loses hosts: give "
-            "--restarts, and several hosts.",
+            not (options.restarts and options.named),
+            "min_workers",
+            "{} says how few workers may go on when --restarts loses hosts: give --restarts, and "
+            "several hosts.",
         ),
         (
-            drops and restarts is not None and not second,
-            "--restarts goes on from checkpoints, and --runs none keeps none.",
+            options.mpi_world,
+            "ray spark",
+            "--mpi-world is not for {}, whose workers mpirun does not start. Name the hosts with "
+            "--hosts, or use --slurm.",
         ),
         (
-            drops and (options.resume or options.name),
-            "--runs none keeps nothing, so there is nothing to name or resume.",
-        ),
-        (
-            drops and (options.to or options.tensorboard),
-            "--to sends the record, and --runs none keeps none.",
+            options.mpi_world and bool(options.named),
+            "restarts",
+            "--mpi-world with {} is for this machine only.",
         ),
     )
-    for is_wrong, sentence in refusals:
-        if is_wrong:
-            raise ArgumentError(sentence)
+    for holds, names, sentence in refusals:
+        for name in names.split() if holds else ():
+            if getattr(options, name):
+                flag = "--from" if name == "origin" else f"--{name.replace('_', '-')}"
+                raise ArgumentError(sentence.format(flag))
+    if options.mpi_world and box is not None and several and box.port:
+        raise ArgumentError(
+            "--mpi-world is not for several pods: mpirun reaches hosts over ssh. Start the script "
+            "with an MPIJob of Kubeflow, whose mpirun Ronde understands."
+        )
+
+
+def _reducer(options: RunOptions) -> str | None:
+    """``--reducer``, or what ``--servers`` implies."""
+    from ronde.plan import parse_reducer
+
+    reducer = options.reducer and str(parse_reducer(options.reducer))
+    if options.servers is None:
+        return reducer
+    if reducer is None:
+        return None if "reducer=" in (options.plan or "") else "servers"
+    if reducer.split(":")[0] not in ("servers", "auto"):
+        raise ArgumentError(
+            f"--servers starts servers that --reducer {reducer} does not use: give --reducer "
+            "servers or auto."
+        )
+    return reducer
 
 
 def check_plan(text: str, workers: int) -> str:
@@ -400,49 +462,6 @@ def check_plan(text: str, workers: int) -> str:
 def _in_map() -> bool:
     """Whether ``ronde map`` starts its workers so: on this machine alone, in a container too."""
     return IN_MAP in os.environ
-
-
-def _check_tensorflow(options: RunOptions) -> None:
-    """Refuse what Ronde does for its own scripts only.
-
-    Raises:
-        ArgumentError: which option.
-    """
-    from ronde.launch import parameter_servers
-
-    parameter_servers(options.tensorflow or "auto")
-    own = (
-        "horovod plan prove reducer servers feed until origin watch stop_on baseline time_limit "
-        "tensorboard to"
-    )
-    names = {"origin": "from"}
-    if given := [n for n in own.split() if getattr(options, n) not in (None, False)]:
-        option = names.get(given[0], given[0]).replace("_", "-")
-        raise ArgumentError(
-            f"--{option} is not for TensorFlow scripts: Ronde starts, watches, and restarts them, "
-            "and TensorFlow trains."
-        )
-
-
-def _check_mpi_world(options: RunOptions, box: Container | None) -> None:
-    """Refuse hosts that ``mpirun`` does not reach from here.
-
-    Raises:
-        ArgumentError: which.
-    """
-    for flag, given in (("--ray", options.ray), ("--spark", options.spark)):
-        if given:
-            raise ArgumentError(
-                f"--mpi-world is not for {flag}, whose workers mpirun does not start. Name the "
-                "hosts with --hosts, or use --slurm."
-            )
-    if box is not None and len(box.hosts) > 1 and box.port:
-        raise ArgumentError(
-            "--mpi-world is not for several pods: mpirun reaches hosts over ssh. Start the script "
-            "with an MPIJob of Kubeflow, whose mpirun Ronde understands."
-        )
-    if options.restarts and options.named:
-        raise ArgumentError("--mpi-world with --restarts is for this machine only.")
 
 
 def _in_container(options: RunOptions, box: Container, command: list[str]) -> RunOptions:

@@ -1,4 +1,4 @@
-"""Where a run leaves: its time limit or its samples, and how a scheduler starts it again."""
+"""Where a run leaves: its time limit, and how a scheduler starts it again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 
-from ronde.world import ArgumentError
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-
-__all__ = ["Limit", "check_until", "on_signals", "requeue"]
 
 
 @contextlib.contextmanager
@@ -34,25 +30,6 @@ def on_signals(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def check_until(text: str | None, kept: bool, hosts: int | None) -> None:
-    """Check ``--until`` before anything starts. ``hosts``: how many a container has, if it is one.
-
-    Raises:
-        ArgumentError: it cannot be used.
-    """
-    if text is None:
-        return
-    from ronde.plan.until import Until
-
-    Until.parse(text)
-    if hosts is not None and hosts > 1:
-        raise ArgumentError(
-            "--until is not for containers of several hosts: the service would start them again."
-        )
-    if not kept:
-        raise ArgumentError("--until saves where it leaves, and --runs none keeps nothing.")
 
 
 class Limit:

@@ -5,72 +5,32 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from ronde.cli.options import option
 from ronde.watch import Alert, RunDir, append_events, read
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
     from ronde.watch.judge import Judge
 
-__all__ = ["LiveWatch", "StopOnOption", "WatchOption", "check_watch"]
-
 _LOOK_SECONDS = 2.0
 
-WatchOption = Annotated[
-    str | None,
-    option(
-        "--watch",
-        "Measure gradients, updates, and activations every P steps, and judge the run by "
-        "rules while it trains. Without P, every 32 steps.",
-        "[P]",
-    ),
-]
-StopOnOption = Annotated[
-    str | None,
-    option(
-        "--stop-on",
-        "With --watch, which this implies: save and end with status 3 when one of these "
-        "rules fires: nan,diverging, or all.",
-        "RULES",
-    ),
-]
 
-
-def check_watch(
-    watch: str | None, stop_on: str | None, kept: bool, hosts: int | None, horovod: bool
-) -> tuple[str, list[str]]:
-    """Check ``--watch`` and ``--stop-on`` before anything starts.
-
-    Args:
-        kept: whether the run directory stays.
-        hosts: how many a container has, if this is one.
-        horovod: whether the script uses Horovod.
-
-    Returns:
-        tuple[str, list[str]]: ``auto``, or steps between two measurements, or empty; and the rules
-        that end the run.
+def parse_watch(watch: str | None, stop_on: str | None) -> tuple[str, list[str]]:
+    """``--watch`` and ``--stop-on``: ``auto``, steps between two measurements, or empty; and the
+    rules that end the run.
 
     Raises:
         ArgumentError: they cannot be used.
 
     Example:
-        >>> check_watch("16", None, True, None, False)
+        >>> parse_watch("16", None)
         ('16', [])
     """
     if watch not in (None, "auto") and not (str(watch).isdecimal() and int(str(watch))):
         raise ArgumentError(f"--watch={watch}: expected a number of steps above 0.")
     if stop_on is None:
         return watch or "", []
-    if not kept:
-        raise ArgumentError("--stop-on saves where it ends, and --runs none keeps nothing.")
-    if horovod:
-        raise ArgumentError("--stop-on is not for scripts that use Horovod.")
-    if hosts is not None and hosts > 1:
-        raise ArgumentError(
-            "--stop-on is not for containers of several hosts: the service would start them again."
-        )
     from ronde.watch.rules import RULES
 
     rules = list(RULES) if stop_on == "all" else [name for name in stop_on.split(",") if name]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -23,7 +23,7 @@ from ronde.cli.fork import find_origin
 from ronde.cli.hosts import HostOptions
 from ronde.cli.leaving import on_signals
 from ronde.cli.map_container import folder_of_host, items_of_host
-from ronde.cli.options import TIME, JsonFlag, add_verb, parsed, setting
+from ronde.cli.options import TIME, JsonFlag, app, argument, parsed, setting, verb
 from ronde.cli.script import IN_MAP, WorkersOption, command_of, short
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
@@ -33,40 +33,16 @@ from ronde.world.units import clock, format_bytes, parse_duration
 if TYPE_CHECKING:
     from ronde.launch import Container
 
-__all__ = ["register"]
 
-_EXAMPLES = """
-SCRIPT loops over ronde.items(…) and writes into chunk.output(…). After --, a command is started
-once an item instead: {} is the item, and what it prints is its output.
-
-Every chunk is done at least once, and its output is there exactly once, whatever is killed in
-between. --resume goes on, also from other machines at the same time.
-
-Examples:
-
-```sh
-ronde map --items 'data/*.tar' --out scores score.py          one chunk after the other
-ronde map --items lines:reviews.txt --workers 8 --out labels label.py
-ronde map --items rows:table.parquet --limit 10m --tolerate 1% --out out score.py
-ronde map --items 'images/*.jpg' --model digits --out labels label.py
-ronde map --items 'configs/*.yaml' --out out -- python simulate.py {}
-ronde map --resume scores                                     after anything
-```
-"""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(HostOptions):
     """The options of ``ronde map``, as the user gave them."""
 
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [ARGS]... | -- COMMAND...",
-            help="A script that loops over ronde.items(…), or a command for each item.",
-            show_default=False,
-        ),
-    ] = None
+    arguments: list[str] | None = argument(
+        "SCRIPT [ARGS]... | -- COMMAND...",
+        "A script that loops over ronde.items(…), or a command for each item.",
+        default=None,
+    )
     items: str | None = setting(
         None,
         "--items",
@@ -106,18 +82,27 @@ class Options(HostOptions):
     workers: WorkersOption = "auto"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    add_verb(
-        app,
-        "map",
-        Options,
-        _map,
-        "Run a script or a command on many items, on many workers.\n" + _EXAMPLES,
-    )
-
-
+@verb(app, "map")
 def _map(options: Options) -> None:
+    """Run a script or a command on many items, on many workers.
+
+    SCRIPT loops over ronde.items(…) and writes into chunk.output(…). After --, a command is started
+    once an item instead: {} is the item, and what it prints is its output.
+
+    Every chunk is done at least once, and its output is there exactly once, whatever is killed in
+    between. --resume goes on, also from other machines at the same time.
+
+    Examples:
+
+    ```sh
+    ronde map --items 'data/*.tar' --out scores score.py          one chunk after the other
+    ronde map --items lines:reviews.txt --workers 8 --out labels label.py
+    ronde map --items rows:table.parquet --limit 10m --tolerate 1% --out out score.py
+    ronde map --items 'images/*.jpg' --model digits --out labels label.py
+    ronde map --items 'configs/*.yaml' --out out -- python simulate.py {}
+    ronde map --resume scores                                     after anything
+    ```
+    """
     from ronde.jobs.ledger import JobLedger
     from ronde.jobs.map_plan import (
         FAILED,

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ronde.jobs.items import Items
     from ronde.launch import Container
 
-__all__ = ["folder_of_host", "items_of_host"]
-
 
 def folder_of_host(box: Container, out: Path) -> Path:
     """Where this host writes: the service may join the folders of all hosts.

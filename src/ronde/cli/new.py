@@ -9,13 +9,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from ronde.cli.options import option
+from ronde.cli.options import app, argument, setting, verb
 from ronde.cli.recipe import (
     Recipe,
     built_in,
@@ -26,20 +23,6 @@ from ronde.cli.recipe import (
 )
 from ronde.world import ArgumentError
 
-_EXAMPLES = """
-The script is yours: read it, change it. Arguments after FOLDER become defaults of the
-script's own arguments. Nothing is downloaded.
-
-Examples:
-
-```sh
-ronde new                                          list the recipes
-ronde new linear --help                            what it takes
-ronde new finetune-text reviews --data reviews.csv --model ./bert-small
-ronde new --from ../our-recipes churn              a catalogue of your own
-ronde new --test our-recipes/churn --prove         test one on two workers
-```
-"""
 _README = """# {name}
 
 {about}
@@ -71,53 +54,60 @@ def test_it_trains_and_learns():
 '''
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``ronde new``, as the user gave them."""
 
-    @app.command(
-        "new",
-        help="A working training script, copied into a folder of yours.\n" + _EXAMPLES,
-        context_settings={"allow_interspersed_args": False},
+    words: list[str] | None = argument(
+        "[RECIPE] [FOLDER] [ARGS]...",
+        "The recipe, a new folder for it (default: its name), and the script's arguments.",
+        default=None,
     )
-    def new(
-        words: Annotated[
-            list[str] | None,
-            typer.Argument(
-                metavar="[RECIPE] [FOLDER] [ARGS]...",
-                help="The recipe, a new folder for it (default: its name), and the script's "
-                "arguments.",
-                show_default=False,
-            ),
-        ] = None,
-        source: Annotated[
-            str | None,
-            option("--from", "Recipes of your own: a folder, or a git repository.", "DIR|GIT"),
-        ] = None,
-        test: Annotated[
-            Path | None, option("--test", "Test the recipe, or all recipes, of a folder.", "DIR")
-        ] = None,
-        prove: Annotated[
-            bool, option("--prove", "With --test: also prove it under each of its plans.")
-        ] = False,
-    ) -> None:
-        if test is not None:
-            if words or source:
-                raise ArgumentError("--test takes one folder: leave the other arguments out.")
-            _test(test, prove)
+    source: str | None = setting(
+        None, "--from", "Recipes of your own: a folder, or a git repository.", "DIR|GIT"
+    )
+    test: Path | None = setting(
+        None, "--test", "Test the recipe, or all recipes, of a folder.", "DIR"
+    )
+    prove: bool = setting(False, "--prove", "With --test: also prove it under each of its plans.")
+
+
+@verb(app, "new", allow_interspersed_args=False)
+def _new(options: Options) -> None:
+    """A working training script, copied into a folder of yours.
+
+    The script is yours: read it, change it. Arguments after FOLDER become defaults of the
+    script's own arguments. Nothing is downloaded.
+
+    Examples:
+
+    ```sh
+    ronde new                                          list the recipes
+    ronde new linear --help                            what it takes
+    ronde new finetune-text reviews --data reviews.csv --model ./bert-small
+    ronde new --from ../our-recipes churn              a catalogue of your own
+    ronde new --test our-recipes/churn --prove         test one on two workers
+    ```
+    """
+    words, source = options.words, options.source
+    if options.test is not None:
+        if words or source:
+            raise ArgumentError("--test takes one folder: leave the other arguments out.")
+        _test(options.test, options.prove)
+        return
+    if options.prove:
+        raise ArgumentError("--prove goes with --test DIR.")
+    with _catalogue(source) as recipes:
+        if not words:
+            _list(recipes)
             return
-        if prove:
-            raise ArgumentError("--prove goes with --test DIR.")
-        with _catalogue(source) as recipes:
-            if not words:
-                _list(recipes)
-                return
-            recipe = chosen(recipes, words[0])
-            if {"--help", "-h"} & set(words[1:]):
-                print("\n".join(_about(recipe)))
-                return
-            named = len(words) > 1 and not words[1].startswith("-")
-            folder = Path(words[1] if named else recipe.name)
-            _copy(recipe, folder, words[2 if named else 1 :])
+        recipe = chosen(recipes, words[0])
+        if {"--help", "-h"} & set(words[1:]):
+            print("\n".join(_about(recipe)))
+            return
+        named = len(words) > 1 and not words[1].startswith("-")
+        folder = Path(words[1] if named else recipe.name)
+        _copy(recipe, folder, words[2 if named else 1 :])
 
 
 def _copy(recipe: Recipe, folder: Path, words: list[str]) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from ronde.world import ArgumentError
+
+F = TypeVar("F", bound=Callable[..., None])
 
 
 def option(flags: str, help: str, metavar: str = "", **more: Any) -> Any:
@@ -33,6 +36,20 @@ def setting(default: Any, flags: str, help: str, metavar: str = "", **more: Any)
     return dataclasses.field(default=default, metadata=metadata)
 
 
+host_setting = functools.partial(setting, rich_help_panel="Several hosts")
+"""A :func:`setting` in a panel of its own in the help."""
+REQUIRED = dataclasses.MISSING
+"""The default of an option that must be given."""
+
+
+def argument(metavar: str, help: str = "", default: Any = REQUIRED) -> Any:
+    """A field of a dataclass of options that is a word, not an option; without a default it must be
+    given.
+    """
+    word = typer.Argument(metavar=metavar, help=help or None, show_default=False)
+    return dataclasses.field(default=default, metadata={"option": word})
+
+
 RunsOption = Annotated[
     Path, option("--runs", "Folder that holds the runs.", "DIR", envvar="RONDE_RUNS")
 ]
@@ -41,37 +58,6 @@ RunArgument = Annotated[
     typer.Argument(metavar="NAME", help="The run, or a path to its directory.", show_default=False),
 ]
 JsonFlag = Annotated[bool, option("--json", "Print the result as JSON.")]
-
-
-def add_verb(
-    app: typer.Typer, name: str, options: type[Any], function: Callable[[Any], None], help: str
-) -> None:
-    """Add a verb that takes a script, or a command, and its arguments.
-
-    Args:
-        options: a dataclass, whose fields are the verb's options; those of its bases are shown
-            last.
-        function: called with one of them.
-    """
-
-    def verb(**values: Any) -> None:
-        function(options(**values))
-
-    hints = get_type_hints(options, include_extras=True)  # of the bases, in their modules
-    # The class before its bases: what is special to a verb comes first in its help.
-    own = [field for each in options.__mro__ for field in vars(each).get("__annotations__", ())]
-    known = inspect.signature(options).parameters
-    for field in dataclasses.fields(options):
-        if "option" in field.metadata:
-            hints[field.name] = Annotated[hints[field.name], field.metadata["option"]]
-    fields = [known[name].replace(annotation=hints[name]) for name in dict.fromkeys(own)]
-    verb.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
-    app.command(
-        name,
-        help=help,
-        context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True},
-        no_args_is_help=True,
-    )(verb)
 
 
 TIME = "a time, as 27d, 1d12h, 90m, or 45s"
@@ -180,7 +166,14 @@ class Group(TyperGroup):
 
 
 class GroupWithDefault(Group):
-    """A group whose first command needs no name: ``ronde ship RUN`` exports."""
+    """A group whose first command needs no name: ``ronde ship RUN`` exports. Its examples are those
+    of the group.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        first = next(iter(self.commands.values())).help or ""
+        self.help = "\n\n".join([self.help or "", *first.split("\n\n")[1:]])
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse what is written, with the name that may be left out."""
@@ -189,10 +182,53 @@ class GroupWithDefault(Group):
         return list(super().parse_args(ctx, args))
 
 
-def tidy(app: typer.Typer) -> None:
-    """Make every registered command a :class:`Verb`."""
-    for command in app.registered_commands:
-        command.cls = Verb
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            tidy(group.typer_instance)
+def verb(app: typer.Typer, name: str, **context: Any) -> Callable[[F], F]:
+    """Make a function a verb. Its docstring is the help. What it takes is a dataclass, whose fields
+    are the verb's options; those of its bases are shown last. A field without an option is none of
+    the verb's, and keeps its default.
+
+    Args:
+        context: settings of click's context. A verb with ``arguments``, those of a script or
+            command, leaves all that follows the script to it.
+    """
+
+    def add(function: F) -> F:
+        options = get_type_hints(function)["options"]
+
+        def call(**values: Any) -> None:
+            function(options(**values))
+
+        hints = get_type_hints(options, include_extras=True)  # of the bases, in their modules
+        for field in dataclasses.fields(options):
+            if "option" in field.metadata:
+                hints[field.name] = Annotated[hints[field.name], field.metadata["option"]]
+        known = inspect.signature(options).parameters
+        # The class before its bases: what is special to a verb comes first in its help.
+        own = [f for each in options.__mro__ for f in vars(each).get("__annotations__", ())]
+        offered = [f for f in dict.fromkeys(own) if get_origin(hints[f]) is Annotated]
+        fields = [known[f].replace(annotation=hints[f]) for f in offered]
+        call.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
+        script = "arguments" in known
+        apart = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+        app.command(
+            name,
+            cls=Verb,
+            help=inspect.getdoc(function),
+            context_settings=(apart if script else {}) | context,
+            no_args_is_help=script or any(f.default is f.empty for f in fields),
+        )(call)
+        return function
+
+    return add
+
+
+app = typer.Typer(
+    name="ronde",
+    cls=Group,
+    help="One training script, on one device or on many.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)

@@ -6,39 +6,18 @@ import dataclasses
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import typer
-
-from ronde.cli.answer_screen import Doing
+from ronde.cli.answer_screen import Doing, tell
 from ronde.cli.bench import measure_links
-from ronde.cli.options import add_verb, parsed, setting
+from ronde.cli.options import app, parsed, setting, verb
 from ronde.cli.script import StudyOptions, VerboseOption, check_folders, examine
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, usable_cores
 from ronde.world.units import parse_bytes, parse_rate
 
-_EXAMPLES = """
-The script runs up to ronde.distribute on this machine. Its model is measured there, layer
-by layer, at its real shapes; for devices that are not here, its work is counted. Every way
-to split it over the devices is then predicted, and the best are shown, with what decided
-and when the answer would flip.
 
-Examples:
-
-```sh
-ronde plan train.py                              as many devices as this machine has
-ronde plan --devices 8 --memory 32GiB train.py --lr 0.1
-ronde plan --device H100 --devices 64 train.py   devices that are not here: an estimate
-ronde plan --device H100 --devices 64 --network 100Gbit train.py
-ronde plan --cluster cluster.yaml train.py       a file from 'ronde bench cluster'
-ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
-ronde plan --json plan.json -m my.train
-```
-"""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(StudyOptions):
     """The options of ``ronde plan``, as the user gave them."""
 
@@ -70,7 +49,7 @@ class Options(StudyOptions):
         min=1,
     )
     memory: str | None = setting(None, "--memory", "Memory of one device, such as 32GiB.", "SIZE")
-    optimize: str = setting(
+    optimize: Literal["speed", "memory"] = setting(
         "speed", "--optimize", "The fastest step, or the least memory.", "speed|memory"
     )
     save: Path | None = setting(
@@ -78,21 +57,28 @@ class Options(StudyOptions):
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    add_verb(
-        app,
-        "plan",
-        Options,
-        _plan,
-        "Split the data or the model? Every plan predicted, ranked and explained.\n" + _EXAMPLES,
-    )
-
-
+@verb(app, "plan")
 def _plan(options: Options) -> None:
+    """Split the data or the model? Every plan predicted, ranked and explained.
+
+    The script runs up to ronde.distribute on this machine. Its model is measured there, layer
+    by layer, at its real shapes; for devices that are not here, its work is counted. Every way
+    to split it over the devices is then predicted, and the best are shown, with what decided
+    and when the answer would flip.
+
+    Examples:
+
+    ```sh
+    ronde plan train.py                              as many devices as this machine has
+    ronde plan --devices 8 --memory 32GiB train.py --lr 0.1
+    ronde plan --device H100 --devices 64 train.py   devices that are not here: an estimate
+    ronde plan --device H100 --devices 64 --network 100Gbit train.py
+    ronde plan --cluster cluster.yaml train.py       a file from 'ronde bench cluster'
+    ronde plan --optimize memory --save plan.yaml train.py; ronde run --plan plan.yaml train.py
+    ronde plan --json plan.json -m my.train
+    ```
+    """
     command, device = options.command_for("plan"), options.device
-    if options.optimize not in ("speed", "memory"):
-        raise ArgumentError(f"--optimize {options.optimize}: choose speed or memory.")
     check_folders(json=options.json_file, save=options.save)
     size = None
     if options.memory is not None:
@@ -146,10 +132,7 @@ def _plan(options: Options) -> None:
         return
     if not fits:
         raise ArgumentError(f"--save {options.save}: nothing fits, so there is no plan to write.")
-    console.print(
-        f"written: {options.save}; ronde run --workers {target.devices} --plan {options.save} …",
-        soft_wrap=True,
-    )
+    tell(f"written: {options.save}; ronde run --workers {target.devices} --plan {options.save} …")
 
 
 def _estimate(command: list[str], device: str, options: Options, say: Any) -> tuple[Any, Any, Any]:

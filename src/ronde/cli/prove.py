@@ -16,7 +16,7 @@ import typer
 
 from ronde.cli.answer_screen import Doing, StyledText, answer_line, note_lines, print_answer
 from ronde.cli.leaving import on_signals
-from ronde.cli.options import add_verb, setting
+from ronde.cli.options import app, setting, verb
 from ronde.cli.script import StudyOptions, check_folders
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, RondeError
@@ -30,25 +30,8 @@ if TYPE_CHECKING:
 STEPS = 6
 _TIMEOUT_SECONDS = 600.0
 
-_EXAMPLES = """
-The script runs unchanged, in float64 on the CPU, for some steps: with one process and with
-N workers. Compared are, in this order: samples, initial weights, outputs, loss, gradients,
-weights, scheduler, buffers, evaluation.
 
-Examples:
-
-```sh
-ronde prove train.py                                   2 and 3 workers, the script's plan
-ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can run
-ronde prove --plans replicate,shard=parameters --steps 20 train.py
-ronde prove --json verdict.json -m my.train            a module; the answer as JSON too
-```
-
-Exit status: 0 equal, 1 differs, 2 cannot be proved or an argument cannot be used.
-"""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(StudyOptions):
     """The options of ``ronde prove``, as the user gave them."""
 
@@ -78,19 +61,26 @@ class Options(StudyOptions):
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    add_verb(
-        app,
-        "prove",
-        Options,
-        _prove,
-        "Is it the same training on N workers as on one? Equal, or the first thing that "
-        "differs, and why.\n" + _EXAMPLES,
-    )
-
-
+@verb(app, "prove")
 def _prove(options: Options) -> None:
+    """Is it the same training on N workers as on one? Equal, or the first thing that differs,
+    and why.
+
+    The script runs unchanged, in float64 on the CPU, for some steps: with one process and with
+    N workers. Compared are, in this order: samples, initial weights, outputs, loss, gradients,
+    weights, scheduler, buffers, evaluation.
+
+    Examples:
+
+    ```sh
+    ronde prove train.py                                   2 and 3 workers, the script's plan
+    ronde prove --workers 4 --plans all train.py --lr 0.1  every plan that 4 workers can run
+    ronde prove --plans replicate,shard=parameters --steps 20 train.py
+    ronde prove --json verdict.json -m my.train            a module; the answer as JSON too
+    ```
+
+    Exit status: 0 equal, 1 differs, 2 cannot be proved or an argument cannot be used.
+    """
     command, plans = options.command_for("prove"), options.plans
     check_folders(json=options.json_file)
     wanted: str | list[str] | None = "all" if plans and "all" in plans else plans

@@ -17,8 +17,6 @@ import yaml
 from ronde.world import ArgumentError
 from ronde.world.errors import did_you_mean
 
-__all__ = ["Argument", "Recipe", "built_in", "catalogue", "filled_in_script", "read_recipe"]
-
 _PLAIN = ("plain.py", "*_plain.py")  # the same training without Ronde, for the documentation
 _LEFT_OUT = (*_PLAIN, "__pycache__", "runs", ".git")
 

@@ -15,8 +15,6 @@ from typing import Any
 from ronde.cli.recipe import Recipe
 from ronde.world import ArgumentError, RondeError
 
-__all__ = ["test_recipe"]
-
 
 def test_recipe(recipe: Recipe, proves: bool, say: Callable[[str], None]) -> None:
     """Run a recipe's test in a folder of its own, which is removed.

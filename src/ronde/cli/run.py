@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ronde.cli.foreign_run import record_end, record_start
-from ronde.cli.hosts import Gathered, gathered
+from ronde.cli.hosts import Gathered, gathered, servers_of
 from ronde.cli.launch_plan import LaunchPlan, RunOptions, check_plan, plan_launch
 from ronde.cli.leaving import Limit
 from ronde.cli.live_watch import LiveWatch
-from ronde.cli.options import add_verb
+from ronde.cli.options import app, verb
 from ronde.cli.prove import proofs_before_run
-from ronde.cli.reducers import servers_of
 from ronde.cli.run_ending import (
     MEASURE_SECONDS,
     check_outcome,
@@ -36,41 +35,32 @@ from ronde.world.units import count_of
 if TYPE_CHECKING:
     from ronde.launch import Container, Outcome
 
-__all__ = ["register"]
-
-_EXAMPLES = """
-Examples:
-
-```sh
-ronde run train.py                            one worker per GPU, or per core
-ronde run --workers 2 train.py --lr 0.1       options after the script are its own
-ronde run --workers 4 --name big -m my.train  a module, under a name
-ronde run --resume --name big -m my.train     resume, on any number of workers
-ronde run --prove --workers 8 train.py        first prove that it is the same training
-ronde run --feed none train.py                ignore train.feed.yaml
-ronde run --hosts gpu1:8,gpu2:8 train.py      on two machines, over ssh
-ronde run --ray --workers 8 train.py          on a Ray cluster
-ronde run --reducer hierarchical train.py     average gradients inside nodes first
-ronde run --upload s3://bucket/runs train.py  keep the checkpoints there, too
-```
-"""
-
 _HANG_SECONDS = 600.0, 60.0  # with restarts, which lose little
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    add_verb(
-        app,
-        "run",
-        RunOptions,
-        lambda options: _run(plan_launch(options)),
-        "Start a script on N workers of this machine, watch them, and report the result.\n"
-        + _EXAMPLES,
-    )
+@verb(app, "run")
+def _run(options: RunOptions) -> None:
+    """Start a script on N workers of this machine, watch them, and report the result.
+
+    Examples:
+
+    ```sh
+    ronde run train.py                            one worker per GPU, or per core
+    ronde run --workers 2 train.py --lr 0.1       options after the script are its own
+    ronde run --workers 4 --name big -m my.train  a module, under a name
+    ronde run --resume --name big -m my.train     resume, on any number of workers
+    ronde run --prove --workers 8 train.py        first prove that it is the same training
+    ronde run --feed none train.py                ignore train.feed.yaml
+    ronde run --hosts gpu1:8,gpu2:8 train.py      on two machines, over ssh
+    ronde run --ray --workers 8 train.py          on a Ray cluster
+    ronde run --reducer hierarchical train.py     average gradients inside nodes first
+    ronde run --upload s3://bucket/runs train.py  keep the checkpoints there, too
+    ```
+    """
+    _carry_out(plan_launch(options))
 
 
-def _run(launch: LaunchPlan) -> None:
+def _carry_out(launch: LaunchPlan) -> None:
     """Launch, and say how it ended.
 
     Raises:

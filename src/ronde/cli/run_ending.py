@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from ronde.cli.answer_screen import tell
 from ronde.cli.leaving import Limit, requeue
 from ronde.cli.script import discard, short, study_environment
-from ronde.watch import Alert, Ended, RunDir, append_events, plain_console, summarise
+from ronde.watch import Alert, Ended, RunDir, append_events, summarise
 from ronde.world import ArgumentError
 
 if TYPE_CHECKING:
     from ronde.cli.launch_plan import LaunchPlan
     from ronde.launch import Outcome
-
-__all__ = ["MEASURE_SECONDS", "check_outcome", "one_worker", "tell_left", "tell_stopped"]
 
 MEASURE_SECONDS = 10.0
 """How long one worker is measured, to compare with."""
@@ -101,12 +100,9 @@ def tell_stopped(alert: Alert, directory: RunDir) -> None:
 
 def _tell_failure(outcome: Outcome, directory: RunDir, lost: str) -> None:
     """Say what failed, and what to do. ``lost`` says why the run directory goes now, if it does."""
-    from rich.text import Text
-
-    console = plain_console(stderr=True)
 
     def headline(text: str) -> None:
-        console.print(Text(text, style="bold red"), soft_wrap=True)
+        tell((text, "bold red"), err=True)
 
     # By name only: the end of a failed run must not wait for checksums.
     names = [p.name[5:] for p in directory.checkpoints.glob("step-*")] if not lost else []
@@ -120,7 +116,7 @@ def _tell_failure(outcome: Outcome, directory: RunDir, lost: str) -> None:
             progress = f", after step {trained:,}. Nothing is saved" + (
                 ": no checkpoint was due. See save_every of ronde.distribute" if not lost else ""
             )
-        console.print(f"{outcome.error}; every worker has ended{progress}", soft_wrap=True)
+        tell(f"{outcome.error}; every worker has ended{progress}", err=True)
         return
     if outcome.hang or outcome.rank is None:
         headline(outcome.error or "")
@@ -131,18 +127,18 @@ def _tell_failure(outcome: Outcome, directory: RunDir, lost: str) -> None:
     else:
         headline(f"rank {outcome.rank} failed first: {outcome.error}")
     if outcome.hang:
-        console.print(_LONGER, highlight=False, soft_wrap=True)
+        tell(_LONGER, err=True)
     if meant := _meaning(outcome, directory):
-        console.print(Text(f"that is: {meant}"), soft_wrap=True)
+        tell(f"that is: {meant}", err=True)
     log = directory.logs if outcome.rank is None else directory.logs / f"rank-{outcome.rank}.log"
     if lost:
         if log.is_file() and not outcome.traceback:
             last = log.read_text(errors="replace").splitlines()[-20:]
             print(*last, sep="\n", file=sys.stderr, flush=True)
-        console.print(f"the rest of its output was not kept: {lost}", soft_wrap=True)
+        tell(f"the rest of its output was not kept: {lost}", err=True)
         return
     go_on = f"   go on with: {again}" if again else ""
-    console.print(f"its output: {short(log)}{go_on}", highlight=False, soft_wrap=True)
+    tell(f"its output: {short(log)}{go_on}", err=True)
 
 
 def _meaning(outcome: Outcome, directory: RunDir) -> str | None:

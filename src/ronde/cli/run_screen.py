@@ -8,8 +8,6 @@ import typer
 
 from ronde.watch import Bar, plain_console
 
-__all__ = ["RunScreen"]
-
 
 class RunScreen:
     """The terminal of a run: a bar, rank 0's output, and lines of the launcher's own."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from ronde.cli.answer_screen import answer_table
+from ronde.cli.answer_screen import answer_table, tell
 from ronde.cli.compare import compare
-from ronde.cli.options import JsonFlag, RunsOption, option
-from ronde.watch import RunDir, figure, plain_console, summarise
+from ronde.cli.options import JsonFlag, RunsOption, app, argument, setting, verb
+from ronde.cli.show import recorded_runs
+from ronde.watch import figure, plain_console, summarise
 from ronde.world import ArgumentError
 from ronde.world.units import clock
 
@@ -25,77 +24,69 @@ def _ago(written: float) -> str:
     return "just now"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``ronde runs``, as the user gave them."""
 
-    @app.command(
-        "runs",
-        help="List the runs, newest first, or compare some: what differs, and their "
-        "curves.\n\nExamples:\n\n  ronde runs\n\n  ronde runs --runs /data/runs --json\n\n  "
-        "ronde runs --compare gpt-1 gpt-2",
+    names: list[str] | None = argument("[RUN]...", "With --compare: names or paths.", default=None)
+    compared: bool = setting(
+        False, "--compare", "Show what differs between RUNs, and their curves."
     )
-    def runs(
-        folder: RunsOption = Path("runs"),
-        names: Annotated[
-            list[str] | None,
-            typer.Argument(
-                metavar="[RUN]...", help="With --compare: names or paths.", show_default=False
-            ),
-        ] = None,
-        compared: Annotated[
-            bool, option("--compare", "Show what differs between RUNs, and their curves.")
-        ] = False,
-        as_csv: Annotated[
-            bool, option("--csv", "With --compare: print a line of CSV for each run.")
-        ] = False,
-        as_json: JsonFlag = False,
-    ) -> None:
-        if compared:
-            compare(folder, names or [], "json" if as_json else "csv" if as_csv else "text")
-            return
-        if names or as_csv:
-            raise ArgumentError("RUN and --csv are for --compare: ronde runs --compare RUN RUN ….")
-        from rich.text import Text
+    as_csv: bool = setting(False, "--csv", "With --compare: print a line of CSV for each run.")
+    runs: RunsOption = Path("runs")
+    as_json: JsonFlag = False
 
-        # A folder without a record is a search, a flow, or somebody's own.
-        directories = (
-            [RunDir(p) for p in folder.iterdir() if p.is_dir() and (p / "record.jsonl").exists()]
-            if folder.is_dir()
-            else []
+
+@verb(app, "runs")
+def _runs(options: Options) -> None:
+    """List the runs, newest first, or compare some: what differs, and their curves.
+
+    Examples:
+
+    ```sh
+    ronde runs
+    ronde runs --runs /data/runs --json
+    ronde runs --compare gpt-1 gpt-2
+    ```
+    """
+    if options.compared:
+        form = "json" if options.as_json else "csv" if options.as_csv else "text"
+        compare(options.runs, options.names or [], form)
+        return
+    if options.names or options.as_csv:
+        raise ArgumentError("RUN and --csv are for --compare: ronde runs --compare RUN RUN ….")
+    from rich.text import Text
+
+    summaries = sorted(map(summarise, recorded_runs(options.runs)), key=lambda s: -s.written)
+    if options.as_json:
+        print(json.dumps([s.to_dict() for s in summaries], indent=1))
+        return
+    console = plain_console()
+    if not summaries:
+        tell(
+            f"no runs in {options.runs}. 'ronde run SCRIPT' makes one; --runs DIR looks elsewhere."
         )
-        summaries = sorted(
-            (summarise(r) for r in directories), key=lambda s: s.written, reverse=True
+        return
+    heads = "run status >workers >epoch >step >loss >samples/s >took written"
+    table = answer_table(*heads.split())
+    colour = {
+        "completed": "green",
+        "failed": "red",
+        "interrupted": "yellow",
+        "paused": "yellow",
+        "stopped": "yellow",
+        "running": "cyan",
+    }
+    for s in summaries:
+        table.add_row(
+            s.run,
+            Text(s.status, style=colour.get(s.status, "white")),
+            str(s.start.workers) if s.start else "",
+            str(s.epoch),
+            f"{s.step:,}",
+            figure(s.loss) if s.loss is not None else "",
+            f"{s.samples_per_second:,.0f}" if s.samples_per_second else "",
+            clock(s.seconds) if s.seconds is not None else "",
+            _ago(s.written),
         )
-        if as_json:
-            print(json.dumps([s.to_dict() for s in summaries], indent=1))
-            return
-        console = plain_console()
-        if not summaries:
-            console.print(
-                f"no runs in {folder}. 'ronde run SCRIPT' makes one; --runs DIR looks elsewhere.",
-                soft_wrap=True,
-            )
-            return
-        heads = "run status >workers >epoch >step >loss >samples/s >took written"
-        table = answer_table(*heads.split())
-        colour = {
-            "completed": "green",
-            "failed": "red",
-            "interrupted": "yellow",
-            "paused": "yellow",
-            "stopped": "yellow",
-            "running": "cyan",
-        }
-        for s in summaries:
-            table.add_row(
-                s.run,
-                Text(s.status, style=colour.get(s.status, "white")),
-                str(s.start.workers) if s.start else "",
-                str(s.epoch),
-                f"{s.step:,}",
-                figure(s.loss) if s.loss is not None else "",
-                f"{s.samples_per_second:,.0f}" if s.samples_per_second else "",
-                clock(s.seconds) if s.seconds is not None else "",
-                _ago(s.written),
-            )
-        console.print(table)
+    console.print(table)

@@ -11,8 +11,6 @@ from ronde.cli.script import examine
 from ronde.watch import plain_console, read
 from ronde.world import ArgumentError, RondeError
 
-__all__ = ["answer_of", "start_of"]
-
 
 def start_of(directory: Any) -> tuple[Path, list[str], dict[str, Any]]:
     """A run's newest whole checkpoint, the command of its script, and facts for the model card."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
-
-from ronde.cli.answer_screen import Doing, answer_line, note_lines
-from ronde.cli.options import add_verb, setting
+from ronde.cli.answer_screen import Doing, answer_line, note_lines, tell
+from ronde.cli.options import app, setting, verb
 from ronde.cli.script import ReportOptions, examine, feed_of
 from ronde.watch import plain_console
 from ronde.world import ArgumentError, openmp_waits, threads_per_worker, usable_cores
@@ -17,25 +15,6 @@ from ronde.world.units import count_of, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from ronde.scale import Scaling, Start
-
-_EXAMPLES = """
-The script is started with each number of workers, several times in turns, up to
-ronde.distribute. There its steps are timed twice: on real batches that are reused
-(synthetic), and with its real input. Nothing is trained or written.
-
-Examples:
-
-```sh
-ronde scale train.py                                   1, 2, 4, … up to this machine's devices
-ronde scale --workers 1,2,4 --to 64 train.py --lr 0.1  options after the script are its own
-ronde scale --workers 1,2,4 --cost 3.2 train.py        3.2 per device-hour, in any currency
-ronde scale --batch grow train.py                      keep the batch per worker constant
-ronde scale --json scale.json --report scale.html -m my.train
-```
-
-Exit status: 0 measured, 2 the script failed or an argument cannot be used, 130 stopped by
-Ctrl-C.
-"""
 
 _CHART = (
     "Relative to the same rate at the smallest size. Solid: measured. Dashed, with a band: "
@@ -62,7 +41,7 @@ def default_sizes(devices: int) -> list[int]:
     return [*(2**k for k in range((devices - 1).bit_length())), devices]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options(ReportOptions):
     """The options of ``ronde scale``, as the user gave them."""
 
@@ -81,7 +60,7 @@ class Options(ReportOptions):
     )
     rounds: int = setting(2, "--rounds", "How often each size is started, in turns.", "R", min=1)
     cost: float | None = setting(None, "--cost", "Price of a device-hour.", "PRICE", min=0, max=1e9)
-    batch: str | None = setting(
+    batch: Literal["keep", "grow"] | None = setting(
         None,
         "--batch",
         "Keep the global batch (strong scaling), or grow it with the workers (weak). "
@@ -90,19 +69,28 @@ class Options(ReportOptions):
     )
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    add_verb(
-        app,
-        "scale",
-        Options,
-        _scale,
-        "How many devices are worth it? Speed-up, efficiency and cost for each number of "
-        "workers, and where to stop.\n" + _EXAMPLES,
-    )
-
-
+@verb(app, "scale")
 def _scale(options: Options) -> None:
+    """How many devices are worth it? Speed-up, efficiency and cost for each number of workers, and
+    where to stop.
+
+    The script is started with each number of workers, several times in turns, up to
+    ronde.distribute. There its steps are timed twice: on real batches that are reused
+    (synthetic), and with its real input. Nothing is trained or written.
+
+    Examples:
+
+    ```sh
+    ronde scale train.py                                   1, 2, 4, … up to this machine's devices
+    ronde scale --workers 1,2,4 --to 64 train.py --lr 0.1  options after the script are its own
+    ronde scale --workers 1,2,4 --cost 3.2 train.py        3.2 per device-hour, in any currency
+    ronde scale --batch grow train.py                      keep the batch per worker constant
+    ronde scale --json scale.json --report scale.html -m my.train
+    ```
+
+    Exit status: 0 measured, 2 the script failed or an argument cannot be used, 130 stopped by
+    Ctrl-C.
+    """
     from ronde.launch import check_workers
     from ronde.launch.node import devices
     from ronde.scale import summarize_scale
@@ -112,8 +100,6 @@ def _scale(options: Options) -> None:
     sizes = default_sizes(count) if options.workers is None else parse_sizes(options.workers)
     for n in sizes:
         check_workers(n)
-    if options.batch not in (None, "keep", "grow"):
-        raise ArgumentError(f"--batch {options.batch}: choose keep or grow.")
     options.check_files()
     feed, feed_note = feed_of(options.feed, options.module or command[0])
     console = plain_console()
@@ -145,7 +131,7 @@ def _scale(options: Options) -> None:
 
     options.give(values, console, answer_parts(answer, options.verbose), draw)
     if options.report is not None:
-        console.print(f"written: {options.report}", soft_wrap=True)
+        tell(f"written: {options.report}")
 
 
 def _measured(

@@ -21,28 +21,6 @@ from ronde.world.errors import did_you_mean
 from ronde.world.paths import find_module
 from ronde.world.whole_file import check_target, write_answer
 
-__all__ = [
-    "ArgumentsOption",
-    "FeedOption",
-    "IN_MAP",
-    "JsonOption",
-    "ModuleOption",
-    "ReportOption",
-    "ReportOptions",
-    "StudyOptions",
-    "VerboseOption",
-    "WorkersOption",
-    "check_folders",
-    "command_of",
-    "discard",
-    "examine",
-    "exited_early",
-    "feed_of",
-    "short",
-    "study_environment",
-    "write_json",
-]
-
 T = TypeVar("T")
 
 _TENSORFLOW = re.compile(r"^\s*(?:import|from) tensorflow\b", re.M)
@@ -130,7 +108,7 @@ def command_of(module: str | None, arguments: list[str]) -> list[str]:
     return arguments
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StudyOptions:
     """The options of a verb that looks at a script's model, as the user gave them."""
 
@@ -171,11 +149,10 @@ class StudyOptions:
 
     def write(self, values: dict[str, Any]) -> None:
         """Write the answer to the file that is asked for."""
-        if self.json_file is not None:
-            write_json(self.json_file, values)
+        write_json(self.json_file, values)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ReportOptions(StudyOptions):
     """The same, of a verb that draws a report and times samples as they are loaded."""
 
@@ -272,9 +249,10 @@ def check_folders(**files: Path | None) -> None:
             raise ArgumentError(f"--{name} {error}") from None
 
 
-def write_json(file: Path, values: dict[str, Any]) -> None:
-    """Write JSON atomically; write to a pipe or a device directly."""
-    write_answer(file, json.dumps(values, indent=2, default=str) + "\n")
+def write_json(file: Path | None, values: dict[str, Any]) -> None:
+    """Write JSON atomically, where a file is given; write to a pipe or a device directly."""
+    if file is not None:
+        write_answer(file, json.dumps(values, indent=2, default=str) + "\n")
 
 
 def short(path: Path) -> str:
@@ -345,47 +323,30 @@ def examine(
         RondeError: the script failed before.
         typer.Exit: a signal stopped it.
     """
-    with tempfile.TemporaryDirectory(prefix=f"ronde-{study}-") as place:
-        file = Path(place) / "answer.json"
-        variables = study_environment(study, file, options) | (environment or {})
-        _start(study, command, workers, file, variables, say, failed)
-        return load(file)
-
-
-def _start(
-    study: str,
-    command: list[str],
-    workers: int,
-    file: Path,
-    variables: dict[str, str],
-    say: Callable[[str], None],
-    failed: str,
-) -> None:
-    """Run the workers; raise as :func:`examine` does."""
     from ronde.launch import Job, run_here
 
     def heard(message: dict[str, Any]) -> None:
         if "study" in message:
             say(str(message["study"]))
 
-    folder = file.parent / "run"
-    outcome = run_here(Job(command, workers, folder, variables), discard, heard)
-    if outcome.interrupted:
-        typer.echo(
-            "stopped by SIGINT; every process has ended"
-            if outcome.status == 130
-            else f"{outcome.error}; every process has ended"
-        )
-        raise typer.Exit(outcome.status)
-    # A script that fails after the study has answered has been examined all the same.
-    if outcome.status and not file.exists():
-        if outcome.exited:  # with a usage text, say: nobody has seen what it printed
+    with tempfile.TemporaryDirectory(prefix=f"ronde-{study}-") as place:
+        file, folder = Path(place) / "answer.json", Path(place) / "run"
+        variables = study_environment(study, file, options) | (environment or {})
+        outcome = run_here(Job(command, workers, folder, variables), discard, heard)
+        if outcome.interrupted:
             typer.echo(
-                "".join(last_lines(folder / "logs" / f"rank-{outcome.rank}.log")),
-                err=True,
-                nl=False,
+                "stopped by SIGINT; every process has ended"
+                if outcome.status == 130
+                else f"{outcome.error}; every process has ended"
             )
-            raise RondeError(exited_early(study, command, outcome.status))
-        if outcome.traceback:
-            typer.echo(outcome.traceback.rstrip(), err=True)
-        raise RondeError(f"{failed}: {outcome.error or ''}")
+            raise typer.Exit(outcome.status)
+        # A script that fails after the study has answered has been examined all the same.
+        if outcome.status and not file.exists():
+            if outcome.exited:  # with a usage text, say: nobody has seen what it printed
+                log = folder / "logs" / f"rank-{outcome.rank}.log"
+                typer.echo("".join(last_lines(log)), err=True, nl=False)
+                raise RondeError(exited_early(study, command, outcome.status))
+            if outcome.traceback:
+                typer.echo(outcome.traceback.rstrip(), err=True)
+            raise RondeError(f"{failed}: {outcome.error or ''}")
+        return load(file)

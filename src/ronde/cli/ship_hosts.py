@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ronde.cli.answer_screen import tell
 from ronde.cli.hosts import Places
 from ronde.ship.delivery import pack_order
 from ronde.watch import plain_console
-
-__all__ = ["order_hosts"]
 
 
 def order_hosts(
@@ -38,10 +37,10 @@ def order_hosts(
                 failed += [] if serial else [host.name]
                 plain_console(stderr=not serial).print(f"{host.name:9} {line}", soft_wrap=True)
     if failed:
-        plain_console(stderr=True).print(
+        tell(
             f"error: {len(failed)} of {len(places.hosts)} hosts failed and keep what they had. "
             f"Try them again with --hosts {','.join(failed)}.",
-            soft_wrap=True,
+            err=True,
         )
     return not failed
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ronde.cli.options import add_verb, setting
+from ronde.cli.options import app, setting, verb
 from ronde.cli.script import ArgumentsOption, ModuleOption, command_of
 from ronde.watch import check_name, script_stem
 from ronde.world import ArgumentError
@@ -16,21 +16,8 @@ from ronde.world import ArgumentError
 if TYPE_CHECKING:
     from ronde.launch.sbatch import BatchJob
 
-__all__ = ["register"]
 
-_EXAMPLES = """
-Examples:
-
-```sh
-ronde submit --nodes 4 --gpus 4 --time 20:00:00 train.py --lr 0.1     submit, and follow
-ronde submit --nodes 1 --gpus 1 --array 0-9 sweep.py     ten runs; SLURM_ARRAY_TASK_ID differs
-ronde submit --nodes 4 --gpus 4 --dry-run train.py       print the batch script
-ronde submit --kubernetes --image me/train --nodes 4 --gpus 4 --dry-run train.py     a manifest
-```
-"""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of ``ronde submit``, as the user gave them."""
 
@@ -75,19 +62,20 @@ class Options:
         return ["--plan", self.plan] if self.plan else []
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    add_verb(
-        app,
-        "submit",
-        Options,
-        _submit,
-        "Submit a script to Slurm, on all nodes of a job, and follow it; or write a manifest "
-        "for Kubernetes.\n" + _EXAMPLES,
-    )
-
-
+@verb(app, "submit")
 def _submit(options: Options) -> None:
+    """Submit a script to Slurm, on all nodes of a job, and follow it; or write a manifest for
+    Kubernetes.
+
+    Examples:
+
+    ```sh
+    ronde submit --nodes 4 --gpus 4 --time 20:00:00 train.py --lr 0.1     submit, and follow
+    ronde submit --nodes 1 --gpus 1 --array 0-9 sweep.py     ten runs; SLURM_ARRAY_TASK_ID differs
+    ronde submit --nodes 4 --gpus 4 --dry-run train.py       print the batch script
+    ronde submit --kubernetes --image me/train --nodes 4 --gpus 4 --dry-run train.py     a manifest
+    ```
+    """
     from ronde.launch.sbatch import submit
 
     if options.kubernetes is not None:

@@ -9,8 +9,6 @@ from ronde.cli.script import short
 from ronde.watch import RunDir, curve, figure, summarise
 from ronde.world.units import clock, count_of
 
-__all__ = ["print_summary"]
-
 
 def _numbers(values: dict[str, Any]) -> str:
     return "  ".join(

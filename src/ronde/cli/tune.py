@@ -10,14 +10,14 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from ronde.cli.answer_screen import answer_table, tell
 from ronde.cli.leaving import on_signals
-from ronde.cli.options import TIME, JsonFlag, RunsOption, add_verb, parsed, setting
-from ronde.cli.script import ModuleOption, command_of, short
+from ronde.cli.options import TIME, JsonFlag, RunsOption, app, parsed, setting, verb
+from ronde.cli.script import ArgumentsOption, ModuleOption, command_of, short
 from ronde.watch import claim_run_dir, plain_console, script_stem
 from ronde.world import ArgumentError
 from ronde.world.units import parse_duration
@@ -25,36 +25,12 @@ from ronde.world.units import parse_duration
 if TYPE_CHECKING:
     from ronde.jobs.tuner import Tuned, TunePlan
 
-__all__ = ["register"]
 
-_EXAMPLES = """
-The script takes each value as an argument, --lr 0.01. Every trial is a run of its own, on its own
-devices: all its workers have the same values. A trial that falls behind pauses, and costs no more.
-
-Examples:
-
-```sh
-ronde tune --space lr=log:1e-4..1e-1 --goal max:accuracy train.py
-ronde tune --space lr=log:1e-4..1e-1 --space batch=32,64 --goal min:loss --trials 27 \\
-  --method hyperband --max 9ep train.py --epochs 9
-ronde tune --space space.py --method bayes --devices 8 --workers 2 --goal max:accuracy train.py
-ronde tune --resume tune-1                      after anything; no sample is trained twice
-```
-"""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of ``ronde tune``, as the user gave them."""
 
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SCRIPT [ARGS]...",
-            help="The script and its own arguments.",
-            show_default=False,
-        ),
-    ] = None
+    arguments: ArgumentsOption = None
     module: ModuleOption = None
     space: list[str] | None = setting(
         None,
@@ -102,14 +78,14 @@ class Options:
     warm: list[Path] | None = setting(
         None, "--warm", "Folder of an earlier search, whose results bayes uses.", "DIR"
     )
-    on_rule: str = setting(
+    on_rule: Literal["stop", "ignore"] = setting(
         "stop",
         "--on-rule",
         "Whether rules of ronde watch end trials that are hopeless: nan, diverging, "
         "exploding-gradient, dead-units, loss-flat.",
         "stop|ignore",
     )
-    keep: str = setting(
+    keep: Literal["best", "all"] = setting(
         "best",
         "--keep",
         "Whether checkpoints of trials that fell behind are removed at once.",
@@ -124,18 +100,24 @@ class Options:
     quiet: bool = setting(False, "--quiet -q", "Print the result only.")
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
-    add_verb(
-        app,
-        "tune",
-        Options,
-        _tune,
-        "Search over hyper-parameters: trials that pause at exact samples.\n" + _EXAMPLES,
-    )
-
-
+@verb(app, "tune")
 def _tune(options: Options) -> None:
+    """Search over hyper-parameters: trials that pause at exact samples.
+
+    The script takes each value as an argument, --lr 0.01. Every trial is a run of its own, on its
+    own devices: all its workers have the same values. A trial that falls behind pauses, and costs
+    no more.
+
+    Examples:
+
+    ```sh
+    ronde tune --space lr=log:1e-4..1e-1 --goal max:accuracy train.py
+    ronde tune --space lr=log:1e-4..1e-1 --space batch=32,64 --goal min:loss --trials 27 \\
+      --method hyperband --max 9ep train.py --epochs 9
+    ronde tune --space space.py --method bayes --devices 8 --workers 2 --goal max:accuracy train.py
+    ronde tune --resume tune-1                      after anything; no sample is trained twice
+    ```
+    """
     from ronde.jobs.tuner import Tuner, load_plan
 
     quiet = options.quiet or options.as_json
@@ -209,10 +191,6 @@ def _plan(options: Options, batch: int) -> TunePlan:
         )
     if options.goal is None:
         raise ArgumentError("--goal is missing: say what is best, as --goal max:accuracy.")
-    if options.keep not in ("best", "all"):
-        raise ArgumentError(f"--keep {options.keep}: expected best or all.")
-    if options.on_rule not in ("stop", "ignore"):
-        raise ArgumentError(f"--on-rule {options.on_rule}: expected stop or ignore.")
     Goal.parse(options.goal)
     read_space(options.space or [])
     for folder in options.warm or []:
@@ -237,6 +215,11 @@ def _plan(options: Options, batch: int) -> TunePlan:
 
 
 def _claim(options: Options, plan: TunePlan) -> Path:
+    if options.name is not None and (options.runs / options.name / "tune.json").exists():
+        raise ArgumentError(
+            f"--name {options.name}: there is a search of this name already. Go on with: ronde "
+            f"tune --resume {options.name}; or choose another name."
+        )
     stem = f"{script_stem(options.module or plan.command[0])}-tune"
     folder = claim_run_dir(options.runs, options.name, stem, resume=False).path
     (folder / "tune.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1) + "\n")
@@ -266,7 +249,6 @@ def _budget(text: str | None) -> tuple[float | None, int | None]:
 
 def _show(result: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
     """A table of the trials, and the best one."""
-    from rich.text import Text
 
     console = plain_console()
     names = list(dict.fromkeys(name for trial in result.trials for name in trial["values"]))
@@ -302,7 +284,7 @@ def _show(result: Tuned, plan: TunePlan, folder: Path, seconds: float) -> None:
     best = result.best
     said = "   ".join(f"{name} {_brief(value)}" for name, value in best["values"].items())
     summary = f" {Path(best['run']).name}   {metric} {best['result']:.5g}   {said}"
-    console.print(Text.assemble(("best", "bold"), summary), soft_wrap=True)
+    tell(("best", "bold"), summary)
     from ronde.jobs.trials import argument_words
 
     words = [*plan.command, *argument_words(best["values"], plan.style)]

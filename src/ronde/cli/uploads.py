@@ -6,37 +6,13 @@ import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from ronde.cli.options import option
 from ronde.watch import RunDir, Warned, append_events, claim_run_dir, lock_run
-from ronde.world import ArgumentError, CheckpointError
+from ronde.world import CheckpointError
 
 if TYPE_CHECKING:
     from ronde.checkpoint import RemoteCheckpoints
-
-__all__ = ["UploadOption", "check_upload", "claim_with_uploads", "has_whole", "uploading"]
-
-UploadOption = Annotated[
-    str | None,
-    option(
-        "--upload",
-        "Also keep the checkpoints below this URL of fsspec (s3://…, file://…). --resume "
-        "takes the newest from there if this machine has an older one or none.",
-        "URL",
-    ),
-]
-
-
-def check_upload(url: str | None, kept: bool) -> None:
-    """Check ``--upload`` before anything starts."""
-    if url is None:
-        return
-    if not kept:
-        raise ArgumentError("--upload sends the checkpoints, and --runs none keeps none.")
-    from ronde.checkpoint import RemoteCheckpoints
-
-    RemoteCheckpoints(url, "run")
 
 
 def has_whole(url: str | None, name: str) -> bool:

@@ -7,17 +7,16 @@ import importlib.util
 import json
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from ronde.cli.options import RunArgument, RunsOption, option
+from ronde.cli.answer_screen import tell
+from ronde.cli.options import RunArgument, RunsOption, app, setting, verb
 from ronde.cli.show import find_run
-from ronde.watch import Alert, RunDir, plain_console
+from ronde.watch import Alert, RunDir
 from ronde.world import ArgumentError
-
-__all__ = ["alert_text", "notify", "register"]
 
 _TRIES = 3
 
@@ -75,94 +74,89 @@ def notify(url: str, run: str, alert: Alert) -> str:
     return f"{url} did not take the alert ({failed})"
 
 
-def register(app: typer.Typer) -> None:
-    """Add the verb."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of ``ronde watch``, as the user gave them."""
 
-    @app.command(
-        "watch",
-        help="Judge a run by rules: does it learn, is it healthy? At any time, on any run. Without "
-        "a name, the last one. Exit status: 0 no alert, 1 alerts.\n\nExamples:\n\n  ronde watch\n\n"
-        "  ronde watch big --follow --notify https://ntfy.sh/my-topic\n\n  ronde watch big --rules "
-        "mine.py --set loss-flat.steps=1000\n\n  ronde watch --page\n\n  ronde watch big --to mlflow:http://127.0.0.1:5000",
+    name: RunArgument = None
+    follow: bool = setting(False, "--follow", "Go on until the run ends.")
+    as_json: bool = setting(False, "--json", "One JSON object per alert instead.")
+    rules: Path | None = setting(None, "--rules", "Python file with rules of your own.", "FILE")
+    only: str = setting("", "--only", "Judge these rules alone: nan,overfit", "RULES")
+    without: str = setting("", "--without", "Leave these rules out.", "RULES")
+    settings: list[str] | None = setting(None, "--set", "Change a rule's setting.", "RULE.KEY=V")
+    url: str | None = setting(None, "--notify", "POST each alert as JSON to this address.", "URL")
+    page: bool = setting(False, "--page", "Open a page for the browser that shows all runs, live.")
+    port: int | None = setting(None, "--port", "Port of --page.", "N", min=1, max=65535)
+    target: str | None = setting(
+        None,
+        "--to",
+        "Send the record to a tracker instead: tensorboard, wandb, mlflow:URL, prometheus:PORT. "
+        "With --follow, until the run ends.",
+        "TRACKER",
     )
-    def watch(
-        name: RunArgument = None,
-        folder: RunsOption = Path("runs"),
-        follow: Annotated[bool, option("--follow", "Go on until the run ends.")] = False,
-        as_json: Annotated[bool, option("--json", "One JSON object per alert instead.")] = False,
-        rules: Annotated[
-            Path | None, option("--rules", "Python file with rules of your own.", "FILE")
-        ] = None,
-        only: Annotated[
-            str, option("--only", "Judge these rules alone: nan,overfit", "RULES")
-        ] = "",
-        without: Annotated[str, option("--without", "Leave these rules out.", "RULES")] = "",
-        settings: Annotated[
-            list[str] | None, option("--set", "Change a rule's setting.", "RULE.KEY=V")
-        ] = None,
-        url: Annotated[
-            str | None, option("--notify", "POST each alert as JSON to this address.", "URL")
-        ] = None,
-        page: Annotated[
-            bool, option("--page", "Open a page for the browser that shows all runs, live.")
-        ] = False,
-        port: Annotated[
-            int | None,
-            option("--port", "Port of --page.", "N", min=1, max=65535),
-        ] = None,
-        target: Annotated[
-            str | None,
-            option(
-                "--to",
-                "Send the record to a tracker instead: tensorboard, wandb, mlflow:URL, "
-                "prometheus:PORT. With --follow, until the run ends.",
-                "TRACKER",
-            ),
-        ] = None,
-    ) -> None:
-        if page:
-            return _open_page(folder, None if name is None else find_run(folder, name), port)
-        if port is not None:
-            raise ArgumentError("--port is that of --page: add --page.")
-        if target is not None:
-            return _send_to(find_run(folder, name), target, follow)
-        from ronde.watch.judge import Judge, alert_line
+    runs: RunsOption = Path("runs")
 
-        asked = dict(each.partition("=")[::2] for each in settings or ())
-        if bad := [key for key, value in asked.items() if not value]:
-            raise ArgumentError(f"--set {bad[0]}: write RULE.KEY=VALUE.")
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise ArgumentError(f"--notify {url}: an address begins with http:// or https://.")
-        run = find_run(folder, name)
-        judge = Judge(run, _names(only), _names(without), rules, asked)
-        console = plain_console()
-        reported: set[str] = set()
-        while True:
-            for alert in judge.look():
-                if as_json:
-                    print(alert_line(alert), flush=True)
-                else:
-                    shown = dataclasses.replace(alert, again=judge.again(alert))
-                    console.print(alert_text(shown), soft_wrap=True, markup=False, highlight=False)
-                if url is not None and (failed := notify(url, run.name, alert)):
-                    print(f"ronde: {failed}", file=sys.stderr)
-            for broken in judge.failed.keys() - reported:
-                reported.add(broken)
-                print(f"ronde: rule {broken} raised {judge.failed[broken]}", file=sys.stderr)
-            if not follow or judge.view.ended is not None:
-                break
-            time.sleep(1.0)
-        if not as_json:
-            console.print(judge.summary(), soft_wrap=True, markup=False, highlight=False)
-        raise typer.Exit(1 if judge.alerts else 0)
+
+@verb(app, "watch")
+def _watch(options: Options) -> None:
+    """Judge a run by rules: does it learn, is it healthy? At any time, on any run. Without a name,
+    the last one. Exit status: 0 no alert, 1 alerts.
+
+    Examples:
+
+    ```sh
+    ronde watch
+    ronde watch big --follow --notify https://ntfy.sh/my-topic
+    ronde watch big --rules mine.py --set loss-flat.steps=1000
+    ronde watch --page
+    ronde watch big --to mlflow:http://127.0.0.1:5000
+    ```
+    """
+    if options.page:
+        return _open_page(options)
+    if options.port is not None:
+        raise ArgumentError("--port is that of --page: add --page.")
+    if options.target is not None:
+        return _send_to(find_run(options.runs, options.name), options.target, options.follow)
+    from ronde.watch.judge import Judge, alert_line
+
+    asked = dict(each.partition("=")[::2] for each in options.settings or ())
+    if bad := [key for key, value in asked.items() if not value]:
+        raise ArgumentError(f"--set {bad[0]}: write RULE.KEY=VALUE.")
+    url = options.url
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ArgumentError(f"--notify {url}: an address begins with http:// or https://.")
+    run = find_run(options.runs, options.name)
+    judge = Judge(run, _names(options.only), _names(options.without), options.rules, asked)
+    reported: set[str] = set()
+    while True:
+        for alert in judge.look():
+            if options.as_json:
+                print(alert_line(alert), flush=True)
+            else:
+                shown = dataclasses.replace(alert, again=judge.again(alert))
+                tell(alert_text(shown))
+            if url is not None and (failed := notify(url, run.name, alert)):
+                print(f"ronde: {failed}", file=sys.stderr)
+        for broken in judge.failed.keys() - reported:
+            reported.add(broken)
+            print(f"ronde: rule {broken} raised {judge.failed[broken]}", file=sys.stderr)
+        if not options.follow or judge.view.ended is not None:
+            break
+        time.sleep(1.0)
+    if not options.as_json:
+        tell(judge.summary())
+    raise typer.Exit(1 if judge.alerts else 0)
 
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _open_page(folder: Path, run: RunDir | None, port: int | None) -> None:
+def _open_page(options: Options) -> None:
     """Serve the page until Ctrl-C."""
+    run = None if options.name is None else find_run(options.runs, options.name)
     if missing := [n for n in ("starlette", "uvicorn") if importlib.util.find_spec(n) is None]:
         raise ArgumentError(
             f"--page needs {' and '.join(missing)}: pip install '.[page]' in a clone of Ronde."
@@ -170,9 +164,9 @@ def _open_page(folder: Path, run: RunDir | None, port: int | None) -> None:
     from ronde.watch.page import serve_page
 
     if run is None:
-        serve_page(folder, port)
+        serve_page(options.runs, options.port)
     else:
-        serve_page(run.path.absolute().parent, port, run.name)
+        serve_page(run.path.absolute().parent, options.port, run.name)
 
 
 def _send_to(run: RunDir, target: str, follow: bool) -> None:
