@@ -353,7 +353,7 @@ def _is_certain(active: Sequence[RankView]) -> bool:
         return False
     if any(v.at.helped for v in active):
         return False  # another thread may make the exchange that is missing
-    if len({(v.doing, v.begun, _line(v)) for v in active}) > 1:
+    if len({(v.doing, v.begun, v.at.file, v.at.line) for v in active}) > 1:
         return True
     by_group: dict[str, set[tuple[Any, ...]]] = {}
     for view in active:
@@ -361,10 +361,6 @@ def _is_certain(active: Sequence[RankView]) -> bool:
             if not each.get("pair"):
                 by_group.setdefault(each["group"], set()).add((each["number"], each["name"]))
     return any(len(exchanges) > 1 for exchanges in by_group.values())
-
-
-def _line(view: RankView) -> tuple[Any, ...]:
-    return (view.at.file, view.at.line)
 
 
 def _notice(verdict: HangVerdict, limit: float, usual: bool, limits: Limits) -> HangVerdict | None:

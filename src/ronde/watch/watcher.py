@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,23 +28,11 @@ def recorded(step: int) -> bool:
 
 
 def _guarded(method: F) -> F:
-    """Catch, count and report once what fails while watching."""
+    """A method whose failures do not reach the training."""
 
     @functools.wraps(method)
     def call(self: Watcher, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self.failures += 1
-            if self.failures == 1:
-                import sys
-
-                print(
-                    f"ronde: recording or showing this run failed ({type(error).__name__}: "
-                    f"{error}); training continues",
-                    file=sys.stderr,
-                )
-            return None
+        return self._try(functools.partial(method, self, *args, **kwargs))
 
     return call  # type: ignore[return-value]
 
@@ -133,6 +122,20 @@ class Watcher:
         self._shown = time.perf_counter()
         self._flushed = time.perf_counter()
 
+    def _try(self, call: Callable[[], Any]) -> Any:
+        """Catch, count, and report once what fails while watching."""
+        try:
+            return call()
+        except Exception as error:
+            self.failures += 1
+            if self.failures == 1:
+                print(
+                    f"ronde: recording or showing this run failed ({type(error).__name__}: "
+                    f"{error}); training continues",
+                    file=sys.stderr,
+                )
+            return None
+
     def step(
         self, step: int, epoch: int, loss: torch.Tensor, lr: float, samples: int, batch: int
     ) -> None:
@@ -180,12 +183,8 @@ class Watcher:
     def flush(self) -> None:
         """Read all pending losses at once and write them to the record."""
         if self.before_flush is not None:
-            self._flush_before(self.before_flush)
+            self._try(self.before_flush)
         self._flush()
-
-    @_guarded
-    def _flush_before(self, write: Callable[[], None]) -> None:
-        write()
 
     @_guarded
     def _flush(self) -> None:
@@ -238,14 +237,6 @@ class Watcher:
         self.flush()
         self.closed = True
         if self._first is None or self._first.closed:
-            self._close_display()
-        self._close_record()
-
-    @_guarded
-    def _close_display(self) -> None:
-        self.display.close()
-
-    @_guarded
-    def _close_record(self) -> None:
+            self._try(self.display.close)
         if self.record is not None:
-            self.record.close()
+            self._try(self.record.close)

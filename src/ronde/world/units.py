@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 __all__ = [
-    "bytes_unit",
     "clock",
     "count_of",
     "format_bytes",
@@ -62,16 +61,6 @@ def parse_duration(written: str) -> float | None:
     return sum(float(number) * _SECONDS[unit] for number, unit in parts) or None
 
 
-def bytes_unit(most: float) -> tuple[str, int]:
-    """The unit to show up to so many bytes in, and its size.
-
-    Example:
-        >>> bytes_unit(3e9)
-        ('GiB', 1073741824)
-    """
-    return next((shown for shown in _SHOWN if most >= 0.995 * shown[1]), ("B", 1))
-
-
 def format_bytes(count: float) -> str:
     """Format bytes with three digits and a suitable unit.
 
@@ -79,7 +68,8 @@ def format_bytes(count: float) -> str:
         >>> [format_bytes(n) for n in (232, 1020 * 1024, 1010 * 1024, 1.5 * 2**30)]
         ['232 B', '0.996 MiB', '1010 KiB', '1.5 GiB']
     """
-    unit, scale = bytes_unit(count)
+    # from 1019 KiB on, three digits need the next unit
+    unit, scale = next((shown for shown in _SHOWN if count >= 0.995 * shown[1]), ("B", 1))
     digits = ".3g" if scale > 1 and count < 999 * scale else ".0f"
     return f"{count / scale:{digits}} {unit}"
 
