@@ -211,7 +211,7 @@ EXPECTED = [
     "batch_size=4 cannot be given with data=run: the batches are those of the other run.",
     "name='generator': another run of this loop has this name already.",
     "'../x' is not a name for a run",
-    "keep_best='loss': '3' trains in one loop with another run",
+    "keep_best cannot be used by runs that train in one loop, as '3' does with another",
     "run.epochs(1): this run shares the batches of another (data=run). Loop over that run's",
     "run.batches(): this run shares the batches of another",
     "run.step(batch) was called without a batch: this run shares the batches of another",

@@ -36,7 +36,7 @@ from ronde.parallel.zero1 import OptimizerParts
 from ronde.plan import Place, Plan
 from ronde.plan.schedules import worker_of
 from ronde.world import ArgumentError, LossError, PlanError, RondeError, World
-from ronde.world.consensus import broadcast_json
+from ronde.world.consensus import ask_main
 from ronde.world.meshes import group_of
 from ronde.world.rendezvous import rendezvous
 from ronde.world.tensors import tensors_in
@@ -136,22 +136,18 @@ class StageOwnership:
         try:
             with torch.enable_grad():
                 trace = self._first_pass(batch)
-                answer: dict[str, Any] = {"guarded": has_guards(trace)}
-                if self.me.is_main:
+
+                def choose() -> tuple[bool, list[str]]:
                     call = None if on_meta else (lambda: self.work.compute(batch)[0])
-                    try:
-                        with self._undivided(), self._alone():
-                            answer["names"] = choose_cut.choose_cut(
-                                plan, self.model, self.work.optimizer, trace, samples, call
-                            )
-                    except ArgumentError as error:
-                        answer = {"error": str(error)}
-            answer = broadcast_json(self.me, answer)
-            if "error" in answer:
-                raise ArgumentError(answer["error"])
-            self._guarded = bool(answer["guarded"])
+                    with self._undivided(), self._alone():
+                        names = choose_cut.choose_cut(
+                            plan, self.model, self.work.optimizer, trace, samples, call
+                        )
+                    return has_guards(trace), names
+
+                self._guarded, names = ask_main(self.me, choose)
             named = {p.name: p for p in trace.points()}
-            self.points = [named[name] for name in answer["names"]]
+            self.points = [named[name] for name in names]
             self._add_path(signature(batch, True, True), self.work.compute, batch, trace)
             if not trace.faked:
                 # This model must really run to be followed: now, while all weights are here.

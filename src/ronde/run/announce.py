@@ -59,7 +59,7 @@ def announce(run: Parts, left_out: list[str]) -> None:
             },
             proof=_proof(run),
             arguments=sys.argv[1:],
-            git=ask_git().answer if me.is_main and directory is not None else {},
+            git=_code_version() if me.is_main and directory is not None else {},
             origin=directory.origin if directory is not None else "",
             command=json.loads(os.environ.get("RONDE_COMMAND", "[]")),
         )
@@ -161,47 +161,43 @@ def _warn_of_norms(run: Parts) -> None:
         )
 
 
-class CodeVersion:
-    """A question to git, under way. Without git, or outside of a repository, there is no answer."""
-
-    def __init__(self, folder: Path) -> None:
-        command = "git --no-optional-locks status --porcelain=v2 --branch --untracked-files=no"
-        self._process: subprocess.Popen[str] | None = None
-        with contextlib.suppress(OSError):
-            self._process = subprocess.Popen(
-                command.split(),
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                errors="replace",
-            )
-
-    @functools.cached_property
-    def answer(self) -> dict[str, Any]:
-        """``commit``, and whether tracked files are ``dirty``; empty if git does not say it in a
-        second.
-        """
-        if (process := self._process) is None:
-            return {}
-        try:
-            lines = process.communicate(timeout=1.0)[0].splitlines()
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            return {}
-        commit = next((x.split()[-1] for x in lines if x.startswith("# branch.oid ")), "(initial)")
-        if process.returncode or commit == "(initial)":
-            return {}
-        return {"commit": commit, "dirty": any(x[:1] != "#" for x in lines)}
+@functools.cache
+def ask_git() -> subprocess.Popen[str] | None:
+    """Ask git about the script's folder, once in this process; it answers meanwhile. None without
+    git.
+    """
+    script = Path(sys.argv[0] if sys.argv else "")
+    command = "git --no-optional-locks status --porcelain=v2 --branch --untracked-files=no"
+    with contextlib.suppress(OSError):
+        return subprocess.Popen(
+            command.split(),
+            cwd=script.parent if script.is_file() else Path.cwd(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+        )
+    return None
 
 
 @functools.cache
-def ask_git() -> CodeVersion:
-    """Ask git about the script's folder, once in this process."""
-    script = Path(sys.argv[0] if sys.argv else "")
-    return CodeVersion(script.parent if script.is_file() else Path.cwd())
+def _code_version() -> dict[str, Any]:
+    """``commit``, and whether tracked files are ``dirty``; empty outside of a repository, or if git
+    does not say it in a second.
+    """
+    if (process := ask_git()) is None:
+        return {}
+    try:
+        lines = process.communicate(timeout=1.0)[0].splitlines()
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return {}
+    commit = next((x.split()[-1] for x in lines if x.startswith("# branch.oid ")), "(initial)")
+    if process.returncode or commit == "(initial)":
+        return {}
+    return {"commit": commit, "dirty": any(x[:1] != "#" for x in lines)}
 
 
 _sending: dict[str, tuple[Sending, set[str]]] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,69 +45,44 @@ def callbacks_of(
     gathering: Gathering,
     recording: Recording,
 ) -> Callbacks:
-    """All callbacks of a run. For each event, they are called in this order."""
+    """All callbacks of a run. For each event, they are called in this order. What few runs need is
+    imported here.
+    """
     run, studied = content.parts, hooks.observed()
-    callbacks: list[Any] = [
-        # A launcher waits for the beat: it comes before whatever may wait.
-        Heartbeats(),
-        # A wrong loss or batch is refused before anything is updated by it.
-        *([FirstStepsCheck(run, gathering)] if not studied else []),
-        # Before a loss that is not finite ends the run; before the record has the step.
-        *_health(run, options),
-        # After the checks, which say why a loss is not finite; before anything uses it.
-        *([NonFiniteLoss()] if options.on_nan == "error" else []),
-        *([NonFiniteGuard()] if options.on_nan == "skip" else []),
-        # Weights are compared as the optimizer has left them.
-        *(_replicas(run, group, options) if run.world.size > 1 and not studied else ()),
-        recording,
-        # What the checkpoint needs of an evaluation is recorded before it is due.
-        BestIsSaved(content, group),
-        SavesEvery(content.save_every, group),
-        *_leaves_when_asked(run, group),
-        *(_stops_when_asked(run, group) if run.world.size > 1 and not studied else ()),
-        *(_pauses(run, group) if not studied else ()),
-        # The weights after the step are final.
-        AveragesWeights(content),
-        # The script's own see a finished step, and a study sees what they did.
-        *options.callbacks,
-        hooks.observer,
-    ]
-    return Callbacks(callbacks)
-
-
-# Imported where they are used: few runs need them.
-
-
-def _replicas(run: Parts, group: RunGroup, options: RunOptions) -> Iterator[Callback]:
-    from ronde.run.rank_facts import Replicas
-
-    yield Replicas(run, options.check_replicas, group)
-
-
-def _stops_when_asked(run: Parts, group: RunGroup) -> Iterator[Callback]:
-    if not run.part:
-        yield StopsWhenAsked(run.world, group)
-
-
-def _health(run: Parts, options: RunOptions) -> Iterator[Callback]:
-    if options.watch is not None and run.directory and not run.part and not hooks.observed():
+    leads, several = not run.part, run.world.size > 1 and not studied
+    # A launcher waits for the beat: it comes before whatever may wait.
+    callbacks: list[Any] = [Heartbeats()]
+    # A wrong loss or batch is refused before anything is updated by it.
+    if not studied:
+        callbacks.append(FirstStepsCheck(run, gathering))
+    # Before a loss that is not finite ends the run; before the record has the step.
+    if options.watch is not None and run.directory and leads and not studied:
         from ronde.run.health import Health
 
-        yield Health(run, options.watch, options.on_nan == "error")
+        callbacks.append(Health(run, options.watch, options.on_nan == "error"))
+    # After the checks, which say why a loss is not finite; before anything uses it.
+    if options.on_nan != "ignore":
+        callbacks.append(NonFiniteLoss() if options.on_nan == "error" else NonFiniteGuard())
+    # Weights are compared as the optimizer has left them.
+    if several:
+        from ronde.run.rank_facts import Replicas
 
-
-def _pauses(run: Parts, group: RunGroup) -> Iterator[Callback]:
-    if (until := os.environ.get("RONDE_UNTIL")) and not run.part:
-        from ronde.run.leave import PausesAt
-
-        yield PausesAt(until, group)
-
-
-def _leaves_when_asked(run: Parts, group: RunGroup) -> Iterator[Callback]:
-    if os.environ.get("RONDE_LEAVE") == "1" and not run.part:
+        callbacks.append(Replicas(run, options.check_replicas, group))
+    # What the checkpoint needs of an evaluation is recorded before it is due.
+    callbacks += [recording, BestIsSaved(content, group), SavesEvery(content.save_every, group)]
+    if os.environ.get("RONDE_LEAVE") == "1" and leads:
         from ronde.run.leave import LeavesWhenAsked
 
-        yield LeavesWhenAsked(run.world, group)
+        callbacks.append(LeavesWhenAsked(run.world, group))
+    if several and leads:
+        callbacks.append(StopsWhenAsked(run.world, group))
+    if (until := os.environ.get("RONDE_UNTIL")) and leads and not studied:
+        from ronde.run.leave import PausesAt
+
+        callbacks.append(PausesAt(until, group))
+    # The weights after the step are final. The script's own callbacks see a finished step, and a
+    # study sees what they did.
+    return Callbacks([*callbacks, AveragesWeights(content), *options.callbacks, hooks.observer])
 
 
 _SEPARATE = (

@@ -15,10 +15,8 @@ import numpy as np
 import torch
 
 from ronde.checkpoint import KeepPolicy
-from ronde.checkpoint.manifest import folder_name
-from ronde.run.average import Averages
 from ronde.run.parts import Parts, State
-from ronde.run.registered import Registry
+from ronde.run.script_state import Averages, Registry
 from ronde.watch import BestFound, less_is_better
 from ronde.world import ArgumentError
 
@@ -102,16 +100,19 @@ class KeepBest:
             )
         self._worse += state.step != self._seen
         self._seen = state.step
-        worse = -value if self.mode == "max" else value
-        then = math.inf if self.best is None else self.best.value
-        then = -then if self.mode == "max" and self.best is not None else then
-        if not worse < then:  # a NaN is never the best
+        sign = -1 if self.mode == "max" else 1
+        then = sign * self.best.value if self.best else math.inf
+        if not sign * value < then:  # a NaN is never the best
             return False, warning
-        folder = self._checkpoints
-        path = folder / folder_name(state.step) if folder is not None else None
+        path = self._path(state.step)
         self.best = BestCheckpoint(self.metric, float(value), state.step, state.epoch, path)
         self._worse = 0
         return True, warning
+
+    def _path(self, step: int) -> Path | None:
+        from ronde.checkpoint.manifest import folder_name  # which few steps need
+
+        return self._checkpoints / folder_name(step) if self._checkpoints is not None else None
 
     def exhausted(self) -> str:
         """Why the training is over, if it has waited long enough for a better evaluation."""
@@ -171,7 +172,7 @@ class KeepBest:
                 f"'{self.mode}:{self.metric}' now: the best checkpoint so far is forgotten"
             )
         step = saved["step"]
-        path = self._checkpoints / folder_name(step) if self._checkpoints is not None else None
+        path = self._path(step)
         self.best = BestCheckpoint(self.metric, saved["value"], step, saved["epoch"], path)
         self._announced = self._seen = step
         self._worse = saved.get("worse", 0)

@@ -599,18 +599,7 @@ def _group(
     if group is None or not group.takes(saves.name):
         directory, resumes = open_run_dir(me, saves.name)
         group = RunGroup(directory, resumes)
-    part = group.name_part(saves.name)
-    if part and saves.keep_best is not None:
-        raise ArgumentError(
-            f"keep_best={saves.keep_best!r}: {part!r} trains in one loop with another run, and a "
-            "checkpoint has both. Leave it out, and call run.save() or run.export() after the "
-            "evaluation that was the best."
-        )
-    if part and options.leaves_out:
-        raise ArgumentError(
-            f"on_nan={options.on_nan!r}: {part!r} trains in one loop with another run, which has "
-            "seen what it would leave out. Use on_nan='error'."
-        )
+    part = group.name_part(saves.name, saves.keep_best is not None, options.leaves_out)
     if source is not None and source.port.group is not group:
         raise ArgumentError(
             "data=run: the run has trained or ended already. Call ronde.distribute for both runs "

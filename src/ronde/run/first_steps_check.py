@@ -65,7 +65,7 @@ class FirstStepsCheck(Callback):
 
     def batch_taken(self, step: StepView) -> None:
         """Note what the script gets."""
-        self._close()
+        self._forget()
         micros = () if step.parts.follows else step.micros
         self._steps, self._gathering.in_pass = self._steps + 1, False
         self._open, plan, model = self._steps in _STEPS, self._plan, self._model
@@ -110,20 +110,22 @@ class FirstStepsCheck(Callback):
         if self._asked and (self._gathering.in_pass or (self._strategy.holds_result and arguments)):
             kind = self._kind_of(*self._asked, arguments or ())
         mine = [kind, self._batch.changes(), self._buffer_changes()]
-        self._close()
+        self._forget()
         kinds, batches, buffers = zip(*gather_json(self._me, mine), strict=True)
         kind = min(kinds, key=_ORDER.index)
         # A kind that was clear once stays; one that could not be told stays unclear.
         self._kind = kind if kind != "flat" and self._kind != "unknown" else self._kind
         # who gathers knows of all rows
         mixes = MIXES.format(_CHANGES) if _differ(batches) and not self._gathering.used else ""
-        texts = [(text, True) for text in (self._judge_loss(kind, step), *self._judge(buffers))]
+        texts = [
+            (text, True) for text in (self._judge_loss(kind, step), *self._judge_buffers(buffers))
+        ]
         said = [*texts, (mixes, False)]
         new = [(text, differs) for text, differs in said if text and text not in self._said]
         self._said.update(text for text, _ in new)
         return new
 
-    def _close(self) -> None:
+    def _forget(self) -> None:
         self._open, self._asked, self._batch, self._buffers = False, None, _Batch(1, []), {}
         if self._hook is not None:
             self._hook.remove()
@@ -183,12 +185,12 @@ class FirstStepsCheck(Callback):
         self._changed |= changes.keys()
         return changes
 
-    def _judge(self, ranks: Sequence[dict[str, Any]]) -> list[str]:
+    def _judge_buffers(self, ranks: Sequence[dict[str, Any]]) -> list[str]:
         every, own, first = [], [], dict[str, Any]()
         for name, (each_pass, content) in (item for rank in ranks for item in rank.items()):
             one = first.setdefault(name, content)
             # processors of two kinds add in other orders
-            alike = len(one) == len(content) and all(map(_close, one, content))
+            alike = len(one) == len(content) and all(map(_is_close, one, content))
             every += [name] if each_pass else []
             own += [name] if self._plan.replicas > 1 and not alike else []
         passes = (
@@ -299,7 +301,7 @@ def _buffers(model: nn.Module) -> _Buffers:
     }
 
 
-def _close(a: float, b: float) -> bool:
+def _is_close(a: float, b: float) -> bool:
     return math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) or str(a) == str(b)
 
 
@@ -385,13 +387,13 @@ def kind_of_loss(
     for n in (0,) if direct else (rows, -rows):  # those of a sample may stand in blocks
         try:
             part = lambda *of, n=n: call(_part(value, samples, n, rounding < HALF, *of))  # noqa: E731
-            kinds.append(_judge(part, asked, rounding))
+            kinds.append(_kind_of_parts(part, asked, rounding))
         except Exception:  # it takes no part of a batch, or must not be asked
             return "unknown"
     return "unknown" if kinds[0] == "other" and kinds[-1] in ("mean", "pair") else kinds[0]
 
 
-def _judge(call: Callable[[int, int], Value], samples: int, rounding: float) -> str:
+def _kind_of_parts(call: Callable[[int, int], Value], samples: int, rounding: float) -> str:
     first = max(samples // 3, 1)  # unequal parts: a mean of means is no mean
     values = [call(*part) for part in ((0, first), (first, samples), (0, samples), (0, samples))]
     one, two, whole, again = (float(loss) for loss, _ in values)
@@ -434,11 +436,9 @@ def _part(value: Any, samples: int, rows: int, wide: bool, low: int, high: int) 
             leaf = leaf.narrow(0, low * n, (high - low) * n)
         elif samples in leaf.shape[:2] and not isinstance(leaf, nn.Parameter):
             leaf = leaf.narrow(leaf.shape.index(samples), low, high - low)
-        return (
-            leaf.float()
-            if wide and leaf.is_floating_point() and leaf.itemsize < 4
-            else leaf.clone()
-        )
+        if wide and leaf.is_floating_point() and leaf.itemsize < 4:
+            return leaf.float()
+        return leaf.clone()
 
     def refuse(held: Any) -> bool:
         if held is not value and isinstance(held, list | tuple) and len(held) == samples:

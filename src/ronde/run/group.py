@@ -23,7 +23,7 @@ from ronde.run.parts import Parts
 from ronde.run.saving import Saving
 from ronde.watch import RunDir, check_name
 from ronde.world import ArgumentError, CheckpointError, RondeError, World
-from ronde.world.consensus import broadcast_json
+from ronde.world.consensus import ask_main
 
 if TYPE_CHECKING:
     from ronde import checkpoint
@@ -151,22 +151,28 @@ class RunGroup:
         """The run that owns the directory."""
         return self.runs[0] if self._members else None
 
-    def name_part(self, name: str | None) -> str:
-        """The name of the next run in checkpoints and in the record; empty for the first."""
+    def name_part(self, name: str | None, keeps_best: bool, leaves_out: bool) -> str:
+        """The name of the next run in checkpoints and in the record; empty for the first.
+
+        Args:
+            keeps_best, leaves_out: whether it was given ``keep_best`` or ``on_nan="skip"``, which
+                no run of several in a loop can have.
+        """
         if not self._members:
             return ""
         part = name or str(len(self._members) + 1)
         check_name(part)
-        if any(content.best.metric for content in self.contents):
+        if keeps_best or any(content.best.metric for content in self.contents):
             raise ArgumentError(
-                "keep_best cannot be used by runs that train in one loop: a checkpoint has all of "
-                "them, and the best of one is not the best of another. Leave it out, and call "
-                "run.save() or run.export() after the evaluation that was the best."
+                f"keep_best cannot be used by runs that train in one loop, as {part!r} does with "
+                "another: a checkpoint has all of them, and the best of one is not the best of "
+                "another. Leave it out, and call run.save() or run.export() after the evaluation "
+                "that was the best."
             )
-        if any(member.leaves_out for member in self.members):
+        if leaves_out or any(member.leaves_out for member in self.members):
             raise ArgumentError(
-                "on_nan='skip' cannot be used by runs that train in one loop: what "
-                "one leaves out, the others have seen. Use on_nan='error'."
+                f"on_nan='skip' cannot be used by runs that train in one loop, as {part!r} does "
+                "with another: what one leaves out, the others have seen. Use on_nan='error'."
             )
         if part in self._members:
             raise ArgumentError(f"name={part!r}: another run of this loop has this name already.")
@@ -489,30 +495,23 @@ def open_run_dir(me: World, name: str | None, alone: bool = False) -> tuple[RunD
     global _groups
     from ronde.watch import claim_run_dir, lock_run, script_stem  # of a new training, on rank 0
 
-    answer: dict[str, Any] = {"path": None}
-    if me.is_main:
-        base = os.environ.get("RONDE_RUNS", "runs")
-        of_launcher = os.environ.get("RONDE_RUN_DIR")
-        answer["resume"] = resume = os.environ.get("RONDE_RESUME") == "1"
-        try:
-            if base == "none" and not of_launcher:
-                answer["resume"] = False
-            elif of_launcher:
-                # The launcher made it. Later runs of the same script get directories beside it.
-                number = _groups + 1
-                path = Path(of_launcher if number == 1 else f"{of_launcher}.{number}")
-                path.mkdir(exist_ok=True)
-                if number > 1:  # the launcher holds the first
-                    lock_run(RunDir(path))
-                answer["path"] = str(path)
-            else:
-                run = claim_run_dir(Path(base), name, script_stem(), resume)
-                lock_run(run)
-                answer["path"] = str(run.path.absolute())
-        except (RondeError, OSError) as error:
-            answer["error"] = str(error)
-    answer = broadcast_json(me, answer)
+    def choose() -> dict[str, Any]:
+        base, of_launcher = os.environ.get("RONDE_RUNS", "runs"), os.environ.get("RONDE_RUN_DIR")
+        resume = os.environ.get("RONDE_RESUME") == "1"
+        if base == "none" and not of_launcher:
+            return {"path": None, "resume": False}
+        if not of_launcher:
+            run = claim_run_dir(Path(base), name, script_stem(), resume)
+            lock_run(run)
+            return {"path": str(run.path.absolute()), "resume": resume}
+        # The launcher made it. Later runs of the same script get directories beside it.
+        number = _groups + 1
+        path = Path(of_launcher if number == 1 else f"{of_launcher}.{number}")
+        path.mkdir(exist_ok=True)
+        if number > 1:  # the launcher holds the first
+            lock_run(RunDir(path))
+        return {"path": str(path), "resume": resume}
+
+    answer = ask_main(me, choose)
     _groups += alone
-    if "error" in answer:
-        raise CheckpointError(answer["error"])
-    return (RunDir(Path(answer["path"])) if answer["path"] else None), bool(answer["resume"])
+    return (RunDir(Path(answer["path"])) if answer["path"] else None), answer["resume"]

@@ -58,9 +58,8 @@ class LayerOutputs:
         self._layers: dict[str, _Layer] = {}
         self._channels = False
         self._units: list[int] = []
-        self._idle: torch.Tensor | None = (
-            None  # measurements since each unit's last positive output
-        )
+        # measurements since each unit's last positive output
+        self._idle: torch.Tensor | None = None
         self.names: list[str] = []
         self.kinds: list[str] = []
         compiled = any(m._compiled_call_impl is not None for m in model.modules())

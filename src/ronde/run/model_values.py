@@ -15,8 +15,8 @@ from ronde.parallel.meta_init import Init, materialise, weights_in
 from ronde.plan import Share
 from ronde.run import checks
 from ronde.run.losses import LossCall
-from ronde.world import ArgumentError, CheckpointError, RondeError, World
-from ronde.world.consensus import broadcast_json
+from ronde.world import ArgumentError, World
+from ronde.world.consensus import ask_main
 
 __all__ = ["filler", "shape_lazy"]
 
@@ -56,16 +56,12 @@ def filler(
     model: nn.Module, init: Init, seed: int, me: World
 ) -> Callable[[Callable[[str], bool]], None]:
     """Makes the function that fills a model on meta. Rank 0 verifies weights on disk, once."""
-    if not callable(init) and init != "reset":
-        error = None
-        if me.is_main:
-            try:
-                weights_in(init)
-            except RondeError as caught:
-                error = [type(caught).__name__, str(caught)]
-        error = broadcast_json(me, error)
-        if error:
-            raise (ArgumentError if error[0] == "ArgumentError" else CheckpointError)(error[1])
+
+    def verify() -> None:
+        if not callable(init) and init != "reset":
+            weights_in(init)
+
+    ask_main(me, verify)
 
     def fill(keep: Callable[[str], bool]) -> None:
         materialise(model, init, seed=seed, device=me.device, keep=keep, verified=True)

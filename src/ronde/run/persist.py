@@ -13,12 +13,12 @@ import torch
 
 from ronde import checkpoint
 from ronde.run import lr_rules
-from ronde.run.average import average_wants
 from ronde.run.content import CheckpointContent
 from ronde.run.exchange_state import exchange_pieces, exchange_values, exchange_wants, has_state
+from ronde.run.script_state import average_wants
 from ronde.tables.recipe import Recipe
 from ronde.world import CheckpointError
-from ronde.world.consensus import gather_json
+from ronde.world.consensus import gather_or_raise
 
 if TYPE_CHECKING:
     from ronde.run.parts import Parts
@@ -186,7 +186,7 @@ def _prepare_together(
     stop: threading.Event | None,
 ) -> Write:
     me = contents[""].parts.world
-    error: str | None = None
+    failed: CheckpointError | None = None
     parts: dict[str, dict[str, checkpoint.Piece]] = {}
     states: dict[str, dict[str, Any]] = {}
     drawn: dict[str, torch.Tensor] = {}
@@ -207,13 +207,10 @@ def _prepare_together(
                 parts[f"{prefix}exchange"] = exchange_pieces(run)
             states[part] = {**_values(run, work.tied, {}, randomness), **more[part]}
     except CheckpointError as caught:
-        error = f"rank {me.rank}: {caught}"
-    everyone = gather_json(me, {"optimizer": mine, "error": error})
-    for each in everyone:
-        if each["error"]:
-            raise CheckpointError(each["error"])
+        failed = caught
+    everyone = gather_or_raise(me, mine, failed)
     for part, content in contents.items():
-        optimizers = [each["optimizer"][part] for each in everyone]
+        optimizers = [each[part] for each in everyone]
         groups = content.parts.work.groups
         states[part]["optimizer"] = checkpoint.join_optimizer(groups, optimizers)
     plain = {"random.safetensors": drawn, **own}

@@ -14,7 +14,6 @@ import torch
 
 from ronde.parallel.strategy import GradientHooks
 from ronde.run import hooks
-from ronde.run.average import Decay, WeightAverage
 from ronde.run.callbacks import AveragesWeights, Recording, ask_to_stop, callbacks_of
 from ronde.run.collective_calls import CollectiveCalls
 from ronde.run.content import BestCheckpoint, CheckpointContent
@@ -22,7 +21,7 @@ from ronde.run.group import RunGroup, save, warn_of_late_save
 from ronde.run.loop import Loop
 from ronde.run.options import RunOptions
 from ronde.run.parts import Gathering
-from ronde.run.registered import Registered
+from ronde.run.script_state import Decay, Registered, WeightAverage
 from ronde.run.step import OptimizerStep, follow_run
 from ronde.run.step_draws import StepDraws
 from ronde.world import ArgumentError

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ronde.checkpoint import KeepPolicy
-from ronde.checkpoint.manifest import folder_name
 from ronde.run.content import CheckpointContent
 from ronde.run.parts import Parts
 from ronde.watch import BestFound, Checkpointed
@@ -74,6 +73,7 @@ class Saving:
                 saved cannot be in a checkpoint.
             WorldError: the run goes on without this worker.
         """
+        from ronde.checkpoint.manifest import folder_name
         from ronde.run import persist  # a run that writes nothing needs none of it
         from ronde.world.whole_file import refuse_fenced
 

@@ -14,11 +14,11 @@ from ronde.parallel import Part
 from ronde.parallel.strategy import NOTHING, GradientHooks
 from ronde.plan import Share
 from ronde.run import checks
-from ronde.run.average import Averages
 from ronde.run.callback import Callbacks, StepView
 from ronde.run.group import RunGroup
 from ronde.run.losses import Lengths, Rows, collates, lengths
 from ronde.run.parts import Gathering, MicroBatches, Parts
+from ronde.run.script_state import Averages
 from ronde.run.step_draws import StepDraws
 from ronde.world import ArgumentError, LossError, RondeError
 from ronde.world.rendezvous import counted
@@ -77,10 +77,8 @@ class OptimizerStep:
         if plan.pipeline > 1 or (plan.shard in ("gradients", "parameters") and plan.replicas > 1):
             optimized = [p for g in parts.optimizer.param_groups for p in g["params"]]
             self._divided = {id(p): p for p in (*parts.model.parameters(), *optimized)}
-        scaler = parts.scaler
-        self._scale: Callable[[torch.Tensor], torch.Tensor] | None = (
-            scaler.scale if scaler else None
-        )  # type: ignore[assignment]
+        scale: Any = parts.scaler.scale if parts.scaler else None
+        self._scale: Callable[[torch.Tensor], torch.Tensor] | None = scale
 
     # -- the batch ---------------------------------------------------------------------
 
@@ -151,13 +149,11 @@ class OptimizerStep:
         last, summed = len(micros) - 1, run.loss.reduction == "sum"
         self._delivered = [lengths(micro) for micro in micros] if self._rows.asks else []
         rows = self._rows_of(share)
-        view.micros, view.split = (
-            micros,
-            [
-                Part(high - low, view.samples, i == last, summed, n)
-                for i, ((low, high), n) in enumerate(zip(share.micro, rows, strict=True))
-            ],
-        )
+        view.micros = micros
+        view.split = [
+            Part(high - low, view.samples, i == last, summed, n)
+            for i, ((low, high), n) in enumerate(zip(share.micro, rows, strict=True))
+        ]
         gathering = self._gathering
         if gathering.used is None and view.samples < run.plan.replicas:
             run.strategy.run_empty_shares()  # the loss may call gather, which needs everyone

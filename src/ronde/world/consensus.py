@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ronde.world.errors import WorldError
+from ronde.world import errors
+from ronde.world.errors import CheckpointError, RondeError, WorldError
 from ronde.world.identity import World, ranks_text
 
-__all__ = ["agree", "broadcast_json", "gather_json"]
+__all__ = ["agree", "ask_main", "broadcast_json", "gather_json", "gather_or_raise"]
 
 _SHOWN = 5
+
+T = TypeVar("T")
 
 
 def _bytes(value: Any) -> torch.Tensor:
@@ -53,6 +56,56 @@ def broadcast_json(me: World, value: Any) -> Any:
         text = torch.empty(int(length), dtype=torch.uint8, device=me.device)
     dist.broadcast(text, 0)
     return json.loads(bytes(text.cpu().numpy()).decode())
+
+
+def _packed(error: RondeError | None) -> list[str] | None:
+    """An error in JSON: the name of a kind that every rank knows, and the text."""
+    if error is None:
+        return None
+    return [
+        next(k.__name__ for k in type(error).__mro__ if hasattr(errors, k.__name__)),
+        f"{error}",
+    ]
+
+
+def _raise(packed: list[str], prefix: str = "") -> NoReturn:
+    kind, text = packed
+    raise getattr(errors, kind)(prefix + text)
+
+
+def ask_main(me: World, ask: Callable[[], T]) -> T:
+    """Return what ``ask()`` gives on rank 0, on every rank: anything JSON holds. A collective.
+
+    Raises:
+        RondeError: on every rank, what rank 0 has raised; an OSError as a CheckpointError.
+    """
+    answer: Any = None
+    error: RondeError | None = None
+    if me.is_main:
+        try:
+            answer = ask()
+        except RondeError as caught:
+            error = caught
+        except OSError as caught:
+            error = CheckpointError(str(caught))
+    answer, failed = broadcast_json(me, [answer, _packed(error)])
+    if failed:
+        _raise(failed)
+    given: T = answer
+    return given
+
+
+def gather_or_raise(me: World, value: Any, error: RondeError | None) -> list[Any]:
+    """Return every rank's ``value``, as :func:`gather_json`, if no rank has an error. A collective.
+
+    Raises:
+        RondeError: on every rank, the first of all ranks' errors, with its rank.
+    """
+    everyone = gather_json(me, [value, _packed(error)])
+    for rank, (_, failed) in enumerate(everyone):
+        if failed:
+            _raise(failed, f"rank {rank}: ")
+    return [each for each, _ in everyone]
 
 
 def _is_of_names(value: Any) -> bool:
