@@ -1,5 +1,5 @@
-"""Worlds of real ranks that share one import: ``python forked.py [-n WORKERS] [-i
-MODULE[:FUNCTION],…] SCRIPT [ARGS…]``.
+"""Worlds of real ranks that share one import: ``python forked.py [-n WORKERS[,WORKERS…]] [-i
+MODULE[:FUNCTION],…] SCRIPT [ARGS…]``. ``{n}`` in an argument is a world's number of workers.
 
 Importing torch, and its compiler with the first optimizer, takes a process some seconds of
 computing, a training of these tests hardly one. So one process imports, and every rank is a fork of
@@ -89,7 +89,7 @@ def fork(size: int, work: Callable[[], None], seconds: float = 150.0) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("-n", type=int, default=1)
+    parser.add_argument("-n", default="1")
     parser.add_argument("-i", default="")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -100,13 +100,14 @@ def main() -> None:
         if function:
             getattr(loaded, function)()
     os.environ.update({"RONDE_RUNS": "none", "RONDE_PROGRESS": "quiet", "RONDE_DEVICE": "cpu"})
-    sys.argv = [given.script, *given.arguments]
     sys.path.insert(0, str(Path(given.script).parent))
 
     def work() -> None:
         runpy.run_path(given.script, run_name="__main__")
 
-    fork(given.n, work, float("inf"))  # whoever started this has a limit
+    for n in given.n.split(","):
+        sys.argv = [given.script, *(a.replace("{n}", n) for a in given.arguments)]
+        fork(int(n), work, float("inf"))  # whoever started this has a limit
 
 
 if __name__ == "__main__":

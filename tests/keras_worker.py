@@ -1,6 +1,6 @@
-"""Trains Keras models under plans, in each rank: ``keras_worker.py OUT CASES [plain]``.
+"""Trains Keras models under plans, in one world after another: ``keras_worker.py WORLDS``.
 
-``plain`` trains them with ``Model.fit`` of Keras instead, which is what they are compared with.
+Worlds with ``PLAIN`` train with ``Model.fit`` of Keras instead, which others are compared with.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from functools import partial
 from pathlib import Path
 
 os.environ["KERAS_BACKEND"] = "torch"
@@ -17,7 +19,7 @@ import torch
 
 import keras
 import ronde.keras
-from forked import forget_runs
+from forked import forget_runs, fork
 from ronde.measure.memory_account import optimizer_bytes
 
 keras.config.set_floatx("float64")
@@ -257,19 +259,24 @@ def refused(_case: dict, _file: Path) -> dict:
     return told
 
 
-def main(out: Path, cases: list[dict], plainly: bool) -> None:
-    rank = os.environ.get("RANK", "0")
-    if runs := os.environ.get("RUNS"):
-        os.environ["RONDE_RUNS"] = runs
+def train_all(out: Path, cases: list[dict], variables: dict[str, str]) -> None:
+    """The cases of a world, in each rank; rank 0 writes what it has."""
+    os.environ.update(variables)
     for i, case in enumerate(cases):
         forget_runs()
         try:
-            found = (plain if plainly else trained)(case, out / f"{i}.keras")
+            found = (plain if "PLAIN" in variables else trained)(case, out / f"{i}.keras")
         except ronde.RondeError as error:
             found = {"refused": f"{type(error).__name__}: {error}"}
-        if rank == "0":
+        if os.environ.get("RANK", "0") == "0":
             np.savez(out / f"{i}.npz", **found)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), "plain" in sys.argv[3:])
+    os.environ |= {"RONDE_RUNS": "none", "RONDE_PROGRESS": "quiet"}
+    for name, (workers, cases, *more) in json.loads(Path(sys.argv[1]).read_text()).items():
+        Path(name).mkdir()
+        try:
+            fork(workers, partial(train_all, Path(name).absolute(), cases, dict(*more)))
+        except SystemExit:  # a test misses its files; the others go on
+            traceback.print_exc()

@@ -1,8 +1,16 @@
-"""A small random BERT whose adapter is trained by peft, in float64: keeps the whole model of each
-step, and at the end the adapter.
+"""A small random BERT whose adapter is trained by peft, in float64, in one world after another:
+keeps the whole model of each step, and at the end the adapter.
 """
 
 from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +19,8 @@ from safetensors.torch import save_file
 from transformers import BertConfig, BertForSequenceClassification
 
 import ronde
+from forked import fork
+from ronde.world.whole_file import AGAIN
 
 WORDS, LENGTH, SAMPLES = 40, 7, 48
 
@@ -31,7 +41,7 @@ def base() -> BertForSequenceClassification:
     return BertForSequenceClassification(config).double()
 
 
-def main() -> None:
+def main(name: str) -> None:
     torch.set_default_dtype(torch.float64)
     model = get_peft_model(base(), LoraConfig(task_type="SEQ_CLS", r=3, lora_alpha=6))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -44,13 +54,14 @@ def main() -> None:
         forward=lambda model, batch: (model(input_ids=batch[0]).logits, batch[1]),
         batch_size=8,
         randomness="global",
+        name=name,
     )
 
     def keep(when: str) -> None:
         with run.whole_model() as whole:
             if run.is_main:
-                name = f"{when}-{ronde.world().size}-{run.state.step}.safetensors"
-                save_file({k: v.clone() for k, v in whole.state_dict().items()}, name)
+                tensors = {k: v.clone() for k, v in whole.state_dict().items()}
+                save_file(tensors, f"{name}-{when}-{run.state.step}.safetensors")
 
     for _ in run.epochs(2):
         for batch in run.batches():
@@ -60,8 +71,20 @@ def main() -> None:
             keep("after")
     with run.whole_model() as whole:
         if run.is_main:
-            whole.save_pretrained(f"adapter-{ronde.world().size}")
+            whole.save_pretrained(f"adapter-{name}")
+
+
+def world(name: str, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    try:
+        main(name)
+    except SystemExit as pause:
+        assert pause.code == AGAIN
+    atexit._run_exitfuncs()
 
 
 if __name__ == "__main__":
-    main()
+    for name, workers, variables in json.loads(sys.argv[1]):
+        if "RONDE_RESUME" in variables:
+            shutil.copytree(Path("runs") / "two", Path("runs") / name)
+        fork(workers, partial(world, name, variables))

@@ -96,21 +96,11 @@ def train(
     }
 
 
-def _epochs(stay: bool) -> dict[str, Any]:
-    data = Data()
-    loader = DataLoader(data, 8, num_workers=1, persistent_workers=stay)
-    each = lambda epoch: setattr(data, "epoch", epoch)  # noqa: E731
-    return train(loader, epochs=3, each=each)
-
-
 @case
 def epoch_of_processes_that_stay() -> dict[str, Any]:
-    return _epochs(True)
-
-
-@case
-def epoch_of_processes() -> dict[str, Any]:
-    return _epochs(False)
+    data = Data()
+    loader = DataLoader(data, 8, num_workers=1, persistent_workers=True)
+    return train(loader, epochs=3, each=lambda epoch: setattr(data, "epoch", epoch))
 
 
 @case
@@ -175,16 +165,6 @@ def divided() -> dict[str, Any]:
 @case
 def divided_by_subset() -> dict[str, Any]:
     return train(Subset(Data(24), range(RANK * 24 // SIZE, (RANK + 1) * 24 // SIZE)))
-
-
-@case
-def divided_in_processes() -> dict[str, Any]:
-    return train(DataLoader(Divided(), 8, num_workers=1))
-
-
-@case
-def divided_stream() -> dict[str, Any]:
-    return train(Stream(Divided()))
 
 
 @case
@@ -263,11 +243,6 @@ def broken_late_in_parts() -> dict[str, Any]:
 @case
 def broken_sharded() -> dict[str, Any]:
     return _broken(shard="parameters" if SIZE > 1 else None)
-
-
-@case
-def broken_optimizer_sharded() -> dict[str, Any]:
-    return _broken(shard="optimizer" if SIZE > 1 else None, clip_norm=0.5)
 
 
 @case
@@ -366,11 +341,6 @@ def cut_and_pasted() -> dict[str, Any]:
 
 
 @case
-def centered_by_the_batch() -> dict[str, Any]:
-    return _changed(lambda b: [(b[0] - b[0].mean(0)) / b[0].std(0), b[1]], drop_last=True)
-
-
-@case
 def scaled_by_the_batch() -> dict[str, Any]:
     return _changed(lambda b: [b[0] / b[0].abs().max(), b[1]])
 
@@ -378,12 +348,6 @@ def scaled_by_the_batch() -> dict[str, Any]:
 @case
 def mixed_in_forward() -> dict[str, Any]:
     return train(Data(), forward=lambda m, b: (m(0.7 * b[0] + 0.3 * b[0].flip(0)), b[1]))
-
-
-@case
-def mixed_in_forward_sharded() -> dict[str, Any]:
-    forward = lambda m, b: (m(0.7 * b[0] + 0.3 * b[0].flip(0)), b[1])  # noqa: E731
-    return train(Data(), forward=forward, shard="parameters" if SIZE > 1 else None)
 
 
 @case

@@ -241,9 +241,11 @@ def _fork_each(commands: list[list[str]]) -> None:
 
 
 def forked(
-    script: Path, workers: int, *arguments: object, imports: Sequence[str] = ()
+    script: Path, workers: int | str, *arguments: object, imports: Sequence[str] = ()
 ) -> list[str]:
-    """The command line of a script's ranks as forks of one process: see ``forked.py``."""
+    """The command line of a script's ranks as forks of one process, in a world or, as in ``"1,2"``,
+    in several: see ``forked.py``.
+    """
     runner = Path(__file__).with_name("forked.py")
     return [
         sys.executable,

@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 import ronde
 
 out = Path(sys.argv[1])
+out.mkdir(exist_ok=True)
+os.environ["RONDE_RUNS"] = str(out / "runs")
+del os.environ["RONDE_PROGRESS"]
 results: dict = {}
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-import zygote
-from processes import PATHS, TESTS, forked
+from processes import TESTS, python
 from sampling import ALL, long
 
 pytestmark = pytest.mark.skipif(find_spec("keras") is None, reason="needs the extra keras")
@@ -23,21 +20,9 @@ def case(model: str, optimizer: str = "SGD", plan: str = "replicate", **options:
     return {"model": model, "optimizer": optimizer, "plan": plan, "options": options}
 
 
-def train(
-    cases: list[dict], workers: int, folder: Path, *words: str, **variables: str
-) -> list[dict]:
-    """What rank 0 has after each case: weights by place, and the loss of an evaluation."""
-    folder.mkdir()
-    listing = folder / "cases.json"
-    listing.write_text(json.dumps(cases))
-    done = zygote.run(
-        forked(TESTS / "keras_worker.py", workers, folder, listing, *words, imports=["keras"]),
-        env={**os.environ, "PYTHONPATH": PATHS, "KERAS_BACKEND": "torch", **variables},
-        cwd=folder,
-        timeout=170,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [dict(np.load(folder / f"{i}.npz")) for i in range(len(cases))]
+def alone(cases: list[dict]) -> list[dict]:
+    """As one worker trains them."""
+    return [{**each, "plan": "replicate"} for each in cases]
 
 
 def difference(found: dict, wanted: dict) -> float:
@@ -92,92 +77,121 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3] if ALL else [2])
-def test_replicas_train_as_fit_does(workers, tmp_path):
-    cases = SAME_AS_FIT if ALL else SAME_AS_FIT[::2]
-    found = train(cases, workers, tmp_path / "ronde")
-    wanted = train(cases, 1, tmp_path / "fit", "plain")
-    check_equal(cases, found, wanted)
-
-
-def test_random_layers_draw_the_same_on_any_number_of_workers(tmp_path):
-    cases = DRAWS if ALL else DRAWS[:1]
-    found = train(cases, 3, tmp_path / "three")
-    check_equal(cases, found, train(cases, 1, tmp_path / "alone"))
-
-
-def test_divided_models_train_as_one_does_or_are_refused_by_name(tmp_path):
-    cases = DIVIDED if ALL else DIVIDED[::3] + DIVIDED[-1:]
-    found = train(cases, 2, tmp_path / "two")
-    for each, result in zip(cases, found, strict=True):
-        why = REFUSED.get((each["optimizer"], each["plan"]))
-        assert (why or "") in str(result.get("refused", "")), (each, result)
-        assert ("refused" in result) == bool(why), (each, result)
-    kept = [(c, f) for c, f in zip(cases, found, strict=True) if "refused" not in f]
-    alone = [{**c, "plan": "replicate"} for c, _ in kept]
-    check_equal([c for c, _ in kept], [f for _, f in kept], train(alone, 1, tmp_path / "one"))
-
-
-@long
-def test_hybrids_train_as_one_does(tmp_path):
-    options = {"sync_batchnorm": False}
-    cases = [
-        case("transformer", "AdamW", "pipeline=2,shard=parameters,micro_batch=5", **options),
-        case("noise", "Nadam", "pipeline=2,shard=optimizer,micro_batch=5", **options),
-        case("blocks", "Adam", "shard=parameters,shard_within=2"),
-    ]
-    found = train(cases, 4, tmp_path / "four")
-    alone = [{**each, "plan": "replicate"} for each in cases]
-    check_equal(cases, found, train(alone, 1, tmp_path / "one"))
-
-
+HYBRID = [
+    case("transformer", "AdamW", "pipeline=2,shard=parameters,micro_batch=5", sync_batchnorm=False),
+    case("noise", "Nadam", "pipeline=2,shard=optimizer,micro_batch=5", sync_batchnorm=False),
+    case("blocks", "Adam", "shard=parameters,shard_within=2"),
+]
+HALF = [
+    {**case("mlp", "SGD", p, precision="bf16", sync_batchnorm=False), "floatx": "float32"}
+    for p in ("replicate", "shard=parameters", "pipeline=2,micro_batch=5")
+]
 CHAIN = [
     (1, "replicate"),
     (2, "pipeline=2,micro_batch=5"),
     (4, "shard=parameters"),
     (2, "shard=parameters"),
     (1, "replicate"),
-]
+][slice(None) if ALL else slice(1, 3)]
+RESUMED = [("mlp", "Nadam", "a"), ("transformer", "AdamW", "b")][not ALL :]
+SIZES = [1, 2, 3] if ALL else [2]
+FITTED = SAME_AS_FIT if ALL else SAME_AS_FIT[::2]
+DRAWN = DRAWS if ALL else DRAWS[:1]
+CUT = DIVIDED if ALL else DIVIDED[::3] + DIVIDED[-1:]
+KEPT = [each for each in CUT if (each["optimizer"], each["plan"]) not in REFUSED]
+FIT = [case("mlp", "SGD", "fit")]
+
+# name of a world -> its workers, its cases, and variables
+WORLDS: dict[str, tuple] = {
+    **{f"fitted {n}": (n, FITTED) for n in SIZES},
+    "fitted by keras": (1, FITTED, {"PLAIN": "1"}),
+    "drawn 3": (3, DRAWN),
+    "drawn 1": (1, DRAWN),
+    "cut": (2, CUT),
+    "kept 1": (1, alone(KEPT)),
+    "half 2": (2, HALF),
+    "half 1": (1, [HALF[0], {**case("mlp"), "floatx": "float32"}]),
+    "fit": (2, FIT),
+    "fit of keras": (1, FIT, {"PLAIN": "1"}),
+    "refused": (1, [case("mlp", plan="refused")]),
+    "whole": (1, [{**case(m, o), "epochs": len(CHAIN)} for m, o, _ in RESUMED]),
+}
+for epoch, (workers, plan) in enumerate(CHAIN, 1):
+    cases = [{**case(m, o, plan, name=name), "epochs": epoch} for m, o, name in RESUMED]
+    runs = {"RONDE_RUNS": "runs", "RONDE_RESUME": str(int(epoch > 1))}
+    WORLDS[f"chain {epoch}"] = (workers, cases, runs)
+if ALL:
+    WORLDS |= {"hybrid 4": (4, HYBRID), "hybrid 1": (1, alone(HYBRID))}
 
 
-def test_a_run_is_resumed_on_other_numbers_of_workers_and_plans(tmp_path):
-    chain = CHAIN if ALL else CHAIN[1:3]
-    made = [("mlp", "Nadam", "a"), ("transformer", "AdamW", "b")][not ALL :]
-    for epoch, (workers, plan) in enumerate(chain, 1):
-        cases = [{**case(m, o, plan, name=name), "epochs": epoch} for m, o, name in made]
-        runs = {"RUNS": str(tmp_path / "runs"), "RONDE_RESUME": "1" if epoch > 1 else "0"}
-        found = train(cases, workers, tmp_path / f"{epoch}", **runs)
-    whole = [{**case(m, o), "epochs": len(chain)} for m, o, _ in made]
-    check_equal(cases, found, train(whole, 1, tmp_path / "whole"))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All worlds, forked of one process that has imported Keras, which takes seconds."""
+    folder = tmp_path_factory.mktemp("keras")
+    (folder / "worlds.json").write_text(json.dumps(WORLDS))
+    done = python([str(TESTS / "keras_worker.py"), "worlds.json"], folder, 900 if ALL else 170)
+    (folder / "said.txt").write_text(done.stdout + done.stderr)
+    return folder
 
 
-def test_products_are_in_half_precision_where_asked(tmp_path):
-    plans = ("replicate", "shard=parameters", "pipeline=2,micro_batch=5")
-    cases = [
-        {**case("mlp", "SGD", p, precision="bf16", sync_batchnorm=False), "floatx": "float32"}
-        for p in plans
-    ]
-    found = train(cases, 2, tmp_path / "two")
-    half, full = train([cases[0], {**case("mlp"), "floatx": "float32"}], 1, tmp_path / "one")
-    for result in found:
+@pytest.fixture
+def trained(folder):
+    """What rank 0 of a world has after each case: weights by place, and an evaluation's loss."""
+
+    def of(world: str) -> list[dict]:
+        files = [folder / world / f"{i}.npz" for i in range(len(WORLDS[world][1]))]
+        assert all(file.exists() for file in files), (folder / "said.txt").read_text()
+        return [dict(np.load(file)) for file in files]
+
+    return of
+
+
+@pytest.mark.parametrize("workers", SIZES)
+def test_replicas_train_as_fit_does(trained, workers):
+    check_equal(FITTED, trained(f"fitted {workers}"), trained("fitted by keras"))
+
+
+def test_random_layers_draw_the_same_on_any_number_of_workers(trained):
+    check_equal(DRAWN, trained("drawn 3"), trained("drawn 1"))
+
+
+def test_divided_models_train_as_one_does_or_are_refused_by_name(trained):
+    found = trained("cut")
+    for each, result in zip(CUT, found, strict=True):
+        why = REFUSED.get((each["optimizer"], each["plan"]))
+        assert (why or "") in str(result.get("refused", "")), (each, result)
+        assert ("refused" in result) == bool(why), (each, result)
+    check_equal(KEPT, [f for f in found if "refused" not in f], trained("kept 1"))
+
+
+@long
+def test_hybrids_train_as_one_does(trained):
+    check_equal(HYBRID, trained("hybrid 4"), trained("hybrid 1"))
+
+
+def test_a_run_is_resumed_on_other_numbers_of_workers_and_plans(trained):
+    check_equal(WORLDS["whole"][1], trained(f"chain {len(CHAIN)}"), trained("whole"))
+
+
+def test_products_are_in_half_precision_where_asked(trained):
+    half, full = trained("half 1")
+    for result in trained("half 2"):
         assert difference(result, half) < 0.01 and result["0"].dtype == "float32"
     assert difference(half, full) > 1e-5
 
 
-def test_fit_calls_back_as_keras_does(tmp_path):
+def test_fit_calls_back_as_keras_does(trained, folder):
     """Losses, metrics, the epoch it stops at, the file of the best epoch, and restored weights."""
-    cases = [case("mlp", "SGD", "fit")]
-    found = train(cases, 2, tmp_path / "two")
-    wanted = train(cases, 1, tmp_path / "fit", "plain")
+    wanted = trained("fit of keras")
     assert 1 < len(wanted[0]["loss"]) < 6
-    check_equal(cases, found, wanted)
+    check_equal(FIT, trained("fit"), wanted)
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for part, tag, key in [
         ("train", "epoch_loss", "loss"),
         ("validation", "epoch_loss", "val_loss"),
     ]:
-        board = EventAccumulator(str(tmp_path / "two" / "0.board" / part)).Reload()
+        board = EventAccumulator(str(folder / "fit" / "0.board" / part)).Reload()
         written = [event.value for event in board.Scalars(tag)]
         assert written == pytest.approx(wanted[0][key].tolist(), rel=1e-6)
 
@@ -205,8 +219,8 @@ SAID = {
 }
 
 
-def test_what_is_not_supported_is_refused_by_name(tmp_path):
-    (told,) = train([case("mlp", plan="refused")], 1, tmp_path / "refused")
+def test_what_is_not_supported_is_refused_by_name(trained):
+    (told,) = trained("refused")
     missing = {k: str(told.get(k, "nothing")) for k, v in SAID.items() if v not in str(told.get(k))}
     assert not missing
 

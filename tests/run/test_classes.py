@@ -86,12 +86,6 @@ OPENED = {
         listed,
         lambda root, **more: feed.folder(root / "files", labels=root / "labels.csv", **more),
     ),
-    "function": (
-        listed,
-        lambda root, **more: feed.folder(
-            root / "files", labels=lambda n: (root / "files" / n).read_text(), **more
-        ),
-    ),
     "tar": (tars, lambda root, **more: feed.tar(root, data="jpg", label="txt", **more)),
     "texts": (texts, lambda root, **more: feed.parquet(root, data="image", label="label", **more)),
     "hugging": (
@@ -100,11 +94,6 @@ OPENED = {
     ),
     "packed tar": (packed, feed.tar),
     "images": (folders, lambda root, **more: feed.images(root, **more).source),
-    "images of Parquet": (
-        texts,
-        lambda root, **more: feed.images(root / "a.parquet", **more).source,
-    ),
-    "images of a pack": (packed, lambda root, **more: feed.images(root, **more).source),
 }
 
 

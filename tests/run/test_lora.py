@@ -4,17 +4,16 @@ loaded by peft alone.
 
 from __future__ import annotations
 
-import shutil
+import json
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from processes import TESTS, ronde_run
+from processes import TESTS, python
 from sampling import some
 
 pytest.importorskip("peft")
-SCRIPT = str(TESTS / "lora_worker.py")
 PAUSE, BATCH = 5, 8
 WORKERS = some([4, 1], 2)
 
@@ -23,29 +22,19 @@ WORKERS = some([4, 1], 2)
 def folder(tmp_path_factory):
     """One worker trains to the end; two, with divided weights, pause; others go on."""
     place = tmp_path_factory.mktemp("lora")
-
-    def run(*words: str, status: int = 0) -> None:
-        done = ronde_run(["run", *words, SCRIPT], place, timeout=120)
-        assert done.returncode == status, done.stdout + done.stderr
-
-    run("-n", "1", "--name", "whole")
-    (place / "adapter-1").rename(place / "adapter-whole")
-    for path in place.glob("*-1-*.safetensors"):
-        path.rename(path.with_name(f"whole-{path.name}"))
-    plan = ("--plan", "shard=parameters")
-    run("-n", "2", *plan, "--name", "two", "--until", str(PAUSE * BATCH), status=75)
-    for workers in WORKERS:
-        name = f"r{workers}"
-        shutil.copytree(place / "runs" / "two", place / "runs" / name)
-        split = plan if workers > 1 else ()
-        run("-n", str(workers), *split, "--resume", "--name", name)
+    plan = {"RONDE_PLAN": "shard=parameters"}
+    worlds = [["whole", 1, {}], ["two", 2, {**plan, "RONDE_UNTIL": str(PAUSE * BATCH)}]]
+    for n in WORKERS:
+        worlds.append([f"r{n}", n, {**(plan if n > 1 else {}), "RONDE_RESUME": "1"}])
+    done = python([str(TESTS / "lora_worker.py"), json.dumps(worlds)], place, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
     return place
 
 
 def test_two_workers_divide_what_one_trains(folder):
     for step in range(1, PAUSE + 1):
-        whole = load_file(folder / f"whole-after-1-{step}.safetensors")
-        divided = load_file(folder / f"after-2-{step}.safetensors")
+        whole = load_file(folder / f"whole-after-{step}.safetensors")
+        divided = load_file(folder / f"two-after-{step}.safetensors")
         assert divided.keys() == whole.keys()
         for name, value in divided.items():
             torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-12, msg=name)
@@ -53,9 +42,9 @@ def test_two_workers_divide_what_one_trains(folder):
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_every_element_is_resumed_on_another_number_of_workers(folder, workers):
-    paused = load_file(folder / f"after-2-{PAUSE}.safetensors")
-    resumed = load_file(folder / f"before-{workers}-{PAUSE}.safetensors")
-    start = load_file(folder / "before-2-0.safetensors")
+    paused = load_file(folder / f"two-after-{PAUSE}.safetensors")
+    resumed = load_file(folder / f"r{workers}-before-{PAUSE}.safetensors")
+    start = load_file(folder / "two-before-0.safetensors")
     assert resumed.keys() == paused.keys() == start.keys()
     moved = {name for name, value in paused.items() if not torch.equal(value, start[name])}
     assert all("lora_" in name or "modules_to_save" in name for name in moved)
@@ -72,7 +61,7 @@ def test_the_adapter_loads_in_peft_alone(folder, workers):
 
     words, _ = lora_worker.samples().tensors
     logits = []
-    for name in ("adapter-whole", f"adapter-{workers}"):
+    for name in ("adapter-whole", f"adapter-r{workers}"):
         model = PeftModel.from_pretrained(lora_worker.base(), folder / name).double().eval()
         with torch.no_grad():
             logits.append(model(input_ids=words).logits)

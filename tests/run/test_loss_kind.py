@@ -94,10 +94,6 @@ def normalized(out, target):
     return (((out - out.mean(0)) / out.std(0) - target) ** 2).mean()
 
 
-def vicreg_variance(z, _):
-    return F.relu(1 - z.std(0)).mean()
-
-
 def clip(text, image):
     from transformers.models.clip.modeling_clip import image_text_contrastive_loss
 
@@ -108,20 +104,6 @@ def causal(logits, labels):
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return ForCausalLMLoss(logits, labels, vocab_size=5)
-
-
-def masked(logits, labels):
-    from transformers.loss.loss_utils import ForMaskedLMLoss
-
-    return ForMaskedLMLoss(logits, labels, vocab_size=5)
-
-
-def sequence_class(logits, labels):
-    from transformers import PreTrainedConfig
-    from transformers.loss.loss_utils import ForSequenceClassificationLoss
-
-    config = PreTrainedConfig(num_labels=5, problem_type="single_label_classification")
-    return ForSequenceClassificationLoss(labels, logits, config)
 
 
 def noise(prediction, target, weights):
@@ -136,16 +118,8 @@ def ssim(p, target):
     return 1 - structural_similarity_index_measure(p, target, data_range=1.0)
 
 
-def correlation(out, target):
-    from torchmetrics.functional import pearson_corrcoef
-
-    return 1 - pearson_corrcoef(out[:, 0], target[:, 0])
-
-
 X4, T4 = draw(N, 5, seed=4), draw(N, 5, seed=5)
 OUT = draw(N, 5, seed=6).requires_grad_()
-LOG_P = F.log_softmax(OUT.detach(), 1).requires_grad_()
-Q = F.softmax(T4, 1)
 CTC = (
     F.log_softmax(draw(20, N, 6), 2).requires_grad_(),
     classes(N, 4) + 1,
@@ -175,7 +149,6 @@ LOSSES = {
         TOKENS,
         PADDED,
     ),
-    "MSE": ("mean", nn.MSELoss(), OUT, T4),
     "MSE, sum": ("sum", nn.MSELoss(reduction="sum"), OUT, T4),
     "MSE, sum, with a penalty": (
         "other",
@@ -189,8 +162,6 @@ LOSSES = {
         OUT,
         (T4 > 0).float(),
     ),
-    "NLL, ignore_index": ("other", nn.NLLLoss(ignore_index=2), LOG_P, Y),
-    "KL, mean": ("mean", nn.KLDivLoss(reduction="mean"), LOG_P, Q),
     "CTC": ("mean", F.ctc_loss, *CTC),
     "triplet": ("mean", nn.TripletMarginLoss(), OUT, X4, T4),
     "Dice over the batch": ("other", dice, P, MASK),
@@ -201,14 +172,10 @@ LOSSES = {
     "supervised contrastive": ("other", supervised_contrastive, Z, Y),
     "CLIP (transformers)": ("other", clip, Z, Z2),
     "causal language model (transformers), padded": ("other", causal, TOKENS, PADDED),
-    "masked language model (transformers)": ("other", masked, TOKENS, PADDED),
-    "sequence classes (transformers)": ("mean", sequence_class, LOGITS, Y),
     "noise (diffusers)": ("mean", noise, OUT, T4, Y.float() + 1),
     "SSIM (torchmetrics)": ("mean", ssim, IMAGES, IMAGES.detach().flip(0)),
-    "correlation (torchmetrics)": ("other", correlation, OUT, T4),
     "VAE, sums": ("sum", vae, *VAE),
     "batch-normalized": ("other", normalized, OUT, T4),
-    "VICReg's variance": ("other", vicreg_variance, OUT, T4),
     "two views of a sample, one target": (
         "unknown",
         lambda o, y: F.cross_entropy(o, torch.cat([y, y])),

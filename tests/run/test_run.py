@@ -6,30 +6,25 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from processes import TESTS, ronde_run
+from processes import TESTS, forked, python
 from sampling import ALL
 
 MANY = (2, 3) if ALL else (2,)
 
 
-def results(folder: Path, workers: int) -> dict:
-    folder.mkdir()
-    words = ["run", "-n", str(workers), str(TESTS / "run_worker.py"), str(folder)]
-    done = ronde_run(words, folder, 150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "said.txt").write_text(done.stdout)
-    return json.loads((folder / "results.json").read_text())
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    base = tmp_path_factory.mktemp("run")
-    return base, {n: results(base / str(n), n) for n in (1, *MANY)}
+    base, sizes = tmp_path_factory.mktemp("run"), (1, *MANY)
+    worlds = ",".join(map(str, sizes))
+    command = forked(TESTS / "run_worker.py", worlds, base / "{n}", imports=["torchmetrics"])
+    done = python(command[1:], base, 150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (base / "said.txt").write_text(done.stdout)
+    return base, {n: json.loads((base / str(n) / "results.json").read_text()) for n in sizes}
 
 
 @pytest.mark.parametrize("workers", MANY)
@@ -125,7 +120,7 @@ def test_export_has_the_scripts_own_names(found):
 
 def test_the_grow_rule_is_printed(found):
     base, _ = found
-    said = (base / "2" / "said.txt").read_text()
+    said = (base / "said.txt").read_text()
     assert (
         "batch='grow': 2 workers × 3 = 6 samples per step; learning rate × 2 (linear "
         "scaling, Goyal et al. 2017), warmed up over 4 steps" in said

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
-from torch.utils.data import TensorDataset
-
-import ronde
 from processes import PATHS, forked, python
-from ronde.plan import shares
 
 SCRIPT = """
 import json, sys, torch
@@ -81,21 +75,3 @@ def test_steps_on_given_batches_change_nothing(tmp_path):
     for workers in (1, 2):
         plain = _losses(tmp_path, workers=workers)
         assert _losses(tmp_path, "measured", workers=workers) == plain
-
-
-def test_a_snapshot_is_restored_in_one_process():
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1).double()
-    data = TensorDataset(torch.randn(12, 3).double(), torch.randn(12, 1).double())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    run = ronde.distribute(model, optimizer, data, loss=nn.functional.mse_loss, batch_size=4)
-    for batch in run.batches():
-        run.step(batch)
-    before = [p.clone() for p in model.parameters()]
-    snapshot = run.port.snapshot()
-    with run.port.unwatched():
-        run.port.step(next(iter(shares(0, 0, 12, 4, 0, 1))), [tuple(t[:4] for t in data.tensors)])
-    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    snapshot.restore()
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    run.port.group.members[0].finish("completed")
