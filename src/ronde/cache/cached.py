@@ -222,32 +222,18 @@ def clear_cache(where: str | os.PathLike[str] = "memory") -> int:
 # -- reading through a cache -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Options:
-    """The checked arguments of :func:`cached`."""
-
-    where: str
-    limit: int | None
-    version: str
-
-    @classmethod
-    def of(cls, where: Any, limit: Any, version: Any) -> _Options:
-        if not isinstance(version, str):
-            raise ArgumentError(f"version={version!r}: expected a string.")
-        return cls(
-            _check_where(where),
-            None if limit is None else read_size(limit, "limit"),
-            version,
-        )
-
-
 class _Cache(Dataset[Any]):
     """Base of cached sources and cached datasets. Subclasses implement ``_make``."""
 
-    def __init__(self, source: Any, steps: Sequence[Step], options: _Options) -> None:
+    def __init__(
+        self, source: Any, steps: Sequence[Step], where: Any, limit: Any, version: Any
+    ) -> None:
+        if not isinstance(version, str):
+            raise ArgumentError(f"version={version!r}: expected a string.")
+        where = _check_where(where)
         self._n = len(source)
-        self._options = options
-        self._memory = options.where == "memory"
+        self._limit = None if limit is None else read_size(limit, "limit")
+        self._memory = where == "memory"
         self._share = 1
         if self._memory:
             self._key, shared = _key_in_memory(source, steps)
@@ -255,8 +241,8 @@ class _Cache(Dataset[Any]):
             self._share = 1 if shared else world().local_size
             remove_unused(memory_root(), _prefix(True))
         else:
-            self._key = _key_on_disk(source, steps, options.version)
-        self._folder = _folder_of(options.where) / f"{_prefix(self._memory)}{self._key[:24]}"
+            self._key = _key_on_disk(source, steps, version)
+        self._folder = _folder_of(where) / f"{_prefix(self._memory)}{self._key[:24]}"
         self._arena: Arena | None = None
         self._off = ""
         self._reported: set[str] = set()
@@ -278,9 +264,7 @@ class _Cache(Dataset[Any]):
         if self._arena is not None or self._off:
             return self._arena
         with self._opening:
-            limit = self._options.limit
-            if limit is not None:
-                limit = max(1, limit // self._share)
+            limit = None if self._limit is None else max(1, self._limit // self._share)
             try:
                 self._arena = self._arena or Arena(
                     self._folder, self._n, limit, self._memory, self._share
@@ -483,10 +467,10 @@ class CachedSource(_Cache):
         steps: done to it before it is kept.
     """
 
-    def __init__(self, source: Source, steps: tuple[Step, ...], options: _Options) -> None:
+    def __init__(self, source: Source, steps: tuple[Step, ...], *options: Any) -> None:
         self.source = source
         self.steps = steps
-        super().__init__(source, steps, options)
+        super().__init__(source, steps, *options)
         self._refuse_draws("cached(…)")
 
     @property
@@ -535,9 +519,9 @@ class CachedSource(_Cache):
 class CachedDataset(_Cache):
     """A cached map-style Dataset, with the dataset's own other attributes."""
 
-    def __init__(self, dataset: Any, options: _Options) -> None:
+    def __init__(self, dataset: Any, *options: Any) -> None:
         self.dataset = dataset
-        super().__init__(dataset, (), options)
+        super().__init__(dataset, (), *options)
         self._refuse_draws("cached_dataset(…)")
 
     def __getattr__(self, name: str) -> Any:
@@ -617,7 +601,7 @@ def cached(
         2
         >>> kept.close()
     """
-    options = _Options.of(where, limit, version)
+    options = where, limit, version
     if isinstance(data, Pipeline):
         count = 0
         if after != "read":
@@ -628,7 +612,7 @@ def cached(
                     f"{', '.join(['read', *names])}."
                 )
             count = len(names) - names[::-1].index(after)
-        source = CachedSource(data.source, data.steps[:count], options)
+        source = CachedSource(data.source, data.steps[:count], *options)
         return replace(data, source=source, steps=data.steps[count:])
     if after != "read":
         raise ArgumentError(f"after={after!r} is for a pipeline: a source only reads.")
@@ -637,7 +621,7 @@ def cached(
             f"cached({type(data).__name__}): expected a source (__len__ and read(ids)) or "
             "a Pipeline. For a plain Dataset: cached_dataset."
         )
-    return CachedSource(data, (), options)
+    return CachedSource(data, (), *options)
 
 
 def cached_dataset(
@@ -665,11 +649,10 @@ def cached_dataset(
         (20, [30, 20], 1)
         >>> kept.close()
     """
-    options = _Options.of(where, limit, version)
     check_map_style(dataset, "cached_dataset")
     if len(dataset) == 0:
         raise ArgumentError(f"cached_dataset: the data set ({type(dataset).__name__}) is empty.")
-    return CachedDataset(dataset, options)
+    return CachedDataset(dataset, where, limit, version)
 
 
 pipeline.make_cached = cached

@@ -329,26 +329,19 @@ def _leave(folder: Path, files: Iterable[int], memory: bool) -> None:
         _remove(folder)
 
 
-def _remove(folder: Path) -> int | None:
-    """Delete a folder that nobody uses; bytes freed, or None where somebody does."""
+def _remove(folder: Path) -> int:
+    """Delete a folder, unless somebody uses it; bytes freed."""
     freed = 0
     with suppress(OSError):
         use = os.open(folder / "use", os.O_RDWR | os.O_NOFOLLOW)
         if not _holds(folder, use, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            return None
+            return 0
         # The file that newcomers wait for goes last.
-        freed = _delete([*(p for p in folder.iterdir() if p.name != "use"), folder / "use"])
+        for path in sorted(folder.iterdir(), key=lambda path: path.name == "use"):
+            freed += path.lstat().st_blocks * 512
+            path.unlink()
         os.close(use)
         folder.rmdir()
-    return freed
-
-
-def _delete(files: Iterable[Path]) -> int:
-    """Delete files; bytes freed."""
-    freed = 0
-    for path in files:
-        freed += path.lstat().st_blocks * 512
-        path.unlink()
     return freed
 
 
@@ -366,5 +359,5 @@ def remove_unused(parent: Path, prefix: str) -> int:
     folders = [p for p in parent.glob(f"{prefix}*") if _is_private(p)] if parent.is_dir() else []
     for folder in folders:
         with suppress(OSError):
-            freed += _remove(folder) or 0
+            freed += _remove(folder)
     return freed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,23 +47,22 @@ def npy_header(
     return offset, tuple(shape), kind
 
 
+@dataclass
 class FileRows:
     """One array in a file: memory-mapped if local, fetched by rows if remote."""
 
-    def __init__(
-        self,
-        store: Store,
-        path: str,
-        size: int,
-        offset: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-    ) -> None:
-        if not shape:
-            raise ArgumentError(f"{path} holds a single number, not rows.")
-        self.path, self.size, self.offset, self.shape, self.dtype = path, size, offset, shape, dtype
-        self._store = store
-        self._map: Any = None
+    store: Store
+    path: str
+    size: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    _map: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if not self.shape:
+            raise ArgumentError(f"{self.path} holds a single number, not rows.")
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -81,7 +81,7 @@ class FileRows:
         """The rows of these ids."""
         if is_remote(self.path):
             length = self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
-            raw = self._store.read(
+            raw = self.store.read(
                 [
                     ByteRange(self.path, self.offset + i * length, length, self.size)
                     for i in ids.tolist()
