@@ -1,5 +1,5 @@
 """Train over a feed pipeline, write down every sample that is seen with its augmentation, and be
-killed: used by test_feed_resume.py.
+killed: used by test_loader_resume.py.
 
 ``feed_resume_worker.py DATA KIND KILL_STEP``: KIND is ``folder``, ``arrays`` or ``cached``; rank
 ``world_size - 1`` kills itself with SIGKILL after KILL_STEP steps (-1: never).
