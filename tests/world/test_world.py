@@ -117,6 +117,15 @@ def test_each_launcher_is_read():
     assert place({"RANK": "", "WORLD_SIZE": ""})[0] == "python"  # set to nothing is not set
 
 
+@pytest.mark.parametrize("env", [TORCHRUN, SRUN, OPEN_MPI, HYDRA, SAGEMAKER, POD])
+def test_a_process_that_is_to_be_alone_is_no_rank(env):
+    """The script of a map, or of a proof: it would wait for the other ranks."""
+    given = {**env, "SM_CHANNEL_TRAIN": "/data", "PATH": "/bin"}
+    kept = launchers.without_launcher(given)
+    assert place(kept)[:3] == ("python", 0, 1)
+    assert (kept["SM_CHANNEL_TRAIN"], kept["PATH"]) == ("/data", "/bin")
+
+
 def test_torchrun_inside_another_launcher_is_believed():
     inside_srun = {
         **SRUN,

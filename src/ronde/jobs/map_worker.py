@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import select
 import shlex
 import signal
@@ -25,6 +24,7 @@ from ronde.jobs.handed import PIPES
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 from ronde.jobs.map_plan import MODEL, bounds, halves, is_too_long, load_map
 from ronde.world.heartbeat import heartbeat
+from ronde.world.launchers import without_launcher
 
 __all__ = ["STOPPED"]
 
@@ -32,10 +32,6 @@ STOPPED = "stopped"
 """File in the ledger's folder that ends a map; says why."""
 
 _BEAT_SECONDS = 1.0  # several in a ledger's patience
-_OF_LAUNCHERS = re.compile(  # SM_CHANNEL_… and the like are the script's
-    r"(RONDE_|MASTER_|SLURM_|OMPI_|PMIX?_|TORCHELASTIC_|SM_HOSTS|SM_CURRENT_HOST)|"
-    r"((LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|GROUP_RANK)$"
-)
 
 
 class _Failed(Exception):
@@ -72,7 +68,7 @@ class _Worker:
         self.ledger = JobLedger(root)
         self._child: _Child | None = None
         self._orders = self._answers = -1
-        self._environment = _without_launcher()
+        self._environment = _environment()
         # every claim compares all chunks that wait
         self._size = functools.cache(lambda key: self.items.bytes_of(*bounds(key)))
         self._progress = 0.0
@@ -265,9 +261,9 @@ def _filled(word: str, values: dict[str, str]) -> str:
     return word
 
 
-def _without_launcher() -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """The environment of a process that is alone: it shares nothing with the other workers."""
-    kept = {k: v for k, v in os.environ.items() if not _OF_LAUNCHERS.match(k)}
+    kept = without_launcher(os.environ)
     visible = kept.get("CUDA_VISIBLE_DEVICES")
     place = int(os.environ.get("LOCAL_RANK", 0))
     if visible or Path("/dev/nvidia0").exists():

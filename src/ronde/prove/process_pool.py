@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import selectors
 import signal
 import socket
@@ -20,17 +19,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from ronde.world import RondeError, threads_per_worker
+from ronde.world.launchers import without_launcher
 from ronde.world.processes import temporary_prefix
 from ronde.world.units import count_of
 
 __all__ = ["CONSEQUENCES", "Failure", "Launch", "Pool"]
 
 _INTERPRETERS = 2  # that import torch
-# variables that a launcher sets
-_LAUNCHER = re.compile(
-    r"(RONDE_|OMPI_|PMI_|SLURM_|SM_|TORCHELASTIC_)|((LOCAL_)?(RANK|WORLD_SIZE)|GROUP_RANK|"
-    r"MASTER_ADDR|MASTER_PORT|TRAINING_JOB_NAME)$"
-)
 CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -86,7 +81,8 @@ class Pool:
         self.folder = Path(self._temporary.name)
         threads = str(threads_per_worker(workers))
         self._environment = {
-            **{k: v for k, v in os.environ.items() if not _LAUNCHER.match(k)},
+            # nor SageMaker's folders: a proof writes no model there
+            **{k: v for k, v in without_launcher(os.environ).items() if not k.startswith("SM_")},
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
             "OMP_WAIT_POLICY": "PASSIVE",

@@ -16,11 +16,29 @@ from typing import Any
 
 from ronde.world.errors import WorldError
 
-__all__ = ["LAUNCHERS", "Identity", "expand_nodelist", "identify", "natural_order", "repeated"]
+__all__ = [
+    "LAUNCHERS",
+    "Identity",
+    "expand_nodelist",
+    "identify",
+    "natural_order",
+    "repeated",
+    "without_launcher",
+]
 
 Env = Mapping[str, str]
 
+_SET = re.compile(  # SM_CHANNEL_… and the like are the script's
+    r"(RONDE_|MASTER_|SLURM_|OMPI_|PMIX?_|PET_|TORCHELASTIC_)|"
+    r"((LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|GROUP_RANK|SM_(HOSTS|CURRENT_HOST)|TRAINING_JOB_NAME)$"
+)
+
 _SAGEMAKER_CONFIG = Path("/opt/ml/input/config/resourceconfig.json")
+
+
+def without_launcher(env: Env) -> dict[str, str]:
+    """The variables of a process that is to be alone: without those by which one is a rank."""
+    return {name: value for name, value in env.items() if not _SET.match(name)}
 
 
 @dataclass(frozen=True)
