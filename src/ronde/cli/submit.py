@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -57,9 +57,11 @@ class Options:
     following: bool = setting(True, "--follow/--no-follow", "Show the output until the job ends.")
 
     @property
-    def plan_words(self) -> list[str]:
-        """The plan, for ``ronde run``."""
-        return ["--plan", self.plan] if self.plan else []
+    def shared(self) -> dict[str, Any]:
+        """What every scheduler is told alike."""
+        names = ("nodes", "gpus", "tasks", "cores")
+        plan = ["--plan", self.plan] if self.plan else []
+        return {"options": plan, **{name: getattr(self, name) for name in names}}
 
 
 @verb(app, "submit")
@@ -125,18 +127,14 @@ def _manifest(options: Options, kind: str) -> str:
             err=True,
         )
     return Manifest(
-        KINDS[0] if kind == "auto" else kind,
         ["-m", module, *given] if module else given,
-        options.image,
         name,
-        options.plan_words,
-        options.nodes,
-        options.gpus,
-        options.tasks,
-        options.cores,
-        limit_seconds(options.limit) if options.limit else None,
-        options.volume or (),
-        10 if options.requeue else 0,
+        **options.shared,
+        kind=KINDS[0] if kind == "auto" else kind,
+        image=options.image,
+        limit=limit_seconds(options.limit) if options.limit else None,
+        volumes=options.volume or (),
+        restarts=10 if options.requeue else 0,
     ).text()
 
 
@@ -159,15 +157,11 @@ def _batch_job(options: Options) -> BatchJob:
     return BatchJob(
         command,
         name,
-        options.plan_words,
-        options.nodes,
-        options.gpus,
-        options.tasks,
-        options.cores,
-        options.limit,
-        directives,
-        options.array,
-        options.requeue,
+        **options.shared,
+        limit=options.limit,
+        directives=directives,
+        array=options.array,
+        requeue=options.requeue,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ronde.launch.mpi_world import VARIABLE
 from ronde.watch.hang_judge import HangVerdict
 
-__all__ = ["Job", "Nodes", "Outcome"]
+__all__ = ["Job", "Nodes", "Outcome", "Submission"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,29 @@ class Job:
     def leaves(self) -> bool:
         """Whether workers save and leave when they are asked to."""
         return self.environment.get("RONDE_LEAVE") == "1"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A ``ronde run`` that a scheduler is to start.
+
+    Attributes:
+        command: the script and its arguments, or ``-m``, a module and its arguments.
+        name: name of the run and the job.
+        options: further options of ``ronde run``.
+        nodes: how many.
+        gpus: per node; None for a job without GPUs.
+        tasks: workers per node; None: one per GPU.
+        cores: per worker.
+    """
+
+    command: Sequence[str]
+    name: str
+    options: Sequence[str] = ()
+    nodes: int = 1
+    gpus: int | None = None
+    tasks: int | None = None
+    cores: int | None = None
 
 
 @dataclass(frozen=True)

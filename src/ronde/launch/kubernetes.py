@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from ronde.launch.container import REASON, Container
+from ronde.launch.job import Submission
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["KINDS", "Manifest", "pod"]
@@ -66,33 +67,19 @@ def _whole(env: Mapping[str, str], name: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """A training job of Kubernetes.
+class Manifest(Submission):
+    """A training job of Kubernetes, of one pod a node.
 
     Attributes:
         kind: ``pytorchjob`` (Kubeflow) or ``jobset``.
-        command: the script and its arguments, or ``-m``, a module and its arguments.
         image: the container's image, which holds Ronde and the script.
-        name: name of the job and its run.
-        options: further options of ``ronde run``.
-        nodes: how many pods.
-        gpus: per pod; None for a job without GPUs.
-        tasks: workers per pod; None: one per GPU, else one.
-        cores: per worker.
         limit: seconds after which the job is ended.
         volumes: claims and where they are mounted: ``"claim:/path"``.
         restarts: how often the job may start again; it resumes.
     """
 
-    kind: str
-    command: Sequence[str]
-    image: str
-    name: str
-    options: Sequence[str] = ()
-    nodes: int = 1
-    gpus: int | None = None
-    tasks: int | None = None
-    cores: int | None = None
+    kind: str = KINDS[0]
+    image: str = ""
     limit: int | None = None
     volumes: Sequence[str] = ()
     restarts: int = 0
@@ -195,6 +182,7 @@ class Manifest:
             "parallelism": self.nodes,
             "completions": self.nodes,
             "completionMode": "Indexed",
+            # a pod that fails is not started again alone: the JobSet starts all
             "backoffLimit": 0,
             "template": {"spec": {"restartPolicy": "Never", **self._pod("ronde", variables)}},
         }

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ronde.launch.job import Submission
+from ronde.launch.slurm import job_state
 from ronde.world import ArgumentError, WorldError
 
 __all__ = ["BatchJob", "follow_job", "limit_seconds", "submit"]
@@ -47,17 +49,10 @@ def limit_seconds(text: str) -> int:
 
 
 @dataclass(frozen=True)
-class BatchJob:
+class BatchJob(Submission):
     """A job to submit.
 
     Attributes:
-        command: the script and its arguments, or ``-m``, a module and its arguments.
-        options: further options of ``ronde run``.
-        name: name of the run and the job.
-        nodes: how many.
-        gpus: per node; None for a job without GPUs.
-        tasks: workers per node; None: one per GPU.
-        cores: per worker.
         limit: time limit, as sbatch takes it.
         directives: further options of sbatch.
         array: places of an array of runs, ``0-9``; each reads ``SLURM_ARRAY_TASK_ID``.
@@ -65,13 +60,6 @@ class BatchJob:
             before the time limit.
     """
 
-    command: Sequence[str]
-    name: str
-    options: Sequence[str] = ()
-    nodes: int = 1
-    gpus: int | None = None
-    tasks: int | None = None
-    cores: int | None = None
     limit: str | None = None
     directives: Sequence[str] = ()
     array: str | None = None
@@ -99,6 +87,7 @@ class BatchJob:
             *([f"--cpus-per-task={self.cores}"] if self.cores else []),
             *([f"--time={self.limit}"] if self.limit else []),
             f"--output={'slurm-%A_%a.out' if self.array else 'slurm-%j.out'}",
+            # Slurm requeues by default where the cluster says so: the run would begin anew
             *(["--requeue", "--open-mode=append", _WARNING] if self.requeue else ["--no-requeue"]),
             *([f"--array={self.array}"] if self.array else []),
             *map(shlex.quote, self.directives),
@@ -144,15 +133,6 @@ def submit(batch: BatchJob) -> str:
     return done.stdout.strip().split(";")[0]
 
 
-def _state(job: str) -> tuple[str, str]:
-    """A job's state, and why it waits; empty once Slurm has forgotten it."""
-    done = subprocess.run(
-        ["scontrol", "show", "job", job, "--oneliner"], capture_output=True, text=True, timeout=60
-    )
-    fields = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
-    return fields.get("JobState", ""), fields.get("Reason", "")
-
-
 def follow_job(job: str, show: Callable[[bytes], None], say: Callable[[str], None]) -> str:
     """Show a job's output until it ends, and return its last state: ``COMPLETED``, ``FAILED`` …
 
@@ -164,7 +144,7 @@ def follow_job(job: str, show: Callable[[bytes], None], say: Callable[[str], Non
     file, place, last = Path(f"slurm-{job}.out"), 0, ""
     state = ""
     while True:
-        state, reason = _state(job)
+        state, reason = job_state(job, 60.0)
         shown = f"{state.lower()} ({reason})" if state == "PENDING" else state.lower()
         if shown != last and state:
             say(f"job {job}: {shown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ from ronde.launch.engine import Engine, Host
 from ronde.world import ArgumentError
 from ronde.world.launchers import expand_nodelist, repeated
 
-__all__ = ["Slurm", "allocation"]
+__all__ = ["Slurm", "allocation", "job_state"]
 
 _OVER = (
     "the time limit of the job has come. Ask for more with --time, or let it save before and be "
@@ -72,8 +73,10 @@ class Slurm(Engine):
             "--ntasks-per-node=1",
             f"--nodelist={host.name}",
             *([f"--cpus-per-task={cores}"] if cores else []),
+            # the agent gives its workers all that the job has there
             "--cpu-bind=none",
             "--mem=0",
+            # steps of one job wait for each other's cores otherwise
             "--overlap",
             "--unbuffered",
             "--kill-on-bad-exit=1",
@@ -85,16 +88,20 @@ class Slurm(Engine):
         """What srun meant; where it said nothing, the state of the job."""
         said = re.sub(r"\s+", " ", printed.lower())
         meant = next((meant for words, meant in _MEANINGS if words in said), "")
-        return meant or self._state()
+        if meant or self._job is None:
+            return meant
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            meant = _STATES.get(job_state(self._job, 5.0)[0], "")
+        return meant
 
-    def _state(self) -> str:
-        """Why the job has ended, as far as the controller says."""
-        if self._job is None:
-            return ""
-        ask = ["scontrol", "--oneliner", "show", "job", self._job]
-        try:
-            done = subprocess.run(ask, capture_output=True, text=True, timeout=5.0)
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        state = re.search(r"\bJobState=(\w+)", done.stdout)
-        return _STATES.get(state[1], "") if state else ""
+
+def job_state(job: str, seconds: float) -> tuple[str, str]:
+    """A job's state, and why it waits; empty once Slurm has forgotten it.
+
+    Raises:
+        OSError, subprocess.TimeoutExpired: nobody answers in so many seconds.
+    """
+    ask = ["scontrol", "--oneliner", "show", "job", job]
+    done = subprocess.run(ask, capture_output=True, text=True, timeout=seconds)
+    fields = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+    return fields.get("JobState", ""), fields.get("Reason", "")
