@@ -11,7 +11,7 @@ import time
 import pytest
 
 from processes import PATHS, environment, ronde_run
-from ronde.launch.hang_watch import _Worker
+from ronde.launch.hang_watch import WatchedWorker
 from ronde.watch.stack_place import locate, threads_of
 from sampling import long, some
 
@@ -106,7 +106,7 @@ def waits():
     print("ready", flush=True)
     time.sleep(60)
 
-worker._show_stacks()
+worker.show_stacks()
 beat = Heartbeat(Path(os.environ["RONDE_WATCH_DIR"]), 0)
 beat.answer(False)
 for _ in range(3):
@@ -125,10 +125,10 @@ def test_a_look_at_busy_threads_does_no_harm(tmp_path):
     )
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        worker = _Worker(0, tmp_path)
+        worker = WatchedWorker(0, tmp_path)
         worker.look(time.monotonic())
-        for _ in range(30):
-            dump, _ = worker._stacks()
+        for _ in range(10):
+            dump, _ = worker.stacks()
             assert process.poll() is None, dump
             main, *others = threads_of(dump)
             assert [f for _, _, f in main] == ["waits", "<module>"]

@@ -284,8 +284,7 @@ def gathered(
         names = [f"[{r}] " for r in range(count)]
         yield Gathered(count, "", names, [], run_here, [("", count)])
         return
-    if workers != "auto":
-        resolve_workers(workers)
+    wanted = None if workers == "auto" else resolve_workers(workers)
     # Hosts look there for what this one writes, so it has to be there.
     made = runs is not None and not runs.exists()
     if runs is not None:
@@ -293,7 +292,7 @@ def gathered(
     try:
         with Fleet(places.hosts, places.engine, places.python, say) as fleet:
             facts = fleet.ask(command, places.environment, runs)
-            counts = share(places.hosts, facts, workers)
+            counts = share(places.hosts, facts, wanted)
             used = [h.name for h, n in zip(places.hosts, counts, strict=True) if n]
             counts = counts[: len(used)]
             said = notes(facts, dict(zip(used, counts, strict=True)))

@@ -166,17 +166,9 @@ class Router:
                 self._drain(key.data)
 
     def _drain(self, rank: int) -> None:
-        while True:
-            try:
-                data = os.read(self._fds[rank], 1 << 16)
-            except BlockingIOError:
-                return
-            if not data:
-                return
-            self._take(rank, data)
-
-    def _take(self, rank: int, data: bytes) -> None:
-        self._out(rank, self._messages(rank, data))
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._fds[rank], 1 << 16):
+                self._out(rank, self._messages(rank, data))
 
     def _out(self, rank: int, data: bytes) -> None:
         if data:

@@ -22,7 +22,7 @@ from ronde.world.network import addresses
 from ronde.world.paths import find_module
 from ronde.world.processes import memory_root
 
-__all__ = ["Facts", "collect", "differences", "digest_of", "notes", "share", "aligned"]
+__all__ = ["Facts", "collect", "differences", "digest_of", "notes", "share"]
 
 Facts = Mapping[str, Any]
 
@@ -107,24 +107,34 @@ def differences(facts_of: Mapping[str, Facts], command: Sequence[str]) -> list[s
     rows: list[list[str]] = []
     for fact, name in _ALIKE.items():
         values = [str(f[fact]) for f in facts_of.values()]
+        # hosts that are alike with an old copy would train another script than the one here
         right = {here} if fact == "digest" else {values[0]}
         if set(values) != right:
             rows.append([name, *(v if v != here else "as here" for v in values)])
     machines: dict[str, list[str]] = {}
     for host, facts in facts_of.items():
         machines.setdefault(facts["machine"], []).append(host)
-    lines = aligned(["differs", *facts_of], rows) if rows else []
+    lines = _aligned([["differs", *facts_of], *rows]) if rows else []
     for hosts in machines.values():
         if len(hosts) > 1:
             lines.append(f"{' and '.join(hosts)} are one machine: name it once, with all its slots")
     return lines
 
 
-def share(hosts: Sequence[Host], facts_of: Mapping[str, Facts], asked: str) -> list[int]:
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a plain table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = ([cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows)
+    return ["  ".join(cells).rstrip() for cells in padded]
+
+
+def share(
+    hosts: Sequence[Host], facts_of: Mapping[str, Facts], wanted: int | None = None
+) -> list[int]:
     """How many workers each host gets: its slots, filled in order.
 
     Args:
-        asked: ``auto`` for all slots, or how many workers.
+        wanted: how many workers; None: one for each slot.
 
     Raises:
         ArgumentError: fewer slots than workers, or more slots than devices.
@@ -140,11 +150,8 @@ def share(hosts: Sequence[Host], facts_of: Mapping[str, Facts], asked: str) -> l
                 f"{host.name}:{facts['devices']}, or set RONDE_DEVICE=cpu to train on the CPU."
             )
         slots.append(count)
-    if asked == "auto":
+    if wanted is None:
         return slots
-    wanted = int(asked) if asked.isdecimal() else 0
-    if wanted < 1:
-        raise ArgumentError(f"--workers {asked!r}: expected a whole number above 0, or auto.")
     if wanted > sum(slots):
         had = ", ".join(f"{h.name}:{n}" for h, n in zip(hosts, slots, strict=True))
         raise ArgumentError(
@@ -156,16 +163,6 @@ def share(hosts: Sequence[Host], facts_of: Mapping[str, Facts], asked: str) -> l
         counts.append(min(count, wanted))
         wanted -= counts[-1]
     return counts
-
-
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a plain table, left-aligned."""
-    every = [head, *rows]
-    widths = [max(len(row[i]) for row in every) for i in range(len(head))]
-    return [
-        "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in every
-    ]
 
 
 def notes(facts_of: Mapping[str, Facts], workers: Mapping[str, int]) -> list[str]:

@@ -39,9 +39,9 @@ from ronde.world.whole_file import AGAIN
 
 __all__ = ["Fleet", "environment_for"]
 
-_ANSWER_SECONDS = 25.0
+_ANSWER_SECONDS = 25.0  # a host that is off is named within 30 s; ssh gives up after 8
 _WAIT_SECONDS = 1.0
-_STOP_SECONDS = 2.5
+_STOP_SECONDS = 2.5  # agents give workers 1.5 s, then end themselves
 _CALL_SECONDS = 5.0  # from one call to lost hosts to the next, while the others train
 
 _SENT = ("RONDE_PLAN", "RONDE_FEED")  # variables that may name a file here
@@ -207,8 +207,7 @@ class Fleet:
     def _link(self, host: Host) -> Link:
         if self._engine is None:
             return HereLink(host, self._arrived)
-        agent = [self._python, "-P", "-u", "-m", "ronde.launch.agent"]
-        return HostLink(host, self._arrived, self._engine.command(host, agent))
+        return HostLink(host, self._arrived, self._engine, self._python)
 
     def __exit__(self, *_: object) -> None:
         self._signals.ignore()
@@ -217,6 +216,7 @@ class Fleet:
         every = [*self._links, *self._coming]
         for link in every:
             link.order(m.End())
+        # one limit for all: hosts end side by side
         limit = time.monotonic() + _STOP_SECONDS
         for link in every:
             link.close(max(0.1, limit - time.monotonic()))
@@ -265,46 +265,43 @@ class Fleet:
                 for each in self._links:
                     each.order(order)
 
-    def _each(self, kind: type[A]) -> dict[str, tuple[A, float]]:
-        """One answer of a kind from each host that is asked, and when it came; all problems at
+    def _each(
+        self, links: Sequence[Link], order: m.Message, kind: type[A]
+    ) -> dict[str, tuple[A, float]]:
+        """Give hosts an order: one answer of a kind from each, and when it came; all problems at
         once.
 
         Raises:
             WorldError: hosts that did not come up, refused or did not answer.
         """
+        for link in links:
+            link.order(order)
         answers: dict[str, tuple[A, float]] = {}
         problems: dict[str, str] = {}
         limit = time.monotonic() + _ANSWER_SECONDS
-        while len(answers) + len(problems) < len(self._links):
+        while len(answers.keys() | problems) < len(links):
             try:
                 link, answer = self._answers.get(timeout=max(0.0, limit - time.monotonic()))
             except queue.Empty:
                 late = f"no answer within {_ANSWER_SECONDS:.0f} s"
-                for each in self._links:
+                for each in links:
                     if each.host.name not in answers:
-                        problems.setdefault(each.host.name, self._meaning(each, 255) or late)
+                        problems.setdefault(each.host.name, each.meaning(255) or late)
                 break
             name = link.host.name
-            if isinstance(answer, kind):
+            if link not in self._links:
+                self._answered(link, answer)  # a lost host was called, and is still lost
+            elif isinstance(answer, kind):
                 answers[name] = answer, time.time()
             elif isinstance(answer, m.Refused):
                 problems[name] = answer.why
             elif isinstance(answer, m.Closed):
-                problems.setdefault(name, self._why(link, answer))
+                problems.setdefault(name, link.why(answer.status))
         if problems:
-            order = {host.name: i for i, host in enumerate(self._hosts)}
-            lines = [f"{h}: {problems[h]}" for h in sorted(problems, key=order.__getitem__)]
+            places = {host.name: i for i, host in enumerate(self._hosts)}
+            lines = [f"{h}: {problems[h]}" for h in sorted(problems, key=places.__getitem__)]
             raise WorldError("\n".join([*lines, "Nothing was started."]))
         return answers
-
-    def _why(self, link: Link, closed: m.Closed) -> str:
-        return link.why(closed.status, self._engine, self._python)
-
-    def _meaning(self, link: Link, status: int) -> str:
-        """What the engine says about a host, where it does."""
-        if self._engine is None or not isinstance(link, HostLink):
-            return ""
-        return self._engine.meaning(link.host, status, link.printed)
 
     def ask(
         self, command: Sequence[str], environment: Mapping[str, str], directory: Path | None
@@ -329,9 +326,7 @@ class Fleet:
         token = None if self._token is None else str(self._token.absolute())
         folder = str(Path.cwd())
         self._hello = m.Hello(folder, list(command), dict(environment), token, SILENCE_SECONDS)
-        for link in self._links:
-            link.order(self._hello)
-        answers = self._each(m.Told)
+        answers = self._each(self._links, self._hello, m.Told)
         for link in self._links:
             answer, received = answers[link.host.name]
             link.facts = {**answer.facts, "received": received}
@@ -352,32 +347,12 @@ class Fleet:
         reaches it.
         """
         first, *others = self._links
-        first.order(m.Listen())
-        ports: dict[str, int] = {}
-        limit = time.monotonic() + _ANSWER_SECONDS
-        waiting: set[str] = {first.host.name}
-        reached: dict[str, dict[str, str]] = {}
-        while waiting:
-            try:
-                link, answer = self._answers.get(timeout=max(0.0, limit - time.monotonic()))
-            except queue.Empty:
-                raise WorldError(f"{', '.join(waiting)}: no answer. Nothing was started.") from None
-            if link not in self._links:
-                self._answered(link, answer)  # a lost host was called, and is still lost
-                continue
-            name = link.host.name
-            if isinstance(answer, m.Closed):
-                raise WorldError(f"{name}: {self._why(link, answer)}. Nothing was started.")
-            if isinstance(answer, m.Listening):
-                ports = dict(answer.ports)
-                # loopback leads nowhere but for agents on one machine
-                away = [a for a in ports if not a.startswith("127.") or not others]
-                for other in others:
-                    other.order(m.Reach([(a, ports[a]) for a in away]))
-                waiting |= {other.host.name for other in others}
-            if isinstance(answer, m.Reached):
-                reached[name] = answer.by
-            waiting.discard(name)
+        ((listening, _),) = self._each([first], m.Listen(), m.Listening).values()
+        ports = dict(listening.ports)
+        # loopback leads nowhere but for agents on one machine
+        away = [a for a in ports if not a.startswith("127.") or not others]
+        answers = self._each(others, m.Reach([(a, ports[a]) for a in away]), m.Reached)
+        reached = {name: answer.by for name, (answer, _) in answers.items()}
         for address in ports:
             if all(address in by for by in reached.values()) and (
                 others or address.startswith("127.")
@@ -387,7 +362,7 @@ class Fleet:
         worst = [name for name, by in reached.items() if not by] or list(reached)
         raise WorldError(
             f"{', '.join(worst)}: cannot connect to {first.host.name} on "
-            f"{', '.join(a for a in ports if not a.startswith('127.')) or 'any address'}. Open the "
+            f"{', '.join(away) or 'any address'}. Open the "
             "ports between the hosts (a firewall may close them). Nothing was started."
         )
 
@@ -485,14 +460,13 @@ class Fleet:
             except WorldError as error:
                 if restarts is None or not restarts.generation:
                     raise
-                return Outcome(1, error=str(error).replace(" Nothing was started.", ""))
+                return Outcome(1, error=str(error).replace("Nothing was started.", "").strip())
         self._generation = Generation(
             self._links,
             job,
             run_id,
             runs[0][1].nodes.total_of(job),
             self._output,
-            lambda link, closed: self._why(link, closed),
             self._receiver is None,
         )
         for link, run in runs:
@@ -523,6 +497,7 @@ class Fleet:
             mirrored = node == 0 and job.directory is not None and not sees
             if mirrored and job.directory is not None:
                 self._receiver = Mirrored(job.directory)
+                # the node of rank 0 before this generation has all of it
                 if link is not self._source:
                     _send_directory(link, job.directory)
             if node == 0:
@@ -580,7 +555,7 @@ class Fleet:
         usable = _usable(job, self._links)
         if usable < max(least, 1):
             return []
-        counts = share([link.host for link in self._links], self.facts, str(usable))
+        counts = share([link.host for link in self._links], self.facts, usable)
         return counts[: sum(1 for n in counts if n)]
 
     def _back(self, job: Job) -> str:
@@ -676,7 +651,7 @@ class Fleet:
         was told.
         """
         for link in self._links:
-            if meant := self._meaning(link, 0):
+            if meant := link.meaning(0):
                 why = f"{outcome.error} ({link.host.name}: {meant.rstrip('.')})"
                 return dataclasses.replace(outcome, error=why)
         return outcome
@@ -697,7 +672,7 @@ def _usable(job: Job, links: Sequence[Link]) -> int:
     if job.directory is not None and (file := RunDir(job.directory).plan).is_file():
         plan = Plan.load(file)
         together = plan.pipeline * plan.tensor
-    there = sum(share([link.host for link in links], facts, "auto"))
+    there = sum(share([link.host for link in links], facts))
     return min(job.workers, there) // together * together
 
 

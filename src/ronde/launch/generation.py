@@ -6,14 +6,15 @@ import contextlib
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ronde.launch import messages as m
 from ronde.launch.console import Output
-from ronde.launch.hang_watch import is_new, record_hangs
+from ronde.launch.hang_watch import is_new
 from ronde.launch.job import Job, Outcome
 from ronde.launch.links import Link
+from ronde.watch import HangFound, RunDir, append_events
 from ronde.watch.hang_judge import HangVerdict, Limits, RankView, judge_foreign, judge_hang
 from ronde.watch.health_record import RESOURCES
 from ronde.watch.record import JsonLines
@@ -30,7 +31,6 @@ class Generation:
         run_id: its name for the agents.
         total: workers of all nodes, those that another launcher leads too.
         output: takes sentences about slow ranks.
-        why: why an agent has ended.
         writes: whether the run's record is written here, and not mirrored.
 
     Attributes:
@@ -44,11 +44,10 @@ class Generation:
         run_id: str,
         total: int,
         output: Output | None,
-        why: Callable[[Link, m.Closed], str],
         writes: bool,
     ) -> None:
         self._links, self._job, self._id, self._total = list(links), job, run_id, total
-        self._output, self._why, self._writes = output, why, writes
+        self._output, self._writes = output, writes
         self._limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
         self._ranks: dict[Link, tuple[float, Sequence[RankView]]] = {}
         self._judged = 0.0
@@ -92,7 +91,7 @@ class Generation:
         elif isinstance(answer, m.Refused):
             self._note(link, Outcome(1, error=f"host {link.host.name} is lost: {answer.why}"))
         elif isinstance(answer, m.Closed) and link not in self.ended:
-            why = self._why(link, answer)
+            why = link.why(answer.status)
             self._note(link, Outcome(1, error=f"host {link.host.name} is lost: {why}"))
 
     def _keep(self, link: Link, used: Mapping[str, Any]) -> None:
@@ -122,6 +121,7 @@ class Generation:
             return
         self._judged = now
         each = self._ranks.values()
+        # two reports of an agent: what is older says nothing of now
         fresh = [v for at, views in each if now - at < 4.0 for v in views]
         judge = judge_hang if self._job.tensorflow is None else judge_foreign
         verdict = judge(fresh, self._limits, self._total)
@@ -139,8 +139,17 @@ class Generation:
 
     def record(self) -> None:
         """Write what was found about slow ranks to the record, if there is one yet."""
-        if record_hangs(self._job.directory, self._unwritten):
-            self._unwritten.clear()
+        directory = None if self._job.directory is None else RunDir(self._job.directory)
+        if directory is None or not self._unwritten or not directory.record.is_file():
+            return
+        names = ("sentence", "rank", "step", "place", "slow")
+        events = [
+            HangFound(**{name: getattr(each, name) for name in names}, waiting=list(each.waiting))
+            for each in self._unwritten
+        ]
+        with contextlib.suppress(OSError):  # a full disk must not end the run
+            append_events(directory.record, *events)
+        self._unwritten.clear()
 
     def outcome(self) -> Outcome:
         """How the generation ended, when every node has."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from ronde.watch import HangFound, RunDir, append_events
+from ronde.launch.console import Router
 from ronde.watch.hang_judge import (
     GOES_ON,
     STOPPED_SECONDS,
@@ -33,17 +33,17 @@ from ronde.watch.stack_place import StackPlace, locate
 from ronde.watch.tcp_facts import TcpConnection, connections_of, tcp_connections
 from ronde.world.heartbeat import Beat, read_beat
 
-__all__ = ["HangWatch", "LocalWorkers", "is_new", "record_hangs"]
+__all__ = ["HangWatch", "WatchedWorker", "is_new"]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _LOOK_SECONDS = 1.0
 _ANSWER_SECONDS = 0.5
-_BUSY = 0.25  # of a core
+_BUSY_CORES = 0.25
 _SENT_BYTES = 1000  # over TCP, in a second
 
 
-class _Worker:
+class WatchedWorker:
     """What is known of one worker, from look to look."""
 
     def __init__(self, rank: int, folder: Path) -> None:
@@ -65,6 +65,7 @@ class _Worker:
         self._pace: list[ProcessFacts] = []  # some seconds apart
 
     def look(self, now: float) -> None:
+        """Read its heartbeat, and whether a signal has stopped it."""
         gone, self.looked = now - self.looked, now
         if gone > 30.0:  # this process did not run: what happened meanwhile is not known
             self.since, self.alive = self.since + gone, self.alive + gone
@@ -122,7 +123,7 @@ class _Worker:
         fact = dataclasses.replace(fact, exchanged=sum(exchanged), arrived=exchanged[1])
         before, place, numbers = self._fact, self.place, _numbers(self.answer)
         self._mark, self._fact = self._mark or fact, fact
-        self.dump, children = self._stacks()
+        self.dump, children = self.stacks()
         ended = self.beat is not None and self.beat.phase == "ended"
         # a process that is gone has no stack
         self.place = None if ended and not self.dump else locate(self.dump, children)
@@ -131,11 +132,13 @@ class _Worker:
         cuda = bool(self.beat and self.beat.cuda)
         exchanges = self.answer.get("exchanges", ())
         if waits_for_others(self.place, cuda, exchanges):
-            sent = (fact.exchanged - before.exchanged) / max(fact.time - before.time, 1e-3)
+            sent = _rate(before, fact, "exchanged")
             exchanged_more = exchanges and numbers and numbers != _numbers(self.answer)
             moved = exchanged_more or _way(place) != _way(self.place)
             sign = GOES_ON if moved else "bytes move" if sent > _SENT_BYTES else ""
-            if not cuda and _cpu(before, fact) > _BUSY:  # part of a stage, or for another thread
+            if (
+                not cuda and _cores(before, fact) > _BUSY_CORES
+            ):  # part of a stage, or for another thread
                 self.alive = now
         else:
             sign = "it prints" if printed > self.alive else _sign(before, fact)
@@ -143,7 +146,7 @@ class _Worker:
         if sign:
             self.alive, self.sign = now, sign
 
-    def _stacks(self) -> tuple[str, list[str]]:
+    def stacks(self) -> tuple[str, list[str]]:
         """Its stack, then those of its loading processes; and what its own thread answers."""
         file = self._folder / f"stacks-{self.rank}"
         dumps = [_dump(self.pid, file)]
@@ -170,6 +173,7 @@ class _Worker:
         return others + dumps[0], [d for d in dumps[1:] if d]
 
     def view(self, now: float, folders: tuple[Path, ...]) -> RankView:
+        """What is known of it now."""
         beat = self.beat
         mark, fact = self._mark, self._fact
         why: tuple[str, ...] = ()
@@ -241,30 +245,24 @@ def _exchanged(
     return moved
 
 
-def _cpu(before: ProcessFacts, fact: ProcessFacts) -> float:
+def _rate(before: ProcessFacts, fact: ProcessFacts, *names: str) -> float:
+    """By how much the sum of some facts has grown in a second."""
+    grown = sum(getattr(fact, name) - getattr(before, name) for name in names)
+    return float(grown) / max(fact.time - before.time, 1e-3)
+
+
+def _cores(before: ProcessFacts, fact: ProcessFacts) -> float:
     """Cores in use, or waited for."""
-    cores = fact.cpu_seconds + fact.delayed - before.cpu_seconds - before.delayed
-    return cores / max(fact.time - before.time, 1e-3)
-
-
-def _io(before: ProcessFacts, fact: ProcessFacts) -> float:
-    """Bytes read and written in a second."""
-    return (fact.io_bytes - before.io_bytes) / max(fact.time - before.time, 1e-3)
-
-
-def _sent(before: ProcessFacts, fact: ProcessFacts) -> float:
-    """Bytes over TCP in a second, both ways."""
-    moved = fact.sent + fact.received - before.sent - before.received
-    return moved / max(fact.time - before.time, 1e-3)
+    return _rate(before, fact, "cpu_seconds", "delayed")
 
 
 def _sign(before: ProcessFacts, fact: ProcessFacts) -> str:
     """What a process and its children have done between two moments; empty if nothing."""
-    if fact.runs or _cpu(before, fact) > _BUSY:
+    if fact.runs or _cores(before, fact) > _BUSY_CORES:
         return "it uses CPU"
-    if (sent := _sent(before, fact)) > _SENT_BYTES:
-        return f"it moves {rate_text(sent)} over the network"
-    if _io(before, fact) > 1 << 20:
+    if (moved := _rate(before, fact, "sent", "received")) > _SENT_BYTES:
+        return f"it moves {rate_text(moved)} over the network"
+    if _rate(before, fact, "io_bytes") > 1 << 20:
         return "it reads or writes"
     return "it waits for a disk" if fact.waits_for_disk and before.waits_for_disk else ""
 
@@ -272,9 +270,7 @@ def _sign(before: ProcessFacts, fact: ProcessFacts) -> str:
 def _dump(pid: int, file: Path) -> str:
     """Let faulthandler write a process's stacks; empty if it does not listen to the signal."""
     number = stack_signal()
-    if number is None:
-        return ""
-    if not catches(pid, number):
+    if number is None or not catches(pid, number):
         return ""
     try:
         before = file.stat().st_size
@@ -311,35 +307,67 @@ def stack_signal() -> int | None:
     return None if first is None else int(first) + 7
 
 
-class LocalWorkers:
-    """Looks at the workers of this node.
+class HangWatch:
+    """Looks at the workers every second and reports, and ends those of a run that hangs.
 
     Args:
-        folder: where they keep their heartbeats and stacks.
+        router: reads what they print; in its folder they keep their heartbeats and stacks.
         ranks: theirs.
         limits: when to look closer.
         folders: on whose disks the run writes.
-        printed: rank -> when it printed last, of ``time.monotonic()``.
         port: of the store at which workers meet, whose connections are no exchange.
         foreign: whether the script trains without Ronde, and is watched all the same.
+        every: seconds between two reports while all goes on.
+        report: called with what is known of the ranks. Who sees those of all nodes judges, and
+            calls :meth:`end`.
+
+    Attributes:
+        verdict: why it ended them; None if it did not.
     """
 
     def __init__(
         self,
-        folder: Path,
+        router: Router,
         ranks: Sequence[int],
         limits: Limits,
-        folders: tuple[Path, ...] = (),
-        printed: Mapping[int, float] | None = None,
-        port: int = 0,
-        foreign: bool = False,
+        folders: tuple[Path, ...],
+        port: int,
+        foreign: bool,
+        every: float,
+        report: Callable[[list[RankView]], object],
     ) -> None:
-        self._foreign = foreign
-        self._workers = [_Worker(rank, folder) for rank in ranks]
-        self._limits, self._folders = limits, folders
-        self._printed, self._port = {} if printed is None else printed, port
+        self._workers = [WatchedWorker(rank, router.error_folder) for rank in ranks]
+        self._router, self._limits, self._folders = router, limits, folders
+        self._port, self._foreign = port, foreign
+        self._every, self._report = every, report
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ronde-hangs", daemon=True)
+        self.verdict: HangVerdict | None = None
 
-    def look(self) -> list[RankView]:
+    def __enter__(self) -> HangWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        reported = 0.0
+        while not self._over.wait(_LOOK_SECONDS) and self.verdict is None:
+            try:
+                views, now = self._look(), time.monotonic()
+                soon = self._limits.say / 2  # from then on, each look is worth a report
+                waits = any(v.idle_seconds >= soon or v.stopped_seconds for v in views)
+                if waits or now > reported + self._every:
+                    reported = now
+                    self._report(views)
+            except Exception as error:  # watching never breaks the training
+                why = f"hangs are not watched any more ({type(error).__name__}: {error})"
+                self._router.say(f"ronde: {why}")
+                return
+
+    def _look(self) -> list[RankView]:
         """What is known of each rank now. After half of the limit without progress, their stacks
         too.
         """
@@ -359,88 +387,23 @@ class LocalWorkers:
             until = math.inf if watched else 2 * self._limits.say
             for worker in self._workers:  # those that have left the loop too: others may wait
                 if worker.pid and (worker.beat or now - worker.since < until):
-                    printed = self._printed.get(worker.rank, 0.0)
+                    printed = self._router.printed.get(worker.rank, 0.0)
                     worker.examine(now, self._limits.say, tcp, exchanged[worker.rank], printed)
         return [w.view(now, self._folders) for w in self._workers]
 
-    def stacks(self) -> dict[int, str]:
-        """The stacks that were seen last, by rank."""
-        return {w.rank: w.dump for w in self._workers if w.dump}
-
-    def kill(self) -> None:
-        """End the workers by force: a stopped one, or one in an exchange, hears nothing else."""
+    def end(self, verdict: HangVerdict) -> None:
+        """Write the stacks that were seen to the logs, and end the workers by force: a stopped one,
+        or one in an exchange, hears nothing else.
+        """
+        self.verdict = verdict
+        for worker in self._workers:
+            if worker.dump:
+                text = f"{verdict.sentence}\nThe stack of rank {worker.rank}:\n{worker.dump}"
+                self._router.log(worker.rank, f"\n{text}\n")
         for worker in self._workers:
             if worker.pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, signal.SIGKILL)
-
-
-class HangWatch:
-    """Looks at the workers every second and reports, and ends those of a run that hangs.
-
-    Args:
-        workers: of this node.
-        soon: after how many seconds without progress each look is reported.
-        every: seconds between two reports otherwise.
-        log: called with rank and text for that rank's log.
-        report: called with what is known of the ranks. Who sees those of all nodes judges, and
-            calls :meth:`end`.
-        say: called with a sentence if watching fails.
-
-    Attributes:
-        verdict: why it ended them; None if it did not.
-
-    Example::
-
-        with HangWatch(workers, 5.0, 2.0, log, send, print) as watch:
-            ...
-        print(watch.verdict)
-    """
-
-    def __init__(
-        self,
-        workers: LocalWorkers,
-        soon: float,
-        every: float,
-        log: Callable[[int, str], None],
-        report: Callable[[list[RankView]], object],
-        say: Callable[[str], None],
-    ) -> None:
-        self._workers, self._soon, self._every = workers, soon, every
-        self._log, self._report, self._say = log, report, say
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ronde-hangs", daemon=True)
-        self.verdict: HangVerdict | None = None
-
-    def __enter__(self) -> HangWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join(5.0)
-
-    def _run(self) -> None:
-        reported = 0.0
-        while not self._over.wait(_LOOK_SECONDS) and self.verdict is None:
-            try:
-                views, now = self._workers.look(), time.monotonic()
-                waits = any(v.idle_seconds >= self._soon or v.stopped_seconds for v in views)
-                if waits or now > reported + self._every:
-                    reported = now
-                    self._report(views)
-            except Exception as error:  # watching never breaks the training
-                self._say(
-                    f"ronde: hangs are not watched any more ({type(error).__name__}: {error})"
-                )
-                return
-
-    def end(self, verdict: HangVerdict) -> None:
-        """Write the stacks that were seen to the logs, and end the workers."""
-        self.verdict = verdict
-        for rank, text in self._workers.stacks().items():
-            self._log(rank, f"\n{verdict.sentence}\nThe stack of rank {rank}:\n{text}\n")
-        self._workers.kill()
 
 
 def is_new(verdict: HangVerdict, known: Sequence[HangVerdict]) -> bool:
@@ -450,17 +413,3 @@ def is_new(verdict: HangVerdict, known: Sequence[HangVerdict]) -> bool:
     same = [v for v in known if v.rank == verdict.rank]
     usual = verdict.usual and any(v.place == verdict.place for v in same)
     return not usual and all(v.step != verdict.step for v in same)
-
-
-def record_hangs(directory: Path | None, verdicts: Sequence[HangVerdict | None]) -> bool:
-    """Write what was found about hanging and slow ranks to a run's record, if there is one yet."""
-    if directory is None or not any(verdicts) or not RunDir(directory).record.is_file():
-        return False
-    names = ("sentence", "rank", "step", "place", "slow")
-    events = [
-        HangFound(**{name: getattr(each, name) for name in names}, waiting=list(each.waiting))
-        for each in filter(None, verdicts)
-    ]
-    with contextlib.suppress(OSError):  # a full disk must not end the run
-        append_events(RunDir(directory).record, *events)
-    return True

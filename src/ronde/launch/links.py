@@ -46,9 +46,13 @@ class Link:
         """Wait until the agent has ended, and end it by force after some seconds."""
         raise NotImplementedError
 
-    def why(self, status: int, engine: Engine | None, python: str) -> str:
+    def meaning(self, status: int) -> str:
+        """What its engine says about it, where it does."""
+        return ""
+
+    def why(self, status: int) -> str:
         """Why it has ended."""
-        raise NotImplementedError
+        return "its thread has ended"
 
 
 class HereLink(Link):
@@ -77,34 +81,31 @@ class HereLink(Link):
         """See :meth:`Link.close`. Its workers have seconds of their own to end in."""
         self._thread.join(seconds + 15.0)
 
-    def why(self, status: int, engine: Engine | None, python: str) -> str:
-        """See :meth:`Link.why`."""
-        return "its thread has ended"
-
 
 class HostLink(Link):
     """An agent on another host, through the process that leads there.
 
     Args:
-        argv: a command whose pipes lead to an agent there.
+        engine: starts the agent.
+        python: the interpreter there.
     """
 
     def __init__(
-        self, host: Host, arrived: Callable[[Link, m.Message], None], argv: Sequence[str]
+        self,
+        host: Host,
+        arrived: Callable[[Link, m.Message], None],
+        engine: Engine,
+        python: str,
     ) -> None:
         super().__init__(host, arrived)
         self._silent = ""
         self._silence: Silence | None = None
         self._asked, self._asked_first = 0.0, 0.0  # when others were asked whether they hear it
         self._heard: dict[str, tuple[float, float]] = {}  # address -> when it answered, seconds
-        self._child = Child(argv)
+        self._engine, self._python = engine, python
+        self._child = Child(engine.command(host, [python, "-P", "-u", "-m", "ronde.launch.agent"]))
         self._lock = threading.Lock()
         threading.Thread(target=self._read, daemon=True).start()
-
-    @property
-    def printed(self) -> str:
-        """The last lines of the process's standard error."""
-        return "\n".join(self._child.printed)
 
     def order(self, order: m.Message) -> None:
         """See :meth:`Link.order`."""
@@ -174,13 +175,15 @@ class HostLink(Link):
         heard = [o._heard.get(self.address, (0.0, 0.0)) for o in others]
         return any(at < self._asked_first or ago < 1.0 for at, ago in heard)
 
-    def why(self, status: int, engine: Engine | None, python: str) -> str:
+    def meaning(self, status: int) -> str:
+        """See :meth:`Link.meaning`."""
+        return self._engine.meaning(self.host, status, "\n".join(self._child.printed))
+
+    def why(self, status: int) -> str:
         """See :meth:`Link.why`."""
-        if self._silent:
-            return self._silent
-        printed = self.printed
-        if meant := engine.meaning(self.host, status, printed) if engine else "":
-            return meant
+        if said := self._silent or self.meaning(status):
+            return said
+        printed, python = "\n".join(self._child.printed), self._python
         for package in ("ronde", "torch"):
             if f"No module named '{package}" in printed or f"No module named {package}" in printed:
                 return (
@@ -191,7 +194,7 @@ class HostLink(Link):
             return f"there is no {python}. Name the Python there with --python."
         lines = [line for line in printed.splitlines() if line.strip("-")]
         last = lines[-1] if lines else "it said nothing"
-        return f"{engine.name if engine else 'it'} ended with status {status}: {last}"
+        return f"{self._engine.name} ended with status {status}: {last}"
 
     def close(self, seconds: float) -> None:
         """See :meth:`Link.close`."""

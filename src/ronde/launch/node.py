@@ -15,14 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ronde.launch.console import Router
-from ronde.launch.hang_watch import HangWatch, LocalWorkers
+from ronde.launch.hang_watch import HangWatch
 from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.supervise import Starter, Stopped, WorkerFailure, Workers
 from ronde.launch.tensorflow import TensorFlowCluster
@@ -158,39 +158,22 @@ def _environments(job: Job, nodes: Nodes, port: int, run_id: str) -> list[dict[s
     ]
 
 
-@dataclass(frozen=True, order=True)
-class _Failure:
-    """How a rank failed; of several, the least one is the first that no other one caused.
-
-    Attributes:
-        consequence: whether it is only that another rank was gone.
-        when: in nanoseconds since 1970.
-        code: the exit status, negative after a signal.
-        exited: whether it called ``sys.exit``.
+def _ending(rank: int, failure: WorkerFailure) -> tuple[float, Outcome]:
+    """When a rank failed, in nanoseconds since 1970, and how: what it has said about its end, or
+    what its exit status says.
     """
-
-    consequence: bool
-    when: float
-    rank: int
-    error: str
-    traceback: str = ""
-    code: int = 1
-    exited: bool = False
-
-
-def _failure_of(rank: int, failure: WorkerFailure) -> _Failure:
-    """What a rank has said about its end, or what its exit status says."""
+    status = failure.code if failure.code > 0 else 1
+    ended = failure.code == -signal.SIGTERM
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         message = json.loads(failure.error_file.read_text())["message"]
         said = message["extraInfo"]
-        return _Failure(
-            bool(said["consequence"]) or failure.code == -signal.SIGTERM,
-            float(said["time_ns"]),
+        return float(said["time_ns"]), Outcome(
+            status,
             rank,
             message["message"],
             said["py_callstack"],
-            failure.code,
-            bool(said["exited"]),
+            exited=bool(said["exited"]),
+            consequence=bool(said["consequence"]) or ended,
         )
     if failure.stopped:
         text = "it does not run: a signal (SIGSTOP) has stopped it"
@@ -201,8 +184,17 @@ def _failure_of(rank: int, failure: WorkerFailure) -> _Failure:
             text += ": by hand, by the system when memory ran out, or by a scheduler"
     else:
         text = f"ended with exit status {failure.code}"
-    ended = failure.code == -signal.SIGTERM
-    return _Failure(ended, failure.timestamp * 1e9, rank, text, code=failure.code)
+    return failure.timestamp * 1e9, Outcome(status, rank, text, consequence=ended)
+
+
+def _failure(failures: Mapping[int, WorkerFailure], before: str) -> Outcome:
+    """How the workers failed; ``before`` names those that had ended well."""
+    ends = [_ending(rank, failure) for rank, failure in failures.items()]
+    # the first that no other one caused
+    _, first = min(ends, key=lambda end: (end[1].consequence, end[0], end[1].rank))
+    if not before or not first.consequence:
+        return first
+    return replace(first, error=f"{before}: {first.error}", before=before)
 
 
 _spared: set[int] = set()  # children of the launcher that are none of a worker's
@@ -224,6 +216,7 @@ def reap(kept: int = 0) -> None:
     for root in roots:
         with contextlib.suppress(psutil.NoSuchProcess):
             left += [p for p in (root, *root.children(recursive=True)) if p.pid != kept]
+    # a zombie cannot be killed: its parent has not asked for its status yet
     left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     for process in left:
         try:
@@ -348,6 +341,7 @@ class MemoryFolder:
         part = checkpoints / f".writing-{copy.name}-{secrets.token_hex(4)}"
         try:
             shutil.copytree(copy, part)
+            # asked after the copy, which takes its time
             if is_generation(self._directory, self._generation):
                 part.rename(checkpoints / copy.name)
         except OSError:  # the checkpoint before it is there
@@ -469,7 +463,9 @@ class Node:
             listener = nodes.listener or listen_on(nodes.address)
         port = listener.getsockname()[1] if listener else nodes.port
         self._watch = self._hang_watch(port)
-        if listener is not None and (starter is not None or "torch" in sys.modules):
+        # while workers import torch, this process may; where it has, the store is there before them
+        early = starter is not None or "torch" in sys.modules or job.tensorflow is not None
+        if listener is not None and early:
             _open_store(nodes, listener)
             listener = None
         common = {
@@ -479,9 +475,6 @@ class Node:
         }
         own = [{**common, **e} for e in _environments(job, nodes, port, self._run_id)]
         if job.tensorflow is not None:
-            if listener is not None:
-                _open_store(nodes, listener)
-                listener = None
             own = [{**e, **task} for e, task in zip(own, self._tasks(port), strict=True)]
         over = self._is_over
         self._workers = Workers(job.command, own, self._router, job.restarts, starter, over)
@@ -506,22 +499,19 @@ class Node:
         return bool(self._number)
 
     def _hang_watch(self, port: int) -> HangWatch | None:
-        job, router, first = self._job, self._router, self._nodes.first_of(self._job)
+        job, first = self._job, self._nodes.first_of(self._job)
         if job.hang_timeout is None:
             return None
-        limits = Limits(job.hang_timeout)
-        folders = (Path(tempfile.gettempdir()), *([job.directory] if job.directory else []))
-        ranks = range(first, first + job.workers)
-        local = LocalWorkers(
-            router.error_folder,
-            ranks,
-            limits,
-            folders,
-            router.printed,
+        return HangWatch(
+            self._router,
+            range(first, first + job.workers),
+            Limits(job.hang_timeout),
+            (Path(tempfile.gettempdir()), *([job.directory] if job.directory else [])),
             port,
-            foreign=job.tensorflow is not None,
+            job.tensorflow is not None,
+            self._every,
+            self._report,
         )
-        return HangWatch(local, limits.say / 2, self._every, router.log, self._report, router.say)
 
     def _attend(self) -> Outcome:
         """Wait until all workers have ended, or one has failed; how."""
@@ -572,18 +562,3 @@ class Node:
             return Outcome(1, error=error)
         error = f"stopped by {signal.Signals(self._number).name}"
         return Outcome(128 + self._number, error=error, interrupted=True)
-
-
-def _failure(failures: Mapping[int, WorkerFailure], before: str) -> Outcome:
-    """How the workers failed; ``before`` names those that had ended well."""
-    first = min(_failure_of(rank, failure) for rank, failure in failures.items())
-    before = before if first.consequence else ""
-    return Outcome(
-        first.code if first.code > 0 else 1,
-        first.rank,
-        f"{before}: {first.error}" if before else first.error,
-        first.traceback,
-        first.exited,
-        before=before,
-        consequence=first.consequence,
-    )

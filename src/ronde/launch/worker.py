@@ -25,7 +25,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["main", "show_stacks"]
 
 _MARK = "\x1e"  # ronde.watch.MARK
 _STUDIES = {
@@ -65,7 +65,7 @@ def _formatted(error: BaseException) -> str:
     return "".join(frames.format())
 
 
-def _show_stacks() -> None:
+def show_stacks() -> None:
     """Write the main thread's stack to a file of the launcher's when it asks, with a signal that no
     script uses. It works in the middle of an exchange, and under the interpreter's lock.
 
@@ -183,7 +183,7 @@ def main() -> None:
     """Run the script or module named on the command line."""
     _die_with_launcher()
     faulthandler.enable(all_threads=True)
-    _show_stacks()
+    show_stacks()
     _share_folder()
     arguments = sys.argv[1:]
     try:
