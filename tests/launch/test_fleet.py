@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
 
+import pytest
+
 from ronde.launch import driver
 from ronde.launch.engine import Host
-from ronde.launch.fleet import Fleet
 from ronde.launch.links import HostLink
-from ronde.launch.messages import IsHeard
+from ronde.launch.messages import MARKER, Hello, from_line, to_line
 
 
 def test_a_slow_driver_is_told_until_it_has_places(tmp_path, monkeypatch, capfd):
@@ -29,7 +31,7 @@ def test_a_slow_driver_is_told_until_it_has_places(tmp_path, monkeypatch, capfd)
     (tmp_path / "slow_driver.py").write_text("\n".join(lines))
     (tmp_path / "go").write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(driver, "_SAY_SECONDS", 0.01)
+    monkeypatch.setattr(driver, "SAY_SECONDS", 0.01)
     said = []
 
     def say(*words, file):
@@ -51,7 +53,7 @@ def test_a_relay_ends_when_its_place_is_lost():
         link, _ = server.accept()
         places = SimpleNamespace(links={0: link}, streams={0: link.makefile("rb")})
         system = SimpleNamespace(environment=lambda _: {}, lost=lambda _: "node 3 is gone")
-        threading.Thread(target=driver._join, args=(ends, places, system), daemon=True).start()
+        threading.Thread(target=driver.join_relay, args=(ends, places, system), daemon=True).start()
         del ends, link
         relay.sendall(json.dumps({"place": 0, "argv": ["x"]}).encode() + b"\n")
         assert json.loads(node.makefile("rb").readline())["argv"] == ["x"]
@@ -63,65 +65,59 @@ def test_a_relay_ends_when_its_place_is_lost():
     assert driver.Driven.meaning(SimpleNamespace(), Host("a"), 255, printed) == "node 3 is gone"
 
 
-class Here:
-    """Hosts that are all this one, but for a lost one."""
+def test_what_an_agent_prints_comes_between_its_answers():
+    """Ray and Spark give an agent one stream: what it prints must not be lost, nor cut an answer."""
+    words = [sys.executable, "-P", "-u", "-m", "ronde.launch.agent"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT) as agent:
+        agent.stdin.write(to_line(Hello(".", ["-m", "json"], {}, None, silence=1.0)))
+        agent.stdin.flush()
+        said = agent.stdout.read()  # until it gives its launcher up
+    answer, printed = said.partition(MARKER)[2].splitlines()
+    assert from_line(answer).facts["sees"] is False
+    assert printed.startswith(b"ronde: nothing came from the launcher for 1 s")
+
+
+AGENT = """
+import sys, time
+from ronde.launch.messages import MARKER, Alive, Heard, IsHeard, from_line, to_line
+sys.stdout.buffer.raw.write(MARKER + to_line(Alive()))
+for line in sys.stdin.buffer:
+    order = from_line(line)
+    if isinstance(order, IsHeard) and sys.argv[1] != "silent":
+        sys.stdout.buffer.raw.write(to_line(Heard(order.address, float(sys.argv[1]))))
+"""
+
+
+class Stubs:
+    """Agents that are called by what they do: silent, or so many seconds since they heard it."""
 
     name = "here"
 
     def command(self, host, agent):
-        return agent if host.name == "there" else [sys.executable, "-c", "raise SystemExit(3)"]
+        return [agent[0], "-u", "-c", AGENT, host.name]
 
     def meaning(self, host, status, printed):
         return ""
 
-    def close(self):
-        return
 
-
-def test_a_lost_host_that_refuses_a_call_disturbs_nobody(tmp_path):
-    with Fleet([Host("there", 1)], Here()) as fleet:
-        fleet.ask([str(tmp_path / "train.py")], {}, None)
-        fleet._every = [Host("there", 1), Host("lost", 1)]
-        fleet._call()
-        (call,) = fleet._coming
-        limit = time.monotonic() + 60
-        while not call.closed and time.monotonic() < limit:
-            time.sleep(0.01)
-        assert call.closed
-        address, port, _ = fleet._meet()
-        assert port and address.startswith("127.")
-        assert fleet._coming == []
-
-
-def test_a_silent_host_that_others_hear_is_not_lost():
+@pytest.mark.parametrize(("heard", "lost"), [(("5", "0.1"), False), (("5", "1.5"), True)])
+def test_a_silent_host_that_others_hear_is_not_lost(heard, lost):
     """Its link may carry too much: what comes from it at all says that it is there."""
-    asked, killed = [], []
-
-    def link(address: str) -> SimpleNamespace:
-        given = {"_asked": 0.0, "_asked_first": 0.0, "_heard": {}, "closed": False}
-        return SimpleNamespace(address=address, order=asked.append, **given)
-
-    silent, *others = link("10.0.0.1"), link("10.0.0.2"), link("10.0.0.3")
-    silent._is_heard = lambda others: HostLink._is_heard(silent, others)
-    silent._child = SimpleNamespace(kill=lambda: killed.append(silent))
-
-    def lost(seconds: float) -> bool:
-        silent._silence = SimpleNamespace(seconds=lambda: seconds, longest=0.0)
-        silent._silent = ""
-        killed.clear()
-        HostLink.look(silent, 1.0, [silent, *others])
-        return bool(killed)
-
-    assert not lost(1.2) and asked == [IsHeard("10.0.0.1")] * 2
-    assert not lost(1.3)  # no answer yet
-    now = time.monotonic()
-    others[0]._heard["10.0.0.1"] = now, 5.0
-    assert not lost(1.3)  # the other one may have heard it
-    others[1]._heard["10.0.0.1"] = now, 0.1
-    assert not lost(3.0)
-    others[1]._heard["10.0.0.1"] = now, 1.5
-    assert lost(3.0)
-    others[1]._heard["10.0.0.1"] = now, 0.1
-    assert lost(10.0)
-    silent.address = ""  # no worker of it
-    assert lost(1.2)
+    links = [
+        HostLink(Host(name), lambda *_: None, Stubs(), sys.executable)
+        for name in ("silent", *heard)
+    ]
+    silent = links[0]
+    silent.address = "10.0.0.1"
+    try:
+        looks, limit = 0, time.monotonic() + 60
+        while not silent.closed and looks < (10**6 if lost else 60) and time.monotonic() < limit:
+            looks += 1
+            silent.look(0.5, links)
+            time.sleep(0.05)
+        assert silent.closed == lost
+        assert not lost or "nothing came from it for " in silent.why(-9)
+    finally:
+        for link in links:
+            link.close(1.0)

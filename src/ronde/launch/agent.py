@@ -330,21 +330,29 @@ def _import_torch() -> None:
         importlib.import_module("torch._C._distributed_c10d")
 
 
+def _pass_on(printed: int, sender: Sender) -> None:
+    """Send what this process and others print to a pipe, line by line."""
+    with open(printed, "rb") as lines:
+        for line in lines:
+            sender.write(line)
+
+
 def main() -> None:
     """Serve one launcher, over what were standard input and output."""
     orders_from, answers_to = os.dup(0), os.dup(1)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)  # workers must not read the launcher's orders
+    sender = Sender(answers_to)
     if os.path.sameopenfile(1, 2):  # a line of it must not come between the parts of an answer
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), 2)
+        printed, into = os.pipe()
+        os.dup2(into, 2)
+        threading.Thread(target=_pass_on, args=(printed, sender), daemon=True).start()
     os.dup2(2, 1)
     adopt_orphans()
-    sender = Sender(answers_to)
     agent = _Remote(sender)
     for name in ("INT", "USR1", "TERM", "HUP", "QUIT"):
         signal.signal(signal.Signals[f"SIG{name}"], agent.signalled)
-    os.write(answers_to, MARKER)
+    sender.write(MARKER)
     threading.Thread(target=agent.read, args=(Pipe(orders_from),), daemon=True).start()
     try:
         agent.serve()

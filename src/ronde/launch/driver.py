@@ -28,10 +28,10 @@ from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host
 from ronde.world import ArgumentError, RondeError, WorldError
 
-__all__ = ["Driven", "System", "serve"]
+__all__ = ["SAY_SECONDS", "Driven", "System", "join_relay", "serve"]
 
 _LOOK_SECONDS = 0.1
-_SAY_SECONDS = 10.0
+SAY_SECONDS = 10.0  # between two lines about a driver that is starting
 _WHY = "ronde lost it: "  # what the driver says at the end of an agent's answers begins with it
 
 
@@ -69,7 +69,7 @@ class Driven(Engine):
     def _ask(self, request: Any) -> Any:
         self._child.write(json.dumps(request).encode() + b"\n")
         begin = time.monotonic()
-        while not select.select([self._child.stdout], [], [], _SAY_SECONDS)[0]:
+        while not select.select([self._child.stdout], [], [], SAY_SECONDS)[0]:
             seconds = time.monotonic() - begin
             print(f"ronde: {self.name} is starting, for {seconds:.0f} s now", file=sys.stderr)
         line = self._child.stdout.readline()
@@ -151,6 +151,7 @@ class _Places:
     def _accept(self) -> None:
         while True:
             link, _ = self._listener.accept()
+            # one that says nothing must not hold up the others
             threading.Thread(target=self._greet, args=(link,), daemon=True).start()
 
     def _greet(self, link: socket.socket) -> None:
@@ -187,7 +188,7 @@ class _Places:
         return [self.hellos[place] for place in range(count)]
 
 
-def _join(relay: socket.socket, places: _Places, system: System) -> None:
+def join_relay(relay: socket.socket, places: _Places, system: System) -> None:
     """Carry bytes between a relay and its place until both have ended."""
     stream = relay.makefile("rb")
     order = json.loads(stream.readline())
@@ -254,7 +255,9 @@ def serve(connect: Callable[[dict[str, Any]], System]) -> None:
         with contextlib.suppress(OSError):
             while True:
                 relay, _ = relays.accept()
-                threading.Thread(target=_join, args=(relay, places, system), daemon=True).start()
+                threading.Thread(
+                    target=join_relay, args=(relay, places, system), daemon=True
+                ).start()
     except RondeError as error:
         answers.write(json.dumps({"error": str(error)}) + "\n")
     threading.Event().wait()  # until the launcher is gone

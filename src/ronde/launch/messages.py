@@ -22,44 +22,7 @@ from typing import Any, ClassVar
 from ronde.launch.job import Job, Nodes, Outcome
 from ronde.watch.hang_judge import HangVerdict, RankView
 
-__all__ = [
-    "MARKER",
-    "Alive",
-    "Closed",
-    "End",
-    "WorkersEnded",
-    "Failed",
-    "File",
-    "Gone",
-    "EndHang",
-    "Heard",
-    "Hello",
-    "IsHeard",
-    "Known",
-    "Leave",
-    "Listen",
-    "Listening",
-    "Log",
-    "Message",
-    "Out",
-    "Ping",
-    "Pipe",
-    "Progress",
-    "Reach",
-    "Reached",
-    "Refused",
-    "Resources",
-    "Sender",
-    "Silence",
-    "StartWorkers",
-    "Settled",
-    "Stop",
-    "Told",
-    "Views",
-    "Warn",
-    "from_line",
-    "to_line",
-]
+__all__ = ["MARKER", "Message", "Pipe", "Sender", "Silence", "from_line", "to_line"]
 
 MARKER = b"\x1eronde agent\n"
 """What an agent writes first: whatever a login shell prints before it is no message."""
@@ -367,6 +330,9 @@ class Failed(Message):
     error: BaseException
 
 
+__all__ += list(Message.kinds)
+
+
 # The pipe
 
 
@@ -423,9 +389,14 @@ class Sender:
 
     def send(self, message: Message) -> bool:
         """Write one; False if nobody reads any more."""
-        rest = memoryview(to_line(message))
+        return self.write(to_line(message))
+
+    def write(self, line: bytes) -> bool:
+        """Write a line, which may be no message: who reads keeps it as the agent's words."""
+        rest = memoryview(line)
         with self._lock:
             try:
+                # a full pipe takes a part
                 while rest:
                     rest = rest[os.write(self._descriptor, rest) :]
             except OSError:
