@@ -133,6 +133,7 @@ def main() -> None:
     place, rank = Path(sys.argv[1]), os.environ["RANK"]
     del sys.path[0]  # this file's folder: its tensorflow.py is not the package of that name
     known = set(sys.path)
+    # what is sent by name must be found where it was
     sys.path += [p for p in (place / "path").read_text().split("\n") if p not in known]
     call = (place / "call").read_bytes()
     function, args, kwargs = pickle.loads(call)  # noqa: S301 (the launcher wrote it)

@@ -82,6 +82,7 @@ class Child:
 
     def wait(self) -> int:
         """Its exit status, once it has ended and all that it printed is there."""
+        # not for ever: what it has started may hold the pipe open
         self._errors.join(2.0)
         return self._process.wait()
 

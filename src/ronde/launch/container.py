@@ -27,7 +27,7 @@ __all__ = ["REASON", "Container", "container", "tell_service"]
 REASON = Path("/dev/termination-log")
 """The termination message of a pod."""
 
-_RESOLVE_SECONDS = 900.0
+_RESOLVE_SECONDS = 900.0  # hosts of a new cluster come up minutes apart
 
 
 @dataclass(frozen=True)
@@ -179,6 +179,7 @@ def container(env: Mapping[str, str] = os.environ) -> Container | None:
         config = _json(base / "config" / "resourceconfig.json")
     if config is None:
         return None
+    # the same order on every host, which the service does not promise
     hosts = tuple(sorted(map(str, config.get("hosts") or ()), key=natural_order))
     current = str(config.get("current_host") or "")
     if current not in hosts:

@@ -60,6 +60,7 @@ def _checked(hosts: list[Host], where: str) -> list[Host]:
                 f"{where}: {host.name!r} is not a host: letters, digits, '.', '_' and '-', as in "
                 "gpu1 or me@gpu1. Give other addresses a name in your ssh configuration."
             )
+        # two agents on one host would each take its devices
         if host.name in seen:
             raise ArgumentError(f"{where}: {host.name} is there twice. Name it once: {host.name}:8")
         seen.add(host.name)

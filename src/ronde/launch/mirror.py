@@ -49,6 +49,7 @@ def folder_files(folder: Path) -> list[str]:
         for p in sorted(folder.rglob("*"))
         if p.is_file() and p.relative_to(folder).parts[0] not in _APART
     ]
+    # what is being written has a dot before its name
     return [n for n in names if not any(part.startswith(".") for part in Path(n).parts)]
 
 

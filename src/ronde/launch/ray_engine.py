@@ -131,6 +131,7 @@ class _Nodes:
 
     def _reserve(self, bundles: Sequence[dict[str, float]], kind: str) -> Any:
         group = self._ray.util.placement_group(list(bundles), strategy="PACK")
+        # Ray itself waits for ever for what others hold
         if not group.wait(10.0):
             self._ray.util.remove_placement_group(group)
             free = int(self._ray.available_resources().get(kind, 0))

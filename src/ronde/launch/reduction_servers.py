@@ -80,6 +80,7 @@ class ReductionServers:
                     f"--servers: no reduction server came up on {name}: {last}. No worker "
                     "was started."
                 )
+            # loopback leads nowhere from the hosts of workers
             if self._away:
                 places = [place for place in places if not place.startswith("127.")]
             self._places[i] = f"{name}={'|'.join(places)}"

@@ -150,6 +150,7 @@ class ResourceWatch:
         for process in self._processes:
             with contextlib.suppress(psutil.Error):
                 info = process.memory_info()
+                # pages that all workers share would count once for each
                 memory += info.rss - getattr(info, "shared", 0)
         return memory
 

@@ -68,6 +68,7 @@ class Restarts:
             return False
         newest = self._checkpoint()
         same = (outcome.error, newest) == (self._error, self._newest)
+        # a kill may come from outside; an exception at the same place comes again
         if outcome.traceback and same and not self._own_backup:
             self.say("the same error again, and no checkpoint in between: a restart does not help")
             return False

@@ -243,6 +243,7 @@ def _interpreter(
             env=dict(environment),
             stdout=file,
             stderr=file,
+            # a group of its own: what it starts is signalled with it
             start_new_session=True,
         )
 

@@ -16,7 +16,7 @@ from ronde.world import ArgumentError, WorldError, threads_per_worker
 
 __all__ = ["TensorFlowCluster", "parameter_servers", "roles"]
 
-_ENDED = "ronde/tensorflow/ended"
+_ENDED = "ronde/tensorflow/ended"  # a key of the store
 
 
 def parameter_servers(asked: str, total: int | None = None) -> int:
@@ -143,6 +143,7 @@ class TensorFlowCluster:
             self.ended = ranks[0] == 0
             if self.ended:
                 self._store.set(_ENDED, "")
+        # asked now and then: every look of every node would be a call to node 0
         elif time.monotonic() > self._asked + 0.5:
             self._asked = time.monotonic()
             with contextlib.suppress(RuntimeError):  # node 0 is lost: its launcher says so

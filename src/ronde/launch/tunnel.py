@@ -41,6 +41,7 @@ def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int
             f"({error.strerror or error}). Open the ports between them."
         ) from None
     link.settimeout(None)
+    # a machine that is switched off closes nothing
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.sendall(json.dumps({**hello, "token": token}).encode() + b"\n")
     orders = link.makefile("rb")
@@ -84,7 +85,7 @@ def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int
     status = int(agent.wait())
     with contextlib.suppress(OSError):
         link.shutdown(socket.SHUT_WR)
-    return status if status >= 0 else 128 - status
+    return status if status >= 0 else 128 - status  # as a shell tells a signal
 
 
 def _relay(path: str, place: str, argv: list[str]) -> None:
