@@ -50,15 +50,18 @@ def test_pauses_and_tells_alerts_while_it_trains(tmp_path):
         first, second = hosts.names
         for name in hosts.names:
             hosts.ssh(name, f"cp {tmp_path}/train.py {own}/")
-        words = [
-            "run",
-            "-q",
-            "--ssh-config",
-            str(hosts.ssh_config),
+        words = ["run", "-q", "--ssh-config", str(hosts.ssh_config)]
+        words += [
             "--hosts",
             f"{first}:1,{second}:1",
+            "--name",
+            "a",
+            "--watch=1",
+            "--until",
+            "88",
+            "train.py",
+            str(told),
         ]
-        words += ["--name", "a", "--watch=1", "--until", "88", "train.py", str(told)]
         with child(ronde(*words), own) as started:
             limit = time.monotonic() + 60
             while not run.record.is_file() or '"alert"' not in run.record.read_text():

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_hosts import hosts, on, place  # noqa: F401
+from test_hosts import on
 
-from lab import missing, no_slurm, slurm
+from lab import missing, no_slurm
 from processes import child, ronde
 from sampling import ALL, long
 
@@ -28,17 +28,7 @@ GRID = [(engine, end) for engine in ENGINES for end in ENDS]
 SECONDS = 2.0
 
 
-@pytest.fixture(scope="module")
-def cluster(hosts):  # noqa: F811
-    """Slurm on the hosts; None where it is not installed."""
-    if no_slurm():
-        yield None
-        return
-    with slurm(hosts) as made:
-        yield made
-
-
-def command(engine: str, hosts, place, tmp_path, request, words):  # noqa: F811
+def command(engine: str, hosts, place, tmp_path, request, words):
     """A command line that starts a run over an engine, with its variables."""
     if engine == "slurm":
         if (made := request.getfixturevalue("cluster")) is None:
@@ -56,7 +46,7 @@ def command(engine: str, hosts, place, tmp_path, request, words):  # noqa: F811
 
 
 @pytest.mark.parametrize(("engine", "end"), GRID if ALL else [("ssh", "ctrl-c")])
-def test_nothing_is_left(hosts, place, tmp_path, request, engine, end):  # noqa: F811
+def test_nothing_is_left(hosts, place, tmp_path, request, engine, end):
     mark = f"end-{engine}-{end}"
     train = ["--name", mark, "train.py", "x.st", "100000", "forever", mark]
     words, variables = command(engine, hosts, place, tmp_path, request, train)
@@ -139,7 +129,7 @@ def _on(process: psutil.Process) -> str:
 @pytest.mark.skipif(bool(no_slurm()), reason=no_slurm())
 @pytest.mark.parametrize("end", ["cancelled", "time limit"])
 @pytest.mark.parametrize("way", ["salloc", "submit"])
-def test_slurm_ends_the_job(hosts, place, cluster, tmp_path, way, end):  # noqa: F811
+def test_slurm_ends_the_job(hosts, place, cluster, tmp_path, way, end):
     """Which host, why, and what to do, whoever of launcher and agents Slurm tells first."""
     mark, environment = f"{way}-{end.split()[0]}", {**os.environ, **cluster.env}
     train = ["--name", mark, "train.py", "x.st", "100000", "forever", mark]

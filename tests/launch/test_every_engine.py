@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
-from test_hosts import TRAIN, equal, hosts, one, place  # noqa: F401
+from test_hosts import TRAIN, equal
 
 from engines import ENGINES, started_by
-from lab import missing, no_slurm, slurm
+from lab import missing
 from processes import child, ronde, ronde_batch
-from sampling import ALL, some
+from sampling import ALL, long
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -25,25 +23,8 @@ GRID = [(engine, workers) for engine in ENGINES for workers in (2, 4)]
 SAMPLE = GRID if ALL else [("spark", 2)]
 
 
-@pytest.fixture(scope="module")
-def cluster(hosts):  # noqa: F811
-    """Slurm on the hosts; None where it is not installed."""
-    if no_slurm():
-        yield None
-        return
-    with slurm(hosts) as made:
-        yield made
-
-
-@pytest.fixture
-def short():
-    """A folder with a short path, for the sockets of Ray."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
-
-
 @pytest.mark.parametrize(("engine", "workers"), SAMPLE)
-def test_the_same_training(hosts, place, one, short, request, engine, workers):  # noqa: F811
+def test_the_same_training(hosts, place, one, short, request, engine, workers):
     cluster = request.getfixturevalue("cluster") if engine == "slurm" else None
     (place / "odd.py").write_text(f"{TRAIN}print('ODD', [os.environ['ODD']] == sys.argv[3:])\n")
     name = f"{engine}-{workers}"
@@ -66,7 +47,7 @@ def test_the_same_training(hosts, place, one, short, request, engine, workers): 
     assert saved.name == "step-000000012"
 
 
-def test_names_that_are_no_hosts(place):  # noqa: F811
+def test_names_that_are_no_hosts(place):
     odd = ("-oProxyCommand=touch caught", "$(touch caught)", "a b", "a;touch caught", "a\nb")
     options = [[*mpi, "--hosts", f"{name}:1"] for name in odd for mpi in ([], ["--mpi"])]
     for done in ronde_batch([["run", *o, "train.py", "x.st", "1"] for o in options], place):
@@ -90,9 +71,10 @@ if ronde.world().is_main:
 """
 
 
-@pytest.mark.parametrize("engine", [*ENGINES, "torchrun"] if ALL else ["ssh"])
-@pytest.mark.parametrize("library", some(["lightgbm", "xgboost"], 2))
-def test_trees_are_the_same_file(hosts, place, short, request, engine, library):  # noqa: F811
+@long
+@pytest.mark.parametrize("engine", [*ENGINES, "torchrun"])
+@pytest.mark.parametrize("library", ["lightgbm", "xgboost"])
+def test_trees_are_the_same_file(hosts, place, short, request, engine, library):
     cluster = request.getfixturevalue("cluster") if engine == "slurm" else None
     (place / "trees.py").write_text(TREES)
     files = []

@@ -93,30 +93,13 @@ def test_torchrun_inside_a_slurm_step(script, plain, tmp_path):
     """torchrun for real; the variables of the srun that started it say something else, and are not
     believed.
     """
-    slurm = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "1",
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": "1",
-    }
+    told = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "1", "LOCALID": "0", "NODEID": "1"}
+    told |= {"STEP_NUM_TASKS": "2", "NTASKS": "2", "STEP_NODELIST": "n[1-2]"}
+    told |= {"STEP_TASKS_PER_NODE": "1(x2)"}
+    slurm = {f"SLURM_{name}": value for name, value in told.items()}
     slurm["TMPDIR"] = str(tmp_path)  # torchrun leaves a folder for its logs behind
-    slurm.update(
-        SLURM_STEP_NUM_TASKS="2",
-        SLURM_NTASKS="2",
-        SLURM_STEP_NODELIST="n[1-2]",
-        SLURM_STEP_TASKS_PER_NODE="1(x2)",
-    )
-    arguments = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        "out.safetensors",
-    ]
-    done = python(arguments, tmp_path, env=slurm)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = python([*torchrun, str(script), "out.safetensors"], tmp_path, env=slurm)
     assert done.returncode == 0, done.stdout + done.stderr
     assert said(done.stdout) == [
         [str(r), "2", str(r), "2", "0", "torchrun", plain[1], "3"] for r in range(2)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lab import lab, missing, no_slurm, slurm
+from lab import missing, no_slurm, slurm
 from processes import PATHS, child, ronde, ronde_batch, ronde_run
 from sampling import long, some
 
@@ -50,14 +50,6 @@ def place(tmp_path_factory) -> Path:
     (folder / "mpi4py" / "MPI.py").write_text("print('imported')\n")
     (folder / "uses.py").write_text("from mpi4py import MPI\n")
     return folder
-
-
-@pytest.fixture(scope="module")
-def hosts(place):
-    if missing():
-        pytest.skip(missing())
-    with lab(place / "lab", 2, place / "private") as made:
-        yield made
 
 
 def seen(output: str) -> list[list]:
@@ -101,6 +93,7 @@ def test_a_world_on_two_nodes_of_slurm(place, hosts):
     assert f"[{hosts.names[1]} 2] IN [2, 3" in done.stdout
 
 
+@long
 @needs_mpi
 def test_a_world_in_two_containers(place, hosts):
     with contextlib.ExitStack() as stack:

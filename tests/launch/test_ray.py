@@ -9,8 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
-from test_hosts import TRAIN, equal
+from test_hosts import equal
 
 from processes import ronde_run
 from sampling import ALL
@@ -19,20 +18,6 @@ DOCS = Path(__file__).parents[2] / "docs"
 ABSENT = "" if importlib.util.find_spec("ray") else "Ray is not installed: pip install '.[ray]'"
 
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=ABSENT)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("ray")
-    (folder / "train.py").write_text(TRAIN)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def one(place):
-    done = ronde_run(["run", "--workers", "1", "train.py", "one.st", "4"], place)
-    assert done.returncode == 0, done.stderr
-    return load_file(place / "one.st")
 
 
 def test_the_documentation_on_a_cluster_of_its_own(place, one):

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_hosts import equal
 
 from lab import lab, missing
 from processes import child, ronde, ronde_run
@@ -88,12 +89,6 @@ def undisturbed(folder) -> dict[str, torch.Tensor]:
     return load_file(folder / "undisturbed")
 
 
-def same(found: Path, undisturbed, atol: float = 1e-12) -> None:
-    values = load_file(found)
-    for name, value in undisturbed.items():
-        torch.testing.assert_close(values[name], value, rtol=0, atol=atol)
-
-
 def trained(path: Path, replicas: int = 1) -> None:
     """Each sample once in each epoch, counting the last generation that took a step."""
     steps: dict[int, tuple[str, list[int]]] = {}
@@ -139,7 +134,7 @@ def test_a_worker_that_ends(folder, undisturbed, fault, plan, spares):
     assert restart["rank"] == 1 and why in restart["reason"]
     assert "restart 1 of 1, from checkpoints/step-000000003: rank 1" in done.stderr
     assert [e["step"] for e in events(folder, name, "resume")] == [3]
-    same(folder / name, undisturbed)
+    equal(folder / name, undisturbed)
     trained(folder / f"{name}.ids", 2 if "=2" in plan else 1)
 
 
@@ -150,7 +145,7 @@ def test_a_damaged_checkpoint(folder, undisturbed):
     done = ronde_run([*line, "2"], folder, env=given)
     assert done.returncode == 0, done.stderr
     assert "restart 1 of 1, from checkpoints/step-000000003: rank 1" in done.stderr
-    same(folder / "damaged", undisturbed)
+    equal(folder / "damaged", undisturbed)
 
 
 def leave(how: str, started, folder: Path, name: str) -> None:
@@ -200,7 +195,7 @@ def test_leaving(folder, undisturbed, how, plan):
         assert [e["step"] for e in events(folder, name, "resume")] == [step]
     lines = (folder / f"{name}.ids").read_text().splitlines()
     assert len({tuple(x.split()[:2]) for x in lines}) == len(lines), "a step was trained twice"
-    same(folder / name, undisturbed)
+    equal(folder / name, undisturbed)
     trained(folder / f"{name}.ids", 2 if "=2" in plan else 1)
 
 
@@ -287,7 +282,7 @@ def test_a_worker_or_an_agent_of_a_host(hosts, folder, undisturbed, fault, plan)
     assert f"going on with 2 workers on {first}:1, {second}:1" in done.stderr
     alone = fault == "agent" and "=2" not in plan  # until it is there again
     assert alone == (f"going on with 1 worker on {first}:1" in done.stderr)
-    same(folder / name, undisturbed, 1e-10 if alone else 1e-12)
+    equal(folder / name, undisturbed, 1e-10 if alone else 1e-12)
     trained(folder / f"{name}.ids", 2 if "=2" in plan else 1)
 
 
@@ -317,5 +312,5 @@ def test_a_host_is_lost_and_comes_back(hosts, folder, undisturbed):
     assert sum(int(line.split()[0]) == step for line in lines) == 1, "a step was trained again"
     starts = [e["workers"] for e in events(folder, "lost", "start")]
     assert starts == [2, 1, 2]
-    same(folder / "lost", undisturbed, 1e-10)
+    equal(folder / "lost", undisturbed, 1e-10)
     trained(folder / "lost.ids")

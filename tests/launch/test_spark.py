@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from pathlib import Path
 
 import pytest
-from test_hosts import TRAIN, equal, one  # noqa: F401
 
 from processes import ronde_run
 
@@ -15,13 +13,6 @@ ABSENT = "" if importlib.util.find_spec("pyspark") else "Spark is absent: pip in
 ABSENT = ABSENT or ("" if shutil.which("java") else "Spark needs Java: java was not found")
 
 pytestmark = pytest.mark.skipif(bool(ABSENT), reason=ABSENT)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("spark")
-    (folder / "train.py").write_text(TRAIN)
-    return folder
 
 
 def test_errors_before_spark_starts(place):

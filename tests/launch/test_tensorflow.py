@@ -10,14 +10,13 @@ import json
 import os
 import shlex
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy
 import pytest
 
 from engines import ENGINES, started_by
-from lab import lab, missing, no_slurm, slurm
+from lab import no_slurm
 from processes import PATHS, child, ronde, ronde_batch, ronde_run
 from ronde.launch.job import Job, Nodes
 from ronde.launch.tensorflow import TensorFlowCluster
@@ -74,14 +73,6 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def hosts(place):
-    if why := missing():
-        pytest.skip(why)
-    with lab(place / "lab", 2, place / "private") as made:
-        yield made
-
-
 def met(output: str) -> list[list]:
     """What each task found, in the order of the ranks."""
     lines = sorted(line for line in output.splitlines() if "MET " in line)
@@ -126,20 +117,6 @@ def test_servers_end_with_the_chief(place):
     assert all(f[2] == everyone for f in met(done.stdout))
     failed = ronde_run([*words, "7"], place)
     assert failed.returncode == 7 and "rank 0 failed first" in failed.stderr, failed.stderr
-
-
-@pytest.fixture(scope="module")
-def cluster(hosts):
-    """Slurm on the hosts."""
-    with slurm(hosts) as made:
-        yield made
-
-
-@pytest.fixture
-def short():
-    """A folder with a short path, for the sockets of Ray."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @pytest.mark.parametrize("servers", some([["ps=1"], []], 2))
