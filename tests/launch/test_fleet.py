@@ -81,11 +81,11 @@ def test_what_an_agent_prints_comes_between_its_answers():
 AGENT = """
 import sys, time
 from ronde.launch.messages import MARKER, Alive, Heard, IsHeard, from_line, to_line
-sys.stdout.buffer.raw.write(MARKER + to_line(Alive()))
+sys.stdout.buffer.write(MARKER + to_line(Alive()))
 for line in sys.stdin.buffer:
     order = from_line(line)
     if isinstance(order, IsHeard) and sys.argv[1] != "silent":
-        sys.stdout.buffer.raw.write(to_line(Heard(order.address, float(sys.argv[1]))))
+        sys.stdout.buffer.write(to_line(Heard(order.address, float(sys.argv[1]))))
 """
 
 

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 import ronde
 
+out, epochs, odd = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 torch.set_default_dtype(torch.float64)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -39,15 +40,15 @@ x, y = torch.randn(14, 4, generator=generator), torch.randn(14, 1, generator=gen
 data = torch.utils.data.TensorDataset(x, y)
 run = ronde.distribute(model, optimizer, data, loss=nn.functional.mse_loss, batch_size=5,
                        shuffle=False)
-for epoch in run.epochs(int(sys.argv[2])):
+for epoch in run.epochs(epochs):
     for batch in run.batches():
         loss = run.step(batch)
-    if sys.argv[3:4] == ["forever"]:
+    if odd[:1] == ["forever"]:
         run.print("begun", flush=True) if epoch == 0 else None
         time.sleep(0.05)
-run.export(sys.argv[1])
+run.export(out)
 me = ronde.world()
-print("I am", me.rank, me.size, me.local_rank, me.local_size, me.node, me.host, sys.argv[3:])
+print("I am", me.rank, me.size, me.local_rank, me.local_size, me.node, me.host, odd)
 """
 
 
@@ -292,7 +293,7 @@ def test_a_hang_is_named_with_its_host(hosts, place):
     line = [*on(hosts)[:3], each, "--name", "hangs", "--hang-timeout", "3", "hangs.py", "x.st", "4"]
     done = ronde_run(["run", *line], place, 120.0)
     sentence = (
-        f"Rank 1 on {hosts.names[1]} has not reached the exchange of step 5; it is at hangs.py:21 "
+        f"Rank 1 on {hosts.names[1]} has not reached the exchange of step 5; it is at hangs.py:22 "
         "(`time.sleep(300)`), inside `if run.rank == 1 and run.state.step == 4`; rank 0 is "
         "waiting for it."
     )
@@ -357,20 +358,16 @@ def test_a_job_that_leaves_before_its_limit_is_started_again(hosts, place):
     equal(place / "leaves.st", load_file(place / "whole.st"))
 
 
-BOX = """
-import argparse, os, time
-import torch
-from torch import nn
-import ronde
-
+BOX = """import argparse
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int)
 parser.add_argument("--layers")
 parser.add_argument("--text")
-options = parser.parse_args()
+odd = vars(parser.parse_args())
+out, epochs = os.path.join(os.environ["SM_MODEL_DIR"], "model.st"), odd.pop("epochs")
 """
 FAILS = """
-if options.text == "fail" and me.rank == 3:
+if odd["text"] == "fail" and me.rank == 3:
     time.sleep(2)  # rank 0 has written the model
     raise ValueError("on purpose")
 """
@@ -381,15 +378,9 @@ def test_as_the_entry_point_of_containers(hosts, place, one):
     arguments; a second start resumes; the first failure is where the service looks for it.
     """
     base = place / "private" / "ml"
-    body = TRAIN[TRAIN.index("torch.set_default") :]
-    body = body.replace("int(sys.argv[2])", "options.epochs").replace(
-        "sys.argv[3:]", "vars(options)"
-    )
-    body = body.replace('if vars(options)[:1] == ["forever"]', "if False").replace(
-        "sys.argv[1]", "os.path.join(os.environ['SM_MODEL_DIR'], 'model.st')"
-    )
-    body = body.replace('    if sys.argv[3:4] == ["forever"]:', "    if False:")
-    (place / "box.py").write_text(BOX + body + FAILS)
+    given = "out, epochs, odd = sys.argv[1], int(sys.argv[2]), sys.argv[3:]\n"
+    body = TRAIN.replace(given, BOX).replace('odd[:1] == ["forever"]', "False")
+    (place / "box.py").write_text(body + FAILS)
 
     def start(epochs: int, text: str) -> list[subprocess.CompletedProcess[str]]:
         running = []
@@ -397,8 +388,8 @@ def test_as_the_entry_point_of_containers(hosts, place, one):
             values = {"epochs": str(epochs), "layers": "[1, 2]", "text": json.dumps(text)}
             config = {"current_host": name, "hosts": [*reversed(hosts.names)]}
             config["network_interface_name"] = "eth0"
+            values["sagemaker_program"] = "box.py"
             files = {"resourceconfig": config, "hyperparameters": values}
-            files["hyperparameters"]["sagemaker_program"] = "box.py"
             files["inputdataconfig"] = {"train": {}}
             write = "".join(
                 f"echo {shlex.quote(json.dumps(v))} > {base}/input/config/{k}.json; "

@@ -66,7 +66,7 @@ def _whole(env: Mapping[str, str], name: str) -> int | None:
     return int(text)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest(Submission):
     """A training job of Kubernetes, of one pod a node.
 
@@ -78,8 +78,8 @@ class Manifest(Submission):
         restarts: how often the job may start again; it resumes.
     """
 
-    kind: str = KINDS[0]
-    image: str = ""
+    kind: str
+    image: str
     limit: int | None = None
     volumes: Sequence[str] = ()
     restarts: int = 0
