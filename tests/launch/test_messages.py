@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from ronde.launch.job import Job, Nodes, Outcome
 from ronde.launch.messages import (
     EndHang,
     File,
     Out,
+    Resources,
     Sender,
     StartWorkers,
     Stop,
@@ -27,37 +26,24 @@ VERDICT = HangVerdict("rank 1 hangs", 1, 3, "train.py:4", (0, 2))
 JOB = Job(["train.py", "ä"], 2, Path("/runs/x"), {"A": "1"}, True, 60.0)
 
 
-@pytest.mark.parametrize(
-    "order",
-    [
-        StartWorkers(
-            "1",
-            JOB,
-            Nodes(1, 2, first=2, total=4),
-            files={"RONDE_PLAN": ("plan.yaml", "pipeline: 2")},
-        ),
-        File("record.jsonl", False, b"\x00\xff\n"),
-        EndHang(VERDICT),
-        Stop(15, 1.5),
-    ],
-    ids=lambda order: type(order).__name__,
-)
-def test_orders(order):
-    line = to_line(order)
-    assert line.count(b"\n") == 1 and from_line(line) == order
+MESSAGES = [
+    StartWorkers("1", JOB, Nodes(1, 2, first=2, total=4), files={"RONDE_PLAN": ("p.yaml", "x: 2")}),
+    File("record.jsonl", False, b"\x00\xff\n"),
+    EndHang(VERDICT),
+    Stop(15, 1.5),
+    Out(1, b"\x00\xff\n"),
+    Views([RankView(1, "training", reasons=("it swaps",), place=StackPlace("a.py", 1))]),
+    Resources({"cpu": [1.0, 2.0, 3.0]}),
+    WorkersEnded(Outcome(1, 1, "it hangs", hang=VERDICT)),
+    WorkersEnded(Outcome(0)),
+]
 
 
-def test_answers():
-    view = RankView(1, "training", reasons=("it swaps",), place=StackPlace("a.py", 1))
-    answers = [
-        Out(1, b"\x00\xff\n"),
-        Views([view]),
-        WorkersEnded(Outcome(1, 1, "it hangs", hang=VERDICT)),
-        WorkersEnded(Outcome(0)),
-    ]
+def test_each_is_a_line_that_is_read_as_it_was_written():
+    assert all(to_line(message).count(b"\n") == 1 for message in MESSAGES)
     reads, writes = os.pipe()
     sender = Sender(writes)
-    assert all(sender.send(answer) for answer in answers)
+    assert all(sender.send(message) for message in MESSAGES)
     os.close(writes)
     with os.fdopen(reads, "rb") as pipe:
-        assert [from_line(line) for line in pipe] == answers
+        assert [from_line(line) for line in pipe] == MESSAGES

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from ronde.launch import Job, run_here
-from ronde.launch.messages import Resources, from_line, to_line
 from ronde.launch.mirror import folder_files
 from ronde.launch.resources import ResourceWatch
 from ronde.watch import RunDir
@@ -155,8 +154,3 @@ def test_a_run_keeps_them(tmp_path, monkeypatch):
     assert alert.text.startswith("rank 0 waited for batches for ")
     assert alert.remedy.startswith("ronde doctor ")
     assert "resources.jsonl" not in folder_files(run)  # the launcher's own
-
-
-def test_message():
-    message = Resources({"cpu": [1.0, 2.0, 3.0]})
-    assert from_line(to_line(message)) == message
