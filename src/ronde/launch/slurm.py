@@ -103,5 +103,6 @@ def job_state(job: str, seconds: float) -> tuple[str, str]:
     """
     ask = ["scontrol", "--oneliner", "show", "job", job]
     done = subprocess.run(ask, capture_output=True, text=True, timeout=seconds)
-    fields = dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+    job_itself = done.stdout.partition("\n")[0]  # an array's other tasks follow
+    fields = dict(re.findall(r"(\w+)=(\S*)", job_itself))
     return fields.get("JobState", ""), fields.get("Reason", "")
