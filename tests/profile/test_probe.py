@@ -12,6 +12,7 @@ import pickle
 import random
 import tarfile
 import time
+import types
 import zipfile
 from pathlib import Path
 
@@ -35,6 +36,7 @@ from torch.utils.data import (
 from ronde.data import named_stages
 from ronde.feed import Feed, LoaderSettings, Order, stage
 from ronde.plan.batch import Share
+from ronde.profile import monkeypatch as layers
 from ronde.profile.probe import Probe
 from ronde.profile.shared_counters import read_board
 from ronde.world import RondeError
@@ -457,6 +459,66 @@ def test_it_leaves_no_trace(folder):
     assert probe.times()["python"].samples == seen["python"].samples + 1
     probe.uninstall()
     assert {k for k in before if places()[k] is not before[k]} == set()
+
+
+def _quarter(image):
+    return image.resize((16, 12))
+
+
+def _half(image):
+    return image.resize((32, 24))
+
+
+def test_what_the_user_sets_while_it_looks_stays(folder):
+    dataset = Pictures(folder, _quarter)
+    dataset.augmentations = steps = [_quarter]
+    probe = Probe(None)
+    watched, _ = probe.attach(dataset, list)
+    assert watched[0][0].size == (16, 12)
+    dataset.transform = _half
+    dataset.augmentations.append(_half)
+    assert watched[0][0].size == (32, 24)
+    probe.uninstall()
+    assert dataset.transform is _half
+    assert dataset.augmentations is steps
+    assert steps == [_quarter, _half]
+    assert [type(s) for s in steps] == [types.FunctionType] * 2
+
+
+def test_everything_is_put_back_whatever_has_become_of_some_of_it(folder):
+    class Stubborn(Pictures):
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+    before = builtins.open, io.open, PIL.Image.open, PIL.Image.Image.convert
+    dataset = Stubborn(folder, _quarter)
+    probe = Probe(None)
+    watched, _ = probe.attach(dataset, list)
+    watched[0]
+    assert builtins.open is not before[0]
+    del dataset.transform
+    probe.uninstall()
+    assert (builtins.open, io.open, PIL.Image.open, PIL.Image.Image.convert) == before
+    assert "transform" not in vars(dataset)
+
+
+def test_what_somebody_else_replaced_meanwhile_is_left_to_them():
+    module = types.ModuleType("module")
+    module.f = original = lambda: "original"
+    undo = layers.put(module, "f", lambda f: lambda: f() + " ours")
+    ours = module.f
+    module.f = theirs = lambda: ours() + " theirs"  # a mock, say, that wraps what it found
+    later = layers.put(module, "f", lambda f: lambda: f() + " later")
+    assert module.f() == "original ours theirs later"
+    undo()
+    assert module.f() == "original ours theirs later"
+    later()
+    assert module.f is theirs
+    module.f = original
+    again = layers.put(module, "f", lambda f: lambda: f() + " again")
+    assert module.f() == "original again"
+    again()
+    assert module.f is original
 
 
 # -- replaying samples -----------------------------------------------------------------

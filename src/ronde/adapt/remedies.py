@@ -106,7 +106,8 @@ def _to_keep(dataset: Any) -> Any:
     names = [step.name for step in dataset.steps]
     if "decode" not in names:
         return None
-    return replace(dataset, steps=dataset.steps[: names.index("decode") + 1])
+    count = len(names) - names[::-1].index("decode")  # up to the last one of that name
+    return replace(dataset, steps=dataset.steps[:count])
 
 
 def _encoded(dataset: Any, ids: Sequence[int], seed: int) -> list[tuple[int, bytes]]:

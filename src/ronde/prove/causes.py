@@ -122,7 +122,8 @@ CAUSES: dict[str, tuple[str, str]] = {
     ),
     "batch-dependent-layer": (
         "An output depends on more than its own sample: a layer mixes the samples of its batch, "
-        "or keeps state that each forward pass changes (a counter, a running mean).",
+        "or keeps state that each forward pass changes (a counter, a running mean, a generator of "
+        "NumPy's).",
         "Normalize or attend within a sample; a layer over the whole batch cannot be split. Let "
         "each step have one pass, or put a layer whose state must not change in eval() mode.",
     ),
@@ -562,10 +563,6 @@ def _split_outputs(case: Case) -> str | None:
     return _layer(case) if case.source().phase == "outputs" else None
 
 
-def _carried_state(case: Case) -> str | None:
-    return case.equal_before()
-
-
 def _loss_kind(case: Case) -> str | None:
     answer = _LOSS_KINDS.get(case.one.loss_kind())
     return f"asked about parts of a batch, the loss gives {answer[1]}" if answer else None
@@ -600,14 +597,6 @@ def _sum_of_losses(case: Case) -> str | None:
     return None
 
 
-def _dropped(case: Case) -> str | None:
-    return case.dropped_rows("out")
-
-
-def _selected(case: Case) -> str | None:
-    return case.dropped_rows("given")
-
-
 def _hooked(case: Case) -> str | None:
     """A parameter or module has a gradient hook that may have caused the difference."""
     names, hooks = set(case.opening("names")), case.opening("hooked")
@@ -634,17 +623,9 @@ def _scheduled_by_rank(case: Case) -> str | None:
     return _schedules(case) if case.is_by_rank() else None
 
 
-def _optimizer_draws(case: Case) -> str | None:
-    return case.draws("drawn_by_optimizer")
-
-
 def _evaluation_draws(case: Case) -> str | None:
     drawn = any(e.get("drawn") for run in case.runs for e in run.evaluations())
     return "drawn during evaluation" if drawn else None
-
-
-def _metric(case: Case) -> str | None:
-    return "" if case.difference.name != "loss" else None
 
 
 def _contract(name: str) -> str:
@@ -709,7 +690,7 @@ RULES = (
     CauseRule(
         "rows-are-not-samples",
         ("data",),
-        lambda c: _dropped(c) if c.difference.name == ROWS else None,
+        lambda case: case.dropped_rows("out") if case.difference.name == ROWS else None,
     ),
     CauseRule("randomness", ("data",), _collate_draws),
     CauseRule("batch-dependent-collate", ("data",), _collated),
@@ -721,8 +702,8 @@ RULES = (
     CauseRule("weights-changed-by-script", ("outputs",), _written_in_forward),
     CauseRule("batchnorm", ("outputs", "loss", "buffers"), _batchnorm),
     # the loss
-    CauseRule("rows-are-not-samples", ("loss",), _dropped),
-    CauseRule("loop-mixes-rows", ("loss",), _selected),
+    CauseRule("rows-are-not-samples", ("loss",), lambda case: case.dropped_rows("out")),
+    CauseRule("loop-mixes-rows", ("loss",), lambda case: case.dropped_rows("given")),
     CauseRule(_loss_cause, ("loss",), _loss_kind),
     CauseRule("accumulation", ("loss",), _divided_twice),
     # gradients
@@ -733,10 +714,12 @@ RULES = (
     # The same split on one process: it is the workers, or it is the split.
     CauseRule("rank-dependent-gradients", _GRADIENTS, _reads("step", "between"), False),
     CauseRule("rank-dependent-forward", ("outputs", "loss"), _reads("step", "between"), False),
-    CauseRule("state-outside-the-model", ("outputs", "loss", *_GRADIENTS), _carried_state, False),
-    CauseRule("padding", ("outputs", "loss"), lambda case: case.padded(), True),
+    CauseRule(
+        "state-outside-the-model", ("outputs", "loss", *_GRADIENTS), Case.equal_before, False
+    ),
+    CauseRule("padding", ("outputs", "loss"), Case.padded, True),
     CauseRule("batch-dependent-layer", ("outputs", "loss"), _split_outputs, True),
-    CauseRule("state-outside-the-model", ("loss",), _carried_state, True),
+    CauseRule("state-outside-the-model", ("loss",), Case.equal_before, True),
     CauseRule("loss-is-a-sum", ("loss",), _sum_of_losses),
     CauseRule("loss-over-the-batch", ("loss",), _always, True),
     CauseRule("exchange-by-script", ("outputs", "loss"), _EXCHANGES),
@@ -746,7 +729,9 @@ RULES = (
     CauseRule("scheduler", _RATES, _schedules),
     CauseRule("learning-rate", _RATES, _read_or_not("between", "setup")),
     CauseRule("optimizer-settings", ("optimizer settings",), _read_or_not()),
-    CauseRule("optimizer-depends-on-workers", _UPDATED, _optimizer_draws),
+    CauseRule(
+        "optimizer-depends-on-workers", _UPDATED, lambda case: case.draws("drawn_by_optimizer")
+    ),
     CauseRule("weights-changed-by-script", _UPDATED, _written_in_forward),
     CauseRule("optimizer-depends-on-workers", _UPDATED, _read_or_not("update")),
     CauseRule("buffers", ("buffers",), _read_or_not("step")),
@@ -767,7 +752,11 @@ RULES = (
         ("evaluation",),
         lambda case: case.reads_of_rank("evaluate"),
     ),
-    CauseRule("metric-not-a-mean", ("evaluation",), _metric),
+    CauseRule(
+        "metric-not-a-mean",
+        ("evaluation",),
+        lambda case: "" if case.difference.name != "loss" else None,
+    ),
     CauseRule(_loss_cause, ("evaluation",), _loss_kind),
     CauseRule("evaluation-depends-on-batch", ("evaluation",), _always),
 )

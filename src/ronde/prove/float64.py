@@ -39,9 +39,6 @@ _RANDOM = _words(
     "multinomial normal normal_ uniform_ random_ exponential_ geometric_ log_normal_ cauchy_ "
     "rrelu gumbel_softmax"
 )
-_OWN_GENERATOR = _words(
-    "random integers normal standard_normal uniform permutation permuted shuffle choice beta gamma"
-)
 _COLLECTIVES = _words(
     "all_reduce all_gather all_gather_into_tensor all_gather_object broadcast reduce reduce_scatter"
 )
@@ -268,31 +265,6 @@ def _patch_clock(recorder: Recorder, ahead_seconds: float) -> None:
         setattr(time, name, call)
 
 
-def _patch_own_generators(recorder: Recorder) -> None:
-    """Note where a step draws from a numpy generator of the script's own."""
-
-    class Noted(np.random.Generator):
-        pass
-
-    def note(name: str) -> None:
-        if recorder.trace.phase in _COMPUTING and (where := place_of(True)):
-            recorder.trace.note("own generator", f"{name}@{where}")
-            if recorder.trace.settings.same_draws:
-                recorder.trace.note("unfixed", f"{name}@{where}")
-
-    for name in _OWN_GENERATOR:
-        _before(Noted, name, functools.partial(note, name))
-    make = np.random.default_rng
-
-    def default_rng(seed: Any = None) -> np.random.Generator:
-        generator = make(seed)
-        if isinstance(seed, np.random.Generator) or not place_of(True):
-            return generator
-        return Noted(generator.bit_generator)
-
-    np.random.default_rng = default_rng
-
-
 def _patch_autocast(recorder: Recorder) -> None:
     def enter(self: Any, *_: Any) -> Any:
         if getattr(self, "_enabled", False):  # torch's own functions enter it disabled
@@ -322,7 +294,6 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
     _patch_training_calls(recorder)
     # a day ahead: what the script seeds by the time differs between the two runs
     _patch_clock(recorder, 86_413.37 if settings.experiment is Experiment.ROUNDED else 0.0)
-    _patch_own_generators(recorder)
     _patch_autocast(recorder)
 
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
