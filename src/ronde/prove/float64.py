@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ronde.capture import draws_globally
 from ronde.plan import Plan
 from ronde.prove.experiment import Experiment, Settings
+from ronde.prove.recorded_data import loading_process
 from ronde.prove.recorder import RecordedLoop, RecordedRun, Recorder
 from ronde.prove.trace_writer import Phase, place_of
 from ronde.prove.values import NARROW
@@ -295,6 +296,7 @@ def install_recorder(settings: Settings, rank: int) -> Recorder:
     # a day ahead: what the script seeds by the time differs between the two runs
     _patch_clock(recorder, 86_413.37 if settings.experiment is Experiment.ROUNDED else 0.0)
     _patch_autocast(recorder)
+    torch.utils.data.get_worker_info = loading_process
 
     def record(module: nn.Module, inputs: Any, output: Any) -> None:
         with torch._C.DisableTorchFunction():

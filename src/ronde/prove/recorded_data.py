@@ -5,21 +5,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils.worker import WorkerInfo
 
 from ronde.data import Order
 from ronde.introspect import Marks
 from ronde.loader import LoaderSettings, TakenOver
 from ronde.plan import Share
-from ronde.prove.trace_writer import TraceWriter, modules_of
+from ronde.prove.trace_writer import TraceWriter, modules_of, place_of
 from ronde.prove.values import cast, digest_value
 from ronde.run.parts import Parts
 
-__all__ = ["SampleRecorder", "cut_epoch", "cut_order", "wide_loader"]
+__all__ = ["SampleRecorder", "cut_epoch", "cut_order", "loading_process", "wide_loader"]
 
 _EVALUATE_SAMPLES = 4096  # of one evaluation: a whole test set would take most of the study
 
@@ -148,19 +148,21 @@ def cut_order(order: Order, short: int) -> Order:
     return dataclasses.replace(order, draw=lambda epoch: list(draw(epoch))[:short], length=short)
 
 
-def _asks_for_its_process(dataset: Any) -> bool:
-    """Whether the data set's code uses ``get_worker_info``, which is None in a training process."""
-    kinds = [k for k in type(dataset).__mro__ if k.__module__.partition(".")[0] != "torch"]
-    methods = [v for k in kinds for v in vars(k).values() if isinstance(v, types.FunctionType)]
-    return any("get_worker_info" in method.__code__.co_names for method in methods)
+_process: WorkerInfo | None = None  # the loading process that this one stands for
+
+
+def loading_process() -> WorkerInfo | None:
+    """What ``get_worker_info`` tells the script's code, whose samples are read in this process."""
+    return get_worker_info() or (_process if place_of(True) else None)
 
 
 def wide_loader(
     settings: LoaderSettings, dataset: Any, drawn: Callable[[list[str]], None]
 ) -> LoaderSettings:
-    """Batches in float64, read in this process if the data set allows. ``drawn`` gets the names of
-    the generators that the collate function draws from.
+    """Batches in float64, read in this process unless the script prepares its loading processes.
+    ``drawn`` gets the names of the generators that the collate function draws from.
     """
+    global _process
     collate = settings.collate
 
     def wide(samples: list[Any]) -> Any:
@@ -172,6 +174,7 @@ def wide_loader(
 
     if collate is not default_collate:
         functools.update_wrapper(wide, collate)  # a run asks whose it is
-    needs_workers = settings.init is not None or _asks_for_its_process(dataset)
-    workers = settings.num_workers if needs_workers else 0
+    workers = settings.num_workers if settings.init is not None else 0
+    if settings.num_workers and not workers:  # a data set may ask which process reads it
+        _process = WorkerInfo(id=0, num_workers=1, seed=0, dataset=dataset)
     return dataclasses.replace(settings, collate=wide, num_workers=workers)
