@@ -17,6 +17,7 @@ which its issue is closed.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,12 +25,14 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ronde.world import PlanError, World
 from ronde.world.rendezvous import Rendezvous, rendezvous
+from ronde.world.tensors import local_part
 
-__all__ = ["fix_dtensors"]
+__all__ = ["extend_scaler", "fix_dtensors"]
 
 _aten = torch.ops.aten
 _TORCH = str(Path(torch.__file__).parent)
@@ -259,3 +262,32 @@ class _ViewCopy(DTensor):
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         is_view = func.is_view and isinstance(args[0], _ViewCopy)
         return tree_map_only(DTensor, _view_copy, result) if is_view else result
+
+
+def extend_scaler(scale: Callable[[torch.Tensor], torch.Tensor] | None, me: World) -> None:
+    """Let the gradient scaler take divided and whole gradients.
+
+    Its kernel takes one or the other, and asks the first which (torch 2.13, not reported); FSDP2
+    leaves a parameter without dimensions whole. :meth:`Strategy.agree_on_overflow` follows.
+    """
+    scaler = getattr(scale, "__self__", None)
+    if scaler is None or "_unscale_grads_" in vars(scaler):
+        return
+
+    def unscale(
+        optimizer: Optimizer, inverse: torch.Tensor, overflow: torch.Tensor, _allow_fp16: bool
+    ) -> dict[Any, torch.Tensor]:
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    key = p.grad.device, p.grad.dtype  # offloaded ones lie in the host's memory
+                    alike.setdefault(key, []).append(local_part(p.grad))
+        flags = {device: overflow.to(device, copy=True) for device, _ in alike}
+        for (device, _), gradients in alike.items():
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                gradients, flags[device], inverse.to(device)
+            )
+        return flags or {me.device: overflow.to(me.device)}
+
+    scaler._unscale_grads_ = unscale

@@ -40,7 +40,7 @@ from ronde.parallel import fsdp_repairs
 from ronde.parallel.batchnorm import absent, synchronize_batchnorms
 from ronde.parallel.buckets import broadcast_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
-from ronde.parallel.dtensor_fixes import fix_dtensors
+from ronde.parallel.dtensor_fixes import extend_scaler, fix_dtensors
 from ronde.parallel.optimizer_coupling import REFUSED
 from ronde.parallel.own_calls import OwnCalls, wrap_forward
 from ronde.parallel.recompute import large_children, repeated_blocks
@@ -628,6 +628,7 @@ class Shard(Replicate):
             with absent():
                 value, weight = compute()
             self._weighted, factor = weight is not None or part.weight is not None, 0.0
+        extend_scaler(scale, self.me)
         self._backward(value, factor, scale)
         if self._is_gathered():
             raise RondeError(

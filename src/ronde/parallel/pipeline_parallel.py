@@ -23,6 +23,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 from ronde.capture import stay
 from ronde.parallel.buckets import broadcast_packed, exchange_packed
+from ronde.parallel.dtensor_fixes import extend_scaler
 from ronde.parallel.fsdp import add_squares, sharded_mesh
 from ronde.parallel.stage_ownership import StageOwnership, signature
 from ronde.parallel.stage_run import Program, StageRun
@@ -40,7 +41,6 @@ from ronde.parallel.tensor_parallel import (
     Divided,
     complete_gradients,
     divide_stages,
-    extend_scaler,
 )
 from ronde.plan import Plan
 from ronde.plan.schedules import Action, actions
@@ -179,8 +179,7 @@ class PipelineParallel(Strategy):
         if scale is not None:
             # a scaler starts with its first use, and not every stage has the loss
             scale(torch.zeros((), device=self.me.device))
-            if self.divided is not None:
-                extend_scaler(scale, self.me)
+            extend_scaler(scale, self.me)
         self._samples = parts[0].global_samples
         programs = [self.owner.program_of(m) for m in micros]
         self.owner.check_replicas(programs)

@@ -26,14 +26,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.optim import Optimizer
 
 from ronde.capture import Reads, draws_globally, following
 from ronde.checkpoint import shard_like
 from ronde.parallel.batchnorm import absent, batchnorms, synchronize_batchnorms
 from ronde.parallel.buckets import broadcast_packed, exchange_packed
 from ronde.parallel.ddp import Replicate, payload_dtype
-from ronde.parallel.dtensor_fixes import fix_dtensors
+from ronde.parallel.dtensor_fixes import extend_scaler, fix_dtensors
 from ronde.parallel.fsdp import (
     Shard,
     add_squares,
@@ -78,7 +77,6 @@ __all__ = [
     "complete_gradients",
     "divide",
     "divide_stages",
-    "extend_scaler",
     "one_part",
     "tensor",
 ]
@@ -548,31 +546,6 @@ def _sum_over(mesh: DeviceMesh, gradients: list[torch.Tensor], mean: bool = Fals
             flat /= mesh.size()
 
     exchange_packed(gradients, add)
-
-
-def extend_scaler(scale: Scale | None, me: World) -> None:
-    """Let the gradient scaler take divided and whole gradients.
-
-    Its kernel takes one or the other. :meth:`Strategy.agree_on_overflow` follows on all workers.
-    """
-    scaler = getattr(scale, "__self__", None)
-    if scaler is None or "_unscale_grads_" in vars(scaler):
-        return
-
-    def unscale(
-        optimizer: Optimizer, inverse: torch.Tensor, overflow: torch.Tensor, _allow_fp16: bool
-    ) -> dict[Any, torch.Tensor]:
-        overflow, inverse = overflow.to(me.device), inverse.to(me.device)
-        by_type: dict[torch.dtype, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    by_type.setdefault(p.grad.dtype, []).append(local_part(p.grad))
-        for same in by_type.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(same, overflow, inverse)
-        return {me.device: overflow}
-
-    scaler._unscale_grads_ = unscale
 
 
 def complete_gradients(
