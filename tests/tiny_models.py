@@ -9,6 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,23 @@ from torch import nn
 from torch.utils.data import Dataset
 
 VOCABULARY, LENGTH, CLASSES = 13, 7, 5
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0]), batch[1]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a model is built and called."""
+
+    build: Callable[[], nn.Module]
+    samples: str = "mlp"  # of Samples
+    forward: Callable[[nn.Module, Any], Any] = call
+    blocks: int | None = None  # how many of its blocks are split in two
+    aside: str = "$^"  # parameters whose gradient is zero in exact arithmetic
+    needs: str = "torch"
+    styles: Callable[[], dict[str, Any]] | None = None
 
 
 class CNN(nn.Module):
@@ -149,7 +169,7 @@ class Samples(Dataset):
 
     def __init__(self, kind: str, n: int, dtype: torch.dtype) -> None:
         g = torch.Generator().manual_seed(n)
-        if kind in ("cnn", "norm"):
+        if kind == "cnn":
             self.x = torch.randn(n, 1, 6, 6, generator=g, dtype=torch.float64).to(dtype)
             self.y = torch.randint(CLASSES, (n,), generator=g)
         elif kind in ("transformer", "tokens"):
@@ -159,9 +179,15 @@ class Samples(Dataset):
             if kind == "tokens":
                 lengths = torch.randint(0, LENGTH + 1, (n,), generator=g)
                 self.y[torch.arange(LENGTH)[None] >= lengths[:, None]] = -100
-        elif kind == "lstm":
+        elif kind == "padded":  # the last word of some samples is none
+            self.x = torch.randint(1, VOCABULARY, (n, LENGTH), generator=g)
+            self.x[::3, -1] = 0
+            self.y = self.x.roll(-1, 1).clone()
+        elif kind in ("lstm", "pairs"):
             self.x = torch.randint(VOCABULARY, (n, LENGTH), generator=g)
             self.y = torch.randint(CLASSES, (n,), generator=g)
+            if kind == "pairs":
+                self.y = torch.randint(VOCABULARY, (n, LENGTH + 1), generator=g)
         else:
             self.x = torch.randn(n, 6, generator=g, dtype=torch.float64).to(dtype)
             self.y = torch.randint(CLASSES, (n,), generator=g)
@@ -269,8 +295,9 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, cross: bool = False) -> None:
+    def __init__(self, width: int, heads: int, cross: bool = False, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
         self.norm2, self.up, self.down = (
             nn.LayerNorm(width),
@@ -281,10 +308,10 @@ class Block(nn.Module):
             self.norm3, self.cross = nn.LayerNorm(width), Attention(width, heads)
 
     def forward(self, x, mask=None, memory=None):
-        x = x + self.attention(self.norm1(x), mask=mask)
+        x = x + self.dropout(self.attention(self.norm1(x), mask=mask))
         if memory is not None:
             x = x + self.cross(self.norm3(x), memory)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
 
 def causal(length: int) -> torch.Tensor:
@@ -294,10 +321,10 @@ def causal(length: int) -> torch.Tensor:
 class GPT(nn.Module):
     """Embedding and head tied."""
 
-    def __init__(self, width: int = 12, layers: int = 4) -> None:
+    def __init__(self, width: int = 12, layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(width, 2) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, 2, False, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.token.weight
 
