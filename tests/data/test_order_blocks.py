@@ -78,18 +78,6 @@ def test_any_part_of_it_by_itself(blocks, window):
     assert order.ids(3, n, n).size == 0
 
 
-def test_the_same_for_any_number_of_workers():
-    blocks = uneven(50, 20, 4)
-    n, batch = sum(blocks), 32
-    one = Order(n, 1, blocks=blocks, window=8)
-    for workers in (2, 3, 4):
-        mine = [Order(n, 1, blocks=blocks, window=8) for _ in range(workers)]
-        for start in range(0, n - batch, batch):
-            edges = [start + batch * w // workers for w in range(workers + 1)]
-            dealt = np.concatenate([mine[w].ids(2, edges[w], edges[w + 1]) for w in range(workers)])
-            assert np.array_equal(dealt, one.ids(2, start, start + batch))
-
-
 def test_fixed_for_ever():
     order = Order(20, seed=3, blocks=(4, 1, 6, 2, 7), window=2)
     whole = [12, 11, 3, 2, 1, 0, 4, 15, 9, 14, 10, 8, 13, 6, 19, 16, 18, 5, 17, 7]

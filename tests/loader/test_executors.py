@@ -557,22 +557,6 @@ def test_an_error_that_cannot_be_pickled_comes_out_of_a_loading_process(base):
     assert "in __getitem__" in shown and 'raise Odd("bad thing", 2)' in shown
 
 
-def test_a_loop_over_processes_may_be_left_and_begun_again():
-    taken = take(DataLoader(Works(), 5, shuffle=True, num_workers=2))
-    feed = feed_of(taken)
-    expected = [b.tolist() for b in read(with_executor(taken, "none"), batch=5)]
-    for stop in (3, 40, 1):
-        found, begun = [], torch.get_rng_state()
-        batches = feed.read(lambda: shares(0, 0, 200, 5, 0, 1))
-        for k, (_, (batch,)) in enumerate(batches, 1):
-            found.append(batch.tolist())
-            if k == stop:
-                break
-        batches.close()
-        assert found == expected[:stop] and torch.equal(begun, torch.get_rng_state())
-    feed.close()
-
-
 # -- the next epoch --------------------------------------------------------------------
 
 
