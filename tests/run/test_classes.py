@@ -7,13 +7,11 @@ import io
 import json
 import tarfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import Subset
 
 import ronde
 from ronde import feed
@@ -200,19 +198,3 @@ def test_an_evaluation_on_other_classes_says_so(tmp_path, capsys, monkeypatch, k
     told = capsys.readouterr()
     said = "label 0 is 'bee' here, and 'ant' in the training data"
     assert (said in told.out + told.err) is not known
-
-
-def test_which_classes_are_others():
-    def named(*classes):
-        return SimpleNamespace(classes=list(classes))
-
-    train = Subset(named("ant", "bee", "cat"), [0])
-    assert (
-        feed.other_classes(train, named("ant", "bee")) is None
-        and feed.other_classes(train, [1]) is None
-    )
-    assert feed.other_classes(train, SimpleNamespace(classes=None)) is None
-    assert "have 3 classes" in feed.other_classes(train, named("ant", "bee", "cat", "dog"))
-    assert "label 1 is 'cat'" in feed.other_classes(
-        train, SimpleNamespace(source=named("ant", "cat"))
-    )

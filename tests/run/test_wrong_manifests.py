@@ -123,22 +123,13 @@ def test_what_stands_in_a_file_s_place(checkpoints, capsys):
         run.port.group.members[0].finish("completed")
         return run.state.step
 
-    for name in ("manifest.json", "model.safetensors", "optimizer.safetensors"):
+    for name in ("manifest.json", "model.safetensors"):
         for place in (os.mkfifo, os.mkdir, lambda p: p.symlink_to(spare / p.name)):
             (newest / name).unlink()
             place(newest / name)
             assert resumed() == 3, (name, place)
             shutil.rmtree(newest)
             shutil.copytree(spare, newest)
-    shutil.rmtree(newest)
-    newest.mkdir()
-    assert resumed() == 3
-    newest.rmdir()
-    os.mkfifo(newest)
-    assert resumed() == 3
-    newest.unlink()
-    shutil.copytree(spare, newest)
-    assert resumed() == 4
     newest.rename(checkpoints / "step-000000009")
     assert resumed() == 3  # a checkpoint of step 4 is not one of step 9
     said = capsys.readouterr()
