@@ -391,6 +391,7 @@ def test_patience_counts_on_after_a_resume(folder):
 
 
 def test_where_breaks_cannot_be_told_it_says_so(tmp_path, monkeypatch, capsys):
+    assert loop.shows_breaks()
     monkeypatch.setattr(loop, "shows_breaks", lambda: False)
     monkeypatch.setenv("RONDE_RUNS", str(tmp_path))
     monkeypatch.setenv("RONDE_DEVICE", "cpu")

@@ -8,6 +8,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -418,7 +419,6 @@ def skip_report(skipped: list[tuple[int, str]], of: int, fate: str) -> str:
     return f"{count} could not be used and {were} {fate}: {first_few(skipped)}"
 
 
-_UNKNOWN_PYTHON = (3, 15)
 # Where a loop pops its iterator: POP_ITER is Python 3.14's.
 _POPS = {dis.opmap[name] for name in ("POP_TOP", "POP_ITER") if name in dis.opmap}
 
@@ -435,7 +435,26 @@ def is_left_by_script() -> bool:
 
 def shows_breaks() -> bool:
     """Whether :func:`is_left_by_script` can be believed: other Pythons may compile or end loops in
-    another way.
+    another way. Tried on three loops whose end is known.
     """
-    # Tried on CPython 3.11 to 3.14; a newer one warns until it was tried.
-    return sys.implementation.name == "cpython" and sys.version_info < _UNKNOWN_PYTHON
+    answers = []
+
+    def loop() -> Iterator[None]:
+        try:
+            yield
+        except GeneratorExit:
+            answers.append(is_left_by_script())
+            raise
+
+    def leave(how: str) -> None:
+        for _ in loop():
+            if how == "break":
+                break
+            if how == "return":
+                return
+            raise KeyError
+
+    for how in ("break", "return", "raise"):
+        with suppress(KeyError):
+            leave(how)
+    return answers == [True, True, False]
