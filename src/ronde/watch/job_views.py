@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ronde.watch.run_dir import RUNNING_SECONDS
+from ronde.watch.run_dir import is_recent
 
 __all__ = ["job_kind", "job_row", "job_view"]
 
@@ -43,10 +43,6 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def _is_recent(written: float) -> bool:
-    return time.time() - written < RUNNING_SECONDS
-
-
 def _search(folder: Path, name: str) -> _Row:
     plan, file = _read(folder / "tune.json"), folder / "result.json"
     result: _Row = {"trials": [], "best": {}, "rungs": [], "ended": ""}
@@ -55,7 +51,7 @@ def _search(folder: Path, name: str) -> _Row:
         result, written = _read(file), file.stat().st_mtime
     ended, rungs = result["ended"], len(result["rungs"])
     status = {"done": "completed", "target": "completed", "budget": "completed"}.get(
-        ended, "running" if not ended and _is_recent(written) else "stopped"
+        ended, "running" if not ended and is_recent(written) else "stopped"
     )
     trials = []
     for trial in result["trials"]:
@@ -102,7 +98,7 @@ def _flow(folder: Path, name: str) -> _Row:
         with contextlib.suppress(OSError):  # it has just ended
             signed = lease.stat().st_mtime
             written = max(written, signed)
-            if _is_recent(signed):
+            if is_recent(signed):
                 began = (ledger / "work" / lease.name / ".began").stat().st_mtime
                 alive[lease.name.partition(".")[0]] = began
     steps = []
@@ -139,7 +135,7 @@ def _flow(folder: Path, name: str) -> _Row:
     elif over:
         status = "failed" if "failed" in states else "stopped"
     else:
-        status = "running" if _is_recent(written) else "stopped"
+        status = "running" if is_recent(written) else "stopped"
     return {
         "status": status,
         "done": sum(state in ("done", "kept", "skipped") for state in states),
@@ -188,7 +184,7 @@ def _map(folder: Path, name: str) -> _Row:
         lines = map(json.loads, (folder / "failed.jsonl").read_text().splitlines())
         names = {line["place"]: str(line["item"]) for line in lines}
     stopped = root / "stopped"
-    is_alive = _is_recent(written)
+    is_alive = is_recent(written)
     status = "completed" if done >= total else "running" if is_alive else "stopped"
     if stopped.is_file():
         status = "failed"

@@ -32,7 +32,7 @@ from starlette.responses import FileResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 
 from ronde.watch.job_views import job_kind, job_row, job_view
-from ronde.watch.run_dir import RUNNING_SECONDS, RunDir, check_name
+from ronde.watch.run_dir import RunDir, check_name, is_recent
 from ronde.world import ArgumentError
 
 __all__ = ["application", "serve_page"]
@@ -297,8 +297,7 @@ class _Pages:
                 about = {"name": name, "status": "unreadable", "error": str(error)}
             self._rows[name] = key, {**about, "alerts": alerts + more}
         row = dict(self._rows[name][1], written=facts.st_mtime)
-        lately = time.time() - facts.st_mtime < RUNNING_SECONDS
-        row["status"] = row["status"] or ("running" if lately else "stopped")
+        row["status"] = row["status"] or ("running" if is_recent(facts.st_mtime) else "stopped")
         return row
 
     def _rows_of(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:

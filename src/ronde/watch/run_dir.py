@@ -15,8 +15,7 @@ from pathlib import Path
 
 from ronde.world import ArgumentError, CheckpointError
 
-RUNNING_SECONDS = 30.0
-"""A run or job that has written nothing for so long, and no end, has stopped."""
+_RUNNING_SECONDS = 30.0  # a run or job that writes no end and nothing else for so long has stopped
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -65,6 +64,11 @@ class RunDir:
     def in_use(self) -> bool:
         """Whether a run has left a record, checkpoints or a plan here."""
         return self.record.exists() or self.checkpoints.exists() or self.plan.exists()
+
+
+def is_recent(written: float) -> bool:
+    """Whether what was written then, in seconds since 1970, is a sign that a run is alive."""
+    return time.time() - written < _RUNNING_SECONDS
 
 
 def script_stem(script: str | None = None) -> str:

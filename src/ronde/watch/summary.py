@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,7 @@ from ronde.watch.record import (
     Warned,
     read,
 )
-from ronde.watch.run_dir import RUNNING_SECONDS, RunDir
+from ronde.watch.run_dir import RunDir, is_recent
 
 
 @dataclass(frozen=True)
@@ -150,8 +149,7 @@ def _summarise(
         written = max(written, used.stat().st_mtime)  # the launcher writes on while others train
     if ended is not None and start is not None and ended.time < start.time:
         ended = None  # it was resumed after that end
-    writes = time.time() - written < RUNNING_SECONDS
-    status = ended.status if ended else "running" if writes else "stopped"
+    status = ended.status if ended else "running" if is_recent(written) else "stopped"
     epochs = [e for e in events if isinstance(e, Epoch)]
     return Summary(
         run.name,
