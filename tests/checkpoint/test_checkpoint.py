@@ -9,7 +9,6 @@ import json
 import math
 import random
 import re
-import shutil
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 
@@ -97,76 +96,69 @@ def test_every_flipped_bit_is_found(tmp_path):
 
 def test_every_single_bit_of_the_manifest_counts(tmp_path):
     """All of them, one after the other: no flip is without consequence, 1e-08 to 1E-08 included."""
-    path = write(tmp_path, 7, files(), STATE)
+    state = {"eps": 1e-08, "text": "größer"}
+    path = write(tmp_path, 7, {"model.safetensors": {"x": torch.ones(2)}}, state)
     manifest = path / "manifest.json"
     whole = manifest.read_bytes()
     missed = []
     for bit in range(len(whole) * 8):
-        damaged = bytearray(whole)
-        damaged[bit // 8] ^= 1 << bit % 8
+        at, damaged = bit // 8, bytearray(whole)
+        damaged[at] ^= 1 << bit % 8
         manifest.write_bytes(damaged)
         try:
             verify(path)
         except CheckpointError:
             continue
-        at = bit // 8
         missed.append(f"{whole[at - 12 : at + 8]!r} -> {bytes(damaged[at - 12 : at + 8])!r}")
     assert not missed, "\n".join(missed)
 
 
-def test_damage_is_named(tmp_path):
-    def fresh() -> Path:
-        shutil.rmtree(tmp_path / "c", ignore_errors=True)
-        return write(tmp_path / "c", 1, files(), STATE)
+@pytest.mark.parametrize(
+    ("file", "damage", "why"),
+    [
+        (
+            "model.safetensors",
+            lambda data: data[:-1],
+            r"model\.safetensors has \d+ bytes, expected",
+        ),
+        ("model.safetensors", None, r"model\.safetensors is missing"),
+        ("manifest.json", None, r"manifest\.json is missing"),
+        ("manifest.json", lambda data: b"", r"manifest\.json cannot be read"),
+        ("manifest.json", lambda data: data[:100], r"manifest\.json cannot be read"),
+        ("manifest.json", lambda data: b"[" * 100_000, r"manifest\.json cannot be read"),
+        ("manifest.json", lambda data: b"[]", "not of a Ronde checkpoint"),
+        ("manifest.json", lambda data: b'{"format": "other"}', "not of a Ronde checkpoint"),
+    ],
+)
+def test_damage_is_named(file, damage, why, tmp_path):
+    path = write(tmp_path, 1, files(), STATE)
+    data = (path / file).read_bytes()
+    (path / file).unlink()
+    if damage is not None:
+        (path / file).write_bytes(damage(data))
+    with pytest.raises(CheckpointError, match=why):
+        verify(path)
 
-    def refused(path: Path, why: str) -> None:
-        with pytest.raises(CheckpointError, match=why):
-            verify(path)
 
-    path = fresh()
-    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
-    refused(path, r"model\.safetensors has \d+ bytes, expected \d+")
-    path = fresh()
-    (path / "model.safetensors").unlink()
-    refused(path, r"model\.safetensors is missing")
-    path = fresh()
-    (path / "manifest.json").unlink()
-    refused(path, r"manifest\.json is missing")
-    for cut in (0, 1, 100):
-        path = fresh()
-        (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:cut])
-        refused(path, r"manifest\.json cannot be read")
-    path = fresh()
-    (path / "manifest.json").write_text("[" * 100_000)
-    refused(path, r"manifest\.json cannot be read")
-    for text in ("[]", "3", "{}", '{"format": "other"}'):
-        path = fresh()
-        (path / "manifest.json").write_text(text)
-        refused(path, "not of a Ronde checkpoint")
-    path = fresh()
+def test_another_version_and_files_that_changed_places_are_refused(tmp_path):
+    path = write(tmp_path, 1, files(), STATE)
     damage_manifest(path, lambda body: body.update(version=99))
-    refused(path, "version 99 of the format")
-    # Two files of one size changed places: sizes are right, digests are not.
-    shutil.rmtree(tmp_path / "s", ignore_errors=True)
+    with pytest.raises(CheckpointError, match="version 99 of the format"):
+        verify(path)
+    # Two files of one size: sizes are right, digests are not.
     same = {"a.safetensors": {"x": torch.zeros(4)}, "b.safetensors": {"x": torch.ones(4)}}
-    path = write(tmp_path / "s", 1, same, {})
+    path = write(tmp_path, 2, same, {})
     (path / "a.safetensors").rename(path / "t")
     (path / "b.safetensors").rename(path / "a.safetensors")
     (path / "t").rename(path / "b.safetensors")
-    refused(path, "does not match its digest")
+    with pytest.raises(CheckpointError, match="does not match its digest"):
+        verify(path)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../outside.safetensors",
-        "/etc/passwd",
-        "a/b.safetensors",
-        "model.pkl",
-        ".safetensors",
-        "x.safetensors\n",
-    ],
-)
+OUTSIDE = ["../outside.safetensors", "/etc/passwd", "a/b.safetensors"]
+
+
+@pytest.mark.parametrize("name", [*OUTSIDE, "model.pkl", ".safetensors", "x.safetensors\n"])
 def test_names_that_lead_elsewhere_are_refused(tmp_path, name):
     path = write(tmp_path, 1, files(), STATE)
     damage_manifest(path, lambda body: body["files"].update({name: {"bytes": 1, "sha256": "0"}}))
@@ -375,47 +367,23 @@ def same(a, b) -> bool:
     return a == b
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        0,
-        -1,
-        2**70,
-        0.1,
-        -0.0,
-        5e-324,
-        math.nan,
-        math.inf,
-        -math.inf,
-        "",
-        "ä\u2028\x00",
-        [],
-        {},
-        (),
-        [1, (2, [3])],
-        (0.9, 0.999),
-        {"a": {"b": (1,)}},
-        {1: "x", -2: "y"},
-        {(1, 2): 3, None: 4, 1.5: 5},
-        {"__ronde__": "tuple", "items": []},
-        Counter([3, 3, 7]),
-        Counter(),
-        OrderedDict([("b", 1), ("a", 2)]),
-        deque([1, 2], maxlen=3),
-        deque(),
-        torch.tensor(1.5),
-        torch.tensor([math.nan, math.inf, -0.0]),
-        torch.arange(6).reshape(2, 3),
-        torch.tensor([True, False]),
-        torch.tensor([0.1, -1 / 3, 1e-300], dtype=torch.float64),
-        torch.tensor([0.1, -2.5, 1e30, 3]).to(torch.bfloat16),
-        torch.tensor([], dtype=torch.int8),
-        torch.zeros(0, 3),
-    ],
-    ids=repr,
-)
+PLAIN = [None, True, 0, -1, 2**70, 0.1, -0.0, 5e-324, math.nan, math.inf, -math.inf, ""]
+LISTS = [[], {}, (), [1, (2, [3])], {"a": {"b": (1,)}}, deque([1, 2], maxlen=3), deque()]
+KEYED = [{1: "x", -2: "y"}, {(1, 2): 3, None: 4, 1.5: 5}, {"__ronde__": "tuple", "items": []}]
+COUNTS = [Counter([3, 3, 7]), Counter(), OrderedDict([("b", 1), ("a", 2)]), "ä\u2028\x00"]
+TENSORS = [
+    torch.tensor(1.5),
+    torch.tensor([math.nan, math.inf, -0.0]),
+    torch.arange(6).reshape(2, 3),
+    torch.tensor([True, False]),
+    torch.tensor([0.1, -1 / 3, 1e-300], dtype=torch.float64),
+    torch.tensor([0.1, -2.5, 1e30, 3]).to(torch.bfloat16),
+    torch.tensor([], dtype=torch.int8),
+    torch.zeros(0, 3),
+]
+
+
+@pytest.mark.parametrize("value", [*PLAIN, *LISTS, *KEYED, *COUNTS, *TENSORS], ids=repr)
 def test_what_is_encoded_comes_back(value):
     through = decode_exact(json.loads(json.dumps(encode(value))))
     assert same(value, through), (value, through)
