@@ -71,107 +71,58 @@ def lines(count: int, make=line, **changes: object) -> list[dict]:
     return [make(number, **changes) for number in range(1, count + 1)]
 
 
+def case(resources: list[dict], *rules: str, record: list[dict] | None = None, **changes) -> tuple:
+    """A record, lines of resources, what of the start is unusual, and the rules that fire."""
+    return steps(FAST) if record is None else record, resources, changes, list(rules)
+
+
+IDLE = {"cpu": [9.0, 20.0, 31.0], "idle": 65.0}
+PAUSES = {"rank0": {"steps": 0}, "rank1": {"steps": 0}}
+UNUSED = {"gpu": [[0.0] * 3] * 2, "gpu_memory": [1] * 2, "gpu_memory_limit": [9] * 2}
+EPOCH = {"type": "epoch", "epoch": 0, "samples": 1, "time": 0.0, "samples_per_second": 1.0}
+EPOCHS = [{**EPOCH, "step": step} for step in range(149, 900, 50)]
+LONG = {"steps_per_epoch": 20_000}
 CASES = {
-    "busy": (steps(FAST), lines(40), {}, []),
-    "idle": (steps(FAST), lines(14, cpu=[9.0, 20.0, 31.0], idle=65.0), {}, ["low-utilization"]),
-    "idle for a minute": (steps(FAST), lines(6, cpu=[9.0, 20.0, 31.0], idle=65.0), {}, []),
-    "others have the cores": (steps(FAST), lines(40, **OTHERS), {}, []),
-    "few threads": (
-        steps(FAST),
-        lines(40, cpu=[40.0, 45.0, 49.0], idle=50.0),
-        {"threads": 1},
-        [],
+    "busy": case(lines(40)),
+    "idle": case(lines(14, **IDLE), "low-utilization"),
+    "idle for a minute": case(lines(6, **IDLE)),
+    "others have the cores": case(lines(40, **OTHERS)),
+    "few threads": case(lines(40, cpu=[40.0, 45.0, 49.0], idle=50.0), threads=1),
+    "it evaluates": case(lines(14, cpu=[20.0] * 3, idle=70.0, **PAUSES)),
+    "busy devices": case(lines(40, gpus), **GPU),
+    "an idle device": case(
+        lines(14, gpus, gpu=[[50.0, 90.0, 97.0], [9.0, 10.0, 30.0]]), "low-utilization", **GPU
     ),
-    "it evaluates": (
-        steps(FAST),
-        lines(14, cpu=[20.0] * 3, idle=70.0, rank0={"steps": 0}, rank1={"steps": 0}),
-        {},
-        [],
+    "idle devices of a training on the CPU": case(lines(40, **UNUSED)),
+    "waits for batches": case(lines(14, rank1={"loading": 4.0}), "input-bound"),
+    "runs ahead of its device": case(lines(14, gpus, rank1={"loading": 8.0}), **GPU),
+    "device waits for batches": case(
+        lines(14, gpus, rank1={"loading": 8.0}, gpu=[[50.0, 80.0, 89.0]] * 2), "input-bound", **GPU
     ),
-    "busy devices": (steps(FAST), lines(40, gpus), GPU, []),
-    "an idle device": (
-        steps(FAST),
-        lines(14, gpus, gpu=[[50.0, 90.0, 97.0], [9.0, 10.0, 30.0]]),
-        GPU,
-        ["low-utilization"],
+    "leaks": case(lines(130, memory=grows), "host-memory"),
+    "leaks, but ends before": case(lines(130, memory=grows, last_step=20_000)),
+    "fills a cache in the first epoch": case(lines(400, memory=fills_a_cache), **LONG),
+    "leaks in the first epoch": case(
+        lines(130, memory=lambda n: 23 * GIB + grows(n)), "host-memory", **LONG
     ),
-    "idle devices of a training on the CPU": (
-        steps(FAST),
-        lines(40, gpu=[[0.0] * 3] * 2, gpu_memory=[1] * 2, gpu_memory_limit=[9] * 2),
-        {},
-        [],
+    "leaks on the device": case(
+        lines(130, gpus, gpu_memory=lambda n: [20 * GIB, 10 * grows(n)]), "gpu-memory", **GPU
     ),
-    "waits for batches": (steps(FAST), lines(14, rank1={"loading": 4.0}), {}, ["input-bound"]),
-    "runs ahead of its device": (steps(FAST), lines(14, gpus, rank1={"loading": 8.0}), GPU, []),
-    "device waits for batches": (
-        steps(FAST),
-        lines(14, gpus, rank1={"loading": 8.0}, gpu=[[50.0, 80.0, 89.0]] * 2),
-        GPU,
-        ["input-bound"],
+    "no room for checkpoints": case(lines(3), "disk-full", record=[SAVED, *steps(FAST)]),
+    "a small disk": case(lines(3, disk_free=GIB // 2), "disk-full"),
+    "a large disk": case(lines(3, disk_free=4 * GIB)),
+    "throttled": case(lines(14, throttled=45), "throttled"),
+    "throttled now and then": case(lines(40, throttled=9)),
+    "never starts": case(lines(130, training=False, ranks=[], step=0), "slow-start", record=[]),
+    "starts late": case([*lines(100, training=False, step=0), *lines(110)[100:]]),
+    "outliers": case([], "outlier-steps", record=steps(SLOW)),
+    "outliers after evaluations": case(
+        [], record=sorted([*steps(SLOW), *EPOCHS], key=lambda e: e["step"])
     ),
-    "leaks": (steps(FAST), lines(130, memory=grows), {}, ["host-memory"]),
-    "leaks, but ends before": (
-        steps(FAST),
-        lines(130, memory=grows, last_step=20_000),
-        {},
-        [],
-    ),
-    "fills a cache in the first epoch": (
-        steps(FAST),
-        lines(400, memory=fills_a_cache),
-        {"steps_per_epoch": 20_000},
-        [],
-    ),
-    "leaks in the first epoch": (
-        steps(FAST),
-        lines(130, memory=lambda n: 23 * GIB + grows(n)),
-        {"steps_per_epoch": 20_000},
-        ["host-memory"],
-    ),
-    "leaks on the device": (
-        steps(FAST),
-        lines(130, gpus, gpu_memory=lambda n: [20 * GIB, 10 * grows(n)]),
-        GPU,
-        ["gpu-memory"],
-    ),
-    "no room for checkpoints": ([SAVED, *steps(FAST)], lines(3), {}, ["disk-full"]),
-    "a small disk": (steps(FAST), lines(3, disk_free=GIB // 2), {}, ["disk-full"]),
-    "a large disk": (steps(FAST), lines(3, disk_free=4 * GIB), {}, []),
-    "throttled": (steps(FAST), lines(14, throttled=45), {}, ["throttled"]),
-    "throttled now and then": (steps(FAST), lines(40, throttled=9), {}, []),
-    "never starts": ([], lines(130, training=False, ranks=[], step=0), {}, ["slow-start"]),
-    "starts late": (
-        steps(FAST),
-        [*lines(100, training=False, step=0), *lines(110)[100:]],
-        {},
-        [],
-    ),
-    "outliers": (steps(SLOW), [], {}, ["outlier-steps"]),
-    "outliers after evaluations": (
-        sorted(
-            [
-                *steps(SLOW),
-                *(
-                    {"type": "epoch", "epoch": 0, "step": i, "samples": 1, "time": 0.0}
-                    | {"samples_per_second": 1.0}
-                    for i in range(149, 900, 50)
-                ),
-            ],
-            key=lambda e: e["step"],
-        ),
-        [],
-        {},
-        [],
-    ),
-    "short outliers": (steps([*FAST[:600], *([0.02, 0.19] * 100)]), [], {}, []),
-    "a slow rank": (steps(FAST), lines(5, rank0={"waited": 4.0}), {}, ["imbalance"]),
-    "slow in turns": (
-        steps(FAST),
-        lines(40, rank0=lambda n: {"waited": 4.0 * (n % 3 != 0)}),
-        {},
-        [],
-    ),
-    "a rank is not known": (steps(FAST), lines(5, rank0={"waited": 4.0}), {"workers": 3}, []),
+    "short outliers": case([], record=steps([*FAST[:600], *([0.02, 0.19] * 100)])),
+    "a slow rank": case(lines(5, rank0={"waited": 4.0}), "imbalance"),
+    "slow in turns": case(lines(40, rank0=lambda n: {"waited": 4.0 * (n % 3 != 0)})),
+    "a rank is not known": case(lines(5, rank0={"waited": 4.0}), workers=3),
 }
 
 
