@@ -61,6 +61,11 @@ def folder(tmp_path_factory) -> Path:
     return where
 
 
+@pytest.fixture
+def board(tmp_path) -> Path:
+    return tmp_path / "board"
+
+
 class Augment:
     """Draws random numbers, as augmentations do."""
 
@@ -106,11 +111,11 @@ def batches(dataset, collate=default_collate, workers=0, context=None, epochs=1)
     return out
 
 
-def looked_at(dataset, board=None, epochs=1, collate=default_collate, **options):
-    """Batches of a data set under a probe, and the probe."""
+def looked_at(dataset, board, epochs=1, collate=default_collate, **options):
+    """Batches of a data set under a probe."""
     probe = Probe(board, **options)
     try:
-        return batches(*probe.attach(dataset, collate), epochs=epochs), probe
+        return batches(*probe.attach(dataset, collate), epochs=epochs)
     finally:
         probe.uninstall()
 
@@ -124,9 +129,9 @@ def size_of(folder, kind="jpg") -> int:
 
 @pytest.mark.parametrize(("workers", "context"), [(0, None), (1, "spawn")])
 def test_the_stages_of_a_plain_data_set_are_found_wherever_it_is_read(
-    folder, tmp_path, workers, context
+    folder, board, workers, context
 ):
-    dataset, board = Pictures(folder), tmp_path / "board"
+    dataset = Pictures(folder)
     plain = batches(dataset, workers=workers, context=context) if context != "spawn" else None
     probe = Probe(board)
     watched = batches(*probe.attach(dataset, default_collate), workers=workers, context=context)
@@ -147,7 +152,7 @@ def test_the_stages_of_a_plain_data_set_are_found_wherever_it_is_read(
 
 
 @pytest.mark.parametrize(("executor", "workers"), [("none", 0), ("threads", 2), ("processes", 2)])
-def test_it_goes_into_each_of_rondes_executors(folder, tmp_path, executor, workers):
+def test_it_goes_into_each_of_rondes_executors(folder, board, tmp_path, executor, workers):
     def read(probe):
         settings = LoaderSettings(num_workers=workers, executor=executor, probe=probe)
         feed = Feed(Pictures(folder, quiet), Order(N, 0), settings, 0)
@@ -163,7 +168,6 @@ def test_it_goes_into_each_of_rondes_executors(folder, tmp_path, executor, worke
             feed.close()
 
     plain = read(None)
-    board = tmp_path / "board"
     assert same(plain, read(Probe(board)))
     found = read_board(board)
     for name in ("python", "read", "decode", "augment", "collate"):
@@ -230,13 +234,13 @@ def _plain(value):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ways_to_read_and_decode_are_found_and_timed(folder, way):
+def test_ways_to_read_and_decode_are_found_and_timed(folder, way, board):
     how, stages_of_it = WAYS[way]
     dataset = _Things(folder, how)
     plain = [_plain(dataset[i]) for i in range(N)]
-    watched, probe = looked_at(dataset, collate=list, epochs=1)
+    watched = looked_at(dataset, board, collate=list)
     assert [_plain(s) for b in watched for s in b] == plain
-    found = {name: t for name, t in probe.times().items() if t.calls}
+    found = {name: t for name, t in read_board(board).items() if t.calls}
     assert set(found) == stages_of_it | {"python", "collate"}
     if "read" in found:
         assert found["read"].samples == N
@@ -246,7 +250,7 @@ def test_ways_to_read_and_decode_are_found_and_timed(folder, way):
 # -- whose time it is ------------------------------------------------------------------
 
 
-def test_time_belongs_to_the_innermost_stage_and_all_of_it_to_some():
+def test_time_belongs_to_the_innermost_stage_and_all_of_it_to_some(board):
     class Nested:
         def __len__(self):
             return 4
@@ -262,13 +266,13 @@ def test_time_belongs_to_the_innermost_stage_and_all_of_it_to_some():
             time.sleep(0.005)
             return self.outer(i)
 
-    probe = Probe(None)
+    probe = Probe(board)
     watched, _ = probe.attach(Nested(), list)
     begin = time.perf_counter()
     assert [watched[i] for i in range(4)] == [0, 1, 2, 3]
     took = time.perf_counter() - begin
     probe.uninstall()
-    found = probe.times()
+    found = read_board(board)
     assert found["parse"].wall_seconds >= 4 * 0.02
     assert found["augment"].wall_seconds >= 4 * 0.002
     assert found["python"].wall_seconds >= 4 * 0.005
@@ -384,14 +388,14 @@ class _Tokenizer:
     ],
     ids=lambda d: type(d).__name__,
 )
-def test_transforms_are_found_and_put_back(dataset):
+def test_transforms_are_found_and_put_back(dataset, board):
     before = {**vars(dataset)}, global_transform
     plain = [dataset[i] for i in range(N)]
-    watched, probe = looked_at(dataset, collate=list)
+    watched = looked_at(dataset, board, collate=list)
     assert [s for b in watched for s in b] == plain
     # it is gone through, not called
     if not isinstance(getattr(dataset, "transforms", None), torch.nn.Sequential):
-        assert probe.times()["augment"].calls == N
+        assert read_board(board)["augment"].calls == N
     assert vars(dataset) == before[0]
     assert all(vars(dataset)[k] is v for k, v in before[0].items())
     assert global_transform is before[1]
@@ -401,7 +405,7 @@ def test_transforms_are_found_and_put_back(dataset):
 # -- no trace --------------------------------------------------------------------------
 
 
-def test_it_leaves_no_trace(folder):
+def test_it_leaves_no_trace(folder, board):
     def places():
         owners = (
             PIL.Image,
@@ -430,7 +434,7 @@ def test_it_leaves_no_trace(folder):
     dataset = Pictures(folder)
     dataset[0]  # Pillow imports its formats
     transform, before = dataset.transform, places()
-    probe = Probe(None)
+    probe = Probe(board)
     watched, _ = probe.attach(dataset, list)
     watched[0]
     during = places()
@@ -451,12 +455,12 @@ def test_it_leaves_no_trace(folder):
     assert set(after) == set(before)
     assert dataset.transform is transform
     # what is read now is not looked at, and it can be put in place again
-    seen = probe.times()
+    seen = read_board(board)
     watched[1]
-    assert probe.times() == seen
+    assert read_board(board) == seen
     probe.install()
     watched[1]
-    assert probe.times()["python"].samples == seen["python"].samples + 1
+    assert read_board(board)["python"].samples == seen["python"].samples + 1
     probe.uninstall()
     assert {k for k in before if places()[k] is not before[k]} == set()
 
@@ -469,10 +473,10 @@ def _half(image):
     return image.resize((32, 24))
 
 
-def test_what_the_user_sets_while_it_looks_stays(folder):
+def test_what_the_user_sets_while_it_looks_stays(folder, board):
     dataset = Pictures(folder, _quarter)
     dataset.augmentations = steps = [_quarter]
-    probe = Probe(None)
+    probe = Probe(board)
     watched, _ = probe.attach(dataset, list)
     assert watched[0][0].size == (16, 12)
     dataset.transform = _half
@@ -485,14 +489,14 @@ def test_what_the_user_sets_while_it_looks_stays(folder):
     assert [type(s) for s in steps] == [types.FunctionType] * 2
 
 
-def test_everything_is_put_back_whatever_has_become_of_some_of_it(folder):
+def test_everything_is_put_back_whatever_has_become_of_some_of_it(folder, board):
     class Stubborn(Pictures):
         def __getattr__(self, name):
             raise RuntimeError(name)
 
     before = builtins.open, io.open, PIL.Image.open, PIL.Image.Image.convert
     dataset = Stubborn(folder, _quarter)
-    probe = Probe(None)
+    probe = Probe(board)
     watched, _ = probe.attach(dataset, list)
     watched[0]
     assert builtins.open is not before[0]
@@ -525,12 +529,12 @@ def test_what_somebody_else_replaced_meanwhile_is_left_to_them():
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_after_its_first_samples_each_process_gives_these_out_again(folder, tmp_path, many):
+def test_after_its_first_samples_each_process_gives_these_out_again(folder, board, many):
     dataset = Pictures(folder, quiet)
     if many:
         dataset.__class__ = PicturesAtOnce
-    plain, board = batches(dataset, epochs=2), tmp_path / "board"
-    again, _ = looked_at(dataset, board, collate=taking_apart, epochs=2, replay=True)
+    plain = batches(dataset, epochs=2)
+    again = looked_at(dataset, board, collate=taking_apart, epochs=2, replay=True)
     assert same(plain[:2], again[:2])  # two batches of eight to learn from
     assert [len(b[0]) for b in again] == [8] * 10
     first = {tuple(image.flatten().tolist()) for b in plain[:2] for image in b[0]}
@@ -557,8 +561,8 @@ def taking_apart(samples):
 # -- the board -------------------------------------------------------------------------
 
 
-def test_what_cannot_be_asked_for():
-    first, second = Probe(None), Probe(None)
+def test_what_cannot_be_asked_for(board):
+    first, second = Probe(board), Probe(board)
     first.install()
     try:
         with pytest.raises(RondeError, match="another probe is active"):

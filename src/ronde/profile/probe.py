@@ -32,7 +32,7 @@ from ronde.profile.function_hooks import (
     opener,
     timed_function,
 )
-from ronde.profile.shared_counters import FIELDS, SAMPLES, Slot, StageTimes, read_board
+from ronde.profile.shared_counters import FIELDS, SAMPLES, Slot
 from ronde.profile.sqlite_hooks import timed_connect
 from ronde.profile.stage_timer import StageTimer, local
 from ronde.world import RondeError
@@ -62,23 +62,23 @@ class Probe:
     only times, samples are unchanged bit for bit.
 
     Args:
-        board: folder in which all readers add up; see :func:`read_board`. None keeps this
-            process's own count in memory.
+        board: folder in which all readers add up; see :func:`read_board`.
         replay: after its first samples, each process gives these out again and again: what is left
             is the cost of collating batches and handing them over.
 
     Example:
-        >>> squares = [i * i for i in range(100)]
-        >>> probe = Probe(None)
-        >>> watched, collate = probe.attach(squares, sum)
-        >>> collate([watched[i] for i in range(10)])
-        285
-        >>> probe.times()["python"].samples
-        10
-        >>> probe.uninstall()
+        >>> import tempfile
+        >>> from ronde.profile import read_board
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     probe = Probe(Path(folder) / "board")
+        ...     watched, collate = probe.attach([i * i for i in range(100)], sum)
+        ...     total = collate([watched[i] for i in range(10)])
+        ...     probe.uninstall()
+        ...     print(total, read_board(probe.board)["python"].samples)
+        285 10
     """
 
-    def __init__(self, board: Path | None, replay: bool = False) -> None:
+    def __init__(self, board: Path, replay: bool = False) -> None:
         self.board = board
         self.replay = replay
         self._reset()
@@ -94,23 +94,10 @@ class Probe:
         self._watched: list[Any] = []
         self._kept: list[Any] = []  # samples to give out again
         self._turn = self._kept_bytes = 0
-        self._slots: list[Slot] = []
         self._before: named_stages.Listener | None = None
 
     def __reduce__(self) -> Any:
         return Probe, (self.board, self.replay)
-
-    # What others ask
-
-    def times(self) -> dict[str, StageTimes]:
-        """The cost of each stage so far, over the whole board, or else in this process."""
-        if self.board is not None:
-            return read_board(self.board)
-        total: dict[str, StageTimes] = {}
-        for slot in self._slots:
-            for name, times in slot.times().items():
-                total[name] = total.get(name, StageTimes()) + times
-        return total
 
     # Putting it in place
 
@@ -179,7 +166,6 @@ class Probe:
                 account.token = self._token
             else:
                 account = local.account = StageTimer(self, Slot(self.board), self._token)
-                self._slots.append(account.slot)
         if len(sys.modules) != self._modules:
             self._patch()
         return account

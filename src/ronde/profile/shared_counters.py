@@ -53,11 +53,11 @@ class Slot:
     """The calling thread's counters.
 
     Args:
-        folder: the board, made where there is none; None keeps the counters in memory.
+        folder: the board, made where there is none.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        whole = memoryview(mmap.mmap(-1, _SLOT_BYTES) if folder is None else _mapped(folder))
+    def __init__(self, folder: Path) -> None:
+        whole = memoryview(_mapped(folder))
         self._head = whole[:8].cast("q")
         self.values = whole[8 : 8 + STAGES * FIELDS * 8].cast("q")
         self._whole = whole
@@ -79,10 +79,6 @@ class Slot:
             self._head[0] = number + 1  # last: whoever looks meanwhile sees no nameless number
             self.index[name] = number
         return number
-
-    def times(self) -> dict[str, StageTimes]:
-        """This slot's counts."""
-        return _times(self._whole)
 
 
 def _mapped(folder: Path) -> mmap.mmap:
