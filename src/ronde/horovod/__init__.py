@@ -54,7 +54,7 @@ def run(
     if ignored := sorted(k for k, v in options.items() if v):
         warnings.warn(f"horovod.run: ignored {', '.join(ignored)}", stacklevel=2)
     before = os.environ.get("RONDE_HOROVOD")
-    os.environ["RONDE_HOROVOD"] = "1"
+    os.environ["RONDE_HOROVOD"] = "1"  # workers then find the bridge as `horovod`
     try:
         return launch(func, args, kwargs, workers=num_proc or np or 1)
     finally:

@@ -115,7 +115,7 @@ def _helpers() -> dict[str, dict[str, Any]]:
         "horovod.common.util": {
             **built,
             "extension_available": lambda name, verbose=False: name == "torch",
-            "_cache": functools.cache,
+            "_cache": functools.cache,  # private, and used by Horovod's own tests
             "env": _environment,
         },
         "horovod.runner": {"run": sys.modules["horovod"].run},

@@ -125,7 +125,7 @@ class Bridge:
             HorovodInternalError: the connection to the other ranks is gone.
         """
         handle = Handle(key, run, tensors)
-        if self._connection is None:
+        if self._connection is None:  # alone: nobody to agree with
             order: dict[str, Any] = {"go": key, "id": len(self.teams)}
             if "each" in meta:
                 order["each"] = [meta["each"]]
@@ -179,7 +179,7 @@ class Bridge:
             return
         with contextlib.suppress(HorovodInternalError), self._lock:
             self._send({"bye": True})
-        self._thread.join(10.0)
+        self._thread.join(10.0)  # for the exchanges that are under way
         if self._thread.is_alive():  # in an exchange that another rank has not begun
             self.poison("hvd.shutdown() was called")
         self._break("hvd.shutdown() was called")

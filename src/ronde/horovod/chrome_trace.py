@@ -80,4 +80,4 @@ class ChromeTrace:
         event["ts"] = round((time.monotonic() - self._start) * 1e6)
         event.setdefault("tid", 0)
         self._file.write(("\n" if first else ",\n") + json.dumps(event))
-        self._file.flush()
+        self._file.flush()  # it is read while the run goes on, and after one that died

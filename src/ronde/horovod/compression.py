@@ -29,7 +29,7 @@ class _Half(Compressor):
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         small = tensor.to(torch.float16) if tensor.is_floating_point() else tensor
-        return small, tensor.dtype
+        return small, tensor.dtype  # whole numbers, such as counts, stay exact
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:

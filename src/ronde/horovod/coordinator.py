@@ -85,7 +85,7 @@ class Coordinator(threading.Thread):
         self._sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
         self._next_set = 1
         self._pending: dict[Key, _Pending] = {}
-        self._joined: list[int] = []
+        self._joined: list[int] = []  # in this order: the last one is what join() returns
         self._left: dict[int, str] = {}  # rank -> why
         self._aborted: dict[Key, tuple[str, set[int]]] = {}
 

@@ -170,7 +170,7 @@ class _Held:
         self.saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        self.value.load_state_dict(copy.deepcopy(self.saved))
+        self.value.load_state_dict(copy.deepcopy(self.saved))  # it may keep what it is given
 
     def sync(self) -> None:
         self._share(self.value)

@@ -289,7 +289,7 @@ class _Gradients:
                 self._agree()
                 fresh = []
             for bucket in self._buckets:
-                if bucket.handle is None:
+                if bucket.handle is None:  # some of it is unused here: other ranks may wait
                     self._send(bucket)
             for bucket in self._buckets:
                 self._receive(bucket)

@@ -118,7 +118,7 @@ def DistributedOptimizer(
                 grads[i] = compression.decompress(mean, context)
         return apply(grads, trainable_variables)
 
-    optimizer.apply = averaged
+    optimizer.apply = averaged  # of this object: a class of ours would be saved with the model
     optimizer._horovod = True
     return optimizer
 

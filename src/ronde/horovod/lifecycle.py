@@ -230,7 +230,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     generation = 1 + max(gather_json(me, Bridge.poisoned))
     trace = ChromeTrace()
     path = os.environ.get("HOROVOD_TIMELINE", "")
-    if me.is_main and path not in ("", "DYNAMIC"):  # before any rank can announce something
+    # DYNAMIC: start_timeline begins it. Else before any rank can announce something.
+    if me.is_main and path not in ("", "DYNAMIC"):
         trace.start(path, os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
     connection = _connect(me, members, trace)
     here = Bridge(me.rank, me.size, me.device, connection, trace, generation)

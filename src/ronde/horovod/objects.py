@@ -125,7 +125,7 @@ def broadcast_object(
         data = torch.empty(int(length), dtype=torch.uint8)
     broadcast_(data, root_rank, f"{name}.data", process_set)
     if is_root and data[:1].numpy().tobytes() != _ERROR:
-        return obj
+        return obj  # itself, as Horovod does
     return unpack_object(data, here.device)
 
 

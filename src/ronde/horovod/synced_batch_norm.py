@@ -40,7 +40,7 @@ class SyncBatchNorm(_BatchNorm):
         self.process_set = process_set
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
-        if input.dim() < 2:
+        if input.dim() < 2:  # any shape (N, C, …), unlike torch's three classes
             raise ValueError(f"expected at least 2 dimensions, got {input.dim()}.")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,7 @@ def allreduce_tensors(
     for (dtype, device), places in kinds.items():
         # NCCL adds bfloat16, and has no int16 either.
         wire = _WIRE.get(dtype, dtype) if device.type == "cpu" or dtype == torch.int16 else dtype
-        plain = prescale == postscale == 1.0 and wire == dtype and not dtype.is_complex
+        plain = prescale == postscale == 1.0 and wire == dtype
         if plain and len(places) == 1:  # a bucket of the optimizer: no copy
             source, out = tensors[places[0]], outputs[places[0]]
             if out.is_contiguous():
@@ -172,8 +172,7 @@ def allreduce_tensors(
 
 def _reduce(team: Team, flat: torch.Tensor, op: Reduction) -> None:
     if team.size > 1 and flat.numel():
-        moved = torch.view_as_real(flat) if flat.is_complex() else flat
-        dist.all_reduce(moved, _OPS[op], group=team.group)
+        dist.all_reduce(flat, _OPS[op], group=team.group)
 
 
 def contribute_zeros(team: Team, meta: dict[str, Any], device: torch.device) -> None:

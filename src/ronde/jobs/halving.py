@@ -131,6 +131,7 @@ def promoted(
     """
     for rung in reversed(range(len(bracket.rungs) - 1)):
         there = [t for t, reached in results.items() if len(reached) > rung]
+        # of all that came there, failed ones too: as in the paper
         good = best_of(results, there, rung, maximize)[: int(len(there) / eta)]
         for trial in good:
             if len(results[trial]) == rung + 1 and trial not in running:
