@@ -168,7 +168,7 @@ def test_gpus_are_divided_among_those_that_train(monkeypatch):
 
     def divided(servers: int, workers: int) -> list[str]:
         job = Job(["t.py"], workers, tensorflow=servers)
-        cluster = TensorFlowCluster(job, Nodes(), HashStore(), 0, lambda: None)
+        cluster = TensorFlowCluster(job, Nodes(), HashStore(), lambda: None)
         try:
             return [e["CUDA_VISIBLE_DEVICES"] for e in cluster.environments(workers, 4)]
         finally:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import importlib.util
 import json
 import os
 import secrets
@@ -27,6 +26,7 @@ from ronde.launch import tunnel
 from ronde.launch.child import Child
 from ronde.launch.engine import Engine, Host
 from ronde.world import ArgumentError, RondeError, WorldError
+from ronde.world.paths import need
 
 __all__ = ["SAY_SECONDS", "Driven", "System", "join_relay", "serve"]
 
@@ -53,8 +53,7 @@ class Driven(Engine):
         self, name: str, module: str, extra: str, package: str, request: Any, python: str | None
     ) -> None:
         self.name, self._python = name, python
-        if importlib.util.find_spec(package) is None:
-            raise ArgumentError(f"--{extra} needs the package {package}: pip install '.[{extra}]'.")
+        need(package, extra, f"--{extra}")
         self._folder = tempfile.mkdtemp(prefix="ronde-")
         main = f"from {module} import main; main()"
         self._child = Child([sys.executable, "-P", "-u", "-c", main])

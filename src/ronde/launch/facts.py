@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
-import importlib.util
 import platform
 import shutil
 import socket
@@ -19,7 +17,7 @@ from ronde.launch.engine import Host
 from ronde.launch.node import devices
 from ronde.world import VERSION, ArgumentError, usable_cores
 from ronde.world.network import addresses
-from ronde.world.paths import find_module
+from ronde.world.paths import file_digest, find_module
 from ronde.world.processes import memory_root
 
 __all__ = ["Facts", "collect", "differences", "digest_of", "notes", "share"]
@@ -47,7 +45,7 @@ def digest_of(command: Sequence[str]) -> str:
     else:
         path = Path(command[0])
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        return file_digest(path)[:16]
     except OSError as error:
         return (error.strerror or "cannot be read").lower()
 

@@ -492,7 +492,7 @@ class Node:
         """Variables of this node's tasks of a TensorFlow cluster."""
         count, kind = devices()
         store = _stores[0] if self._nodes.rank == 0 else _reach_store(self._nodes, port)
-        self._cluster = TensorFlowCluster(self._job, self._nodes, store, port, self._check)
+        self._cluster = TensorFlowCluster(self._job, self._nodes, store, self._check)
         return self._cluster.environments(self._job.workers, count if kind == "cuda" else 0)
 
     def _is_over(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ronde.launch.job import Job, Nodes
 from ronde.world import ArgumentError, WorldError, threads_per_worker
+from ronde.world.network import own_address
 
 __all__ = ["TensorFlowCluster", "parameter_servers", "roles"]
 
@@ -70,20 +71,17 @@ class TensorFlowCluster:
         job: what runs; ``tensorflow`` is the number of parameter servers.
         nodes: this node among all.
         store: where all nodes meet.
-        port: of that store.
         check: raises what ends the wait for the other nodes.
 
     Raises:
         WorldError: another node has not come.
     """
 
-    def __init__(
-        self, job: Job, nodes: Nodes, store: Any, port: int, check: Callable[[], None]
-    ) -> None:
+    def __init__(self, job: Job, nodes: Nodes, store: Any, check: Callable[[], None]) -> None:
         self._first, self._store, self._asked = nodes.first_of(job), store, 0.0
         self._roles = roles(nodes.total_of(job), job.tensorflow or 0)
         self._own = self._roles[self._first :][: job.workers]
-        address = nodes.address if nodes.rank == 0 else _own_address(nodes.address, port)
+        address = nodes.address if nodes.rank == 0 else own_address(nodes.address)
         self._held = [_hold(address) for _ in self._own]
         places = [f"{address}:{s.getsockname()[1]}" for s in self._held]
         self._places = self._agree(nodes, places, check)
@@ -154,12 +152,6 @@ class TensorFlowCluster:
         """Give the ports back."""
         for held in self._held:
             held.close()
-
-
-def _own_address(address: str, port: int) -> str:
-    """By which of its addresses this host reaches the first one."""
-    with socket.create_connection((address, port), 10.0) as link:
-        return str(link.getsockname()[0])
 
 
 def _hold(address: str) -> socket.socket:
