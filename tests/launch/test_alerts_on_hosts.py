@@ -71,6 +71,7 @@ def test_pauses_and_tells_alerts_while_it_trains(tmp_path):
             done = started.done(60)
         assert done.returncode == 75, done.stdout + done.stderr
         assert "paused at 88 samples (step 22)" in done.stderr
+    assert [p.name for p in (run.path / "checkpoints").iterdir()] == ["step-000000022"]
     alerts = [event for event in read(run.record) if isinstance(event, Alert)]
     assert [(a.rule, a.step, a.tensor) for a in alerts] == [("unchanged", 8, "2.weight")]
     assert list(map(alert_line, Judge(run).look())) == list(map(alert_line, alerts))

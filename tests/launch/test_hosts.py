@@ -85,9 +85,12 @@ def test_same_training_and_hostile_arguments(hosts, place, one):
     assert not [p for p in (place / "runs").iterdir() if p.name.startswith(".")]
 
 
-@pytest.mark.parametrize("plan", some(["shard=parameters", "replicate"], 2))
+@long
+@pytest.mark.parametrize("plan", ["shard=parameters", "replicate"])
 def test_run_directory_that_hosts_do_not_share(hosts, place, one, plan):
-    """Checkpoints come here, whole, and go on from here, on hosts and on one machine."""
+    """Checkpoints come here, whole, and go on from here, on hosts and on one machine. The short one
+    is in ``test_alerts_on_hosts.py``.
+    """
     own = place / "private"
     for name in hosts.names:
         hosts.ssh(name, f"cp {place}/train.py {own}/")
@@ -106,11 +109,10 @@ def test_run_directory_that_hosts_do_not_share(hosts, place, one, plan):
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000000006"]
     assert not (own / "half.st").exists()
     hosts.ssh(hosts.names[0], f"test -f {own}/half.st && rm -r {own}/runs")
-    if ALL:
-        on_hosts = [*on(hosts), "--resume", *named, "--plan", plan, "train.py", "here.st", "3"]
-        done = launched(on_hosts, own)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "resumed" in done.stdout
+    on_hosts = [*on(hosts), "--resume", *named, "--plan", plan, "train.py", "here.st", "3"]
+    done = launched(on_hosts, own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed" in done.stdout
     done = launched(["--workers", "2", "--resume", *named, "train.py", "here.st", "4"], own)
     assert done.returncode == 0, done.stdout + done.stderr
     equal(own / "here.st", one)
@@ -442,9 +444,10 @@ def test_over_mpirun(hosts, place, one, which, tmp_path):
     equal(place / "mpi.st", one)
     (place / "mpi.st").unlink()
     words = [*on(hosts), "--mpi", "train.py", "x.st", "1"]
-    for wrong, told in (
-        (["-n", "4"], f"fewer slots than workers: 4 asked, 3 there ({first}:2, {second}:1). Add"),
+    refusals = [
         (["--python", "/no/python"], ": there is no /no/python. Name the Python there"),
-    ):
+        (["-n", "4"], f"fewer slots than workers: 4 asked, 3 there ({first}:2, {second}:1). Add"),
+    ]
+    for wrong, told in some(refusals, 2):
         done = ronde_run(["run", *wrong, *words], place, env=path)
         assert done.returncode == 2 and told in re.sub(r"\s+", " ", done.stderr), done.stderr

@@ -104,7 +104,7 @@ def test_who_reaches_a_run(folder):
     assert secret not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("plan", some(["pipeline=2", "shard=parameters", "tensor=2"], 1))
+@pytest.mark.parametrize("plan", some(["pipeline=2", "shard=parameters", "tensor=2"], 3))
 def test_nothing_from_the_network_is_unpickled(folder, plan):
     """torch's collectives of objects pickle: none is called."""
     done = ronde_run(["run", "-q", "-n", "2", "--plan", plan, "train.py", "plan"], folder)

@@ -162,7 +162,7 @@ class Fleet:
 
         with Fleet(parse_hosts("a:2,b:2"), Ssh()) as fleet:
             facts = fleet.ask(["train.py"], {}, None)
-            outcome = fleet.run(job, output)
+            outcome = fleet.run(job, [2, 2], output)
     """
 
     def __init__(
