@@ -330,6 +330,6 @@ class Order:
             )
         # Of batches, epoch 0 stays: its sizes are asked for whenever a run is described.
         for old in [e for e in list(drawn) if e or self.batches is None]:
-            del drawn[old]
+            drawn.pop(old, None)  # another thread may have
         drawn[epoch] = value
         return value
