@@ -113,8 +113,6 @@ def measure_links(
 
 
 def _show(cluster: Any, output: Path, console: Any) -> None:
-    from rich.text import Text
-
     table = answer_table(
         "collective", "scope", *[">workers", ">alpha", ">beta", ">25 MiB take", ">fit's error"]
     )
@@ -140,13 +138,11 @@ def _show(cluster: Any, output: Path, console: Any) -> None:
         f"{cluster.interference:.2f}× as long meanwhile"
     )
     if cluster.noise > 0.1:
-        console.print(
-            Text(
-                f"warning: other programs disturbed the measurement ({cluster.noise:.0%}), so "
-                "plans from this file are uncertain",
-                style="yellow",
-            )
+        text = (
+            f"warning: other programs disturbed the measurement ({cluster.noise:.0%}), so plans "
+            "from this file are uncertain"
         )
+        tell((text, "yellow"))
     tell((f"written to {output}   next: ronde plan --cluster {output} SCRIPT", "cyan"))
 
 

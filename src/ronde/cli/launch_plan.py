@@ -321,7 +321,6 @@ def plan_launch(options: RunOptions) -> LaunchPlan:
     from ronde.checkpoint import RemoteCheckpoints
     from ronde.launch import container, pod
     from ronde.plan.until import Until
-    from ronde.watch.sinks import check_target_name
 
     # In a map, each host of a container works for itself.
     box = None if options.named or _in_map() else container() or pod()
@@ -341,8 +340,11 @@ def plan_launch(options: RunOptions) -> LaunchPlan:
         Until.parse(options.until)
     if options.upload is not None:
         RemoteCheckpoints(options.upload, "run")
-    for target in options.to or ():
-        check_target_name(target)
+    if options.to:
+        from ronde.watch.sinks import check_target_name  # imports ssl, which takes 10 ms
+
+        for target in options.to:
+            check_target_name(target)
     seconds = None
     if options.time_limit is not None:
         seconds = parsed("--time-limit", options.time_limit, parse_duration, TIME)
