@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import textwrap
 
-import pytest
-
 from processes import ronde_run
 from ronde.cli.live_watch import LiveWatch, parse_watch
 from ronde.watch import RunDir
 from ronde.watch.rules import RULES
-from ronde.world import ArgumentError
 
 SCRIPT = textwrap.dedent(
     """
@@ -83,20 +80,6 @@ def test_what_fails_is_told_once(tmp_path, monkeypatch):
     live.close()
     live.close()
     assert said == ["rules are not judged any more (ZeroDivisionError: division by zero)"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (("0", None), "--watch=0: expected a number of steps above 0"),
-        ((None, "nan,nosuch"), f"no rule nosuch. There are: all, {next(iter(RULES))},"),
-        ((None, ","), "no rule is named"),
-    ],
-)  # fmt: skip
-def test_wrong_arguments(arguments, text):
-    with pytest.raises(ArgumentError) as caught:
-        parse_watch(*arguments)
-    assert text in str(caught.value)
 
 
 def test_stopping_implies_watching():

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import PATHS, TESTS, python, ronde_run
+from processes import PATHS, TESTS, environment, python, ronde_run
 from sampling import some
 
 ROOT = TESTS.parent
@@ -90,30 +90,21 @@ def label(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def environment() -> dict[str, str]:
-    """This process's, without what a launcher or a user may have set; on the CPU, so that two
-    workers always fit.
-    """
+def page_environment() -> dict[str, str]:
+    """Without what a launcher or a user may have set; on the CPU, so that two workers always fit."""
     launchers = ("RONDE_", "OMPI_", "PMI_", "SLURM_", "SM_", "TORCHELASTIC_", "OMP_")
-    names = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
+    return environment(
+        {
+            **{name: None for name in os.environ if name.startswith(launchers)},
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": PATHS,
+            "OMP_NUM_THREADS": "1",
+            "RONDE_DEVICE": "cpu",
+            "RONDE_PROGRESS": "quiet",
+            "COLUMNS": "120",
+            "NO_COLOR": "1",
+        }
     )
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers) and k not in names}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
-    return {
-        **kept,
-        "PATH": path,
-        "RONDE_DEVICE": "cpu",
-        "RONDE_PROGRESS": "quiet",
-        "COLUMNS": "120",
-        "NO_COLOR": "1",
-    }
 
 
 # Runs a page's steps; a traceback names the page and its line. torch is imported once, then each
@@ -163,7 +154,7 @@ class Driver:
     def __init__(self) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", _DRIVER],
-            env={**environment(), "PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
+            env=page_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -15,20 +15,8 @@ from ronde.watch import Ended, Evaluated, Started, StepRecorded, read
 from sampling import long
 
 EXAMPLES = TESTS.parent / "examples"
-SMALL_GPT = [
-    "--epochs",
-    "1",
-    "--megabytes",
-    "0.1",
-    "--batch",
-    "16",
-    "--context",
-    "32",
-    "--width",
-    "32",
-    "--layers",
-    "2",
-]
+SMALL_GPT = ["--epochs", "1", "--megabytes", "0.1", "--batch", "16"]
+SMALL_GPT += ["--context", "32", "--width", "32", "--layers", "2"]
 
 
 def _events(cwd: Path, name: str, kind: type) -> list:
