@@ -37,7 +37,8 @@ from ronde.world.connect import connect  # noqa: E402
 collective.SHARD_BYTES = servers.SHARD_BYTES = (
     0  # so that servers have several buckets in flight too
 )
-compressed._Feedback.bucket_mib = 0.001  # and so do reducers with error feedback
+# and so do reducers with error feedback
+compressed.TopK.bucket_mib = compressed.LowRank.bucket_mib = 0.001
 
 SAMPLES, BATCH, EPOCHS = 37, 6, 2  # the last batch has one sample: shares are uneven and empty
 
@@ -211,7 +212,7 @@ def _in_flight(mib):
 
 def leave():
     """Who has its means has left nothing that others wait for, however slowly one receives."""
-    servers._CHUNKS_OUT = 10_000
+    servers.CHUNKS_OUT = 10_000
     receive = servers.receive_into
 
     def slowly(connection, view):

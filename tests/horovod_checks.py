@@ -354,11 +354,11 @@ def test_again():
 
 def test_stall_is_stopped_and_named(monkeypatch, capfd):
     hvd.shutdown()
-    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "0.5")
-    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "1.5")
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "0.3")
+    monkeypatch.setenv("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0.8")
     hvd.init()
     if R == 2:
-        time.sleep(4.0)
+        time.sleep(3.0)  # stalls are looked for once a second
     with pytest.raises(HorovodInternalError, match=r"allreduce 'late' waits for rank 2 since"):
         hvd.allreduce(torch.ones(1), name="late")
     if R == 0:

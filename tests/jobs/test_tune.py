@@ -160,6 +160,53 @@ def test_launchers_that_are_killed_are_started_again(
     assert 10 < len(statuses) < 90
 
 
+@pytest.mark.parametrize("method", ["bayes", "bayes+halving", "hyperband"])
+def test_a_killed_search_asks_for_the_same_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    pytest.importorskip("optuna")
+    looks = [0]  # until the search is killed
+
+    class Launcher:
+        """Trains at once."""
+
+        def __init__(self, runs: Path, name: str, command: list[str], until: str, *_: object):
+            self.record = Record(runs / name / "record.jsonl")
+            self.samples, self.loss = int(until.partition("@")[0]), float(command[-1])
+
+        def ended(self) -> int:
+            looks[0] -= 1
+            if not looks[0]:
+                raise KeyboardInterrupt
+            for n in (n for n in (1, 3, 9) if n <= self.samples):
+                self.record.write(StepRecorded(n, 0, 1.0, 0.1, n))
+                self.record.write(Evaluated(n, 0, n, {"loss": self.loss / n}))
+            self.record.write(Ended("paused", self.samples, 0, self.samples, None, 1.0))
+            return 0
+
+        def leave(self) -> None:
+            """Has trained."""
+
+        wait = leave
+
+    monkeypatch.setattr("ronde.jobs.tuner.TrialProcess", Launcher)
+    monkeypatch.setattr("ronde.jobs.tuner.LOOK_SECONDS", 0.0)
+    plan = TunePlan(["train.py"], ["lr=0..1"], "min:loss", 11, method, "1", "9", batch=2)
+    looks[0] = -1
+    whole = Tuner(tmp_path / "whole", plan, 3).run()
+    for kill in (2, 3, 4):
+        looks[0] = kill
+        with pytest.raises(KeyboardInterrupt):
+            Tuner(tmp_path / "cut", plan, 3).run()
+    looks[0] = -1
+    cut = Tuner(tmp_path / "cut", plan, 3).run()
+    assert [(t["values"], t["results"]) for t in cut.trials] == [
+        (t["values"], t["results"]) for t in whole.trials
+    ]
+    assert cut.best["trial"] == whole.best["trial"]
+    assert max(len(t["results"]) for t in whole.trials) == (1 if method == "bayes" else 3)
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

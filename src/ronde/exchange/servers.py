@@ -19,6 +19,7 @@ from ronde.plan.reducers import ReducerChoice
 from ronde.world import WorldError
 
 __all__ = [
+    "CHUNKS_OUT",
     "CHUNK_BYTES",
     "CLOSED",
     "DTYPES_ON_WIRE",
@@ -46,7 +47,7 @@ DTYPES_ON_WIRE = (
 CLOSED = "Connection closed by peer"
 """How a worker's end shows at the others."""
 
-_CHUNKS_OUT = 6
+CHUNKS_OUT = 6
 """Chunks that a worker has out at one server. Fewer leave gaps; more than a switch's queue holds
 are dropped, and what is dropped stalls every worker."""
 
@@ -110,7 +111,7 @@ class _Server:
 
     def __init__(self, number: int, at: str, hello: bytes, owner: Servers) -> None:
         self._owner, self._number = owner, number
-        self.window = threading.Semaphore(_CHUNKS_OUT)
+        self.window = threading.Semaphore(CHUNKS_OUT)
         host, _, places = at.rpartition("=")
         shown = places.replace("|", " or ")
         self.name = owner.name_of(number, f"{host} ({shown})" if host else shown)

@@ -384,7 +384,13 @@ class Tuner:
         return True
 
     def _brackets(self) -> list[Bracket]:
-        return brackets_of(self.plan.method, self._count, self._rungs, self.plan.eta)
+        plan, last = self.plan, len(self._rungs) - 1
+        if plan.method == "bayes":  # trials that are asked for together know the same results
+            starts = range(0, self._count, plan.batch)
+            ends = [min(start + plan.batch, self._count) for start in starts]
+            parts = [tuple(range(*part)) for part in zip(starts, ends, strict=True)]
+            return [Bracket(part, self._rungs, last) for part in parts]
+        return brackets_of(plan.method, self._count, self._rungs, plan.eta)
 
     def _wanted(self) -> list[tuple[int, int]]:
         """Trials that are to reach a rung now, and that rung; asks for new ones."""
@@ -392,20 +398,21 @@ class Tuner:
         if kind == "asha":
             return self._wanted_asha()
         wanted: list[tuple[int, int]] = []
+        results = self._results
         for bracket in self._brackets():
-            if not self._ask_bracket(bracket):
-                break
-            known = tuple(t for t in bracket.trials if t < self._asked)
-            alive, rung = self._alive(dataclasses.replace(bracket, trials=known))
+            # Optuna decides about a bracket by the results of all before it: else the order in
+            # which they come, and so the number of devices, would decide too.
+            if bracket.trials[-1] >= self._asked:
+                if plan.method.startswith("bayes") and wanted:
+                    break
+                self._ask(bracket.trials[-1])
+            alive, rung = bracket.alive(results, plan.eta, self._goal.maximize)
             if plan.keep == "best":
-                for trial in set(known) - set(alive):
+                for trial in set(bracket.trials) - set(alive):
                     shutil.rmtree(self._run_dir(trial).checkpoints, ignore_errors=True)
             if rung < len(bracket.rungs):
-                wanted += [(t, rung) for t in alive if is_open(self._results, t, rung)]
+                wanted += [(t, rung) for t in alive if is_open(results, t, rung)]
         return wanted
-
-    def _alive(self, bracket: Bracket) -> tuple[list[int], int]:
-        return bracket.alive(self._results, self.plan.eta, self._goal.maximize)
 
     def _wanted_asha(self) -> list[tuple[int, int]]:
         (bracket,) = self._brackets()
@@ -424,35 +431,6 @@ class Tuner:
             open_ones.append(more)
         return open_ones
 
-    def _ask_bracket(self, bracket: Bracket) -> bool:
-        """Ask for the trials of a bracket, as many as can be; whether there are some."""
-        last = bracket.trials[-1]
-        if self.plan.method == "bayes":
-            while self._asked <= last and self._is_known(self._batch_of(self._asked)):
-                self._ask(min(self._batch_of(self._asked) + self.plan.batch - 1, last))
-        elif self._asked <= last:
-            if self.plan.method.startswith("bayes") and not self._is_known(bracket.trials[0]):
-                return False
-            self._ask(last)
-        return True
-
-    def _batch_of(self, number: int) -> int:
-        """The first trial of those that are asked for together: they know the same results."""
-        if self.plan.method == "bayes":
-            return number - number % self.plan.batch
-        return next(b.trials[0] for b in self._brackets() if number in b.trials)
-
-    def _is_known(self, before: int) -> bool:
-        """Whether all trials before one have ended: their results decide about it, in whatever
-        order they came.
-        """
-        if any(t in self._running for t in range(before)):
-            return False
-        if self.plan.method == "bayes":
-            return all(self._results.get(t) for t in range(before))
-        earlier = [b for b in self._brackets() if b.trials[-1] < before]
-        return all(self._alive(b)[1] == len(b.rungs) for b in earlier)
-
     def _ask(self, last: int) -> None:
         """Ask for values of trials, up to one."""
         while self._asked <= last:
@@ -460,7 +438,10 @@ class Tuner:
             if self._grid:
                 values = self._grid[number]
             elif self.plan.method.startswith("bayes"):
-                earlier = self._earlier(self._batch_of(number) if number else 0)
+                known = 0
+                if number:  # trial 0 may be asked for before the rungs are known
+                    known = next(b.trials[0] for b in self._brackets() if number in b.trials)
+                earlier = self._earlier(known)
                 values = draw_with_optuna(
                     self._space, self.plan.seed, number, earlier, self._goal.maximize
                 )
