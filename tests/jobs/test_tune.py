@@ -131,28 +131,42 @@ def test_an_alert_ends_a_trial_that_has_not_trained_whole(tmp_path: Path) -> Non
     assert (found.results, found.rule) == ((0.5,), "")
 
 
+class Launcher:
+    """Trains at once."""
+
+    def __init__(self, runs: Path, name: str, command: list[str], until: str, *_: object) -> None:
+        self.record = Record(runs / name / "record.jsonl")
+        self.samples, self.loss = int(until.partition("@")[0] or 9), float(command[-1])
+        self.end = "paused" if until else "completed"
+
+    def ended(self) -> int:
+        for n in (n for n in (1, 3, 9) if n <= self.samples):
+            self.record.write(StepRecorded(n, 0, 1.0, 0.1, n))
+            self.record.write(Evaluated(n, 0, n, {"loss": self.loss / n}))
+        self.record.write(Ended(self.end, self.samples, 0, self.samples, None, 1.0))
+        return 0
+
+    def leave(self) -> None:
+        """Has trained."""
+
+    wait = leave
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ronde.jobs.tuner.TrialProcess", Launcher)
+    monkeypatch.setattr("ronde.jobs.tuner.LOOK_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("at_once")
 def test_launchers_that_are_killed_are_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statuses = [-9, -9, -9, -9, 0]
-
-    class Launcher:
-        """Is killed four times before its trial gets anywhere, and then trains."""
-
-        def __init__(self, runs: Path, name: str, *_: object) -> None:
-            self.record = Record(runs / name / "record.jsonl")
-
-        def ended(self) -> int:
-            status = statuses.pop(0)
-            if not status:
-                self.record.write(Evaluated(4, 0, 40, {"loss": 0.5}))
-                self.record.write(Ended("completed", 4, 0, 40, None, 1.0))
-            return status
-
-    monkeypatch.setattr("ronde.jobs.tuner.TrialProcess", Launcher)
-    monkeypatch.setattr("ronde.jobs.tuner.LOOK_SECONDS", 0.0)
+    statuses, trained = [-9, -9, -9, -9, 0], Launcher.ended
+    # four times before its trial gets anywhere
+    monkeypatch.setattr(Launcher, "ended", lambda self: statuses.pop(0) or trained(self))
     found = Tuner(tmp_path, TunePlan(["train.py"], ["lr=0..1"], "min:loss", 1), 1).run()
-    assert found.best["result"] == 0.5
+    assert found.best["result"] == found.best["values"]["lr"] / 9
     assert not statuses
     statuses[:] = [-9] * 99
     with pytest.raises(RondeError, match="trial t000 ends with status -9 and comes no further"):
@@ -160,45 +174,26 @@ def test_launchers_that_are_killed_are_started_again(
     assert 10 < len(statuses) < 90
 
 
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("method", ["bayes", "bayes+halving", "hyperband"])
 def test_a_killed_search_asks_for_the_same_trials(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     pytest.importorskip("optuna")
-    looks = [0]  # until the search is killed
-
-    class Launcher:
-        """Trains at once."""
-
-        def __init__(self, runs: Path, name: str, command: list[str], until: str, *_: object):
-            self.record = Record(runs / name / "record.jsonl")
-            self.samples, self.loss = int(until.partition("@")[0]), float(command[-1])
-
-        def ended(self) -> int:
-            looks[0] -= 1
-            if not looks[0]:
-                raise KeyboardInterrupt
-            for n in (n for n in (1, 3, 9) if n <= self.samples):
-                self.record.write(StepRecorded(n, 0, 1.0, 0.1, n))
-                self.record.write(Evaluated(n, 0, n, {"loss": self.loss / n}))
-            self.record.write(Ended("paused", self.samples, 0, self.samples, None, 1.0))
-            return 0
-
-        def leave(self) -> None:
-            """Has trained."""
-
-        wait = leave
-
-    monkeypatch.setattr("ronde.jobs.tuner.TrialProcess", Launcher)
-    monkeypatch.setattr("ronde.jobs.tuner.LOOK_SECONDS", 0.0)
     plan = TunePlan(["train.py"], ["lr=0..1"], "min:loss", 11, method, "1", "9", batch=2)
-    looks[0] = -1
     whole = Tuner(tmp_path / "whole", plan, 3).run()
-    for kill in (2, 3, 4):
-        looks[0] = kill
-        with pytest.raises(KeyboardInterrupt):
+    trained = Launcher.ended
+    for looks in (2, 3, 4):
+        left = iter(range(looks - 1))
+
+        def ended(self: Launcher, left=left) -> int:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return trained(self)
+
+        with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+            killed.setattr(Launcher, "ended", ended)
             Tuner(tmp_path / "cut", plan, 3).run()
-    looks[0] = -1
     cut = Tuner(tmp_path / "cut", plan, 3).run()
     assert [(t["values"], t["results"]) for t in cut.trials] == [
         (t["values"], t["results"]) for t in whole.trials
