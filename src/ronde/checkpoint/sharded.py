@@ -20,7 +20,7 @@ from ronde.checkpoint.pieces import Box, Piece, PieceEntry, from_main
 from ronde.checkpoint.retention import KeepPolicy
 from ronde.checkpoint.tensor_file import byte_view, tensor_header
 from ronde.world import CheckpointError, World
-from ronde.world.consensus import broadcast_json, gather_json
+from ronde.world.consensus import ask_main, broadcast_json, gather_json
 from ronde.world.identity import ranks_text
 from ronde.world.rendezvous import store_client
 from ronde.world.whole_file import whole_file
@@ -221,23 +221,19 @@ def prepare_pieces(
     global _begun
     owners = gather_pieces(me, parts)
     _begun += 1
-    started: dict[str, Any] = {"number": _begun}
-    temporary: Path | None = None
-    # Rank 0's error must reach the others before any of them raises, or they would wait for it.
-    if me.is_main:
+
+    def begin() -> tuple[int, str, bool]:
         try:
             place, exists = files.begin(folder, step, state)
-            started |= {"path": str(place), "exists": exists}
-            temporary = None if exists else place
         except (OSError, SafetensorError) as error:
-            started["error"] = files.refused(folder, step, error)
-    started = broadcast_json(me, started)
-    if "error" in started:
-        raise CheckpointError(started["error"])
-    path = Path(started["path"])
-    if started["exists"]:
+            raise CheckpointError(files.refused(folder, step, error)) from error
+        return _begun, str(place), exists
+
+    number, place, exists = ask_main(me, begin)
+    path = Path(place)
+    if exists:
         return lambda: path if me.is_main else None
-    post = _Post(me, started["number"], stop or threading.Event())
+    post = _Post(me, number, stop or threading.Event())
     mine: dict[str, Tensors] = {}
     sent: dict[str, Any] = {}
     failed: str | None = None
@@ -287,8 +283,8 @@ def prepare_pieces(
         except OSError as caught:
             raise CheckpointError(files.refused(folder, step, caught)) from caught
         finally:
-            if temporary is not None and temporary.exists():
-                shutil.rmtree(temporary, ignore_errors=True)
+            if me.is_main and path.exists():  # it has another name once it is published
+                shutil.rmtree(path, ignore_errors=True)
 
     return write
 
