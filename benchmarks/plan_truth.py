@@ -128,7 +128,7 @@ def worker(kind: str, out: Path) -> None:
 
     import ronde
     from ronde.measure import planner
-    from ronde.measure.bench_links import DISTURBED, calibrate
+    from ronde.measure.bench_links import DISTURBED_SHARE, calibrate
     from ronde.plan import Plan
 
     os.environ.setdefault("RONDE_RUNS", "none")
@@ -174,7 +174,7 @@ def worker(kind: str, out: Path) -> None:
         dist.all_reduce(noise, dist.ReduceOp.MAX)
         if costs is None or float(noise) < least:
             costs, least = tried, float(noise)
-        if least <= DISTURBED:
+        if least <= DISTURBED_SHARE:
             break
     assert costs is not None
     dist.barrier()

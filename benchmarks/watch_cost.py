@@ -150,9 +150,9 @@ def worker(name: str, rounds: int, kinds: list[str], out: str) -> None:
     """One of the processes."""
     import torch
 
-    from ronde.run.options import WATCH_EVERY
+    from ronde.run.options import WATCH_EVERY_STEPS
 
-    every = WATCH_EVERY
+    every = WATCH_EVERY_STEPS
     measured = blocks(name, 1, kinds, rounds)
     # a small difference: it needs more rounds, which short steps allow
     more = 4 if name == "digits" else 1

@@ -11,7 +11,7 @@ from ronde.launch.mirror import Mirror, Mirrored
 
 def test_lines_arrive_whole_once_and_health_before_the_record(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror, "_EVERY_SECONDS", 1e-4)
-    monkeypatch.setattr(mirror, "_PART", 64)  # a line of health is longer
+    monkeypatch.setattr(mirror, "_PART_BYTES", 64)  # a line of health is longer
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()
     here.mkdir()

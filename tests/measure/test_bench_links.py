@@ -90,7 +90,7 @@ def test_this_machines_links_are_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("RONDE_STATE", str(tmp_path / "state"))
     monkeypatch.setenv("RONDE_DEVICE", "cpu")
     # of the one who keeps it: tests run on busy machines
-    monkeypatch.setattr(bench_links, "DISTURBED", 100.0)
+    monkeypatch.setattr(bench_links, "DISTURBED_SHARE", 100.0)
     told = []
 
     def quickly(count):

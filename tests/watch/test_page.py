@@ -435,7 +435,7 @@ def test_messages_hold_every_whole_line_once_and_begin_with_their_resume(
 ):
     from ronde.watch import page as page_module
 
-    monkeypatch.setattr(page_module, "_BLOCK", block)
+    monkeypatch.setattr(page_module, "_BLOCK_BYTES", block)
     rng, kinds = random.Random(block), ("step", "step", "step", "resume", "warning", "bad", "part")
     path, expected = tmp_path / "record.jsonl", []
     with path.open("w") as out:

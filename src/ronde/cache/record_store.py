@@ -36,7 +36,7 @@ _ENTRY = struct.Struct("<QQII8x")  # place, length, checksum of the record, chec
 _NOTHING = bytes(_ENTRY.size)
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
-_PART_OF_FREE = 0.5  # of the free memory or disk, where no limit is given
+_FREE_SHARE = 0.5  # of the free memory or disk, where no limit is given
 
 COUNTERS = ("hits", "misses", "full", "not_kept", "random", "corrupt")
 """What is counted, over all processes and runs that used the cache."""
@@ -109,7 +109,7 @@ class Arena:
                 f"the cache {self.folder} is damaged, and in use. End the runs that use it, or "
                 "choose another folder."
             )
-        chosen = limit if limit is not None else max(1, int(self._room() * _PART_OF_FREE) // share)
+        chosen = limit if limit is not None else max(1, int(self._room() * _FREE_SHARE) // share)
         for file in (self._index, self._records):
             os.ftruncate(file, 0)
         os.ftruncate(self._index, self._index_bytes)

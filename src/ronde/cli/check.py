@@ -17,7 +17,7 @@ from ronde.cli.script import check_folders
 from ronde.watch import plain_console
 from ronde.world import ArgumentError
 
-_SLOW = 0.5  # of the median
+_SLOW_SHARE = 0.5  # of the median
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ def slow_links(names: list[str], pairs: list[dict[str, Any]]) -> list[str]:
     if len(pairs) < 3:  # of two hosts, nobody can say which one is slow
         return []
     usual = statistics.median(p["bandwidth"] for p in pairs)
-    slow = [p for p in pairs if p["bandwidth"] < _SLOW * usual]
+    slow = [p for p in pairs if p["bandwidth"] < _SLOW_SHARE * usual]
     said = []
     for place, name in enumerate(names):
         own = [p for p in pairs if place in (p["a"], p["b"])]

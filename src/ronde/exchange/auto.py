@@ -27,7 +27,7 @@ __all__ = ["bucket_sizes", "choose_reducer", "exact_candidates", "time_buckets"]
 _ROUNDS, _MOST_ROUNDS = 3, 25
 _SECONDS = 1.0  # in which small sizes, whose times vary more, are measured in more rounds
 _MOST_BYTES = 100 << 20  # of gradients that a measurement exchanges
-_WORTH = 1.03  # how much faster than the plain collective another reducer must be
+_WORTH_FACTOR = 1.03  # how much faster than the plain collective another reducer must be
 _METHOD = 2  # raised when the measurement changes
 
 Build = Callable[[ReducerChoice, Members], Reducer]
@@ -117,7 +117,7 @@ def _decide(seconds: dict[str, float], total: int, source: str) -> tuple[str, st
     ring = seconds["ring"]
     best = min(seconds, key=lambda name: seconds[name])
     shown = f"{total / 2**20:.3g} MiB of gradients"
-    if best == "ring" or ring < seconds[best] * _WORTH:
+    if best == "ring" or ring < seconds[best] * _WORTH_FACTOR:
         others = ", ".join(f"{n} {t * 1e3:.3g}" for n, t in seconds.items() if n != "ring")
         why = f"ring: nothing is faster for {shown} ({ring * 1e3:.3g} ms; {others} ms)"
         return "ring", f"reducer auto: {why}{source}"

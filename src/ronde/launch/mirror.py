@@ -14,7 +14,7 @@ from ronde.world import CheckpointError
 
 __all__ = ["Mirror", "Mirrored", "folder_files", "send_file", "unpack"]
 
-_PART = 1 << 22
+_PART_BYTES = 1 << 22
 _EVERY_SECONDS = 1.0
 _APART = ("logs", ".lock", RESOURCES)  # the launcher writes these itself
 
@@ -57,7 +57,7 @@ def send_file(folder: Path, name: str, send: Callable[[Message], object]) -> Non
     """Send a file of a folder whole, in parts."""
     with (folder / name).open("rb") as file:
         first = True
-        while (data := file.read(_PART)) or first:
+        while (data := file.read(_PART_BYTES)) or first:
             send(File(name, first, data))
             first = False
 
@@ -110,8 +110,8 @@ class Mirror:
             first = start == 0
             while first or start < end:
                 file.seek(start)
-                data = file.read(min(_PART, end - start))
-                if len(data) < _PART or b"\n" in data:
+                data = file.read(min(_PART_BYTES, end - start))
+                if len(data) < _PART_BYTES or b"\n" in data:
                     data = data[: data.rfind(b"\n") + 1]
                 if data or first:
                     self._send(File(name, first, data))

@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["run_agent"]
 
-_PART = 1 << 16
+_PART_BYTES = 1 << 16
 
 
 def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int:
@@ -71,7 +71,7 @@ def run_agent(address: str, port: int, token: str, hello: dict[str, Any]) -> int
 
     def feed() -> None:
         with contextlib.suppress(OSError, ValueError):
-            while data := orders.read1(_PART):
+            while data := orders.read1(_PART_BYTES):
                 stdin.write(data)
                 stdin.flush()
         with contextlib.suppress(OSError):
@@ -95,12 +95,12 @@ def _relay(path: str, place: str, argv: list[str]) -> None:
 
     def feed() -> None:
         with contextlib.suppress(OSError):  # the place is lost: its end says so
-            while data := os.read(0, _PART):
+            while data := os.read(0, _PART_BYTES):
                 link.sendall(data)
             link.shutdown(socket.SHUT_WR)
 
     threading.Thread(target=feed, daemon=True).start()
-    while data := link.recv(_PART):
+    while data := link.recv(_PART_BYTES):
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(1, rest) :]

@@ -47,7 +47,7 @@ warnings.filterwarnings(
 __all__ = ["COLLECTIVES", "calibrate", "default_cluster", "fit_link", "has_cuda", "resident"]
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")
-DISTURBED = 0.10
+DISTURBED_SHARE = 0.10
 """Share by which two halves of a measurement differ where other programs disturbed it."""
 
 _SIZES_BYTES = (16 << 10, 256 << 10, 1 << 20, 4 << 20, 12 << 20, 25 << 20)
@@ -282,7 +282,7 @@ def default_cluster(
         tell(f"measuring the links of {started} workers on this machine, once")
     cluster = measure(started)
     # A disturbed measurement serves this answer, and is repeated for the next one.
-    if cluster.noise <= DISTURBED:
+    if cluster.noise <= DISTURBED_SHARE:
         file.parent.mkdir(parents=True, exist_ok=True)
         cluster.save(file)
     return _resized(cluster, workers)

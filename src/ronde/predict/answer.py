@@ -23,7 +23,7 @@ from ronde.world import ArgumentError
 from ronde.world.units import format_bytes, format_seconds
 
 _DOUBLINGS = 6  # how far each way a flip is looked for: to 64 times, or a 64th
-_NO_FASTER = 1.05  # speed-up up to which several devices are not worth it
+_NO_FASTER_FACTOR = 1.05  # speed-up up to which several devices are not worth it
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def explain(
         best = result.best
     sure = Precision.of(costs, cluster, best.plan)
     sentence = _sentence(result, sure)
-    if result.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER:
+    if result.workers > 1 and best.verdict != "does not fit" and best.speedup <= _NO_FASTER_FACTOR:
         one = search(costs, cluster, 1, optimize=result.optimize, simulate=0, like=result.like)
         sentence = _beside_one(result, sentence, one.best, sure)
     decided, runner_up = _comparison(result, sure)
@@ -220,7 +220,7 @@ def _beside_one(result: SearchResult, answer: str, alone: Prediction, sure: Prec
             f"({alone.verdict}): {result.workers} are worth it for the memory only."
         )
     times = alone.step_seconds / result.best.step_seconds
-    if times > _NO_FASTER:
+    if times > _NO_FASTER_FACTOR:
         return answer  # it fits with recomputation or the like, which takes longer
     room = "" if alone.capacity_bytes else ", if its memory has room for the model"
     return (

@@ -23,7 +23,7 @@ OVERLAP_SHARE = 0.9
 INTERFERENCE_FACTOR = 1.15
 """How much longer computation takes there while an exchange runs, assumed."""
 _MEMORY_SHARE = 0.8  # of the memory's bandwidth
-_BACKWARD = 2.0  # times the forward pass: work, traffic, and operators
+_BACKWARD_FACTOR = 2.0  # times the forward pass: work, traffic, and operators
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _unit_on(unit: Unit, device: Device) -> Unit:
     traffic = pass_seconds(device, 0.0, 1.0)
     forward = LinearCost(moved.fixed * traffic, moved.per_sample * traffic + work)
     again = pass_seconds(device, unit.attention_flops, 0.0, unit.attention_flops)
-    again *= 2.5 - _BACKWARD  # fused attention computes its scores again
+    again *= 2.5 - _BACKWARD_FACTOR  # fused attention computes its scores again
     divided = unit.tensor * work
     halves = unit.tensor_moved_bytes.per_sample
     # What half a block less moves is what two workers share.
@@ -177,7 +177,7 @@ def _unit_on(unit: Unit, device: Device) -> Unit:
     return dataclasses.replace(
         unit,
         forward_seconds=forward,
-        backward_seconds=forward.times(_BACKWARD) + LinearCost(0.0, again),
+        backward_seconds=forward.times(_BACKWARD_FACTOR) + LinearCost(0.0, again),
         tensor_time=divided / forward.per_sample if forward.per_sample else 0.0,
     )
 

@@ -42,15 +42,23 @@ from ronde.predict.costs import Costs, not_counted
 from ronde.predict.datasheets import DEVICES, costs_on
 from ronde.predict.partition import cut_at, cut_chain
 from ronde.predict.plan_setup import PlanSetup, base_bytes, measured_reducer
-from ronde.predict.prediction import FITS, KINDS, RISKY, TERMS, Prediction, StageRow, Verdict
+from ronde.predict.prediction import (
+    FITS_SHARE,
+    KINDS,
+    RISKY_SHARE,
+    TERMS,
+    Prediction,
+    StageRow,
+    Verdict,
+)
 from ronde.predict.step_time import StepParts, StepPrediction, send_costs
 from ronde.predict.unit_arrays import Chain, chain
 from ronde.world import ArgumentError
 
 __all__ = [
-    "FITS",
+    "FITS_SHARE",
     "KINDS",
-    "RISKY",
+    "RISKY_SHARE",
     "TERMS",
     "Prediction",
     "Predictor",
@@ -288,7 +296,7 @@ class Predictor:
             alone = Group(1, "node", 1, 1)
             small, large = self.chain_of(plan, 1, alone), self.chain_of(plan, batch_size, alone)
             states = small.parameters + small.trainable + small.optimizer + small.buffers
-            room = RISKY * self.cluster.memory_bytes - (float(states.sum()) + self.base_bytes)
+            room = RISKY_SHARE * self.cluster.memory_bytes - (float(states.sum()) + self.base_bytes)
             first, last = (float(c.saved.sum()) + float(c.transient.max()) for c in (small, large))
             each = (last - first) / max(1, batch_size - 1)
             fit = batch_size
@@ -312,7 +320,7 @@ class Predictor:
         if not self.cluster.memory_bytes:
             return "unknown"
         used = memory_bytes / self.cluster.memory_bytes
-        return "fits" if used < FITS else "risky" if used <= RISKY else "does not fit"
+        return "fits" if used < FITS_SHARE else "risky" if used <= RISKY_SHARE else "does not fit"
 
     def notes(self, plan: Plan) -> list[str]:
         """What a prediction leaves open, beside the assumed numbers of an answer."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ronde.plan.plan import Plan
 
-__all__ = ["FITS", "KINDS", "RISKY", "TERMS", "Prediction", "StageRow", "Verdict"]
+__all__ = ["FITS_SHARE", "KINDS", "RISKY_SHARE", "TERMS", "Prediction", "StageRow", "Verdict"]
 
 Verdict = Literal["fits", "risky", "does not fit", "unknown"]
 KINDS = (
@@ -36,7 +36,7 @@ TERMS = (
     "host",
 )
 """What step time is spent on, in this order everywhere."""
-FITS, RISKY = 0.80, 0.95
+FITS_SHARE, RISKY_SHARE = 0.80, 0.95
 """Shares of a device's memory up to which a plan *fits* and is *risky*."""
 
 

@@ -17,7 +17,7 @@ from ronde.predict.candidates import candidates
 from ronde.predict.cluster import Cluster
 from ronde.predict.costs import Costs
 from ronde.predict.predict import Predictor
-from ronde.predict.prediction import RISKY, Prediction
+from ronde.predict.prediction import RISKY_SHARE, Prediction
 from ronde.world import ArgumentError
 
 _VERDICTS = {"fits": 0, "unknown": 0, "risky": 1, "does not fit": 2}
@@ -275,7 +275,7 @@ class _Looked:
         says that they lose to one of their family, or do not fit.
         """
         predictor, speed = self.predictor, self.optimize == "speed"
-        room = RISKY * predictor.cluster.memory_bytes or math.inf
+        room = RISKY_SHARE * predictor.cluster.memory_bytes or math.inf
         too_big: dict[str, list[tuple[float, int, Plan]]] = {}
         bounded = []
         for plan in plans:

@@ -24,7 +24,7 @@ __all__ = [
 Step = dict[str, Any]
 Differences = Iterator["Difference"]
 
-RELATIVE = 1e-9
+RELATIVE_ERROR = 1e-9
 """A smaller difference, relative to the tensor, is never an error."""
 EPOCHS = "the number of epochs"
 BATCH = "(batch)"
@@ -137,7 +137,7 @@ class Rounding:
             rounding = float(np.nanmax(np.abs(one - floor), initial=0.0)) / scale
         self.result.compared += 1
         # so many times the effect of rounding alone
-        if relative > max(self.tolerance, 1e3 * min(rounding, RELATIVE)):
+        if relative > max(self.tolerance, 1e3 * min(rounding, RELATIVE_ERROR)):
             return relative
         if relative > self.result.largest:
             self.result.largest, self.result.where = relative, where
@@ -150,7 +150,7 @@ class Rounding:
 
 
 def compare(
-    one: RunTrace, many: RunTrace, floor: RunTrace | None = None, tolerance: float = RELATIVE
+    one: RunTrace, many: RunTrace, floor: RunTrace | None = None, tolerance: float = RELATIVE_ERROR
 ) -> Comparison:
     """The first difference of ``many`` from ``one``, in the order in which a training computes.
 
@@ -364,7 +364,7 @@ class _Comparer:
     def _rates(self, key: str, phase: str) -> Callable[[int, Step, Step], Differences]:
         def differences(k: int, mine: Step, other: Step) -> Differences:
             for i, (a, b) in enumerate(zip(mine[key], other[key], strict=False)):
-                if abs(a - b) > RELATIVE * abs(a):
+                if abs(a - b) > RELATIVE_ERROR * abs(a):
                     name, relative = f"learning rate of group {i}", abs(a - b) / (abs(a) or 1.0)
                     yield Difference(phase, k + 1, name, other["rank"], a, b, relative)
 

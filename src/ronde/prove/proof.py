@@ -39,7 +39,7 @@ _COMPUTED = (
     "buffers",
 )
 _TRAININGS = 3  # calls of ronde.distribute that are compared, at most: each runs the script anew
-_CHAOS = 1e-6  # two runs of one process that differ by more are not the same computation
+_CHAOS_ERROR = 1e-6  # two runs of one process that differ by more are not the same computation
 _NOT_BEHIND = ("randomness", "unknown")  # causes that say no more than that numbers differ
 _UNSEEDED = {
     "contract": "unseeded-script",
@@ -323,7 +323,7 @@ class Study:
 
     def _compare_alone(self, verdict: Verdict, one: RunTrace, rounded: RunTrace) -> None:
         """Does one process train the same twice?"""
-        d = compare(one, rounded, tolerance=_CHAOS).difference
+        d = compare(one, rounded, tolerance=_CHAOS_ERROR).difference
         if d is None:
             return
         clock = clock_of(one)
@@ -490,7 +490,10 @@ class Study:
             one, rounded = RunTrace(first.folder, 1), RunTrace(second.folder, 1)
             self._behind = one, rounded
         one, rounded = self._behind
-        if self._chaos is None and compare(one, rounded, tolerance=_CHAOS).difference is not None:
+        if (
+            self._chaos is None
+            and compare(one, rounded, tolerance=_CHAOS_ERROR).difference is not None
+        ):
             return None
         verdict = self._prove_plan(plan, one, rounded, self._behind_before)
         self._behind_before.append(verdict)

@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 Loss = Callable[..., Any]
 Draw = Callable[[int, int], None]
 
-_WHOLE = 1 << 14  # elements; a larger tensor is recorded as this many sums of blocks
+_WHOLE_ELEMENTS = 1 << 14  # elements; a larger tensor is recorded as this many sums of blocks
 NARROW = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -83,10 +83,10 @@ def to_array(tensor: torch.Tensor) -> Array:
     flat = _whole(tensor).reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     wide = flat.to(torch.float64)
-    if wide.numel() > _WHOLE:
-        block = -(-wide.numel() // _WHOLE)
-        padded = torch.nn.functional.pad(wide, (0, block * _WHOLE - wide.numel()))
-        wide = padded.view(_WHOLE, block) @ _weights_of(block)
+    if wide.numel() > _WHOLE_ELEMENTS:
+        block = -(-wide.numel() // _WHOLE_ELEMENTS)
+        padded = torch.nn.functional.pad(wide, (0, block * _WHOLE_ELEMENTS - wide.numel()))
+        wide = padded.view(_WHOLE_ELEMENTS, block) @ _weights_of(block)
     return _copy(wide)
 
 

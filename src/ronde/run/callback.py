@@ -13,9 +13,17 @@ from ronde.plan import Share
 from ronde.run.parts import Parts
 from ronde.world import ArgumentError
 
-__all__ = ["NAN_EVERY", "Callback", "Callbacks", "EvaluationResult", "StepView", "check_callbacks"]
+__all__ = [
+    "NAN_EVERY_STEPS",
+    "Callback",
+    "Callbacks",
+    "EvaluationResult",
+    "StepView",
+    "check_callbacks",
+]
 
-NAN_EVERY = 50  # steps between checks on an accelerator, where reading a loss waits for the device
+# on an accelerator, where reading a loss waits for the device
+NAN_EVERY_STEPS = 50
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ronde.plan import Share
 from ronde.run import hooks
-from ronde.run.callback import NAN_EVERY, Callback, Callbacks, EvaluationResult, StepView
+from ronde.run.callback import NAN_EVERY_STEPS, Callback, Callbacks, EvaluationResult, StepView
 from ronde.run.content import CheckpointContent, Ending
 from ronde.run.first_steps_check import FirstStepsCheck
 from ronde.run.group import RunGroup
@@ -300,7 +300,7 @@ class NonFiniteLoss(Callback):
     def after_exchange(self, step: StepView) -> None:
         """Looks at each loss on a CPU, where reading it is free."""
         run = step.parts
-        look = run.world.device.type == "cpu" or run.state.step % NAN_EVERY == 0
+        look = run.world.device.type == "cpu" or run.state.step % NAN_EVERY_STEPS == 0
         if look and not math.isfinite(step.loss):
             _refuse_loss(run, float(step.loss), step.share)
 
@@ -314,7 +314,9 @@ def _refuse_loss(run: Parts, value: float, share: Share) -> None:
     ranks = [] if run.plan.tensor > 1 else _bad_ranks(run, None)
     effect = "The weights were not updated."
     if run.world.device.type != "cpu":
-        effect = f"One step in {NAN_EVERY} is checked here: an earlier one may have caused it."
+        effect = (
+            f"One step in {NAN_EVERY_STEPS} is checked here: an earlier one may have caused it."
+        )
     raise LossError(
         f"the loss is {value} in step {run.state.step + 1} ({_place(run, share)})"
         f"{_from(ranks)}. {effect} Look at these samples, lower the learning rate, "

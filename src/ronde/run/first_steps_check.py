@@ -149,7 +149,7 @@ class FirstStepsCheck(Callback):
         with self._autocast(), undisturbed(calls.loss, model):
             ask = lambda part: calls.check(calls.loss(*calls.arguments(model, part)))  # noqa: E731
             # kernels differ by the size of a batch
-            return kind_of_loss(ask, batch, samples, FLOAT32 if exact else HALF)
+            return kind_of_loss(ask, batch, samples, FLOAT32_ERROR if exact else HALF_ERROR)
 
     def _judge_loss(self, kind: str, step: int) -> str:
         is_sum = self._loss.reduction == "sum"
@@ -307,7 +307,7 @@ def _is_close(a: float, b: float) -> bool:
 
 # -- the kind of a loss, asked by calls that leave no trace ----------------------------
 
-FLOAT32, HALF = 1e-5, 1e-2
+FLOAT32_ERROR, HALF_ERROR = 1e-5, 1e-2
 """Relative errors that are rounding in these types."""
 
 Value = tuple[torch.Tensor, torch.Tensor | None]
@@ -363,7 +363,7 @@ def undisturbed(*owners: Any) -> Iterator[None]:
 
 
 def kind_of_loss(
-    call: Callable[[Any], Value], value: Any, samples: int, rounding: float = FLOAT32
+    call: Callable[[Any], Value], value: Any, samples: int, rounding: float = FLOAT32_ERROR
 ) -> str:
     """What a loss is by its values for parts of a batch: ``mean``, ``sum``, ``pair`` for a ``(sum,
     weight)`` that adds up, ``other``, ``flat`` if the values say nothing yet, or ``unknown``.
@@ -386,7 +386,7 @@ def kind_of_loss(
     kinds = []
     for n in (0,) if direct else (rows, -rows):  # those of a sample may stand in blocks
         try:
-            part = lambda *of, n=n: call(_part(value, samples, n, rounding < HALF, *of))  # noqa: E731
+            part = lambda *of, n=n: call(_part(value, samples, n, rounding < HALF_ERROR, *of))  # noqa: E731
             kinds.append(_kind_of_parts(part, asked, rounding))
         except Exception:  # it takes no part of a batch, or must not be asked
             return "unknown"

@@ -32,7 +32,7 @@ __all__ = ["Health", "code_place"]
 
 _FIRST_STEPS = 10  # whose layers are measured, for how weights were initialized
 _EARLY_STEPS = 20  # all measured
-_LAYERS_EVERY = 8  # measured steps
+_LAYERS_EVERY_STEPS = 8  # measured steps
 _MOST_BYTES = 16 << 20  # of the file; then half as many steps are measured
 _MOST_CLASSES = 1000  # whose samples are counted
 
@@ -71,7 +71,7 @@ class Health(Callback):
         self._ready = False
         if not self._measures:
             return
-        every = self._every * _LAYERS_EVERY
+        every = self._every * _LAYERS_EVERY_STEPS
         self._opens = number <= _FIRST_STEPS or number % every == 0
         self._prepare(step.parts)
         # a resume learns which layers there are

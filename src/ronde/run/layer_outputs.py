@@ -26,7 +26,7 @@ _KINDS = {
     nn.Tanh: "tanh",
     nn.Sigmoid: "sigmoid",
 }
-_BOUND = 1e-4  # from the end of its range, at which an output is saturated
+_SATURATED_DISTANCE = 1e-4  # from the end of its range, at which an output is saturated
 _COMPILED = "under torch.compile"
 _CHANNELS_FIRST = (nn.modules.conv._ConvNd, nn.modules.batchnorm._BatchNorm, nn.GroupNorm)
 
@@ -115,9 +115,9 @@ class LayerOutputs:
         square = torch.linalg.vector_norm(output, dtype=wide).double().square()
         saturated = torch.zeros((), dtype=torch.float64, device=output.device)
         if kind == "tanh":
-            saturated += (output.abs() > 1 - _BOUND).sum()
+            saturated += (output.abs() > 1 - _SATURATED_DISTANCE).sum()
         elif kind == "sigmoid":
-            saturated += ((output < _BOUND) | (output > 1 - _BOUND)).sum()
+            saturated += ((output < _SATURATED_DISTANCE) | (output > 1 - _SATURATED_DISTANCE)).sum()
         sums = torch.stack([square, torch.full_like(square, output.numel()), saturated])
         layer.sums = sums if layer.sums is None else layer.sums + sums
         if kind == "relu" and output.ndim and output.shape[unit] == layer.units:

@@ -23,7 +23,7 @@ from ronde.world import ArgumentError, World
 from ronde.world.consensus import broadcast_json
 
 __all__ = [
-    "WATCH_EVERY",
+    "WATCH_EVERY_STEPS",
     "BatchOptions",
     "RunOptions",
     "SaveOptions",
@@ -38,7 +38,7 @@ __all__ = [
     "watch_every",
 ]
 
-WATCH_EVERY = 32
+WATCH_EVERY_STEPS = 32
 """Steps from one measurement of health to the next, unless the script says otherwise."""
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
@@ -57,7 +57,7 @@ def watch_every(asked: bool | int) -> int | None:
     if every == "False":
         return None
     if every == "auto" or (every.isdecimal() and int(every)):
-        return WATCH_EVERY if every == "auto" else int(every)
+        return WATCH_EVERY_STEPS if every == "auto" else int(every)
     raise ArgumentError(f"watch={every}: expected True, False, or a number of steps above 0.")
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ronde.parallel.replica_check import CHECKED_STEPS, ReplicaCheck, check_step
-from ronde.run.callback import NAN_EVERY, Callback, StepView
+from ronde.run.callback import NAN_EVERY_STEPS, Callback, StepView
 from ronde.run.checks import setting
 from ronde.run.group import RunGroup
 from ronde.run.parts import Parts
@@ -115,7 +115,7 @@ class FactCheck:
         # To read a number, a GPU is waited for.
         every = _EVERY_STEPS if count <= _FIRST_STEPS else _LATER_EVERY_STEPS
         if self._me.device.type != "cpu":
-            every = NAN_EVERY
+            every = NAN_EVERY_STEPS
         self._due |= count % every == 0 or (count < every and not count & (count - 1))
         if not self._due or run.strategy.drifts:
             return

@@ -15,7 +15,7 @@ from ronde.world.tensors import local_part
 
 __all__ = ["TensorNorms"]
 
-_SAMPLED = 4096  # elements of a part, whose updates are measured
+_SAMPLED_ELEMENTS = 4096  # elements of a part, whose updates are measured
 
 
 class TensorNorms:
@@ -105,7 +105,7 @@ def _place(part: torch.Tensor) -> int:
 
 
 def _stride(part: torch.Tensor) -> int:
-    return -(-part.numel() // _SAMPLED)
+    return -(-part.numel() // _SAMPLED_ELEMENTS)
 
 
 def _strided(part: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ronde.predict.intervals import Band
 from ronde.scale.rows import FurtherRow, ScaleRow, Scaling
 
-NO_GAP = 0.03  # of the synthetic rate: less is noise
+NO_GAP_SHARE = 0.03  # of the synthetic rate: less is noise
 
 
 def _workers(n: int) -> str:
@@ -29,7 +29,7 @@ def recommend(f: Scaling) -> str:
     # Shares of the ideal rate, which add up.
     lost_scale = max(0.0, 1.0 - synthetic / ideal)
     lost_input = last.gap * min(1.0, synthetic / ideal)
-    if last.gap <= NO_GAP and lost_scale <= 0.05:
+    if last.gap <= NO_GAP_SHARE and lost_scale <= 0.05:
         return f"{start}; nothing limits growth up to there."
     both = [
         (lost_input, *_input_advice(f, lost_input, last.workers)),
@@ -117,7 +117,7 @@ def describe_limits(f: Scaling) -> list[str]:
     plans = sorted({s.plan for some in f.starts.values() for s in some})
     if plans != ["replicate"]:
         notes.append(f"plan: {', '.join(plans)}.")
-    if f.rows[-1].gap > NO_GAP or f.upto > f.largest:
+    if f.rows[-1].gap > NO_GAP_SHARE or f.upto > f.largest:
         notes.append(
             "storage that was not at its limit is not visible here; ronde doctor tests it with "
             "more load."

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from ronde.predict import Capacities, Measured, StageCapacity, from_runs, gap, nodes_of, walls
 from ronde.predict.input_capacity import further_sizes, predict
 from ronde.predict.intervals import Band
-from ronde.scale.advice import NO_GAP, describe_limits, recommend
+from ronde.scale.advice import NO_GAP_SHARE, describe_limits, recommend
 from ronde.scale.laws import Extrapolation, LawFit, fits, stop_at
 from ronde.scale.meter import Start
 from ronde.scale.rows import (
@@ -79,7 +79,7 @@ class _Rates:
         self.laws, self.further, self.capacities = laws, further, capacities
         self.crowded = crowded
         # A loss that is the same at all sizes, and within noise, does not grow.
-        self.even = all(r.gap <= NO_GAP for r in rows)
+        self.even = all(r.gap <= NO_GAP_SHARE for r in rows)
         self.share = statistics.median(min(1.0, r.real / r.synthetic) for r in rows)
 
     def limit(self, n: int) -> Band:

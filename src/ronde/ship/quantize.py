@@ -17,7 +17,7 @@ from ronde.ship.runtime import open_session
 
 __all__ = ["Int8Verdict", "judge_int8", "quantize"]
 
-_CALIBRATION_BATCH = 32
+_CALIBRATION_SAMPLES = 32
 _SPEEDUP = 1.5  # below it, 8 bits are not offered
 
 Inputs = Mapping[str, np.ndarray[Any, Any]]
@@ -56,8 +56,8 @@ def quantize(model: Path, inputs: Inputs, target: Path) -> None:
 
     def batches() -> Iterator[dict[str, np.ndarray[Any, Any]]]:
         n = len(next(iter(inputs.values())))
-        for low in range(0, n, _CALIBRATION_BATCH):
-            yield {k: v[low : low + _CALIBRATION_BATCH] for k, v in inputs.items()}
+        for low in range(0, n, _CALIBRATION_SAMPLES):
+            yield {k: v[low : low + _CALIBRATION_SAMPLES] for k, v in inputs.items()}
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -125,7 +125,7 @@ def judge_int8(
         mine = names == name
         losses[name] = (int(hits[0][mine].sum()) - int(hits[1][mine].sum()), int(mine.sum()))
     name, (fewer, of) = max(losses.items(), key=lambda kv: kv[1][0] / kv[1][1])
-    speedup = _speedup(plain, quick, {k: v[:_CALIBRATION_BATCH] for k, v in feeds.items()})
+    speedup = _speedup(plain, quick, {k: v[:_CALIBRATION_SAMPLES] for k, v in feeds.items()})
     refused = ""
     if fewer / of > most_drop:
         refused = (

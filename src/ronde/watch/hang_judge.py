@@ -28,10 +28,10 @@ STOPPED_SECONDS = 5.0
 GOES_ON = "it goes from one exchange to the next"
 """A sign of life of a rank that waits for others."""
 _SAY_SECONDS = 10.0
-_TIMES = 5  # the longest pause so far, before the end
-_SAY_TIMES = 1.4  # the same, before something is said
+_LIMIT_PAUSES = 5  # the longest pause so far, before the end
+_SAY_PAUSES = 1.4  # the same, before something is said
 _EVALUATE, _SAVE, _FIRST, _START, _WORKS = 3, 6, 6, 60, 360  # grace, in limits for a sentence
-_WORKING = 6  # a rank that gives signs of life may take so many limits
+_WORKING_LIMITS = 6  # a rank that gives signs of life may take so many limits
 _DOING = {
     "compiling": "compiling a model",
     "loading": "waiting for a sample",
@@ -209,7 +209,7 @@ def _grace(view: RankView) -> int:
 
 def _limit(view: RankView, limits: Limits) -> float:
     """After how many seconds without a sign of life a rank is hung."""
-    seconds = max(limits.seconds, _TIMES * view.longest_seconds)
+    seconds = max(limits.seconds, _LIMIT_PAUSES * view.longest_seconds)
     grace = _grace(view)
     return seconds if grace == 1 else max(grace * limits.say, seconds)
 
@@ -228,7 +228,7 @@ def _says(view: RankView, waited: bool, limits: Limits) -> bool:
 
 def _is_usual(view: RankView) -> bool:
     """Whether pauses as long were seen before."""
-    return view.idle_seconds < _SAY_TIMES * view.longest_seconds
+    return view.idle_seconds < _SAY_PAUSES * view.longest_seconds
 
 
 def judge_hang(
@@ -321,7 +321,7 @@ def judge_foreign(
 
 def _works(limit: float, limits: Limits) -> float:
     """How long a rank may give signs of life and make no progress."""
-    return max(_WORKING * limit, _WORKS * limits.say)
+    return max(_WORKING_LIMITS * limit, _WORKS * limits.say)
 
 
 def _judge_late(

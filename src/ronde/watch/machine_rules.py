@@ -17,8 +17,8 @@ from ronde.world.units import format_bytes, format_seconds
 
 __all__: list[str] = []
 
-_PERIODS = 10  # of a control group's CPU limit in a second, by default
-_WARM_UP = 20  # steps whose time says nothing
+_PERIODS_A_SECOND = 10  # of a control group's CPU limit in a second, by default
+_WARM_UP_STEPS = 20  # steps whose time says nothing
 
 
 @rule("hosts", "")
@@ -127,7 +127,7 @@ def throttled(view: RuleView, share: float = 0.2, seconds: float = 120.0) -> Ale
     for host, rows in _training(view, seconds):
         table = host.table
         times, whole = table["throttled"][rows].sum(), table["seconds"][rows].sum()
-        if times > share * _PERIODS * whole:
+        if times > share * _PERIODS_A_SECOND * whole:
             yield Alert(
                 int(table.step[-1]),
                 f"the CPU limit of their control group held workers{_of(view, host)} up "
@@ -151,7 +151,7 @@ def outlier_steps(
     view: RuleView, times: float = 5.0, share: float = 0.01, seconds: float = 0.2
 ) -> Alerts:
     """Some steps take many times longer than others."""
-    step, taken = (column[_WARM_UP:] for column in view.step_seconds())
+    step, taken = (column[_WARM_UP_STEPS:] for column in view.step_seconds())
     median = float(np.median(taken))
     far = taken > max(times * median, median + seconds)
     if np.count_nonzero(far) > share * len(taken):

@@ -40,7 +40,8 @@ __all__ = ["application", "serve_page"]
 _PORT = 8765
 _FILES = Path(__file__).parent / "page_files"
 _STREAMED = ("record", "health", "resources")  # .jsonl
-_HEAD, _TAIL, _LOG_TAIL, _BLOCK = 32 << 10, 64 << 10, 32 << 10, 4 << 20  # bytes
+_HEAD_BYTES, _TAIL_BYTES = 32 << 10, 64 << 10
+_LOG_TAIL_BYTES, _BLOCK_BYTES = 32 << 10, 4 << 20
 _NUMBERS = {int, float}
 _STEP_GROUPS = ("time", "step", "loss", "lr", "samples")
 _NUMBER = r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -103,7 +104,7 @@ def _pack(path: Path, offset: int) -> tuple[int, str]:
     """Whole lines after ``offset`` as the JSON of one message, steps in columns; the offset after
     them. A resume begins a message: columns lose its place among the steps.
     """
-    size = _BLOCK
+    size = _BLOCK_BYTES
     with path.open("rb") as file:
         while True:
             file.seek(offset)
@@ -193,10 +194,10 @@ async def _messages(runs: list[tuple[str, RunDir]], offsets: dict[str, int]) -> 
 def _both_ends(path: Path) -> list[dict[str, Any]]:
     """The events at the beginning and at the end of a record, whatever its length."""
     with path.open("rb") as file:
-        data = file.read(_HEAD)
+        data = file.read(_HEAD_BYTES)
         size = os.fstat(file.fileno()).st_size
         if size > len(data):
-            file.seek(max(len(data), size - _TAIL))
+            file.seek(max(len(data), size - _TAIL_BYTES))
             data += b"\n" + file.read()
     events = []
     lines = data.split(b"\n")
@@ -237,7 +238,7 @@ def _alerts(path: Path, offset: int) -> tuple[int, int]:
     count = 0
     with path.open("rb") as file:
         file.seek(offset)
-        while whole := file.read(_BLOCK).rpartition(b"\n")[0]:
+        while whole := file.read(_BLOCK_BYTES).rpartition(b"\n")[0]:
             count += (b"\n" + whole).count(b'\n{"type": "alert"')
             offset += len(whole) + 1
             file.seek(offset)
@@ -355,9 +356,9 @@ class _Pages:
         if asked:
             with (run.logs / asked).open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - _LOG_TAIL))
-                text = file.read(_LOG_TAIL)
-        facts = {"files": names, "file": asked, "cut": size > _LOG_TAIL}
+                file.seek(max(0, size - _LOG_TAIL_BYTES))
+                text = file.read(_LOG_TAIL_BYTES)
+        facts = {"files": names, "file": asked, "cut": size > _LOG_TAIL_BYTES}
         return JSONResponse({**facts, "text": text.decode(errors="replace")})
 
 

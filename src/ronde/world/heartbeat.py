@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["Beat", "Heartbeat", "heartbeat", "read_beat"]
 
-_SIZE = 4096
+_SIZE_BYTES = 4096
 _NAMES, _NAME_BYTES, _NAME_COUNT = 256, 64, 48
 _ERROR = _NAMES + _NAME_BYTES * _NAME_COUNT
 _TICKS, _PID, _PHASE, _DOING, _BEGUN, _STEP, _STEPS, _CUDA, _WAITED, _LOADING, _LAST = range(11)
@@ -69,13 +69,13 @@ class Heartbeat:
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         if folder is None:
-            self._memory = mmap.mmap(-1, _SIZE)
+            self._memory = mmap.mmap(-1, _SIZE_BYTES)
         else:
             # renamed when it is whole: readers see an earlier worker's file, or this one's
             path = folder / f"heartbeat-{rank}"
             with path.with_suffix(".new").open("w+b") as file:
-                file.truncate(_SIZE)
-                self._memory = mmap.mmap(file.fileno(), _SIZE)
+                file.truncate(_SIZE_BYTES)
+                self._memory = mmap.mmap(file.fileno(), _SIZE_BYTES)
             path.with_suffix(".new").rename(path)
         self._slots = memoryview(self._memory).cast("q")
         self._slots[_PID] = os.getpid()
@@ -119,8 +119,8 @@ class Heartbeat:
 
     def failed(self, error: BaseException) -> None:
         """A call raised into the script, which may catch it."""
-        text = f"{type(error).__name__}: {error}".encode()[: _SIZE - _ERROR - 1]
-        self._memory[_ERROR:_SIZE] = text.ljust(_SIZE - _ERROR, b"\0")
+        text = f"{type(error).__name__}: {error}".encode()[: _SIZE_BYTES - _ERROR - 1]
+        self._memory[_ERROR:_SIZE_BYTES] = text.ljust(_SIZE_BYTES - _ERROR, b"\0")
 
     def _add(self, what: str) -> int:
         index = len(self._names)
@@ -239,7 +239,7 @@ def read_beat(path: Path) -> Beat | None:
         data = path.read_bytes()
     except OSError:
         return None
-    if len(data) < _SIZE:
+    if len(data) < _SIZE_BYTES:
         return None
     slots = memoryview(data).cast("q")
     at = _NAMES + _NAME_BYTES * min(max(slots[_DOING], 0), _NAME_COUNT - 1)
