@@ -95,10 +95,13 @@ def test_facts_say_which_remedies_are_possible(pictures):
 
     class Drawing(Rows):
         def __init__(self):
-            self.generators = {"own": [np.random.default_rng(0)]}
+            more = random.Random(0), np.random.RandomState(0), torch.Generator().manual_seed(0)
+            self.generators = {"own": [np.random.default_rng(0)], "more": more}
 
         def __getitem__(self, i):
-            return torch.full((2,), i + self.generators["own"][0].random())
+            python, old, own = self.generators["more"]
+            drawn = self.generators["own"][0].random() + python.random() + old.rand()
+            return torch.full((2,), i + drawn) + torch.rand(1, generator=own)
 
     class Pictures(Rows):
         def __getitem__(self, i):

@@ -31,6 +31,12 @@ def test_trainings_are_those_of_one_process(tmp_path):
     assert ": Horovod " in done.stdout and "without calling" not in done.stdout
 
 
+def test_its_status_is_that_of_the_script(tmp_path):
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    done = ronde_run(["horovodrun", "-np", "1", "python", "fails.py"], tmp_path, 60, NO_FILES)
+    assert done.returncode == 3, done.stdout + done.stderr
+
+
 def test_one_process_needs_no_launcher(tmp_path):
     script = tmp_path / "one.py"
     script.write_text(

@@ -80,8 +80,8 @@ def test_what_an_agent_prints_comes_between_its_answers():
 
 AGENT = """
 import sys, time
-from ronde.launch.messages import MARKER, Alive, Heard, IsHeard, from_line, to_line
-sys.stdout.buffer.write(MARKER + to_line(Alive()))
+from ronde.launch.messages import MARKER, Alive, Heard, IsHeard, Ping, from_line, to_line
+sys.stdout.buffer.write(MARKER + to_line(Alive()) + to_line(Ping()))
 for line in sys.stdin.buffer:
     order = from_line(line)
     if isinstance(order, IsHeard) and sys.argv[1] != "silent":
@@ -104,13 +104,15 @@ class Stubs:
 @pytest.mark.parametrize(("heard", "lost"), [(("5", "0.1"), False), (("5", "1.5"), True)])
 def test_a_silent_host_that_others_hear_is_not_lost(heard, lost):
     """Its link may carry too much: what comes from it at all says that it is there."""
+    up = threading.Semaphore(0)
     links = [
-        HostLink(Host(name), lambda *_: None, Stubs(), sys.executable)
+        HostLink(Host(name), lambda *_: up.release(), Stubs(), sys.executable)
         for name in ("silent", *heard)
     ]
     silent = links[0]
     silent.address = "10.0.0.1"
     try:
+        assert all(up.acquire(timeout=60) for _ in links)  # silence counts from then on
         looks, limit = 0, time.monotonic() + 60
         while not silent.closed and looks < (10**6 if lost else 60) and time.monotonic() < limit:
             looks += 1

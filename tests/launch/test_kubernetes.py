@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import jsonschema
 import pytest
 import yaml
 
 from processes import ronde_batch
+from ronde.cli.launch_plan import RunOptions, plan_launch
 from ronde.launch.kubernetes import pod
-from ronde.world import WorldError
+from ronde.world import ArgumentError, WorldError
 
 
 def thing(required: str = "", **properties):
@@ -196,3 +198,21 @@ def test_variables_of_pods():
     ):
         with pytest.raises(WorldError, match=told):
             pod({**both, **wrong})
+
+
+def test_options_that_several_pods_cannot_take(monkeypatch, tmp_path):
+    (tmp_path / "train.py").write_text("")
+    inside = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "PET_NNODES": "2", "PET_MASTER_ADDR": "a"}
+    for name, value in {**inside, "PET_NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    script = [str(tmp_path / "train.py")]
+    for option, value in {
+        "restarts": 1,
+        "until": "5",
+        "stop_on": "nan",
+        "time_limit": "1h",
+    }.items():
+        with pytest.raises(ArgumentError, match="is not for containers of several hosts"):
+            plan_launch(RunOptions(arguments=script, **{option: value}))
+    kept_nowhere = RunOptions(arguments=script, runs=Path("none"))
+    assert plan_launch(kept_nowhere).options.name is None

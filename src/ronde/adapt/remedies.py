@@ -9,6 +9,7 @@ import hashlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ class DatasetFacts:
             used here.
         same_pixels: decoders that give exactly Pillow's pixels.
         kept_bytes: of what ``cache: decode`` would keep of one sample; 0 if it cannot be kept.
+        read_bytes: of what ``cache: read`` would keep of one sample; 0 if unknown.
         draws: what would be kept draws random numbers.
         error: why nothing could be found out, or "".
     """
@@ -46,6 +48,7 @@ class DatasetFacts:
     decoders: dict[str, float] = field(default_factory=dict)
     same_pixels: tuple[str, ...] = ()
     kept_bytes: float = 0.0
+    read_bytes: float = 0.0
     draws: bool = False
     error: str = ""
 
@@ -70,7 +73,8 @@ def compare_decoders(images: Sequence[bytes]) -> tuple[dict[str, float], tuple[s
             pixels = {name: call() for name, call in calls.items()}
         except Exception:
             continue  # damaged, or of a kind that one of them does not know
-        equal -= {name for name in names if not np.array_equal(pixels[name], pixels["pillow"])}
+        exact = pixels.get("pillow")  # None: nothing to compare with, so none is called equal
+        equal -= {n for n in names if exact is None or not np.array_equal(pixels[n], exact)}
         for name, call in calls.items():
             spent[name].append(_cpu(call))
     milliseconds = {name: statistics.fmean(t) / 1e6 for name, t in spent.items() if t}
@@ -135,12 +139,16 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
     ids, keeps = _spread(len(dataset), samples), _to_keep(dataset)
     decoder = decoder_of(dataset) if isinstance(dataset, Pipeline) else ""
     jpegs: list[bytes] = []
+    read: list[tuple[int, bytes]] = []
     made: list[tuple[int, bytes]] = []
     again: list[tuple[int, bytes]] = []
     try:
         # once around both: generators of its own go on, so that what they draw shows
         with preserve_state(dataset):
             jpegs = _jpegs(dataset, ids) if decoder else []
+            if isinstance(dataset, Pipeline):
+                with suppress(CannotEncode):  # the size of such rows stays unknown
+                    read = _encoded(replace(dataset, steps=()), ids, 1)
             if keeps is not None:
                 made, again = _encoded(keeps, ids, 1), _encoded(keeps, ids[:2], 2)
     except CannotEncode:
@@ -149,8 +157,11 @@ def dataset_facts(dataset: Any, samples: int = 16) -> DatasetFacts:
         return DatasetFacts(error=f"{type(error).__name__}: {error}")
     decoders, same_pixels = compare_decoders(jpegs)
     draws = made[: len(again)] != again
-    kept = statistics.fmean(length for length, _ in made) if made and not draws else 0.0
-    return DatasetFacts(decoder, decoders, same_pixels, kept, draws)
+    kept, whole = (
+        statistics.fmean(length for length, _ in rows) if rows else 0.0
+        for rows in (made if not draws else [], read)
+    )
+    return DatasetFacts(decoder, decoders, same_pixels, kept, whole, draws)
 
 
 # -- applying them ---------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ronde.cli.hosts import Gathered, HostOptions, answers_of, gathered, on_flee
 from ronde.cli.options import JsonFlag, app, setting, verb
 from ronde.cli.script import check_folders
 from ronde.watch import plain_console
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError, WorldError
 
 _SLOW_SHARE = 0.5  # of the median
 
@@ -64,7 +64,10 @@ def _check(options: Options) -> None:
         # One process a host: pairs of hosts are timed, not pairs of devices.
         if len(names) > 1:
             launch = on_fleet(fleet, [1] * len(names))
-            pairs = answers_of(Gathered(len(names), "", [], [], launch), command, "pairs")[-1]
+            try:
+                pairs = answers_of(Gathered(len(names), "", [], [], launch), command, "pairs")[-1]
+            except RondeError as error:
+                raise WorldError(f"the links could not be measured: {error}") from None
     if output is not None:
         _write_cluster(options, output)
     said += slow_links(names, pairs)

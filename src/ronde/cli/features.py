@@ -85,7 +85,7 @@ class GetOptions:
 
     online: Path = argument("ONLINE.db")
     table: str = argument("TABLE")
-    arguments: list[str] | None = argument("--COLUMN VALUE...", "Of the entity.", default=None)
+    words: list[str] | None = argument("--COLUMN VALUE...", "Of the entity.", default=None)
 
 
 @verb(features, "join")
@@ -140,13 +140,13 @@ def _publish(options: PublishOptions) -> None:
     tell(f"publish  {options.to}: {published}")
 
 
-@verb(features, "get")
+@verb(features, "get", ignore_unknown_options=True)
 def _get(options: GetOptions) -> None:
     """Print the features of one entity as JSON: --COLUMN VALUE for each column of the entity."""
     from ronde.tables.online import Online
 
     store, table = Online(options.online), options.table
-    words, entity = list(options.arguments or []), dict[str, Any]()
+    words, entity = list(options.words or []), dict[str, Any]()
     # The table says what a key is: 17 and "17" are two entities.
     kinds = store.tables()[table].entity if table in store.tables() else {}
     while words:

@@ -194,7 +194,9 @@ def _horovodrun(options: Options) -> None:
         typer.echo(f"note: no meaning here, ignored: {', '.join(ignored)}", err=True)
     os.environ.update(variables)
     try:
-        app(["run", *arguments], prog_name="ronde", standalone_mode=False)
+        # without standalone mode an Exit is returned, not raised
+        if status := app(["run", *arguments], prog_name="ronde", standalone_mode=False):
+            raise typer.Exit(status)
     finally:
         if "--ssh-config" in arguments:
             Path(arguments[arguments.index("--ssh-config") + 1]).unlink(missing_ok=True)

@@ -426,7 +426,7 @@ def _reducer(options: RunOptions) -> str | None:
     """``--reducer``, or what ``--servers`` implies."""
     from ronde.plan import parse_reducer
 
-    reducer = options.reducer and str(parse_reducer(options.reducer))
+    reducer = None if options.reducer is None else str(parse_reducer(options.reducer))
     if options.servers is None:
         return reducer
     if reducer is None:
@@ -482,6 +482,8 @@ def _in_container(options: RunOptions, box: Container, command: list[str]) -> Ru
             tensorboard=False,
             to=None,
         )
+    if box.checkpoints is None and str(options.runs) == "none":  # nothing to name or to resume
+        return options
     name = options.name or script_stem(options.module or command[0])
     runs = box.checkpoints or options.runs
     # The service starts a job again with the same command line: what has begun resumes.

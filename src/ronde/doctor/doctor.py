@@ -458,6 +458,7 @@ class _Study:
             decoders=seen.decoders,
             same_pixels=seen.same_pixels,
             kept_bytes=seen.kept_bytes,
+            sample_bytes=seen.read_bytes or facts.sample_bytes,
             opens=opens,
         )
 

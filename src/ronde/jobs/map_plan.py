@@ -148,7 +148,9 @@ def load_map(root: Path) -> tuple[MapPlan, Items]:
         ArgumentError: there is none.
     """
     try:
-        plan = MapPlan(**json.loads((root / "job.json").read_text()))
+        values = json.loads((root / "job.json").read_text())
+        values.pop("digest", None)  # of maps that an older version planned
+        plan = MapPlan(**values)
     except FileNotFoundError:
         raise ArgumentError(f"{root.parent} holds no map of this machine's.") from None
     return plan, load_items(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -67,6 +68,10 @@ def limit_process_threads(n: int) -> None:
     torch.set_num_threads(n)
     torch.set_num_threads = _leave_alone  # a call in a sample's code would undo the user's setting
     limit_compute_threads(n)
+    with contextlib.suppress(ImportError):  # OpenBLAS that a parent loaded reads no variable again
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped, unused-ignore]
+
+        threadpool_limits(n)
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(n)
 

@@ -275,14 +275,19 @@ def extend_scaler(scale: Callable[[torch.Tensor], torch.Tensor] | None, me: Worl
         return
 
     def unscale(
-        optimizer: Optimizer, inverse: torch.Tensor, overflow: torch.Tensor, _allow_fp16: bool
+        optimizer: Optimizer, inverse: torch.Tensor, overflow: torch.Tensor, allow_fp16: bool
     ) -> dict[Any, torch.Tensor]:
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    key = p.grad.device, p.grad.dtype  # offloaded ones lie in the host's memory
-                    alike.setdefault(key, []).append(local_part(p.grad))
+                if p.grad is None:
+                    continue
+                if p.grad.dtype is torch.float16 and not allow_fp16:  # as torch's own says
+                    raise ValueError("Attempting to unscale FP16 gradients.")
+                part = local_part(p.grad)
+                part = part._values() if part.is_sparse else part
+                # offloaded ones lie in the host's memory
+                alike.setdefault((part.device, part.dtype), []).append(part)
         flags = {device: overflow.to(device, copy=True) for device, _ in alike}
         for (device, _), gradients in alike.items():
             torch._amp_foreach_non_finite_check_and_unscale_(

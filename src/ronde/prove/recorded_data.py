@@ -175,6 +175,6 @@ def wide_loader(
     if collate is not default_collate:
         functools.update_wrapper(wide, collate)  # a run asks whose it is
     workers = settings.num_workers if settings.init is not None else 0
-    if settings.num_workers and not workers:  # a data set may ask which process reads it
+    if settings.chosen == "processes" and not workers:  # a data set may ask which process reads it
         _process = WorkerInfo(id=0, num_workers=1, seed=0, dataset=dataset)
     return dataclasses.replace(settings, collate=wide, num_workers=workers)
