@@ -425,6 +425,19 @@ def test_augmentation_after_it_has_the_same_bits_cold_and_warm():
     kept.source.close()
 
 
+def test_a_closed_cache_leaves_the_files_of_others_alone(tmp_path):
+    kept = cached(Toy(30), where=str(tmp_path / "cache"), limit="4MiB")
+    kept.read(range(15))
+    arena = kept._opened()
+    kept.close()
+    others = [(tmp_path / f"{i}").open("w+b", buffering=0) for i in range(8)]  # get its numbers
+    with pytest.raises(OSError):
+        arena.put([(3, [b"x"])])
+    assert not any(os.fstat(file.fileno()).st_size for file in others)
+    for file in others:
+        file.close()
+
+
 def test_a_record_on_disk_is_checked_each_time(tmp_path):
     kept = reopened(tmp_path)
     assert all_right(kept) and all_right(kept)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from lab import lab, missing
 from processes import child, ronde_run
-from ronde.checkpoint import KeepPolicy, RemoteCheckpoints, verify
+from ronde.checkpoint import KeepPolicy, RemoteCheckpoints, verify, write
 from ronde.world import ArgumentError
 from sampling import long, some
 
@@ -281,6 +281,17 @@ def test_what_is_refused(tmp_path):
     assert done.returncode != 0 and "pip install 'ronde[remote]'" in said, said
     with pytest.raises(ArgumentError):
         RemoteCheckpoints("s4://bucket", "it")
+
+
+def test_half_and_damaged_ones_are_passed_over(tmp_path):
+    for step in (2, 4, 6):
+        write(tmp_path / "it", step, {"model.safetensors": {"x": torch.ones(3)}}, {})
+    (tmp_path / "it" / "step-000000004" / "manifest.json").unlink()
+    weights = tmp_path / "it" / "step-000000006" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    found, passed = RemoteCheckpoints(f"file://{tmp_path}", "it").fetch(tmp_path / "here", -1)
+    assert found.name == "step-000000002" and "does not match its digest" in passed[0]
+    assert "is missing" in passed[1]
 
 
 def test_the_policy_and_names_in_a_store(tmp_path):

@@ -261,7 +261,9 @@ def test_order_and_augmentation_are_the_same_for_any_executor_and_number_of_work
         if executor == "processes" and size == 2 and kind != "two steps":
             continue
         taken = with_executor(take(DATA[kind], seed=3), executor)
+        before = state()
         rows = torch.cat(read(taken, size, batch=7, epochs=(0, 1), seed=3)).tolist()
+        assert state() == before, executor
         expected = [(e, i) for e in (0, 1) for i in Order(50, 3).ids(e, 0, 50).tolist()]
         assert [row[0] for row in rows] == [i for _, i in expected], (executor, size)
         for row, (epoch, i) in zip(rows, expected, strict=True):

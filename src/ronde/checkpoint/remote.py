@@ -268,10 +268,10 @@ class Uploads:
             for file in path.iterdir():
                 link_or_copy(file, held / file.name)
             check_files(held, load_manifest(held), digests=False)
-        except (OSError, CheckpointError):
+        except (OSError, CheckpointError) as error:
             time.sleep(_LOOK_SECONDS)  # while it is being removed, file by file
             if path.exists():
-                raise
+                raise CheckpointError(str(error).replace(str(held), str(path))) from None
             return None
         return held
 

@@ -296,15 +296,18 @@ def expand(
     files: list[str] = []
     for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         text = os.fspath(path) if is_remote(os.fspath(path)) else local_path(path)
+        folder = ""
         if ending and not is_remote(text) and os.path.isdir(text):  # noqa: PTH112
-            names = [f"{globbing.escape(text.rstrip('/'))}/*{ending}"]
+            folder = text.rstrip("/")
+            names = [f"{globbing.escape(folder)}/*{ending}"]
         elif not is_remote(text) and os.path.exists(text):  # noqa: PTH110
             names = [text]  # whatever its name looks like
         else:
             names = _braces(text)
         for name in names:
             if not (matches := _matches(name, store)):
-                raise ArgumentError(f"{argument}: nothing matches {name}.")
+                shown = name.replace(globbing.escape(folder), folder) if folder else name
+                raise ArgumentError(f"{argument}: nothing matches {shown}.")
             files += matches
     if not files:
         raise ArgumentError(f"{argument}: no path given.")

@@ -624,7 +624,7 @@ def parquet(
 
     Args:
         paths: a file, a folder of ``.parquet`` or else of ``.arrow`` files, a glob, URLs, or a
-            list of such.
+            list of files, globs, and folders of ``.parquet`` files.
         columns: which are read; None for all.
         data: a column of bytes, or of structs of ``bytes`` and ``path`` as Hugging Face's data sets
             have it: samples are then :class:`Sample` of it, ``label`` and ``name``, as
