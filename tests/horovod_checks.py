@@ -336,6 +336,20 @@ def test_elastic():
     assert sorted(hvd.allgather(torch.tensor(list(sampler))).tolist())[0] >= 0
 
     @hvd.elastic.run
+    def hosts_come(state):
+        if state.calls:
+            return
+        state.calls = [1]
+        model.weight.data += R
+        if R == 0:
+            state.on_hosts_updated(0.0, 1)
+        state.commit()  # raises on all ranks
+
+    hosts_come(state)
+    assert resets == [3, 3] and state.calls == [1]
+    assert torch.allclose(model.weight, start + 4.0 + R)  # some only came: nothing is shared again
+
+    @hvd.elastic.run
     def never(state):
         hvd.allreduce(torch.ones(2 + R), name="always")
 

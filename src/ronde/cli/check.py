@@ -64,10 +64,7 @@ def _check(options: Options) -> None:
         # One process a host: pairs of hosts are timed, not pairs of devices.
         if len(names) > 1:
             launch = on_fleet(fleet, [1] * len(names))
-            try:
-                pairs = answers_of(Gathered(len(names), "", [], [], launch), command, "pairs")[-1]
-            except RondeError as error:
-                raise WorldError(f"the links could not be measured: {error}") from None
+            pairs = _measured(Gathered(len(names), "", [], [], launch), command, "pairs")
     if output is not None:
         _write_cluster(options, output)
     said += slow_links(names, pairs)
@@ -86,7 +83,15 @@ def _write_cluster(options: Options, output: Path) -> None:
 
     command = ["-m", "ronde.measure.bench_links", "--quick", "--tell"]
     with gathered(options.places(), None, command, "auto", None, lambda _: None) as group:
-        Cluster.from_dict(answers_of(group, command, "cluster")[-1]).save(output)
+        Cluster.from_dict(_measured(group, command, "cluster")).save(output)
+
+
+def _measured(group: Gathered, command: list[str], key: str) -> Any:
+    """The answer of a measurement on workers; raises :class:`WorldError`."""
+    try:
+        return answers_of(group, command, key)[-1]
+    except RondeError as error:
+        raise WorldError(f"the links could not be measured: {error}") from None
 
 
 def _each(places: Any, facts: Any) -> list[tuple[Any, Any]]:

@@ -12,6 +12,7 @@ import copy
 import functools
 import math
 import os
+import queue
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,7 +44,11 @@ _made = 0  # states of this process: the number of each is the same on all ranks
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Horovod's error for hosts that come or go, for scripts that name it: here they do neither."""
+    """Hosts came or went. ``skip_sync`` says that the state need not be shared again."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts have changed")
+        self.skip_sync = skip_sync
 
 
 class ObjectState:
@@ -66,6 +71,7 @@ class ObjectState:
         self._number, _made = _made, _made + 1
         self._saved_state = dict(kwargs)
         self._reset_callbacks: list[Callable[[], None]] = []
+        self._host_updates: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.commits = 0
         self._set_attributes()
 
@@ -79,15 +85,23 @@ class ObjectState:
 
     def on_reset(self) -> None:
         """What happens after a reset: :meth:`reset`, and the callbacks."""
+        self._host_updates = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
+
+    def on_hosts_updated(self, timestamp: float, update: int) -> None:
+        """Note that hosts have changed (1: some came): the next commit says so to the loop. For
+        scripts that learn of it themselves: a run's launcher sends none.
+        """
+        self._host_updates.put(update)
 
     def commit(self) -> None:
         """Save the state in memory and, if workers can be started again, in the run directory."""
         self.save()
         self.commits += 1
         self._write()
+        self.check_host_updates()
 
     def _file(self) -> Path | None:
         """Where commits outlive this process; None if the run cannot be started again."""
@@ -139,7 +153,16 @@ class ObjectState:
         self.restore()
 
     def check_host_updates(self) -> None:
-        """Nothing: the hosts of a run stay what they are until it is started again."""
+        """Raise on all ranks if hosts have changed, as rank 0 sees it. A collective.
+
+        Raises:
+            HostsUpdatedInterrupt: hosts have changed.
+        """
+        updates = []
+        while not self._host_updates.empty():
+            updates.append(self._host_updates.get())
+        if updates := broadcast_object(updates):
+            raise HostsUpdatedInterrupt(all(update == 1 for update in updates))
 
     def save(self) -> None:
         """Save the attributes."""
@@ -318,12 +341,13 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         # what fails each time would go on forever
         limit = int(os.environ.get("HOROVOD_ELASTIC_RESET_LIMIT", "") or 3)
-        resets, committed = 0, -1
+        resets, committed, skip_sync = 0, -1, False
         if isinstance(state, ObjectState):
             state.continue_commit()
         while True:
             try:
-                state.sync()
+                if not skip_sync:
+                    state.sync()
                 return function(state, *args, **kwargs)
             except HorovodInternalError:
                 commits = getattr(state, "commits", 0)
@@ -332,6 +356,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
                 if resets > limit:
                     raise
                 state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as interrupt:
+                skip_sync = interrupt.skip_sync
             shutdown()
             init()
             state.on_reset()
