@@ -24,9 +24,8 @@ HEALTHY_POINTS = 7.0
 
 _EXCHANGE_POINTS = 15.0  # points that the exchange must cost to be called the cause
 _STRAGGLER_POINTS = 5.0
-_UNCLEAR_SHARE = (
-    0.10  # halves of one arm that differ by more say nothing; nor does a wider interval
-)
+# halves of one arm that differ by more say nothing; nor does a wider interval
+_UNCLEAR_SHARE = 0.10
 
 
 @dataclass(frozen=True)
