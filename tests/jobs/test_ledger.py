@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.jobs.ledger import JobLedger, LeaseLost
+from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 
 WORKER = """
 import os, random, sys, time
@@ -118,6 +118,33 @@ def test_the_largest_first_and_what_is_given_back_again(tmp_path: Path) -> None:
     last = ledger.claim(size)
     assert last is not None
     assert (last.key, last.failed) == ("large", 1)
+
+
+def test_a_task_is_never_lost_between_two_owners(tmp_path: Path) -> None:
+    """One takes a failed task while the other still tells that it failed, and both give one back
+    at the same time.
+    """
+
+    class Late(JobLedger):
+        def _put_back(self, lease: Lease, failed: int) -> bool:
+            put = super()._put_back(lease, failed)
+            again.append(other.claim())
+            return put
+
+        def drop(self, lease: Lease) -> None:
+            other.give_back(again[0])
+            super().drop(lease)
+
+    again: list = []
+    first, other = Late(tmp_path), JobLedger(tmp_path)
+    first.add(["a"])
+    first.fail(first.claim())
+    assert first.left == 1
+    other.beat(again[0])
+    mine = Lease("a", 1, 0, tmp_path / "lease" / "a.1.0.me", tmp_path / "work" / "a.1.0.me")
+    mine.path.touch()  # races it
+    first.give_back(mine)
+    assert [path.name for path in (tmp_path / "todo").iterdir()] == ["a.1.0"] and first.left == 1
 
 
 def test_a_straggler_is_raced_and_one_of_both_commits(tmp_path: Path) -> None:

@@ -226,12 +226,15 @@ class JobLedger:
         """
         if self._put_back(lease, lease.failed + 1):
             for path in self._leases(lease.key):
-                path.unlink(missing_ok=True)
+                if _parse(path.name)[1] <= lease.failed:  # not of who has taken it again since
+                    path.unlink(missing_ok=True)
 
     def give_back(self, lease: Lease) -> None:
         """Put it back as it was."""
         if len(self._leases(lease.key)) > 1:  # another owner goes on
             self.drop(lease)
+            if not self.is_known(lease.key):  # or has given it back at the same time
+                (self.root / "todo" / f"{lease.key}.{lease.failed}.{lease.lost}").touch()
         else:
             self._put_back(lease, lease.failed)
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from ronde.capture.intercept import calls_heard
+from ronde.capture.intercept import NUMBERS, calls_heard, name_of
 from ronde.introspect import SavedState
 from ronde.parallel.tensor_layers import (
     Block,
@@ -67,6 +68,7 @@ class _Trace:
     inputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)  # call by call
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
+    numbers: dict[int, str] = field(default_factory=dict)  # calls before it -> how one was read
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @property
@@ -99,6 +101,19 @@ def quiet(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
+class _NumbersRead(TorchFunctionMode):
+    """Notes when Python takes a number out of a tensor."""
+
+    def __init__(self, trace: _Trace) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := name_of(func)) in NUMBERS:
+            self._trace.numbers[len(self._trace.calls)] = name
+        return func(*args, **(kwargs or {}))
+
+
 def _trace(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
     trace = _Trace()
     starts: dict[str, Any] = {}
@@ -121,7 +136,7 @@ def _trace(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
             trace.calls.append((name, starts.pop(name, None), x, y.grad_fn))
             trace.outputs.setdefault(name, []).append(y.detach().clone())
 
-    with calls_heard(modules, enter, leave):
+    with calls_heard(modules, enter, leave), _NumbersRead(trace):
         trace.loss = run()
     return trace
 
@@ -432,6 +447,20 @@ def _refuse_other_reads(
                 break
 
 
+def _refuse_branches(trace: _Trace, candidates: list[_Candidate]) -> None:
+    """Refuse blocks that read a number between their layers: by it, a later batch may take a way
+    that no trial has seen.
+    """
+    for c in candidates:
+        if c.block.kind == "multihead":
+            continue  # its forward is torch's, or Ronde's
+        inside = False
+        for i, (name, *_) in enumerate(trace.calls):
+            if inside and i in trace.numbers and not c.block.why_not:
+                c.refuse(f"it reads a number between its layers ({trace.numbers[i]})")
+            inside = name != c.block.row and (inside or name in c.block.column)
+
+
 def _refuse_escapes(consumers: Mapping[Any, list[Any]], candidates: list[_Candidate]) -> None:
     """Refuse blocks whose inner results also go elsewhere than into their row."""
     changed = True
@@ -632,6 +661,7 @@ def recognize(
         if trace.loss.grad_fn is not None:
             consumers = _consumers(trace)
             _refuse_other_reads(model, trace, candidates, consumers)
+            _refuse_branches(trace, candidates)
             _refuse_escapes(consumers, candidates)
             del consumers
             if gradients:

@@ -224,6 +224,8 @@ def session(master: str | None) -> Any:
     builder = SparkSession.builder.appName("ronde prepare")
     for name, value in _SPARK_SETTINGS.items():
         builder = builder.config(name, value)
+    if master and master.startswith("local"):  # Spark makes an empty folder in the current one
+        builder = builder.config("spark.sql.warehouse.dir", tempfile.gettempdir())
     return (builder.master(master) if master else builder).getOrCreate()
 
 
