@@ -113,7 +113,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if session.config.getoption("--record-durations") and not hasattr(
         session.config, "workerinput"
     ):
-        found = _durations() | _measured
+        kept = {f: t for f, t in _durations().items() if (session.config.rootpath / f).exists()}
+        found = kept | _measured
         rows = []
         for file, tests in sorted(found.items()):
             row = {name: [round(x, 2) for x in cases] for name, cases in sorted(tests.items())}

@@ -83,7 +83,7 @@ def is_runnable(block: Block) -> bool:
 
 RUNNABLE = [page for page in PAGES if any(is_runnable(b) for b in blocks(page))]
 FIRST = [ROOT / "README.md", DOCS / "five-minutes.md"]
-SAMPLE = [*FIRST, *some([page for page in RUNNABLE if page not in FIRST], 20)]
+SAMPLE = [*FIRST, *some([page for page in RUNNABLE if page not in FIRST], 40)]
 
 
 def label(page: Path) -> str:

@@ -95,7 +95,7 @@ CHAIN = [
 ][slice(None) if ALL else slice(1, 3)]
 RESUMED = [("mlp", "Nadam", "a"), ("transformer", "AdamW", "b")][not ALL :]
 SIZES = [1, 2, 3] if ALL else [2]
-FITTED = SAME_AS_FIT if ALL else SAME_AS_FIT[::2]
+FITTED = SAME_AS_FIT if ALL else SAME_AS_FIT[::3]
 DRAWN = DRAWS if ALL else DRAWS[:1]
 CUT = DIVIDED if ALL else DIVIDED[::3] + DIVIDED[-1:]
 KEPT = [each for each in CUT if (each["optimizer"], each["plan"]) not in REFUSED]

@@ -282,7 +282,8 @@ if not ALL:
     HALF, DROPOUT, OTHERS = [HALF[i] for i in (0, 3, 4, 7)], DROPOUT[::2], OTHERS[:2]
     TENSOR_AND_REPLICAS, THREE_DIMENSIONS = TENSOR_AND_REPLICAS[:3], THREE_DIMENSIONS[:2]
     PIPELINES, PIPELINES_OF_FOUR = PIPELINES[:6], PIPELINES_OF_FOUR[:7]
-    SHARDS_OF_THREE, OF_EIGHT = [], OF_EIGHT[:2]
+    SHARDS_OF_THREE, OF_EIGHT = [], OF_EIGHT[1:2]
+    TENSOR = [case for i, case in enumerate(TENSOR) if i not in (1, 5, 7, 10)]
 if not importlib.util.find_spec("transformers"):
     OTHERS = []
 

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -397,6 +398,7 @@ def test_a_signal_ends_every_process(
     with child(ronde("prove", "train.py"), tmp_path) as started:
         while not (tmp_path / "begun").exists():
             assert started.process.poll() is None
+            time.sleep(0.05)
         os.kill(started.pid, number)
         done = started.done(30)
     assert done.returncode == 128 + number

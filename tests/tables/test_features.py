@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from datetime import UTC, datetime
 
 import pytest
@@ -340,7 +341,7 @@ def test_a_reader_never_sees_half_a_publication_that_was_killed(tmp_path):
                 assert whole[0] == whole[1] and len(whole[0]) == 1  # one publication, both tables
                 seen.append(online.get("a", id=2999)["v"])
             while not (tmp_path / "online.db.writing").exists():
-                pass  # killed in the middle of the next one
+                time.sleep(0)  # killed in the middle of the next one
         finally:
             os.kill(publisher.pid, signal.SIGKILL)
             publisher.wait()
