@@ -14,9 +14,11 @@ import yaml
 import zygote
 from lab import lab, missing
 from processes import TESTS
+from ronde.jobs import flow_run
 from ronde.jobs.flow import Flow, load_flow
 from ronde.jobs.flow_export import export_flow
 from ronde.jobs.flow_run import FlowRun
+from ronde.jobs.ledger import JobLedger
 from ronde.world import ArgumentError, RondeError
 from sampling import long
 
@@ -360,3 +362,25 @@ def test_a_host_that_is_lost_costs_the_steps_since_the_last_checkpoint(folder: P
     steps = [int(line.split()[1]) for line in (folder / "steps.txt").read_text().splitlines()]
     assert steps in ([*range(7), *range(6, 20)], [*range(8), *range(6, 20)])
     assert "try 2" in " ".join(" ".join(lines).split())
+
+
+def test_a_late_step_takes_along_what_its_shell_has_started(folder: Path) -> None:
+    flow = Flow.of(slow={"run": "sh -c '(sleep 3; touch late); echo'", "time": "1s"})
+    assert states(flow, folder) == {"slow": "failed"}
+    time.sleep(2.5)
+    assert not (folder / "late").exists()
+
+
+def test_an_output_that_is_long_to_read_is_no_lost_owner(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, taken = JobLedger(folder / "runs" / "flow" / "ledger", 0.5), []
+
+    def slow(path: Path) -> str:
+        time.sleep(0.8)
+        taken.append(other.claim())
+        return ""
+
+    monkeypatch.setattr(flow_run, "content_digest", slow)
+    flow = Flow.of(make={"run": "touch made", "out": "made"})
+    assert states(flow, folder, patience=0.5) == {"make": "done"} and taken == [None]

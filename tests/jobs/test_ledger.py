@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ronde.jobs import ledger as ledger_module
 from ronde.jobs.ledger import JobLedger, Lease, LeaseLost
 
 WORKER = """
@@ -163,3 +164,23 @@ def test_a_straggler_is_raced_and_one_of_both_commits(tmp_path: Path) -> None:
     assert second.commit(race)
     assert not first.commit(slow)
     assert second.left == first.left == 0
+
+
+def test_a_commit_that_takes_long_is_no_lost_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = JobLedger(tmp_path, 0.5), JobLedger(tmp_path, 0.5)
+    first.add(["a"])
+    lease = first.claim()
+    assert lease is not None
+    (lease.folder / "out").write_text("much")
+    (lease.folder / "link").symlink_to("nowhere")
+    taken: list[Lease | None] = []
+
+    def slow(path: Path) -> None:  # a disk that needs longer than the patience
+        time.sleep(0.8)
+        taken.append(second.claim())
+
+    monkeypatch.setattr(ledger_module, "sync", slow)
+    assert first.commit(lease) and len(taken) >= 2 and not any(taken)
+    assert (second.output("a") / "link").is_symlink()

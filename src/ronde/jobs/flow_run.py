@@ -339,7 +339,8 @@ class FlowRun:
                     self._ledger.give_back(lease)
                     outcome |= {"state": "failed", "why": f"it made no {output}", "tries": tries}
                     return
-                outputs[output] = content_digest(Path(output))
+                with self._ledger.alive(lease):  # of many gigabytes, it takes minutes
+                    outputs[output] = content_digest(Path(output))
             seconds = round(time.monotonic() - began, 3)
             key = lease.key
             info = {
@@ -414,6 +415,8 @@ class FlowRun:
         except BaseException:
             end_child(process)
             raise
+        if asked:
+            end_child(process)  # a shell leaves without what it has started
         with open(folder / "log.txt", "ab") as log:
             log.write(answer.read_bytes())
         if self._stop.is_set() and process.returncode:

@@ -19,12 +19,15 @@ import secrets
 import shutil
 import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ronde.world.whole_file import sync
 
 __all__ = ["Lease", "JobLedger", "LeaseLost"]
 
@@ -188,15 +191,34 @@ class JobLedger:
             self.drop(lease)
             raise LeaseLost(lease.key)
 
+    @contextmanager
+    def alive(self, lease: Lease) -> Iterator[None]:
+        """Give signs of life while the block does what may take longer than ``patience``."""
+        ended = threading.Event()
+
+        def beats() -> None:
+            while not ended.wait(self.patience / 8):
+                with suppress(OSError):  # another owner's by now: ``commit`` finds out
+                    os.utime(lease.path)
+
+        thread = threading.Thread(target=beats, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
     def commit(self, lease: Lease, info: dict[str, Any] | None = None) -> bool:
         """Make the task's folder its output. False if it is committed already, or another's."""
         facts = {"owner": lease.path.name, **(info or {})}
         try:  # the folder is gone where another owner has taken over
             (lease.folder / ".info").write_text(json.dumps(facts))
-            for path in [*lease.folder.rglob("*"), lease.folder]:
-                descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)  # a rename may reach the disk before what it names
-                os.close(descriptor)
+            with self.alive(lease):
+                for path in [*lease.folder.rglob("*"), lease.folder]:
+                    if path.is_file() or path.is_dir():  # no link to nothing, and no pipe
+                        with suppress(FileNotFoundError):  # somebody's temporary file
+                            sync(path)  # a rename may reach the disk before what it names
             lease.folder.rename(self.root / "out" / lease.key)
             committed = True
         except OSError as error:
