@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import zygote
 from ronde.jobs.trials import HOPELESS, Goal, progress_of
 from ronde.jobs.tuner import TunePlan, Tuner
 from ronde.watch import Alert, Record, RunDir
-from ronde.watch.record import Ended, Evaluated, StepRecorded
+from ronde.watch.record import Ended, Epoch, Evaluated, StepRecorded
 from ronde.world import ArgumentError, RondeError
 
 SCRIPT = """
@@ -241,3 +242,28 @@ def test_a_goal_that_never_comes_ends_the_search(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 2
     assert "--goal max:acuracy: the script's evaluations have loss@evaluate" in errors
+
+
+def test_a_rung_is_reached_at_a_step_that_the_record_leaves_out(tmp_path: Path) -> None:
+    Record(tmp_path / "record.jsonl").write(
+        StepRecorded(1000, 0, 1.0, 0.1, 1000),
+        Evaluated(1003, 0, 40, {"loss": 0.5}),
+        Epoch(0, 1003, 1003, None),
+        Ended("paused", 1003, 1, 1003, None, 1.0),
+    )
+    found = progress_of(RunDir(tmp_path), Goal(False, "loss"), (1003, 2006))
+    assert (found.results, found.samples) == ((0.5,), 1003)
+
+
+def test_a_full_disk_costs_no_values(tmp_path: Path) -> None:
+    plan = TunePlan(["train.py"], ["lr=1,2"], "min:loss", 2)
+    file = tmp_path / "trials.jsonl"
+    file.write_text(before := json.dumps({"trial": 0, "values": {"lr": 2}}) + "\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            Tuner(tmp_path, plan, 1)._begin()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_text() == before

@@ -14,7 +14,16 @@ from typing import IO
 from ronde.jobs.child_process import start_child
 from ronde.jobs.space import Values
 from ronde.watch import RunDir
-from ronde.watch.record import Alert, Ended, Epoch, Evaluated, Started, StepRecorded, read
+from ronde.watch.record import (
+    Alert,
+    Ended,
+    Epoch,
+    Evaluated,
+    Resumed,
+    Started,
+    StepRecorded,
+    read,
+)
 from ronde.world import ArgumentError
 
 __all__ = [
@@ -105,7 +114,8 @@ def progress_of(
     if not run.record.is_file():
         return TrialProgress()
     samples = workers = epoch_samples = 0
-    values: list[tuple[int, float]] = []
+    values: list[tuple[int, int, float]] = []
+    trained: dict[int, int] = {}  # samples by step: of later steps, the record has not every one
     metrics: set[str] = set()
     rates: dict[int, float] = {}
     ended: Ended | None = None
@@ -115,25 +125,26 @@ def progress_of(
             rule = rule or (event.rule if event.rule in hopeless else "")
             continue
         ended = event if isinstance(event, Ended) else None
+        if isinstance(event, StepRecorded | Epoch | Resumed | Ended):
+            samples = event.samples
+            trained[event.step] = max(samples, trained.get(event.step, 0))
         if isinstance(event, Started):
             epoch_samples, workers = event.samples, event.workers
-        elif isinstance(event, StepRecorded):
-            samples = event.samples
         elif isinstance(event, Epoch) and event.samples_per_second:
             rates[workers] = event.samples_per_second
         elif isinstance(event, Evaluated):
             metrics.update(f"{name}@{event.name}" for name in event.metrics)
             metric = event.metrics.get(goal.metric)
             if metric is not None and goal.evaluation in ("", event.name):
-                values.append((samples, float(metric)))
+                values.append((event.step, samples, float(metric)))
     results: list[float | None] = []
     for rung in rungs:
-        reached = next((value for at, value in values if at >= rung), None)
+        reached = next((v for step, at, v in values if trained.get(step, at) >= rung), None)
         if reached is None:
             if ended is None or ended.status not in ("completed", "failed"):
                 break
             if ended.status == "completed" and values:  # the script's training is shorter
-                reached = values[-1][1]
+                reached = values[-1][2]
         results.append(reached)
         if reached is None:
             break

@@ -258,7 +258,7 @@ class Tuner:
                 except ValueError:
                     break  # the last line of a search that was killed
             whole = "".join(json.dumps(line) + "\n" for line in self._lines)
-            file.write_text(whole)
+            write_whole(file, whole, durable=True)
         for number in range(self._asked):
             self._look(number)
 
