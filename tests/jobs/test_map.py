@@ -15,7 +15,14 @@ import zygote
 from ronde.cli.app import app
 from ronde.jobs.items import find_items
 from ronde.jobs.ledger import JobLedger
-from ronde.jobs.map_plan import chunk_key, join_outputs, without_output
+from ronde.jobs.map_plan import (
+    MapPlan,
+    chunk_key,
+    join_outputs,
+    load_map,
+    plan_map,
+    without_output,
+)
 from ronde.world import ArgumentError, RondeError
 
 SCRIPT = """
@@ -196,3 +203,55 @@ def test_a_loop_that_leaves_items_is_told(folder: Path, monkeypatch: pytest.Monk
             for chunk in ronde.items("lines:items.txt"):
                 with chunk.output(name):
                     pass
+
+
+def test_a_script_that_is_killed_while_its_child_goes_on(folder: Path) -> None:
+    begins = "import os, signal, time\nif not os.fork():\n    time.sleep(60)\n"  # as a pool's
+    dies = """os.path.exists("died") or (open("died", "w"), os.kill(os.getpid(), 9))\n        """
+    script = SCRIPT.replace("for chunk", begins + "for chunk").replace(
+        "for key, line", dies + "for key, line"
+    )
+    (folder / "work.py").write_text(script + "os._exit(0)\n")
+    words = ("--items", "lines:items.txt", "--workers", "1", "--out", "out", "work.py")
+    done = ronde_map(folder, *words)
+    assert done.returncode == 0, done.stderr
+    assert len((folder / "out" / "out.txt").read_text().splitlines()) == 200
+
+
+def test_a_plan_that_is_another_commands_or_of_other_items_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "items.txt").write_text("a\nb\nc\n")
+    items, plan = find_items("lines:items.txt"), MapPlan(["true"], True, 2, None, None)
+    root = tmp_path / "out" / ".map"
+    with pytest.raises(ArgumentError, match="holds a map already"):  # both at the same time
+        plan_map(root, items, plan, [0, 1, 3], lambda _: plan_map(root, items, plan, [0, 2, 3]))
+    assert {path.name for path in (root / "todo").iterdir()} == {
+        f"{chunk_key(0, 2)}.0.0",
+        f"{chunk_key(2, 3)}.0.0",
+    }
+    assert [path.name for path in root.parent.iterdir()] == [".map"]
+    assert len(load_map(root)[1]) == 3
+    (tmp_path / "items.txt").write_text("new\na\nb\nc\n")
+    with pytest.raises(ArgumentError, match="planned with 6 bytes; now 10 bytes"):
+        load_map(root)
+    monkeypatch.chdir(tmp_path / "out")
+    with pytest.raises(ArgumentError, match="now no such file in"):
+        load_map(root)
+    files = find_items("../*.txt")
+    plan_map(tmp_path / "files" / ".map", files, plan, [0, 1])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match="none of the items is there, seen from"):
+        app(["map", "--resume", "files"], standalone_mode=False)
+
+
+def test_links_are_joined_as_they_are(tmp_path: Path) -> None:
+    ledger = JobLedger(tmp_path / ".map")
+    ledger.add([chunk_key(0, 1)])
+    lease = ledger.claim()
+    assert lease is not None
+    (lease.folder / "link").symlink_to("nowhere")
+    ledger.commit(lease, {"outputs": []})
+    join_outputs(ledger, tmp_path)
+    assert (tmp_path / "link").readlink() == Path("nowhere")

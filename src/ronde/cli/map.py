@@ -129,8 +129,13 @@ def _map(options: Options) -> None:
         raise ArgumentError("--resume goes on with a map as it was planned: give it alone.")
     root = out / ".map"
     plan, items = load_map(root)
-    (root / STOPPED).unlink(missing_ok=True)
     ledger, began = JobLedger(root), time.monotonic()
+    if options.resume is not None and ledger.left and not items.are_there():
+        raise ArgumentError(
+            f"none of the items is there, seen from {Path.cwd()}: resume in the folder where the "
+            "map was planned."
+        )
+    (root / STOPPED).unlink(missing_ok=True)
     if not options.quiet and not options.as_json:
         shown = [short(Path(plan.command[0])), *plan.command[1:]]
         tell(f"ronde map {' '.join(shown)}  ·  {len(items):,} items  ·  {out.name}")

@@ -47,13 +47,21 @@ class Items:
         """How many bytes items ``low`` to ``high`` have."""
         return int(self.starts[high] - self.starts[low])
 
+    def are_there(self) -> bool:
+        """Whether any of the files is there, seen from here; True where items are no files."""
+        kind, _, file = self.source.partition(":")
+        if self.source.startswith("@") or (kind in ("lines", "rows") and file):
+            return True
+        return any(os.path.exists(json.loads(line)) for line in self.names.splitlines())  # noqa: PTH110
+
     def save(self, folder: Path) -> None:
         """Write them to a folder, for :func:`load_items`."""
         import numpy
 
         numpy.save(folder / "items.npy", self.starts)
         (folder / "items.txt").write_bytes(self.names)
-        (folder / "items.json").write_text(json.dumps({"source": self.source, "first": self.first}))
+        about = {"source": self.source, "first": self.first, "bytes": _file_bytes(self.source)}
+        (folder / "items.json").write_text(json.dumps(about))
 
     def read(self, low: int, high: int) -> Iterator[tuple[Any, Any]]:
         """Keys and records of items ``low`` to ``high``: a path and a path, a number and a line
@@ -110,12 +118,31 @@ def find_items(source: str) -> Items:
 
 
 def load_items(folder: Path) -> Items:
-    """Those that :meth:`Items.save` wrote."""
+    """Those that :meth:`Items.save` wrote.
+
+    Raises:
+        ArgumentError: the file that holds them is gone, or has another size: their places in it
+            are others.
+    """
     import numpy
 
     about = json.loads((folder / "items.json").read_text())
+    then, now = about.get("bytes"), _file_bytes(about["source"])
+    if then is not None and then != now:
+        what = f"no such file in {Path.cwd()}" if now is None else f"{now:,} bytes"
+        raise ArgumentError(
+            f"--items {about['source']}: the map was planned with {then:,} bytes; now {what}. "
+            "Bring that file back, or plan another map with another --out."
+        )
     starts = numpy.load(folder / "items.npy", mmap_mode="r")
     return Items(about["source"], starts, (folder / "items.txt").read_bytes(), about["first"])
+
+
+def _file_bytes(source: str) -> int | None:
+    """The size of the file whose lines or rows are the items; None if there is none."""
+    kind, _, file = source.partition(":")
+    is_one = kind in ("lines", "rows") and os.path.isfile(file)  # noqa: PTH113
+    return os.path.getsize(file) if is_one else None  # noqa: PTH202
 
 
 def _named(source: str, names: list[str], sizes: list[int]) -> Items:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import math
@@ -18,6 +19,7 @@ from typing import Any
 from ronde.jobs.items import Items, load_items
 from ronde.jobs.ledger import JobLedger
 from ronde.world import ArgumentError, RondeError
+from ronde.world.whole_file import whole_folder
 
 __all__ = [
     "FAILED",
@@ -126,19 +128,23 @@ def plan_map(
     Raises:
         ArgumentError: there is another one.
     """
+    there = ArgumentError(
+        f"{root.parent} holds a map already: go on with ronde map --resume {root.parent}, or "
+        "give another --out."
+    )
     if root.exists():
-        raise ArgumentError(
-            f"{root.parent} holds a map already: go on with ronde map --resume {root.parent}, or "
-            "give another --out."
-        )
-    made = root.with_name(f"{root.name}.new")  # gets its name once all is in it
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(parents=True)
-    items.save(made)
-    (made / "job.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1))
-    write(made)
-    JobLedger(made).add(chunk_key(low, high) for low, high in itertools.pairwise(cuts))
-    made.rename(root)
+        raise there
+    root.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with whole_folder(root) as made:
+            items.save(made)
+            (made / "job.json").write_text(json.dumps(dataclasses.asdict(plan), indent=1))
+            write(made)
+            JobLedger(made).add(chunk_key(low, high) for low, high in itertools.pairwise(cuts))
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        raise there from None  # another command was faster
 
 
 def load_map(root: Path) -> tuple[MapPlan, Items]:
@@ -258,7 +264,7 @@ def join_outputs(ledger: JobLedger, out: Path) -> None:
     made.mkdir()
     try:
         _join(ledger, made)
-        for path in sorted(p for p in made.rglob("*") if p.is_file()):
+        for path in _files(made):
             target = out / path.relative_to(made)
             target.parent.mkdir(parents=True, exist_ok=True)
             path.replace(target)
@@ -271,7 +277,7 @@ def _join(ledger: JobLedger, made: Path) -> None:
         if "error" in info:
             continue
         folder = ledger.output(key)
-        for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name[0] != "."):
+        for path in (p for p in _files(folder) if p.name[0] != "."):
             name = path.relative_to(folder)
             target = made / name
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -286,8 +292,13 @@ def _join(ledger: JobLedger, made: Path) -> None:
                 _link(path, target)  # no second copy of what may be large
 
 
+def _files(folder: Path) -> list[Path]:
+    """All files below, and links, to whatever they lead."""
+    return sorted(p for p in folder.rglob("*") if p.is_symlink() or p.is_file())
+
+
 def _link(path: Path, target: Path) -> None:
     try:
-        os.link(path, target)
+        os.link(path, target, follow_symlinks=False)
     except OSError:  # a file system without
-        shutil.copyfile(path, target)
+        shutil.copyfile(path, target, follow_symlinks=False)

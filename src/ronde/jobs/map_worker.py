@@ -191,12 +191,14 @@ class _Worker:
 
         def answered(seconds: float) -> bool:
             nonlocal answer
+            # asked first: what it wrote before is read. Its own children may hold the pipe open
+            ended = child.process.poll() is not None
             if select.select([self._answers], [], [], seconds)[0]:
                 data = os.read(self._answers, 65536)
                 self._progress = time.monotonic()
                 answer = (answer + data).lstrip(b"\n")  # an empty line is a sign of progress
                 return not data or answer.endswith(b"\n")
-            return False
+            return ended
 
         if is_new:
             self._watch(lease, answered)  # it has come to its items
