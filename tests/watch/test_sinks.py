@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import threading
@@ -26,7 +27,7 @@ from record_lines import start as line_of_start
 from record_lines import step as line_of_step
 from ronde.watch import RunDir
 from ronde.watch.sinks import Sending, send_record
-from ronde.watch.trackers import points_of
+from ronde.watch.trackers import TensorBoard, points_of
 from ronde.world import ArgumentError, RondeError
 
 NAME = 'evaluate/a "b" \\'
@@ -112,6 +113,23 @@ def test_tensorboard_reads_each_point_once_after_kills_and_a_resume(run):
     curves = scalars(run.path / "tensorboard")
     assert curves["loss"] == wanted[:1500] + [(s, 2.0) for s in range(1501, 1511)]
     assert curves["evaluate/worst"] == [], "the evaluation at step 2000 is void"
+
+
+def test_tensorboard_on_a_full_disk_has_each_point_once(run):
+    note = {"id": "0"}
+    board = TensorBoard(run, "", note)
+    lines = [(n, step(n)) for n in range(1, 9)]
+    board.send(lines[:4])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (note["bytes"] + 100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            board.send(lines[4:])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    board.send(lines[4:])
+    board.close()
+    assert [n for n, _ in scalars(run.path / "tensorboard")["loss"]] == list(range(1, 9))
 
 
 def test_a_later_run_of_the_record_and_own_names_are_told_apart():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,32 +75,39 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._session, self._summary = Event, SessionLog, Summary
+        self._writer = RecordWriter
         folder = Path(place) / run.name if place else run.path / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         self._note = note
-        self._file = (folder / f"events.out.tfevents.0.{note['id']}").open("ab")
-        # A kill may have left points behind the offset, which come again.
-        self._file.truncate(note.setdefault("bytes", 0))
-        self._file.seek(0, os.SEEK_END)
-        self._records = RecordWriter(self._file)
-        if not note["bytes"]:
-            self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._file = (folder / f"events.out.tfevents.0.{note['id']}").open("ab", buffering=0)
+        if not note.setdefault("bytes", 0):
+            self._append([Event(wall_time=time.time(), file_version="brain.Event:2")])
 
-    def _write(self, event: Any) -> None:
-        self._records.write(event.SerializeToString())
+    def _append(self, events: Iterable[Any]) -> None:
+        made = io.BytesIO()
+        records = self._writer(made)
+        for event in events:
+            records.write(event.SerializeToString())
+        # A kill, or a full disk, may have left points behind the offset, which come again.
+        self._file.truncate(self._note["bytes"])
+        data = made.getvalue()
+        while data:
+            data = data[self._file.write(data) :]
+        self._note["bytes"] += made.tell()
 
     def send(self, lines: Lines) -> None:
         """See :class:`Tracker`."""
+        self._append(self._events(lines))
+
+    def _events(self, lines: Lines) -> Iterator[Any]:
         for _, event in lines:
             at = event.get("time", 0.0)
             if event.get("type") == "resume":  # readers drop the points from that step on
                 begun = self._session(status=self._session.START)
-                self._write(self._event(wall_time=at, step=event["step"] + 1, session_log=begun))
+                yield self._event(wall_time=at, step=event["step"] + 1, session_log=begun)
             for name, value in points_of(event).items():
                 point = self._summary(value=[self._summary.Value(tag=name, simple_value=value)])
-                self._write(self._event(wall_time=at, step=event["step"], summary=point))
-        self._file.flush()
-        self._note["bytes"] = self._file.tell()
+                yield self._event(wall_time=at, step=event["step"], summary=point)
 
     def close(self) -> None:
         """See :class:`Tracker`."""
