@@ -384,3 +384,17 @@ def test_an_output_that_is_long_to_read_is_no_lost_owner(
     monkeypatch.setattr(flow_run, "content_digest", slow)
     flow = Flow.of(make={"run": "touch made", "out": "made"})
     assert states(flow, folder, patience=0.5) == {"make": "done"} and taken == [None]
+
+
+def test_two_of_other_values_do_not_read_each_others_answers(folder: Path) -> None:
+    say = """sh -c 'echo "{ \\"x\\": $1 }"; touch began-$1; sleep 1.5' sh {v}"""
+    runs = [FlowRun(Flow.of({"v": v}, say={"run": say}), folder / "runs" / "flow") for v in (1, 2)]
+    found: list[object] = []
+    first = threading.Thread(target=lambda: found.append(runs[0].run().steps["say"]["values"]))
+    first.start()
+    until = time.monotonic() + 30
+    while not (folder / "began-1").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    second = runs[1].run().steps["say"]["values"]
+    first.join()
+    assert [*found, second] == [{"x": 1}, {"x": 2}]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import glob
 import hashlib
 import json
@@ -238,8 +239,12 @@ class FlowRun:
             self._ledger.forget(key)
         self._anew.discard(name)
         self._ledger.add([] if self._ledger.is_known(key) else [key])
-        lease = self._ledger.claim(only=key)
+        elsewhere = functools.partial(self._is_elsewhere, name, key)
+        lease = None if elsewhere() else self._ledger.claim(only=key)
         if lease is None:  # another `ronde flow` is at it
+            return
+        if elsewhere():  # both have begun at once: whoever comes first the next time
+            self._ledger.give_back(lease)
             return
         reasons = ["--from"] if anew else self._changes(name, self._parts[name], lost)
         self._reasons[name] = "; ".join(reasons)
@@ -248,6 +253,12 @@ class FlowRun:
         self._busy[name] = _Busy(thread, outcome)
         self.tell(f" {name:<12} runs      {self._filled(step.run)}")
         thread.start()
+
+    def _is_elsewhere(self, name: str, key: str) -> bool:
+        """Whether another `ronde flow` runs this step from other values or inputs: what it prints
+        goes into the same files.
+        """
+        return self._ledger.is_under_way(lambda k: k != key and k.rpartition("-")[0] == name)
 
     def _collect(self) -> None:
         for name, busy in list(self._busy.items()):

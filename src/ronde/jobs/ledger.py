@@ -306,6 +306,17 @@ class JobLedger:
         waiting = any((self.root / "todo").glob(f"{key}.*"))
         return waiting or bool(self._leases(key)) or self.is_committed(key)
 
+    def is_under_way(self, fits: Callable[[str], bool]) -> bool:
+        """Whether an owner that gives signs of life has a task whose key fits."""
+        names = [name for name in self._names("lease") if fits(_parse(name)[0])]
+        if not names or (now := self._now()) is None:
+            return bool(names)
+        for name in names:
+            with suppress(FileNotFoundError):
+                if now - (self.root / "lease" / name).stat().st_mtime <= self.patience:
+                    return True
+        return False
+
     def forget(self, key: str) -> None:
         """Remove its output, so that it can be done again."""
         with suppress(FileNotFoundError):
