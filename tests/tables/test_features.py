@@ -21,6 +21,7 @@ pq = pytest.importorskip("pyarrow.parquet")
 
 from feature_cases import HOUR, Case, same  # noqa: E402
 from processes import environment, ronde_batch  # noqa: E402
+from ronde.tables import feature_store  # noqa: E402
 from ronde.tables.feature_store import FeatureStore  # noqa: E402
 from ronde.tables.online import Online  # noqa: E402
 from ronde.world import ArgumentError, RondeError  # noqa: E402
@@ -373,6 +374,19 @@ def test_a_new_publication_is_read_by_readers_that_are_there(tmp_path):
     for thread in threads:
         thread.join()
     assert countries == ["IS"] * 4 and online.get("clicks", user=2)["country"] == "IS"
+
+
+def test_a_publication_that_changes_while_it_is_compared_is_said(tmp_path, monkeypatch):
+    store, file, compare = store_of(tmp_path), tmp_path / "online.db", feature_store._compare
+    store.publish(file, at="2024-05-01T00:30Z")
+
+    def published_before(*given):
+        store.publish(file, at="2024-05-02T00:00Z")
+        compare(*given)
+
+    monkeypatch.setattr(feature_store, "_compare", published_before)
+    with pytest.raises(RondeError, match="published again while it was compared"):
+        store.check(file)
 
 
 def test_a_publication_that_cannot_be_written_keeps_the_previous_one(tmp_path):

@@ -14,7 +14,7 @@ from ronde.tables.features import FeatureTable, read_feature_tables
 from ronde.tables.online import Online, OnlineTable, publish_tables
 from ronde.tables.point_in_time import EventSource, Joined, PointInTime, micros_of
 from ronde.tables.sql_engines import ZONED, open_engine
-from ronde.world import ArgumentError
+from ronde.world import ArgumentError, RondeError
 
 
 @dataclass
@@ -112,6 +112,10 @@ class FeatureStore:
     ) -> Checked:
         """Compare what a reader gets of every entity with the offline join as of the publication:
         the features are published once more, and the two publications compared.
+
+        Raises:
+            ArgumentError: it was published from another file.
+            RondeError: it is published again meanwhile.
         """
         store, done = Online(online), Checked()
         published = store.tables()
@@ -130,6 +134,8 @@ class FeatureStore:
                 done.entities = sum(publish_tables(again, tables).values())
                 for about, _ in tables:
                     _compare(store, Online(again), about, done)
+        if store.tables() != published:  # the two are of other times
+            raise RondeError(f"{online} was published again while it was compared. Check again.")
         return done
 
 
