@@ -22,6 +22,7 @@ from ronde.jobs.map_plan import (
     load_map,
     plan_map,
     without_output,
+    write_failed,
 )
 from ronde.world import ArgumentError, RondeError
 
@@ -255,3 +256,20 @@ def test_links_are_joined_as_they_are(tmp_path: Path) -> None:
     ledger.commit(lease, {"outputs": []})
     join_outputs(ledger, tmp_path)
     assert (tmp_path / "link").readlink() == Path("nowhere")
+
+
+def test_an_item_that_is_done_later_has_failed_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "items.txt").write_text("a\n")
+    ledger, items = JobLedger(tmp_path / ".map"), find_items("lines:items.txt")
+    ledger.add([chunk_key(0, 1)])
+    lease = ledger.claim()
+    assert lease is not None
+    ledger.set_aside(lease, "why")
+    write_failed(ledger, items, tmp_path)
+    assert (tmp_path / "failed.jsonl").exists()
+    ledger.forget(chunk_key(0, 1))
+    write_failed(ledger, items, tmp_path)
+    assert not (tmp_path / "failed.jsonl").exists()

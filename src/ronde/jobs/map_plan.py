@@ -19,7 +19,7 @@ from typing import Any
 from ronde.jobs.items import Items, load_items
 from ronde.jobs.ledger import JobLedger
 from ronde.world import ArgumentError, RondeError
-from ronde.world.whole_file import whole_folder
+from ronde.world.whole_file import whole_folder, write_whole
 
 __all__ = [
     "FAILED",
@@ -241,7 +241,7 @@ def result_of(ledger: JobLedger, items: Items) -> MapResult:
 
 
 def write_failed(ledger: JobLedger, items: Items, out: Path) -> None:
-    """Write the items that were set aside into ``failed.jsonl``, if there are any."""
+    """Write the items that were set aside into ``failed.jsonl``; no such file if there are none."""
     lines = []
     for key, info in ledger.committed():
         if "error" in info:
@@ -250,7 +250,9 @@ def write_failed(ledger: JobLedger, items: Items, out: Path) -> None:
             facts = {"item": item, "place": items.first + low, "attempts": info["attempts"]}
             lines.append(json.dumps(facts | {"error": info["error"]}) + "\n")
     if lines:
-        (out / FAILED).write_text("".join(lines))
+        write_whole(out / FAILED, "".join(lines))
+    else:  # of items that have been done since
+        (out / FAILED).unlink(missing_ok=True)
 
 
 def join_outputs(ledger: JobLedger, out: Path) -> None:
