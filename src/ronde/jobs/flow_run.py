@@ -426,7 +426,7 @@ class FlowRun:
         except BaseException:
             end_child(process)
             raise
-        if asked:
+        if process.returncode:
             end_child(process)  # a shell leaves without what it has started
         with open(folder / "log.txt", "ab") as log:
             log.write(answer.read_bytes())
