@@ -148,6 +148,15 @@ def test_a_step_for_each_file(folder: Path) -> None:
     (out,) = (folder / "runs/flow/steps/each").glob("each-*/output.txt")
     assert out.read_text() == "a\nb\nc\n"
     assert states(flow, folder) == {"each": "kept"}
+    out.unlink()
+    flow = Flow.of(each={"run": "sh -c 'cat {} >> seen' sh", "each": "*.txt", "out": "seen"})
+    assert states(flow, folder) == {"each": "done"}
+    assert states(flow, folder, anew="each") == {"each": "done"}
+    seen = folder / "seen"
+    assert sorted(seen.read_text().split()) == ["a", "a", "b", "b", "c", "c"]
+    seen.write_text("changed\n")
+    assert states(flow, folder) == {"each": "done"}
+    assert sorted(seen.read_text().split()) == ["a", "b", "c", "changed"]
 
 
 def test_definitions_of_other_systems_have_the_same_steps(folder: Path) -> None:

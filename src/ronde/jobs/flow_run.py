@@ -228,6 +228,9 @@ class FlowRun:
             text = json.dumps(self._parts[name], sort_keys=True)
             self._keys[name] = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         key = self._keys[name]
+        elsewhere = functools.partial(self._is_elsewhere, name, key)
+        if elsewhere():
+            return
         anew, lost = name in self._anew, []
         if self._ledger.is_committed(key):
             info = self._ledger.info(key)
@@ -239,10 +242,11 @@ class FlowRun:
             self._ledger.forget(key)
         self._anew.discard(name)
         self._ledger.add([] if self._ledger.is_known(key) else [key])
-        elsewhere = functools.partial(self._is_elsewhere, name, key)
-        lease = None if elsewhere() else self._ledger.claim(only=key)
+        lease = self._ledger.claim(only=key)
         if lease is None:  # another `ronde flow` is at it
             return
+        if anew or (lost and step.each):  # what is there is done: --resume would do nothing
+            shutil.rmtree(self._step_folder(name) / key, ignore_errors=True)
         if elsewhere():  # both have begun at once: whoever comes first the next time
             self._ledger.give_back(lease)
             return
@@ -256,7 +260,7 @@ class FlowRun:
 
     def _is_elsewhere(self, name: str, key: str) -> bool:
         """Whether another `ronde flow` runs this step from other values or inputs: what it prints
-        goes into the same files.
+        and makes goes into the same files.
         """
         return self._ledger.is_under_way(lambda k: k != key and k.rpartition("-")[0] == name)
 
