@@ -73,6 +73,8 @@ def test_spaces_are_read_and_drawn_from():
     assert grid_values(read_space(["a=1,2", "b=x,y"])) == [
         {"a": a, "b": b} for a in (1, 2) for b in ("x", "y")
     ]
+    written = grid_values(read_space(["x=2024_01,007, 8,0.5"]))  # a date, a name, two numbers
+    assert [each["x"] for each in written] == ["2024_01", "007", 8, 0.5]
     with pytest.raises(ArgumentError, match="lr is a range"):
         grid_values(space)
     assert argument_words({"lr": 0.1, "b": 2}, "") == ["--lr", "0.1", "--b", "2"]

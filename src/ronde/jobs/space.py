@@ -137,6 +137,9 @@ def _one(name: str, written: str) -> Callable[[Any], Any]:
 
 
 def _value(text: str) -> int | float | str:
+    # to Python 2024_01 and 007 are numbers too, and would be written in another way
+    if not re.fullmatch(_NUMBER, text.strip()) or re.match(r"\s*[-+]?0\d", text):
+        return text
     for kind in (int, float):
         try:
             return kind(text)
