@@ -326,9 +326,12 @@ def test_caches_in_memory_of_one_launch_are_shared_by_its_workers_alone(monkeypa
     monkeypatch.setattr(ronde.cache.cached, "made_in_memory", itertools.count())
     extra = cached_dataset((8, 9), limit="1MiB")  # of a worker that makes another one first
     assert extra[0] == 8
+    monkeypatch.setattr(ronde.cache.cached, "made_in_memory", itertools.count())
+    part = cached_dataset([6, 9], limit="1MiB")  # of a worker that has other samples
+    assert part[0] == 6
     monkeypatch.setenv("MASTER_PORT", "30")
     assert not {place_of(each) for each in two()} & {place_of(each) for each in one}
-    for each in (*one, *other, extra):
+    for each in (*one, *other, extra, part):
         each.close()
     gc.collect()
 

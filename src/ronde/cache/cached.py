@@ -156,17 +156,18 @@ def _key_on_disk(source: Any, steps: Sequence[Step], version: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _key_in_memory(source: Any, steps: Sequence[Step]) -> tuple[str, bool]:
+def _key_in_memory(source: Any, steps: Sequence[Step], look: Callable[[], str]) -> tuple[str, bool]:
     """The key of the next cache in memory, and whether the workers of this node share it.
 
     Every worker makes the same caches in the same order, because all run one script. What the
-    source is keeps two caches apart that only one of the workers made between them.
+    source is keeps two caches apart that only one of the workers made between them, and those of
+    workers that have a part of the samples each: its fingerprint, or what ``look`` sees of it.
     """
     launch = identify(os.environ)
     k = next(made_in_memory)
     if launch.size == 1 or launch.address is None:
         return secrets.token_hex(12), False
-    about = type(source).__qualname__, len(source), _fingerprint(source)
+    about = type(source).__qualname__, len(source), _fingerprint(source) or look()
     parts = [launch.address, launch.port, k, *about, [step.name for step in steps]]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest(), True
 
@@ -236,7 +237,7 @@ class _Cache(Dataset[Any]):
         self._memory = where == "memory"
         self._share = 1
         if self._memory:
-            self._key, shared = _key_in_memory(source, steps)
+            self._key, shared = _key_in_memory(source, steps, self._ends)
             # Where each worker has a cache of its own, they divide what is free.
             self._share = 1 if shared else world().local_size
             remove_unused(memory_root(), _prefix(True))
@@ -374,6 +375,18 @@ class _Cache(Dataset[Any]):
         if drawing:
             text = f"samples are not cached: {drawing} draws random numbers"
             self._report_once(text, before["random"])
+
+    def _ends(self) -> str:
+        """A digest of the first and the last sample; empty where they cannot be made or kept."""
+        saved = states()
+        try:
+            made = self._make_under_keys([0, self._n - 1], [0, 1], 2)
+            parts = [p for value, drew in made if not drew for p in encode_sample(value)]
+            return hashlib.sha256(b"".join(parts)).hexdigest()
+        except Exception:
+            return ""  # a bad sample: reading says so when its turn comes
+        finally:
+            restore_states(saved)
 
     def _refuse_draws(self, call: str) -> None:
         """Make the first sample twice, to see that nothing draws random numbers.
