@@ -307,7 +307,7 @@ def test_a_cache_on_disk_without_files_or_of_steps_needs_a_version(tmp_path):
             call()
 
 
-def test_caches_in_memory_of_one_launch_are_shared_by_its_workers_alone(monkeypatch):
+def test_caches_in_memory_of_one_launch_are_shared_by_its_workers_alone(monkeypatch, tmp_path):
     """Two datasets that look alike have a cache each; a second worker finds both."""
 
     def two():
@@ -329,9 +329,13 @@ def test_caches_in_memory_of_one_launch_are_shared_by_its_workers_alone(monkeypa
     monkeypatch.setattr(ronde.cache.cached, "made_in_memory", itertools.count())
     part = cached_dataset([6, 9], limit="1MiB")  # of a worker that has other samples
     assert part[0] == 6
+    on_disk = [
+        cached_dataset(samples, tmp_path, "1MiB", version="1") for samples in ([5, 6], [6, 9])
+    ]
+    assert [each[0] for each in on_disk] == [5, 6]
     monkeypatch.setenv("MASTER_PORT", "30")
     assert not {place_of(each) for each in two()} & {place_of(each) for each in one}
-    for each in (*one, *other, extra, part):
+    for each in (*one, *other, extra, part, *on_disk):
         each.close()
     gc.collect()
 

@@ -128,8 +128,8 @@ def _fingerprint(source: Any) -> str:
     return digest if isinstance(digest, str) else ""
 
 
-def _key_on_disk(source: Any, steps: Sequence[Step], version: str) -> str:
-    """Identify a cache that outlives its processes.
+def _key_on_disk(source: Any, steps: Sequence[Step], version: str, look: Callable[[], str]) -> str:
+    """Identify a cache that outlives its processes; ``look`` as for one in memory.
 
     Raises:
         ArgumentError: neither files nor a version tell it from others.
@@ -148,7 +148,7 @@ def _key_on_disk(source: Any, steps: Sequence[Step], version: str) -> str:
         )
     parts = [
         *(kind.__module__.removeprefix("__main__"), kind.__qualname__, len(source), version),
-        _fingerprint(source),
+        _fingerprint(source) or look(),
         [step.name for step in steps],
         list(map(_state, files)),
         source._key if isinstance(source, _Cache) else "",
@@ -242,7 +242,7 @@ class _Cache(Dataset[Any]):
             self._share = 1 if shared else world().local_size
             remove_unused(memory_root(), _prefix(True))
         else:
-            self._key = _key_on_disk(source, steps, version)
+            self._key = _key_on_disk(source, steps, version, self._ends)
         self._folder = _folder_of(where) / f"{_prefix(self._memory)}{self._key[:24]}"
         self._arena: Arena | None = None
         self._off = ""
