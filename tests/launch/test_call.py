@@ -7,7 +7,7 @@ from pathlib import Path
 from processes import python
 
 CALL = """
-import importlib.util, os, signal, sys, threading, time
+import importlib.util, os, signal, subprocess, sys, threading, time
 import torch
 import ronde
 
@@ -45,10 +45,13 @@ def waits(path):
 
 
 alone = train(0.1, 3)
+other = subprocess.Popen(["sleep", "100"])
 found = ronde.launch(train, (0.1,), {"seed": 3}, workers=2)
 assert [f[:2] for f in found] == [(0, 2), (1, 2)]
 for _, _, weight in found:
     torch.testing.assert_close(weight, alone[2], rtol=0, atol=1e-12)
+assert other.poll() is None  # the script's own
+other.kill()
 try:
     ronde.launch(fails, (1,), workers=2)
 except KeyError as error:

@@ -80,8 +80,11 @@ def launch(
 
         steps = ronde.launch(train, (0.1,), workers=2)
     """
+    import psutil
+
     from ronde.launch.job import Job
     from ronde.launch.local import check_workers, resolve_workers, run_here
+    from ronde.launch.node import spare
 
     if not callable(function):
         raise ArgumentError(f"expected a function to call, not {type(function).__name__}.")
@@ -92,6 +95,7 @@ def launch(
         (place / "call").write_bytes(_packed((function, tuple(args), dict(kwargs or {}))))
         (place / "path").write_text("\n".join(sys.path))
         command = [str(Path(__file__)), folder]
+        spare(*(p.pid for p in psutil.Process().children()))  # the caller's own, no worker's
         outcome = run_here(Job(command, count), _show, lambda _: None)
         if outcome.interrupted:
             raise KeyboardInterrupt
