@@ -125,3 +125,27 @@ def test_a_failure_between_two_looks_is_a_failure(tmp_path):
         assert {rank: failed.code for rank, failed in workers.wait().items()} == {0: 3}
     finally:
         router.close()
+
+
+EARLY = """
+import os, signal, time
+from ronde.launch import Job, agent, run_here
+
+
+class Early(agent.Router):
+    def __init__(self, *given):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        super().__init__(*given)
+
+
+agent.Router = Early
+outcome = run_here(Job(["sleep.py"], 1), print, print)
+assert outcome.interrupted and outcome.seconds < 5, outcome
+"""
+
+
+def test_ctrl_c_while_the_workers_are_about_to_start(tmp_path):
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(60)")
+    done = python(["-c", EARLY], tmp_path, timeout=60)
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr

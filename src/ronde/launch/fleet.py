@@ -626,9 +626,9 @@ class Fleet:
         here = self._engine is None
         error = f"stopped by {signal.Signals(number).name}"
         outcome = Outcome(128 + number, error=error, interrupted=True)
-        stop = m.Stop(signal.SIGINT, 1.5)
-        if here:
-            stop = m.Stop(number, 10.0)
+        # by name: an agent may be about to start it
+        begun = "" if self._generation is None else self._generation.id
+        stop = m.Stop(number, 10.0, begun) if here else m.Stop(signal.SIGINT, 1.5, begun)
         limit = time.monotonic() + (stop.seconds if here else 0.0) + _STOP_SECONDS
         try:
             for link in self._links:

@@ -34,6 +34,7 @@ class Generation:
         writes: whether the run's record is written here, and not mirrored.
 
     Attributes:
+        id: its name.
         ended: link -> how its workers ended.
     """
 
@@ -46,7 +47,7 @@ class Generation:
         output: Output | None,
         writes: bool,
     ) -> None:
-        self._links, self._job, self._id, self._total = list(links), job, run_id, total
+        self._links, self._job, self.id, self._total = list(links), job, run_id, total
         self._output, self._writes = output, writes
         self._limits = None if job.hang_timeout is None else Limits(job.hang_timeout)
         self._ranks: dict[Link, tuple[float, Sequence[RankView]]] = {}
@@ -108,7 +109,7 @@ class Generation:
             seconds = 0.0 if self._job.restarts else 1.5  # to end by themselves
             for other in self._links:
                 if other is not link:
-                    other.order(m.Stop(signal.SIGINT, seconds, self._id))
+                    other.order(m.Stop(signal.SIGINT, seconds, self.id))
         self.ended.setdefault(link, outcome)
 
     def _judge(self, link: Link, views: Sequence[RankView]) -> None:
