@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 
 from ronde.launch import mirror
@@ -49,3 +50,23 @@ def test_lines_arrive_whole_once_and_health_before_the_record(tmp_path, monkeypa
     assert [line for line in lines if line != b"launcher"] == expected
     assert (here / "health.jsonl").read_bytes() == (there / "health.jsonl").read_bytes()
     assert all(steps <= health for steps, health in told)
+
+
+def test_the_new_checkpoint_is_there_before_the_old_one_goes(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for name in ("step-000000001", "step-000000002"):
+        (there / "checkpoints" / name).mkdir(parents=True)
+    old = there / "checkpoints/step-000000001/manifest.json"
+    old.write_text("old")
+    mirrored, seen = Mirrored(here), []
+
+    def take(message: object) -> None:
+        mirrored.take(message)
+        seen.append(sorted(p.parent.name for p in here.glob("checkpoints/step-*/*")))
+
+    sent = Mirror(there, take)
+    shutil.copytree(there, here)
+    (there / "checkpoints/step-000000002/manifest.json").write_text("new")
+    old.unlink()
+    sent.close()
+    assert [] not in seen and seen[-1] == ["step-000000002"]

@@ -97,10 +97,10 @@ class Mirror:
                 with contextlib.suppress(OSError):
                     send_file(self._folder, name, self._send)
                 self._known[name] = state
+        self._send(Settled())  # before older checkpoints go: the link may break in between
         for name in self._known.keys() - now.keys():
             self._send(Gone(name))
             del self._known[name]
-        self._send(Settled())
 
     def _send_lines(self, name: str, start: int, end: int) -> int:
         """Send whole lines, between which the launcher may write its own, and return where the rest
