@@ -481,6 +481,9 @@ def test_installs_are_verified_and_can_be_rolled_back(bundle: Path, tmp_path: Pa
         assert current_bundle(root, public).serial == (10 if is_linked else 8)
         if not is_linked:
             assert install_bundle(made(9), root, public).serial == 9
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(installs, "make_current", lambda root, serial: killed(root, serial, False))
+        restore_previous(root)
     assert restore_previous(root) == 9
     for serial in range(11, 17):
         made(serial)

@@ -122,7 +122,7 @@ def _restore(root: Path) -> int:
     if previous in (0, now) or not (root / f"serial-{previous}").is_dir():
         raise ShipError(f"{root} has no bundle before the current one.")
     verify_bundle(root / f"serial-{previous}")
-    _write(root, state["newest"], 0)
+    _write(root, state["newest"], previous)  # no way back is lost where it is killed now
     make_current(root, previous)
     shutil.rmtree(root / f"serial-{now}", ignore_errors=True)
     return previous
