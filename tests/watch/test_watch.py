@@ -18,6 +18,8 @@ from rich.console import Console
 
 import record_lines
 from ronde import ArgumentError, CheckpointError
+from ronde.cli.uploads import claim_with_uploads
+from ronde.run.group import open_run_dir
 from ronde.watch import (
     EVENTS,
     Alert,
@@ -50,6 +52,7 @@ from ronde.watch import (
     summarise,
 )
 from ronde.watch.record import Event, event_of
+from ronde.world import world
 from ronde.world.units import clock
 
 
@@ -254,6 +257,20 @@ def test_names_that_are_no_folder_names_are_refused(tmp_path, name):
         with pytest.raises(ArgumentError):
             claim_run_dir(tmp_path / "runs", name, "s", resume)
     assert [p for p in tmp_path.rglob("*") if p != tmp_path / "runs"] == []
+
+
+def test_a_second_training_gets_no_directory_of_another_run(tmp_path, monkeypatch):
+    second = tmp_path / "big.2"
+    (second / "checkpoints").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"big\.2 is the second training of an earlier run"):
+        claim_with_uploads(None, tmp_path, "big", "s", False, print)
+    assert not (tmp_path / "big").exists()
+    (second / "logs").mkdir()  # by a launcher, for a run of this name
+    claim_with_uploads(None, tmp_path, "big", "s", False, print)
+    monkeypatch.setenv("RONDE_RUN_DIR", str(tmp_path / "big"))
+    monkeypatch.setattr("ronde.run.group._groups", 1)
+    with pytest.raises(CheckpointError, match=r"big\.2 is a run of its own, .* of training 2 of"):
+        open_run_dir(world(), None)
 
 
 def test_claim(tmp_path):

@@ -40,6 +40,14 @@ def claim_with_uploads(
     """
     fresh = url is not None and name is not None and not (runs / name).exists()
     directory = claim_run_dir(runs, name, stem, resume and not fresh)
+    # a script's second training writes there, and would go on from it after a restart
+    second = RunDir(runs / f"{directory.name}.2")
+    if (fresh or not resume) and second.in_use and not second.logs.exists():
+        shutil.rmtree(directory.path)
+        raise CheckpointError(
+            f"{second.path} is the second training of an earlier run {directory.name!r}. Remove "
+            "it, or choose another --name."
+        )
     lock_run(directory)
     if url is None:
         return directory, None

@@ -507,6 +507,11 @@ def open_run_dir(me: World, name: str | None, alone: bool = False) -> tuple[RunD
         # The launcher made it. Later runs of the same script get directories beside it.
         number = _groups + 1
         path = Path(of_launcher if number == 1 else f"{of_launcher}.{number}")
+        if number > 1 and RunDir(path).logs.exists():  # which launchers make
+            raise CheckpointError(
+                f"{path} is a run of its own, and would be the directory of training {number} of "
+                f"{of_launcher}. Choose another --name."
+            )
         path.mkdir(exist_ok=True)
         if number > 1:  # the launcher holds the first
             lock_run(RunDir(path))
