@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from pathlib import Path
@@ -10,7 +11,10 @@ import pytest
 from test_fault_matrix import faults, undisturbed  # noqa: F401
 
 from processes import child
+from ronde.checkpoint import write
 from ronde.launch.node import MemoryFolder
+from ronde.run.memory_copies import MemoryCopies
+from ronde.world import world
 from ronde.world.whole_file import name_generation
 from sampling import long, some
 
@@ -38,6 +42,8 @@ def test_a_restart_goes_on_from_memory(undisturbed, tmp_path, plan):  # noqa: F8
     training, resumed = killed(undisturbed[0].folder, tmp_path, plan, {})
     assert resumed["step"] >= 4
     assert resumed["checkpoint"] == f"checkpoints/step-{resumed['step']:09d}"
+    manifest = training.run / resumed["checkpoint"] / "manifest.json"
+    assert "keep" not in json.loads(manifest.read_text())  # a store would keep no other
     assert not training.check(undisturbed[1], 1e-12)
 
 
@@ -73,6 +79,13 @@ def test_the_newest_copy_becomes_a_checkpoint(memory):
     folder.hand_on()
     (only,) = (directory / "checkpoints").iterdir()
     assert only.name == "step-000000007" and (only / "manifest.json").read_text() == "{}"
+
+
+def test_one_copy_is_kept(tmp_path):
+    copies = MemoryCopies(world(), tmp_path)
+    for step in (1, 2):
+        copies._timed(lambda step=step: write(tmp_path, step, {}, {}))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000000002"]
 
 
 def test_a_newer_checkpoint_stays_alone(memory):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ronde.cache.budget import free_disk, free_memory
-from ronde.checkpoint import KeepPolicy, Saver
+from ronde.checkpoint import Saver, list_checkpoints, remove
 from ronde.run.exchange_state import has_state
 from ronde.run.persist import Write, prepare
 from ronde.world import RondeError, World, usable_cores
@@ -120,7 +120,7 @@ class MemoryCopies:
                 contents,
                 self._folder,
                 step,
-                KeepPolicy(1),
+                None,  # what a manifest says is the run's: a store that it is uploaded to obeys it
                 self._saver.copy,
                 self._saver.stop,
                 writes=main or self._me.is_main,
@@ -147,6 +147,8 @@ class MemoryCopies:
     def _timed(self, write: Write) -> Path | None:
         began = time.thread_time()
         path = write()
+        for old in list_checkpoints(self._folder)[1:] if path is not None else ():
+            remove(old)
         self._worked = time.thread_time() - began
         return path
 
