@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from processes import TESTS, child, python
+from processes import TESTS, child, python, ronde_run
 from ronde.checkpoint import Saver, verify, wait_for_saves, write
 from ronde.watch import Checkpointed, Warned
 from ronde.watch import read as read_record
@@ -119,6 +119,38 @@ def test_a_failure_is_told_and_the_training_goes_on(plan, tmp_path):
     (text,) = [text for text in warned if "could not be written" in text]
     assert "checkpoint of step 4" in text and "goes on" in text
     assert ("rank 1: " in text) == (rank == 1)
+
+
+SLOW = """
+import time, torch, ronde
+from ronde.checkpoint import files
+
+write = files.write_tensors
+
+
+def slowly(*args):
+    time.sleep(6.0)  # longer than exit handlers may take
+    files.write_tensors = write
+    return write(*args)
+
+
+files.write_tensors = slowly
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loss = torch.nn.functional.mse_loss
+run = ronde.distribute(model, optimizer, data, loss=loss, batch_size=2, save_every=1)
+for batch in run.batches():
+    run.step(batch)
+    assert run.state.step < 2, "on purpose"
+"""
+
+
+def test_a_worker_that_fails_waits_for_its_last_checkpoint(tmp_path):
+    (tmp_path / "train.py").write_text(SLOW)
+    done = ronde_run(["run", "-q", "-n", "1", "--name", "it", "train.py"], tmp_path)
+    assert "on purpose" in done.stderr
+    assert verify(tmp_path / "runs/it/checkpoints/step-000000001").step == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="mounting needs root")

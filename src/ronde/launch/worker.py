@@ -223,6 +223,8 @@ def main() -> None:
         _report(error)
         sys.last_value = error
         _to_log(_formatted(error))
+        if (saving := sys.modules.get("ronde.checkpoint.background")) is not None:
+            saving.wait_for_saves(30.0)
         # Exit handlers write the rest of the record and end loading processes. They must not wait
         # forever for ranks that are gone.
         last = threading.Timer(5.0, os._exit, [1])
