@@ -114,7 +114,7 @@ def slow(plan: str, workers: int, folder: Path, seconds: str) -> None:
 
 
 def fail(plan: str, workers: int, folder: Path, rank: str, step: str) -> None:
-    """A rank's disk is full in the save of a step."""
+    """Rank 0's disk, or another rank's memory, is full in the save of a step."""
     from ronde.checkpoint import files
 
     def work() -> None:
@@ -122,7 +122,8 @@ def fail(plan: str, workers: int, folder: Path, rank: str, step: str) -> None:
 
         def refusing(path, *rest):
             if f"{int(step):09d}" in path.parent.name and os.environ.get("RANK", "0") == rank:
-                raise OSError(28, "No space left on device")
+                full = RuntimeError("can't allocate memory")
+                raise OSError(28, "No space left on device") if rank == "0" else full
             return write(path, *rest)
 
         files.write_tensors = refusing

@@ -5,10 +5,12 @@ nothing is unpickled.
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import random
 import re
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from pathlib import Path
 
@@ -226,14 +228,29 @@ def test_only_the_newest_are_kept(tmp_path):
 
 def test_the_same_step_twice(tmp_path):
     path = write(tmp_path, 5, files(1.0), {"n": 1})
-    assert write(tmp_path, 5, files(2.0), {"n": 2}) == path  # it is whole: it stays
-    assert verify(path).state == {"n": 1} and contents(tmp_path) == [path.name]
+    assert write(tmp_path, 5, files(3.0), {"n": 3}) == path  # the script may have changed something
+    assert verify(path).state == {"n": 3} and contents(tmp_path) == [path.name]
     flip(path / "model.safetensors", 99)
     write(tmp_path, 5, files(2.0), {"n": 2})  # it was broken: put aside, and written anew
     assert (
         verify(path).state == {"n": 2}
         and sum(n.startswith("broken-") for n in contents(tmp_path)) == 1
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others cannot exchange two folders")
+def test_killed_while_one_takes_the_place_of_another(tmp_path, monkeypatch):
+    path, rename = write(tmp_path, 5, files(), {"n": 1}), Path.rename
+
+    def killed(old: Path, new: Path) -> None:
+        rename(old, new)
+        if old == path:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with contextlib.suppress(KeyboardInterrupt):
+        write(tmp_path, 5, files(), {"n": 2}, keep=1)
+    assert verify(path).state["n"] in (1, 2) and contents(tmp_path) == [path.name]
 
 
 def test_tensors_that_share_memory_or_have_strides(tmp_path):

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from lab import lab, missing
 from processes import child, ronde_run
-from ronde.checkpoint import KeepPolicy, RemoteCheckpoints, verify, write
+from ronde.checkpoint import KeepPolicy, RemoteCheckpoints, Uploads, verify, write
 from ronde.world import ArgumentError
 from sampling import long, some
 
@@ -254,6 +254,19 @@ def test_two_machines_start_runs_of_one_name(tmp_path):
         manifest = f"step-{step:09d}/manifest.json"
         mine = second / "runs/it/checkpoints" / manifest
         assert mine.read_bytes() == (store / "it" / manifest).read_bytes()
+
+
+def test_one_that_is_written_again_is_uploaded_again(tmp_path):
+    store = RemoteCheckpoints(f"file://{tmp_path}/store", "it")
+    store.claim()
+    place, there = tmp_path / "run/checkpoints", tmp_path / "store/it/step-000000005/manifest.json"
+    with Uploads(store, tmp_path / "run", print):
+        for state in ({}, {"ending": {"stopped": "good enough"}}):
+            write(place, 5, {"model.safetensors": {"x": torch.ones(2)}}, state)
+            limit = time.monotonic() + 20
+            while not there.exists() or json.loads(there.read_text())["state"] != state:
+                assert time.monotonic() < limit
+                time.sleep(0.02)
 
 
 def test_what_is_refused(tmp_path):

@@ -11,6 +11,7 @@ box of which tensor it holds.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
 import shutil
@@ -106,10 +107,8 @@ class Checkpoint:
             return {name: source.read(name) for name in source.entries}
 
 
-def begin(folder: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, bool]:
-    """The folder to write the checkpoint of ``step`` to: ``(folder, False)``, or ``(path, True)``
-    if it exists already, and ``state`` does not say that the training ends here.
-    """
+def begin(folder: Path, step: int) -> Path:
+    """The folder to write the checkpoint of ``step`` to."""
     refuse_fenced()
     target = folder / folder_name(step)
     folder.mkdir(parents=True, exist_ok=True)
@@ -118,15 +117,19 @@ def begin(folder: Path, step: int, state: Mapping[str, Any]) -> tuple[Path, bool
         shutil.rmtree(stale, ignore_errors=True)
     if target.exists():
         try:
-            # An end at this step changes what a resume does, so it is written again.
-            if not state.get("ending"):
-                verify(target)
-                return target, True
+            verify(target)  # it stays until the new one takes its place
         except CheckpointError:  # put aside, not removed: somebody may want to look at it
             target.rename(folder / f"broken-{target.name}-{time.time_ns()}")
     temporary = folder / f"{_TEMPORARY}{step:09d}-{os.getpid()}"
     temporary.mkdir()
-    return temporary, False
+    return temporary
+
+
+def _exchange(new: Path, old: Path) -> bool:
+    """Let two folders change names, at one moment. Only Linux can, and not on every disk."""
+    libc, here = ctypes.CDLL(None), -100  # AT_FDCWD
+    change = getattr(libc, "renameat2", None)
+    return change is not None and not change(here, os.fsencode(new), here, os.fsencode(old), 2)
 
 
 def add(temporary: Path, name: str, tensors: Tensors) -> dict[str, Any]:
@@ -169,17 +172,20 @@ def finish(
     write_whole(temporary / MANIFEST, manifest_text(body), durable=True)
     refuse_fenced()  # again: writing takes long, and the run may have gone on meanwhile
     before = folder / f"{_TEMPORARY}old-{target.name}"
-    if target.exists():
+    if not target.exists():
+        temporary.rename(target)
+    elif not _exchange(temporary, target):
         target.rename(before)  # deleted once the new one is in its place
-    temporary.rename(target)
+        temporary.rename(target)
     sync(folder)
-    shutil.rmtree(before, ignore_errors=True)
+    for old in (before, temporary):
+        shutil.rmtree(old, ignore_errors=True)
     # Last: while an old one goes, the new one is on disk.
     if policy is not None:
         stay = [step] if protected is None else [step, protected]
         steps = [step_of(path) for path in list_checkpoints(folder)]
-        for old in policy.doomed(steps, stay):
-            remove(folder / folder_name(old))
+        for gone in policy.doomed(steps, stay):
+            remove(folder / folder_name(gone))
     return target
 
 
@@ -225,10 +231,7 @@ def write(
     """
     temporary = None
     try:
-        place, exists = begin(folder, step, state)
-        if exists:
-            return place
-        temporary = place
+        temporary = begin(folder, step)
         return finish(
             temporary,
             step,

@@ -189,6 +189,14 @@ class RemoteCheckpoints:
         return None, passed
 
 
+def _written(path: Path) -> int:
+    """When a checkpoint was written, which may happen again at its step; -1: it has gone."""
+    try:
+        return (path / MANIFEST).stat().st_mtime_ns
+    except OSError:
+        return -1
+
+
 def _why(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".: ")
 
@@ -209,7 +217,7 @@ class Uploads:
     ) -> None:
         self._store, self._tell = store, tell
         self._folder, self._held = directory / "checkpoints", directory / ".uploading"
-        self._done: set[Path] = set()
+        self._done: dict[Path, int] = {}  # and when its manifest was written
         self._failed: Path | None = None  # the newest checkpoint when an upload failed
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
@@ -238,15 +246,15 @@ class Uploads:
         here = list_checkpoints(self._folder)
         if not here or (here[0] == self._failed and not last):
             return None
-        return next((path for path in here if path not in self._done), None)
+        return next((path for path in here if self._done.get(path) != _written(path)), None)
 
     def _upload(self, path: Path) -> bool:
         try:
-            held = self._hold(path)
-            if held is None:
+            written, held = _written(path), self._hold(path)
+            if held is None or _written(path) != written:
                 return True
             self._store.put(held)
-            self._done.add(path)
+            self._done[path] = written
             newest = next(iter(list_checkpoints(self._folder)), held)
             with contextlib.suppress(FileNotFoundError):  # it has gone just now
                 policy = json.loads((newest / MANIFEST).read_bytes()).get("keep")

@@ -222,17 +222,14 @@ def prepare_pieces(
     owners = gather_pieces(me, parts)
     _begun += 1
 
-    def begin() -> tuple[int, str, bool]:
+    def begin() -> tuple[int, str]:
         try:
-            place, exists = files.begin(folder, step, state)
+            return _begun, str(files.begin(folder, step))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(files.refused(folder, step, error)) from error
-        return _begun, str(place), exists
 
-    number, place, exists = ask_main(me, begin)
+    number, place = ask_main(me, begin)
     path = Path(place)
-    if exists:
-        return lambda: path if me.is_main else None
     post = _Post(me, number, stop or threading.Event())
     mine: dict[str, Tensors] = {}
     sent: dict[str, Any] = {}
@@ -258,7 +255,7 @@ def prepare_pieces(
             if error is None and mine:
                 _wait_for(path)
                 entries = sent | {name: files.add(path, name, t) for name, t in mine.items()}
-        except (OSError, SafetensorError, CheckpointError) as caught:
+        except Exception as caught:  # memory may be full, too
             error = f"{caught}" if me.is_main else f"rank {me.rank}: {caught}"
         try:  # an error is posted, too: rank 0 waits for every rank
             everyone = post.collect({"entries": entries, "error": error})
