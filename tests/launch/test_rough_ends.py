@@ -5,14 +5,19 @@ directory has one writer.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
 
 from processes import child, python, ronde, ronde_run
 from ronde.launch.console import Router
+from ronde.launch.job import Job, Nodes
+from ronde.launch.node import Node
 from ronde.launch.supervise import Workers
 from sampling import some
 
@@ -149,3 +154,34 @@ def test_ctrl_c_while_the_workers_are_about_to_start(tmp_path):
     (tmp_path / "sleep.py").write_text("import time; time.sleep(60)")
     done = python(["-c", EARLY], tmp_path, timeout=60)
     assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+
+
+FIRST = """
+import os, signal, time
+
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGTERM, lambda *_: open("ends", "w"))  # slowly
+    open("up", "w")
+    while True:
+        time.sleep(1)
+while not os.path.exists("up"):
+    time.sleep(0.02)
+raise ValueError("on purpose")
+"""
+
+
+def test_a_failure_is_told_though_another_host_ends_the_workers(tmp_path, monkeypatch):
+    """It fails because of this one, and its own may all have ended before."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(FIRST)
+    router = Router(2, lambda _: None)
+    node = Node(Job(["train.py"], 2), Nodes(), "first", router, lambda _: None, 0.0)
+
+    def stop() -> None:
+        while not (tmp_path / "ends").exists():
+            time.sleep(0.02)
+        node.stop(signal.SIGINT, 1.5)
+
+    threading.Thread(target=stop, daemon=True).start()
+    outcome = node.run()
+    assert (outcome.rank, outcome.error) == (0, "ValueError: on purpose")

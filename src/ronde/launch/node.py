@@ -519,7 +519,7 @@ class Node:
         assert workers is not None
         with self._watch or contextlib.nullcontext():
             failures = workers.wait(cluster.is_over) if cluster else workers.wait()
-        before = ""
+        stopped, before = bool(self._number), ""
         if ended := workers.ended:
             before = f"{ranks_text(ended)} had ended, with status 0, before the others"
         if cluster is not None and cluster.ended:
@@ -531,7 +531,8 @@ class Node:
             else:
                 workers.send(signal.SIGTERM)
                 workers.end(lambda: 0.0 if self._number else _SHUTDOWN_SECONDS)
-            self._check()
+            if stopped:  # not by another host, whose workers fail because of these failures
+                self._check()
             return self._hung(before) or _failure(failures, before)
         if workers.leaves or workers.running:
             name = f" by {signal.Signals(self._asked).name}" if self._asked else ""
