@@ -6,7 +6,7 @@ import shutil
 import threading
 
 from ronde.launch import mirror
-from ronde.launch.messages import Settled
+from ronde.launch.messages import File, Settled
 from ronde.launch.mirror import Mirror, Mirrored
 
 
@@ -70,3 +70,15 @@ def test_the_new_checkpoint_is_there_before_the_old_one_goes(tmp_path):
     old.unlink()
     sent.close()
     assert [] not in seen and seen[-1] == ["step-000000002"]
+
+
+def test_a_checkpoint_appears_or_changes_when_all_of_it_is_there(tmp_path):
+    place = tmp_path / "checkpoints/step-000000001"
+    mirrored, files = Mirrored(tmp_path), ("manifest.json", "model.safetensors")
+    for text, before in ((b"1", []), (b"2", ["1", "1"])):
+        for name in files:
+            mirrored.take(File(f"checkpoints/step-000000001/{name}", True, text))
+            assert place.exists() == bool(before)
+            assert [path.read_text() for path in place.glob("*")] == before
+        mirrored.take(Settled())
+    assert [path.read_text() for path in tmp_path.glob("checkpoints/*/*")] == ["2", "2"]

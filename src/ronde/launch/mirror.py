@@ -128,19 +128,18 @@ class Mirror:
 
 
 class Mirrored:
-    """Writes what a mirror sends. New folders below ``checkpoints`` appear when they are whole."""
+    """Writes what a mirror sends. Checkpoints appear, or change, when they are whole."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._parts: set[Path] = set()
+        for left in (folder / "checkpoints").glob(".*.arriving"):  # by a launcher that was killed
+            shutil.rmtree(left, ignore_errors=True)
 
     def _place(self, name: str) -> Path:
-        path = _inside(self._folder, name)
         parts = Path(name).parts
-        if parts[0] != "checkpoints" or len(parts) < 3:
-            return path
-        if (self._folder / parts[0] / parts[1]).is_dir():
-            return path
+        if parts[0] != "checkpoints" or len(parts) < 3 or ".." in parts:
+            return _inside(self._folder, name)
         part = self._folder / parts[0] / f".{parts[1]}.arriving"
         self._parts.add(part)
         return _inside(part, str(Path(*parts[2:])))
@@ -157,7 +156,13 @@ class Mirrored:
                 path.parent.rmdir()
         elif isinstance(message, Settled):  # new checkpoints are whole
             for part in self._parts:
-                part.rename(part.with_name(part.name.removeprefix(".").removesuffix(".arriving")))
+                whole = part.with_name(part.name.removeprefix(".").removesuffix(".arriving"))
+                if not whole.exists():
+                    part.rename(whole)
+                    continue
+                for file in part.iterdir():  # it was written again
+                    file.replace(whole / file.name)
+                part.rmdir()
             self._parts.clear()
 
     def close(self) -> None:
