@@ -160,8 +160,8 @@ class Mirrored:
                 if not whole.exists():
                     part.rename(whole)
                     continue
-                for file in part.iterdir():  # it was written again
-                    file.replace(whole / file.name)
+                for piece in part.iterdir():  # it was written again
+                    piece.replace(whole / piece.name)
                 part.rmdir()
             self._parts.clear()
 
