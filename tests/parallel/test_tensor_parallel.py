@@ -89,6 +89,10 @@ class _Bad(nn.Module):
             return self.down(hidden) + self.down.weight.sum()
         if self.way == "branch" and hidden.abs().max() > 1e6:  # not on the sample
             hidden = hidden / hidden.norm()
+        if self.way == "limit":  # that the sample does not reach
+            hidden = hidden / hidden.detach().abs().amax(-1, keepdim=True).clamp(min=1e6)
+        if self.way == "switch":
+            hidden = torch.where((hidden > 1e6).any(-1, keepdim=True), 0 * hidden, hidden)
         return self.down(hidden)
 
 
@@ -101,6 +105,8 @@ class _Bad(nn.Module):
         ("tied", "'1.up.weight' is tied to '1.again.weight'"),
         ("read", "'1.down.weight' is also read outside of its layer's call"),
         ("branch", "it reads a number between its layers (__bool__)"),
+        ("limit", "it computes over several features between its layers (amax)"),
+        ("switch", "it computes over several features between its layers (any)"),
     ],
 )
 def test_what_cannot_be_split_says_why(way, why):

@@ -69,6 +69,8 @@ class _Trace:
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     numbers: dict[int, str] = field(default_factory=dict)  # calls before it -> how one was read
+    # calls before it, how features were put together, and how many
+    joined: list[tuple[int, str, int]] = field(default_factory=list)
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @property
@@ -101,8 +103,16 @@ def quiet(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
+# Functions that mix features, as _NOT_BY_FEATURE: the graph lacks what has no gradient.
+_JOINS = re.compile(
+    r"all|any|(nan)?(mean|median|quantile|sum)|a?(max|min)|aminmax|arg(max|min|sort)|topk|sort|"
+    r"(linalg_|linalg_vector_|layer_|rms_)?norm|normalize|(log_)?softmax|logsumexp|kthvalue|prod|"
+    r"std|var|count_nonzero"
+)
+
+
 class _NumbersRead(TorchFunctionMode):
-    """Notes when Python takes a number out of a tensor."""
+    """Notes when Python takes a number out of a tensor, or features are put together."""
 
     def __init__(self, trace: _Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,6 +121,8 @@ class _NumbersRead(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (name := name_of(func)) in NUMBERS:
             self._trace.numbers[len(self._trace.calls)] = name
+        elif _JOINS.fullmatch(name) and isinstance(x := next(iter(args), 0), torch.Tensor):
+            self._trace.joined.append((len(self._trace.calls), name, (1, *x.shape)[-1]))
         return func(*args, **(kwargs or {}))
 
 
@@ -447,17 +459,22 @@ def _refuse_other_reads(
                 break
 
 
-def _refuse_branches(trace: _Trace, candidates: list[_Candidate]) -> None:
-    """Refuse blocks that read a number between their layers: by it, a later batch may take a way
-    that no trial has seen.
+def _refuse_branches(model: nn.Module, trace: _Trace, candidates: list[_Candidate]) -> None:
+    """Refuse blocks that read a number between their layers, and MLPs that compute one of several
+    features: by it, a later batch may take a way that no trial has seen.
     """
     for c in candidates:
         if c.block.kind == "multihead":
             continue  # its forward is torch's, or Ronde's
         inside = False
+        wide = features(model.get_submodule(c.block.row))[0]
+        of_features = c.block.kind == "mlp"
+        joined = {i: n for i, n, size in trace.joined if of_features and size % wide == 0}
         for i, (name, *_) in enumerate(trace.calls):
             if inside and i in trace.numbers and not c.block.why_not:
                 c.refuse(f"it reads a number between its layers ({trace.numbers[i]})")
+            if inside and i in joined and not c.block.why_not:
+                c.refuse(f"it computes over several features between its layers ({joined[i]})")
             inside = name != c.block.row and (inside or name in c.block.column)
 
 
@@ -661,7 +678,7 @@ def recognize(
         if trace.loss.grad_fn is not None:
             consumers = _consumers(trace)
             _refuse_other_reads(model, trace, candidates, consumers)
-            _refuse_branches(trace, candidates)
+            _refuse_branches(model, trace, candidates)
             _refuse_escapes(consumers, candidates)
             del consumers
             if gradients:
