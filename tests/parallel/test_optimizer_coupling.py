@@ -51,6 +51,14 @@ class Lars(torch.optim.Optimizer):
 class Silent(torch.optim.SGD):
     def step(self, closure=None):
         return super().step(closure)
+
+
+class Nested(Silent):
+    coupling = ""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.05, momentum=0.9)
+        torch.optim.SGD([torch.zeros(1)])  # torch gives its step() hooks as well
 """
 exec(OPTIMIZERS)
 
@@ -168,7 +176,12 @@ def test_one_that_tells_nothing_is_asked(trained):
 
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    some([("Lamb", "shard=parameters"), ("Lars", "shard=optimizer"), ("Lars", "pipeline=2")], 3),
+    [
+        ("Nested", "shard=optimizer"),
+        *some(
+            [("Lamb", "shard=parameters"), ("Lars", "shard=optimizer"), ("Lars", "pipeline=2")], 3
+        ),
+    ],
 )
 def test_the_others_train_it_as_one_process(kind, plan, trained):
     alone, parted = trained(kind), trained(kind, plan)

@@ -38,6 +38,7 @@ class OptimizerParts:
         self._owner: dict[torch.Tensor, int] = {}
         self._bytes = [0] * self.size
         self._all: list[list[torch.Tensor]] = []
+        self._steps = 0  # under way: a class's step() may call its parent's, which has hooks too
         self.let_go()
         first = optimizer.register_step_pre_hook(self._narrow)
         # around a step over local parts (fsdp_repairs.step_locally), not inside of it
@@ -66,6 +67,9 @@ class OptimizerParts:
                 del self.optimizer.state[p]
 
     def _narrow(self, *_: Any) -> None:
+        self._steps += 1
+        if self._steps > 1:
+            return
         self._assign()
         groups = self.optimizer.param_groups
         self._all = [group["params"] for group in groups]
@@ -73,6 +77,9 @@ class OptimizerParts:
             group["params"] = [p for p in group["params"] if self.is_mine(p)]
 
     def _widen(self, *_: Any) -> None:
+        self._steps -= 1
+        if self._steps:
+            return
         for group, parameters in zip(self.optimizer.param_groups, self._all, strict=True):
             group["params"] = parameters
 
