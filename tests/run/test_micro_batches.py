@@ -100,7 +100,7 @@ def test_a_buffer_that_follows_one_worker_s_samples_is_named(loop, plan, tmp_pat
         done = ronde_run(asked, tmp_path)
         said[kind] = " ".join((done.stdout + done.stderr).replace("│", " ").split())
         assert done.returncode == 0, said[kind]
-    named = "the forward pass changes the buffer 'passes' by the samples that it sees"
+    named = "the forward pass changes the buffer 'passes' by the samples or features that it sees"
     assert said["largest"].count(named) >= 1 and named not in said["counter"]
     assert "but not the same training: see the warnings" in said["largest"]
 

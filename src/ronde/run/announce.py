@@ -89,6 +89,17 @@ def announce(run: Parts, left_out: list[str]) -> None:
             "rows after run.step(batch): weight.copy_(torch.renorm(weight, 2, 0, max_norm))",
             differs=True,
         )
+    counted = [
+        name
+        for name, m in run.model.named_modules()
+        if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.scale_grad_by_freq
+    ]
+    if counted and max(run.plan.replicas, run.plan.accumulation) > 1:
+        run.warn(
+            f"{counted[0]!r} has scale_grad_by_freq, which counts how often a row is in each part "
+            "of a batch by itself: this is not the same training as on one device",
+            differs=True,
+        )
     _warn_of_norms(run)
 
 

@@ -39,6 +39,7 @@ MIXES = (
     "docs/whole-batch-losses.md#mixing-samples. Changes of each sample by itself are fine"
 )
 _CHANGES = "the script changes a batch, and not by a formula that is the same on all workers"
+_OF_LOSS = " of the loss"
 _BUFFER = (
     "the forward pass changes the buffer {}{}. This is not the same training as on one device. "
     "Change it in the script, once a step, and by what all workers' samples give"
@@ -71,7 +72,7 @@ class FirstStepsCheck(Callback):
         self._open, plan, model = self._steps in _STEPS, self._plan, self._model
         if not self._open or plan.workers == plan.accumulation == 1:
             return
-        self._buffers = _buffers(model)
+        self._buffers = _buffers(model, self._loss.loss)
         if plan.replicas > 1 or plan.accumulation > 1:
             self._batch = _Batch(len(micros), tensors_in(list(micros)))
         compiled = hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None)
@@ -172,7 +173,7 @@ class FirstStepsCheck(Callback):
     def _buffer_changes(self) -> dict[str, Any]:
         """The buffers that the passes changed: whether each pass did, and the content."""
         changes, passes = {}, self._plan.accumulation
-        now = _buffers(self._model) if self._buffers else {}
+        now = _buffers(self._model, self._loss.loss) if self._buffers else {}
         for name, (buffer, version) in now.items():
             before, at = self._buffers.get(name, (None, 0))
             if before is not buffer or at != version:
@@ -187,16 +188,19 @@ class FirstStepsCheck(Callback):
 
     def _judge_buffers(self, ranks: Sequence[dict[str, Any]]) -> list[str]:
         every, own, first = [], [], dict[str, Any]()
+        several = self._plan.replicas > 1 or self._plan.tensor > 1
         for name, (each_pass, content) in (item for rank in ranks for item in rank.items()):
             one = first.setdefault(name, content)
             # processors of two kinds add in other orders
             alike = len(one) == len(content) and all(map(_is_close, one, content))
             every += [name] if each_pass else []
-            own += [name] if self._plan.replicas > 1 and not alike else []
+            own += [name] if several and not alike else []
         passes = (
             f", and a step has {self._plan.accumulation} forward passes, one for each micro-batch"
         )
-        seen = " by the samples that it sees: workers came to other values, and go on with rank 0's"
+        whose = "their own" if own and own[0].endswith(_OF_LOSS) else "rank 0's"
+        seen = " by the samples or features that it sees: workers came to other values, and go on "
+        seen += f"with {whose}"
         return [_BUFFER.format(repr(n[0]), how) for n, how in ((every, passes), (own, seen)) if n]
 
 
@@ -287,12 +291,14 @@ def _differ(ranks: Sequence[list[_Change]]) -> bool:
 _Buffers = dict[str, tuple[torch.Tensor, int]]  # and their versions
 
 
-def _buffers(model: nn.Module) -> _Buffers:
+def _buffers(model: nn.Module, loss: Any) -> _Buffers:
     """All but those of batch and spectral normalization, of which the run warns at the start."""
     from ronde.parallel.batchnorm import normalizes_batch, spectral_norms
 
     spectral = set(spectral_norms(model))
-    return {
+    inside = {id(b) for b in model.buffers()}
+    of_loss = loss.named_buffers() if isinstance(loss, nn.Module) else ()
+    return {name + _OF_LOSS: (b, b._version) for name, b in of_loss if id(b) not in inside} | {
         name: (b, b._version)
         for path, module in model.named_modules()
         if not normalizes_batch(module)
