@@ -365,6 +365,17 @@ def written_by_the_loss() -> dict[str, Any]:
 
 
 @case
+def counted_by_the_loss() -> dict[str, Any]:
+    calls = []
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append(out)
+        return F.mse_loss(out, y) / len(calls)
+
+    return train(Data(), loss=loss, shard="parameters", drop_last=True)
+
+
+@case
 def mixed_in_an_own_loop() -> dict[str, Any]:
     return train(Data(), own=True, change=lambda b: [0.7 * b[0] + 0.3 * b[0].flip(0), b[1]])
 

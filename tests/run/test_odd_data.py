@@ -138,6 +138,7 @@ EXACT = [
     "scaled_by_constants",
     "several_calls",
     "written_by_the_loss",
+    "counted_by_the_loss",
 ]
 
 

@@ -377,7 +377,7 @@ def _called_blocks(work: Work, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
         with calls_heard(blocks, enter, leave):
             for samples in (1, 2, 4):
                 called.clear()
-                with torch.random.fork_rng(cuda), torch.no_grad(), reads:
+                with work.trial(), torch.random.fork_rng(cuda), torch.no_grad(), reads:
                     work.compute(work.sample(samples))
                 always &= called
     except Exception:

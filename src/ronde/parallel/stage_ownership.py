@@ -139,7 +139,7 @@ class StageOwnership:
 
                 def choose() -> tuple[bool, list[str]]:
                     call = None if on_meta else (lambda: self.work.compute(batch)[0])
-                    with self._undivided(), self._alone():
+                    with self.work.trial(), self._undivided(), self._alone():
                         names = choose_cut.choose_cut(
                             plan, self.model, self.work.optimizer, trace, samples, call
                         )
@@ -184,7 +184,7 @@ class StageOwnership:
             ) from error
 
     def _follow(self, call: Callable[[Any], Any], batch: Any) -> Trace:
-        with self._undivided(), self.opened(), self._remote.plain():
+        with self.work.trial(), self._undivided(), self.opened(), self._remote.plain():
             trace = follow(self.model, lambda: call(batch))
         if self._divided is not None:
             trace.together = tuple(
@@ -236,7 +236,7 @@ class StageOwnership:
     def _guards(
         self, made: Program, call: Callable[[Any], Any], batch: Any, until: int | None = None
     ) -> tuple[Any, ...]:
-        with self.opened(), self._remote.plain():
+        with self.work.trial(), self.opened(), self._remote.plain():
             return Guards(made, until).read(lambda: call(batch))
 
     def _add_path(self, key: Any, call: Callable[[Any], Any], batch: Any, trace: Trace) -> Program:

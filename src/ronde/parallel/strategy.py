@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 if TYPE_CHECKING:
     from ronde.exchange import Exchange
+    from ronde.introspect import SavedState
     from ronde.parallel.own_calls import OwnCalls
 
 __all__ = [
@@ -69,6 +70,9 @@ class Part:
         return None if self.summed else self.rows
 
 
+_MOST_BYTES = 2**26  # of a tensor that a loss keeps: larger ones are data
+
+
 @dataclass
 class Work:
     """The script's objects that a plan is applied to.
@@ -88,6 +92,7 @@ class Work:
         fill: initializes a model built on meta (:mod:`ronde.parallel.meta_init`); None if the model
             has values.
         undivided: the model's parameters as the script made them; a plan may replace them.
+        functions: the script's loss and forward, which may keep state of their own.
     """
 
     model: nn.Module
@@ -100,6 +105,13 @@ class Work:
     tied: dict[str, str] = field(default_factory=dict)
     fill: Callable[[Callable[[str], bool]], None] | None = None
     undivided: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
+    functions: tuple[Any, ...] = ()
+
+    def trial(self) -> SavedState:
+        """Around a pass that is no training's: what ``functions`` keep is put back."""
+        from ronde.introspect import SavedState  # one process makes no such pass
+
+        return SavedState(*self.functions, largest=_MOST_BYTES)
 
 
 class Strategy:

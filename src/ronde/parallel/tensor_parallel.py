@@ -419,7 +419,8 @@ def divide(plan: Plan, work: Work, me: World, mesh: DeviceMesh) -> Divided:
     model, sample = work.model, work.sample(2)
 
     def run() -> torch.Tensor:
-        return work.compute(sample)[0]
+        with work.trial():
+            return work.compute(sample)[0]
 
     try:
         whole = recognize(model, run, plan.tensor, gradients=True)

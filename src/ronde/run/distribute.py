@@ -532,6 +532,7 @@ def _work(opening: hooks.Opening, chosen: Plan, me: World, split: SplitOptions) 
 
     sizes = micro_batch_sizes(chosen, opening.taken.order.epoch_samples)
     work = Work(model, optimizer, compute, _sampler(opening, me), split.tensor_plan, sizes)
+    work.functions = (calls.loss, *([calls.forward] if calls.forward else []))
     work.groups, work.tied = checkpoint.group_names(model, optimizer), checkpoint.tied_names(model)
     if init is not None:
         from ronde.parallel.meta_init import FILL_THEMSELVES

@@ -147,7 +147,7 @@ class FirstStepsCheck(Callback):
         if kind not in ("flat", "unknown") or not inside or not local or plan.offload != "none":
             return kind
         exact = device.type == "cpu" and isinstance(self._autocast(), nullcontext)
-        with self._autocast(), undisturbed(calls.loss, model):
+        with self._autocast(), undisturbed(calls.loss, calls.forward, model):
             ask = lambda part: calls.check(calls.loss(*calls.arguments(model, part)))  # noqa: E731
             # kernels differ by the size of a batch
             return kind_of_loss(ask, batch, samples, FLOAT32_ERROR if exact else HALF_ERROR)

@@ -93,14 +93,14 @@ def probe_draws(work: Work, calls: LossCall) -> dict[int, list[Recorded]]:
     if any(compiled(m) or isinstance(m, torch.jit.ScriptModule) for m in everything):
         return {}
     probes = {}
-    modules = [m for m in (work.model, calls.loss) if isinstance(m, nn.Module)]
-    state = SavedState(*modules)
+    state = SavedState(work.model)
     devices = {p.device.index for p in work.model.parameters() if p.is_cuda}
     try:
         for samples in (3, 2):
             batch = work.sample(samples)
-            with torch.no_grad(), not_training(), recorded_draws() as made, fork_rng(devices):
-                work.compute(batch)
+            with work.trial(), torch.no_grad(), not_training(), fork_rng(devices):
+                with recorded_draws() as made:
+                    work.compute(batch)
             probes[samples] = made
     except Exception:
         return {}  # a draw whose samples are not clear is reported when it is made
