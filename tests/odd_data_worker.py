@@ -364,6 +364,21 @@ def written_by_the_loss() -> dict[str, Any]:
     return train(Data(), loss=lambda out, y: F.mse_loss(out, y.clamp_(min=0)))
 
 
+class Centered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.center.lerp_(out.detach().mean(0), 0.5)
+        return F.mse_loss(out - self.center, y)
+
+
+@case
+def centered_by_the_loss() -> dict[str, Any]:
+    return train(Data(), loss=Centered())
+
+
 @case
 def counted_by_the_loss() -> dict[str, Any]:
     calls = []

@@ -29,6 +29,8 @@ class Net(nn.Module):
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 1))
         self.register_buffer("passes", torch.zeros(()))
         self.register_buffer("table", None)
+        if kind == "frequent":
+            self.rows = nn.Embedding(4, 4, scale_grad_by_freq=True)
 
     def forward(self, x):
         if kind == "counter":
@@ -67,6 +69,13 @@ def test_a_buffer_that_every_pass_changes_is_named(kind, loop, tmp_path):
     assert said.count(
         "the forward pass changes the buffer 'passes', and a step has 4 forward passes"
     ) == (kind != "table")
+
+
+def test_rows_that_each_micro_batch_counts_are_named(tmp_path):
+    (tmp_path / "train.py").write_text(COUNTING)
+    said = [python(["train.py", "frequent", "step", f"micro_batch={n}"], tmp_path) for n in (3, 10)]
+    named = ["'rows' has scale_grad_by_freq" in done.stdout + done.stderr for done in said]
+    assert named == [True, False]
 
 
 def test_under_a_pipeline_and_in_the_summary(tmp_path):

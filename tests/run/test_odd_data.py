@@ -131,6 +131,13 @@ def test_samples_that_are_mixed_within_a_share_are_said(found, name):
         assert said.startswith(whose) and "docs/whole-batch-losses.md#mixing-samples" in said
 
 
+def test_a_buffer_of_the_loss_that_differs_is_said(found):
+    assert not found[1]["centered_by_the_loss"]["warned"]
+    (said,) = found[3]["centered_by_the_loss"]["warned"]
+    assert "changes the buffer 'center of the loss' by the samples" in said
+    assert "go on with their own" in said
+
+
 EXACT = [
     "mixed_over_gathered_rows",
     "mixed_in_the_data",
