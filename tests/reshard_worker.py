@@ -327,18 +327,12 @@ def pieces(folder: Path) -> None:
     def write(size: int) -> None:
         me = connect()
         parts = {"model": {n: c.piece_of(t, n) for n, t in _divided(False).items()}}
-        path = _written(
-            me,
-            folder / str(size),
-            1,
-            parts,
-            {"random.safetensors": {"x": torch.ones(1)}},
-            {"n": size},
-        )
+        more = {"random.safetensors": {"x": torch.ones(1)}}
+        path = _written(me, folder / str(size), 1, parts, more, {"n": size})
         if size == 3:
             _written(me, folder / "3", 2, parts, {}, {"n": 2})
-        if size > 1:  # the same again: it is there already
-            assert _written(me, folder / str(size), 1, parts, {}, {}) == path
+        if size > 1:  # the same again takes its place
+            assert _written(me, folder / str(size), 1, parts, more, {"n": size}) == path
         c.export_pieces(me, parts["model"], {"other": "f64"}, folder / f"{size}.safetensors")
         if me.is_main:
             exported = load_file(folder / f"{size}.safetensors")
