@@ -275,10 +275,12 @@ def test_a_second_training_gets_no_directory_of_another_run(tmp_path, monkeypatc
 
 def test_claim(tmp_path):
     runs = tmp_path / "runs"
+    for removed in ("gpt-2", "gpt-3"):  # and its second training was not
+        (runs / f"{removed}.2").mkdir(parents=True)
     assert [claim_run_dir(runs, None, "gpt", False).name for _ in range(3)] == [
         "gpt-1",
-        "gpt-2",
-        "gpt-3",
+        "gpt-4",
+        "gpt-5",
     ]
     assert claim_run_dir(runs, None, "other", False).name == "other-1"
     named = claim_run_dir(runs, "big.run_1", "gpt", False)

@@ -141,6 +141,8 @@ def claim_run_dir(runs: Path, name: str | None, stem: str, resume: bool) -> RunD
             return run
         number = 1
         while True:
+            while (runs / f"{stem}-{number}.2").exists():  # of a run that has been removed
+                number += 1
             try:
                 (runs / f"{stem}-{number}").mkdir()
                 return RunDir(runs / f"{stem}-{number}")
