@@ -383,16 +383,16 @@ def test_a_late_step_takes_along_what_its_shell_has_started(folder: Path) -> Non
 def test_an_output_that_is_long_to_read_is_no_lost_owner(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, taken = JobLedger(folder / "runs" / "flow" / "ledger", 0.5), []
+    other, taken = JobLedger(folder / "runs" / "flow" / "ledger", 1.5), []
 
     def slow(path: Path) -> str:
-        time.sleep(0.8)
+        time.sleep(2.0)
         taken.append(other.claim())
         return ""
 
     monkeypatch.setattr(flow_run, "content_digest", slow)
     flow = Flow.of(make={"run": "touch made", "out": "made"})
-    assert states(flow, folder, patience=0.5) == {"make": "done"} and taken == [None]
+    assert states(flow, folder, patience=1.5) == {"make": "done"} and taken == [None]
 
 
 def test_two_of_other_values_do_not_read_each_others_answers(folder: Path) -> None:

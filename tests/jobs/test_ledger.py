@@ -169,7 +169,7 @@ def test_a_straggler_is_raced_and_one_of_both_commits(tmp_path: Path) -> None:
 def test_a_commit_that_takes_long_is_no_lost_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = JobLedger(tmp_path, 0.5), JobLedger(tmp_path, 0.5)
+    first, second = JobLedger(tmp_path, 1.5), JobLedger(tmp_path, 1.5)
     first.add(["a"])
     lease = first.claim()
     assert lease is not None
@@ -178,7 +178,7 @@ def test_a_commit_that_takes_long_is_no_lost_owner(
     taken: list[Lease | None] = []
 
     def slow(path: Path) -> None:  # a disk that needs longer than the patience
-        time.sleep(0.8)
+        time.sleep(2.0)
         taken.append(second.claim())
 
     monkeypatch.setattr(ledger_module, "sync", slow)

@@ -243,7 +243,7 @@ def test_a_plan_that_is_another_commands_or_of_other_items_is_refused(
     files = find_items("../*.txt")
     plan_map(tmp_path / "files" / ".map", files, plan, [0, 1])
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ArgumentError, match="none of the items is there, seen from"):
+    with pytest.raises(ArgumentError, match="none of the items exists, seen from"):
         app(["map", "--resume", "files"], standalone_mode=False)
 
 

@@ -146,14 +146,15 @@ class Early(agent.Router):
 
 agent.Router = Early
 outcome = run_here(Job(["sleep.py"], 1), print, print)
-assert outcome.interrupted and outcome.seconds < 5, outcome
+assert outcome.interrupted, outcome
 """
 
 
 def test_ctrl_c_while_the_workers_are_about_to_start(tmp_path):
-    (tmp_path / "sleep.py").write_text("import time; time.sleep(60)")
+    (tmp_path / "sleep.py").write_text("import time; time.sleep(5); open('trained', 'w')")
     done = python(["-c", EARLY], tmp_path, timeout=60)
     assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    assert not (tmp_path / "trained").exists()
 
 
 FIRST = """

@@ -104,9 +104,9 @@ class _Bad(nn.Module):
         ("width", "must match the size"),
         ("tied", "'1.up.weight' is tied to '1.again.weight'"),
         ("read", "'1.down.weight' is also read outside of its layer's call"),
-        ("branch", "it reads a number between its layers (__bool__)"),
-        ("limit", "it computes over several features between its layers (amax)"),
-        ("switch", "it computes over several features between its layers (any)"),
+        ("branch", "it reads a tensor's value between its layers (__bool__)"),
+        ("limit", "it reduces over features between its layers (amax)"),
+        ("switch", "it reduces over features between its layers (any)"),
     ],
 )
 def test_what_cannot_be_split_says_why(way, why):

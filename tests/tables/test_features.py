@@ -385,7 +385,7 @@ def test_a_publication_that_changes_while_it_is_compared_is_said(tmp_path, monke
         compare(*given)
 
     monkeypatch.setattr(feature_store, "_compare", published_before)
-    with pytest.raises(RondeError, match="published again while it was compared"):
+    with pytest.raises(RondeError, match="published again during the comparison"):
         store.check(file)
 
 

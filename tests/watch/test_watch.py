@@ -269,7 +269,7 @@ def test_a_second_training_gets_no_directory_of_another_run(tmp_path, monkeypatc
     claim_with_uploads(None, tmp_path, "big", "s", False, print)
     monkeypatch.setenv("RONDE_RUN_DIR", str(tmp_path / "big"))
     monkeypatch.setattr("ronde.run.group._groups", 1)
-    with pytest.raises(CheckpointError, match=r"big\.2 is a run of its own, .* of training 2 of"):
+    with pytest.raises(CheckpointError, match=r"big\.2 belongs to another run, and training 2 of"):
         open_run_dir(world(), None)
 
 

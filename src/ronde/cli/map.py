@@ -132,8 +132,8 @@ def _map(options: Options) -> None:
     ledger, began = JobLedger(root), time.monotonic()
     if options.resume is not None and ledger.left and not items.are_there():
         raise ArgumentError(
-            f"none of the items is there, seen from {Path.cwd()}: resume in the folder where the "
-            "map was planned."
+            f"none of the items exists, seen from {Path.cwd()}. Resume in the folder where the map "
+            "was planned."
         )
     (root / STOPPED).unlink(missing_ok=True)
     if not options.quiet and not options.as_json:

@@ -43,7 +43,7 @@ def claim_with_uploads(
     # a script's second training writes there, and would go on from it after a restart
     second = RunDir(runs / f"{directory.name}.2")
     if (fresh or not resume) and second.in_use and not second.logs.exists():
-        shutil.rmtree(directory.path)
+        directory.path.rmdir()  # claimed just now
         raise CheckpointError(
             f"{second.path} is the second training of an earlier run {directory.name!r}. Remove "
             "it, or choose another --name."

@@ -69,7 +69,7 @@ class _Trace:
     outputs: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
     numbers: dict[int, str] = field(default_factory=dict)  # calls before it -> how one was read
-    # calls before it, how features were put together, and how many
+    # calls before it, the function that reduced features, and how many
     joined: list[tuple[int, str, int]] = field(default_factory=list)
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
 
@@ -103,7 +103,8 @@ def quiet(model: nn.Module) -> Iterator[None]:
         before.restore()
 
 
-# Functions that mix features, as _NOT_BY_FEATURE: the graph lacks what has no gradient.
+# Functions that reduce over features. Like _NOT_BY_FEATURE, for what has no gradient and is thus
+# not in the graph: a threshold on such a value may only be passed by a later batch.
 _JOINS = re.compile(
     r"all|any|(nan)?(mean|median|quantile|sum)|a?(max|min)|aminmax|arg(max|min|sort)|topk|sort|"
     r"(linalg_|linalg_vector_|layer_|rms_)?norm|normalize|(log_)?softmax|logsumexp|kthvalue|prod|"
@@ -111,8 +112,8 @@ _JOINS = re.compile(
 )
 
 
-class _NumbersRead(TorchFunctionMode):
-    """Notes when Python takes a number out of a tensor, or features are put together."""
+class _ValuesRead(TorchFunctionMode):
+    """Notes where Python reads a tensor's value, or features are reduced."""
 
     def __init__(self, trace: _Trace) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,7 +149,7 @@ def _trace(model: nn.Module, run: Callable[[], torch.Tensor]) -> _Trace:
             trace.calls.append((name, starts.pop(name, None), x, y.grad_fn))
             trace.outputs.setdefault(name, []).append(y.detach().clone())
 
-    with calls_heard(modules, enter, leave), _NumbersRead(trace):
+    with calls_heard(modules, enter, leave), _ValuesRead(trace):
         trace.loss = run()
     return trace
 
@@ -460,8 +461,8 @@ def _refuse_other_reads(
 
 
 def _refuse_branches(model: nn.Module, trace: _Trace, candidates: list[_Candidate]) -> None:
-    """Refuse blocks that read a number between their layers, and MLPs that compute one of several
-    features: by it, a later batch may take a way that no trial has seen.
+    """Refuse blocks that read a tensor's value between their layers, and MLPs that reduce over
+    features there: by it, a later batch may take a branch that no trial has seen.
     """
     for c in candidates:
         if c.block.kind == "multihead":
@@ -472,9 +473,9 @@ def _refuse_branches(model: nn.Module, trace: _Trace, candidates: list[_Candidat
         joined = {i: n for i, n, size in trace.joined if of_features and size % wide == 0}
         for i, (name, *_) in enumerate(trace.calls):
             if inside and i in trace.numbers and not c.block.why_not:
-                c.refuse(f"it reads a number between its layers ({trace.numbers[i]})")
+                c.refuse(f"it reads a tensor's value between its layers ({trace.numbers[i]})")
             if inside and i in joined and not c.block.why_not:
-                c.refuse(f"it computes over several features between its layers ({joined[i]})")
+                c.refuse(f"it reduces over features between its layers ({joined[i]})")
             inside = name != c.block.row and (inside or name in c.block.column)
 
 

@@ -96,9 +96,9 @@ def announce(run: Parts, left_out: list[str]) -> None:
     ]
     if counted and max(run.plan.replicas, run.plan.accumulation) > 1:
         run.warn(
-            f"{counted[0]!r} has scale_grad_by_freq, which counts how often a row is in each part "
-            "of a batch by itself: this is not the same training as on one device",
-            differs=True,
+            f"{counted[0]!r} has scale_grad_by_freq, which counts rows within each worker's part "
+            "or micro-batch: a row that occurs in several gets another gradient than on one "
+            "device. Turn it off for the same training"
         )
     _warn_of_norms(run)
 

@@ -509,8 +509,8 @@ def open_run_dir(me: World, name: str | None, alone: bool = False) -> tuple[RunD
         path = Path(of_launcher if number == 1 else f"{of_launcher}.{number}")
         if number > 1 and RunDir(path).logs.exists():  # which launchers make
             raise CheckpointError(
-                f"{path} is a run of its own, and would be the directory of training {number} of "
-                f"{of_launcher}. Choose another --name."
+                f"{path} belongs to another run, and training {number} of {of_launcher} would "
+                "write there. Choose another --name."
             )
         path.mkdir(exist_ok=True)
         if number > 1:  # the launcher holds the first

@@ -115,7 +115,7 @@ class FeatureStore:
 
         Raises:
             ArgumentError: it was published from another file.
-            RondeError: it is published again meanwhile.
+            RondeError: it is published again during the comparison.
         """
         store, done = Online(online), Checked()
         published = store.tables()
@@ -135,7 +135,7 @@ class FeatureStore:
                 for about, _ in tables:
                     _compare(store, Online(again), about, done)
         if store.tables() != published:  # the two are of other times
-            raise RondeError(f"{online} was published again while it was compared. Check again.")
+            raise RondeError(f"{online} was published again during the comparison. Check again.")
         return done
 
 
