@@ -37,14 +37,22 @@ def _do(*words: str) -> None:
     subprocess.run(words, check=True, capture_output=True, timeout=20)
 
 
+def _free_net(first: int) -> str:
+    """A /24 that no interface here has: a run that was killed leaves its bridge, and packets would
+    go to the hosts behind that.
+    """
+    found = {a.address.rpartition(".")[0] for each in psutil.net_if_addrs().values() for a in each}
+    nets = (f"10.{77 + n // 200 % 50}.{16 + n % 200}" for n in range(first, first + 10_000))
+    return next(net for net in nets if net not in found)
+
+
 class Lab:
     """Hosts ``<tag>1`` … ``<tag>N``; ``ssh_config`` is what reaches them."""
 
     def __init__(self, folder: Path, count: int, private: Path | None = None) -> None:
         self.folder, self.count, self.private = folder, count, private
         self.tag = f"r{os.getpid() % 100_000}"
-        third = 16 + os.getpid() % 200
-        self.net = f"10.{77 + os.getpid() % 50}.{third}"
+        self.net = _free_net(os.getpid())
         self.names = [f"{self.tag}-{i}" for i in range(1, count + 1)]
         self.ssh_config = folder / "ssh_config"
         self.known_hosts = folder / "known_hosts"
@@ -154,7 +162,7 @@ class Lab:
 
     def down(self) -> None:
         for i, name in enumerate(self.names, 1):
-            with contextlib.suppress(KeyError):
+            with contextlib.suppress(KeyError, psutil.TimeoutExpired):
                 self.lose(name)
             for words in (("netns", "del", name), ("link", "del", f"{self.tag}v{i}")):
                 subprocess.run(["ip", *words], capture_output=True)
