@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
@@ -227,6 +228,7 @@ def refused(folder: Path) -> None:
                 told[case] = f"{type(error).__name__}: {error}"
         (where / f"told.{run.rank}.json").write_text(json.dumps(told))
         run.port.parts.place.ended = True
+        dist.barrier()  # a rank that ends at once takes the store along, with which others still meet
 
     def whole(run):
         kept = run.register(a=1, b=torch.ones(2), steps=lr_scheduler.StepLR(run.optimizer, 1))
