@@ -91,8 +91,11 @@ def train(
     n=SAMPLES,
     lr=None,
     exact_loss=False,
+    thaw=False,
 ):
+    """``thaw``: in the midst of an epoch the first layer is thawed, and the last one frozen."""
     one = model(dtype)
+    one[0].requires_grad_(not thaw)
     optimizer = optimizer_of(one)
     if lr:
         optimizer.param_groups[0]["lr"] = lr
@@ -103,6 +106,10 @@ def train(
     losses, whole = [], rows(n, dtype)
     for _ in run.epochs(epochs):
         for batch in run.batches():
+            if thaw and run.state.step == 4:
+                one[0].requires_grad_(True)
+                one[4].requires_grad_(False)
+                frozen = one[4].weight.detach() / SIZE
             at = run.state.epoch_samples
             if exact_loss:  # of the global batch with the weights that all workers have
                 with torch.no_grad():
@@ -112,6 +119,9 @@ def train(
             losses.append(float(run.step(batch)))
             if exact_loss:
                 assert abs(losses[-1] - float(expected)) <= 1e-12, (reducer, len(losses))
+    if thaw and "local" in reducer:
+        torch.distributed.all_reduce(frozen)
+        assert torch.allclose(one[4].weight, frozen, rtol=1e-12), reducer  # no worker's own
     return one, losses, run
 
 
@@ -169,6 +179,9 @@ def lossy():
         one, losses, _run = train(name)
         same_everywhere(one, name)  # at the end of an epoch
         assert falls(losses), (name, losses)
+        one, _, _ = train(name, thaw=True)
+        same_everywhere(one, f"{name}, thawed")
+        assert not torch.equal(one[0].weight, model()[0].weight)
     # one step alone, then the mean: the mean of gradients under SGD without momentum
     one, _, _ = train("local:1")
     same_everywhere(one, "local:1")

@@ -123,9 +123,8 @@ class Replicate(Strategy):
         self.model = model
         self.me = me
         self.run_empty = run_empty
+        self._optimizer = optimizer
         self._choose_reducer(reducer)
-        if self.exchange is not None and optimizer is not None:
-            self.exchange.reducer.bind(dict(trainable(model)), optimizer)
         self._changing: list[str] = []  # buffers that a step changes and the next one reads
         self._steps = 0
         self._seen: dict[str, tuple[int, int]] | None = None
@@ -182,6 +181,8 @@ class Replicate(Strategy):
             bucket_cap_mb=self._bucket_mib,  # 25 is DDP's default, without its small first bucket
         )
         if self.exchange is not None:
+            if self._optimizer is not None:  # again, for what a script has thawed
+                self.exchange.reducer.bind(dict(named), self._optimizer)
             self.exchange.attach(self._ddp, {id(p): n for n, p in named}, self._carrier)
         self.sync_buffers()
 
@@ -193,6 +194,8 @@ class Replicate(Strategy):
     def rebuild(self) -> None:
         """Build DDP again, which orders its buckets by the first step. A collective."""
         self._reached = None
+        if self.exchange is not None and self.exchange.reducer.drifts:
+            self.exchange.stepped(settle=True)  # DDP begins with rank 0's weights
         self._build()
 
     def run_empty_shares(self) -> None:
