@@ -221,9 +221,14 @@ def refused(_case: dict, _file: Path) -> dict:
 
     def give(optimizer="SGD", model=None, lost=None, **options):
         made = OPTIMIZERS.get(optimizer, lambda: optimizer)()
-        ronde.distribute(
+        return ronde.distribute(
             model or build("mlp"), made, rows, loss=lost or loss(), batch_size=5, **options
         )
+
+    def step(weighted):
+        run = give(model=build("regularized"), lost=weighted, micro_batch=2)
+        for batch in run.batches():
+            run.step(batch)
 
     half = L.Dense(5, dtype="mixed_float16", name="half")
     used = O.SGD(0.1)
@@ -239,6 +244,7 @@ def refused(_case: dict, _file: Path) -> dict:
         "grow": lambda: give("Nadam", batch="grow"),
         "reduction": lambda: give(lost=keras.losses.MeanSquaredError(reduction="sum")),
         "none": lambda: give(lost=keras.losses.MeanSquaredError(reduction=None)),
+        "two means": lambda: step(lambda output, target: (output.sum(), target.sum() + 1)),
         "verbose": lambda: fit(compiled(), x, y, verbose=0),
         "class_weight": lambda: fit(compiled(), x, y, class_weight={0: 2.0}),
         "compile": lambda: fit(build("mlp"), x, y),

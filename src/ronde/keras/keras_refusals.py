@@ -50,6 +50,7 @@ def check_keras(model: Any, optimizer: Any, plan: Plan) -> None:
                 f"plan={plan.spec!r}: {refused[way]}. Use plan='replicate'"
                 + (f" or {others[0]!r}." if others else ".")
             )
+    vars(model)["_ronde_shares"] = plan.replicas > 1 or plan.micro_batch is not None
     if set(ways) - {"shard=optimizer"}:
         for layer in layers_of(model):
             vars(layer)["add_loss"] = _refuse_added_loss(layer.name, plan)

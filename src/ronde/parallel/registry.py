@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from ronde.parallel.strategy import Single, Strategy, Work
@@ -62,14 +63,16 @@ def carry_out(plan: Plan, work: Work, me: World) -> Strategy:
         from ronde.parallel import offload
 
         offload.apply(plan, work, me)
+    if "keras" in sys.modules:
+        from ronde.keras import is_keras
+
+        if is_keras(work.model):
+            from ronde.keras.keras_refusals import check_keras
+
+            check_keras(work.model, work.optimizer, plan)
     if me.size == 1:
         return Single(work.model)
-    from ronde.keras import is_keras
     from ronde.parallel.optimizer_coupling import check_coupling
 
-    if is_keras(work.model):
-        from ronde.keras.keras_refusals import check_keras
-
-        check_keras(work.model, work.optimizer, plan)
     check_coupling(plan, work.optimizer)
     return STRATEGIES[plan.family.split(" ")[0]](plan, work, me)
