@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -167,6 +168,41 @@ def by_fit(case: dict, file: Path, fit) -> dict:
     return found | weights(keras.models.load_model(file))
 
 
+def resumed(_case: dict, file: Path) -> dict:
+    """``fit`` that dies while it evaluates, and goes on: what of its history is not the whole one's."""
+    (x, y), now, wrong = data(75), {}, {}
+
+    def schedule(epoch, rate):
+        now["epoch"] = epoch
+        return rate
+
+    def dying(target, _output):
+        if now["epoch"] == now["dies"]:
+            raise InterruptedError
+        return keras.ops.zeros(len(target))
+
+    def trained(every: int, dies: int, resume: bool = False) -> dict:
+        os.environ |= {"RONDE_RUN_DIR": f"{file}.{every}", "RONDE_RESUME": str(int(resume))}
+        forget_runs()
+        now["dies"] = dies
+        model, stopping = build("mlp"), keras.callbacks.EarlyStopping("val_loss", patience=9)
+        model.compile(OPTIMIZERS["SGD"](), loss(), metrics=[dying])
+        given = [keras.callbacks.LearningRateScheduler(schedule), stopping]
+        options = {"validation_data": (x[:33] + 0.1, y[:33]), "callbacks": given}
+        options |= {"save_every": every, "async_save": False, "batch_size": 20, "epochs": 4}
+        history = ronde.keras.fit(model, x, y, **options).history
+        return {**history, "best": stopping.best, "wait": stopping.wait}
+
+    for every, dies in ((4, 1), (5, 2)):  # saved at an epoch's last step of four, and in its midst
+        whole = trained(99, 99)
+        with suppress(InterruptedError):
+            trained(every, dies)
+        found = trained(every, 99, resume=True)
+        wanted = {k: v[dies:] if isinstance(v, list) else v for k, v in whole.items()}
+        wrong[str(every)] = str({k: (found[k], wanted[k]) for k in found if found[k] != wanted[k]})
+    return wrong
+
+
 def plain(case: dict, file: Path) -> dict:
     """As Keras trains, except that float64 stays float64."""
     from keras.src.backend.common import dtypes
@@ -183,8 +219,8 @@ def plain(case: dict, file: Path) -> dict:
 def trained(case: dict, file: Path) -> dict:
     if case["plan"] == "fit":
         return by_fit(case, file, ronde.keras.fit)
-    if case["plan"] == "refused":
-        return refused(case, file)
+    if case["plan"] in ("refused", "resumed"):
+        return globals()[case["plan"]](case, file)
     floatx = case.get("floatx", "float64")
     model, (x, y) = build(case["model"], floatx), data(75)
     x = x.astype(floatx)

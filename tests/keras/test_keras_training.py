@@ -114,6 +114,7 @@ WORLDS: dict[str, tuple] = {
     "fit": (2, FIT),
     "fit of keras": (1, FIT, {"PLAIN": "1"}),
     "refused": (1, [case("mlp", plan="refused")]),
+    "resumed": (1, [case("mlp", plan="resumed")]),
     "whole": (1, [{**case(m, o), "epochs": len(CHAIN)} for m, o, _ in RESUMED]),
 }
 for epoch, (workers, plan) in enumerate(CHAIN, 1):
@@ -218,6 +219,11 @@ SAID = {
     "validation": "validation_data: expected (x, y)",
     "memory": "{'dense.kernel': 4096, 'dense.bias': 256, ",  # two moments of float64
 }
+
+
+def test_fit_goes_on_with_the_epoch_and_the_counters_that_it_had(trained):
+    (wrong,) = trained("resumed")
+    assert {every: str(text) for every, text in wrong.items()} == {"4": "{}", "5": "{}"}
 
 
 def test_what_is_not_supported_is_refused_by_name(trained):

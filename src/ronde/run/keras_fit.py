@@ -23,6 +23,7 @@ __all__ = ["fit_keras"]
 
 _OWN = ("model", "optimizer", "data", "loss", "batch_size", "shuffle", "callbacks")
 _KINDS = ("EarlyStopping", "ModelCheckpoint", "LearningRateScheduler", "TensorBoard")
+_EPOCH = ("epoch", "sum", "samples", "ended")
 _STATE = {
     "EarlyStopping": ("wait", "best", "best_epoch", "stopped_epoch"),
     "ModelCheckpoint": ("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
@@ -74,21 +75,23 @@ def _train(
     metrics: dict[str, _MeanMetric],
 ) -> Any:
     calls.begin(run)
+    run.register(epoch_loss=means)
     logs: dict[str, float] = {}
     for epoch in run.epochs(epochs):
-        means.clear()
+        means.begin(epoch)
         calls.each("on_epoch_begin", epoch)
         for number, batch in enumerate(run.batches()):
             loss = run.step(batch)
             if calls.read_batches:
                 calls.each("on_train_batch_end", number, {"loss": float(loss)})
-        if not means.samples:  # the epoch was complete before a resume
+        if means.ended:  # before a resume
             continue
         logs = {"loss": means.value()}
         if validation is not None:
             result = run.evaluate(validation, metrics, name="val")
             logs |= {f"val_{name}": float(value) for name, value in result.items()}
         calls.each("on_epoch_end", epoch, logs)
+        means.ended = True
         if calls.proxy.stop_training:
             run.stop("EarlyStopping")
     calls.each("on_train_end", logs)
@@ -97,24 +100,41 @@ def _train(
 
 
 class _EpochLoss:
-    """The mean loss of an epoch's samples, as ``fit`` reports it."""
+    """The mean loss of an epoch's samples, as ``fit`` reports it; in checkpoints, which may be
+    written in the midst of an epoch, or at its last step, before the callbacks have heard its end.
+
+    Attributes:
+        ended: whether the callbacks have.
+    """
 
     def __init__(self) -> None:
-        self.clear()
+        self._epoch = -1
+        self.begin(0)
 
-    def clear(self) -> None:
-        """Begin an epoch."""
-        self._sum: torch.Tensor | float = 0.0
-        self.samples = 0
+    def begin(self, epoch: int) -> None:
+        """Begin an epoch, or go on with it after a resume."""
+        if epoch != self._epoch:
+            self._epoch, self._sum, self._samples, self.ended = epoch, torch.zeros(()), 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers."""
+        values = (self._epoch, float(self._sum), self._samples, self.ended)
+        return dict(zip(_EPOCH, values, strict=True))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set them."""
+        self._epoch, total, self._samples, self.ended = (state[name] for name in _EPOCH)
+        self._sum = torch.tensor(total, dtype=torch.float64)
 
     def step_ended(self, step: StepView) -> None:
         """Add a batch; nothing waits for the device."""
-        self._sum = self._sum + step.loss.detach().double() * step.share.global_samples
-        self.samples += step.share.global_samples
+        value = step.loss.detach().double() * step.share.global_samples
+        self._sum = self._sum.to(value.device) + value
+        self._samples += step.share.global_samples
 
     def value(self) -> float:
         """The mean so far."""
-        return float(self._sum) / self.samples
+        return float(self._sum) / self._samples
 
 
 class _MeanMetric:
