@@ -58,7 +58,7 @@ __all__ = [
     "world",
 ]
 
-_ROOMS = ("algorithms", "feed", "launch")
+_ROOMS = ("algorithms", "feed", "keras", "launch")
 
 _LATER = {
     "distribute": "ronde.run",
