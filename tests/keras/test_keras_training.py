@@ -208,7 +208,7 @@ SAID = {
     "grow": "batch='grow' with a Keras LearningRateSchedule",
     "reduction": "MeanSquaredError(reduction='sum'): expected 'sum_over_batch_size'",
     "none": "MeanSquaredError(reduction=None): expected",
-    "two means": "shares of a batch cannot be added by both",
+    "two means": "adds its own loss (activity_regularizer or add_loss), a mean over samples, but",
     "verbose": "ronde.keras.fit(…, verbose=…): not supported",
     "class_weight": "ronde.keras.fit(…, class_weight=…): not supported",
     "compile": "model is not compiled",

@@ -14,13 +14,6 @@ from ronde.world import ArgumentError
 
 __all__ = ["regularized", "torch_loss"]
 
-_TWO_MEANS = (
-    "a layer adds a loss of its own, which is a mean over samples, and the loss is a mean over "
-    "weights or the positions of a mask: shares of a batch cannot be added by both. Train on one "
-    "worker without micro_batch, or leave the mask or the layer's loss (activity_regularizer, "
-    "add_loss) out."
-)
-
 
 def torch_loss(loss: Any, model: Any, reduction: str) -> Callable[..., Any]:
     """``loss(output, target)`` of a Keras loss or of the script's own, plus ``model.losses``.
@@ -48,8 +41,15 @@ def torch_loss(loss: Any, model: Any, reduction: str) -> Callable[..., Any]:
             return value
         extra = sum(added[1:], added[0])
         if isinstance(value, tuple):
-            if vars(model).get("_ronde_shares") and any(layer._losses for layer in layers):
-                raise ArgumentError(_TWO_MEANS)
+            own = [layer.name for layer in layers if layer._losses]
+            if own and vars(model).get("_ronde_shares"):
+                raise ArgumentError(
+                    f"the Keras layer {own[0]!r} adds its own loss (activity_regularizer or "
+                    "add_loss), a mean over samples, but the training loss is a mean over weights "
+                    "or unmasked positions: shares of a batch cannot be combined exactly. Train "
+                    "on one worker without micro_batch, or drop the mask, the weights, or the "
+                    "layer's loss."
+                )
             return value[0] + extra * value[1], value[1]
         return value + extra
 

@@ -84,7 +84,7 @@ def _train(
             loss = run.step(batch)
             if calls.read_batches:
                 calls.each("on_train_batch_end", number, {"loss": float(loss)})
-        if means.ended:  # before a resume
+        if means.ended or not means.samples:  # before a resume
             continue
         logs = {"loss": means.value()}
         if validation is not None:
@@ -104,6 +104,7 @@ class _EpochLoss:
     written in the midst of an epoch, or at its last step, before the callbacks have heard its end.
 
     Attributes:
+        samples: so far.
         ended: whether the callbacks have.
     """
 
@@ -114,27 +115,27 @@ class _EpochLoss:
     def begin(self, epoch: int) -> None:
         """Begin an epoch, or go on with it after a resume."""
         if epoch != self._epoch:
-            self._epoch, self._sum, self._samples, self.ended = epoch, torch.zeros(()), 0, False
+            self._epoch, self._sum, self.samples, self.ended = epoch, torch.zeros(()), 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers."""
-        values = (self._epoch, float(self._sum), self._samples, self.ended)
+        values = (self._epoch, float(self._sum), self.samples, self.ended)
         return dict(zip(_EPOCH, values, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set them."""
-        self._epoch, total, self._samples, self.ended = (state[name] for name in _EPOCH)
+        self._epoch, total, self.samples, self.ended = (state[name] for name in _EPOCH)
         self._sum = torch.tensor(total, dtype=torch.float64)
 
     def step_ended(self, step: StepView) -> None:
         """Add a batch; nothing waits for the device."""
         value = step.loss.detach().double() * step.share.global_samples
         self._sum = self._sum.to(value.device) + value
-        self._samples += step.share.global_samples
+        self.samples += step.share.global_samples
 
     def value(self) -> float:
         """The mean so far."""
-        return float(self._sum) / self._samples
+        return float(self._sum) / self.samples
 
 
 class _MeanMetric:
