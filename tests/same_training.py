@@ -126,7 +126,7 @@ class Case:
     sync_batchnorm: bool = False
     own_loop: bool = False
     forward: str = ""
-    change: str = ""  # "freezes", "thaws": parameters, in the middle
+    change: str = ""  # "freezes", "thaws": parameters, in the middle; "swaps" the last layer
     warm: bool = False  # the optimizer has state before
     evaluate: bool = False  # with a metric, after each epoch
     average: bool = False
@@ -189,13 +189,19 @@ class Case:
     def through(self) -> Callable[[nn.Module, Any], Any]:
         return FORWARDS[self.forward] if self.forward else KINDS[self.kind].forward
 
-    def changes(self, model: nn.Module, step: int) -> None:
+    def changes(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         if self.change == "freezes":
             first = next(iter(model.parameters()))
             frozen = STEPS_BEFORE_A_CHANGE <= step < 2 * STEPS_BEFORE_A_CHANGE
             first.requires_grad_(not frozen)
         if self.change == "thaws" and step == STEPS_BEFORE_A_CHANGE:
             model.requires_grad_(True)
+        if self.change == "swaps" and step % STEPS_BEFORE_A_CHANGE == 0:
+            now, aside = model[-1], vars(model).pop("aside", None)  # a module may have no child
+            model[-1] = aside or copy.deepcopy(now)
+            vars(model)["aside"] = now
+            if aside is None:
+                optimizer.add_param_group({"params": list(model[-1].parameters())})
 
 
 def plain(case: Case) -> dict[str, torch.Tensor]:
@@ -224,7 +230,7 @@ def plain(case: Case) -> dict[str, torch.Tensor]:
                 scheduler.step()
             torch._foreach_lerp_(averaged, [p.detach() for p in model.parameters()], 0.1)
             losses.append(loss.detach())
-            case.changes(model, len(losses))
+            case.changes(model, optimizer, len(losses))
             if len(losses) == case.steps:
                 break
         if case.evaluate:
@@ -290,7 +296,7 @@ def by_ronde(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
                 losses.append(run.update())
             else:
                 losses.append(run.step(batch))
-            case.changes(model, len(losses))
+            case.changes(model, optimizer, len(losses))
             if len(losses) == case.steps:
                 break
         if case.evaluate:

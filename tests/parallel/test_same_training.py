@@ -42,6 +42,11 @@ REPLICAS += [
 ]
 REPLICAS = [dataclasses.replace(case, steps=20) for case in REPLICAS]
 
+# a layer that the script replaces in the middle of an epoch, and puts back
+SWAPS = [
+    Case("uneven", plan, schedule=False, change="swaps", n=40) for plan in ("", "shard=optimizer")
+]
+
 # -- shards ----------------------------------------------------------------------------
 
 COMMON = [
@@ -250,6 +255,8 @@ REFUSED = [
     ),
     Case("shuffling", "shard", batch=4, refused=["rank 0: 'layers.2'", "rank 1: 'layers.1'"]),
     Case("skipping", "shard", refused=["rank 0: '2'", "rank 1: '4'", OPTIMIZER_ONLY]),
+    # a batch in which no sample counts: one process has no loss either
+    Case("MLP", "pipeline=2", weighted=True, batch=1, refused=["the loss is nan in step"]),
     # the last of its processes: workers have exchanged what the others did not
     Case(
         "shuffling-late",
@@ -288,8 +295,9 @@ if not importlib.util.find_spec("transformers"):
     OTHERS = []
 
 CASES = {
-    1: some(REPLICAS, 5),
+    1: [*some(REPLICAS, 5), SWAPS[0]],
     2: [
+        *SWAPS,
         *(REPLICAS if ALL else []),
         *some(COMMON, 4),
         *some(SHARDS, 10),

@@ -135,6 +135,7 @@ class Replicate(Strategy):
         self._weighted: bool | None = None
         self._reached: set[int] | None = None
         self._hooks: list[Any] = []
+        self.parameters = []
         self._build()
 
     def _choose_reducer(self, text: str) -> None:
@@ -160,7 +161,7 @@ class Replicate(Strategy):
 
     def _build(self) -> None:
         named = trainable(self.model)
-        forget_frozen(self.model)
+        forget_frozen(self.model, self.parameters)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]
         size, dtype = _UNUSED + len(named), payload_dtype(self.parameters)

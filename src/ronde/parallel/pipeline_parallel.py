@@ -116,7 +116,8 @@ class PipelineParallel(Strategy):
         self.owner = StageOwnership(plan, work, me, self.stages, self.data, self.divided)
         self.points, self.parameters = self.owner.points, self.owner.parameters
         self.split_at = tuple(point.name for point in self.points)
-        self._loss = torch.zeros(2, dtype=torch.float64, device=me.device)
+        # the loss, its weight, and how many micro-batches have one
+        self._loss = torch.zeros(3, dtype=torch.float64, device=me.device)
         self._samples = 1
         self._reached: set[int] = set()
         self._pending: list[tuple[Any, Any]] = []
@@ -253,11 +254,13 @@ class PipelineParallel(Strategy):
                 if weight is None and part.weight is not None:
                     factor = part.weight / part.global_samples
                     self._loss[1] += part.weight
+                    self._loss[2] += 1
             flight.root, flight.factor = value, factor
             if part.samples:
                 self._loss[0] += value.detach().to(torch.float64) * factor
                 if weight is not None:
                     self._loss[1] += weight.to(torch.float64)
+                    self._loss[2] += 1
         return flight
 
     def _roots(
@@ -314,10 +317,10 @@ class PipelineParallel(Strategy):
             dist.broadcast(mine, self._ranks[self.owner.worker_at(self.last)])
         else:
             dist.all_reduce(mine)
-        loss, weight = mine[0], mine[1]
+        loss, weight, weighted = mine
         # Reading a GPU's numbers means waiting for it: there, an unweighted loss is scaled by 1.
-        if self.me.device.type != "cpu" or bool(weight != 0):
-            factor = torch.where(weight != 0, self._samples / weight, 1)
+        if self.me.device.type != "cpu" or bool(weighted):
+            factor = torch.where(weighted != 0, self._samples / weight, 1)
             self._scale_gradients(factor)
             loss = loss * factor
         return loss

@@ -273,10 +273,13 @@ class Flags:
         return flags != self._flags or self._members_now() != self._ids
 
 
-def forget_frozen(model: nn.Module) -> None:
-    """Drop a frozen parameter's old gradient, which the optimizer would keep using."""
-    for p in model.parameters():
-        if not p.requires_grad:
+def forget_frozen(model: nn.Module, before: Iterable[nn.Parameter] = ()) -> None:
+    """Drop old gradients that the optimizer would keep using: of parameters that are frozen, or of
+    those ``before`` that the model has no longer.
+    """
+    trained = {id(p) for p in model.parameters() if p.requires_grad}
+    for p in (*model.parameters(), *before):
+        if id(p) not in trained:
             p.grad = None
 
 
@@ -392,7 +395,7 @@ class Single(Strategy):
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parameters = [p for _, p in trainable(model)]
-        self._flags = Flags(model)
+        self._flags = Flags(model, replaced=True)
         self._loss: torch.Tensor | None = None
         self._weight: torch.Tensor | None = None
         self._samples = 1
@@ -436,9 +439,9 @@ class Single(Strategy):
 
     def start_epoch(self) -> None:
         """See :meth:`Strategy.start_epoch`."""
+        forget_frozen(self.model, self.parameters)
         self.parameters = [p for _, p in trainable(self.model)]
-        self._flags = Flags(self.model)
-        forget_frozen(self.model)
+        self._flags = Flags(self.model, replaced=True)
 
     def refresh(self) -> bool:
         """See :meth:`Strategy.refresh`."""

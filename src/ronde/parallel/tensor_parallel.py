@@ -588,7 +588,7 @@ class Tensor(Replicate):
 
     def _build(self) -> None:
         """Note which parameters are trained; all workers have the same values already."""
-        forget_frozen(self.model)
+        forget_frozen(self.model, self.parameters)
         named = trainable(self.model)
         self.names = [name for name, _ in named]
         self.parameters = [p for _, p in named]

@@ -107,14 +107,6 @@ class Zero1(Replicate):
         run_empty = plan.sync_batchnorm and bool(batchnorms(work.model))
         super().__init__(work.model, me, run_empty, plan.reducer)
 
-    def refresh(self) -> bool:
-        """See :meth:`Strategy.refresh`."""
-        before = self.parameters
-        changed = super().refresh()
-        for p in before if changed else ():
-            p.grad = None  # a frozen one's would be trained on
-        return changed
-
     def updated(self) -> None:
         """See :meth:`Strategy.updated`."""
         self.parts.exchange()
