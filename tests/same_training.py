@@ -126,7 +126,7 @@ class Case:
     sync_batchnorm: bool = False
     own_loop: bool = False
     forward: str = ""
-    change: str = ""  # "freezes", "thaws": parameters, in the middle; "swaps" the last layer
+    change: str = ""  # "freezes", "thaws", "swaps" a layer, "assigns" a weight: in the middle
     warm: bool = False  # the optimizer has state before
     evaluate: bool = False  # with a metric, after each epoch
     average: bool = False
@@ -196,6 +196,8 @@ class Case:
             first.requires_grad_(not frozen)
         if self.change == "thaws" and step == STEPS_BEFORE_A_CHANGE:
             model.requires_grad_(True)
+        if self.change == "assigns" and step == STEPS_BEFORE_A_CHANGE:
+            model[-1].weight = nn.Parameter(torch.zeros(model[-1].weight.shape))
         if self.change == "swaps" and step % STEPS_BEFORE_A_CHANGE == 0:
             now, aside = model[-1], vars(model).pop("aside", None)  # a module may have no child
             model[-1] = aside or copy.deepcopy(now)

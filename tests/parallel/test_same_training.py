@@ -255,6 +255,7 @@ REFUSED = [
     ),
     Case("shuffling", "shard", batch=4, refused=["rank 0: 'layers.2'", "rank 1: 'layers.1'"]),
     Case("skipping", "shard", refused=["rank 0: '2'", "rank 1: '4'", OPTIMIZER_ONLY]),
+    Case("uneven", "shard", change="assigns", refused=["'weight' was replaced after"]),
     # a batch in which no sample counts: one process has no loss either
     Case("MLP", "pipeline=2", weighted=True, batch=1, refused=["the loss is nan in step"]),
     # the last of its processes: workers have exchanged what the others did not

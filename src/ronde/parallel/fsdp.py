@@ -261,13 +261,14 @@ class Sharded:
             dist.all_reduce(tensor, group=self.mesh.get_group(dim))
 
 
-def shard_module(module: nn.Module, **options: Any) -> None:
+def shard_module(module: nn.Module, **options: Any) -> fsdp_repairs.KeepParameters:
     """Divide one module that is gathered when it is called, with options of ``fully_shard``."""
     # Registered before FSDP2's own hook, which then sees the copies.
     module.register_forward_hook(lambda _m, _inputs, output: fsdp_repairs.clone_views(output))
     fully_shard(module, **options)
     fsdp_repairs.KeepContainers(module)
     sum_gradients(module)
+    return fsdp_repairs.KeepParameters(module)
 
 
 def sum_gradients(module: nn.Module) -> None:
@@ -317,9 +318,10 @@ def fully_shard_model(
     whole = fsdp_repairs.split_scalars(before.values())
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": whole}
-    for block in blocks.values():
-        shard_module(block, reshard_after_forward=level == "parameters", **options)
+    reshard = level == "parameters"
+    keep = [shard_module(b, reshard_after_forward=reshard, **options) for b in blocks.values()]
     fully_shard(model, reshard_after_forward=False, **options)
+    fsdp_repairs.KeepParameters(model, keep)
     sum_gradients(model)
     result = Sharded(model, mesh, blocks, [p for p in dict.fromkeys(before.values()) if p in whole])
     after = dict(model.named_parameters(remove_duplicate=False))

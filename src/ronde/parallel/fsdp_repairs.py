@@ -9,7 +9,7 @@ effect when this module is imported.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from ronde.checkpoint import shard_like
+from ronde.world import PlanError
 
 __all__ = [
     "ELEMENTWISE",
     "KeepContainers",
+    "KeepParameters",
     "clone_views",
     "exchange_unused",
     "split_scalars",
@@ -198,6 +200,45 @@ class KeepContainers:
                 old.extend(now.values())
             else:
                 old.update(now)
+
+
+class KeepParameters:
+    """Refuse a parameter that a script has put in place of a divided one.
+
+    FSDP2 puts its own there again at the next forward pass, without a word (not reported). Its
+    hooks must be on the module already. ``inside``: of the modules in it that FSDP2 has divided.
+    """
+
+    def __init__(self, module: nn.Module, inside: Sequence[KeepParameters] = ()) -> None:
+        theirs = {id(held) for keep in inside for held, _ in keep.places}
+        held = [m._parameters for m in module.modules() if id(m._parameters) not in theirs]
+        self.places = [(each, n) for each in held for n in each if isinstance(each[n], DTensor)]
+        self._own: set[int] = set()  # divided ones, and whole ones once they were gathered
+        self._note()
+        self._all = (*inside, self)
+        module.register_forward_pre_hook(self._before, prepend=True)
+        self._first = module.register_forward_pre_hook(self._gathered)
+
+    def _note(self) -> None:
+        self._own |= {id(held.get(name)) for held, name in self.places}
+
+    def _gathered(self, *_: Any) -> None:
+        self._note()
+        self._first.remove()
+
+    def _before(self, *_: Any) -> None:
+        for keep in self._all:
+            keep.check()
+
+    def check(self) -> None:
+        """Raise PlanError if one was replaced."""
+        for held, name in self.places:
+            if id(held.get(name)) not in self._own:
+                raise PlanError(
+                    f"a layer's parameter {name!r} was replaced after ronde.distribute had divided "
+                    "the model over the workers: the new one would be ignored. Replace it before "
+                    "ronde.distribute, or only its values (weight.data = whole), on every worker."
+                )
 
 
 def _containers(values: Iterable[Any]) -> list[Any]:
