@@ -124,7 +124,7 @@ class Case:
     dtype: str = "float64"
     precision: str = "fp32"
     sync_batchnorm: bool = False
-    own_loop: bool = False
+    own_loop: bool = False  # and clips by itself
     forward: str = ""
     change: str = ""  # "freezes", "thaws", "swaps" a layer, "assigns" a weight: in the middle
     warm: bool = False  # the optimizer has state before
@@ -273,7 +273,7 @@ def by_ronde(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             DataLoader(case.data(), case.batch, shuffle=case.shuffle),
             loss=case.loss,
             scheduler=scheduler,
-            clip_norm=case.clip,
+            clip_norm=None if case.own_loop else case.clip,
             sync_batchnorm=case.sync_batchnorm,
             precision=case.precision,
             split_at=case.split_at,
@@ -286,15 +286,22 @@ def by_ronde(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     average = run.average(decay=0.9) if case.average else None
     losses: list[torch.Tensor] = []
     scores: list[float] = []
+
+    def passes_aside(micro: Any) -> None:
+        # leaves whole parameters behind, not to be used by a backward pass or after the update
+        with torch.no_grad():
+            _ = case.sync_batchnorm or case.through(run.model, micro)
+
     for _ in run.epochs(10_000):
         for batch in run.batches():
             if case.own_loop:
                 for micro in batch if isinstance(batch, ronde.MicroBatches) else [batch]:
-                    run.backward(case.loss(*case.through(run.model, micro)))
-                    if not case.sync_batchnorm:
-                        # leaves whole parameters behind, not to be used after the update
-                        with torch.no_grad():
-                            case.through(run.model, micro)
+                    loss = case.loss(*case.through(run.model, micro))
+                    passes_aside(micro)
+                    run.backward(loss)
+                    passes_aside(micro)
+                if case.clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), case.clip)
                 losses.append(run.update())
             else:
                 losses.append(run.step(batch))

@@ -318,8 +318,8 @@ def fully_shard_model(
     whole = fsdp_repairs.split_scalars(before.values())
     policy: OffloadPolicy = CPUOffloadPolicy() if offload else OffloadPolicy()
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": policy, "ignored_params": whole}
-    reshard = level == "parameters"
-    keep = [shard_module(b, reshard_after_forward=reshard, **options) for b in blocks.values()]
+    twice = level == "parameters"
+    keep = [shard_module(b, reshard_after_forward=twice, **options) for b in blocks.values()]
     fully_shard(model, reshard_after_forward=False, **options)
     fsdp_repairs.KeepParameters(model, keep)
     sum_gradients(model)
@@ -419,14 +419,19 @@ class RootModule(nn.Module):
         finally:
             self.active = False
 
-    def intercept_model(self) -> None:
-        """Let ``model(…)`` go through this module when the script calls it itself, too."""
+    def intercept_model(self, free: Callable[[], None]) -> None:
+        """Let ``model(…)`` go through this module when the script calls it itself, too. ``free``:
+        lets go of whole parameters.
+        """
 
         def around(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             if self.active:
                 return forward(*args, **kwargs)
             with self.own_calls.passing() if self.own_calls else nullcontext():
-                return self(partial(forward, *args, **kwargs))
+                result = self(partial(forward, *args, **kwargs))
+            if not torch.is_grad_enabled():  # no backward pass follows, which would free them
+                free()
+            return result
 
         wrap_forward(self.model, around)
 
@@ -466,7 +471,7 @@ class Shard(Replicate):
 
     def _attach(self) -> None:
         """Follow each forward pass of the divided model."""
-        self._root.intercept_model()
+        self._root.intercept_model(self.sharded.reshard)
         self._has_copies = self._mesh.ndim > 1
         self._reached_names: set[str] = set()
         self._watched: dict[int, Any] = {}

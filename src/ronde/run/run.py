@@ -192,7 +192,8 @@ class Run(CollectiveCalls):
 
     def backward(self, loss: torch.Tensor | tuple[torch.Tensor, Any]) -> None:
         """Backward pass of a script that owns its loop: once per micro-batch, in order, then call
-        :meth:`update`.
+        :meth:`update`. The last one of a step exchanges: after it, gradients are those of the
+        global batch, and the script may change them.
 
         Args:
             loss: the mean over this worker's samples of the (micro-)batch, or ``(sum, weight)``.
@@ -200,7 +201,7 @@ class Run(CollectiveCalls):
         self._step.backward(loss)
 
     def update(self) -> torch.Tensor:
-        """Exchange, clip, update, and schedule, after :meth:`backward`. Returns the global loss, as
+        """Clip, update, and schedule, after :meth:`backward`. Returns the global loss, as
         :meth:`step` does.
         """
         return self._step.update()

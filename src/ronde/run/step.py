@@ -173,8 +173,7 @@ class OptimizerStep:
         gathering.used = bool(gathering.used)
         if self._rows.unclear:
             self._report_rows()
-        for call in self.callbacks.after_passes:
-            call(view)
+        self._exchange()
         return self._update(share)
 
     @counted("run.backward(loss)")
@@ -210,8 +209,7 @@ class OptimizerStep:
             strategy.micro(lambda: value, part, self._scale)
         self.draws.end_own_pass(share, place.backwards)
         if part.last:
-            for call in self.callbacks.after_passes:
-                call(self.view)
+            self._exchange()  # not in update(): in between, the script may clip or scale
             if not self._group.alone:
                 self._group.announce()
         else:
@@ -344,13 +342,23 @@ class OptimizerStep:
 
     # -- after the passes --------------------------------------------------------------
 
-    def _update(self, share: Share) -> torch.Tensor:
-        """Exchange, update, schedule, and count the step."""
-        run, view, callbacks = self.parts, self.view, self.callbacks
-        view.loss = loss = run.strategy.finish()
-        self._gradient_hooks.run()
-        for call in callbacks.after_exchange:
+    def _exchange(self) -> None:
+        """From here on, gradients are those of the global batch."""
+        run, view, scaler = self.parts, self.view, self.parts.scaler
+        for call in self.callbacks.after_passes:
             call(view)
+        view.loss = run.strategy.finish()
+        self._gradient_hooks.run()
+        for call in self.callbacks.after_exchange:
+            call(view)
+        if scaler is not None and view.action != "skip":
+            scaler.unscale_(run.optimizer)
+            if run.plan.workers > 1 and run.plan.family != "replicate":
+                run.strategy.agree_on_overflow(scaler, run.optimizer)
+
+    def _update(self, share: Share) -> torch.Tensor:
+        """Clip, update, schedule, and count the step."""
+        run, view, callbacks = self.parts, self.view, self.callbacks
         view.learning_rate = run.optimizer.param_groups[0]["lr"]
         if view.action == "skip":
             run.strategy.updated()
@@ -362,16 +370,12 @@ class OptimizerStep:
         for call in callbacks.step_ended:
             call(view)
         view.micros = view.split = ()  # the next batch needs the room
-        return loss
+        return view.loss
 
     def _apply_gradients(self) -> None:
         """Clip and update."""
-        run, view, scaler = self.parts, self.view, self.parts.scaler
+        run, view = self.parts, self.view
         plan, optimizer = run.plan, run.optimizer
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-            if plan.workers > 1 and plan.family != "replicate":
-                run.strategy.agree_on_overflow(scaler, optimizer)
         for call in self.callbacks.before_clip:
             call(view)
         if plan.clip_norm is not None:
