@@ -210,6 +210,7 @@ class KeepParameters:
     """
 
     def __init__(self, module: nn.Module, inside: Sequence[KeepParameters] = ()) -> None:
+        self.places: list[tuple[dict[str, Any], str]]
         theirs = {id(held) for keep in inside for held, _ in keep.places}
         held = [m._parameters for m in module.modules() if id(m._parameters) not in theirs]
         self.places = [(each, n) for each in held for n in each if isinstance(each[n], DTensor)]

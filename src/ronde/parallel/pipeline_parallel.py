@@ -317,7 +317,7 @@ class PipelineParallel(Strategy):
             dist.broadcast(mine, self._ranks[self.owner.worker_at(self.last)])
         else:
             dist.all_reduce(mine)
-        loss, weight, weighted = mine
+        loss, weight, weighted = mine[0], mine[1], mine[2]
         # Reading a GPU's numbers means waiting for it: there, an unweighted loss is scaled by 1.
         if self.me.device.type != "cpu" or bool(weighted):
             factor = torch.where(weighted != 0, self._samples / weight, 1)
