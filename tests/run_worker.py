@@ -267,7 +267,9 @@ for micro in (None, 1):
 # growing the batch
 for kind, rule in (("SGD", None), ("AdamW", None), ("SGD", "none"), ("AdamW", "linear")):
     model = classifier()
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    # a tensor, which a scheduler writes to
+    rate = 0.1 if rule else torch.tensor(0.1, dtype=torch.float64)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=rate)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     run = start(
         model,
@@ -282,7 +284,7 @@ for kind, rule in (("SGD", None), ("AdamW", None), ("SGD", "none"), ("AdamW", "l
     for _ in run.epochs(3):
         for batch in run.batches():
             run.step(batch)
-            rates.append(optimizer.param_groups[0]["lr"])
+            rates.append(float(optimizer.param_groups[0]["lr"]))
     results[f"grow {kind} {rule}"] = [
         run.plan.batch_size,
         run.plan.lr_rule,

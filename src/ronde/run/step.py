@@ -359,7 +359,8 @@ class OptimizerStep:
     def _update(self, share: Share) -> torch.Tensor:
         """Clip, update, schedule, and count the step."""
         run, view, callbacks = self.parts, self.view, self.callbacks
-        view.learning_rate = run.optimizer.param_groups[0]["lr"]
+        # not a tensor's own memory, which schedulers write to
+        view.learning_rate = float(run.optimizer.param_groups[0]["lr"])
         if view.action == "skip":
             run.strategy.updated()
         else:
