@@ -247,15 +247,10 @@ class Replicas(Callback):
         self._check = ReplicaCheck(every or 1)
         self._check.possible = every is not None
         self._facts = FactCheck(parts, parts.world)
-        # each weight to all workers, after its update: they differ only before that
-        self._sends = parts.plan.shard == "optimizer"
 
     def before_update(self, step: StepView) -> None:
         """See :class:`Callback`."""
-        run = step.parts
-        if self._sends and not self._unchecked_steps:
-            self._compare(run, run.state.step, must=False)
-        self._facts.begin(run)
+        self._facts.begin(step.parts)
 
     def after_update(self, step: StepView) -> None:
         """See :class:`Callback`."""
@@ -266,7 +261,7 @@ class Replicas(Callback):
             self._unchecked_steps -= 1
             same = check_step(run.strategy, run.work.tied, run.plan, run.world)
             self._check.possible &= same
-        elif why or not self._sends:
+        else:
             self._compare(run, number, must=bool(why))
         if why and run.plan.shard != "none":  # parts that are held once, or sent to all again
             run.warn(f"step {number}: {why}", differs=True)
