@@ -481,7 +481,7 @@ def peak(folder: Path) -> None:
     """What each of four workers needs at most while a model of 400 MB on meta is sharded over
     them.
     """
-    width, count = 2500, 16
+    width, count = 1000, 100
 
     def measure() -> None:
         import torch.distributed as dist
